@@ -1,0 +1,69 @@
+# Recipes for everyday use; `just` alone lists them.
+
+python := if path_exists(".venv/bin/python") == "true" { ".venv/bin/python" } else { "python" }
+
+_default:
+    @just --list
+
+# Table of GPUs: index, name, uuid, used/free/total MiB, processes, who holds it
+check *args:
+    @{{ python }} -m robust_train.cli.main gpus {{ args }}
+
+# The default job: a small network on digits
+train *overrides:
+    {{ python }} train_robust.py {{ overrides }}
+
+# LoRA on Oxford flowers
+train-lora-flowers-robust *overrides:
+    {{ python }} train_robust.py model=lora dataset=flowers102 {{ overrides }}
+
+# A linear probe on Oxford flowers
+train-linear-flowers-robust *overrides:
+    {{ python }} train_robust.py model=linear_probe dataset=flowers102 {{ overrides }}
+
+# LoRA on Caltech birds
+train-lora-cub-robust *overrides:
+    {{ python }} train_robust.py model=lora dataset=cub200 {{ overrides }}
+
+# A linear probe on Caltech birds
+train-linear-cub-robust *overrides:
+    {{ python }} train_robust.py model=linear_probe dataset=cub200 {{ overrides }}
+
+# Both models on both data sets, side by side; fails if one of them fails
+train-all-robust *overrides:
+    #!/usr/bin/env bash
+    set -u
+    pids=()
+    trap 'kill "${pids[@]}" 2>/dev/null' INT TERM
+    for model in lora linear_probe; do
+        for dataset in flowers102 cub200; do
+            {{ python }} train_robust.py model=$model dataset=$dataset {{ overrides }} &
+            pids+=($!)
+        done
+    done
+    status=0
+    for pid in "${pids[@]}"; do
+        wait "$pid" || status=$?
+    done
+    exit $status
+
+# The test suite
+test *args:
+    {{ python }} -m pytest {{ args }}
+
+# Lint, format check and types
+lint:
+    {{ python }} -m ruff check .
+    {{ python }} -m ruff format --check .
+    {{ python }} -m mypy
+
+# Put the sources into the house format
+format:
+    {{ python }} -m ruff check --fix .
+    {{ python }} -m ruff format .
+
+# The measurements behind the figures in docs/
+bench:
+    {{ python }} benchmarks/startup.py
+    {{ python }} benchmarks/attempt_start.py
+    {{ python }} benchmarks/selection_latency.py

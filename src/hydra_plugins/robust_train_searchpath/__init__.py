@@ -1,0 +1,20 @@
+"""Hydra finds this package by itself: it makes ``defaults: [robust]`` work in any project."""
+
+from __future__ import annotations
+
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+
+
+class RobustTrainSearchPath(SearchPathPlugin):
+    """Adds the configs that come with robust-train behind the project's own."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        """Called by Hydra when it builds its search path."""
+        from robust_train import config
+
+        config.register()
+        search_path.append(provider="robust-train", path="pkg://robust_train.configs")
+
+
+__all__ = ["RobustTrainSearchPath"]

@@ -1,0 +1,154 @@
+"""``robust-train gpus``: the GPUs of this machine, how full they are and who holds them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from robust_train.gpu.holders import Holder, find_holders
+from robust_train.gpu.inventory import read_inventory
+from robust_train.gpu.visible import VARIABLE, Visible, visible_gpus
+from robust_train.types import MIB, GpuInfo, GpuProcess, Inventory
+
+COLUMNS = (
+    "index",
+    "name",
+    "uuid",
+    "used MiB",
+    "free MiB",
+    "total MiB",
+    "util",
+    "processes",
+    "held by",
+    "note",
+)
+_RIGHT_ALIGNED = {"index", "used MiB", "free MiB", "total MiB", "util", "processes"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the table; returns the exit code, 0 also where there is no GPU."""
+    parser = argparse.ArgumentParser(
+        prog="robust-train gpus",
+        description="GPUs of this machine: index, name, UUID, used/free/total MiB, "
+        "utilisation, processes and who holds them.",
+    )
+    parser.add_argument("--json", action="store_true", help="for programs; sizes in bytes")
+    arguments = parser.parse_args(argv)
+    inventory = read_inventory()
+    visible = visible_gpus(inventory, os.environ)
+    holders = find_holders(inventory.gpus)
+    if arguments.json:
+        print(json.dumps(_as_json(inventory, visible, holders), indent=2))
+        return 0
+    if visible.warning is not None:
+        print(f"warning: {visible.warning}", file=sys.stderr)
+    if inventory.problem is not None:
+        print(inventory.problem)
+    elif visible.hidden_on_purpose:
+        print(f"{VARIABLE}={os.environ.get(VARIABLE)} hides every GPU from programs started here")
+    rows = _rows(inventory, visible, holders)
+    if rows:
+        _print_rows(rows)
+    return 0
+
+
+def _rows(
+    inventory: Inventory, visible: Visible, holders: Mapping[int, Holder]
+) -> list[tuple[str, ...]]:
+    shown = {gpu.uuid for gpu in visible.gpus}
+    rows: list[tuple[str, ...]] = []
+    for gpu in inventory.gpus:
+        percent = gpu.utilization_percent
+        rows.append(
+            (
+                str(gpu.index),
+                gpu.name,
+                gpu.uuid,
+                str(gpu.used_bytes // MIB),
+                str(gpu.free_bytes // MIB),
+                str(gpu.total_bytes // MIB),
+                "-" if percent is None else f"{percent}%",
+                "?" if gpu.processes is None else str(len(gpu.processes)),
+                ", ".join(_held_by(process, holders) for process in gpu.processes or ()) or "-",
+                "; ".join(_notes(gpu, gpu.uuid in shown)),
+            )
+        )
+    for sick in inventory.skipped:
+        uuid = sick.uuid or "-"
+        rows.append((str(sick.index), "-", uuid, *["-"] * 6, f"skipped: {sick.reason}"))
+    return rows
+
+
+def _notes(gpu: GpuInfo, is_shown: bool) -> list[str]:
+    notes = [] if is_shown else [f"hidden by {VARIABLE}"]
+    if gpu.unusable is not None:
+        notes.append(gpu.unusable)
+    if gpu.unified_memory:
+        notes.append("shares the host's memory")
+    if gpu.parent_uuid is not None:
+        notes.append(f"slice of GPU {gpu.index}")
+    return notes
+
+
+def _held_by(process: GpuProcess, holders: Mapping[int, Holder]) -> str:
+    holder = holders.get(process.pid)
+    who = f"pid {process.pid}"
+    if holder is not None:
+        who = f"{holder.user}:{holder.command}({process.pid})"
+    size = "" if process.used_bytes is None else f" {process.used_bytes // MIB} MiB"
+    return who + size
+
+
+def _print_rows(rows: Sequence[tuple[str, ...]]) -> None:
+    columns = [i for i, name in enumerate(COLUMNS) if name != "note" or any(r[i] for r in rows)]
+    if sys.stdout.isatty():
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table()
+        for i in columns:
+            name = COLUMNS[i]
+            # a UUID is there to be copied, so it folds rather than lose its end
+            table.add_column(
+                name, justify="right" if name in _RIGHT_ALIGNED else "left", overflow="fold"
+            )
+        for row in rows:
+            # as text: a name may contain what rich reads as markup
+            table.add_row(*(Text(row[i]) for i in columns))
+        Console().print(table)
+        return
+    lines = [COLUMNS, *rows]
+    widths = {i: max(len(line[i]) for line in lines) for i in columns}
+    for line in lines:
+        cells = (
+            line[i].rjust(widths[i]) if COLUMNS[i] in _RIGHT_ALIGNED else line[i].ljust(widths[i])
+            for i in columns
+        )
+        print("  ".join(cells).rstrip())
+
+
+def _as_json(
+    inventory: Inventory, visible: Visible, holders: Mapping[int, Holder]
+) -> dict[str, Any]:
+    shown = {gpu.uuid for gpu in visible.gpus}
+    gpus = []
+    for gpu in inventory.gpus:
+        entry = asdict(gpu) | {"visible": gpu.uuid in shown}
+        for process in entry["processes"] or ():
+            holder = holders.get(process["pid"])
+            process["command"] = None if holder is None else holder.command
+            process["user"] = None if holder is None else holder.user
+        gpus.append(entry)
+    return {
+        "driver_version": inventory.driver_version,
+        "problem": inventory.problem,
+        "warning": visible.warning,
+        "gpus": gpus,
+        "skipped": [asdict(sick) for sick in inventory.skipped],
+    }

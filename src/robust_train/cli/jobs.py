@@ -1,0 +1,136 @@
+"""The task functions that Hydra calls: one job under the launcher, or one plain run."""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+from robust_train.cli.door import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_NO_DEVICE
+from robust_train.config import ConfigError, validate
+from robust_train.execution.child import plain, trainer_traceback
+from robust_train.execution.request import TrainerRef, call_trainer
+from robust_train.execution.signals import SignalWatch
+from robust_train.failures import classify_failure
+from robust_train.launcher import Job, target_of
+from robust_train.report.summary import Summary, objective_of
+from robust_train.run import Interrupted, Run
+from robust_train.types import MEMORY_FAILURES
+
+log = logging.getLogger("robust_train")
+
+
+class Ending:
+    """How this process ends.
+
+    Attributes:
+        code: exit code: that of the first job that did not complete, else 0.
+        started: a job was entered; what is raised from then on is not Hydra's doing.
+    """
+
+    def __init__(self) -> None:
+        self.code = 0
+        self.started = False
+
+    def note(self, code: int) -> None:
+        """Take one job's exit code into account."""
+        self.code = self.code or code
+
+
+ending = Ending()
+
+
+def robust_job(cfg: DictConfig) -> Any:
+    """One job under the launcher; returns the objective, NaN for a failed job of a sweep."""
+    ending.started = True
+    try:
+        summary = Job(None, cfg).run()
+    except ConfigError as error:
+        return _refused(error)
+    if summary.status == "completed":
+        return summary.objective
+    _say_why(summary)
+    ending.note(EXIT_NO_DEVICE if summary.status == "no_device" else EXIT_FAILED)
+    return _no_objective()
+
+
+def _refused(error: ConfigError) -> float | None:
+    # said here, because Hydra puts lines of its own around what a job raises
+    print(error, file=sys.stderr)
+    ending.note(EXIT_BAD_CONFIG)
+    return _no_objective()
+
+
+def _no_objective() -> float | None:
+    """NaN lets a sweep go on to its next job."""
+    return math.nan if HydraConfig.get().mode == RunMode.MULTIRUN else None
+
+
+def _say_why(summary: Summary) -> None:
+    traceback = summary.attempts[-1].attempt.outcome.traceback if summary.attempts else None
+    if summary.status == "failed" and traceback is not None and _is_bug(summary):
+        print(traceback, file=sys.stderr, end="")
+    else:
+        print(f"{summary.status}: {summary.reason}", file=sys.stderr)
+
+
+def _is_bug(summary: Summary) -> bool:
+    failure = summary.attempts[-1].attempt.outcome.failure
+    return failure is not None and failure.kind.value not in ("device_oom", "host_oom")
+
+
+def plain_job(cfg: DictConfig) -> Any:
+    """One plain run of the trainer in this process."""
+    ending.started = True
+    run = Run(run_dir=Path(HydraConfig.get().runtime.output_dir))
+    signals = SignalWatch()
+
+    def stop(signum: int) -> None:
+        run.request_stop()
+        if not run.is_cooperative:
+            raise Interrupted("interrupted")
+
+    try:
+        validate(cfg)
+        _, trainer = TrainerRef(target_of(cfg)).load()
+        cfg.device = _torch_device(str(cfg.device))
+        with signals, signals.handed_to(stop):
+            result = call_trainer(trainer, cfg, run)
+    except ConfigError as error:
+        return _refused(error)
+    except KeyboardInterrupt:
+        signals.raise_if_received()
+        raise
+    except Exception as error:
+        print(trainer_traceback(error), file=sys.stderr, end="")
+        if classify_failure(error).kind in MEMORY_FAILURES:
+            print("train_robust.py would go on with a smaller batch", file=sys.stderr)
+        ending.note(EXIT_FAILED)
+        return _no_objective()
+    log.info("completed; run folder: %s", run.run_dir)
+    return plain(objective_of(result))
+
+
+def _torch_device(device: str) -> str:
+    """The device for this process: ``auto`` resolved, an absent one refused."""
+    import torch
+
+    count = torch.cuda.device_count()
+    if device == "auto":
+        return "cuda:0" if count else "cpu"
+    if device.startswith("cuda"):
+        ordinal = int(device.partition(":")[2] or 0)
+        if ordinal >= count:
+            raise ConfigError(f"device={device}: no such GPU here; torch sees {count}")
+        return f"cuda:{ordinal}"
+    if device != "cpu":
+        raise ConfigError(
+            f"device={device}: accepted by train.py are auto, cpu, cuda, cuda:<number>"
+        )
+    return device

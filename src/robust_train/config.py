@@ -1,0 +1,298 @@
+"""The configuration's schema and its range checks.
+
+Importing this module puts the schemas into Hydra's ConfigStore; the YAML files under ``configs/``
+build on them by name (``plain_schema``, ``robust_schema``, ``schema/model/…``). The root stays
+open, so that a user's own project can add keys beside ours; every key of ours is typed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+
+class ConfigError(ValueError):
+    """The user's configuration cannot be used. The message names key, value and remedy."""
+
+
+@dataclass
+class TrainingConfig:
+    """``training``: what every trainer needs to know, and what the launcher adapts."""
+
+    batch_size: int = 64
+    gradient_accumulation_steps: int = 1
+    num_workers: int = 2
+    prefetch_factor: int = 2
+    epochs: int = 10
+    lr: float = 1e-3
+    weight_decay: float = 0.01
+    max_grad_norm: float = 1.0
+    label_smoothing: float = 0.0
+    warmup_fraction: float = 0.05
+    mixed_precision: bool = True
+    gradient_checkpointing: bool = False
+    seed: int = 42
+    log_every_steps: int = 50
+    checkpoint_every_minutes: float = 5.0
+    keep_checkpoints: int = 2
+
+
+@dataclass
+class MemoryConfig:
+    """``memory``: the CUDA caching allocator's settings for each attempt."""
+
+    expandable_segments: bool = True
+
+
+@dataclass
+class CnnConfig:
+    """``model=cnn``: a small convolutional network, trained from scratch."""
+
+    name: str = "cnn"
+    width: int = 32
+    image_size: int | None = None
+    dropout: float = 0.1
+    lr: float = 3e-3
+    weights: str | None = None
+
+
+@dataclass
+class BackboneConfig:
+    """What the models on a timm backbone share."""
+
+    name: str = MISSING
+    backbone: str = MISSING
+    pretrained: bool = True
+    weights: str | None = None
+    image_size: int = 224
+    dropout: float = 0.0
+    lr: float = 1e-3
+
+
+@dataclass
+class LinearProbeConfig(BackboneConfig):
+    """``model=linear_probe``: a frozen backbone and one trained linear layer."""
+
+    name: str = "linear_probe"
+
+
+@dataclass
+class LoraModelConfig(BackboneConfig):
+    """``model=lora``: low-rank adapters (peft) in a frozen backbone, and a trained head."""
+
+    name: str = "lora"
+    lora_r: int = 8
+    lora_alpha: int = 16
+    lora_dropout: float = 0.1
+    target_modules: list[str] = field(default_factory=lambda: ["attn.qkv", "attn.proj"])
+
+
+@dataclass
+class FullFinetuneConfig(BackboneConfig):
+    """``model=full_finetune``: every weight of the backbone is trained."""
+
+    name: str = "full_finetune"
+
+
+@dataclass
+class DatasetConfig:
+    """What every data set has. ``root`` is relative to the directory the command was typed in."""
+
+    name: str = MISSING
+    root: str = "data"
+    download: bool = True
+    num_classes: int | None = None
+    augment: str = "crop_flip"
+    num_workers: int = 2
+    epochs: int = 10
+
+
+@dataclass
+class ImageFolderConfig(DatasetConfig):
+    """``dataset=image_folder``: one folder of images a class."""
+
+    name: str = "image_folder"
+    root: str = MISSING
+    train: str = "train"
+    test: str = "test"
+    test_fraction: float = 0.2
+
+
+@dataclass
+class PlainConfig:
+    """The root of ``configs/config.yaml``, which serves ``train.py``."""
+
+    model: Any = MISSING
+    dataset: Any = MISSING
+    trainer: Any = MISSING
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    device: str = "auto"
+    seed: int = 42
+
+
+@dataclass
+class RobustConfig(PlainConfig):
+    """The root of ``configs/robust.yaml``, which serves ``train_robust.py``."""
+
+    auto_device: bool = True
+    wait_for_gpu: bool = True
+    min_gpu_memory_mb: int = 4000
+    gpu_wait_timeout_minutes: float = 60.0
+    gpu_check_interval_seconds: float = 30.0
+    min_batch_size: int = 4
+    max_retries: int = 3
+    allow_cpu_fallback: bool = True
+    preserve_effective_batch_size: bool = True
+    isolation: str = "process"
+    stop_grace_seconds: float = 20.0
+
+
+ISOLATIONS = ("process", "none")
+_DEVICE = re.compile(r"auto|cpu|cuda|cuda:\d+|GPU-[0-9a-fA-F-]+|MIG-\S+")
+
+
+def open_root(schema: type) -> DictConfig:
+    """``schema`` as a root with typed keys that still accepts other keys beside them.
+
+    A dataclass as Hydra's root would reject a user's own top-level keys, and a dataclass derived
+    from ``Dict`` is deprecated in OmegaConf; typed nodes in a plain dictionary are neither.
+    """
+    typed = OmegaConf.structured(schema)
+    root = OmegaConf.create({})
+    for name in typed:
+        root._set_item_impl(name, typed._get_node(name))
+    return root
+
+
+def register() -> None:
+    """Put the schemas into Hydra's ConfigStore. Safe to call again."""
+    store = ConfigStore.instance()
+    store.store(name="plain_schema", node=open_root(PlainConfig), provider="robust_train")
+    store.store(name="robust_schema", node=open_root(RobustConfig), provider="robust_train")
+    for group, name, schema in (
+        ("model", "cnn", CnnConfig),
+        ("model", "linear_probe", LinearProbeConfig),
+        ("model", "lora", LoraModelConfig),
+        ("model", "full_finetune", FullFinetuneConfig),
+        ("dataset", "dataset", DatasetConfig),
+        ("dataset", "image_folder", ImageFolderConfig),
+    ):
+        store.store(group=f"schema/{group}", name=name, node=schema, provider="robust_train")
+    OmegaConf.register_new_resolver("robust_pid", os.getpid, replace=True)
+
+
+def complete(cfg: Mapping[str, Any] | DictConfig) -> DictConfig:
+    """``cfg`` over the defaults of :class:`RobustConfig`: what :func:`robust_train.launch` gets.
+
+    Args:
+        cfg: a Hydra config, or a plain mapping with any part of the keys.
+
+    Raises:
+        ConfigError: a value is of the wrong type.
+    """
+    try:
+        merged = OmegaConf.merge(open_root(RobustConfig), cfg)
+    except OmegaConfBaseException as error:
+        raise ConfigError(str(error).splitlines()[0] + f" (key {error.full_key})") from error
+    assert isinstance(merged, DictConfig)
+    for group in ("model", "dataset", "trainer"):
+        if OmegaConf.is_missing(merged, group):
+            merged[group] = {}
+    return merged
+
+
+def validate(cfg: DictConfig) -> None:
+    """Check the ranges that types cannot express.
+
+    Raises:
+        ConfigError: with one line naming the key, its value and what is accepted.
+    """
+    _reject_near_misses(cfg)
+    try:
+        OmegaConf.resolve(cfg.copy())
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
+    missing = sorted(OmegaConf.missing_keys(cfg))
+    if missing:
+        raise ConfigError(f"{missing[0]}: has no default and must be given: {missing[0]}=…")
+    training = "training."
+    _at_least(cfg, 1, training + "batch_size", training + "gradient_accumulation_steps")
+    _at_least(
+        cfg, 1, training + "epochs", training + "prefetch_factor", training + "log_every_steps"
+    )
+    _at_least(cfg, 1, training + "keep_checkpoints")
+    _at_least(cfg, 0, training + "num_workers", training + "weight_decay", training + "seed")
+    _at_least(cfg, 0, training + "max_grad_norm", training + "checkpoint_every_minutes")
+    _above(cfg, 0, training + "lr")
+    _within(cfg, 0, 1, training + "label_smoothing", training + "warmup_fraction")
+    device = str(cfg.device)
+    if not _DEVICE.fullmatch(device):
+        raise ConfigError(
+            f"device={device}: accepted are auto, cpu, cuda, cuda:<number> or a GPU's UUID"
+        )
+    if "isolation" in cfg:
+        _validate_launcher(cfg)
+
+
+def _validate_launcher(cfg: DictConfig) -> None:
+    _at_least(cfg, 0, "min_gpu_memory_mb", "gpu_wait_timeout_minutes", "max_retries")
+    _at_least(cfg, 0, "stop_grace_seconds")
+    _above(cfg, 0, "gpu_check_interval_seconds")
+    _at_least(cfg, 1, "min_batch_size")
+    if cfg.min_batch_size > cfg.training.batch_size:
+        raise ConfigError(
+            f"min_batch_size={cfg.min_batch_size}: must not be above "
+            f"training.batch_size={cfg.training.batch_size}"
+        )
+    if cfg.isolation not in ISOLATIONS:
+        raise ConfigError(f"isolation={cfg.isolation}: accepted are {', '.join(ISOLATIONS)}")
+
+
+def _number(cfg: DictConfig, key: str) -> float:
+    try:
+        value = OmegaConf.select(cfg, key, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{key}: {str(error).splitlines()[0]}") from error
+    return float(value)
+
+
+def _at_least(cfg: DictConfig, least: float, *keys: str) -> None:
+    for key in keys:
+        # `not >=` also refuses NaN
+        if not (value := _number(cfg, key)) >= least:
+            raise ConfigError(f"{key}={value:g}: must be {least:g} or more")
+
+
+def _above(cfg: DictConfig, bound: float, *keys: str) -> None:
+    for key in keys:
+        if not (value := _number(cfg, key)) > bound:
+            raise ConfigError(f"{key}={value:g}: must be more than {bound:g}")
+
+
+def _within(cfg: DictConfig, low: float, high: float, *keys: str) -> None:
+    for key in keys:
+        if not low <= (value := _number(cfg, key)) <= high:
+            raise ConfigError(f"{key}={value:g}: must be from {low:g} to {high:g}")
+
+
+def _reject_near_misses(cfg: DictConfig) -> None:
+    """The root is open for a user's own keys, so a typo in a config file would pass unseen."""
+    known = {item.name for item in fields(RobustConfig)}
+    for key in cfg:
+        name = str(key)
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
+            if close:
+                raise ConfigError(f"{name}: no such key; did you mean {close[0]}?")
+
+
+register()

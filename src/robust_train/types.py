@@ -1,0 +1,231 @@
+"""The frozen values that everything else is written in. No imports from the package, no effects.
+
+Memory is in bytes and time in seconds throughout; only configuration keys and log lines use other
+units, and then say so in their name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+MIB = 1024**2
+GIB = 1024**3
+
+
+@dataclass(frozen=True)
+class GpuProcess:
+    """A process that NVML lists on a GPU.
+
+    Attributes:
+        pid: process id as the driver sees it (inside a container this may be another world's id).
+        used_bytes: memory it holds, or None where the driver does not say.
+    """
+
+    pid: int
+    used_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class GpuInfo:
+    """One GPU (or one MIG slice) at one moment.
+
+    Attributes:
+        uuid: the device's identity, ``GPU-…`` or ``MIG-…``; indices are never an identity.
+        name: product name.
+        index: NVML's number of the GPU (of the parent GPU for a slice), as ``nvidia-smi`` shows it.
+        pci_bus_id: ``domain:bus:device.function`` in lower-case hexadecimal.
+        total_bytes: memory of the device.
+        free_bytes: memory that NVML says is free; never computed as a difference.
+        used_bytes: memory in use, as NVML says.
+        utilization_percent: how busy the GPU was lately, None where not supported.
+        compute_mode: ``default``, ``exclusive_process``, ``exclusive_thread`` or ``prohibited``.
+        processes: who is on it; None where the driver does not tell or was not asked.
+        parent_uuid: for a MIG slice the UUID of the GPU it is a part of.
+        unified_memory: the GPU shares the host's memory (integrated); the figures are the host's.
+        unusable: why no job may start on it now, or None.
+    """
+
+    uuid: str
+    name: str
+    index: int
+    pci_bus_id: str
+    total_bytes: int
+    free_bytes: int
+    used_bytes: int
+    utilization_percent: int | None = None
+    compute_mode: str = "default"
+    processes: tuple[GpuProcess, ...] | None = None
+    parent_uuid: str | None = None
+    unified_memory: bool = False
+    unusable: str | None = None
+
+
+@dataclass(frozen=True)
+class SkippedGpu:
+    """A GPU that could not be read: its NVML index, its UUID where known, and why."""
+
+    index: int
+    reason: str
+    uuid: str | None = None
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """All GPUs of the machine at one moment.
+
+    Attributes:
+        gpus: those that answered, MIG slices in place of their parent, ordered by PCI address.
+        skipped: those that did not, with reasons.
+        problem: a sentence where there is nothing to list (library missing, driver and library
+            differ, no GPUs), else None.
+        driver_version: of the NVIDIA driver, None where unknown.
+    """
+
+    gpus: tuple[GpuInfo, ...] = ()
+    skipped: tuple[SkippedGpu, ...] = ()
+    problem: str | None = None
+    driver_version: str | None = None
+
+
+class FailureKind(str, Enum):
+    """What ended an attempt that did not complete."""
+
+    DEVICE_OOM = "device_oom"
+    HOST_OOM = "host_oom"
+    WORKER_DEATH = "worker_death"
+    DEVICE_FAULT = "device_fault"
+    DEVICE_UNAVAILABLE = "device_unavailable"
+    COMM = "comm"
+    INTERRUPTED = "interrupted"
+    BUG = "bug"
+
+
+MEMORY_FAILURES = frozenset({FailureKind.DEVICE_OOM, FailureKind.HOST_OOM})
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What is known about a failure, in bytes; None where neither message nor statistics tell.
+
+    Attributes:
+        requested_bytes: the allocation that failed.
+        allocated_bytes: held by live tensors.
+        reserved_unallocated_bytes: held by the caching allocator but unused.
+        free_bytes: free on the device at that moment.
+        total_bytes: size of the device.
+        fragmented: the allocator held at least as much unused memory as was asked for.
+        library: who raised (``torch``, ``cublas``, ``cudnn``, ``numpy``, ``kernel`` …).
+    """
+
+    requested_bytes: int | None = None
+    allocated_bytes: int | None = None
+    reserved_unallocated_bytes: int | None = None
+    free_bytes: int | None = None
+    total_bytes: int | None = None
+    fragmented: bool = False
+    library: str | None = None
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why an attempt failed: its kind, one line of message, the evidence and ordered advice."""
+
+    kind: FailureKind
+    message: str
+    evidence: Evidence = field(default_factory=Evidence)
+    advice: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class AttemptSpec:
+    """What one attempt is to use.
+
+    Attributes:
+        gpu: the GPU, or None for the CPU.
+        batch_size: micro-batch, samples in one forward and backward pass.
+        gradient_accumulation_steps: micro-batches per optimizer step.
+        num_workers: data-loader workers.
+    """
+
+    gpu: GpuInfo | None
+    batch_size: int
+    gradient_accumulation_steps: int
+    num_workers: int = 0
+
+    @property
+    def effective_batch_size(self) -> int:
+        """Samples per optimizer step."""
+        return self.batch_size * self.gradient_accumulation_steps
+
+    @property
+    def device(self) -> str:
+        """The device's name for people: ``cuda:<NVML index>`` or ``cpu``."""
+        return "cpu" if self.gpu is None else f"cuda:{self.gpu.index}"
+
+    @property
+    def device_key(self) -> str:
+        """The device's identity: its UUID, or ``cpu``."""
+        return "cpu" if self.gpu is None else self.gpu.uuid
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How an attempt ended.
+
+    Attributes:
+        failure: None if it completed.
+        result: what the trainer returned, reduced to JSON's types.
+        seconds: wall time of the attempt.
+        start_step: optimizer step it started from (0 for a fresh start).
+        end_step: last optimizer step it reported, None if it reported none.
+        peak_memory_bytes: of the device, or of the process where it ran on the CPU.
+        memory: device memory at the end (``allocated``, ``reserved``, ``max_allocated``), bytes.
+        traceback: the trainer's own traceback as text, None where there is none.
+        error: the exception itself where it could be carried over, else None.
+    """
+
+    failure: Failure | None
+    result: Any = None
+    seconds: float = 0.0
+    start_step: int = 0
+    end_step: int | None = None
+    peak_memory_bytes: int | None = None
+    memory: dict[str, int] | None = None
+    traceback: str | None = None
+    error: BaseException | None = field(default=None, compare=False)
+
+    @property
+    def label(self) -> str:
+        """``completed`` or the failure's kind, as ``summary.json`` spells it."""
+        return "completed" if self.failure is None else self.failure.kind.value
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One finished attempt: what it used and how it ended."""
+
+    spec: AttemptSpec
+    outcome: Outcome
+
+
+@dataclass(frozen=True)
+class Retry:
+    """Decision: run ``spec`` next, for ``reason``."""
+
+    spec: AttemptSpec
+    action: str
+    reason: str
+    warning: str | None = None
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """Decision: stop, for ``reason``."""
+
+    reason: str
+    action: str = "give_up"
+
+
+Decision = Retry | GiveUp
