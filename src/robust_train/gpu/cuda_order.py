@@ -1,0 +1,118 @@
+"""In which order CUDA numbers this machine's GPUs, asked of CUDA's driver itself.
+
+NVML numbers by PCI address. CUDA's default, ``CUDA_DEVICE_ORDER=FASTEST_FIRST``, differs from that
+on a machine with several models, by rules that are not documented; only the driver knows.
+
+This file is also run as a script, by a fresh interpreter that has nothing else on its path: it
+imports only the standard library.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import subprocess
+import sys
+import uuid
+from collections.abc import Mapping
+
+_NOT_INITIALIZED = 3
+_TIMEOUT_SECONDS = 60
+
+
+class CudaOrderError(RuntimeError):
+    """CUDA's driver did not tell its order; the message says why."""
+
+
+def cuda_order(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """UUIDs (without ``GPU-`` or ``MIG-``) in CUDA's order with no mask set.
+
+    Starts CUDA's driver in a short-lived process, so that this one remains without it; asked once
+    for each ``CUDA_DEVICE_ORDER``, then remembered.
+
+    Args:
+        environ: whose ``CUDA_DEVICE_ORDER`` counts.
+
+    Raises:
+        CudaOrderError: the driver is missing or refuses.
+    """
+    answer = _ask_fresh_process(environ.get("CUDA_DEVICE_ORDER"))
+    if isinstance(answer, str):
+        raise CudaOrderError(answer)
+    return answer
+
+
+@functools.lru_cache(maxsize=8)
+def _ask_fresh_process(device_order: str | None) -> tuple[str, ...] | str:
+    hidden = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
+    environ = {name: value for name, value in os.environ.items() if name not in hidden}
+    if device_order is not None:
+        environ["CUDA_DEVICE_ORDER"] = device_order
+    # isolated (-I): the script's folder must not come before the standard library
+    command = [sys.executable, "-I", "-S", __file__]
+    try:
+        done = subprocess.run(
+            command,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_SECONDS,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        return str(error)
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines()
+        return lines[-1] if lines else f"exit code {done.returncode}"
+    return tuple(done.stdout.split())
+
+
+def order_in_this_process() -> tuple[str, ...] | None:
+    """UUIDs (without ``GPU-`` or ``MIG-``) by CUDA ordinal here; None if CUDA has not started.
+
+    Does not start CUDA: before ``cuInit`` the driver answers every call with
+    ``CUDA_ERROR_NOT_INITIALIZED``, and a library that is not loaded cannot have been called.
+    ``torch.cuda.is_initialized()`` would not do, since ``torch.cuda.is_available()`` may start the
+    driver, which from then on goes by the environment of that moment.
+    """
+    try:
+        driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+    except OSError:
+        return None
+    try:
+        return _enumerate(driver)
+    except CudaOrderError:
+        return None
+
+
+def _enumerate(driver: ctypes.CDLL) -> tuple[str, ...]:
+    count = ctypes.c_int()
+    _check("cuDeviceGetCount", driver.cuDeviceGetCount(ctypes.byref(count)))
+    found = []
+    for ordinal in range(count.value):
+        device = ctypes.c_int()
+        _check("cuDeviceGet", driver.cuDeviceGet(ctypes.byref(device), ordinal))
+        raw = (ctypes.c_ubyte * 16)()
+        # version 2 tells a slice's own UUID where version 1 tells that of the whole GPU
+        _check("cuDeviceGetUuid_v2", driver.cuDeviceGetUuid_v2(raw, device))
+        found.append(str(uuid.UUID(bytes=bytes(raw))))
+    return tuple(found)
+
+
+def _check(call: str, code: int) -> None:
+    if code != 0:
+        raise CudaOrderError(f"{call} failed with CUDA error {code}")
+
+
+def _main() -> None:
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        _check("cuInit", driver.cuInit(0))
+        print(" ".join(_enumerate(driver)))
+    except (OSError, AttributeError, CudaOrderError) as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    _main()

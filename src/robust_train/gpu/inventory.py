@@ -1,0 +1,370 @@
+"""What GPUs there are and how full, read from NVML in this process.
+
+One session per process stays open: opening one costs seconds where the driver is not persistent,
+and an open session keeps the GPUs initialised for the next look. A call that fails concerns its
+own metric, or at most its own GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from robust_train.gpu import unified
+from robust_train.types import GpuInfo, GpuProcess, Inventory, SkippedGpu
+
+_T = TypeVar("_T")
+
+_COMPUTE_MODES = {
+    0: "default",
+    1: "exclusive_thread",
+    2: "prohibited",
+    3: "exclusive_process",
+}
+_NO_DRIVER = (
+    "no NVIDIA driver on this machine (libnvidia-ml.so.1 was not found); "
+    "inside a container, start it with GPU access, e.g. --gpus all"
+)
+_LEGACY_BINDING = (
+    "the module pynvml is a legacy package that shadows nvidia-ml-py: "
+    "pip uninstall pynvml nvidia-ml-py3, then pip install --force-reinstall nvidia-ml-py"
+)
+_NO_BINDING = "the package nvidia-ml-py is not installed: pip install nvidia-ml-py"
+_MISMATCH = (
+    "the NVIDIA kernel module and its libraries are of different versions (a driver was upgraded "
+    "under a running system): reboot, or reload the nvidia kernel module; inside a container, "
+    "restart the container"
+)
+_NOT_LOADED = (
+    "the NVIDIA kernel module is not loaded: modprobe nvidia, or reinstall the driver; "
+    "inside a container, start it with GPU access, e.g. --gpus all"
+)
+
+
+@dataclass(frozen=True)
+class _Static:
+    """What does not change while a GPU stays in the machine, with its handle."""
+
+    handle: Any
+    uuid: str
+    name: str
+    pci_bus_id: str
+    can_be_sliced: bool
+
+
+@dataclass
+class _Session:
+    """An open NVML session of one process."""
+
+    nvml: Any
+    pid: int
+    driver_version: str | None
+    count: int = 0
+    known: dict[int, _Static] = field(default_factory=dict)
+
+
+class _Unreadable(Exception):
+    """A GPU cannot be used for a reason that NVML did not raise."""
+
+
+_session: _Session | None = None
+
+
+def read_inventory(*, processes: bool = True) -> Inventory:
+    """All GPUs of this machine as NVML tells of them now, whatever CUDA_VISIBLE_DEVICES says.
+
+    Never raises because of a GPU or a driver: what cannot be read is in ``skipped`` with its
+    reason, and ``problem`` says why there is nothing at all.
+
+    Args:
+        processes: also list who is on each GPU. That costs some milliseconds per GPU and contends
+            for a lock of the driver, so leave it out when polling.
+    """
+    session = _open()
+    if isinstance(session, str):
+        return Inventory(problem=session)
+    try:
+        count = session.nvml.nvmlDeviceGetCount()
+    except session.nvml.NVMLError:
+        # the driver may have been reloaded under the session
+        _forget()
+        session = _open()
+        if isinstance(session, str):
+            return Inventory(problem=session)
+        try:
+            count = session.nvml.nvmlDeviceGetCount()
+        except session.nvml.NVMLError as error:
+            _forget()
+            return Inventory(problem=_init_problem(session.nvml, error))
+    if count != session.count:
+        session.known.clear()
+        session.count = count
+    gpus: list[GpuInfo] = []
+    skipped: list[SkippedGpu] = []
+    for index in range(count):
+        found = _read_gpu(session, index, processes)
+        if isinstance(found, SkippedGpu):
+            skipped.append(found)
+        else:
+            gpus.extend(found)
+    # the sort is stable: the slices of a GPU stay in NVML's order
+    gpus.sort(key=lambda gpu: gpu.pci_bus_id)
+    return Inventory(
+        tuple(gpus), tuple(skipped), _problem(session, gpus, skipped), session.driver_version
+    )
+
+
+def legacy_slice_names() -> dict[str, str]:
+    """The MIG slices' UUIDs by their old names, ``MIG-GPU-<uuid>/<gpu>/<compute instance>``.
+
+    CUDA still accepts the old names, although drivers since R470 give slices UUIDs of their own.
+    """
+    session = _open()
+    if isinstance(session, str):
+        return {}
+    nvml, names = session.nvml, {}
+    for static in list(session.known.values()):
+        if not static.can_be_sliced or not _is_sliced(nvml, static.handle):
+            continue
+        for handle in _slice_handles(nvml, static):
+            try:
+                gpu_instance = nvml.nvmlDeviceGetGpuInstanceId(handle)
+                compute_instance = nvml.nvmlDeviceGetComputeInstanceId(handle)
+                uuid = nvml.nvmlDeviceGetUUID(handle)
+            except nvml.NVMLError:
+                continue
+            names[f"MIG-{static.uuid}/{gpu_instance}/{compute_instance}"] = str(uuid)
+    return names
+
+
+def _open() -> _Session | str:
+    """This process's session, or the sentence that says why there is none."""
+    global _session
+    if _session is not None and _session.pid == os.getpid():
+        return _session
+    try:
+        import pynvml
+    except ImportError:
+        return _NO_BINDING
+    if not hasattr(pynvml, "nvmlMemory_v2"):
+        return _LEGACY_BINDING
+    try:
+        # after a fork only this: a shutdown would act on the parent's session
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        return _init_problem(pynvml, error)
+    driver = _optional(pynvml, pynvml.nvmlSystemGetDriverVersion)
+    _session = _Session(pynvml, os.getpid(), None if driver is None else str(driver))
+    return _session
+
+
+def _forget() -> None:
+    global _session
+    _session = None
+
+
+def _init_problem(nvml: Any, error: Exception) -> str:
+    code = getattr(error, "value", None)
+    return {
+        nvml.NVML_ERROR_LIBRARY_NOT_FOUND: _NO_DRIVER,
+        nvml.NVML_ERROR_DRIVER_NOT_LOADED: _NOT_LOADED,
+        nvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: _MISMATCH,
+    }.get(code, f"the NVIDIA driver does not answer ({error}); see what nvidia-smi says")
+
+
+def _problem(session: _Session, gpus: list[GpuInfo], skipped: list[SkippedGpu]) -> str | None:
+    if gpus:
+        return None
+    if not skipped:
+        return f"no NVIDIA GPU on this machine (driver {session.driver_version or 'unknown'})"
+    reasons = "; ".join(f"GPU {gpu.index}: {gpu.reason}" for gpu in skipped)
+    return f"none of the {len(skipped)} GPUs here can be used: {reasons}"
+
+
+def _optional(nvml: Any, call: Callable[..., _T], *arguments: Any) -> _T | None:
+    """A metric that a GPU may lack: None on any error."""
+    try:
+        return call(*arguments)
+    except nvml.NVMLError:
+        return None
+
+
+def _read_gpu(session: _Session, index: int, processes: bool) -> list[GpuInfo] | SkippedGpu:
+    """One GPU, or its slices where it is cut into some."""
+    nvml = session.nvml
+    try:
+        return _read_gpu_once(session, index, processes)
+    except (nvml.NVMLError, _Unreadable) as error:
+        static = session.known.pop(index, None)
+        if getattr(error, "value", None) in _transient(nvml):
+            with contextlib.suppress(nvml.NVMLError, _Unreadable):
+                return _read_gpu_once(session, index, processes)
+        # a handle of a GPU that was lost can crash the driver's library
+        session.known.pop(index, None)
+        return SkippedGpu(index, str(error), None if static is None else static.uuid)
+
+
+def _transient(nvml: Any) -> tuple[int, ...]:
+    return (
+        nvml.NVML_ERROR_TIMEOUT,
+        nvml.NVML_ERROR_IN_USE,
+        nvml.NVML_ERROR_INSUFFICIENT_RESOURCES,
+        nvml.NVML_ERROR_NOT_READY,
+    )
+
+
+def _read_gpu_once(session: _Session, index: int, processes: bool) -> list[GpuInfo]:
+    nvml = session.nvml
+    static = session.known.get(index)
+    if static is None:
+        static = session.known[index] = _read_static(nvml, index)
+    if static.can_be_sliced and _is_sliced(nvml, static.handle):
+        return _read_slices(nvml, static, index, processes)
+    return [_read_device(nvml, static, static.handle, index, processes)]
+
+
+def _read_static(nvml: Any, index: int) -> _Static:
+    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+    uuid = str(nvml.nvmlDeviceGetUUID(handle))
+    name = _optional(nvml, nvml.nvmlDeviceGetName, handle)
+    pci = _optional(nvml, nvml.nvmlDeviceGetPciInfo, handle)
+    return _Static(
+        handle=handle,
+        uuid=uuid,
+        name="unknown GPU" if name is None else str(name),
+        pci_bus_id="" if pci is None else f"{pci.domain:08x}:{pci.bus:02x}:{pci.device:02x}.0",
+        can_be_sliced=_optional(nvml, nvml.nvmlDeviceGetMigMode, handle) is not None,
+    )
+
+
+def _is_sliced(nvml: Any, handle: Any) -> bool:
+    mode = _optional(nvml, nvml.nvmlDeviceGetMigMode, handle)
+    return mode is not None and mode[0] == nvml.NVML_DEVICE_MIG_ENABLE
+
+
+def _slice_handles(nvml: Any, static: _Static) -> list[Any]:
+    most = _optional(nvml, nvml.nvmlDeviceGetMaxMigDeviceCount, static.handle) or 0
+    # an empty slot answers NOT_FOUND
+    slots = (
+        _optional(nvml, nvml.nvmlDeviceGetMigDeviceHandleByIndex, static.handle, slot)
+        for slot in range(most)
+    )
+    return [handle for handle in slots if handle is not None]
+
+
+def _read_slices(nvml: Any, parent: _Static, index: int, processes: bool) -> list[GpuInfo]:
+    """The slices of a GPU: nothing can run on the GPU as a whole while MIG is on."""
+    slices: list[GpuInfo] = []
+    reason = "MIG is on but no slice has been made: nvidia-smi mig -cgi … -C"
+    for handle in _slice_handles(nvml, parent):
+        try:
+            static = replace(
+                parent,
+                uuid=str(nvml.nvmlDeviceGetUUID(handle)),
+                name=str(_optional(nvml, nvml.nvmlDeviceGetName, handle) or f"{parent.name} MIG"),
+            )
+            info = _read_device(nvml, static, handle, index, processes, mode_of=parent.handle)
+        except (nvml.NVMLError, _Unreadable) as error:
+            reason = f"its MIG slices cannot be read: {error}"
+            continue
+        slices.append(replace(info, parent_uuid=parent.uuid))
+    if not slices:
+        raise _Unreadable(reason)
+    return slices
+
+
+def _read_device(
+    nvml: Any, static: _Static, handle: Any, index: int, processes: bool, mode_of: Any = None
+) -> GpuInfo:
+    total, free, used, is_unified = _read_memory(nvml, static, handle)
+    utilization = _optional(nvml, nvml.nvmlDeviceGetUtilizationRates, handle)
+    mode = _optional(nvml, nvml.nvmlDeviceGetComputeMode, mode_of or handle)
+    compute_mode = _COMPUTE_MODES.get(mode or 0, "default")
+    return GpuInfo(
+        uuid=static.uuid,
+        name=static.name,
+        index=index,
+        pci_bus_id=static.pci_bus_id,
+        total_bytes=total,
+        free_bytes=free,
+        used_bytes=used,
+        utilization_percent=None if utilization is None else utilization.gpu,
+        compute_mode=compute_mode,
+        processes=_read_processes(nvml, handle) if processes else None,
+        unified_memory=is_unified,
+        unusable=_why_unusable(nvml, handle, compute_mode),
+    )
+
+
+def _why_unusable(nvml: Any, handle: Any, compute_mode: str) -> str | None:
+    """Why no job may start now. A health gate (ECC, Xid, pending reset) belongs here as well."""
+    if compute_mode == "prohibited":
+        return "compute mode is prohibited"
+    if compute_mode.startswith("exclusive"):
+        # a graphics process does not count: the mode is about CUDA contexts
+        owners = _list_processes(nvml, handle, "Compute") or []
+        if owners:
+            return f"compute mode is {compute_mode} and pid {owners[0].pid} owns it"
+    return None
+
+
+def _read_memory(nvml: Any, static: _Static, handle: Any) -> tuple[int, int, int, bool]:
+    """Total, free and used bytes, and whether they are the host's."""
+    try:
+        memory = _memory_info(nvml, handle)
+    except nvml.NVMLError_NotSupported:
+        memory = None
+        if not unified.is_integrated(static.name):
+            raise _Unreadable("NVML does not tell its memory (Not Supported)") from None
+    if memory is not None and memory.total > 0:
+        return memory.total, memory.free, memory.used, False
+    if not unified.is_integrated(static.name):
+        raise _Unreadable("NVML tells no memory for it (a total of 0)")
+    host = unified.host_memory()
+    if host is None:
+        raise _Unreadable("it shares the host's memory, and /proc/meminfo cannot be read")
+    total, available = host
+    return total, available, total - available, True
+
+
+def _memory_info(nvml: Any, handle: Any) -> Any:
+    """Memory as version 2 of the call tells it, else as version 1 does.
+
+    Version 2 keeps what the driver reserves apart from what is used; ``free`` is the same. Some
+    drivers have the symbol of version 2 and still answer it with an unknown error (seen on WSL).
+    """
+    try:
+        return nvml.nvmlDeviceGetMemoryInfo(handle, nvml.nvmlMemory_v2)
+    except nvml.NVMLError:
+        return nvml.nvmlDeviceGetMemoryInfo(handle)
+
+
+def _read_processes(nvml: Any, handle: Any) -> tuple[GpuProcess, ...] | None:
+    """Who is on a device; a process that computes and draws is listed by NVML twice."""
+    compute = _list_processes(nvml, handle, "Compute")
+    graphics = _list_processes(nvml, handle, "Graphics")
+    if compute is None and graphics is None:
+        return None
+    used: dict[int, int | None] = {}
+    for process in [*(compute or []), *(graphics or [])]:
+        known = used.get(process.pid)
+        told = process.usedGpuMemory
+        used[process.pid] = told if known is None else max(known, told or 0)
+    return tuple(GpuProcess(pid, size) for pid, size in used.items())
+
+
+def _list_processes(nvml: Any, handle: Any, kind: str) -> list[Any] | None:
+    """NVML's list; None on any error. Drivers before R510 have version 2 of the call only."""
+    for version in ("v3", "v2"):
+        call = getattr(nvml, f"nvmlDeviceGet{kind}RunningProcesses_{version}")
+        try:
+            listed: list[Any] = call(handle)
+        except nvml.NVMLError_FunctionNotFound:
+            continue
+        except nvml.NVMLError:
+            return None
+        return listed
+    return None

@@ -1,0 +1,127 @@
+"""Which GPU to take, and why another one does not do. Pure functions over frozen values."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from robust_train.gpu.holders import Holder
+from robust_train.types import MIB, GpuInfo, GpuProcess
+
+_BUSIER_THAN_ANY_PERCENT = 101
+_PROCESSES_TOLD = 3
+
+
+def rank(
+    gpus: Sequence[GpuInfo], min_bytes: int, exclude: Collection[str] = frozenset()
+) -> list[GpuInfo]:
+    """The GPUs that a job could start on now, best first.
+
+    Most free memory comes first, then the least busy (unknown last), then the lowest PCI address.
+
+    Args:
+        gpus: what there is.
+        min_bytes: free memory that the job needs.
+        exclude: UUIDs that are out of the question.
+    """
+    suitable = [
+        gpu
+        for gpu in gpus
+        if gpu.unusable is None and gpu.free_bytes >= min_bytes and gpu.uuid not in exclude
+    ]
+    return sorted(suitable, key=_rank_key)
+
+
+def _rank_key(gpu: GpuInfo) -> tuple[int, int, str, str]:
+    busy = gpu.utilization_percent
+    return (
+        -gpu.free_bytes,
+        _BUSIER_THAN_ANY_PERCENT if busy is None else busy,
+        gpu.pci_bus_id,
+        gpu.uuid,
+    )
+
+
+def select(
+    gpus: Sequence[GpuInfo], min_bytes: int, exclude: Collection[str] = frozenset()
+) -> GpuInfo | None:
+    """The best GPU by :func:`rank`, or None."""
+    ranked = rank(gpus, min_bytes, exclude)
+    return ranked[0] if ranked else None
+
+
+def could_ever_fit(gpu: GpuInfo, min_bytes: int) -> bool:
+    """Whether waiting for this GPU makes sense: large enough, readable, and open to computing."""
+    return gpu.compute_mode != "prohibited" and 0 < gpu.total_bytes >= min_bytes
+
+
+def largest_possible(
+    gpus: Sequence[GpuInfo], exclude: Collection[str] = frozenset()
+) -> GpuInfo | None:
+    """The GPU with the most memory in total among those that a job could ever have."""
+    possible = [gpu for gpu in gpus if gpu.uuid not in exclude and could_ever_fit(gpu, 1)]
+    return max(possible, key=lambda gpu: gpu.total_bytes, default=None)
+
+
+def explain(
+    gpus: Sequence[GpuInfo],
+    min_bytes: int,
+    exclude: Collection[str] = frozenset(),
+    holders: Mapping[int, Holder] | None = None,
+) -> str:
+    """What is needed and why each GPU does not do, as one line.
+
+    Args:
+        gpus: as for :func:`rank`; with their processes, if these are to be told.
+        min_bytes: as for :func:`rank`.
+        exclude: as for :func:`rank`.
+        holders: names for process ids.
+    """
+    return f"needs {mib(min_bytes)} free; {obstacles(gpus, exclude, holders)}"
+
+
+def obstacles(
+    gpus: Sequence[GpuInfo],
+    exclude: Collection[str] = frozenset(),
+    holders: Mapping[int, Holder] | None = None,
+) -> str:
+    """How each GPU stands, as the part of :func:`explain` after what is needed."""
+    parts = []
+    for gpu in gpus:
+        if gpu.uuid in exclude:
+            parts.append(f"{label(gpu)} was given up earlier in this job")
+        elif gpu.unusable is not None:
+            parts.append(f"{label(gpu)}: {gpu.unusable}")
+        else:
+            room = f"{label(gpu)} has {mib(gpu.free_bytes)} of {mib(gpu.total_bytes)} free"
+            parts.append(room + _told(gpu.processes, holders or {}))
+    return "; ".join(parts)
+
+
+def label(gpu: GpuInfo) -> str:
+    """A GPU's name in a sentence: ``GPU 0 (NVIDIA A100, GPU-ab12cd34…)``."""
+    return f"GPU {gpu.index} ({gpu.name}, {gpu.uuid[:12]}…)"
+
+
+def describe_process(process: GpuProcess, holders: Mapping[int, Holder]) -> str:
+    """A process in a sentence: ``python (pid 812, ada) 14000 MiB``, as far as it is known."""
+    holder = holders.get(process.pid)
+    who = (
+        f"pid {process.pid}"
+        if holder is None
+        else f"{holder.command} (pid {process.pid}, {holder.user})"
+    )
+    return who if process.used_bytes is None else f"{who} {mib(process.used_bytes)}"
+
+
+def _told(processes: tuple[GpuProcess, ...] | None, holders: Mapping[int, Holder]) -> str:
+    if not processes:
+        return ""
+    largest = sorted(processes, key=lambda process: -(process.used_bytes or 0))
+    told = ", ".join(describe_process(process, holders) for process in largest[:_PROCESSES_TOLD])
+    count = "1 process" if len(largest) == 1 else f"{len(largest)} processes"
+    return f": {count}: {told}" + (", …" if len(largest) > _PROCESSES_TOLD else "")
+
+
+def mib(size_bytes: int) -> str:
+    """A size for people, in MiB."""
+    return f"{size_bytes // MIB} MiB"

@@ -1,0 +1,213 @@
+"""Waiting until a GPU has room: a tenacity loop over looking and choosing."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import cast
+
+import tenacity
+
+from robust_train.gpu.holders import Holder, find_holders
+from robust_train.gpu.select import could_ever_fit, label, largest_possible, mib, obstacles, select
+from robust_train.gpu.visible import Visible
+from robust_train.types import GpuInfo
+
+_TICK_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class GpuRequest:
+    """What a job asks for.
+
+    Attributes:
+        min_bytes: free memory that it needs.
+        wait: whether to wait if no GPU has that much now.
+        timeout_seconds: how long at most.
+        interval_seconds: between two looks at the GPUs.
+        exclude: UUIDs that are out of the question.
+        only: UUID of the one GPU that will do, None for any.
+    """
+
+    min_bytes: int
+    wait: bool = True
+    timeout_seconds: float = 3600.0
+    interval_seconds: float = 30.0
+    exclude: frozenset[str] = frozenset()
+    only: str | None = None
+
+
+@dataclass(frozen=True)
+class NoGpu:
+    """There is no GPU for the job: why, and whether that is because time was up."""
+
+    reason: str
+    timed_out: bool = False
+
+
+@dataclass(frozen=True)
+class WaitStatus:
+    """How the waiting stands.
+
+    Attributes:
+        min_bytes: free memory that is waited for.
+        seconds_left: until the waiting is given up.
+        checks: how often the GPUs have been looked at; grows by one with each look.
+        obstacles: why no GPU does now, with who holds them.
+    """
+
+    min_bytes: int
+    seconds_left: float
+    checks: int
+    obstacles: str
+
+    def sentence(self) -> str:
+        """One line for people."""
+        return (
+            f"waiting for a GPU with {mib(self.min_bytes)} free, "
+            f"{_clock(self.seconds_left)} left; {self.obstacles}"
+        )
+
+
+def wait_for_gpu(
+    request: GpuRequest,
+    *,
+    read: Callable[[bool], Visible],
+    announce: Callable[[WaitStatus], None],
+    sleep: Callable[[float], None] = time.sleep,
+    clock: Callable[[], float] = time.monotonic,
+    name_holders: Callable[[Sequence[GpuInfo]], Mapping[int, Holder]] = find_holders,
+) -> GpuInfo | NoGpu:
+    """The best GPU with enough free memory, as soon as there is one.
+
+    Comes back at once where waiting is pointless: no GPU at all, or none that could ever meet the
+    request. GPUs that vanish later are waited for, since they may come back.
+
+    Args:
+        request: what is asked for.
+        read: looks at the GPUs; its argument says whether to list processes, which is asked for
+            once per look in vain, to tell who holds the GPUs.
+        announce: is told how the waiting stands, after each look in vain and each second.
+        sleep: waits some seconds; what it raises (Ctrl-C) ends the waiting.
+        clock: seconds of a monotonic clock.
+        name_holders: finds names for the processes on GPUs.
+    """
+    return _Waiting(request, read, announce, sleep, clock, name_holders).run()
+
+
+class _Waiting:
+    """The loop's state: the deadline, and what was last said."""
+
+    def __init__(
+        self,
+        request: GpuRequest,
+        read: Callable[[bool], Visible],
+        announce: Callable[[WaitStatus], None],
+        sleep: Callable[[float], None],
+        clock: Callable[[], float],
+        name_holders: Callable[[Sequence[GpuInfo]], Mapping[int, Holder]],
+    ) -> None:
+        self.request = request
+        self.read = read
+        self.announce = announce
+        self.sleep = sleep
+        self.clock = clock
+        self.name_holders = name_holders
+        self.deadline = clock() + request.timeout_seconds
+        self.status = WaitStatus(request.min_bytes, request.timeout_seconds, 0, "")
+
+    def run(self) -> GpuInfo | NoGpu:
+        retrying = tenacity.Retrying(
+            retry=tenacity.retry_if_result(lambda found: found is None),
+            stop=lambda state: self.clock() >= self.deadline,
+            wait=lambda state: min(self.request.interval_seconds, self._seconds_left()),
+            sleep=self._sleep_and_tell,
+            retry_error_callback=lambda state: self._time_is_up(),
+        )
+        # the loop ends with a result or with that of the callback
+        return cast("GpuInfo | NoGpu", retrying(self._look))
+
+    def _look(self) -> GpuInfo | NoGpu | None:
+        visible = self.read(False)
+        found = select(_candidates(self.request, visible), self.request.min_bytes)
+        if found is not None:
+            return found
+        if self.status.checks == 0:
+            pointless = _why_pointless(self.request, visible)
+            if pointless is not None:
+                return NoGpu(pointless)
+        self.status = replace(
+            self.status, checks=self.status.checks + 1, obstacles=self._obstacles()
+        )
+        if not self.request.wait:
+            return NoGpu(f"no GPU has {self._need()} free now: {self.status.obstacles}")
+        return None
+
+    def _obstacles(self) -> str:
+        visible = self.read(True)
+        gpus = _candidates(self.request, visible)
+        if not gpus:
+            return visible.problem or visible.warning or "the GPUs have vanished"
+        return obstacles(gpus, holders=self.name_holders(gpus))
+
+    def _sleep_and_tell(self, seconds: float) -> None:
+        """Sleep in slices of a second, so that the time left can be shown counting down."""
+        until = self.clock() + seconds
+        while (left := until - self.clock()) > 0:
+            self.status = replace(self.status, seconds_left=self._seconds_left())
+            self.announce(self.status)
+            self.sleep(min(left, _TICK_SECONDS))
+
+    def _seconds_left(self) -> float:
+        return max(self.deadline - self.clock(), 0.0)
+
+    def _need(self) -> str:
+        return mib(self.request.min_bytes)
+
+    def _time_is_up(self) -> NoGpu:
+        waited = _clock(self.request.timeout_seconds)
+        return NoGpu(
+            f"no GPU had {self._need()} free within {waited}: {self.status.obstacles}",
+            timed_out=True,
+        )
+
+
+def _candidates(request: GpuRequest, visible: Visible) -> list[GpuInfo]:
+    return [
+        gpu
+        for gpu in visible.gpus
+        if gpu.uuid not in request.exclude and request.only in (None, gpu.uuid)
+    ]
+
+
+def _why_pointless(request: GpuRequest, visible: Visible) -> str | None:
+    """Why no amount of waiting would help, or None."""
+    gpus = _candidates(request, visible)
+    if not gpus:
+        if visible.gpus:
+            if request.only is not None:
+                return f"{request.only} is not among the GPUs that may be used here"
+            return "every GPU here was given up earlier in this job"
+        if visible.hidden_on_purpose:
+            return "CUDA_VISIBLE_DEVICES hides every GPU"
+        return visible.problem or visible.warning or "no GPU is visible"
+    if any(could_ever_fit(gpu, request.min_bytes) for gpu in gpus):
+        return None
+    largest = largest_possible(gpus)
+    if largest is None:
+        barred = "; ".join(f"{label(gpu)}: {gpu.unusable}" for gpu in gpus)
+        return f"no GPU here can be used: {barred}"
+    whose = "no GPU here" if request.only is None else "this GPU never"
+    return (
+        f"{whose} could ever give {mib(request.min_bytes)}: the largest is {label(largest)} with "
+        f"{mib(largest.total_bytes)} in total; ask for less (min_gpu_memory_mb)"
+    )
+
+
+def _clock(seconds: float) -> str:
+    """``1:02:03`` or ``2:03``."""
+    minutes, rest = divmod(math.ceil(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,392 @@
+"""Reading the GPUs of a machine through the real nvidia-ml-py on a simulated driver."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from robust_train.gpu import unified
+from robust_train.gpu.holders import find_holders
+from robust_train.types import GpuInfo, GpuProcess
+from simulated_nvml import (
+    DRIVER_NOT_LOADED,
+    FUNCTION_NOT_FOUND,
+    GPU_IS_LOST,
+    MIB,
+    NO_PERMISSION,
+    NOT_SUPPORTED,
+    TIMEOUT,
+    UNKNOWN,
+    VERSION_MISMATCH,
+    Gpu,
+    Machine,
+    Slice,
+)
+
+MachineWith = Callable[..., Machine]
+
+READ = """
+import json
+from dataclasses import asdict
+from robust_train.gpu.inventory import read_inventory
+print(json.dumps(asdict(read_inventory())))
+"""
+
+
+def read(machine: Machine) -> dict[str, Any]:
+    inventory: dict[str, Any] = machine.python(READ)
+    return inventory
+
+
+def test_a_gpu_is_told_with_all_its_figures(machine_with: MachineWith) -> None:
+    machine = machine_with(
+        Gpu(
+            name="NVIDIA H100 80GB HBM3",
+            total_mib=81559,
+            free_mib=60000,
+            reserved_mib=559,
+            utilization=37,
+            pci="0000000A:C1:00.0",
+        ),
+        driver="575.1",
+    )
+    inventory = read(machine)
+    assert inventory["driver_version"] == "575.1"
+    assert inventory["problem"] is None
+    assert inventory["gpus"] == [
+        {
+            "uuid": machine.uuid(0),
+            "name": "NVIDIA H100 80GB HBM3",
+            "index": 0,
+            "pci_bus_id": "0000000a:c1:00.0",
+            "total_bytes": 81559 * MIB,
+            "free_bytes": 60000 * MIB,
+            "used_bytes": 21000 * MIB,
+            "utilization_percent": 37,
+            "compute_mode": "default",
+            "processes": [],
+            "parent_uuid": None,
+            "unified_memory": False,
+            "unusable": None,
+        }
+    ]
+
+
+@pytest.mark.parametrize("code", [FUNCTION_NOT_FOUND, UNKNOWN, NOT_SUPPORTED])
+def test_memory_version_1_answers_where_version_2_fails(
+    machine_with: MachineWith, code: int
+) -> None:
+    machine = machine_with(Gpu(total_mib=1000, free_mib=600, reserved_mib=100))
+    machine.fail("nvmlDeviceGetMemoryInfo_v2", code)
+    (gpu,) = read(machine)["gpus"]
+    assert gpu["free_bytes"] == 600 * MIB
+    assert gpu["used_bytes"] == 400 * MIB  # version 1 counts what is reserved as used
+
+
+def test_a_metric_that_a_gpu_lacks_is_none_and_the_gpu_is_kept(machine_with: MachineWith) -> None:
+    machine = machine_with(Gpu(utilization=None))
+    for function in ("ComputeMode", "MigMode", "Name", "PciInfo"):
+        machine.fail(f"nvmlDeviceGet{function}", NOT_SUPPORTED)
+    machine.fail("nvmlSystemGetDriverVersion", UNKNOWN)
+    for kind in ("Compute", "Graphics"):
+        machine.fail(f"nvmlDeviceGet{kind}RunningProcesses", NOT_SUPPORTED)
+    inventory = read(machine)
+    (gpu,) = inventory["gpus"]
+    assert gpu["utilization_percent"] is None
+    assert gpu["processes"] is None
+    assert gpu["compute_mode"] == "default"
+    assert inventory["driver_version"] is None
+
+
+@pytest.mark.parametrize(
+    ("function", "code", "reason"),
+    [
+        ("nvmlDeviceGetHandleByIndex", GPU_IS_LOST, "GPU is lost"),
+        ("nvmlDeviceGetUUID", UNKNOWN, "Unknown Error"),
+        ("nvmlDeviceGetMemoryInfo", NO_PERMISSION, "Insufficient Permissions"),
+        ("nvmlDeviceGetMemoryInfo", 77, "simulated error 77"),
+        ("nvmlDeviceGetMemoryInfo", NOT_SUPPORTED, "NVML does not tell its memory"),
+    ],
+)
+def test_one_sick_gpu_is_skipped_with_its_reason_and_the_others_are_kept(
+    machine_with: MachineWith, function: str, code: int, reason: str
+) -> None:
+    machine = machine_with(Gpu(), Gpu(), Gpu())
+    machine.fail(function, code, 1)
+    machine.fail("nvmlDeviceGetMemoryInfo_v2", UNKNOWN, 1)
+    inventory = read(machine)
+    assert [gpu["uuid"] for gpu in inventory["gpus"]] == [machine.uuid(0), machine.uuid(2)]
+    (sick,) = inventory["skipped"]
+    assert sick["index"] == 1
+    assert reason in sick["reason"]
+    assert inventory["problem"] is None
+
+
+def test_the_problem_lists_the_reasons_where_every_gpu_is_sick(machine_with: MachineWith) -> None:
+    machine = machine_with(Gpu(), Gpu())
+    machine.fail("nvmlDeviceGetHandleByIndex", GPU_IS_LOST)
+    assert "none of the 2 GPUs" in read(machine)["problem"]
+    assert "GPU 1: GPU is lost" in read(machine)["problem"]
+
+
+def test_a_gpu_that_heals_or_falls_sick_is_seen_at_the_next_look(machine_with: MachineWith) -> None:
+    machine = machine_with(Gpu(), Gpu())
+    found = machine.python(
+        """
+        import json, os
+        from robust_train.gpu.inventory import read_inventory
+        state = os.environ["SIMULATED_NVML_STATE"]
+        healthy = open(state).read()
+        def look(more):
+            open(state + ".new", "w").write(healthy + more)
+            os.replace(state + ".new", state)
+            inventory = read_inventory(processes=False)
+            return [[g.index for g in inventory.gpus], [s.uuid for s in inventory.skipped]]
+        lost = "error.nvmlDeviceGetMemoryInfo.1 15\\nerror.nvmlDeviceGetMemoryInfo_v2.1 15\\n"
+        print(json.dumps([look(""), look(lost), look("")]))
+        """
+    )
+    assert found == [[[0, 1], []], [[0], [machine.uuid(1)]], [[0, 1], []]]
+
+
+def test_a_passing_failure_does_not_cost_a_gpu(machine_with: MachineWith) -> None:
+    machine = machine_with(Gpu())
+    machine.fail("nvmlDeviceGetMemoryInfo_v2", TIMEOUT)
+    machine.fail("nvmlDeviceGetMemoryInfo", TIMEOUT)
+    assert read(machine)["skipped"] == [{"index": 0, "reason": "Timeout", "uuid": machine.uuid(0)}]
+    # asked a second time before it is given up
+    assert len(machine.calls("nvmlDeviceGetMemoryInfo")) == 2
+
+
+def test_slices_stand_in_place_of_their_gpu(machine_with: MachineWith) -> None:
+    slices = [Slice(19968, name="NVIDIA A100 MIG 3g.20gb"), Slice(9856, free_mib=100)]
+    machine = machine_with(Gpu(), Gpu(mig=slices), Gpu(mig=[], mig_mode=0))
+    machine.fail("nvmlDeviceGetMemoryInfo_v2", NO_PERMISSION, 1)  # as a container sees the parent
+    machine.fail("nvmlDeviceGetMemoryInfo", NO_PERMISSION, 1)
+    machine.update(1, compute_mode=2)
+    inventory = read(machine)
+    uuids = [machine.uuid(0), machine.uuid(1, 0), machine.uuid(1, 1), machine.uuid(2)]
+    assert [gpu["uuid"] for gpu in inventory["gpus"]] == uuids
+    first, second = inventory["gpus"][1:3]
+    assert first["name"] == "NVIDIA A100 MIG 3g.20gb"
+    assert (first["total_bytes"], second["free_bytes"]) == (19968 * MIB, 100 * MIB)
+    assert first["parent_uuid"] == second["parent_uuid"] == machine.uuid(1)
+    assert first["index"] == 1
+    assert first["unusable"] == "compute mode is prohibited"  # the mode is that of the whole GPU
+
+
+def test_a_gpu_in_mig_mode_without_slices_is_skipped(machine_with: MachineWith) -> None:
+    (sick,) = read(machine_with(Gpu(mig=[])))["skipped"]
+    assert "no slice has been made" in sick["reason"]
+
+
+def test_a_broken_slice_does_not_cost_the_others(machine_with: MachineWith) -> None:
+    machine = machine_with(Gpu(mig=[Slice(1000), Slice(2000)]))
+    for function in ("nvmlDeviceGetMemoryInfo_v2", "nvmlDeviceGetMemoryInfo"):
+        machine.fail(function, UNKNOWN, "0.mig.0")
+    assert [gpu["uuid"] for gpu in read(machine)["gpus"]] == [machine.uuid(0, 1)]
+
+
+@pytest.mark.parametrize("name", ["NVIDIA GB10", "NVIDIA Thor", "Orin (nvgpu)"])
+def test_an_integrated_gpu_has_the_memory_of_its_host(machine_with: MachineWith, name: str) -> None:
+    machine = machine_with(Gpu(name=name))
+    for function in ("nvmlDeviceGetMemoryInfo_v2", "nvmlDeviceGetMemoryInfo"):
+        machine.fail(function, NOT_SUPPORTED)
+    (gpu,) = read(machine)["gpus"]
+    host = unified.host_memory()
+    assert host is not None
+    assert gpu["unified_memory"]
+    assert gpu["total_bytes"] == host[0]
+    assert 0 < gpu["free_bytes"] <= host[0]
+
+
+def test_a_total_of_0_means_the_hosts_memory_on_integrated_gpus_only(
+    machine_with: MachineWith,
+) -> None:
+    inventory = read(machine_with(Gpu(name="NVIDIA GB10", total_mib=0), Gpu(total_mib=0)))
+    assert [gpu["unified_memory"] for gpu in inventory["gpus"]] == [True]
+    assert "a total of 0" in inventory["skipped"][0]["reason"]
+
+
+@pytest.mark.parametrize("name", ["NVIDIA GB100", "NVIDIA GH200 480GB", "NVIDIA A100", "Tesla T4"])
+def test_cards_with_memory_of_their_own_are_not_taken_for_integrated(name: str) -> None:
+    assert not unified.is_integrated(name)
+
+
+def test_host_memory_is_what_a_new_program_could_get(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal:  1000 kB\nMemFree:  10 kB\nMemAvailable:  400 kB\n")
+    assert unified.host_memory(meminfo) == (1000 * 1024, 400 * 1024)
+    meminfo.write_text("nothing here\n")
+    assert unified.host_memory(meminfo) is None
+
+
+def test_prohibited_compute_mode_makes_a_gpu_unusable(machine_with: MachineWith) -> None:
+    (gpu,) = read(machine_with(Gpu(compute_mode=2)))["gpus"]
+    assert (gpu["compute_mode"], gpu["unusable"]) == ("prohibited", "compute mode is prohibited")
+
+
+def test_an_exclusive_gpu_is_unusable_only_while_someone_owns_it(machine_with: MachineWith) -> None:
+    machine = machine_with(
+        Gpu(compute_mode=3, compute=[(4711, 10)]), Gpu(compute_mode=3, graphics=[(4712, 10)])
+    )
+    without_processes = READ.replace("read_inventory()", "read_inventory(processes=False)")
+    owned, free = machine.python(without_processes)["gpus"]
+    assert "4711" in owned["unusable"]
+    assert owned["processes"] is None
+    assert free["unusable"] is None
+
+
+def test_processes_are_merged_from_both_lists_and_unknown_memory_is_none(
+    machine_with: MachineWith,
+) -> None:
+    machine = machine_with(
+        Gpu(compute=[(10, 500), (11, None), (12, None)], graphics=[(10, 20), (12, 30), (13, 40)])
+    )
+    (gpu,) = read(machine)["gpus"]
+    held = {process["pid"]: process["used_bytes"] for process in gpu["processes"]}
+    assert held == {10: 500 * MIB, 11: None, 12: 30 * MIB, 13: 40 * MIB}
+
+
+def test_older_drivers_list_processes_by_version_2_of_the_call(machine_with: MachineWith) -> None:
+    machine = machine_with(Gpu(compute=[(10, 500)]))
+    for kind in ("Compute", "Graphics"):
+        machine.fail(f"nvmlDeviceGet{kind}RunningProcesses", FUNCTION_NOT_FOUND)
+    (gpu,) = read(machine)["gpus"]
+    assert gpu["processes"] == [{"pid": 10, "used_bytes": 500 * MIB}]
+
+
+def test_polling_asks_for_no_process_lists_and_opens_nvml_once(machine_with: MachineWith) -> None:
+    machine = machine_with(Gpu(), Gpu())
+    machine.python(
+        """
+        from robust_train.gpu.inventory import read_inventory
+        for _ in range(5):
+            assert len(read_inventory(processes=False).gpus) == 2
+        print(0)
+        """
+    )
+    assert machine.calls("nvmlDeviceGetComputeRunningProcesses") == []
+    assert len(machine.calls("nvmlInit")) == 1
+    assert len(machine.calls("nvmlDeviceGetUUID")) == 2
+
+
+def test_a_forked_process_opens_its_own_session(machine_with: MachineWith) -> None:
+    machine = machine_with(Gpu(), Gpu())
+    machine.python(
+        """
+        import os
+        from robust_train.gpu.inventory import read_inventory
+        assert len(read_inventory().gpus) == 2
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if len(read_inventory().gpus) == 2 else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert len(read_inventory().gpus) == 2
+        print(0)
+        """
+    )
+    (parent, _), (child, _) = machine.calls("nvmlInit")
+    assert parent != child
+    lines = [line.split() for line in (machine.folder / "calls").read_text().splitlines()]
+    # nothing is asked of the session that the child inherited
+    assert next(name for pid, name, _ in lines if int(pid) == child) == "nvmlInit"
+
+
+def test_gpus_are_told_apart_after_one_was_unplugged(machine_with: MachineWith) -> None:
+    machine = machine_with(Gpu(), Gpu())
+    uuids = machine.python(
+        """
+        import json, os
+        from robust_train.gpu.inventory import read_inventory
+        state = os.environ["SIMULATED_NVML_STATE"]
+        read_inventory()
+        lines = open(state).read().splitlines()
+        kept = ["gpus 1"] + [l.replace("gpu.1.", "gpu.0.") for l in lines if "gpu.1." in l]
+        open(state + ".new", "w").write("\\n".join(kept))
+        os.replace(state + ".new", state)
+        print(json.dumps([gpu.uuid for gpu in read_inventory().gpus]))
+        """
+    )
+    assert uuids == [machine.uuid(1)]
+
+
+def test_a_driver_that_was_reloaded_is_opened_again(machine_with: MachineWith) -> None:
+    machine = machine_with(Gpu())
+    count = machine.python(
+        """
+        import pynvml
+        from robust_train.gpu.inventory import read_inventory
+        read_inventory()
+        pynvml.nvmlShutdown()
+        print(len(read_inventory().gpus))
+        """
+    )
+    assert count == 1
+
+
+def test_each_way_of_having_no_gpu_has_its_own_sentence(
+    machine_with: MachineWith, tmp_path: Path
+) -> None:
+    machine = machine_with()
+    no_gpus = read(machine)["problem"]
+    machine.fail("nvmlInit", VERSION_MISMATCH)
+    mismatch = read(machine)["problem"]
+    machine.fail("nvmlInit", DRIVER_NOT_LOADED)
+    not_loaded = read(machine)["problem"]
+    machine.fail("nvmlInit", UNKNOWN)
+    unknown = read(machine)["problem"]
+    (tmp_path / "libnvidia-ml.so.1").touch()  # also hides a real one that this machine may have
+    missing = machine.python(READ, LD_LIBRARY_PATH=str(tmp_path))["problem"]
+    assert "no NVIDIA GPU" in no_gpus
+    assert "570.86.15" in no_gpus
+    assert "reboot" in mismatch
+    assert "restart the container" in mismatch
+    assert "not loaded" in not_loaded
+    assert "Unknown Error" in unknown
+    assert "no NVIDIA driver" in missing
+    assert len({no_gpus, mismatch, not_loaded, unknown, missing}) == 5
+
+
+def test_a_legacy_package_that_shadows_the_binding_is_named(
+    machine_with: MachineWith, tmp_path: Path
+) -> None:
+    shadow = tmp_path / "shadow"
+    shadow.mkdir()
+    (shadow / "pynvml.py").write_text("def nvmlInit(): pass\n")
+    problem = machine_with(Gpu()).python(READ, PYTHONPATH=str(shadow))["problem"]
+    assert "legacy package" in problem
+    assert "pip uninstall pynvml" in problem
+
+
+def test_reading_imports_no_torch(machine_with: MachineWith) -> None:
+    assert machine_with(Gpu()).python(
+        """
+        import json, sys
+        import robust_train.cli.gpus, robust_train.gpu.best, robust_train.gpu.live_line
+        from robust_train.gpu.inventory import read_inventory
+        read_inventory()
+        print(json.dumps("torch" not in sys.modules and "rich" not in sys.modules))
+        """
+    )
+
+
+def process_folder(proc: Path, pid: int, command: str) -> None:
+    (proc / str(pid)).mkdir(parents=True)
+    (proc / str(pid) / "comm").write_text(command + "\n")
+
+
+@pytest.mark.parametrize(
+    ("namespace", "names"), [("pid:[4026531836]", ["train"]), ("pid:[4026532001]", [])]
+)
+def test_processes_are_named_only_where_their_ids_are_the_hosts(
+    tmp_path: Path, namespace: str, names: list[str]
+) -> None:
+    process_folder(tmp_path, 10, "train")
+    (tmp_path / "self/ns").mkdir(parents=True)
+    (tmp_path / "self/ns/pid").symlink_to(namespace)
+    gpu = GpuInfo("GPU-1", "A", 0, "", 10, 5, 5, processes=(GpuProcess(10), GpuProcess(11)))
+    assert [holder.command for holder in find_holders([gpu], tmp_path).values()] == names

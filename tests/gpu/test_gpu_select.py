@@ -1,0 +1,127 @@
+"""Choosing among GPUs, and saying why one does not do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from robust_train.gpu.holders import Holder
+from robust_train.gpu.select import could_ever_fit, explain, largest_possible, rank, select
+from robust_train.types import MIB, GpuInfo, GpuProcess
+
+
+def gpu(index: int, free: int, **more: Any) -> GpuInfo:
+    values = {
+        "uuid": f"GPU-{index:08x}-0000",
+        "name": "A100",
+        "index": index,
+        "pci_bus_id": f"00000000:{index:02x}:00.0",
+        "total_bytes": 100,
+        "free_bytes": free,
+        "used_bytes": 100 - free,
+        "utilization_percent": 0,
+    }
+    return GpuInfo(**{**values, **more})
+
+
+GPUS = st.lists(
+    st.builds(
+        gpu,
+        st.integers(0, 7),
+        st.integers(0, 100),
+        utilization_percent=st.none() | st.integers(0, 100),
+        unusable=st.none() | st.just("it is ill"),
+    ),
+    max_size=8,
+    unique_by=lambda item: item.index,
+)
+
+
+@given(gpus=GPUS, min_bytes=st.integers(0, 110), excluded=st.sets(st.integers(0, 7)))
+def test_the_choice_is_a_suitable_gpu_that_no_other_one_beats(
+    gpus: list[GpuInfo], min_bytes: int, excluded: set[int]
+) -> None:
+    exclude = frozenset(f"GPU-{index:08x}-0000" for index in excluded)
+    suitable = [
+        item
+        for item in gpus
+        if item.unusable is None and item.free_bytes >= min_bytes and item.uuid not in exclude
+    ]
+    chosen = select(gpus, min_bytes, exclude)
+    if not suitable:
+        assert chosen is None
+        return
+    assert chosen in suitable
+    assert chosen is not None
+    assert chosen.free_bytes == max(item.free_bytes for item in suitable)
+    assert rank(gpus, min_bytes, exclude)[0] == chosen
+    assert set(rank(gpus, min_bytes, exclude)) == set(suitable)
+
+
+@given(gpus=GPUS, data=st.data())
+def test_the_choice_does_not_depend_on_the_order_of_listing(
+    gpus: list[GpuInfo], data: st.DataObject
+) -> None:
+    assert select(data.draw(st.permutations(gpus)), 10) == select(gpus, 10)
+
+
+def test_among_equally_free_gpus_the_least_busy_comes_first_and_unknown_last() -> None:
+    busy, idle = gpu(0, 50, utilization_percent=90), gpu(1, 50, utilization_percent=5)
+    unknown = gpu(2, 50, utilization_percent=None)
+    assert rank([unknown, busy, idle], 10) == [idle, busy, unknown]
+
+
+def test_among_equal_gpus_the_lowest_pci_address_comes_first() -> None:
+    low = gpu(3, 50, pci_bus_id="00000000:0a:00.0")
+    high = gpu(1, 50, pci_bus_id="00000001:01:00.0")
+    assert select([high, low], 10) == low
+
+
+def test_more_free_memory_beats_idleness() -> None:
+    assert select([gpu(0, 40), gpu(1, 60, utilization_percent=99)], 10) == gpu(
+        1, 60, utilization_percent=99
+    )
+
+
+def test_a_gpu_that_is_full_now_could_fit_later_and_one_too_small_never() -> None:
+    assert could_ever_fit(gpu(0, 0), 100)
+    assert not could_ever_fit(gpu(0, 100), 101)
+    assert not could_ever_fit(gpu(0, 100, compute_mode="prohibited"), 1)
+    assert could_ever_fit(gpu(0, 100, compute_mode="exclusive_process", unusable="owned"), 1)
+    assert not could_ever_fit(gpu(0, 0, total_bytes=0, unusable="unreadable"), 0)
+
+
+def test_the_largest_possible_gpu_goes_by_its_size_not_by_what_is_free() -> None:
+    large = gpu(0, 1, total_bytes=900)
+    barred = gpu(1, 50, total_bytes=1000, compute_mode="prohibited")
+    assert largest_possible([gpu(2, 100), large, barred]) == large
+    assert largest_possible([large, gpu(2, 100)], {large.uuid}) == gpu(2, 100)
+    assert largest_possible([barred]) is None
+
+
+def test_the_explanation_names_figures_processes_and_users() -> None:
+    full = gpu(
+        0,
+        2200 * MIB,
+        total_bytes=40960 * MIB,
+        processes=(GpuProcess(7), GpuProcess(812, 14000 * MIB), GpuProcess(9, 30 * MIB)),
+    )
+    barred = gpu(1, 5, unusable="compute mode is prohibited")
+    text = explain(
+        [full, barred, gpu(2, 5)], 6000 * MIB, {gpu(2, 5).uuid}, {812: Holder(812, "python", "ada")}
+    )
+    assert text == (
+        "needs 6000 MiB free; GPU 0 (A100, GPU-00000000…) has 2200 MiB of 40960 MiB free: "
+        "3 processes: python (pid 812, ada) 14000 MiB, pid 9 30 MiB, pid 7; "
+        "GPU 1 (A100, GPU-00000001…): compute mode is prohibited; "
+        "GPU 2 (A100, GPU-00000002…) was given up earlier in this job"
+    )
+
+
+def test_a_long_list_of_processes_is_cut_to_the_largest() -> None:
+    many = replace(gpu(0, 5), processes=tuple(GpuProcess(pid, pid * MIB) for pid in range(1, 9)))
+    text = explain([many], 100 * MIB)
+    assert "8 processes: pid 8 8 MiB, pid 7 7 MiB, pid 6 6 MiB, …" in text

@@ -1,0 +1,286 @@
+"""Waiting for a GPU: on a clock that the test turns, and in real programs on a machine that the
+test changes."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import pty
+import select as streams
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from robust_train.gpu.live_line import LiveLine
+from robust_train.gpu.visible import Visible
+from robust_train.gpu.wait import GpuRequest, NoGpu, WaitStatus, wait_for_gpu
+from robust_train.types import MIB, GpuInfo, GpuProcess
+from simulated_nvml import Gpu, Machine
+
+MachineWith = Callable[..., Machine]
+
+FULL = GpuInfo("GPU-full", "A100", 0, "00000000:01:00.0", 100 * MIB, 10 * MIB, 90 * MIB)
+FREE = replace(FULL, free_bytes=90 * MIB)
+SMALL = replace(FULL, uuid="GPU-small", index=1, total_bytes=20 * MIB)
+REQUEST = GpuRequest(min_bytes=50 * MIB, timeout_seconds=100.0, interval_seconds=30.0)
+
+
+class Story:
+    """GPUs that change with time, on a clock that only sleeping turns.
+
+    Args:
+        scenes: what is visible from which second on.
+    """
+
+    def __init__(self, scenes: dict[float, Visible]) -> None:
+        self.scenes = scenes
+        self.now = 0.0
+        self.looks: list[float] = []
+        self.process_lists = 0
+        self.said: list[WaitStatus] = []
+
+    def read(self, processes: bool) -> Visible:
+        if processes:
+            self.process_lists += 1
+        else:
+            self.looks.append(self.now)
+        return [scene for since, scene in sorted(self.scenes.items()) if since <= self.now][-1]
+
+    def sleep(self, seconds: float) -> None:
+        assert seconds > 0
+        self.now += seconds
+
+    def wait(self, request: GpuRequest) -> GpuInfo | NoGpu:
+        return wait_for_gpu(
+            request,
+            read=self.read,
+            announce=self.said.append,
+            sleep=self.sleep,
+            clock=lambda: self.now,
+        )
+
+
+def always(*gpus: GpuInfo) -> Story:
+    return Story({0: Visible(gpus)})
+
+
+def test_a_free_gpu_is_taken_at_once() -> None:
+    story = always(FULL, FREE)
+    assert story.wait(REQUEST) == FREE
+    assert (story.now, story.said, story.process_lists) == (0, [], 0)
+
+
+def test_a_gpu_is_taken_at_the_first_look_after_it_became_free() -> None:
+    story = Story({0: Visible((FULL,)), 45: Visible((FREE,))})
+    assert story.wait(REQUEST) == FREE
+    assert story.looks == [0, 30, 60]
+
+
+def test_time_up_is_told_with_what_stood_in_the_way() -> None:
+    story = always(FULL)
+    answer = story.wait(REQUEST)
+    assert isinstance(answer, NoGpu)
+    assert answer.timed_out
+    assert "within 1:40" in answer.reason
+    assert "has 10 MiB of 100 MiB free" in answer.reason
+
+
+def test_the_last_look_is_at_the_deadline_and_none_is_after_it() -> None:
+    story = always(FULL)
+    story.wait(REQUEST)
+    assert story.looks == [0, 30, 60, 90, 100]
+
+
+@given(timeout=st.floats(0, 500), interval=st.floats(0.5, 1000))
+def test_waiting_never_overshoots_its_deadline(timeout: float, interval: float) -> None:
+    story = always(FULL)
+    answer = story.wait(replace(REQUEST, timeout_seconds=timeout, interval_seconds=interval))
+    assert isinstance(answer, NoGpu)
+    assert story.now == pytest.approx(timeout)
+
+
+def test_processes_are_listed_once_per_look_and_the_time_left_counts_down() -> None:
+    story = always(FULL)
+    story.wait(replace(REQUEST, timeout_seconds=4, interval_seconds=2))
+    assert story.process_lists == len(story.looks) == 3
+    assert [round(status.seconds_left) for status in story.said] == [4, 3, 2, 1]
+    assert [status.checks for status in story.said] == [1, 1, 2, 2]
+
+
+def test_the_sentence_says_what_is_waited_for_how_long_and_who_holds_it() -> None:
+    story = always(replace(FULL, processes=(GpuProcess(2**30, 80 * MIB),)))
+    story.wait(replace(REQUEST, timeout_seconds=3700))
+    sentence = story.said[0].sentence()
+    assert sentence.startswith("waiting for a GPU with 50 MiB free, 1:01:40 left; ")
+    assert "1 process: pid 1073741824 80 MiB" in sentence
+
+
+def test_what_no_gpu_could_ever_meet_is_refused_at_once_naming_the_largest() -> None:
+    story = always(SMALL, FULL)
+    answer = story.wait(replace(REQUEST, min_bytes=200 * MIB))
+    assert isinstance(answer, NoGpu)
+    assert not answer.timed_out
+    assert "200 MiB" in answer.reason
+    assert "GPU 0 (A100, GPU-full…) with 100 MiB" in answer.reason
+    assert story.now == 0
+
+
+def test_prohibited_gpus_are_not_waited_for() -> None:
+    barred = replace(FREE, compute_mode="prohibited", unusable="compute mode is prohibited")
+    answer = always(barred).wait(REQUEST)
+    assert isinstance(answer, NoGpu)
+    assert "compute mode is prohibited" in answer.reason
+
+
+def test_an_exclusive_gpu_with_an_owner_is_waited_for() -> None:
+    owned = replace(FREE, compute_mode="exclusive_process", unusable="pid 7 owns it")
+    story = Story({0: Visible((owned,)), 30: Visible((FREE,))})
+    assert story.wait(REQUEST) == FREE
+
+
+@pytest.mark.parametrize(
+    ("visible", "reason"),
+    [
+        (Visible(problem="no NVIDIA driver"), "no NVIDIA driver"),
+        (Visible(hidden_on_purpose=True), "hides every GPU"),
+        (Visible(warning="the entry 'x' is wrong"), "the entry 'x' is wrong"),
+        (Visible(), "no GPU is visible"),
+    ],
+)
+def test_a_machine_with_no_gpu_is_not_waited_on(visible: Visible, reason: str) -> None:
+    story = Story({0: visible})
+    answer = story.wait(REQUEST)
+    assert isinstance(answer, NoGpu)
+    assert reason in answer.reason
+    assert story.now == 0
+
+
+def test_gpus_that_vanish_while_waiting_may_come_back() -> None:
+    story = Story({0: Visible((FULL,)), 20: Visible(problem="driver reset"), 50: Visible((FREE,))})
+    assert story.wait(REQUEST) == FREE
+    assert any("driver reset" in status.sentence() for status in story.said)
+
+
+def test_without_waiting_the_answer_is_there_at_once_and_says_who_holds_the_gpus() -> None:
+    story = always(replace(FULL, processes=(GpuProcess(2**30, 80 * MIB),)))
+    answer = story.wait(replace(REQUEST, wait=False))
+    assert isinstance(answer, NoGpu)
+    assert not answer.timed_out
+    assert "pid 1073741824" in answer.reason
+    assert (story.now, story.said) == (0, [])
+
+
+def test_excluded_gpus_and_all_but_the_one_asked_for_are_left_alone() -> None:
+    other = replace(FREE, uuid="GPU-other", free_bytes=60 * MIB)
+    assert always(FREE, other).wait(replace(REQUEST, exclude=frozenset({FREE.uuid}))) == other
+    assert always(FREE, other).wait(replace(REQUEST, only=other.uuid)) == other
+    refused = always(FREE).wait(replace(REQUEST, only="GPU-absent"))
+    assert isinstance(refused, NoGpu)
+    assert "GPU-absent" in refused.reason
+    given_up = always(FREE).wait(replace(REQUEST, exclude=frozenset({FREE.uuid})))
+    assert isinstance(given_up, NoGpu)
+    assert "given up" in given_up.reason
+
+
+WAIT = """
+import logging, os, sys
+logging.basicConfig(level="INFO", format="%(message)s", stream=sys.stderr)
+from robust_train.gpu.inventory import read_inventory
+from robust_train.gpu.live_line import LiveLine
+from robust_train.gpu.visible import visible_gpus
+from robust_train.gpu.wait import GpuRequest, wait_for_gpu
+request = GpuRequest(4000 * 1024**2, timeout_seconds=300, interval_seconds={interval})
+try:
+    with LiveLine() as line:
+        found = wait_for_gpu(
+            request,
+            read=lambda processes: visible_gpus(read_inventory(processes=processes), os.environ),
+            announce=line.show,
+        )
+    print(found.uuid)
+except KeyboardInterrupt:
+    print("left")
+"""
+
+
+def test_a_waiting_program_takes_the_gpu_that_becomes_free(machine_with: MachineWith) -> None:
+    machine = machine_with(
+        Gpu(free_mib=100, compute=[(os.getpid(), 40000)]), Gpu(free_mib=100, total_mib=16000)
+    )
+    process = machine.start(WAIT.format(interval=0.05))
+    assert process.stderr is not None
+    line = process.stderr.readline()
+    assert line.startswith("waiting for a GPU with 4000 MiB free, ")
+    assert f"pid {os.getpid()}" in line
+    machine.update(1, free_mib=12000)
+    out, _ = process.communicate(timeout=60)
+    assert out.strip() == machine.uuid(1)
+
+
+def test_ctrl_c_ends_the_waiting_however_long_the_interval(machine_with: MachineWith) -> None:
+    process = machine_with(Gpu(free_mib=100)).start(WAIT.format(interval=10000))
+    assert process.stderr is not None
+    process.stderr.readline()
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+    assert out.strip() == "left"
+
+
+def read_until(terminal: int, text: bytes) -> bytes:
+    """What a program writes to its terminal, up to ``text`` or its end."""
+    seen = b""
+    while text not in seen:
+        ready, _, _ = streams.select([terminal], [], [], 60)
+        assert ready, seen
+        try:
+            piece = os.read(terminal, 4096)
+        except OSError:  # the other side is closed
+            break
+        if not piece:
+            break
+        seen += piece
+    return seen
+
+
+def test_a_terminal_shows_one_line_that_is_rewritten_and_wiped(machine_with: MachineWith) -> None:
+    machine = machine_with(Gpu(free_mib=100))
+    terminal, other_side = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", WAIT.format(interval=0.05)],
+        env=machine.environment(COLUMNS="60", TERM="xterm"),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=other_side,
+    )
+    os.close(other_side)
+    seen = read_until(terminal, b"\r\x1b[Kwaiting for a GPU with 4000 MiB free, ")
+    machine.update(0, free_mib=9000)
+    seen += read_until(terminal, b"no such text")
+    out, _ = process.communicate(timeout=60)
+    os.close(terminal)
+    assert out.decode().strip() == machine.uuid(0)
+    assert b"\n" not in seen
+    assert seen.endswith(b"\r\x1b[K")
+    assert max(len(piece.decode()) for piece in seen.split(b"\r\x1b[K")) < 60
+
+
+def test_without_a_terminal_each_look_gives_one_log_line(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    status = WaitStatus(50 * MIB, 60.0, checks=1, obstacles="busy")
+    stream = io.StringIO()
+    with caplog.at_level(logging.INFO, "robust_train"), LiveLine(stream) as line:
+        for seconds_left, checks in ((60.0, 1), (59.0, 1), (58.0, 2)):
+            line.show(replace(status, seconds_left=seconds_left, checks=checks))
+    assert [record.message for record in caplog.records] == [
+        "waiting for a GPU with 50 MiB free, 1:00 left; busy",
+        "waiting for a GPU with 50 MiB free, 0:58 left; busy",
+    ]
+    assert stream.getvalue() == ""

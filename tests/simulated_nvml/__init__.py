@@ -1,0 +1,249 @@
+"""A simulated machine with NVIDIA GPUs: C libraries that the real bindings load, and a state file.
+
+Tests change a :class:`Machine` while programs run on it; the libraries read the file at every call.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+MIB = 1024**2
+HERE = Path(__file__).resolve().parent
+
+# NVML's return codes that tests set
+NOT_SUPPORTED = 3
+NO_PERMISSION = 4
+DRIVER_NOT_LOADED = 9
+TIMEOUT = 10
+FUNCTION_NOT_FOUND = 13
+GPU_IS_LOST = 15
+VERSION_MISMATCH = 18
+UNKNOWN = 999
+
+
+def build_nvml(folder: Path) -> Path:
+    """Compile the simulated ``libnvidia-ml.so.1`` into ``folder``."""
+    return _build(folder, "nvml.c", "libnvidia-ml.so.1")
+
+
+def build_libcuda(folder: Path) -> Path:
+    """Compile the simulated ``libcuda.so.1`` into ``folder``."""
+    return _build(folder, "cuda.c", "libcuda.so.1")
+
+
+def _build(folder: Path, source: str, name: str) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    library = folder / name
+    command = ["cc", "-O1", "-shared", "-fPIC", f"-Wl,-soname,{name}", "-o", str(library)]
+    subprocess.run([*command, str(HERE / source)], check=True)
+    return library
+
+
+@dataclass
+class Slice:
+    """A MIG slice. ``uuid`` defaults to one made from its GPU's."""
+
+    total_mib: int
+    free_mib: int | None = None
+    name: str | None = None
+    uuid: str | None = None
+    gi: int = 1
+    ci: int = 0
+    compute: list[tuple[int, int | None]] = field(default_factory=list)
+
+
+@dataclass
+class Gpu:
+    """A GPU as NVML tells of it; sizes in MiB.
+
+    ``free_mib`` defaults to all that is not reserved. ``compute`` and ``graphics`` list processes
+    as (pid, MiB or None). ``mig`` is None where the GPU cannot be sliced, else its slices, and
+    ``mig_mode`` whether slicing is on. ``compute_mode``: 0 default, 2 prohibited, 3 exclusive.
+    """
+
+    name: str = "NVIDIA A100-SXM4-40GB"
+    total_mib: int = 40960
+    free_mib: int | None = None
+    reserved_mib: int = 0
+    utilization: int | None = 0
+    compute_mode: int = 0
+    compute: list[tuple[int, int | None]] = field(default_factory=list)
+    graphics: list[tuple[int, int | None]] = field(default_factory=list)
+    mig: list[Slice] | None = None
+    mig_mode: int = 1
+    uuid: str | None = None
+    pci: str | None = None
+
+
+class Machine:
+    """A simulated machine; what is changed here is what programs see at their next call.
+
+    Args:
+        folder: where the state lives.
+        libraries: folder with the built libraries.
+        gpus: its GPUs, in NVML's order.
+        driver: driver version.
+        cuda_order: UUIDs in CUDA's fastest-first order, NVML's order by default.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        libraries: Path,
+        gpus: list[Gpu] | None = None,
+        *,
+        driver: str = "570.86.15",
+        cuda_order: list[str] | None = None,
+    ) -> None:
+        self.folder = folder / "machine"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.libraries = libraries
+        self.gpus = list(gpus or [])
+        self.driver = driver
+        self.cuda_order = cuda_order
+        self.errors: dict[str, int] = {}
+        self.delays: dict[str, int] = {}
+        self._write()
+
+    @property
+    def state(self) -> Path:
+        """The state file."""
+        return self.folder / "state"
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """What a program needs in its environment, from its start, to run on this machine."""
+        paths = [str(self.libraries), os.environ.get("LD_LIBRARY_PATH", "")]
+        return {
+            "LD_LIBRARY_PATH": ":".join(path for path in paths if path),
+            "SIMULATED_NVML_STATE": str(self.state),
+            "SIMULATED_NVML_CALLS": str(self.folder / "calls"),
+        }
+
+    def uuid(self, index: int, slice_index: int | None = None) -> str:
+        """UUID of a GPU or of one of its slices."""
+        gpu = self.gpus[index]
+        if slice_index is None:
+            return gpu.uuid or f"GPU-{index:08x}-aaaa-bbbb-cccc-{index:012x}"
+        piece = (gpu.mig or [])[slice_index]
+        return piece.uuid or f"MIG-{index:08x}-aaaa-bbbb-dddd-{slice_index:012x}"
+
+    def update(self, index: int, **changes: Any) -> None:
+        """Change fields of one GPU."""
+        known = {item.name for item in fields(Gpu)}
+        for name, value in changes.items():
+            assert name in known, name
+            setattr(self.gpus[index], name, value)
+        self._write()
+
+    def fail(self, function: str, code: int, where: int | str = "all") -> None:
+        """Let an NVML or CUDA function answer ``code``; 0 heals it.
+
+        Args:
+            function: its name without version suffix (``nvmlDeviceGetMemoryInfo_v2`` excepted).
+            code: what it returns.
+            where: index of a GPU, ``I.mig.J`` for a slice, or all.
+        """
+        self.errors[f"{function}.{where}"] = code
+        self._write()
+
+    def delay(self, function: str, milliseconds: int, where: int | str = "system") -> None:
+        """Let a function take its time."""
+        self.delays[f"{function}.{where}"] = milliseconds
+        self._write()
+
+    def calls(self, function: str) -> list[tuple[int, str]]:
+        """Calls of a function so far, as (pid, where)."""
+        log = self.folder / "calls"
+        lines = [line.split() for line in log.read_text().splitlines()] if log.exists() else []
+        return [(int(pid), where) for pid, name, where in lines if name == function]
+
+    def environment(self, **more: str) -> dict[str, str]:
+        """A whole environment for a program here: this one's, less other GPUs' traces."""
+        hidden = ("CUDA_", "NVIDIA_", "SIMULATED_")
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(hidden)}
+        return {**kept, **self.environ, **more}
+
+    def start(self, snippet: str, **more: str) -> subprocess.Popen[str]:
+        """Start an interpreter on this machine that runs a snippet of Python."""
+        return subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(snippet)],
+            env=self.environment(**more),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def python(self, snippet: str, **more: str) -> Any:
+        """Run a snippet on this machine; what its last line of output says, read as JSON.
+
+        Args:
+            snippet: Python source that prints JSON as its last line.
+            more: environment variables.
+        """
+        process = self.start(snippet, **more)
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == 0, f"exit code {process.returncode}\n{out}\n{err}"
+        return json.loads(out.splitlines()[-1])
+
+    def _write(self) -> None:
+        lines = [f"driver {self.driver}", f"gpus {len(self.gpus)}"]
+        if self.cuda_order is not None:
+            lines.append("cuda.order " + " ".join(self.cuda_order))
+        for index, gpu in enumerate(self.gpus):
+            lines += self._lines_of(index, gpu)
+        lines += [f"error.{where} {code}" for where, code in self.errors.items()]
+        lines += [f"delay.{where} {ms}" for where, ms in self.delays.items()]
+        new = self.state.with_suffix(".new")
+        new.write_text("\n".join(lines) + "\n")
+        # a program reads the old state or the new one, never a half
+        new.replace(self.state)
+
+    def _lines_of(self, index: int, gpu: Gpu) -> list[str]:
+        pci = gpu.pci or f"00000000:{index * 16 + 7:02X}:00.0"
+        values: dict[str, Any] = {
+            "uuid": self.uuid(index),
+            "name": gpu.name,
+            "pci": pci,
+            "util": -1 if gpu.utilization is None else gpu.utilization,
+            "compute_mode": gpu.compute_mode,
+            "mig": -1 if gpu.mig is None else gpu.mig_mode,
+            "graphics": _processes(gpu.graphics),
+            **_memory(gpu.total_mib, gpu.free_mib, gpu.reserved_mib, gpu.compute),
+        }
+        for number, piece in enumerate(gpu.mig or []):
+            slice_values = {
+                "uuid": self.uuid(index, number),
+                "name": piece.name or f"{gpu.name} MIG",
+                "util": -1,
+                "gi": piece.gi,
+                "ci": piece.ci,
+                **_memory(piece.total_mib, piece.free_mib, 0, piece.compute),
+            }
+            values |= {f"mig.{number}.{key}": value for key, value in slice_values.items()}
+        return [f"gpu.{index}.{key} {value}" for key, value in values.items()]
+
+
+def _memory(
+    total_mib: int, free_mib: int | None, reserved_mib: int, compute: list[tuple[int, int | None]]
+) -> dict[str, Any]:
+    free = total_mib - reserved_mib if free_mib is None else free_mib
+    return {
+        "total": total_mib * MIB,
+        "free": free * MIB,
+        "reserved": reserved_mib * MIB,
+        "used": (total_mib - reserved_mib - free) * MIB,
+        "compute": _processes(compute),
+    }
+
+
+def _processes(processes: list[tuple[int, int | None]]) -> str:
+    return " ".join(f"{pid}:{'-' if mib is None else mib * MIB}" for pid, mib in processes)

@@ -1,0 +1,57 @@
+"""Fixtures that build the simulated libraries once per session and furnish machines with them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from simulated_nvml import Gpu, Machine, build_libcuda, build_nvml
+
+
+def _require_compiler() -> None:
+    if shutil.which("cc") is None:
+        reason = "no C compiler (cc): the simulated NVML cannot be built"
+        if os.environ.get("CI") == "true":
+            pytest.fail(reason)
+        pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def nvml_libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with the simulated ``libnvidia-ml.so.1`` alone."""
+    _require_compiler()
+    return build_nvml(tmp_path_factory.mktemp("nvml")).parent
+
+
+@pytest.fixture(scope="session")
+def gpu_libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with the simulated ``libnvidia-ml.so.1`` and ``libcuda.so.1``."""
+    _require_compiler()
+    folder = tmp_path_factory.mktemp("nvml_and_cuda")
+    build_nvml(folder)
+    return build_libcuda(folder).parent
+
+
+@pytest.fixture
+def machine_with(tmp_path: Path, nvml_libraries: Path) -> Callable[..., Machine]:
+    """Makes a machine with the GPUs given, with NVML but without CUDA's library."""
+
+    def build(*gpus: Gpu, **options: Any) -> Machine:
+        return Machine(tmp_path, nvml_libraries, list(gpus), **options)
+
+    return build
+
+
+@pytest.fixture
+def cuda_machine_with(tmp_path: Path, gpu_libraries: Path) -> Callable[..., Machine]:
+    """Makes a machine with the GPUs given, with NVML and CUDA's library."""
+
+    def build(*gpus: Gpu, **options: Any) -> Machine:
+        return Machine(tmp_path, gpu_libraries, list(gpus), **options)
+
+    return build

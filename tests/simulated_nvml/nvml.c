@@ -1,0 +1,252 @@
+/* A simulated libnvidia-ml.so.1: the symbols that nvidia-ml-py asks for, answered from a file.
+ *
+ * Keys, one a line: gpus N, driver TEXT, gpu.I.{uuid,name,pci,total,free,used,reserved,util,
+ * compute_mode,mig,compute,graphics}, gpu.I.mig.J.{uuid,name,total,free,used,reserved,gi,ci,…},
+ * error.FUNCTION.{LABEL,all} CODE, delay.FUNCTION.LABEL MILLISECONDS. A label is "I", "I.mig.J" or
+ * "system". A process list is "PID:BYTES PID:-", where - is the driver's "not available".
+ */
+#include "state.h"
+
+#include <stdint.h>
+
+enum {
+    SUCCESS = 0,
+    UNINITIALIZED = 1,
+    INVALID_ARGUMENT = 2,
+    NOT_SUPPORTED = 3,
+    NOT_FOUND = 6,
+    INSUFFICIENT_SIZE = 7,
+    VERSION_MISMATCH = 25
+};
+
+#define MAX_SLICES 16
+
+/* A handle is generation, GPU and slice in one word: one from before a fork is stale. */
+typedef uintptr_t device_t;
+static int initialized_pid;
+static unsigned generation;
+
+static device_t handle_of(unsigned gpu, unsigned slice) {
+    return ((device_t)generation << 32) | ((gpu + 1) << 8) | slice;
+}
+
+static int label_of(device_t device, char *label, size_t size) {
+    unsigned gpu = (unsigned)(device >> 8) & 0xffff, slice = (unsigned)device & 0xff;
+    if (initialized_pid != getpid() || gpu == 0 || device >> 32 != generation) {
+        snprintf(label, size, "stale");
+        return 0;
+    }
+    if (slice)
+        snprintf(label, size, "%u.mig.%u", gpu - 1, slice - 1);
+    else
+        snprintf(label, size, "%u", gpu - 1);
+    return 1;
+}
+
+#define BEGIN(function)                                                     \
+    char label[32], key[96];                                                \
+    if (!label_of(device, label, sizeof label)) {                           \
+        log_call(function, label);                                          \
+        return initialized_pid == getpid() ? INVALID_ARGUMENT : UNINITIALIZED; \
+    }                                                                       \
+    int failed = enter(function, label);                                    \
+    if (failed) return failed;                                              \
+    (void)key;
+
+#define BEGIN_SYSTEM(function)                                              \
+    int failed = enter(function, "system");                                 \
+    if (failed) return failed;                                              \
+    if (initialized_pid != getpid()) return UNINITIALIZED;
+
+static const char *key_of(char *key, size_t size, const char *label, const char *name) {
+    snprintf(key, size, "gpu.%s.%s", label, name);
+    return key;
+}
+#define KEY(name) key_of(key, sizeof key, label, name)
+
+int nvmlInitWithFlags(unsigned flags) {
+    (void)flags;
+    int failed = enter("nvmlInit", "system");
+    if (failed) return failed;
+    if (initialized_pid != getpid()) {
+        initialized_pid = getpid();
+        generation++;
+    }
+    return SUCCESS;
+}
+int nvmlInit_v2(void) { return nvmlInitWithFlags(0); }
+
+int nvmlShutdown(void) {
+    BEGIN_SYSTEM("nvmlShutdown")
+    initialized_pid = 0;
+    return SUCCESS;
+}
+
+const char *nvmlErrorString(int code) {
+    static char text[48];
+    snprintf(text, sizeof text, "simulated error %d", code);
+    return text;
+}
+
+int nvmlSystemGetDriverVersion(char *out, unsigned size) {
+    BEGIN_SYSTEM("nvmlSystemGetDriverVersion")
+    return state_get("driver", out, size) ? SUCCESS : NOT_SUPPORTED;
+}
+
+int nvmlDeviceGetCount_v2(unsigned *count) {
+    BEGIN_SYSTEM("nvmlDeviceGetCount")
+    *count = (unsigned)state_number("gpus", 0);
+    return SUCCESS;
+}
+
+int nvmlDeviceGetHandleByIndex_v2(unsigned index, device_t *device) {
+    char label[32];
+    snprintf(label, sizeof label, "%u", index);
+    int failed = enter("nvmlDeviceGetHandleByIndex", label);
+    if (failed) return failed;
+    if (initialized_pid != getpid()) return UNINITIALIZED;
+    if (index >= (unsigned)state_number("gpus", 0)) return INVALID_ARGUMENT;
+    *device = handle_of(index, 0);
+    return SUCCESS;
+}
+
+int nvmlDeviceGetUUID(device_t device, char *out, unsigned size) {
+    BEGIN("nvmlDeviceGetUUID")
+    return state_get(KEY("uuid"), out, size) ? SUCCESS : INVALID_ARGUMENT;
+}
+
+int nvmlDeviceGetName(device_t device, char *out, unsigned size) {
+    BEGIN("nvmlDeviceGetName")
+    return state_get(KEY("name"), out, size) ? SUCCESS : NOT_SUPPORTED;
+}
+
+typedef struct {
+    char bus_id_legacy[16];
+    unsigned domain, bus, device, device_id, subsystem_id;
+    char bus_id[32];
+} pci_info;
+
+int nvmlDeviceGetPciInfo_v3(device_t device, pci_info *out) {
+    BEGIN("nvmlDeviceGetPciInfo")
+    memset(out, 0, sizeof *out);
+    if (!state_get(KEY("pci"), out->bus_id, sizeof out->bus_id)) return NOT_SUPPORTED;
+    sscanf(out->bus_id, "%x:%x:%x", &out->domain, &out->bus, &out->device);
+    snprintf(out->bus_id_legacy, sizeof out->bus_id_legacy, "%04x:%02x:%02x.0",
+             out->domain & 0xffff, out->bus & 0xff, out->device & 0xff);
+    return SUCCESS;
+}
+
+typedef struct { unsigned long long total, free, used; } memory_v1;
+typedef struct { unsigned version; unsigned long long total, reserved, free, used; } memory_v2;
+
+int nvmlDeviceGetMemoryInfo(device_t device, memory_v1 *out) {
+    BEGIN("nvmlDeviceGetMemoryInfo")
+    out->total = (unsigned long long)state_number(KEY("total"), 0);
+    out->free = (unsigned long long)state_number(KEY("free"), 0);
+    /* version 1 counts what the driver reserves as used */
+    out->used = (unsigned long long)state_number(KEY("used"), 0) +
+                (unsigned long long)state_number(KEY("reserved"), 0);
+    return SUCCESS;
+}
+
+int nvmlDeviceGetMemoryInfo_v2(device_t device, memory_v2 *out) {
+    BEGIN("nvmlDeviceGetMemoryInfo_v2")
+    if (out->version != 0x02000028) return VERSION_MISMATCH;
+    out->total = (unsigned long long)state_number(KEY("total"), 0);
+    out->free = (unsigned long long)state_number(KEY("free"), 0);
+    out->used = (unsigned long long)state_number(KEY("used"), 0);
+    out->reserved = (unsigned long long)state_number(KEY("reserved"), 0);
+    return SUCCESS;
+}
+
+int nvmlDeviceGetUtilizationRates(device_t device, unsigned *out) {
+    BEGIN("nvmlDeviceGetUtilizationRates")
+    long long percent = state_number(KEY("util"), -1);
+    if (percent < 0) return NOT_SUPPORTED;
+    out[0] = (unsigned)percent;
+    out[1] = 0;
+    return SUCCESS;
+}
+
+int nvmlDeviceGetComputeMode(device_t device, unsigned *out) {
+    BEGIN("nvmlDeviceGetComputeMode")
+    *out = (unsigned)state_number(KEY("compute_mode"), 0);
+    return SUCCESS;
+}
+
+int nvmlDeviceGetMigMode(device_t device, unsigned *current, unsigned *pending) {
+    BEGIN("nvmlDeviceGetMigMode")
+    long long mode = state_number(KEY("mig"), -1);
+    if (mode < 0) return NOT_SUPPORTED;
+    *current = *pending = (unsigned)mode;
+    return SUCCESS;
+}
+
+int nvmlDeviceGetMaxMigDeviceCount(device_t device, unsigned *count) {
+    BEGIN("nvmlDeviceGetMaxMigDeviceCount")
+    *count = MAX_SLICES;
+    return SUCCESS;
+}
+
+int nvmlDeviceGetMigDeviceHandleByIndex(device_t device, unsigned index, device_t *slice) {
+    BEGIN("nvmlDeviceGetMigDeviceHandleByIndex")
+    char name[32], uuid[96];
+    snprintf(name, sizeof name, "mig.%u.uuid", index);
+    if (!state_get(KEY(name), uuid, sizeof uuid)) return NOT_FOUND;
+    *slice = device | (index + 1);
+    return SUCCESS;
+}
+
+int nvmlDeviceGetGpuInstanceId(device_t device, unsigned *id) {
+    BEGIN("nvmlDeviceGetGpuInstanceId")
+    *id = (unsigned)state_number(KEY("gi"), 0);
+    return SUCCESS;
+}
+
+int nvmlDeviceGetComputeInstanceId(device_t device, unsigned *id) {
+    BEGIN("nvmlDeviceGetComputeInstanceId")
+    *id = (unsigned)state_number(KEY("ci"), 0);
+    return SUCCESS;
+}
+
+typedef struct {
+    unsigned pid;
+    unsigned long long used;
+    unsigned gpu_instance, compute_instance;
+} process_info;
+
+static int list_processes(const char *key, unsigned *count, process_info *out) {
+    char text[2048];
+    unsigned found = 0, room = out ? *count : 0;
+    if (!state_get(key, text, sizeof text)) text[0] = 0;
+    char *rest = text;
+    for (char *item; (item = strtok_r(rest, " ", &rest)); found++) {
+        if (found >= room) continue;
+        char *colon = strchr(item, ':');
+        memset(&out[found], 0, sizeof out[found]);
+        out[found].pid = (unsigned)strtoul(item, NULL, 10);
+        out[found].used = !colon || colon[1] == '-' ? ~0ULL : strtoull(colon + 1, NULL, 10);
+    }
+    *count = found;
+    return found > room ? INSUFFICIENT_SIZE : SUCCESS;
+}
+
+int nvmlDeviceGetComputeRunningProcesses_v3(device_t device, unsigned *count, process_info *out) {
+    BEGIN("nvmlDeviceGetComputeRunningProcesses")
+    return list_processes(KEY("compute"), count, out);
+}
+
+int nvmlDeviceGetComputeRunningProcesses_v2(device_t device, unsigned *count, process_info *out) {
+    BEGIN("nvmlDeviceGetComputeRunningProcesses_v2")
+    return list_processes(KEY("compute"), count, out);
+}
+
+int nvmlDeviceGetGraphicsRunningProcesses_v3(device_t device, unsigned *count, process_info *out) {
+    BEGIN("nvmlDeviceGetGraphicsRunningProcesses")
+    return list_processes(KEY("graphics"), count, out);
+}
+
+int nvmlDeviceGetGraphicsRunningProcesses_v2(device_t device, unsigned *count, process_info *out) {
+    BEGIN("nvmlDeviceGetGraphicsRunningProcesses_v2")
+    return list_processes(KEY("graphics"), count, out);
+}
