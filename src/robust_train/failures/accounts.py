@@ -1,0 +1,245 @@
+"""Who says what: the accounts that an exception, a remote traceback or a log gives of a failure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+# A program with an error in it. What its message says is about the program, not about memory:
+# KeyError('CUDA out of memory') is a missing key. AssertionError and ImportError are not here:
+# torch without CUDA and a missing driver come as those.
+PROGRAMMING_ERRORS = frozenset(
+    {
+        "ArithmeticError",
+        "AttributeError",
+        "EOFError",
+        "FileExistsError",
+        "FileNotFoundError",
+        "IsADirectoryError",
+        "LookupError",
+        "IndexError",
+        "KeyError",
+        "KeyErrorMessage",
+        "NameError",
+        "UnboundLocalError",
+        "NotADirectoryError",
+        "NotImplementedError",
+        "PermissionError",
+        "PicklingError",
+        "RecursionError",
+        "StopIteration",
+        "SyntaxError",
+        "IndentationError",
+        "TypeError",
+        "UnpicklingError",
+        "ValueError",
+        "UnicodeDecodeError",
+        "JSONDecodeError",
+        "ZeroDivisionError",
+        "OverflowError",
+        "FloatingPointError",
+        "ModuleNotFoundError",
+        "ConfigError",
+        "MisconfigurationException",
+        "OmegaConfBaseException",
+        "HydraException",
+        "ConfigCompositionException",
+        "ConfigAttributeError",
+        "MissingMandatoryValue",
+        "InterpolationResolutionError",
+        "DecompressionBombError",
+    }
+)
+# those that may also be raised on purpose in place of the error that is being handled
+_TRANSLATIONS = frozenset({"ValueError"})
+
+_LINE_LIMIT = 300
+_DEPTH_LIMIT = 50
+_TEXT_LIMIT = 200_000
+
+
+@dataclass(frozen=True)
+class Account:
+    """One exception as far as it matters here.
+
+    Attributes:
+        types: names of its class and its base classes, without modules; empty where unknown.
+        text: its message on one line, without stack frames.
+        headline: the one line to show people.
+        errno: the operating system's error number, where it is one.
+        in_group: one of several that failed at the same time.
+    """
+
+    types: tuple[str, ...]
+    text: str
+    headline: str
+    errno: int | None = None
+    in_group: bool = False
+
+    @property
+    def is_programming_error(self) -> bool:
+        """Its message is not to be believed when it speaks of memory."""
+        return not PROGRAMMING_ERRORS.isdisjoint(self.types)
+
+
+def accounts_of(exception: BaseException) -> Iterator[Account]:
+    """The exception's own account first, then those of what led to it."""
+    seen: set[int] = set()
+    yield from _follow(exception, seen, in_group=False)
+
+
+def _follow(exception: BaseException, seen: set[int], in_group: bool) -> Iterator[Account]:
+    if id(exception) in seen or len(seen) >= _DEPTH_LIMIT:
+        return
+    seen.add(id(exception))
+    types = tuple(cls.__name__ for cls in type(exception).__mro__)
+    own = list(accounts_in(_text_of(exception), types, errno=_errno_of(exception)))
+    for account in own:
+        yield _grouped(account) if in_group else account
+    members = getattr(exception, "exceptions", None)  # exception groups, also the backport's
+    if isinstance(members, (tuple, list)):
+        for member in members:
+            if isinstance(member, BaseException):
+                yield from _follow(member, seen, in_group=True)
+    if exception.__cause__ is not None:
+        yield from _follow(exception.__cause__, seen, in_group)
+    elif (
+        exception.__context__ is not None
+        and not exception.__suppress_context__
+        # a KeyError in the handler of another error is a bug of its own, not a report of that error
+        and (not own[0].is_programming_error or not _TRANSLATIONS.isdisjoint(own[0].types))
+    ):
+        yield from _follow(exception.__context__, seen, in_group)
+
+
+def _grouped(account: Account) -> Account:
+    return Account(account.types, account.text, account.headline, account.errno, in_group=True)
+
+
+def _text_of(exception: BaseException) -> str:
+    try:
+        return str(exception)
+    except Exception:  # a broken __str__ must not hide the failure
+        return " ".join(repr(type(arg)) for arg in exception.args)
+
+
+def _errno_of(exception: BaseException) -> int | None:
+    number = getattr(exception, "errno", None)
+    return number if isinstance(exception, OSError) and isinstance(number, int) else None
+
+
+# --- text -------------------------------------------------------------------------------------
+
+_TRACEBACK = re.compile(r"Traceback \(most recent call (?:last|first)\)")
+_RANK_PREFIX = re.compile(r"^(?:\[[\w:|<>. -]{1,40}\]:?\s?|\((?:\w+ )?\w+[ =]?pid=\d+[^)]*\)\s?)+")
+_FINAL_LINE = re.compile(
+    r"^(?:E\s{2,})?((?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*)(?:\([A-Za-z_]\w*\))?(?::\s|:?\s*$)"
+)
+_PREFIX = re.compile(
+    r"^\s*((?:[A-Za-z_]\w*\.)*\w*"
+    r"(?:Error|Exception|Interrupt|OutOfResources|BrokenProcessPool|KilledWorker))(?::\s|:?\s*$)"
+)
+_SEPARATOR = re.compile(
+    r"^(?:During handling of the above exception|The above exception was the direct cause|"
+    r"Exception raised from |frame #\d+|C\+\+ CapturedTraceback|\"{3}|'{3}|=+$|-+$)"
+)
+_FRAME = re.compile(r"^\s*(?:frame )?#\d+:? ")
+# a hint is not a report: Real-ESRGAN prints "If you encounter CUDA out of memory, try …"; and
+# TensorFlow says of a failed try that "The caller indicates that this is not a failure"
+_HINT = re.compile(
+    r"\b(?:if you (?:encounter|see|get|run into|are running|still)|"
+    r"(?:to|can|helps?) (?:avoid|prevent|reduce)|"
+    r"(?:may|might|can|could|will|would) (?:cause|lead to|result in|trigger|run))\b[^.;\n]*"
+    r"|in case of [^.;\n]*|^.*The caller indicates that this is not a failure.*$",
+    re.IGNORECASE | re.MULTILINE,
+)
+
+
+def accounts_in(
+    text: str, types: tuple[str, ...] = (), errno: int | None = None
+) -> Iterator[Account]:
+    """The accounts in a text: the message itself, or those in the tracebacks that it quotes.
+
+    Args:
+        text: an exception's message or the end of a log.
+        types: class names of the exception whose message it is.
+        errno: its error number.
+    """
+    if len(text) > _TEXT_LIMIT:
+        text = text[: _TEXT_LIMIT // 2] + "\n" + text[-_TEXT_LIMIT // 2 :]
+    lines = [_RANK_PREFIX.sub("", line.rstrip()) for line in text.splitlines()]
+    starts = [number for number, line in enumerate(lines) if _TRACEBACK.search(line)]
+    if not starts:
+        yield _plain(lines, types, errno)
+        return
+    header = one_line(lines[: starts[0]])
+    found = [_quoted(lines[start + 1 : end], header) for start, end in _spans(starts, len(lines))]
+    quoted = [account for account in reversed(found) if account is not None]
+    if not quoted:
+        yield _plain(lines, types, errno)
+        return
+    for number, account in enumerate(quoted):
+        # Lightning, torch and joblib raise the worker's own class again: it is known by its bases
+        known = types if number == 0 and account.types[0] in types else account.types
+        yield Account(known, account.text, account.headline, errno if number == 0 else None)
+        if account.is_programming_error:
+            return
+
+
+def _plain(lines: list[str], types: tuple[str, ...], errno: int | None) -> Account:
+    text = one_line(lines)
+    prefix = _PREFIX.match(text)
+    name = types[0] if types else ""
+    first = _first_line(lines)
+    if prefix is not None:  # "MemoryError: …" inside of another exception's message
+        inner = prefix.group(1).rpartition(".")[2]
+        return Account((*types, inner), text, first, errno)
+    if name in ("", "RuntimeError") and first:
+        headline = first
+    else:
+        headline = f"{name}: {first}" if first else name
+    return Account(types, text, headline[:_LINE_LIMIT], errno)
+
+
+def _spans(starts: list[int], end: int) -> Iterator[tuple[int, int]]:
+    yield from zip(starts, [*starts[1:], end], strict=True)
+
+
+def _quoted(lines: list[str], header: str) -> Account | None:
+    """The error at the end of one traceback: the first line after it that is not indented."""
+    for number, line in enumerate(lines):
+        if not line or line[0].isspace() or line[0] in "|+╭╰│~^":
+            continue
+        final = _FINAL_LINE.match(line)
+        if final is None:
+            return None
+        message = [line]
+        for further in lines[number + 1 :]:
+            if _SEPARATOR.match(further):
+                break
+            message.append(further)
+        name = final.group(1).rpartition(".")[2]
+        text = f"{header} {one_line(message)}" if header else one_line(message)
+        return Account((name,), text.strip(), line.strip()[:_LINE_LIMIT])
+    return None
+
+
+def one_line(lines: list[str]) -> str:
+    """A text on one line: no C++ stack frames, no hints, single spaces."""
+    kept: list[str] = []
+    for line in lines:
+        if line.startswith("Exception raised from ") or "most recent call first" in line:
+            continue
+        if not _FRAME.match(line):
+            kept.append(line)
+    return " ".join(_HINT.sub(" ", "\n".join(kept)).split())
+
+
+def _first_line(lines: list[str]) -> str:
+    """The first line that says something, as it stands."""
+    for line in lines:
+        words = line.strip()
+        if any(character.isalnum() for character in words):
+            return words[:_LINE_LIMIT]
+    return ""

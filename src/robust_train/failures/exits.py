@@ -1,0 +1,147 @@
+"""A process that ended without a report: its exit status, and the end of what it printed."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Sequence
+
+from robust_train.failures.accounts import Account, accounts_in, one_line
+from robust_train.failures.advice import advice_for
+from robust_train.failures.evidence import read_evidence
+from robust_train.failures.judge import judge
+from robust_train.failures.memory import KERNEL_OOM
+from robust_train.failures.rules import Verdict
+from robust_train.types import Evidence, Failure, FailureKind
+
+# Asked to stop: by people, by schedulers (Slurm warns with SIGUSR1, SIGXCPU is its time limit), by
+# a terminal that went away.
+_STOPS = frozenset(
+    {"SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGXCPU", "SIGPWR", "SIGKILL"}
+)
+_TAIL_LINES = 60
+
+# glibc's and the compilers' words for a program that damaged its own memory
+_CORRUPTED = re.compile(
+    r"double free|free\(\): |malloc\(\): |munmap_chunk\(\): |corrupted size|corrupted double-linked"
+    r"|stack smashing detected|buffer overflow detected|invalid pointer|realloc\(\): ",
+    re.IGNORECASE,
+)
+_NATIVE = re.compile(
+    r"terminate called|what\(\):|Fatal Python error|libc\+\+abi|^F\d{4} |panicked at"
+)
+
+
+def classify_exit(
+    returncode: int, output_tail: str = "", *, oom_killed: bool | None = None
+) -> Failure:
+    """Say why a process failed that could not say so itself.
+
+    A bare SIGKILL is ``host_oom`` only on evidence: the kernel's or the scheduler's words in the
+    output, or ``oom_killed``. Without, somebody or something killed it on purpose: ``interrupted``,
+    which is not tried again behind their back.
+
+    Args:
+        returncode: as :mod:`subprocess` has it, negative for the signal that ended the process; a
+            shell's 128 + signal is understood too.
+        output_tail: the end of what it printed, both streams.
+        oom_killed: whether the cgroup counted a kill by the kernel's OOM killer meanwhile; None
+            where that is not known.
+    """
+    number = signal_of(returncode)
+    name = _signal_name(number)
+    ended = f"ended by {name}" if name else f"ended with exit code {returncode}"
+    lines = output_tail.splitlines()[-_TAIL_LINES:]
+    killer = KERNEL_OOM.search(output_tail)
+    if oom_killed or (killer is not None and name in ("SIGKILL", "SIGTERM")):
+        said = _line_with(killer, output_tail) if killer else "the kernel's OOM killer"
+        return _failure(FailureKind.HOST_OOM, f"{ended}: {said}", Evidence(library="kernel"))
+    if name in _STOPS:
+        # nothing else in the output speaks against the signal: peers of a failed rank get it too
+        return Failure(FailureKind.INTERRUPTED, ended)
+    told = _told(output_tail, lines, native=name is not None)
+    if told is not None:
+        account, verdict = told
+        evidence = read_evidence(account.text, verdict.library)
+        return _failure(verdict.kind, f"{ended}: {account.headline}", evidence)
+    if name == "SIGBUS":
+        # a page of shared or mapped memory that cannot be had: what a full /dev/shm ends in
+        return _failure(FailureKind.WORKER_DEATH, ended, Evidence(library="kernel"))
+    if killer is not None:
+        said = _line_with(killer, output_tail)
+        return _failure(FailureKind.HOST_OOM, f"{ended}: {said}", Evidence(library="kernel"))
+    return Failure(FailureKind.BUG, _with_last_words(ended, lines))
+
+
+def signal_of(returncode: int) -> int | None:
+    """The signal in an exit status, in either spelling; None where there is none."""
+    number = -returncode if returncode < 0 else returncode - 128
+    return number if number > 0 and _signal_name(number) is not None else None
+
+
+def _signal_name(number: int | None) -> str | None:
+    if number is None:
+        return None
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return None
+
+
+def _told(output: str, lines: Sequence[str], native: bool) -> tuple[Account, Verdict] | None:
+    """What the output says was the end: a traceback, C++'s last words, or the last lines.
+
+    Where there is a traceback, it alone counts: what was logged before may have been overcome.
+    """
+    has_traceback = "Traceback (most recent call last)" in output
+    if native or not has_traceback:
+        text = _last_words(lines, native)
+        if native and _CORRUPTED.search(text):
+            return None
+        account = Account((), text, _shown(lines, text))
+        verdict = judge(account)
+        if verdict is not None:
+            return account, verdict
+    if has_traceback:
+        for account in accounts_in(output):
+            verdict = judge(account)
+            if verdict is not None:
+                return account, verdict
+    return None
+
+
+def _last_words(lines: Sequence[str], native: bool) -> str:
+    """From C++'s ``terminate called`` on, if it is there."""
+    if native:
+        for number, line in enumerate(lines):
+            if _NATIVE.search(line):
+                return one_line(list(lines[number:]))
+    return one_line(list(lines))
+
+
+def _shown(lines: Sequence[str], text: str) -> str:
+    for line in lines:
+        if "what():" in line:
+            return line.partition("what():")[2].strip()[:300]
+    for line in reversed(lines):
+        if judge(Account((), one_line([line]), "")) is not None:
+            return line.strip()[:300]
+    return text[:300]
+
+
+def _line_with(match: re.Match[str], text: str) -> str:
+    start = text.rfind("\n", 0, match.start()) + 1
+    end = text.find("\n", match.end())
+    return text[start : end if end >= 0 else len(text)].strip()[:300]
+
+
+def _with_last_words(ended: str, lines: Sequence[str]) -> str:
+    for line in reversed(lines):
+        words = line.strip()
+        if words and not words.startswith(("Extension modules", "File ", "(core dumped)")):
+            return f"{ended}: {words[:300]}" if _NATIVE.search(words) or ":" in words else ended
+    return ended
+
+
+def _failure(kind: FailureKind, message: str, evidence: Evidence) -> Failure:
+    return Failure(kind, message, evidence, advice_for(kind, evidence))
