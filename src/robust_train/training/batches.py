@@ -1,0 +1,124 @@
+"""Which samples make an optimizer step, and in which micro-batches they come.
+
+The place in an epoch is a number of samples. The order depends on seed and epoch alone, so a run
+that goes on with smaller micro-batches goes on at the very sample where it stopped.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from robust_train.config import ConfigError
+from robust_train.training.images import ImageDataset, collate
+
+Batch = tuple[Tensor, Tensor]
+"""Images B×C×H×W and labels B, on the training device."""
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """How samples are grouped.
+
+    Attributes:
+        num_samples: in the data set.
+        micro_batch: samples in one forward and backward pass.
+        accumulation_steps: micro-batches in one optimizer step.
+        seed: of the shuffling; with the epoch it fixes the order.
+    """
+
+    num_samples: int
+    micro_batch: int
+    accumulation_steps: int
+    seed: int
+
+    @property
+    def effective_batch(self) -> int:
+        """Samples in one optimizer step; the last step of an epoch may have fewer."""
+        return self.micro_batch * self.accumulation_steps
+
+    def order(self, epoch: int) -> list[int]:
+        """The shuffled sample indices of an epoch."""
+        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % 2**63)
+        return torch.randperm(self.num_samples, generator=generator).tolist()
+
+    def steps(self, epoch: int, start: int = 0) -> Iterator[list[list[int]]]:
+        """An epoch's optimizer steps from sample ``start`` on, each a list of micro-batches."""
+        order = self.order(epoch)
+        for first in range(start, self.num_samples, self.effective_batch):
+            group = order[first : first + self.effective_batch]
+            yield [group[i : i + self.micro_batch] for i in range(0, len(group), self.micro_batch)]
+
+    def steps_left(self, start: int) -> int:
+        """Optimizer steps from sample ``start`` to the end of its epoch."""
+        return -(-(self.num_samples - start) // self.effective_batch)
+
+
+@dataclass(frozen=True)
+class Loading:
+    """How batches are read.
+
+    Attributes:
+        num_workers: processes that decode images; 0 decodes in this one.
+        prefetch_factor: batches a worker reads ahead.
+        device: where batches go.
+    """
+
+    num_workers: int
+    prefetch_factor: int
+    device: torch.device
+
+    def batches(
+        self, dataset: ImageDataset, micro_batches: Sequence[Sequence[int]], epoch: int
+    ) -> Iterator[Batch]:
+        """One batch for each of ``micro_batches``, in their order.
+
+        Workers live as long as the iterator, so that those of training and of validation never
+        hold memory at the same time.
+
+        Raises:
+            ConfigError: an image cannot be decoded.
+        """
+        is_cuda = self.device.type == "cuda"
+        loader: torch.utils.data.DataLoader[Any] = torch.utils.data.DataLoader(
+            dataset,
+            batch_sampler=[[(epoch, index) for index in chunk] for chunk in micro_batches],
+            num_workers=self.num_workers,
+            prefetch_factor=self.prefetch_factor if self.num_workers else None,
+            pin_memory=is_cuda,
+            collate_fn=collate,
+            # the loader draws a seed when it starts: not from the generator that dropout uses, or
+            # a resumed epoch would differ from an uninterrupted one
+            generator=torch.Generator(),
+            worker_init_fn=_settle_worker,
+        )
+        for batch in loader:
+            if isinstance(batch, ConfigError):
+                raise batch
+            images, labels = batch
+            yield (
+                images.to(self.device, non_blocking=is_cuda),
+                labels.to(self.device, non_blocking=is_cuda),
+            )
+
+
+def _settle_worker(worker: int) -> None:
+    """Free a new worker process of what it inherited.
+
+    The run's signal handlers are not for it: a terminal's Ctrl-C is the run's affair, and SIGTERM
+    is how the loader ends a worker that is stuck. torch's own threads in each of several workers
+    would fight for the cores.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    torch.set_num_threads(1)
+
+
+def in_order(num_samples: int, micro_batch: int) -> list[range]:
+    """Micro-batches over a data set as it lies: for evaluation."""
+    return [range(i, min(i + micro_batch, num_samples)) for i in range(0, num_samples, micro_batch)]

@@ -1,0 +1,194 @@
+"""Checkpoint files: written whole or not at all, checked before they are believed."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pickle
+import re
+import time
+import zipfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+log = logging.getLogger("robust_train.training")
+
+_NAME = re.compile(r"step-(\d{8,})\.pt")
+_CHEAP_SHARE = 0.05
+
+
+class CheckpointError(OSError):
+    """A checkpoint cannot be written. The message names file and reason."""
+
+
+class CheckpointFolder:
+    """A job's checkpoints, ``step-00000120.pt`` and so on.
+
+    Args:
+        path: the folder; made when the first checkpoint is saved.
+        keep: how many of the newest to keep.
+    """
+
+    def __init__(self, path: Path, *, keep: int) -> None:
+        self.path = path
+        self._keep = keep
+
+    def save(self, content: Mapping[str, Any], step: int) -> Path:
+        """Save a checkpoint, then remove the ones that are too many.
+
+        Raises:
+            CheckpointError: it could not be written; the earlier ones are untouched.
+        """
+        path = self.path / f"step-{step:08d}.pt"
+        write_atomically(content, path)
+        for old in _by_step(self.path)[self._keep :]:
+            old.unlink(missing_ok=True)
+        return path
+
+    def remove_leftovers(self) -> None:
+        """Remove the temporary files of attempts that were killed while they wrote."""
+        for leftover in self.path.glob(".*.tmp"):
+            leftover.unlink(missing_ok=True)
+
+
+def write_atomically(content: Mapping[str, Any], path: Path) -> None:
+    """``torch.save`` such that ``path`` is at every moment absent, the old file or the new one,
+    also after a power cut.
+
+    Tensors on a GPU are copied to the host one at a time while they are written.
+
+    Raises:
+        CheckpointError: no space, no permission, too large …; nothing of the attempt is left.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("wb") as file:
+            _save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        _sync_folder(path.parent)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {path}: {error.strerror or error}") from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+
+
+class _RecordingFile:
+    """Remembers the system's error, which torch's zip writer replaces by one of its own."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self.error = self.error or error
+            raise
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def _save(content: Mapping[str, Any], file: IO[bytes]) -> None:
+    recording = _RecordingFile(file)
+    try:
+        torch.save(dict(content), recording)  # type: ignore[arg-type]
+    except (OSError, RuntimeError):
+        if recording.error is not None:
+            raise recording.error from None
+        raise
+
+
+def _sync_folder(folder: Path) -> None:
+    """The rename itself must reach the disk too."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_newest(path: Path) -> tuple[Path, dict[str, Any]] | None:
+    """Read the checkpoint ``path``, or the newest intact one before it in the same folder.
+
+    Returns:
+        The file that was read and its content on the CPU; None where no intact one is left.
+    """
+    match = _NAME.fullmatch(path.name)
+    wanted = int(match[1]) if match else None
+    older = [
+        other
+        for other in _by_step(path.parent)
+        if other != path and (wanted is None or _step(other) <= wanted)
+    ]
+    for candidate in [path, *older]:
+        fault = _fault(candidate)
+        if fault is None:
+            content = torch.load(candidate, map_location="cpu", weights_only=True)
+            return candidate, content
+        log.warning("the checkpoint %s is damaged (%s); trying the one before it", candidate, fault)
+    return None
+
+
+def _fault(path: Path) -> str | None:
+    """What is wrong with the file. torch.load itself does not compare the checksums."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            bad = archive.testzip()
+        return None if bad is None else f"the checksum of {bad} is wrong"
+    except (OSError, EOFError, zipfile.BadZipFile, pickle.UnpicklingError) as error:
+        return str(error) or type(error).__name__
+
+
+def _step(path: Path) -> int:
+    match = _NAME.fullmatch(path.name)
+    return int(match[1]) if match else -1
+
+
+def _by_step(folder: Path) -> list[Path]:
+    """Complete checkpoints, the newest first."""
+    return sorted((p for p in folder.glob("step-*.pt") if _step(p) >= 0), key=_step, reverse=True)
+
+
+class SaveClock:
+    """When to save: how much work may be lost, against what saving costs.
+
+    Args:
+        every_seconds: longest time without a checkpoint.
+        now: the clock, in seconds.
+    """
+
+    def __init__(self, every_seconds: float, now: Callable[[], float] = time.monotonic) -> None:
+        self._every = every_seconds
+        self._now = now
+        self._saved_at = now()
+        self._cost: float | None = None
+
+    def is_due(self) -> bool:
+        """After any step: the longest time without a checkpoint is over."""
+        return self._now() - self._saved_at >= self._every
+
+    def is_due_after_epoch(self) -> bool:
+        """After an epoch also if saving costs at most a twentieth of the time since the last save.
+
+        Memory may run out long after the first epoch; where saving is cheap, as for an adapter or a
+        small network, a failure then costs less than an epoch. The first epoch always saves, and
+        so measures the cost.
+        """
+        if self._cost is None or self.is_due():
+            return True
+        return self._cost <= _CHEAP_SHARE * (self._now() - self._saved_at)
+
+    def saved(self, seconds: float) -> None:
+        """A save was made, or tried, and took ``seconds``."""
+        self._saved_at = self._now()
+        self._cost = seconds

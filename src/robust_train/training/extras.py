@@ -1,0 +1,30 @@
+"""Optional dependencies: imported where they are needed, missed in one line."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from robust_train.config import ConfigError
+
+_DISTRIBUTIONS = {"sklearn": "scikit-learn", "PIL": "pillow"}
+
+
+def require(module: str, key: str) -> Any:
+    """Import ``module`` of the extra ``[vision]``.
+
+    Args:
+        module: dotted name, e.g. ``sklearn.datasets``.
+        key: the override that asked for it, e.g. ``dataset=digits``; named in the error.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        package = (error.name or module).partition(".")[0]
+        raise ConfigError(
+            f"{key}: needs {_DISTRIBUTIONS.get(package, package)}, which is not installed; "
+            'pip install "robust-train[vision]"'
+        ) from error

@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from robust_train.training.checkpoint import (
+    CheckpointError,
+    CheckpointFolder,
+    SaveClock,
+    read_newest,
+    write_atomically,
+)
+
+LIMITED = """
+import logging, resource, sys
+from pathlib import Path
+from training_world import WatchedRun, config
+from robust_train.training.trainer import train
+
+logging.basicConfig(level=logging.WARNING, format="%(message)s")
+folder, limit = Path(sys.argv[1]), int(sys.argv[2])
+cfg = config("model.width=8", "training.epochs=2")
+resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+run = WatchedRun(folder)
+try:
+    train(cfg, run)
+except OSError as error:
+    print("FAILED", type(error).__name__, error)
+print("STEPS", run.last_step, "CHECKPOINTS", len(run.of("checkpoint")))
+"""
+
+
+def in_a_limited_process(folder: Path, limit_bytes: int) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", LIMITED, str(folder), str(limit_bytes)],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+
+
+def test_training_goes_on_when_a_checkpoint_is_too_large_and_says_so_at_the_end(tmp_path):
+    ended = in_a_limited_process(tmp_path, limit_bytes=10_000)
+    assert "STEPS 46 CHECKPOINTS 0" in ended.stdout
+    assert "FAILED CheckpointError" in ended.stdout
+    assert f"cannot write {tmp_path / 'checkpoints' / 'final.pt'}: File too large" in ended.stdout
+    assert ended.stderr.count("training goes on, earlier ones are kept") == 2
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_a_limit_above_the_checkpoint_s_size_lets_it_through(tmp_path):
+    ended = in_a_limited_process(tmp_path, limit_bytes=10_000_000)
+    assert "FAILED" not in ended.stdout
+    assert "STEPS 46 CHECKPOINTS 2" in ended.stdout
+
+
+def test_a_failed_save_leaves_the_old_file_as_it_was(tmp_path):
+    path = tmp_path / "file.pt"
+    write_atomically({"value": torch.arange(3)}, path)
+    before = path.read_bytes()
+    with pytest.raises(Exception, match="pickle"):
+        write_atomically({"value": torch.arange(1000), "odd": (i for i in ())}, path)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_that_names_the_file(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(CheckpointError, match=r"cannot write .*step-00000001\.pt"):
+        CheckpointFolder(tmp_path / "file", keep=2).save({}, 1)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "a flipped byte", "empty", "missing"])
+def test_a_damaged_file_is_passed_over_for_the_newest_intact_one(tmp_path, damage):
+    folder = CheckpointFolder(tmp_path, keep=5)
+    for step in (10, 20, 30):
+        path = folder.save({"step": step, "weights": torch.randn(5000)}, step)
+    data = bytearray(path.read_bytes())
+    if damage == "missing":
+        path.unlink()
+    elif damage == "a flipped byte":
+        data[len(data) // 2] ^= 0xFF
+        path.write_bytes(data)
+    else:
+        path.write_bytes(data[: len(data) // 2] if damage == "truncated" else b"")
+    found = read_newest(path)
+    assert found is not None
+    assert found[0].name == "step-00000020.pt"
+    assert found[1]["step"] == 20
+
+
+def test_a_later_checkpoint_than_the_one_asked_for_is_never_used(tmp_path):
+    folder = CheckpointFolder(tmp_path, keep=5)
+    paths = [folder.save({"step": step}, step) for step in (10, 20)]
+    paths[0].write_bytes(b"")
+    assert read_newest(paths[0]) is None
+
+
+class Clock:
+    def __init__(self):
+        self.seconds = 0.0
+
+    def __call__(self):
+        return self.seconds
+
+
+def test_a_checkpoint_is_due_when_its_interval_is_over():
+    clock = Clock()
+    saves = SaveClock(300, now=clock)
+    clock.seconds = 299
+    assert not saves.is_due()
+    clock.seconds = 300
+    assert saves.is_due()
+    saves.saved(1.0)
+    assert not saves.is_due()
+
+
+def test_an_epoch_s_end_saves_while_that_costs_at_most_a_twentieth_of_the_time():
+    clock = Clock()
+    saves = SaveClock(300, now=clock)
+    assert saves.is_due_after_epoch()
+    saves.saved(seconds=2.0)
+    clock.seconds = 39
+    assert not saves.is_due_after_epoch()
+    clock.seconds = 40
+    assert saves.is_due_after_epoch()

@@ -1,0 +1,316 @@
+from __future__ import annotations
+
+import signal
+import socket
+
+import pytest
+import torch
+from PIL import Image
+from training_world import (
+    TINY_VIT,
+    WatchedRun,
+    config,
+    cut_network,
+    use_proxy,
+    write_cub200,
+    write_flowers102,
+    write_image_folder,
+)
+
+from robust_train.config import ConfigError
+from robust_train.training.batches import Loading, in_order
+from robust_train.training.data import open_data
+from robust_train.training.images import ImageDataset, ImageFiles, ImageSpec
+from robust_train.training.prepare import check_config
+from robust_train.training.splits import stratified_split
+from robust_train.training.trainer import train
+
+RGB_16 = ImageSpec(16, 3, (0.5,) * 3, (0.5,) * 3)
+
+
+def dataset_config(name, root, *overrides):
+    return config(f"dataset={name}", f"dataset.root={root}", *overrides).dataset
+
+
+def refusal_of(cfg):
+    with pytest.raises(ConfigError) as refusal:
+        open_data(cfg)
+    assert "\n" not in str(refusal.value)
+    return str(refusal.value)
+
+
+def test_digits_are_split_alike_for_every_class_and_every_seed():
+    splits = open_data(config("dataset=digits").dataset).splits
+    assert (len(splits.train.labels), len(splits.test.labels)) == (1438, 359)
+    counts = torch.bincount(torch.tensor(splits.test.labels), minlength=10)
+    assert int(counts.min()) >= 35
+    assert set(splits.train.numbers).isdisjoint(splits.test.numbers)
+    assert open_data(config("dataset=digits", "seed=7").dataset).splits == splits
+
+
+def test_digits_become_the_images_that_a_backbone_takes():
+    splits = open_data(config("dataset=digits").dataset).splits
+    small, label = ImageDataset(splits.test, ImageSpec(8, 1, (0.0,), (1.0,)))[0, 0]
+    large, same = ImageDataset(splits.test, RGB_16)[0, 0]
+    assert small.shape == (1, 8, 8)
+    assert large.shape == (3, 16, 16)
+    assert torch.equal(large[0], large[2])
+    assert label == same == splits.test.labels[0]
+    from sklearn.datasets import load_digits
+
+    original = torch.tensor(load_digits().images[splits.test.numbers[0]] / 16)
+    torch.testing.assert_close(small[0].double(), original, rtol=0, atol=0.5 / 255)
+
+
+def test_flowers102_in_its_original_files_has_the_official_parts(tmp_path):
+    splits = open_data(dataset_config("flowers102", write_flowers102(tmp_path))).splits
+    assert splits.num_classes == 102
+    assert splits.train.labels == [0, 0, 1, 1, 101, 101]
+    assert splits.validation.labels == splits.test.labels == [0, 1, 101]
+    assert splits.train.paths[0] == tmp_path / "flowers-102" / "jpg" / "image_00001.jpg"
+
+
+def test_flowers102_may_lie_in_the_root_itself(tmp_path):
+    root = write_flowers102(tmp_path) / "flowers-102"
+    assert len(open_data(dataset_config("flowers102", root)).splits.train.labels) == 6
+
+
+def test_cub200_in_its_original_archive_format_has_the_official_parts(tmp_path):
+    splits = open_data(dataset_config("cub200", write_cub200(tmp_path))).splits
+    assert splits.num_classes == 200
+    assert splits.train.labels == splits.test.labels == [0, 0, 199, 199]
+    assert "001.Black_footed_Albatross" in str(splits.train.paths[0])
+
+
+def test_image_folder_uses_its_test_folder(tmp_path):
+    splits = open_data(dataset_config("image_folder", write_image_folder(tmp_path))).splits
+    assert splits.num_classes == 2
+    assert len(splits.train.labels) == len(splits.test.labels) == 16
+
+
+def test_image_folder_without_a_test_folder_is_split_the_same_way_each_time(tmp_path):
+    root = write_image_folder(tmp_path, parts=["train"])
+    cfg = dataset_config("image_folder", root, "dataset.test_fraction=0.25")
+    splits = open_data(cfg).splits
+    assert sorted(splits.test.labels) == [0, 0, 1, 1]
+    assert len(splits.train.labels) == 12
+    assert set(splits.train.paths).isdisjoint(splits.test.paths)
+    assert open_data(cfg).splits == splits
+
+
+def test_a_split_leaves_every_class_something_to_train_on():
+    train_part, test_part = stratified_split([0, 1, 1, 2, 2, 2], test_fraction=0.9)
+    assert sorted(train_part + test_part) == list(range(6))
+    assert 0 in train_part
+    assert len(test_part) == 3
+
+
+@pytest.mark.parametrize(
+    ("dataset", "write"),
+    [
+        ("flowers102", write_flowers102),
+        ("cub200", write_cub200),
+        ("image_folder", write_image_folder),
+    ],
+)
+def test_a_tiny_backbone_trains_on_the_original_files(tmp_path, dataset, write):
+    root = write(tmp_path / "data")
+    cfg = config(
+        f"dataset={dataset}",
+        f"dataset.root={root}",
+        "model=full_finetune",
+        *TINY_VIT,
+        "training.epochs=1",
+        "training.batch_size=4",
+        "training.num_workers=1",
+    )
+    run = WatchedRun(tmp_path / "run")
+    result = train(cfg, run)
+    assert 0 <= result["test_accuracy"] <= 1
+    assert result["steps"] == -(-len(open_data(cfg.dataset).splits.train.labels) // 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "url"),
+    [
+        ("flowers102", "https://www.robots.ox.ac.uk/~vgg/data/flowers/102/"),
+        ("cub200", "https://data.caltech.edu/records/65de6-vp158/files/CUB_200_2011.tgz"),
+    ],
+)
+def test_without_network_one_line_names_the_address_and_the_way_out(
+    tmp_path, monkeypatch, name, url
+):
+    cut_network(monkeypatch)
+    text = refusal_of(dataset_config(name, tmp_path))
+    assert url in text
+    assert "dataset.root=" in text
+
+
+@pytest.mark.parametrize("name", ["flowers102", "cub200"])
+def test_absent_data_that_may_not_be_fetched_is_refused(tmp_path, name):
+    text = refusal_of(dataset_config(name, tmp_path / "none", "dataset.download=false"))
+    assert "dataset.download=true" in text
+    assert "dataset.root=" in text
+
+
+def test_a_silent_server_does_not_hold_the_download_for_ever(tmp_path, monkeypatch):
+    from robust_train.training import download
+
+    monkeypatch.setattr(download, "_SILENCE_SECONDS", 0.2)
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        use_proxy(monkeypatch, server.getsockname()[1])
+        text = refusal_of(dataset_config("cub200", tmp_path))
+    assert "timed out" in text
+    assert socket.getdefaulttimeout() is None
+
+
+def broken_cub200(root, name, old, new):
+    folder = write_cub200(root) / "CUB_200_2011"
+    path = folder / name
+    content = path.read_text()
+    assert old in content
+    path.write_text(content.replace(old, new))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "line", "said"),
+    [
+        ("images.txt", "\n3 ", "\n3 not_there/", 3, "there is no"),
+        ("images.txt", "\n2 001", "\n2\n2x 001", 2, "is not '<image id> <value>'"),
+        ("image_class_labels.txt", "\n5 200", "\n5 201", 5, "'201' is not from 1 to 200"),
+        ("image_class_labels.txt", "\n5 200", "\n5 bird", 5, "'bird' is not from 1 to 200"),
+        ("train_test_split.txt", "\n4 0", "\n4 2", 4, "'2' is not from 0 to 1"),
+    ],
+)
+def test_a_bad_line_of_cub200_is_named_with_file_and_number(tmp_path, name, old, new, line, said):
+    path = broken_cub200(tmp_path, name, old, new)
+    text = refusal_of(dataset_config("cub200", tmp_path))
+    assert f"{path}, line {line}" in text
+    assert said in text
+
+
+def test_a_cub200_image_without_a_label_is_named(tmp_path):
+    path = broken_cub200(tmp_path, "image_class_labels.txt", "\n5 200", "")
+    assert f"{path} has no line for image 5" in refusal_of(dataset_config("cub200", tmp_path))
+
+
+def test_a_flowers102_image_that_is_missing_is_named(tmp_path):
+    missing = write_flowers102(tmp_path) / "flowers-102" / "jpg" / "image_00002.jpg"
+    missing.unlink()
+    text = refusal_of(dataset_config("flowers102", tmp_path))
+    assert "setid.mat, trnid" in text
+    assert str(missing) in text
+
+
+def test_a_flowers102_label_out_of_range_is_refused(tmp_path):
+    root = write_flowers102(tmp_path, classes=(1, 103))
+    assert "has label 102" in refusal_of(dataset_config("flowers102", root))
+
+
+def test_a_damaged_mat_file_is_named(tmp_path):
+    path = write_flowers102(tmp_path) / "flowers-102" / "setid.mat"
+    path.write_bytes(b"no matlab file" * 20)
+    assert str(path) in refusal_of(dataset_config("flowers102", tmp_path))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_truncated_image_is_an_error_of_one_line_that_names_the_file(tmp_path, workers):
+    root = write_image_folder(tmp_path)
+    broken = root / "train" / "dogs" / "3.jpg"
+    broken.write_bytes(broken.read_bytes()[:300])
+    splits = open_data(dataset_config("image_folder", root)).splits
+    dataset = ImageDataset(splits.train, RGB_16)
+    loading = Loading(workers, 2, torch.device("cpu"))
+    with pytest.raises(ConfigError) as refusal:
+        list(loading.batches(dataset, in_order(16, 4), epoch=0))
+    assert str(broken) in str(refusal.value)
+    assert "truncated" in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_test_class_without_training_images_is_refused(tmp_path):
+    root = write_image_folder(tmp_path)
+    (root / "test" / "mice").mkdir()
+    text = refusal_of(dataset_config("image_folder", root))
+    assert "mice is of a class that has no training images" in text
+
+
+def test_an_empty_class_folder_is_refused(tmp_path):
+    root = write_image_folder(tmp_path)
+    (root / "train" / "eels").mkdir()
+    assert "eels has no images" in refusal_of(dataset_config("image_folder", root))
+
+
+def test_a_root_without_training_images_is_refused(tmp_path):
+    text = refusal_of(dataset_config("image_folder", tmp_path / "nowhere"))
+    assert "nowhere/train" in text
+
+
+def test_an_image_folder_without_a_root_is_refused():
+    with pytest.raises(ConfigError, match=r"dataset\.root=<folder>"):
+        check_config(config("dataset=image_folder"))
+
+
+def test_fewer_classes_than_the_data_has_are_refused(tmp_path):
+    cfg = config("dataset=digits", "dataset.num_classes=5").dataset
+    assert "digits has 10 classes" in refusal_of(cfg)
+
+
+def test_augmentation_depends_on_seed_epoch_and_sample_alone(tmp_path):
+    root = write_image_folder(tmp_path)
+    source = open_data(dataset_config("image_folder", root)).splits.train
+
+    def image(seed, epoch, index):
+        torch.rand(1)
+        return ImageDataset(source, RGB_16, augment="crop_flip", seed=seed)[epoch, index][0]
+
+    assert torch.equal(image(1, 0, 0), image(1, 0, 0))
+    assert not torch.equal(image(1, 0, 0), image(1, 1, 0))
+    assert not torch.equal(image(1, 0, 0), image(2, 0, 0))
+
+
+def test_loading_does_not_draw_from_the_generator_that_dropout_uses(tmp_path):
+    source = open_data(config("dataset=digits").dataset).splits.train
+    dataset = ImageDataset(source, ImageSpec(8, 1, (0.5,), (0.5,)), augment="shift")
+    before = torch.get_rng_state()
+    batches = list(Loading(0, 2, torch.device("cpu")).batches(dataset, in_order(100, 8), 0))
+    assert sum(len(labels) for _, labels in batches) == 100
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+class TellsItsSignals:
+    """White images where SIGTERM ends the process and SIGINT does nothing, black ones elsewhere."""
+
+    labels = (0, 0)
+
+    def image(self, index):
+        found = (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT))
+        is_free = found == (signal.SIG_DFL, signal.SIG_IGN)
+        return Image.new("L", (4, 4), 255 * is_free)
+
+    def describe(self, index):
+        return "signals"
+
+
+def test_workers_do_not_answer_signals_in_the_run_s_place():
+    before = {s: signal.signal(s, lambda *_: None) for s in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        dataset = ImageDataset(TellsItsSignals(), ImageSpec(4, 1, (0.0,), (1.0,)))
+        [(images, _)] = Loading(1, 2, torch.device("cpu")).batches(dataset, [[0, 1]], 0)
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+    assert float(images.min()) == 1
+
+
+def test_a_photograph_is_cropped_in_the_middle_for_the_test(tmp_path):
+    image = Image.new("RGB", (60, 40), "black")
+    image.paste("white", (10, 0, 50, 40))
+    image.save(tmp_path / "image.png")
+    source = ImageFiles([tmp_path / "image.png"], [0])
+    kept, _ = ImageDataset(source, RGB_16)[0, 0]
+    # the filter reaches a little beyond the box
+    assert float(kept.min()) > 0.5

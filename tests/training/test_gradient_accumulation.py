@@ -1,0 +1,177 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from robust_train.training.batches import BatchPlan
+from robust_train.training.cnn import SmallCnn
+from robust_train.training.precision import Precision
+from robust_train.training.schedule import CosineSchedule, make_optimizer
+from robust_train.training.step import accumulate_gradients, apply_gradients
+
+CPU = torch.device("cpu")
+
+
+def small_model() -> SmallCnn:
+    torch.manual_seed(0)
+    model = SmallCnn(channels=1, image_size=8, num_classes=3, width=8, dropout=0.0)
+    return model.double().train()
+
+
+def batch_of(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(samples)
+    images = torch.randn(samples, 1, 8, 8, generator=generator, dtype=torch.float64)
+    return images, torch.randint(3, (samples,), generator=generator)
+
+
+def gradients(sizes: list[int]) -> tuple[dict[str, torch.Tensor], float]:
+    model = small_model()
+    images, labels = batch_of(sum(sizes))
+    loss = accumulate_gradients(
+        model,
+        zip(images.split(sizes), labels.split(sizes), strict=True),
+        samples=sum(sizes),
+        precision=Precision(CPU, mixed=False),
+        label_smoothing=0.1,
+    )
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}, float(loss)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.integers(1, 7), min_size=1, max_size=5))
+def test_any_uneven_split_gives_the_gradient_of_the_whole_batch(sizes):
+    split, split_loss = gradients(sizes)
+    whole, whole_loss = gradients([sum(sizes)])
+    assert split.keys() == whole.keys() == dict(small_model().named_parameters()).keys()
+    for name in whole:
+        torch.testing.assert_close(split[name], whole[name], rtol=1e-8, atol=1e-10)
+    assert split_loss == pytest.approx(whole_loss, rel=1e-10)
+
+
+def test_the_gradient_is_that_of_torch_s_own_mean_loss():
+    model = small_model()
+    images, labels = batch_of(5)
+    nn.functional.cross_entropy(model(images), labels, label_smoothing=0.1).backward()
+    split, _ = gradients([4, 1])
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(split[name], parameter.grad, rtol=1e-8, atol=1e-10)
+
+
+def test_gradient_checkpointing_does_not_change_the_gradient():
+    images, labels = batch_of(6)
+    found = []
+    for is_checkpointing in (False, True):
+        model = small_model()
+        model.set_grad_checkpointing(is_checkpointing)
+        nn.functional.cross_entropy(model(images), labels).backward()
+        found.append([p.grad for p in model.parameters()])
+    for plain, recomputed in zip(*found, strict=True):
+        torch.testing.assert_close(plain, recomputed, rtol=0, atol=0)
+
+
+def scaled_precision(scale: float) -> Precision:
+    precision = Precision(CPU, mixed=False)
+    precision.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    return precision
+
+
+def step_with(
+    precision: Precision, max_grad_norm: float, samples: int = 4
+) -> tuple[bool, nn.Module]:
+    model = small_model().float()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    images, labels = batch_of(4)
+    batches = [(images.float(), labels * 0)]
+    accumulate_gradients(model, batches, samples=samples, precision=precision)
+    is_step = apply_gradients(model, optimizer, precision=precision, max_grad_norm=max_grad_norm)
+    assert all(p.grad is None for p in model.parameters())
+    return is_step, model
+
+
+def moved(model: nn.Module) -> float:
+    before = small_model().float()
+    squares = [
+        ((new - old).detach() ** 2).sum()
+        for new, old in zip(model.parameters(), before.parameters(), strict=True)
+    ]
+    return float(torch.stack(squares).sum().sqrt())
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.0, 0.5])
+def test_overflowing_scaled_gradients_are_skipped_and_lower_the_scale(max_grad_norm):
+    precision = scaled_precision(2.0**127)
+    # dividing four samples' losses by one makes gradients that float32 cannot hold when scaled
+    is_step, model = step_with(precision, max_grad_norm, samples=1)
+    assert not is_step
+    assert moved(model) == 0
+    assert precision.scaler.get_scale() < 2.0**127
+
+
+def test_clipping_sees_the_gradients_without_the_loss_scale():
+    is_step, model = step_with(scaled_precision(1024.0), 0.05)
+    assert is_step
+    assert moved(model) == pytest.approx(0.05, rel=1e-3)
+
+
+def test_max_grad_norm_zero_does_not_clip():
+    _, scaled = step_with(scaled_precision(1024.0), 0)
+    _, plain = step_with(Precision(CPU, mixed=False), 0)
+    assert moved(scaled) == pytest.approx(moved(plain), rel=1e-4)
+    assert moved(plain) > 0.05
+
+
+@given(st.integers(1, 200), st.integers(1, 17), st.integers(1, 5), st.integers(0, 3), st.data())
+def test_an_epoch_visits_every_sample_once_in_steps_of_the_effective_batch(
+    samples, micro_batch, accumulation, epoch, data
+):
+    plan = BatchPlan(samples, micro_batch, accumulation, seed=7)
+    steps = list(plan.steps(epoch))
+    assert sorted(i for step in steps for chunk in step for i in chunk) == list(range(samples))
+    assert len(steps) == plan.steps_left(0)
+    assert all(sum(map(len, step)) == plan.effective_batch for step in steps[:-1])
+    assert all(1 <= len(chunk) <= micro_batch for step in steps for chunk in step)
+    done = data.draw(st.integers(0, len(steps) - 1))
+    assert list(plan.steps(epoch, done * plan.effective_batch)) == steps[done:]
+
+
+def test_smaller_micro_batches_make_the_same_steps():
+    def samples_of_steps(micro_batch, accumulation):
+        plan = BatchPlan(50, micro_batch, accumulation, seed=3)
+        return [[i for chunk in step for i in chunk] for step in plan.steps(2)]
+
+    assert samples_of_steps(16, 1) == samples_of_steps(4, 4) == samples_of_steps(2, 8)
+
+
+def test_the_order_differs_from_epoch_to_epoch_and_from_seed_to_seed():
+    orders = {tuple(BatchPlan(30, 4, 1, seed).order(epoch)) for seed in (1, 2) for epoch in (0, 1)}
+    assert len(orders) == 4
+
+
+def test_biases_and_norms_do_not_decay_and_frozen_parameters_are_left_out():
+    model = small_model()
+    model.head.weight.requires_grad_(False)
+    optimizer = make_optimizer(model.parameters(), lr=0.1, weight_decay=0.3)
+    held = {id(p): g["weight_decay"] for g in optimizer.param_groups for p in g["params"]}
+    assert id(model.head.weight) not in held
+    assert held[id(model.head.bias)] == 0.0
+    assert all(
+        held[id(p)] == (0.3 if p.ndim >= 2 else 0.0) for p in model.parameters() if p.requires_grad
+    )
+
+
+def test_the_learning_rate_rises_to_its_peak_and_falls_to_zero():
+    schedule = CosineSchedule(peak=2.0, total_samples=1000, warmup_fraction=0.1)
+    rates = [schedule.rate(seen, 10) for seen in range(0, 1000, 10)]
+    assert rates[0] == pytest.approx(0.2)
+    assert max(rates) == pytest.approx(2.0)
+    assert rates.index(max(rates)) in (9, 10)
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+    assert rates[-1] < 0.01
+    assert schedule.rate(1000, 10) == pytest.approx(0)
+
+
+def test_no_warm_up_starts_at_the_peak():
+    assert CosineSchedule(2.0, 1000, 0.0).rate(0, 10) == pytest.approx(2.0)

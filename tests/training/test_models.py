@@ -1,0 +1,288 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from training_world import (
+    TINY_VIT,
+    WatchedRun,
+    config,
+    cut_network,
+    run_to_end,
+    write_image_folder,
+)
+
+from robust_train.config import ConfigError
+from robust_train.training.cnn import SmallCnn
+from robust_train.training.models import (
+    build_model,
+    enable_gradient_checkpointing,
+    set_train_mode,
+    trained_state,
+)
+from robust_train.training.prepare import check_config
+from robust_train.training.trainer import preload_modules, train
+
+
+def built(*overrides, num_classes=5):
+    cfg = config(*overrides)
+    check_config(cfg)
+    torch.manual_seed(0)
+    return build_model(cfg.model, num_classes=num_classes, native_size=8, native_channels=1)
+
+
+def refusal_of(*overrides):
+    with pytest.raises(ConfigError) as refusal:
+        built(*overrides)
+    assert "\n" not in str(refusal.value)
+    return str(refusal.value)
+
+
+def trained_names(module):
+    return {name for name, p in module.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.parametrize(
+    ("size", "channels"), [(1, 1), (5, 3), (8, 1), (28, 1), (32, 3), (64, 3), (150, 3)]
+)
+def test_the_cnn_takes_images_of_any_size(size, channels):
+    model = SmallCnn(channels=channels, image_size=size, num_classes=7, width=4, dropout=0.0)
+    assert model(torch.zeros(2, channels, size, size)).shape == (2, 7)
+
+
+@pytest.mark.parametrize(
+    ("model", "backbone"),
+    [
+        ("linear_probe", "test_vit"),
+        ("linear_probe", "test_resnet"),
+        ("lora", "test_vit"),
+        ("full_finetune", "test_convnext"),
+        ("full_finetune", "test_resnet"),
+    ],
+)
+def test_every_model_learns_from_digits(tmp_path, model, backbone):
+    cfg = config(f"model={model}", *TINY_VIT, f"model.backbone={backbone}", "training.epochs=2")
+    run = WatchedRun(tmp_path)
+    result = train(cfg, run)
+    assert result["steps"] == 46
+    first, second = run.of("epoch")
+    assert second["train_loss"] < first["train_loss"]
+    assert result["objective"] == result["test_accuracy"] == second["val_accuracy"]
+
+
+def test_a_linear_probe_trains_its_last_layer_alone(tmp_path):
+    module = built("model=linear_probe", *TINY_VIT, "model.backbone=test_resnet").module
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    assert trained_names(module) == {"head.weight", "head.bias"}
+    set_train_mode(module)
+    assert not any(layer.training for layer in module.backbone.modules())
+    logits = module(torch.randn(4, 3, 32, 32))
+    logits.sum().backward()
+    assert module.head.weight.grad is not None
+    after = module.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_lora_trains_adapters_and_classifier_and_saves_only_these(tmp_path):
+    module = built("model=lora", *TINY_VIT).module
+    names = trained_names(module)
+    assert all("lora_" in name or "head" in name for name in names)
+    assert sum("lora_A" in name for name in names) == 12
+    assert {n for n in names if "head" in n}
+    assert trained_state(module).keys() == names
+
+
+def test_lora_on_a_network_with_batch_norm_leaves_its_statistics_alone():
+    module = built(
+        "model=lora",
+        *TINY_VIT,
+        "model.backbone=test_resnet",
+        "model.target_modules=[conv2]",
+    ).module
+    set_train_mode(module)
+    before = {n: v.clone() for n, v in module.state_dict().items() if "running" in n}
+    assert before
+    module(torch.randn(4, 3, 32, 32))
+    assert all(torch.equal(before[n], v) for n, v in module.state_dict().items() if n in before)
+
+
+def test_full_finetuning_saves_every_weight_and_statistic():
+    module = built("model=full_finetune", *TINY_VIT, "model.backbone=test_resnet").module
+    assert trained_state(module).keys() == module.state_dict().keys()
+
+
+def test_lora_resumes_from_adapters_alone(tmp_path):
+    from test_resume import stopped
+    from training_world import difference, trained_weights
+
+    settings = ("model=lora", *TINY_VIT, "training.epochs=1", "training.batch_size=256")
+    whole = run_to_end(config(*settings), tmp_path / "whole")
+    run = stopped(config(*settings), tmp_path / "run", stop_at_step=3)
+    resumed = WatchedRun(tmp_path / "run", resume=run.last_checkpoint)
+    assert difference(whole, trained_weights(train(config(*settings), resumed))) == 0
+
+
+@pytest.mark.parametrize("model", ["cnn", "lora", "full_finetune"])
+def test_gradient_checkpointing_leaves_training_as_it_is(tmp_path, model):
+    tiny = () if model == "cnn" else TINY_VIT
+    no_dropout = ("model.lora_dropout=0",) if model == "lora" else ()
+    found = []
+    for is_checkpointing in (False, True):
+        module = built(f"model={model}", *tiny, *no_dropout, "model.dropout=0").module
+        if is_checkpointing:
+            assert enable_gradient_checkpointing(module)
+        set_train_mode(module)
+        size = (1, 8) if model == "cnn" else (3, 32)
+        images = torch.randn(
+            2, size[0], size[1], size[1], generator=torch.Generator().manual_seed(1)
+        )
+        module(images).square().sum().backward()
+        found.append({n: p.grad for n, p in module.named_parameters() if p.requires_grad})
+    assert all(g is not None for g in found[1].values())
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(gradient, found[1][name])
+
+
+def test_a_misspelt_backbone_gets_the_close_names():
+    text = refusal_of("model=lora", "model.backbone=vit_smal_patch16_224", "model.pretrained=false")
+    assert "vit_small_patch16_224" in text
+
+
+def test_a_misspelt_variant_gets_those_there_are():
+    text = refusal_of("model=lora", "model.backbone=vit_small_patch16_224.foo")
+    assert "vit_small_patch16_224.augreg_in21k" in text
+
+
+def test_target_modules_that_match_nothing_get_the_layers_there_are():
+    text = refusal_of("model=lora", *TINY_VIT, "model.target_modules=[attn.qkv,q_proj]")
+    assert "'q_proj'" in text
+    assert "attn.qkv, attn.proj, mlp.fc1, mlp.fc2" in text
+
+
+def test_an_image_size_that_the_patches_do_not_fill_is_refused():
+    text = refusal_of("model=lora", *TINY_VIT, "model.image_size=40")
+    assert "model.image_size=40" in text
+    assert "multiple of its patch size 16" in text
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("model.lora_r=0", "model.lora_r=0"),
+        ("model.lora_alpha=0", "model.lora_alpha=0"),
+        ("model.lora_dropout=1.0", "model.lora_dropout=1"),
+        ("model.dropout=-0.1", "model.dropout=-0.1"),
+        ("model.dropout=nan", "model.dropout=nan"),
+        ("model.image_size=0", "model.image_size=0"),
+        ("model.target_modules=[]", "model.target_modules=[]"),
+        ("dataset.num_classes=1", "dataset.num_classes=1"),
+        ("dataset.augment=flop", "dataset.augment=flop"),
+        ("model.name=lorax", "model.name=lorax"),
+        ("dataset.name=digit", "dataset.name=digit"),
+    ],
+)
+def test_a_value_out_of_range_is_refused_before_anything_is_loaded(override, key):
+    with pytest.raises(ConfigError, match=key.replace("[", r"\[")):
+        preload_modules(config("model=lora", override))
+
+
+def test_no_network_is_noticed_in_seconds_and_the_way_out_named(tmp_path, monkeypatch):
+    import huggingface_hub
+
+    cut_network(monkeypatch)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    waits = []
+    monkeypatch.setattr("time.sleep", waits.append)
+    text = refusal_of("model=lora")
+    assert "vit_small_patch16_224.augreg_in21k" in text
+    assert "model.weights=" in text
+    assert "model.pretrained=false" in text
+    assert waits == []
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+def test_local_weights_are_loaded_but_for_a_classifier_of_other_classes(tmp_path, suffix):
+    source = built("model=full_finetune", *TINY_VIT, num_classes=9).module
+    path = tmp_path / f"weights{suffix}"
+    if suffix == ".pt":
+        torch.save({"state_dict": source.state_dict()}, path)
+    else:
+        save_file(source.state_dict(), path)
+    loaded = built(
+        "model=full_finetune", *TINY_VIT, f"model.weights={path}", "model.pretrained=true"
+    ).module
+    expected, found = source.state_dict(), loaded.state_dict()
+    for name in expected:
+        assert torch.equal(expected[name], found[name]) == (not name.startswith("head.")), name
+
+
+def test_local_weights_for_another_image_size_are_resampled(tmp_path):
+    source = built("model=full_finetune", *TINY_VIT, "model.image_size=64").module
+    torch.save(source.state_dict(), tmp_path / "weights.pt")
+    loaded = built(
+        "model=full_finetune", *TINY_VIT, f"model.weights={tmp_path / 'weights.pt'}"
+    ).module
+    assert torch.equal(loaded.blocks[0].mlp.fc1.weight, source.blocks[0].mlp.fc1.weight)
+    assert loaded.pos_embed.shape != source.pos_embed.shape
+
+
+def test_a_linear_probe_takes_weights_that_have_a_classifier(tmp_path):
+    source = built("model=full_finetune", *TINY_VIT).module
+    torch.save(source.state_dict(), tmp_path / "weights.pt")
+    probe = built("model=linear_probe", *TINY_VIT, f"model.weights={tmp_path / 'weights.pt'}")
+    assert torch.equal(probe.module.backbone.pos_embed, source.pos_embed)
+
+
+def test_the_final_weights_of_a_run_start_another(tmp_path):
+    train(config("training.epochs=1", "model.width=8"), WatchedRun(tmp_path))
+    final = tmp_path / "checkpoints" / "final.pt"
+    content = torch.load(final, weights_only=True)
+    assert content["config"]["model"]["width"] == 8
+    started = built("model.width=8", f"model.weights={final}", num_classes=10).module
+    for name, value in content["model"].items():
+        assert torch.equal(started.state_dict()[name], value)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "no such file"),
+        (b"not a file of weights", "cannot be read as weights"),
+        ({"weight": torch.zeros(3)}, "lacks"),
+        ([1, 2], "no state dict"),
+    ],
+)
+@pytest.mark.parametrize("model", ["cnn", "full_finetune"])
+def test_weights_that_cannot_be_used_are_refused(tmp_path, content, said, model):
+    path = tmp_path / "weights.pt"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content is not None:
+        torch.save(content, path)
+    tiny = () if model == "cnn" else TINY_VIT
+    text = refusal_of(f"model={model}", *tiny, f"model.weights={path}")
+    assert f"model.weights={path}" in text
+    assert said in text
+
+
+def test_weights_of_a_wider_network_are_refused_with_both_shapes(tmp_path):
+    source = built("model.width=16").module
+    torch.save(source.state_dict(), tmp_path / "weights.pt")
+    text = refusal_of("model.width=8", f"model.weights={tmp_path / 'weights.pt'}")
+    assert "(16, 1, 3, 3)" in text
+    assert "(8, 1, 3, 3)" in text
+
+
+def test_photographs_are_resized_for_the_cnn(tmp_path):
+    root = write_image_folder(tmp_path / "images")
+    cfg = config(
+        "dataset=image_folder",
+        f"dataset.root={root}",
+        "model.width=8",
+        "training.epochs=8",
+        "training.num_workers=0",
+        "training.batch_size=8",
+    )
+    result = train(cfg, WatchedRun(tmp_path / "run"))
+    assert result["test_accuracy"] > 0.9

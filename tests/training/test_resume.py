@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from training_world import (
+    WatchedRun,
+    config,
+    difference,
+    run_to_end,
+    trained_weights,
+    write_image_folder,
+)
+
+from robust_train.config import ConfigError
+from robust_train.run import Interrupted
+from robust_train.training.trainer import train
+
+# 23 steps an epoch
+DIGITS = ("model.width=8", "training.epochs=2")
+NO_DROPOUT = (*DIGITS, "model.dropout=0")
+
+
+def stopped(cfg, folder, **when):
+    """The run after it was asked to stop and has saved its place."""
+    run = WatchedRun(folder, **when)
+    with pytest.raises(Interrupted):
+        train(cfg, run)
+    return run
+
+
+def test_two_runs_give_the_same_weights(tmp_path):
+    first = run_to_end(config(*DIGITS), tmp_path / "first")
+    second = run_to_end(config(*DIGITS), tmp_path / "second")
+    assert difference(first, second) == 0
+
+
+def test_another_seed_gives_other_weights(tmp_path):
+    first = run_to_end(config(*DIGITS), tmp_path / "first")
+    second = run_to_end(config(*DIGITS, "seed=7"), tmp_path / "second")
+    assert difference(first, second) > 1e-3
+
+
+@pytest.mark.parametrize("step", [1, 11, 23, 30])
+def test_a_stopped_and_resumed_run_ends_as_an_uninterrupted_one_bit_for_bit(tmp_path, step):
+    whole = run_to_end(config(*DIGITS), tmp_path / "whole")
+    run = stopped(config(*DIGITS), tmp_path / "run", stop_at_step=step)
+    assert run.of("checkpoint")[-1]["step"] == step
+    resumed = WatchedRun(tmp_path / "run", resume=run.last_checkpoint)
+    weights = trained_weights(train(config(*DIGITS), resumed))
+    assert resumed.of("training_started") == [{"event": "training_started", "step": step}]
+    assert difference(whole, weights) == 0
+
+
+def test_a_run_stopped_while_validating_goes_on_with_that_validation(tmp_path):
+    whole = WatchedRun(tmp_path / "whole")
+    weights = trained_weights(train(config(*DIGITS), whole))
+    run = stopped(config(*DIGITS), tmp_path / "run", stop_at_checkpoint=23)
+    assert run.of("epoch") == []
+    resumed = WatchedRun(tmp_path / "run", resume=run.last_checkpoint)
+    assert difference(weights, trained_weights(train(config(*DIGITS), resumed))) == 0
+    assert resumed.of("epoch") == whole.of("epoch")
+
+
+def test_a_run_goes_on_with_smaller_micro_batches_at_the_same_step(tmp_path):
+    whole = run_to_end(config(*NO_DROPOUT), tmp_path / "whole")
+    run = stopped(config(*NO_DROPOUT), tmp_path / "run", stop_at_step=11)
+    smaller = ("training.batch_size=16", "training.gradient_accumulation_steps=4")
+    resumed = WatchedRun(tmp_path / "run", resume=run.last_checkpoint)
+    result = train(config(*NO_DROPOUT, *smaller), resumed)
+    assert result["steps"] == 46
+    weights = trained_weights(result)
+    # float32 sums in another order; Adam divides small differences by small gradients
+    assert difference(whole, weights) < 1e-3
+    other_order = run_to_end(config(*NO_DROPOUT, "seed=43"), tmp_path / "other")
+    assert difference(whole, other_order) > 100 * difference(whole, weights)
+
+
+def test_an_effective_batch_that_cannot_be_kept_still_visits_every_sample(tmp_path):
+    run = stopped(config(*DIGITS), tmp_path, stop_at_step=11)
+    resumed = WatchedRun(tmp_path, resume=run.last_checkpoint)
+    result = train(config(*DIGITS, "training.batch_size=30"), resumed)
+    left = -(-(1438 - 11 * 64) // 30)
+    assert result["steps"] == 11 + left + -(-1438 // 30)
+
+
+def test_a_finished_run_is_only_tested_again(tmp_path):
+    first = WatchedRun(tmp_path)
+    result = train(config(*DIGITS), first)
+    again = WatchedRun(tmp_path, resume=first.last_checkpoint)
+    second = train(config(*DIGITS), again)
+    assert again.of("epoch") == first.of("epoch")[-1:]
+    assert second == result
+
+
+def test_a_damaged_checkpoint_is_noticed_and_the_one_before_it_used(tmp_path, caplog):
+    whole = run_to_end(config(*DIGITS), tmp_path / "whole")
+    run = stopped(config(*DIGITS), tmp_path / "run", stop_at_step=30)
+    newest = run.last_checkpoint
+    newest.write_bytes(newest.read_bytes()[:-500])
+    resumed = WatchedRun(tmp_path / "run", resume=newest)
+    weights = trained_weights(train(config(*DIGITS), resumed))
+    assert resumed.of("training_started")[0]["step"] == 23
+    assert f"{newest} is damaged" in caplog.text
+    assert difference(whole, weights) == 0
+
+
+def test_without_an_intact_checkpoint_training_starts_over(tmp_path, caplog):
+    whole = run_to_end(config(*DIGITS), tmp_path / "whole")
+    run = stopped(config(*DIGITS), tmp_path / "run", stop_at_step=5)
+    run.last_checkpoint.write_bytes(b"")
+    resumed = WatchedRun(tmp_path / "run", resume=run.last_checkpoint)
+    weights = trained_weights(train(config(*DIGITS), resumed))
+    assert resumed.of("training_started")[0]["step"] == 0
+    assert "starts from the beginning" in caplog.text
+    assert difference(whole, weights) == 0
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("model.width=16", "model.width was 8, now 16"),
+        ("seed=9", "training.seed was 42, now 9"),
+        ("dataset.augment=none", "dataset.augment was shift, now none"),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_refused(tmp_path, override, named):
+    run = stopped(config(*DIGITS), tmp_path, stop_at_step=2)
+    with pytest.raises(ConfigError) as refusal:
+        train(config(*DIGITS, override), WatchedRun(tmp_path, resume=run.last_checkpoint))
+    assert named in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_more_epochs_and_another_learning_rate_are_no_other_run(tmp_path):
+    run = stopped(config(*DIGITS), tmp_path, stop_at_step=2)
+    cfg = config(*DIGITS, "training.epochs=3", "training.lr=1e-4")
+    assert train(cfg, WatchedRun(tmp_path, resume=run.last_checkpoint))["steps"] == 69
+
+
+def test_a_checkpoint_holds_what_is_needed_to_go_on_and_loads_with_weights_only(tmp_path):
+    run = stopped(config(*DIGITS), tmp_path, stop_at_step=30)
+    content = torch.load(run.last_checkpoint, weights_only=True)
+    assert content["place"] == {"step": 30, "epoch": 1, "samples": 7 * 64}
+    assert {"model", "optimizer", "scaler", "rng", "epoch_loss"} <= content.keys()
+    assert {"torch", "python", "numpy"} <= content["rng"].keys()
+
+
+def test_only_the_newest_checkpoints_are_kept(tmp_path):
+    cfg = config(*DIGITS, "training.checkpoint_every_minutes=0", "training.keep_checkpoints=3")
+    run = WatchedRun(tmp_path)
+    train(cfg, run)
+    names = sorted(p.name for p in run.checkpoint_dir.iterdir())
+    assert names == ["final.pt", *(f"step-{step:08d}.pt" for step in (44, 45, 46))]
+
+
+def test_leftovers_of_a_killed_save_are_removed(tmp_path):
+    leftover = tmp_path / "checkpoints" / ".step-00000003.pt.123.tmp"
+    leftover.parent.mkdir()
+    leftover.write_bytes(b"half")
+    train(config(*DIGITS), WatchedRun(tmp_path))
+    assert not leftover.exists()
+
+
+def test_workers_and_micro_batches_do_not_change_what_is_learned(tmp_path):
+    root = write_image_folder(tmp_path / "images")
+    settings = (
+        "dataset=image_folder",
+        f"dataset.root={root}",
+        "model.width=8",
+        "model.dropout=0",
+        "model.image_size=16",
+        "training.epochs=2",
+        "training.batch_size=8",
+        "training.max_grad_norm=0",
+    )
+    alone = run_to_end(config(*settings, "training.num_workers=0"), tmp_path / "alone")
+    helped = run_to_end(config(*settings, "training.num_workers=2"), tmp_path / "helped")
+    assert difference(alone, helped) == 0
+    split = (*settings, "training.batch_size=2", "training.gradient_accumulation_steps=4")
+    smaller = run_to_end(config(*split), tmp_path / "smaller")
+    assert difference(alone, smaller) < 1e-4

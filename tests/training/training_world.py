@@ -1,0 +1,163 @@
+"""The world of the trainer's tests: composed configs, runs, data sets in their true formats."""
+
+from __future__ import annotations
+
+import random
+import socket
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_module
+from omegaconf import DictConfig
+from PIL import Image
+from scipy.io import savemat
+
+from robust_train.run import Run
+from robust_train.training.trainer import train
+
+TINY_VIT = ("model.backbone=test_vit", "model.pretrained=false", "model.image_size=32")
+
+
+def config(*overrides: str) -> DictConfig:
+    """The config of ``train.py`` on the CPU."""
+    with initialize_config_module("robust_train.configs", version_base="1.3"):
+        return compose("config", overrides=["device=cpu", *overrides])
+
+
+class WatchedRun(Run):
+    """A run that keeps what it is told, and asks the trainer to stop at a chosen moment.
+
+    Args:
+        folder: the run folder.
+        resume: the checkpoint to go on from.
+        stop_at_step: stop when this step is reported.
+        stop_at_checkpoint: stop when this step's checkpoint is reported.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        resume: Path | None = None,
+        stop_at_step: int | None = None,
+        stop_at_checkpoint: int | None = None,
+    ) -> None:
+        self.events: list[dict[str, Any]] = []
+        super().__init__(run_dir=folder, resume_checkpoint=resume, report=self.events.append)
+        self.stop_at_step = stop_at_step
+        self.stop_at_checkpoint = stop_at_checkpoint
+
+    def progress(self, step: int, *, total_steps: int | None = None, **scalars: float) -> None:
+        super().progress(step, total_steps=total_steps, **scalars)
+        if step == self.stop_at_step:
+            self.request_stop()
+
+    def checkpoint_saved(self, path: Path, step: int) -> None:
+        super().checkpoint_saved(path, step)
+        if step == self.stop_at_checkpoint:
+            self.request_stop()
+
+    def of(self, event: str) -> list[dict[str, Any]]:
+        return [e for e in self.events if e["event"] == event]
+
+    @property
+    def last_checkpoint(self) -> Path:
+        return Path(self.of("checkpoint")[-1]["path"])
+
+
+def trained_weights(result: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The weights that a finished run has left."""
+    content = torch.load(result["checkpoint"], weights_only=True)
+    return content["model"]
+
+
+def run_to_end(cfg: DictConfig, folder: Path, **options: Any) -> dict[str, torch.Tensor]:
+    return trained_weights(train(cfg, WatchedRun(folder, **options)))
+
+
+def difference(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> float:
+    """The largest difference of any weight."""
+    assert one.keys() == other.keys()
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+def write_photograph(path: Path, label: int, seed: int, size: tuple[int, int] = (48, 40)) -> None:
+    """A JPEG whose colour tells its class."""
+    rng = random.Random(seed)
+    base = random.Random(1000 + label)
+    colour = [base.randrange(40, 216) for _ in range(3)]
+    image = Image.new("RGB", size)
+    image.putdata(
+        [
+            tuple(channel + rng.randrange(-20, 21) for channel in colour)
+            for _ in range(size[0] * size[1])
+        ]
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    image.save(path, quality=90)
+
+
+def write_flowers102(root: Path, per_class: int = 4, classes: Sequence[int] = (1, 2, 102)) -> Path:
+    """``root/flowers-102`` as torchvision unpacks it: half of each class for training."""
+    folder = root / "flowers-102"
+    parts: dict[str, list[int]] = {"trnid": [], "valid": [], "tstid": []}
+    labels = []
+    for label in classes:
+        for index in range(per_class):
+            labels.append(label)
+            number = len(labels)
+            write_photograph(folder / "jpg" / f"image_{number:05d}.jpg", label, number)
+            part = "trnid" if index < per_class // 2 else ("valid", "tstid")[index % 2]
+            parts[part].append(number)
+    savemat(folder / "imagelabels.mat", {"labels": [labels]})
+    savemat(folder / "setid.mat", {name: [numbers] for name, numbers in parts.items()})
+    return root
+
+
+def write_cub200(root: Path, per_class: int = 4) -> Path:
+    """``root/CUB_200_2011`` as the archive unpacks: half of each class for training."""
+    folder = root / "CUB_200_2011"
+    lines: dict[str, list[str]] = {"images": [], "image_class_labels": [], "train_test_split": []}
+    for label, name in ((1, "001.Black_footed_Albatross"), (200, "200.Common_Yellowthroat")):
+        for index in range(per_class):
+            number = len(lines["images"]) + 1
+            path = f"{name}/{name[4:]}_{index:04d}_{number}.jpg"
+            write_photograph(folder / "images" / path, label, number)
+            lines["images"].append(f"{number} {path}")
+            lines["image_class_labels"].append(f"{number} {label}")
+            lines["train_test_split"].append(f"{number} {int(index < per_class // 2)}")
+    for name, content in lines.items():
+        (folder / f"{name}.txt").write_text("\n".join(content) + "\n")
+    return root
+
+
+def write_image_folder(
+    root: Path, *, per_class: int = 8, parts: Sequence[str] = ("train", "test")
+) -> Path:
+    for part in parts:
+        for label, name in enumerate(("cats", "dogs")):
+            for index in range(per_class):
+                seed = 10_000 * (part == "test") + 100 * label + index
+                write_photograph(root / part / name / f"{index}.jpg", label, seed)
+    return root
+
+
+def use_proxy(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
+    """Every request over HTTP goes to a local port."""
+    for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
+        monkeypatch.setenv(name, f"http://127.0.0.1:{port}")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    # urllib remembers the proxies of its first request
+    monkeypatch.setattr(urllib.request, "_opener", None)
+
+
+def cut_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every request over HTTP is refused."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        use_proxy(monkeypatch, free.getsockname()[1])
