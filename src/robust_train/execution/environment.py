@@ -1,0 +1,55 @@
+"""The environment of an attempt: which GPU it sees, and how CUDA's allocator is set up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import metadata
+
+from robust_train.types import GpuInfo
+
+_NEW_NAME, _OLD_NAME = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
+
+
+def attempt_environment(
+    environ: Mapping[str, str], gpu: GpuInfo | None, *, expandable_segments: bool
+) -> dict[str, str]:
+    """The launcher's environment with the attempt's own settings.
+
+    The attempt sees one GPU, named by UUID because indices depend on who counts, or none.
+
+    Args:
+        environ: the launcher's environment.
+        gpu: the GPU of the attempt, None for the CPU.
+        expandable_segments: wish for the allocator; what the user has exported goes before it.
+    """
+    own = {
+        **environ,
+        "CUDA_VISIBLE_DEVICES": "" if gpu is None else gpu.uuid,
+        # so that a program that prints or parses indices agrees with nvidia-smi
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+    }
+    name = allocator_variable(environ)
+    settings = environ.get(name, "")
+    if "expandable_segments" not in settings:
+        # torch parses the variable as a whole, so the wish joins what is there already
+        wish = f"expandable_segments:{expandable_segments}"
+        own[name] = f"{settings},{wish}" if settings else wish
+    return own
+
+
+def allocator_variable(environ: Mapping[str, str]) -> str:
+    """The variable that the installed torch reads its allocator settings from.
+
+    Torch 2.10 and later read ``PYTORCH_ALLOC_CONF`` first and the old name if that is not set.
+    """
+    if not _torch_reads_new_name():
+        return _OLD_NAME
+    return _OLD_NAME if _OLD_NAME in environ and _NEW_NAME not in environ else _NEW_NAME
+
+
+def _torch_reads_new_name() -> bool:
+    try:
+        major, minor = metadata.version("torch").split(".")[:2]
+        return (int(major), int(minor)) >= (2, 10)
+    except (metadata.PackageNotFoundError, ValueError):
+        return True

@@ -1,0 +1,228 @@
+"""The launcher's side of the fork server: start it early, load a trainer, run attempts in it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from robust_train.config import ConfigError
+from robust_train.execution.output import OutputPump
+from robust_train.execution.request import AttemptRequest, TrainerRef
+from robust_train.execution.signals import SignalWatch
+from robust_train.execution.wire import (
+    ORPHAN_GRACE_SECONDS,
+    MessageReader,
+    read_events,
+    send_message,
+)
+
+EventHandler = Callable[[dict[str, Any]], None]
+
+
+class ServerDied(Exception):
+    """The fork server's process ended by itself. ``returncode`` as subprocess has it."""
+
+    def __init__(self, returncode: int) -> None:
+        super().__init__(f"the fork server ended with {returncode}")
+        self.returncode = returncode
+
+
+class ForkServer:
+    """One server process; it imports torch while the launcher composes and chooses a device.
+
+    Args:
+        warm: import torch now. False for a bare interpreter in which every attempt imports afresh.
+    """
+
+    def __init__(self, *, warm: bool = True) -> None:
+        control, control_there = socket.socketpair()
+        events, events_there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.pump = OutputPump()
+        self._control, self._events = control, events
+        self._reader = MessageReader(control)
+        self._unsafe: str | None = None
+        self._loaded: TrainerRef | None = None
+        self._is_running = False
+        with control_there, events_there:
+            self._process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "robust_train.execution.server",
+                    str(control_there.fileno()),
+                    str(events_there.fileno()),
+                ],
+                pass_fds=(control_there.fileno(), events_there.fileno()),
+                stdin=subprocess.DEVNULL,
+                stdout=self.pump.stdout.child_fd,
+                stderr=self.pump.stderr.child_fd,
+                start_new_session=True,
+            )
+        path = [os.path.abspath(entry) for entry in sys.path]
+        send_message(control, {"kind": "hello", "path": path, "warm": warm})
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process runs."""
+        return self._process.poll() is None
+
+    def begin_loading(self, trainer: TrainerRef, cfg: Any) -> None:
+        """Have the trainer's module imported; :meth:`poll_loading` tells when it is."""
+        self._loaded = None
+        self._send({"kind": "load", "trainer": trainer, "cfg": cfg})
+
+    def poll_loading(self, trainer: TrainerRef, timeout_seconds: float | None) -> bool:
+        """Whether ``trainer`` is imported, waiting at most ``timeout_seconds`` (None: until it is).
+
+        Raises:
+            ConfigError: it cannot be imported.
+            ServerDied: the import ended the process.
+        """
+        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._control, selectors.EVENT_READ)
+            for stream in self.pump.streams:
+                selector.register(stream.read_fd, selectors.EVENT_READ)
+            while self._loaded is None:
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    return False
+                selector.select(left)
+                self.pump.move()
+                for message in self._messages():
+                    if message["kind"] == "refused":
+                        raise ConfigError(message["reason"])
+                    if message["kind"] == "loaded":
+                        self._loaded, self._unsafe = trainer, message["unsafe"]
+        return True
+
+    @property
+    def unsafe(self) -> str | None:
+        """Why attempts must not be forked from this server; None if they may."""
+        return self._unsafe
+
+    def run(
+        self,
+        request: AttemptRequest,
+        *,
+        on_event: EventHandler,
+        signals: SignalWatch,
+        stop_grace_seconds: float,
+    ) -> tuple[int, int]:
+        """Run one attempt to its end, whatever that is.
+
+        The first signal asks the attempt to stop, and after ``stop_grace_seconds`` it is killed;
+        the second kills it at once.
+
+        Returns:
+            Return code as subprocess has it, and the process's peak resident memory in bytes.
+
+        Raises:
+            ServerDied: the server's process ended under the attempt.
+        """
+        kill_at: float | None = None
+        forked = stop_sent = False
+
+        def send_stop() -> None:
+            nonlocal stop_sent
+            if forked and not stop_sent:
+                stop_sent = True
+                self._send({"kind": "signal", "signum": signal.SIGTERM})
+
+        def stop(signum: int) -> None:
+            nonlocal kill_at
+            kill_at = time.monotonic() + (stop_grace_seconds if kill_at is None else 0.0)
+            send_stop()
+
+        with signals.handed_to(stop) as wakeup, selectors.DefaultSelector() as selector:
+            signals.raise_if_received()
+            self._is_running = True
+            self._send({"kind": "fork", "request": request})
+            forked = True
+            if kill_at is not None:  # a signal that came before there was a child to stop
+                send_stop()
+            for source in (self._control, self._events, wakeup):
+                selector.register(source, selectors.EVENT_READ)
+            for stream in self.pump.streams:
+                selector.register(stream.read_fd, selectors.EVENT_READ)
+            while True:
+                left = None if kill_at is None else max(kill_at - time.monotonic(), 0)
+                selector.select(left)
+                with contextlib.suppress(BlockingIOError):
+                    os.read(wakeup, 4096)
+                if kill_at is not None and time.monotonic() >= kill_at:
+                    self._send({"kind": "kill"})
+                    kill_at = time.monotonic() + 1.0
+                # messages before events and output: what the child sent before it ended is then
+                # already there when its end is known
+                ended = [m for m in self._messages() if m["kind"] == "exited"]
+                self.pump.move()
+                for event in read_events(self._events):
+                    on_event(event)
+                if ended:
+                    self._is_running = False
+                    self.pump.drain()
+                    return ended[-1]["returncode"], ended[-1]["max_resident_bytes"]
+
+    def close(self) -> None:
+        """End the server and whatever it runs."""
+        self._control.close()
+        if self._is_running:  # the server ends the attempt and all that it started, then itself
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(ORPHAN_GRACE_SECONDS + 1.0)
+        self._process.kill()
+        self._process.wait()
+        self._events.close()
+        self.pump.close()
+
+    def _messages(self) -> list[Any]:
+        messages = self._reader.read()
+        if self._reader.closed and not messages:
+            raise ServerDied(self._process.wait())
+        return messages
+
+    def _send(self, message: Any) -> None:
+        try:
+            send_message(self._control, message)
+        except OSError as error:
+            raise ServerDied(self._process.wait()) from error
+
+
+_parked: ForkServer | None = None
+
+
+def warm_up() -> None:
+    """Start a fork server for this process before it is known what it will run."""
+    park(ForkServer())
+
+
+def take() -> ForkServer:
+    """The server that was parked, or a new one."""
+    global _parked
+    server, _parked = _parked, None
+    if server is not None and server.is_alive:
+        return server
+    return ForkServer()
+
+
+def park(server: ForkServer) -> None:
+    """Keep a server for the next job of this process (a sweep's next one)."""
+    global _parked
+    discard()
+    _parked = server
+
+
+def discard() -> None:
+    """End the parked server, if there is one."""
+    global _parked
+    server, _parked = _parked, None
+    if server is not None:
+        server.close()

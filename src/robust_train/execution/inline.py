@@ -1,0 +1,113 @@
+"""``isolation=none``: attempts run in this process, for debuggers and notebooks."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from robust_train.execution.child import failure_from_json, run_attempt
+from robust_train.execution.environment import allocator_variable
+from robust_train.execution.request import AttemptRequest
+from robust_train.execution.signals import SignalWatch
+from robust_train.run import Interrupted, Run
+from robust_train.types import FailureKind, Outcome
+
+
+class InlineExecutor:
+    """Calls the trainer directly.
+
+    Args:
+        trainer: the callable itself.
+        signals: the launcher's signals; the trainer is asked to stop by the first of them.
+    """
+
+    def __init__(self, trainer: Callable[..., Any], signals: SignalWatch) -> None:
+        self._trainer = trainer
+        self._signals = signals
+
+    def sleep(self, seconds: float) -> None:
+        """Wait."""
+        time.sleep(seconds)
+
+    def close(self, *, keep_server: bool) -> None:
+        """Nothing was started."""
+
+    def prepare(self) -> None:
+        """The trainer is here already."""
+
+    def run(self, request: AttemptRequest, on_event: Callable[[dict[str, Any]], None]) -> Outcome:
+        """Run one attempt."""
+        ending: dict[str, Any] = {}
+        steps: dict[str, int] = {}
+
+        def report(event: dict[str, Any]) -> None:
+            if event["event"] in ("finished", "failed"):
+                ending.update(event)
+                return
+            if event["event"] == "training_started":
+                steps["start"] = event["step"]
+            on_event(event)
+
+        run = Run(
+            run_dir=request.run_dir,
+            attempt=request.attempt,
+            resume_checkpoint=request.resume_checkpoint,
+            report=report,
+        )
+
+        def stop(signum: int) -> None:
+            run.request_stop()
+            if not run.is_cooperative:
+                raise Interrupted("interrupted")
+
+        # CUDA may have been started already; the allocator reads this when it is
+        variable = allocator_variable(request.environ)
+        os.environ[variable] = request.environ[variable]
+        started = time.monotonic()
+        with self._signals.handed_to(stop):
+            error = run_attempt(request, self._trainer, run, report)
+        if error is not None:
+            release_memory(error)
+        memory = {k: v for k, v in ending["memory"].items() if isinstance(v, int)}
+        on_gpu = "max_allocated" in memory
+        failed = ending["event"] == "failed"
+        failure = failure_from_json(ending["failure"]) if failed else None
+        was_bug = failure is not None and failure.kind is FailureKind.BUG
+        return Outcome(
+            failure=failure,
+            result=ending.get("result"),
+            seconds=time.monotonic() - started,
+            start_step=steps.get("start", 0),
+            end_step=ending["step"],
+            peak_memory_bytes=memory["max_allocated" if on_gpu else "max_resident"],
+            memory=memory if on_gpu else None,
+            traceback=ending.get("traceback"),
+            # only what ends the job may keep its frames, and the tensors in them, alive
+            error=error if was_bug else None,
+        )
+
+
+def release_memory(error: BaseException) -> None:
+    """Let go of everything that a failed attempt still holds in this process.
+
+    The traceback's frames hold every tensor of the failed pass, so they are cleared first, also
+    those of the exceptions it was raised from.
+    """
+    seen: set[int] = set()
+    pending: list[BaseException | None] = [error]
+    while pending:
+        current = pending.pop()
+        if current is None or id(current) in seen:
+            continue
+        seen.add(id(current))
+        traceback.clear_frames(current.__traceback__)
+        pending += [current.__cause__, current.__context__]
+    gc.collect()
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()

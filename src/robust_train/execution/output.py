@@ -1,0 +1,162 @@
+"""What attempts print: shown as it comes, kept in a file, and its tail remembered as evidence."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pty
+import selectors
+import struct
+import sys
+import termios
+from pathlib import Path
+from typing import BinaryIO
+
+_TAIL_BYTES = 16_384
+
+
+class OutputStream:
+    """One of stdout and stderr: a terminal for the child where ours is one, else a pipe.
+
+    A terminal, so that progress bars of the trainer look as they would without the launcher.
+
+    Attributes:
+        child_fd: what the child gets.
+        read_fd: where its output can be read.
+    """
+
+    def __init__(self, target_fd: int | None, fallback: object) -> None:
+        self._target_fd = target_fd
+        self._fallback = fallback
+        if target_fd is not None and os.isatty(target_fd):
+            self.read_fd, self.child_fd = pty.openpty()
+            _copy_terminal(target_fd, self.child_fd)
+        else:
+            self.read_fd, self.child_fd = os.pipe()
+        os.set_blocking(self.read_fd, False)
+
+    def read(self) -> bytes:
+        """What has arrived, empty if nothing has."""
+        try:
+            return os.read(self.read_fd, 1 << 16)
+        except OSError:  # nothing now; or EIO: a terminal whose other side is closed
+            return b""
+
+    def show(self, data: bytes) -> None:
+        """Pass on to our own stream; one that was closed (``| head``) ends the showing only."""
+        if self._target_fd is None:
+            with contextlib.suppress(Exception):
+                self._fallback.write(data.decode(errors="replace"))  # type: ignore[attr-defined]
+            return
+        while data:
+            try:
+                data = data[os.write(self._target_fd, data) :]
+            except BlockingIOError:
+                continue
+            except OSError:
+                return
+
+    def close(self) -> None:
+        """Close both ends."""
+        for descriptor in (self.read_fd, self.child_fd):
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+
+
+class OutputPump:
+    """Moves the output of attempts to our own streams and into the current attempt's log file."""
+
+    def __init__(self) -> None:
+        self.stdout = OutputStream(_descriptor(sys.stdout), sys.stdout)
+        self.stderr = OutputStream(_descriptor(sys.stderr), sys.stderr)
+        self._log: BinaryIO | None = None
+        self._line = b""
+        self._tail = b""
+
+    @property
+    def streams(self) -> tuple[OutputStream, OutputStream]:
+        """Both streams."""
+        return self.stdout, self.stderr
+
+    @property
+    def tail(self) -> str:
+        """The last of what the current attempt printed."""
+        return self._tail.decode(errors="replace")
+
+    def start_log(self, path: Path) -> None:
+        """Keep what comes from now on in ``path``; a full disk costs the log, not the training."""
+        self.end_log()
+        self._tail = b""
+        with contextlib.suppress(OSError):
+            self._log = path.open("ab")
+
+    def end_log(self) -> None:
+        """Close the current log file."""
+        if self._log is not None:
+            with contextlib.suppress(OSError):
+                self._log.write(_settled(self._line))
+                self._log.close()
+        self._log, self._line = None, b""
+
+    def move(self) -> bool:
+        """Pass on everything that has arrived; whether there was anything."""
+        moved = False
+        for stream in self.streams:
+            while data := stream.read():
+                moved = True
+                _flush_ours()
+                stream.show(data)
+                self._keep(data)
+        return moved
+
+    def drain(self) -> None:
+        """Pass on the rest after the writer is gone; a terminal hands over a little late."""
+        with selectors.DefaultSelector() as selector:
+            for stream in self.streams:
+                selector.register(stream.read_fd, selectors.EVENT_READ)
+            while selector.select(timeout=0.02) and self.move():
+                pass
+
+    def close(self) -> None:
+        """Drain and release everything."""
+        self.drain()
+        self.end_log()
+        for stream in self.streams:
+            stream.close()
+
+    def _keep(self, data: bytes) -> None:
+        self._tail = (self._tail + data)[-_TAIL_BYTES:]
+        *lines, self._line = (self._line + data).split(b"\n")
+        if self._log is not None:
+            with contextlib.suppress(OSError):
+                self._log.write(b"".join(_settled(line) + b"\n" for line in lines))
+                self._log.flush()
+
+
+def _settled(line: bytes) -> bytes:
+    """A line as a terminal shows it in the end: progress bars rewrite it by carriage return."""
+    return line.rstrip(b"\r").rpartition(b"\r")[2]
+
+
+def _descriptor(stream: object) -> int | None:
+    try:
+        return int(stream.fileno())  # type: ignore[attr-defined]
+    except (AttributeError, OSError, ValueError):
+        return None
+
+
+def _flush_ours() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+
+
+def _copy_terminal(source: int, target: int) -> None:
+    size = fcntl.ioctl(source, termios.TIOCGWINSZ, b"\0" * 8)
+    if size[:4] == b"\0" * 4:  # a terminal that does not know its size: bars would be empty
+        size = struct.pack("HHHH", 24, 80, 0, 0)
+    fcntl.ioctl(target, termios.TIOCSWINSZ, size)
+    attributes = termios.tcgetattr(target)
+    attributes[1] &= ~termios.OPOST  # the real terminal translates line ends, once is enough
+    termios.tcsetattr(target, termios.TCSANOW, attributes)

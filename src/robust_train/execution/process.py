@@ -1,0 +1,229 @@
+"""``isolation=process``: every attempt is a child of a warm fork server."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import io
+import logging
+import pickle
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from robust_train.config import ConfigError
+from robust_train.execution import fork_server
+from robust_train.execution.child import failure_from_json
+from robust_train.execution.fork_server import EventHandler, ForkServer, ServerDied
+from robust_train.execution.request import AttemptRequest, TrainerRef
+from robust_train.execution.signals import SignalWatch
+from robust_train.failures import classify_exit
+from robust_train.types import Failure, FailureKind, Outcome
+
+log = logging.getLogger("robust_train")
+
+
+class ProcessExecutor:
+    """Runs attempts in processes of their own.
+
+    Args:
+        trainer: what to run.
+        cfg: the composed config, for what the trainer's module wants to have imported early.
+        run_dir: where the attempts' output is kept, as ``attempt-<n>.log``.
+        signals: the launcher's signals.
+        stop_grace_seconds: time for a last checkpoint when stopped.
+    """
+
+    def __init__(
+        self,
+        trainer: TrainerRef,
+        cfg: Any,
+        run_dir: Path,
+        signals: SignalWatch,
+        stop_grace_seconds: float,
+    ) -> None:
+        self.trainer = trainer
+        self._cfg = cfg
+        self._run_dir = run_dir
+        self._signals = signals
+        self._stop_grace_seconds = stop_grace_seconds
+        self._server: ForkServer | None = None
+        self._fork_is_safe = True
+        self._start(fork_server.take())
+
+    def sleep(self, seconds: float) -> None:
+        """Wait, but not for a trainer that cannot be imported.
+
+        Raises:
+            ConfigError: the trainer cannot be imported.
+        """
+        until = time.monotonic() + seconds
+        with contextlib.suppress(ServerDied):  # told by the attempt, with its output
+            if self._server is not None:
+                self._server.poll_loading(self.trainer, seconds)
+        time.sleep(max(until - time.monotonic(), 0))
+
+    def prepare(self) -> None:
+        """Wait until the trainer is imported.
+
+        Raises:
+            ConfigError: it cannot be.
+        """
+        with contextlib.suppress(ServerDied):  # an outcome of the first attempt
+            self._ready_server()
+
+    def run(self, request: AttemptRequest, on_event: EventHandler) -> Outcome:
+        """Run one attempt.
+
+        Raises:
+            ConfigError: the trainer cannot be imported.
+        """
+        started = time.monotonic()
+        collector = _Collector(on_event)
+        log_path = self._run_dir / f"attempt-{request.attempt}.log"
+        try:
+            server = self._ready_server()
+            server.pump.start_log(log_path)
+            returncode, max_resident = server.run(
+                request,
+                on_event=collector,
+                signals=self._signals,
+                stop_grace_seconds=self._stop_grace_seconds,
+            )
+            server.pump.end_log()
+            tail = server.pump.tail
+        except ServerDied as death:
+            returncode, max_resident = death.returncode, None
+            tail = self._end_server()
+        seconds = time.monotonic() - started
+        was_stopped = self._signals.received is not None
+        return collector.outcome(returncode, tail, seconds, max_resident, was_stopped)
+
+    def close(self, *, keep_server: bool) -> None:
+        """Release the server: for the next job of this process, or for good."""
+        server, self._server = self._server, None
+        if server is None:
+            return
+        if keep_server and self._fork_is_safe and server.is_alive:
+            fork_server.park(server)
+        else:
+            server.close()
+
+    def _start(self, server: ForkServer) -> None:
+        self._server = server
+        with contextlib.suppress(ServerDied):
+            server.begin_loading(self.trainer, self._cfg)
+
+    def _ready_server(self) -> ForkServer:
+        if self._server is None:
+            # a trainer that must not be forked after its import gets a bare interpreter each time
+            self._server = ForkServer(warm=self._fork_is_safe)
+            if self._fork_is_safe:
+                self._server.begin_loading(self.trainer, self._cfg)
+        server = self._server
+        if not self._fork_is_safe:
+            return server
+        server.poll_loading(self.trainer, None)
+        if server.unsafe is None:
+            return server
+        log.warning(
+            "%s: every attempt starts in a fresh interpreter instead of a fork, and that takes "
+            "seconds longer",
+            server.unsafe,
+        )
+        self._fork_is_safe = False
+        self._end_server()
+        return self._ready_server()
+
+    def _end_server(self) -> str:
+        """End the server; what it or its attempt printed last."""
+        server, self._server = self._server, None
+        if server is None:
+            return ""
+        server.close()
+        return server.pump.tail
+
+
+class _Collector:
+    """Listens to an attempt's events and makes its outcome of them."""
+
+    def __init__(self, forward: EventHandler) -> None:
+        self._forward = forward
+        self._ending: dict[str, Any] | None = None
+        self._start_step = 0
+        self._end_step: int | None = None
+        self._memory: dict[str, int] = {}
+
+    def __call__(self, event: dict[str, Any]) -> None:
+        kind = event["event"]
+        if kind in ("finished", "failed"):
+            self._ending = event
+            self._memory.update(event["memory"])
+            if event["step"] is not None:
+                self._end_step = event["step"]
+            return
+        if kind == "training_started":
+            self._start_step = event["step"]
+        elif kind == "progress":
+            self._end_step = event["step"]
+        elif kind == "memory":
+            figures = {k: v for k, v in event.items() if isinstance(v, int)}
+            self._memory.update(figures)
+        self._forward(event)
+
+    def outcome(
+        self,
+        returncode: int,
+        tail: str,
+        seconds: float,
+        max_resident_bytes: int | None,
+        was_stopped: bool,
+    ) -> Outcome:
+        ending = self._ending or {}
+        if ending.get("config_error"):
+            raise ConfigError(ending["config_error"])
+        failure = self._failure(returncode, tail, was_stopped)
+        on_gpu = "max_allocated" in self._memory
+        peak = self._memory["max_allocated"] if on_gpu else max_resident_bytes
+        return Outcome(
+            failure=failure,
+            result=ending.get("result"),
+            seconds=seconds,
+            start_step=self._start_step,
+            end_step=self._end_step,
+            peak_memory_bytes=peak,
+            memory=dict(self._memory) if on_gpu else None,
+            traceback=ending.get("traceback"),
+            error=_unpickled(ending.get("error")),
+        )
+
+    def _failure(self, returncode: int, tail: str, was_stopped: bool) -> Failure | None:
+        if self._ending is None:
+            if was_stopped:
+                return Failure(FailureKind.INTERRUPTED, "did not stop in time and was killed")
+            if returncode == 0:
+                return Failure(FailureKind.BUG, "the trainer ended its process without returning")
+            return classify_exit(returncode, tail)
+        if self._ending["event"] == "finished":
+            return None
+        return failure_from_json(self._ending["failure"])
+
+
+class _LoadedOnlyUnpickler(pickle.Unpickler):
+    """Builds exceptions only from modules that are here already: no torch in the launcher."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module not in sys.modules:
+            raise pickle.UnpicklingError(module)
+        return super().find_class(module, name)
+
+
+def _unpickled(encoded: str | None) -> BaseException | None:
+    if encoded is None:
+        return None
+    try:
+        error = _LoadedOnlyUnpickler(io.BytesIO(base64.b64decode(encoded))).load()
+    except Exception:
+        return None
+    return error if isinstance(error, BaseException) else None

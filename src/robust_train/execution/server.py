@@ -1,0 +1,249 @@
+"""The fork server's own process: import torch and the trainer once, then fork an attempt at a time.
+
+Started as ``python -m robust_train.execution.server CONTROL_FD EVENTS_FD``. It lives in a session
+of its own, so that a terminal's Ctrl-C reaches only the launcher, and it ends when the launcher
+does: the control socket's other end closes however the launcher dies.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import faulthandler
+import importlib
+import os
+import selectors
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from robust_train.config import ConfigError
+from robust_train.execution.child import adopt_hydra, run_attempt
+from robust_train.execution.cuda_guard import why_not_fork
+from robust_train.execution.request import AttemptRequest, TrainerRef
+from robust_train.execution.wire import (
+    ORPHAN_GRACE_SECONDS,
+    MessageReader,
+    send_event,
+    send_message,
+)
+from robust_train.run import Interrupted, Run
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+class Server:
+    """Serves one launcher over its control socket.
+
+    Messages in: ``hello`` (the launcher's ``sys.path``, and whether to import torch now), ``load``
+    (a trainer), ``fork`` (run an attempt in a child), ``signal``, ``kill``.
+    Messages out: ``loaded``, ``refused``, ``started``, ``exited``.
+    """
+
+    def __init__(self, control: socket.socket, events: socket.socket) -> None:
+        self._control = control
+        self._events = events
+        self._reader = MessageReader(control)
+        self._trainer: Callable[..., Any] | None = None
+        self._child: int | None = None
+
+    def serve(self) -> None:
+        """Until the launcher is gone."""
+        wakeup_read, wakeup_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._control, selectors.EVENT_READ)
+            selector.register(wakeup_read, selectors.EVENT_READ)
+            while not self._reader.closed:
+                selector.select()
+                with contextlib.suppress(BlockingIOError):
+                    os.read(wakeup_read, 4096)
+                self._reap()
+                for message in self._reader.read():
+                    self._handle(message)
+        self._end_orphan()
+
+    def _handle(self, message: dict[str, Any]) -> None:
+        kind = message["kind"]
+        if kind == "hello":
+            sys.path[:] = message["path"]
+            if message["warm"]:
+                with contextlib.suppress(ImportError):  # a trainer need not use torch
+                    importlib.import_module("torch")
+        elif kind == "load":
+            self._load(message["trainer"], message["cfg"])
+        elif kind == "fork":
+            self._fork(message["request"])
+        elif kind == "signal" and self._child is not None:
+            os.kill(self._child, message["signum"])
+        elif kind == "kill" and self._child is not None:
+            os.kill(self._child, signal.SIGKILL)
+
+    def _load(self, ref: TrainerRef, cfg: Any) -> None:
+        """Import the trainer and what it will need; find out whether forks are still possible."""
+        unsafe: str | None = None
+
+        def blame(module: str) -> None:
+            nonlocal unsafe
+            reason = why_not_fork()
+            if unsafe is None and reason is not None:
+                unsafe = f"{module} {reason}"
+
+        blame("torch")
+        try:
+            module, self._trainer = ref.load()
+            blame(module.__name__)
+            preload = getattr(module, "preload_modules", None)
+            for name in preload(cfg) if preload is not None else ():
+                with contextlib.suppress(ImportError):  # the trainer says itself what it lacks
+                    importlib.import_module(name)
+                blame(name)
+        except ConfigError as error:
+            send_message(self._control, {"kind": "refused", "reason": str(error)})
+            return
+        send_message(self._control, {"kind": "loaded", "unsafe": unsafe})
+
+    def _fork(self, request: AttemptRequest) -> None:
+        server = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            os.setpgid(0, 0)
+            _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != server:
+                os._exit(1)
+            self._control.close()
+            self._run(request)
+        with contextlib.suppress(OSError):  # the child does it too: whoever comes first
+            os.setpgid(pid, pid)
+        self._child = pid
+        send_message(self._control, {"kind": "started", "pid": pid})
+
+    def _run(self, request: AttemptRequest) -> None:
+        """Be the attempt; does not return."""
+        status = 1
+        try:
+            os.environ.clear()
+            os.environ.update(request.environ)
+            os.chdir(request.cwd)
+            faulthandler.enable()
+            adopt_hydra(request.hydra_cfg)
+            run = Run(
+                run_dir=Path(request.run_dir),
+                attempt=request.attempt,
+                resume_checkpoint=request.resume_checkpoint,
+                report=self._report,
+            )
+            _stop_on_sigterm(run)
+            trainer = self._trainer or request.trainer.load()[1]
+            status = 0 if run_attempt(request, trainer, run, self._report) is None else 1
+            # what a normal interpreter exit would do, without the server's own frames above us
+            threading._shutdown()  # type: ignore[attr-defined]
+            atexit._run_exitfuncs()
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+        finally:
+            with contextlib.suppress(Exception):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(status)
+
+    def _report(self, event: dict[str, Any]) -> None:
+        send_event(self._events, event)
+
+    def _reap(self) -> None:
+        """Collect dead children; with the attempt itself goes everything that it left running."""
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                pid, status, usage = os.wait4(-1, os.WNOHANG)
+                if pid == 0:
+                    return
+                if pid != self._child:
+                    continue
+                self._child = None
+                _kill_all(_children_of(os.getpid()), group=pid)
+                send_message(
+                    self._control,
+                    {
+                        "kind": "exited",
+                        "returncode": os.waitstatus_to_exitcode(status),
+                        "max_resident_bytes": usage.ru_maxrss * 1024,
+                    },
+                )
+
+    def _end_orphan(self) -> None:
+        """The launcher is gone: let the attempt save what it can, then end it."""
+        child = self._child
+        if child is None:
+            return
+        os.kill(child, signal.SIGTERM)
+        deadline = time.monotonic() + ORPHAN_GRACE_SECONDS
+        while os.waitpid(child, os.WNOHANG)[0] != child:
+            if time.monotonic() >= deadline:
+                os.kill(child, signal.SIGKILL)
+            time.sleep(0.02)
+        # only now are processes that it had detached children of this one
+        _kill_all(_children_of(os.getpid()), group=child)
+
+
+def _stop_on_sigterm(run: Run) -> None:
+    """SIGTERM asks the trainer to stop; one that never looks is interrupted, and so at the second.
+
+    Processes that the trainer forks (data-loader workers) get the default action back, or their
+    parent could not end them.
+    """
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        is_second = run._stop.is_set()
+        run.request_stop()
+        if is_second or not run.is_cooperative:
+            raise Interrupted("stopped by SIGTERM")
+
+    signal.signal(signal.SIGTERM, stop)
+    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+
+
+def _children_of(pid: int) -> list[int]:
+    """Direct children, orphans of the attempt included: this process is their subreaper."""
+    try:
+        return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def _kill_all(pids: Iterable[int], *, group: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, signal.SIGKILL)
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _prctl(option: int, value: int) -> None:
+    """Best effort: kernels and sandboxes without it lose a safety net, not the function."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def main() -> None:
+    """Entry of the process."""
+    control = socket.socket(fileno=int(sys.argv[1]))
+    events = socket.socket(fileno=int(sys.argv[2]))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    with contextlib.suppress(ConnectionError, BrokenPipeError):
+        Server(control, events).serve()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""Ctrl-C, SIGTERM and SIGHUP, seen by the launcher."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType, TracebackType
+from typing import Any
+
+_WATCHED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class JobInterrupted(KeyboardInterrupt):
+    """The job was told to stop. ``signum`` says by which signal."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(f"interrupted by {signal.Signals(signum).name}")
+        self.signum = signum
+
+    @property
+    def exit_code(self) -> int:
+        """128 + signal, as shells have it: 130 for Ctrl-C, 143 for SIGTERM."""
+        return 128 + self.signum
+
+
+class SignalWatch:
+    """While active, turns a signal into :class:`JobInterrupted`, or hands it to whoever asked.
+
+    Nothing is done outside the main thread, where Python allows no handlers.
+
+    Attributes:
+        received: the first signal that came, None before.
+    """
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self._handler: Callable[[int], None] | None = None
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> SignalWatch:
+        if threading.current_thread() is threading.main_thread():
+            for signum in _WATCHED:
+                previous = signal.getsignal(signum)
+                if previous == signal.SIG_IGN:
+                    continue  # nohup, or a background job of a script
+                self._previous[signum] = previous
+                signal.signal(signum, self._on_signal)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        frames: TracebackType | None,
+    ) -> None:
+        for signum, previous in self._previous.items():
+            signal.signal(signum, previous)
+
+    @contextlib.contextmanager
+    def handed_to(self, handler: Callable[[int], None]) -> Iterator[int]:
+        """Within this block signals call ``handler(signum)`` instead of raising.
+
+        Yields:
+            A descriptor that becomes readable when a signal came, for a select loop.
+        """
+        read_end, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        in_main_thread = bool(self._previous)
+        old = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False) if in_main_thread else -1
+        self._handler = handler
+        try:
+            yield read_end
+        finally:
+            self._handler = None
+            if in_main_thread:
+                signal.set_wakeup_fd(old)
+            os.close(read_end)
+            os.close(write_end)
+
+    def raise_if_received(self) -> None:
+        """Raise :class:`JobInterrupted` if a signal has come."""
+        if self.received is not None:
+            raise JobInterrupted(self.received)
+
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        if self.received is None:
+            self.received = signum
+        if self._handler is not None:
+            self._handler(signum)
+        else:
+            raise JobInterrupted(signum)

@@ -1,0 +1,96 @@
+"""Messages between the launcher and its fork server, and events from an attempt to the launcher.
+
+Control messages are pickled objects with a length in front, on a stream socket between two
+processes of one user. Events are JSON, one per packet on a sequenced-packet socket: several
+processes may write to it, a packet arrives whole or not at all, and a writer that is killed
+half-way leaves no torn message behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pickle
+import socket
+import struct
+from typing import Any
+
+ORPHAN_GRACE_SECONDS = 5.0
+"""How long an attempt whose launcher is gone may take for a last checkpoint."""
+
+_LENGTH = struct.Struct("!I")
+_MAX_EVENT_BYTES = 60_000
+_MAX_TEXT = 12_000
+
+
+def send_message(channel: socket.socket, message: Any) -> None:
+    """Send one object. Raises OSError when the other side is gone."""
+    data = pickle.dumps(message)
+    channel.sendall(_LENGTH.pack(len(data)) + data)
+
+
+class MessageReader:
+    """Takes whole messages off a stream socket without ever waiting for one.
+
+    Attributes:
+        closed: the other side is gone and nothing is left to read.
+    """
+
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel = channel
+        self._buffer = b""
+        self.closed = False
+
+    def read(self) -> list[Any]:
+        """Every message that has arrived completely, oldest first."""
+        while not self.closed:
+            try:
+                data = self._channel.recv(1 << 16, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                break
+            except ConnectionError:
+                data = b""
+            self._buffer += data
+            self.closed = not data
+        messages = []
+        while len(self._buffer) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._buffer)
+            end = _LENGTH.size + length
+            if len(self._buffer) < end:
+                break
+            messages.append(pickle.loads(self._buffer[_LENGTH.size : end]))
+            self._buffer = self._buffer[end:]
+        return messages
+
+
+def send_event(channel: socket.socket, event: dict[str, Any]) -> None:
+    """Send one event; a launcher that is gone is not the trainer's trouble."""
+    data = json.dumps(event, default=repr).encode()
+    if len(data) > _MAX_EVENT_BYTES:
+        data = json.dumps(_shortened(event), default=repr).encode()
+    with contextlib.suppress(OSError):
+        channel.send(data)
+
+
+def read_events(channel: socket.socket) -> list[dict[str, Any]]:
+    """Every event that has arrived, oldest first, without waiting."""
+    events: list[dict[str, Any]] = []
+    while True:
+        try:
+            data = channel.recv(_MAX_EVENT_BYTES * 2, socket.MSG_DONTWAIT)
+        except OSError:
+            return events
+        if not data:
+            return events
+        events.append(json.loads(data))
+
+
+def _shortened(value: Any) -> Any:
+    """``value`` with long texts cut in the middle and what cannot be cut replaced by a note."""
+    if isinstance(value, str) and len(value) > _MAX_TEXT:
+        return value[: _MAX_TEXT // 4] + "\n[…]\n" + value[-3 * _MAX_TEXT // 4 :]
+    if isinstance(value, dict):
+        return {key: _shortened(item) for key, item in value.items()}
+    if isinstance(value, list) and len(json.dumps(value, default=repr)) > _MAX_TEXT:
+        return f"[{len(value)} items, too long to carry over]"
+    return value

@@ -1,0 +1,375 @@
+"""The story of a job, top to bottom.
+
+compose → acquire a device → run an attempt → classify → decide → report
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import tenacity
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from robust_train import devices
+from robust_train.config import ConfigError, complete, validate
+from robust_train.devices import NoDevice
+from robust_train.execution import Executor
+from robust_train.execution.environment import attempt_environment
+from robust_train.execution.inline import InlineExecutor
+from robust_train.execution.process import ProcessExecutor
+from robust_train.execution.request import AttemptRequest, TrainerRef
+from robust_train.execution.signals import JobInterrupted, SignalWatch
+from robust_train.journal import Journal
+from robust_train.policy import AttemptsExhausted, PolicySettings, decide, first_attempt
+from robust_train.report.summary import (
+    AttemptRecord,
+    Summary,
+    attempts_table,
+    gpu_memory_summary,
+)
+from robust_train.types import (
+    MEMORY_FAILURES,
+    MIB,
+    Attempt,
+    AttemptSpec,
+    Decision,
+    FailureKind,
+    GiveUp,
+    Outcome,
+    Retry,
+)
+
+log = logging.getLogger("robust_train")
+
+Trainer = str | Callable[..., Any]
+
+
+class TrainerFailed(RuntimeError):
+    """The trainer failed in a way that is not retried. The message is its own traceback."""
+
+
+def launch(
+    trainer: Trainer | None,
+    cfg: Mapping[str, Any] | DictConfig | None = None,
+    *,
+    run_dir: str | Path | None = None,
+) -> Summary:
+    """Run ``trainer`` robustly: pick and wait for a GPU, and recover when memory runs out.
+
+    Args:
+        trainer: a callable ``trainer(cfg)`` or ``trainer(cfg, run)``, its dotted path, or None for
+            ``cfg.trainer._target_``.
+        cfg: any part of the keys of ``configs/robust.yaml``, and whatever the trainer needs.
+        run_dir: where journal, summary and checkpoints go; by default Hydra's folder for the job,
+            or a new one under ``outputs/``.
+
+    Returns:
+        The summary of a completed job; ``summary.result`` is what the trainer returned.
+
+    Raises:
+        ConfigError: the configuration or the trainer's path cannot be used; nothing was started.
+        NoDevice: no device in time, and the CPU is not allowed.
+        AttemptsExhausted: memory ran out on every device that may be used.
+        TrainerFailed: the trainer failed otherwise; or its own exception, where that could be
+            carried over from the attempt's process.
+        JobInterrupted: Ctrl-C or SIGTERM.
+    """
+    job = Job(trainer, complete(cfg or {}), run_dir)
+    summary = job.run()
+    if summary.status == "completed":
+        return summary
+    if summary.status == "no_device":
+        raise NoDevice(str(summary.reason))
+    last = summary.attempts[-1].attempt.outcome
+    if last.failure is not None and last.failure.kind in MEMORY_FAILURES:
+        raise AttemptsExhausted(str(summary.reason))
+    text = last.traceback or str(summary.reason)
+    raise TrainerFailed(text) if last.error is None else last.error from TrainerFailed(text)
+
+
+class Job:
+    """One launch, from a composed config to its summary.
+
+    Args:
+        trainer: as for :func:`launch`.
+        cfg: a complete config.
+        run_dir: as for :func:`launch`.
+
+    Raises:
+        ConfigError: the configuration cannot be used.
+    """
+
+    def __init__(
+        self, trainer: Trainer | None, cfg: DictConfig, run_dir: str | Path | None = None
+    ) -> None:
+        validate(cfg)
+        self.cfg = cfg.copy()
+        self.trainer = trainer or target_of(cfg)
+        self.settings = policy_settings(cfg)
+        self.run_dir = _run_folder(run_dir)
+        self.journal = Journal(self.run_dir / "journal.jsonl")
+        self.signals = SignalWatch()
+        self.records: list[AttemptRecord] = []
+        self.checkpoint: Path | None = None
+        self.wait_seconds = 0.0
+        self._started = time.monotonic()
+
+    def run(self) -> Summary:
+        """Run the job to its end, write ``summary.json``, show the table.
+
+        Raises:
+            ConfigError: the trainer cannot be imported, or refuses the configuration.
+            JobInterrupted: after the summary was written.
+        """
+        self.journal.write("job_started", run_dir=str(self.run_dir), trainer=str(self.trainer))
+        try:
+            with self.signals:
+                summary = self._train()
+        except JobInterrupted as interruption:
+            self._report(self._summary("interrupted", str(interruption)))
+            raise
+        except ConfigError as error:
+            self._report(self._summary("failed", str(error)))
+            raise
+        self._report(summary)
+        return summary
+
+    def _train(self) -> Summary:
+        executor = self._executor()
+        healthy = False
+        try:
+            try:
+                gpu = self._acquire_device(executor)
+            except NoDevice as error:
+                return self._summary("no_device", str(error))
+            executor.prepare()
+            spec = first_attempt(self.settings, gpu)
+            last = self._attempt_until_done(executor, spec)
+            healthy = True
+        finally:
+            executor.close(keep_server=healthy)
+        self.signals.raise_if_received()
+        outcome = last.attempt.outcome
+        if outcome.failure is None:
+            return self._summary("completed", None, outcome.result)
+        assert last.decision is not None
+        return self._summary("failed", last.decision.reason)
+
+    def _executor(self) -> Executor:
+        """How attempts run. A separate process starts importing the trainer right away."""
+        if self.cfg.isolation == "none":
+            trainer = self.trainer
+            function = TrainerRef(trainer).load()[1] if isinstance(trainer, str) else trainer
+            return InlineExecutor(function, self.signals)
+        cfg = self.cfg.copy()
+        OmegaConf.resolve(cfg)
+        return ProcessExecutor(
+            TrainerRef.of(self.trainer),
+            cfg,
+            self.run_dir,
+            self.signals,
+            self.cfg.stop_grace_seconds,
+        )
+
+    def _acquire_device(self, executor: Executor) -> devices.Device:
+        started = time.monotonic()
+        try:
+            device = devices.acquire(self.cfg, os.environ, sleep=executor.sleep)
+        finally:
+            self.wait_seconds = time.monotonic() - started
+        self.journal.write(
+            "device_acquired",
+            device="cpu" if device is None else f"cuda:{device.index}",
+            gpu=None if device is None else asdict(device),
+            wait_seconds=round(self.wait_seconds, 3),
+        )
+        return device
+
+    def _attempt_until_done(self, executor: Executor, spec: AttemptSpec) -> AttemptRecord:
+        """The retry loop: it goes on as long as the policy's decision is a Retry."""
+        next_spec = spec
+
+        def attempt_and_decide() -> AttemptRecord:
+            nonlocal next_spec
+            record = self._attempt(executor, next_spec)
+            if isinstance(record.decision, Retry):
+                next_spec = record.decision.spec
+                if next_spec.gpu is not None:
+                    devices.settle(next_spec.gpu, sleep=executor.sleep)
+            return record
+
+        retrying = tenacity.Retrying(
+            retry=tenacity.retry_if_result(lambda record: isinstance(record.decision, Retry)),
+            stop=tenacity.stop_never,
+            wait=tenacity.wait_none(),
+        )
+        return retrying(attempt_and_decide)
+
+    def _attempt(self, executor: Executor, spec: AttemptSpec) -> AttemptRecord:
+        number = len(self.records) + 1
+        self._announce(number, spec)
+        outcome = executor.run(self._request(number, spec), self._on_event)
+        attempt = Attempt(spec, outcome)
+        decision = self._decide(attempt)
+        record = AttemptRecord(attempt, decision)
+        self.records.append(record)
+        self.journal.write(
+            "attempt_ended", **record.as_json(number - 1), evidence=_evidence(outcome)
+        )
+        self._say(number, outcome, decision)
+        return record
+
+    def _decide(self, attempt: Attempt) -> Decision | None:
+        failure = attempt.outcome.failure
+        if failure is None:
+            return None
+        if failure.kind is FailureKind.INTERRUPTED or self.signals.received is not None:
+            return GiveUp("interrupted")
+        history = (*(record.attempt for record in self.records), attempt)
+        gpus = devices.candidates(self.cfg, os.environ) if attempt.spec.gpu is not None else ()
+        decision = decide(self.settings, history, gpus)
+        if isinstance(decision, GiveUp) and failure.kind is FailureKind.BUG:
+            return replace(decision, reason=failure.message)
+        return decision
+
+    def _request(self, number: int, spec: AttemptSpec) -> AttemptRequest:
+        inline = self.cfg.isolation == "none"
+        cfg = self.cfg.copy()
+        with open_dict(cfg):
+            cfg.device = devices.name_for_trainer(spec.gpu, os.environ, own_process=not inline)
+            cfg.training.batch_size = spec.batch_size
+            cfg.training.gradient_accumulation_steps = spec.gradient_accumulation_steps
+            cfg.training.num_workers = spec.num_workers
+        OmegaConf.resolve(cfg)
+        return AttemptRequest(
+            trainer=TrainerRef("inline.trainer") if inline else TrainerRef.of(self.trainer),
+            cfg=cfg,
+            hydra_cfg=_hydra_config(),
+            attempt=number,
+            run_dir=self.run_dir,
+            resume_checkpoint=self.checkpoint,
+            environ=attempt_environment(
+                os.environ, spec.gpu, expandable_segments=self.cfg.memory.expandable_segments
+            ),
+            cwd=os.getcwd(),
+        )
+
+    def _on_event(self, event: dict[str, Any]) -> None:
+        fields = {key: value for key, value in event.items() if key != "event"}
+        self.journal.write(event["event"], attempt=len(self.records) + 1, **fields)
+        if event["event"] == "checkpoint":
+            self.checkpoint = Path(event["path"])
+
+    def _announce(self, number: int, spec: AttemptSpec) -> None:
+        where = "the CPU" if spec.gpu is None else f"{spec.device} ({spec.gpu.name})"
+        log.info(
+            "attempt %d on %s: batch size %d × accumulation %d, effective batch size %d",
+            number,
+            where,
+            spec.batch_size,
+            spec.gradient_accumulation_steps,
+            spec.effective_batch_size,
+        )
+        self.journal.write(
+            "attempt_started",
+            index=number - 1,
+            device=spec.device,
+            gpu_uuid=None if spec.gpu is None else spec.gpu.uuid,
+            batch_size=spec.batch_size,
+            gradient_accumulation_steps=spec.gradient_accumulation_steps,
+            num_workers=spec.num_workers,
+            resume_checkpoint=None if self.checkpoint is None else str(self.checkpoint),
+        )
+
+    def _say(self, number: int, outcome: Outcome, decision: Decision | None) -> None:
+        if outcome.failure is None or decision is None:
+            return
+        if isinstance(decision, Retry):
+            log.warning("attempt %d: %s", number, decision.reason)
+            if decision.warning is not None:
+                log.warning("%s", decision.warning)
+            return
+        log.error("attempt %d: %s", number, decision.reason)
+        if outcome.failure.advice and outcome.failure.kind is not FailureKind.BUG:
+            log.error("what may help: %s", "; ".join(outcome.failure.advice))
+
+    def _summary(self, status: str, reason: str | None, result: Any = None) -> Summary:
+        return Summary(
+            status=status,
+            reason=reason,
+            result=result,
+            run_dir=self.run_dir,
+            wall_seconds=time.monotonic() - self._started,
+            wait_seconds=self.wait_seconds,
+            attempts=tuple(self.records),
+            checkpoint=self.checkpoint,
+        )
+
+    def _report(self, summary: Summary) -> None:
+        self.journal.write("job_ended", status=summary.status, reason=summary.reason)
+        summary.write()
+        if self.records:
+            log.info("attempts:\n%s", attempts_table(self.records))
+            memory = gpu_memory_summary(self.records[-1])
+            if memory is not None:
+                log.info("%s", memory)
+        ending = f"{summary.status} after {summary.wall_seconds:.1f} s"
+        log.info("%s; run folder: %s", ending, self.run_dir)
+
+
+def policy_settings(cfg: DictConfig) -> PolicySettings:
+    """The part of the config that decisions depend on."""
+    return PolicySettings(
+        batch_size=cfg.training.batch_size,
+        gradient_accumulation_steps=cfg.training.gradient_accumulation_steps,
+        num_workers=cfg.training.num_workers,
+        min_batch_size=cfg.min_batch_size,
+        max_retries=cfg.max_retries,
+        may_switch_gpu=cfg.auto_device,
+        allow_cpu_fallback=cfg.allow_cpu_fallback,
+        preserve_effective_batch_size=cfg.preserve_effective_batch_size,
+        min_gpu_memory_bytes=cfg.min_gpu_memory_mb * MIB,
+    )
+
+
+def target_of(cfg: DictConfig) -> str:
+    """The dotted path of the trainer that the config names."""
+    target = OmegaConf.select(cfg, "trainer._target_")
+    if not isinstance(target, str):
+        raise ConfigError(
+            "trainer._target_: missing; accepted is the dotted path of a function "
+            "trainer(cfg) or trainer(cfg, run)"
+        )
+    return target
+
+
+def _hydra_config() -> DictConfig | None:
+    config: Any = HydraConfig.instance().cfg
+    return None if config is None else config.copy()
+
+
+def _run_folder(run_dir: str | Path | None) -> Path:
+    if run_dir is not None:
+        path = Path(run_dir)
+    elif HydraConfig.initialized():
+        path = Path(HydraConfig.get().runtime.output_dir)
+    else:
+        path = Path("outputs") / time.strftime(f"%Y-%m-%d/%H-%M-%S_{os.getpid()}")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"run folder {path}: cannot be made: {error.strerror}") from error
+    return path.resolve()
+
+
+def _evidence(outcome: Outcome) -> dict[str, Any] | None:
+    if outcome.failure is None:
+        return None
+    return {**asdict(outcome.failure.evidence), "traceback": outcome.traceback}

@@ -1,0 +1,133 @@
+"""What a trainer that takes a second parameter, ``run``, can ask and tell the launcher.
+
+The same class serves an isolated attempt, an inline one and a plain ``train.py`` run; they differ
+only in where reports go.
+"""
+
+from __future__ import annotations
+
+import logging
+import resource
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger("robust_train")
+
+_PROGRESS_INTERVAL_SECONDS = 0.1
+
+Report = Callable[[dict[str, Any]], None]
+"""Takes one event: a JSON-ready dictionary with the key ``event``."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """Raised by a trainer that stopped because it was asked to, after its last checkpoint.
+
+    Derived from KeyboardInterrupt, so that a trainer's ``except Exception`` does not swallow it.
+    """
+
+
+class Run:
+    """One attempt as its trainer sees it.
+
+    Attributes:
+        attempt: number of this attempt, counted from 1.
+        run_dir: the job's run folder.
+        checkpoint_dir: where checkpoints belong; shared by all attempts of the job.
+        resume_checkpoint: the checkpoint to go on from, None for a fresh start.
+        is_cooperative: the trainer has looked at :attr:`stop_requested`.
+        last_step: last optimizer step that was reported, None before the first.
+    """
+
+    def __init__(
+        self,
+        *,
+        run_dir: Path,
+        attempt: int = 1,
+        resume_checkpoint: Path | None = None,
+        report: Report | None = None,
+    ) -> None:
+        self.attempt = attempt
+        self.run_dir = run_dir
+        self.checkpoint_dir = run_dir / "checkpoints"
+        self.resume_checkpoint = resume_checkpoint
+        self.is_cooperative = False
+        self.last_step: int | None = None
+        self._next_progress = 0.0
+        self._stop = threading.Event()
+        self._report = report or (lambda event: None)
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether to save a checkpoint now and raise :class:`Interrupted`.
+
+        A trainer that reads this is trusted to stop by itself; one that never does gets a
+        KeyboardInterrupt instead.
+        """
+        self.is_cooperative = True
+        return self._stop.is_set()
+
+    def request_stop(self) -> None:
+        """Ask the trainer to stop at its next step boundary."""
+        self._stop.set()
+
+    def started(self, step: int) -> None:
+        """Say which optimizer step this attempt starts from (0 for a fresh start)."""
+        self._report({"event": "training_started", "step": step})
+
+    def progress(self, step: int, *, total_steps: int | None = None, **scalars: float) -> None:
+        """Say that optimizer step ``step`` is done; ``scalars`` (loss, lr …) go to the journal.
+
+        May be called after every step: at most ten reports a second are passed on.
+        """
+        self.last_step = step
+        now = time.monotonic()
+        if now < self._next_progress:
+            return
+        self._next_progress = now + _PROGRESS_INTERVAL_SECONDS
+        self._report({"event": "progress", "step": step, "total_steps": total_steps, **scalars})
+
+    def checkpoint_saved(self, path: Path, step: int) -> None:
+        """Say that a complete checkpoint lies at ``path``: a later attempt resumes from it."""
+        self._report({"event": "checkpoint", "path": str(path), "step": step})
+
+    def memory_milestone(self, name: str) -> None:
+        """Log and record how much memory is in use at a moment called ``name``."""
+        figures = memory_in_use()
+        log.info("%s: %s", name, describe_memory(figures))
+        self._report({"event": "memory", "milestone": name, **figures})
+
+    def record(self, event: str, fields: Mapping[str, Any]) -> None:
+        """Put an event of the trainer's own into the journal."""
+        self._report({"event": event, **fields})
+
+
+def memory_in_use() -> dict[str, int]:
+    """Bytes in use: ``allocated``, ``reserved``, ``max_allocated`` of CUDA's current device where
+    CUDA has been started by this process, else ``resident`` and ``max_resident`` of the process.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return {
+            "allocated": torch.cuda.memory_allocated(),
+            "reserved": torch.cuda.memory_reserved(),
+            "max_allocated": torch.cuda.max_memory_allocated(),
+        }
+    resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return {
+        "resident": resident_pages * resource.getpagesize(),
+        # ru_maxrss is in KiB on Linux, see getrusage(2)
+        "max_resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+
+
+def describe_memory(figures: Mapping[str, int]) -> str:
+    """The figures of :func:`memory_in_use` as a line for people."""
+    if "allocated" in figures:
+        now, peak, label = figures["allocated"], figures["max_allocated"], "GPU Memory - Allocated"
+    else:
+        now, peak, label = figures["resident"], figures["max_resident"], "Host Memory - Resident"
+    return f"{label}: {now / 1024**3:.2f} GB, Peak: {peak / 1024**3:.2f} GB"

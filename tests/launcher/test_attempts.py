@@ -1,0 +1,282 @@
+"""What a trainer is given, and how its end, in any form, becomes an outcome."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from world import ROOT, World, is_running, wait_until
+
+
+def test_a_function_of_cfg_is_enough_and_its_result_is_the_jobs_result(world: World):
+    ended = world.train("what_it_was_given", "training.batch_size=12", "training.lr=0.5")
+    assert ended.returncode == 0, ended.output
+    result = ended.summary["result"]
+    assert result["device"] == "cpu"
+    assert result["batch_size"] == 12
+    assert result["gradient_accumulation_steps"] == 1
+    assert result["lr"] == 0.5
+    assert result["cwd"] == str(world.folder)
+    assert ended.summary["status"] == "completed"
+    assert ended.summary["schema"] == 1
+
+
+def test_an_attempt_on_the_cpu_sees_no_gpu_and_has_not_started_cuda(world: World):
+    result = world.train("what_it_was_given").summary["result"]
+    assert result["visible"] == ""
+    assert result["cuda_started"] is False
+
+
+def test_a_second_parameter_gets_the_run(world: World):
+    ended = world.train("uses_run")
+    assert ended.summary["result"] == {
+        "attempt": 1,
+        "resume_checkpoint": None,
+        "checkpoint_dir": str(world.run_dir / "checkpoints"),
+    }
+
+
+def test_an_object_that_can_be_called_is_a_trainer(world: World):
+    assert world.train("instance", "training.batch_size=9").summary["result"] == 9
+
+
+def test_a_bug_ends_the_job_at_once_with_the_trainers_own_traceback(world: World):
+    ended = world.train("has_a_bug")
+    assert ended.returncode == 1
+    assert len(ended.attempts) == 1
+    assert ended.attempts[0]["outcome"] == "bug"
+    assert ended.summary["status"] == "failed"
+    assert "KeyError: 'a key that is not there'" in ended.stderr
+    assert "in _deep_down" in ended.stderr
+    frames = [line for line in ended.stderr.splitlines() if line.strip().startswith("File ")]
+    assert all("trainers.py" in frame for frame in frames), "frames of the launcher are shown"
+
+
+@pytest.mark.parametrize(
+    ("trainer", "outcome", "words"),
+    [
+        ("dies_of_segfault", "bug", "SIGSEGV"),
+        ("calls_sys_exit", "bug", "sys.exit(3)"),
+        ("calls_os_exit", "bug", "without returning"),
+    ],
+)
+def test_a_child_that_dies_is_an_outcome(world: World, trainer: str, outcome: str, words: str):
+    ended = world.train(trainer)
+    assert ended.returncode == 1, ended.output
+    assert [a["outcome"] for a in ended.attempts] == [outcome]
+    assert words in ended.attempts[0]["message"]
+
+
+def test_a_child_that_is_killed_is_an_outcome(world: World):
+    ended = world.train("dies_of_sigkill")
+    assert ended.returncode == 1, ended.output
+    assert "SIGKILL" in ended.attempts[0]["message"]
+
+
+def test_the_stack_of_a_segfault_is_in_the_attempts_log(world: World):
+    world.train("dies_of_segfault")
+    assert "dies_of_segfault" in (world.run_dir / "attempt-1.log").read_text()
+
+
+def test_the_next_attempt_resumes_from_the_last_checkpoint(world: World):
+    ended = world.train("resumes")
+    assert ended.returncode == 0, ended.output
+    assert ended.summary["result"] == 5
+    assert [(a["start_step"], a["end_step"]) for a in ended.attempts] == [(0, 7), (5, 10)]
+    assert [a["outcome"] for a in ended.attempts] == ["host_oom", "completed"]
+    events = [event["event"] for event in ended.journal]
+    assert events[0] == "job_started"
+    assert events[-1] == "job_ended"
+    assert events.index("attempt_started") < events.index("checkpoint")
+
+
+def test_retries_come_from_one_fork_server(world: World):
+    attempts = world.folder / "attempts"
+    world.environ |= {"BATCH_BUDGETS": '{"cpu": 16}', "ATTEMPTS_FILE": str(attempts)}
+    ended = world.train("within_a_budget")
+    assert ended.returncode == 0, ended.output
+    lines = [line.split() for line in attempts.read_text().splitlines()]
+    assert [batch for _, batch, _ in lines] == ["64", "32", "16"]
+    assert len({parent for *_, parent in lines}) == 1
+
+
+def test_what_a_trainer_prints_is_shown_and_kept(world: World):
+    ended = world.train("prints")
+    assert "a line on stdout" in ended.stdout
+    assert "straight to the descriptor" in ended.stdout
+    assert "a line on stderr" in ended.stderr
+    log = (world.run_dir / "attempt-1.log").read_text().splitlines()
+    assert {"a line on stdout", "a line on stderr", "straight to the descriptor"} <= set(log)
+    assert "step 2" in log, "a rewritten line is kept as it was in the end"
+    assert ended.summary["result"] == [False, False]
+
+
+def test_a_trainer_has_a_terminal_where_the_launcher_has_one(world: World):
+    main, side = pty.openpty()
+    command = world.command("trainer._target_=trainers.prints")
+    process = subprocess.Popen(
+        command, cwd=world.folder, env=world.environ, stdin=side, stdout=side, stderr=side
+    )
+    os.close(side)
+    shown = b""
+    while True:
+        try:
+            data = os.read(main, 4096)
+        except OSError:  # EIO: the last writer is gone
+            break
+        if not data:
+            break
+        shown += data
+    assert process.wait() == 0, shown.decode()
+    summary = json.loads((world.run_dir / "summary.json").read_text())
+    assert summary["result"] == [True, True]
+    assert b"a line on stdout" in shown
+
+
+def test_logging_and_hydra_config_work_inside_an_attempt(world: World):
+    ended = world.train("knows_hydra")
+    assert ended.summary["result"] == str(world.run_dir)
+    assert "said through logging" in ended.stdout
+    assert "said through logging" in (world.run_dir / "train_robust.log").read_text()
+
+
+def test_allocator_settings_are_in_place_before_cuda_starts(world: World):
+    ended = world.train("allocator_settings")
+    assert "expandable_segments:True" in ended.summary["result"]
+    world.environ["PYTORCH_CUDA_ALLOC_CONF"] = "max_split_size_mb:128"
+    ended = world.train("allocator_settings", "memory.expandable_segments=false")
+    assert ended.summary["result"] == "max_split_size_mb:128,expandable_segments:False"
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_stops_child_and_launcher_after_a_last_checkpoint(
+    world: World, signum: int, code: int
+):
+    ready = world.folder / "ready"
+    world.environ["READY_FILE"] = str(ready)
+    process = world.start("trainer._target_=trainers.catches_everything_and_stops_politely")
+    child = int(wait_until(lambda: ready.exists() and ready.read_text(), "the trainer runs"))
+    process.send_signal(signum)
+    ended = world.end(process)
+    assert ended.returncode == code, ended.output
+    assert not is_running(child)
+    assert ended.summary["status"] == "interrupted"
+    assert [a["outcome"] for a in ended.attempts] == ["interrupted"]
+    assert Path(ended.summary["checkpoint"]).exists()
+
+
+def test_a_trainer_that_never_looks_is_interrupted_and_can_clean_up(world: World):
+    ready = world.folder / "ready"
+    world.environ["READY_FILE"] = str(ready)
+    process = world.start("trainer._target_=trainers.never_looks_whether_to_stop")
+    wait_until(lambda: ready.exists() and ready.read_text(), "the trainer runs")
+    process.send_signal(signal.SIGTERM)
+    ended = world.end(process)
+    assert ended.returncode == 143, ended.output
+    assert Path(f"{ready}.cleaned").exists()
+
+
+def test_a_trainer_that_does_not_stop_is_killed_with_all_it_started(world: World):
+    ready = world.folder / "ready"
+    world.environ["READY_FILE"] = str(ready)
+    process = world.start(
+        "trainer._target_=trainers.does_not_stop_at_all", "stop_grace_seconds=0.2"
+    )
+    text = wait_until(lambda: ready.exists() and ready.read_text(), "the trainer runs")
+    process.send_signal(signal.SIGTERM)
+    ended = world.end(process)
+    assert ended.returncode == 143, ended.output
+    for pid in text.split():
+        wait_until(lambda pid=pid: not is_running(int(pid)), f"process {pid} ends")
+
+
+def test_a_killed_launcher_leaves_nothing_behind(world: World):
+    ready = world.folder / "ready"
+    world.environ["READY_FILE"] = str(ready)
+    process = world.start("trainer._target_=trainers.does_not_stop_at_all")
+    text = wait_until(lambda: ready.exists() and ready.read_text(), "the trainer runs")
+    process.kill()
+    for pid in text.split():
+        wait_until(lambda pid=pid: not is_running(int(pid)), f"process {pid} ends")
+    process.communicate()
+
+
+def test_a_killed_fork_server_takes_its_attempt_along_and_is_an_outcome(world: World):
+    ready = world.folder / "ready"
+    world.environ["READY_FILE"] = str(ready)
+    process = world.start("trainer._target_=trainers.never_looks_whether_to_stop")
+    child = int(wait_until(lambda: ready.exists() and ready.read_text(), "the trainer runs"))
+    stat = Path(f"/proc/{child}/stat").read_text()
+    os.kill(int(stat.rpartition(")")[2].split()[1]), signal.SIGKILL)
+    ended = world.end(process)
+    assert ended.returncode == 1, ended.output
+    assert "SIGKILL" in ended.attempts[0]["message"]
+    wait_until(lambda: not is_running(child), "the attempt ends")
+
+
+def test_the_launcher_itself_never_imports_torch(world: World):
+    code = (
+        "import sys\n"
+        "from robust_train.cli.door import open_robust\n"
+        "try:\n"
+        "    open_robust()\n"
+        "except SystemExit as stop:\n"
+        "    print('code', stop.code, 'torch' in sys.modules)\n"
+    )
+    process = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            code,
+            "trainer._target_=trainers.what_it_was_given",
+            f"hydra.run.dir={world.run_dir}",
+        ],
+        cwd=ROOT,
+        env=world.environ,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "code 0 False" in process.stdout, process.stdout + process.stderr
+
+
+def test_import_of_the_package_alone_does_not_import_torch():
+    code = "import sys, robust_train; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_module_that_starts_a_thread_gets_fresh_interpreters_and_a_warning(world: World):
+    ended = world.run("trainer._target_=trainer_that_starts_a_thread.train")
+    assert ended.returncode == 0, ended.output
+    assert "trainer_that_starts_a_thread starts a thread when it is imported" in ended.stdout
+
+
+def test_a_job_goes_on_when_its_journal_cannot_be_written(world: World):
+    world.run_dir.mkdir()
+    (world.run_dir / "journal.jsonl").symlink_to("/dev/full")
+    ended = world.train("uses_run")
+    assert ended.returncode == 0, ended.output
+    assert ended.output.count("No space left on device") == 1
+    assert ended.summary["status"] == "completed"
+
+
+def test_inline_attempts_run_in_the_launchers_process(world: World):
+    ended = world.train("what_it_was_given", "isolation=none")
+    assert ended.returncode == 0, ended.output
+    assert ended.summary["result"]["parent"] == os.getpid()
+
+
+def test_inline_attempts_recover_and_fail_like_isolated_ones(world: World):
+    ended = world.train("resumes", "isolation=none")
+    assert ended.summary["result"] == 5
+    assert [a["outcome"] for a in ended.attempts] == ["host_oom", "completed"]
+    ended = world.train("has_a_bug", "isolation=none")
+    assert ended.returncode == 1
+    assert "in _deep_down" in ended.stderr

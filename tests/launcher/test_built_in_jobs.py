@@ -1,0 +1,180 @@
+"""The commands of the README with the built-in trainer, on real images in their true formats."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from training.training_world import write_cub200, write_flowers102
+from world import World, wait_until
+
+TINY = (
+    "model.backbone=test_vit",
+    "model.pretrained=false",
+    "model.image_size=32",
+    "training.num_workers=0",
+    "training.epochs=1",
+)
+
+
+def test_the_default_job_reads_real_digits_with_97_percent_or_more(world: World):
+    ended = world.run()
+    assert ended.returncode == 0, ended.output
+    result = ended.summary["result"]
+    assert result["test_accuracy"] >= 0.97
+    assert "Test accuracy: " in ended.stdout
+    assert str(world.run_dir) in ended.stdout
+    assert torch.load(result["checkpoint"], weights_only=True)["model"]
+    assert Path(ended.summary["checkpoint"]).exists()
+    assert "Effective batch size: 64" in ended.stdout
+    assert "Memory - " in ended.stdout
+    assert "\r" not in ended.output, "no progress bar where there is no terminal"
+    assert list((world.run_dir / "tensorboard").iterdir())
+
+
+def test_a_terminal_shows_a_progress_bar(world: World):
+    main, side = pty.openpty()
+    command = world.command("training.epochs=2")
+    process = subprocess.Popen(
+        command, cwd=world.folder, env=world.environ, stdin=side, stdout=side, stderr=side
+    )
+    os.close(side)
+    shown = b""
+    while True:
+        try:
+            shown += os.read(main, 4096)
+        except OSError:  # EIO: the last writer is gone
+            break
+    assert process.wait() == 0, shown.decode()
+    assert b"\r" in shown
+    assert b"%|" in shown, shown.decode()
+
+
+def test_the_same_job_gives_the_same_result_under_both_doors(world: World):
+    robust = world.run("training.epochs=2").summary["result"]
+    weights = torch.load(robust["checkpoint"], weights_only=True)["model"]
+    plain = World(world.folder)
+    plain.run_dir = world.folder / "plain"
+    ended = plain.run("training.epochs=2", script="train.py")
+    assert ended.returncode == 0, ended.output
+    assert not (plain.run_dir / "journal.jsonl").exists(), "train.py supervises nothing"
+    other = torch.load(plain.run_dir / "checkpoints" / "final.pt", weights_only=True)["model"]
+    assert all(torch.equal(weights[name], other[name]) for name in weights)
+
+
+def test_train_py_takes_the_keys_of_the_readme_and_refuses_an_absent_gpu(world: World):
+    world.environ["CUDA_VISIBLE_DEVICES"] = ""
+    ended = world.run(
+        "training.batch_size=32",
+        "training.gradient_accumulation_steps=4",
+        "device=cuda:1",
+        script="train.py",
+    )
+    assert ended.returncode == 2, ended.output
+    assert "device=cuda:1" in ended.stderr
+    assert "Traceback" not in ended.output
+
+
+def test_train_py_shows_a_bug_with_its_own_traceback(world: World):
+    ended = world.run("trainer._target_=trainers.has_a_bug", "device=cpu", script="train.py")
+    assert ended.returncode == 1
+    assert "KeyError: 'a key that is not there'" in ended.stderr
+
+
+@pytest.mark.parametrize("door", ["train_robust.py", "train.py"])
+def test_ctrl_c_saves_a_last_checkpoint(world: World, door: str):
+    process = world.start("training.epochs=1000", script=door)
+    checkpoints = world.run_dir / "checkpoints"
+    wait_until(lambda: list(checkpoints.glob("step-*.pt")), "the first checkpoint")
+    process.send_signal(signal.SIGINT)
+    ended = world.end(process)
+    assert ended.returncode == 130, ended.output
+    assert "Traceback" not in ended.output
+    if door == "train_robust.py":
+        attempt = ended.attempts[0]
+        last = Path(ended.summary["checkpoint"]).stem
+        assert last == f"step-{attempt['end_step']:08d}"
+
+
+def test_lora_on_flowers_from_the_original_files(world: World):
+    root = write_flowers102(world.folder / "data")
+    ended = world.run(
+        "--config-name",
+        "robust",
+        "model=lora",
+        "dataset=flowers102",
+        "model.lora_r=4",
+        "model.target_modules=[qkv]",
+        f"dataset.root={root}",
+        *TINY,
+    )
+    assert ended.returncode == 0, ended.output
+    assert 0 <= ended.summary["result"]["test_accuracy"] <= 1
+
+
+def test_a_linear_probe_on_birds_from_the_original_files(world: World):
+    root = write_cub200(world.folder / "data")
+    ended = world.run(
+        "model=linear_probe",
+        "dataset=cub200",
+        "wait_for_gpu=true",
+        "gpu_wait_timeout_minutes=120",
+        "gpu_check_interval_seconds=30",
+        f"dataset.root={root}",
+        *TINY,
+    )
+    assert ended.returncode == 0, ended.output
+    assert ended.summary["wait_seconds"] < 120 * 60, "without a GPU nothing is waited for"
+
+
+def test_a_sweep_over_models_and_rates(world: World):
+    sweep = world.folder / "sweep"
+    ended = world.run(
+        "-m",
+        "model=lora,linear_probe",
+        "dataset=digits",
+        "training.lr=1e-3,1e-4",
+        # Hydra looks keys up in the default model unless they are swept as well
+        "model.backbone=choice(test_vit)",
+        "model.pretrained=choice(false)",
+        "model.image_size=choice(32)",
+        "training.epochs=1",
+        f"hydra.sweep.dir={sweep}",
+    )
+    assert ended.returncode == 0, ended.output
+    summaries = [json.loads(p.read_text()) for p in sorted(sweep.glob("*/summary.json"))]
+    assert [s["status"] for s in summaries] == ["completed"] * 4
+
+
+def test_without_a_network_one_line_says_what_is_missing_and_what_helps(world: World):
+    ended = world.run("model=linear_probe", "dataset=flowers102", "dataset.download=false")
+    assert ended.returncode == 2, ended.output
+    assert "dataset" in ended.stderr.splitlines()[-1]
+    assert "dataset.root=" in ended.stderr.splitlines()[-1]
+    assert "Traceback" not in ended.output
+
+
+def test_a_real_out_of_memory_error_halves_the_batch_and_finishes(world: World):
+    """The limit is between what the whole batch needs and what half of it does."""
+    arguments = ("model.width=64", "training.batch_size=1024", "training.epochs=2")
+    world.environ["GROWTH_FILE"] = str(world.folder / "growth")
+    ended = world.train("measures_its_growth", *arguments)
+    assert ended.returncode == 0, ended.output
+    growth = int((world.folder / "growth").read_text())
+
+    world.environ["DATA_LIMIT_BYTES"] = str(int(growth * 0.75))
+    ended = world.train("within_a_data_limit", *arguments)
+    assert ended.returncode == 0, ended.output
+    attempts = [(a["outcome"], a["batch_size"], a["action"]) for a in ended.attempts]
+    assert attempts[0] == ("host_oom", 1024, "halve_batch")
+    assert attempts[-1][0] == "completed"
+    assert attempts[-1][1] < 1024
+    assert {a["effective_batch_size"] for a in ended.attempts} == {1024}
+    assert "allocate memory" in ended.attempts[0]["message"]

@@ -1,0 +1,218 @@
+"""Which device a job gets, on simulated machines: the real NVML client on a simulated library."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable
+
+import pytest
+
+from simulated_nvml import GPU_IS_LOST, Gpu, Machine
+from world import World, wait_until
+
+A = "GPU-aaaaaaaa-0000-0000-0000-000000000000"
+B = "GPU-bbbbbbbb-0000-0000-0000-000000000000"
+
+MakeMachine = Callable[..., Machine]
+
+
+@pytest.fixture
+def two_gpus(world: World, cuda_machine_with: MakeMachine) -> Machine:
+    """GPU 0 has 20000 MiB free, GPU 1 has 10000."""
+    machine = cuda_machine_with(
+        Gpu(uuid=A, total_mib=24000, free_mib=20000),
+        Gpu(uuid=B, total_mib=24000, free_mib=10000),
+    )
+    world.with_environ(machine.environ)
+    return machine
+
+
+def visible_to_trainer(world: World, *arguments: str) -> str:
+    ended = world.train("what_it_was_given", *arguments)
+    assert ended.returncode == 0, ended.output
+    return ended.summary["result"]["visible"]
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_the_gpu_with_the_most_free_memory_is_the_only_one_the_trainer_sees(world: World):
+    ended = world.train("what_it_was_given")
+    assert ended.returncode == 0, ended.output
+    assert ended.summary["result"]["visible"] == A
+    assert ended.summary["result"]["device"] == "cuda:0"
+    assert ended.attempts[0]["device"] == "cuda:0"
+    assert ended.attempts[0]["gpu_uuid"] == A
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_device_of_ones_own_choice_is_used(world: World):
+    assert visible_to_trainer(world, "auto_device=false", "device=cuda:1") == B
+    assert visible_to_trainer(world, "auto_device=false", "device=cpu") == ""
+    assert visible_to_trainer(world, "auto_device=false", "device=GPU-bbbb") == B
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_device_that_is_not_there_is_refused_with_those_that_are(world: World):
+    ended = world.train("what_it_was_given", "auto_device=false", "device=cuda:7")
+    assert ended.returncode == 2, ended.output
+    assert "device=cuda:7" in ended.stderr
+    assert A in ended.stderr
+    assert B in ended.stderr
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_mask_is_never_widened(world: World):
+    world.environ["CUDA_VISIBLE_DEVICES"] = "1"
+    assert visible_to_trainer(world) == B
+    assert visible_to_trainer(world, "auto_device=false", "device=cuda:0") == B
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_gpus_hidden_on_purpose_mean_the_cpu(world: World):
+    world.environ["CUDA_VISIBLE_DEVICES"] = ""
+    ended = world.train("what_it_was_given")
+    assert ended.summary["result"]["device"] == "cpu"
+    assert "WARNING" not in ended.output
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_gpus_hidden_by_mistake_mean_a_warning_that_names_the_variable(world: World):
+    world.environ["CUDA_VISIBLE_DEVICES"] = "GPU-cccc"
+    ended = world.train("what_it_was_given")
+    assert ended.summary["result"]["device"] == "cpu"
+    warning = next(line for line in ended.stdout.splitlines() if "WARNING" in line)
+    assert "CUDA_VISIBLE_DEVICES" in warning
+    assert "GPU-cccc" in warning
+
+
+def test_halves_halves_takes_the_other_gpu_and_in_the_end_the_cpu(world: World, two_gpus: Machine):
+    attempts = world.folder / "attempts"
+    go = world.folder / "go"
+    world.environ |= {
+        "BATCH_BUDGETS": json.dumps({A: 8, B: 4}),
+        "ATTEMPTS_FILE": str(attempts),
+        "GO_FILE": str(go),
+    }
+    process = world.start(
+        "trainer._target_=trainers.within_a_budget", "training.batch_size=64", "min_batch_size=16"
+    )
+    wait_until(attempts.exists, "the first attempt")
+    two_gpus.update(1, free_mib=23000)  # somebody else's job ended on the other GPU
+    go.touch()
+    ended = world.end(process)
+    assert ended.returncode == 0, ended.output
+    rows = [(a["gpu_uuid"], a["batch_size"], a["action"]) for a in ended.attempts]
+    assert rows == [
+        (A, 64, "halve_batch"),
+        (A, 32, "halve_batch"),
+        (A, 16, "switch_gpu"),
+        (B, 16, "cpu_fallback"),
+        (None, 64, "none"),
+    ]
+    assert {a["effective_batch_size"] for a in ended.attempts} == {64}
+    outcomes = [a["outcome"] for a in ended.attempts]
+    assert outcomes == ["device_oom"] * 4 + ["completed"]
+    lines = [line.split()[:2] for line in attempts.read_text().splitlines()]
+    assert lines == [[A, "64"], [A, "32"], [A, "16"], [B, "16"], ["cpu", "64"]]
+    assert "23000 MiB free" in ended.attempts[2]["reason"]
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_gives_up_with_every_attempt_listed_where_the_cpu_is_not_allowed(world: World):
+    world.environ |= {
+        "BATCH_BUDGETS": json.dumps({A: 1, B: 1}),
+        "ATTEMPTS_FILE": str(world.folder / "attempts"),
+    }
+    ended = world.train("within_a_budget", "allow_cpu_fallback=false", "min_batch_size=32")
+    assert ended.returncode == 1, ended.output
+    assert ended.summary["status"] == "failed"
+    assert "cuda:0 at micro-batch 64, 32" in ended.stderr
+
+
+def test_waits_until_enough_memory_is_free(world: World, two_gpus: Machine):
+    process = world.start(
+        "trainer._target_=trainers.what_it_was_given",
+        "min_gpu_memory_mb=22000",
+        "gpu_check_interval_seconds=0.1",
+    )
+    wait_until(
+        lambda: len(two_gpus.calls("nvmlDeviceGetMemoryInfo_v2")) >= 12, "it looks repeatedly"
+    )
+    two_gpus.update(1, free_mib=23000)
+    ended = world.end(process)
+    assert ended.returncode == 0, ended.output
+    assert ended.summary["result"]["visible"] == B
+    assert ended.summary["wait_seconds"] > 0
+    assert "22000" in ended.output
+
+
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["gpu_wait_timeout_minutes=0.01", "gpu_check_interval_seconds=0.1"],
+        ["wait_for_gpu=false"],
+    ],
+)
+def test_when_time_is_up_the_cpu_is_taken_or_the_exit_code_is_75(
+    world: World, arguments: list[str]
+):
+    arguments = ["min_gpu_memory_mb=22000", *arguments]
+    assert visible_to_trainer(world, *arguments) == ""
+    ended = world.train("what_it_was_given", "allow_cpu_fallback=false", *arguments)
+    assert ended.returncode == 75, ended.output
+    assert ended.summary["status"] == "no_device"
+    assert ended.attempts == []
+    assert "22000" in ended.stderr
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_request_that_no_gpu_could_ever_meet_fails_at_once(world: World):
+    ended = world.train("what_it_was_given", "min_gpu_memory_mb=90000", "allow_cpu_fallback=false")
+    assert ended.returncode == 75, ended.output
+    assert "24000" in ended.stderr, "the largest request that could be met is named"
+
+
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_the_waiting_at_once(world: World, signum: int, code: int):
+    process = world.start(
+        "trainer._target_=trainers.what_it_was_given",
+        "min_gpu_memory_mb=22000",
+        "gpu_check_interval_seconds=1000",
+    )
+    journal = world.run_dir / "journal.jsonl"
+    wait_until(journal.exists, "the job has started")
+    process.send_signal(signum)
+    ended = world.end(process)
+    assert ended.returncode == code, ended.output
+    assert ended.summary["status"] == "interrupted"
+    assert ended.attempts == []
+    assert "Traceback" not in ended.output
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_trainer_that_cannot_be_imported_ends_the_waiting(world: World):
+    ended = world.run(
+        "trainer._target_=no_such_module.train",
+        "min_gpu_memory_mb=22000",
+        "gpu_check_interval_seconds=1000",
+    )
+    assert ended.returncode == 2, ended.output
+    assert "no_such_module" in ended.stderr
+
+
+def test_a_lost_gpu_is_skipped_with_its_reason(world: World, two_gpus: Machine):
+    two_gpus.fail("nvmlDeviceGetMemoryInfo", GPU_IS_LOST, 0)
+    two_gpus.fail("nvmlDeviceGetMemoryInfo_v2", GPU_IS_LOST, 0)
+    ended = world.train("what_it_was_given")
+    assert ended.summary["result"]["visible"] == B
+    assert "lost" in ended.output.lower()
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_module_that_starts_cuda_gets_fresh_interpreters_and_a_warning(world: World):
+    ended = world.run("trainer._target_=trainer_that_starts_cuda.train")
+    assert ended.returncode == 0, ended.output
+    assert ended.summary["result"]["visible"] == A
+    assert "trainer_that_starts_cuda starts CUDA when it is imported" in ended.stdout

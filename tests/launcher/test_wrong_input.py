@@ -1,0 +1,80 @@
+"""A user's mistake: one line, exit code 2, no traceback, nothing started."""
+
+from __future__ import annotations
+
+import pytest
+
+from world import World
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        # what Hydra refuses
+        (["training.batchsize=8"], ["training.batchsize=8", "batch_size", "no such key"]),
+        (["min_batchsize=8"], ["min_batchsize=8", "did you mean min_batch_size?"]),
+        (["training.batch_size=many"], ["training.batch_size=many", "a whole number"]),
+        (["auto_device=perhaps"], ["auto_device=perhaps", "true or false"]),
+        (["model=transformer"], ["model=transformer", "cnn", "lora", "linear_probe"]),
+        (["dataset=imagenet"], ["dataset=imagenet", "digits", "flowers102"]),
+        (["model=lora", "model.lora_rr=4"], ["model.lora_rr=4", "did you mean lora_r?"]),
+        (["model=lora", "model.lora_r=abc"], ["model.lora_r=abc", "a whole number"]),
+        (["training.lr=[1"], ["training.lr=[1", "cannot be read"]),
+        (["--config-name", "rubust"], ["rubust"]),
+        (["training.lr=${no.such.key}"], ["training.lr", "no.such.key"]),
+        (["dataset=image_folder"], ["dataset.root", "must be given"]),
+        # what is out of range
+        (["training.batch_size=0"], ["training.batch_size=0", "1 or more"]),
+        (["training.gradient_accumulation_steps=0"], ["gradient_accumulation_steps=0"]),
+        (["min_batch_size=65"], ["min_batch_size=65", "training.batch_size=64"]),
+        (["device=gpu7", "auto_device=false"], ["device=gpu7", "cuda:<number>"]),
+        (["training.lr=-1"], ["training.lr=-1", "more than 0"]),
+        (["training.lr=nan"], ["training.lr=nan", "more than 0"]),
+        (["isolation=docker"], ["isolation=docker", "process, none"]),
+        (["max_retries=-1"], ["max_retries=-1", "0 or more"]),
+        (["gpu_check_interval_seconds=0"], ["gpu_check_interval_seconds=0"]),
+        # what cannot be imported
+        (["trainer._target_=no_such_module.train"], ["no_such_module.train", "Python path"]),
+        (["trainer._target_=trainers.no_such_function"], ["no_such_function", "trainers"]),
+        (["trainer._target_=trainers"], ["trainer._target_=trainers", "package.module.function"]),
+        (["trainer._target_=trainers.json"], ["trainers.json", "not callable"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_is_refused_in_one_line(world: World, arguments: list[str], words: list[str]):
+    ended = world.run(*arguments)
+    assert ended.returncode == 2, ended.output
+    assert "Traceback" not in ended.output
+    message = ended.stderr.strip()
+    assert len(message.splitlines()) == 1, message
+    for word in words:
+        assert word in message
+    started = world.run_dir / "journal.jsonl"
+    assert not started.exists() or "attempt_started" not in started.read_text()
+
+
+def test_a_module_that_fails_when_imported_is_named_with_file_and_line(world: World):
+    (world.folder / "broken_trainer.py").write_text("import json\n\nundefined_name\n")
+    world.environ["PYTHONPATH"] += f":{world.folder}"
+    ended = world.run("trainer._target_=broken_trainer.train")
+    assert ended.returncode == 2, ended.output
+    assert "NameError" in ended.stderr
+    assert "broken_trainer.py, line 3" in ended.stderr
+    assert "Traceback" not in ended.output
+
+
+def test_an_unwritable_run_folder_is_named(world: World):
+    blocked = world.folder / "blocked"
+    blocked.write_text("a file, not a folder")
+    world.run_dir = blocked / "run"
+    ended = world.run()
+    assert ended.returncode == 2, ended.output
+    assert str(blocked) in ended.stderr
+    assert "Traceback" not in ended.output
+
+
+def test_help_starts_nothing(world: World):
+    ended = world.run("--help")
+    assert ended.returncode == 0
+    assert "min_gpu_memory_mb" in ended.stdout
+    assert not world.run_dir.exists()

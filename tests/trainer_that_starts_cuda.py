@@ -1,0 +1,10 @@
+"""A user's module that initialises the CUDA driver when it is imported."""
+
+import ctypes
+import os
+
+ctypes.CDLL("libcuda.so.1").cuInit(0)
+
+
+def train(cfg):
+    return {"visible": os.environ["CUDA_VISIBLE_DEVICES"], "parent": os.getppid()}

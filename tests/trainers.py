@@ -1,0 +1,215 @@
+"""Trainers as users write them, each with one property that a test needs."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+
+def what_it_was_given(cfg):
+    return {
+        "device": cfg.device,
+        "batch_size": cfg.training.batch_size,
+        "gradient_accumulation_steps": cfg.training.gradient_accumulation_steps,
+        "num_workers": cfg.training.num_workers,
+        "lr": cfg.training.lr,
+        "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
+        "cuda_started": torch.cuda.is_initialized(),
+        "cwd": os.getcwd(),
+        "parent": os.getppid(),
+    }
+
+
+def uses_run(cfg, run):
+    return {
+        "attempt": run.attempt,
+        "resume_checkpoint": run.resume_checkpoint,
+        "checkpoint_dir": str(run.checkpoint_dir),
+    }
+
+
+def returns_an_objective(cfg):
+    return {"objective": cfg.training.lr * 1000, "note": torch.tensor(0.5)}
+
+
+def has_a_bug(cfg):
+    return _deep_down({})
+
+
+def _deep_down(table):
+    return table["a key that is not there"]
+
+
+def fails_unless_first_lr(cfg):
+    if cfg.training.lr > 1e-3:
+        raise ValueError("this learning rate is not for me")
+    return cfg.training.lr
+
+
+def within_a_budget(cfg):
+    """Raises torch's own out-of-memory error where the batch is above the GPU's budget.
+
+    The budgets come as JSON from the environment: UUID → largest batch; no entry: any batch.
+    """
+    budgets = json.loads(os.environ["BATCH_BUDGETS"])
+    gpu = os.environ["CUDA_VISIBLE_DEVICES"] or "cpu"
+    with Path(os.environ["ATTEMPTS_FILE"]).open("a") as file:
+        file.write(f"{gpu} {cfg.training.batch_size} {os.getppid()}\n")
+    if "GO_FILE" in os.environ:
+        while not Path(os.environ["GO_FILE"]).exists():
+            time.sleep(0.01)
+    if cfg.training.batch_size > budgets.get(gpu, 10**9):
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of "
+            "15.78 GiB of which 1.20 GiB is free."
+        )
+    return "trained"
+
+
+def resumes(cfg, run):
+    """Saves a checkpoint at step 5, runs out of memory at the first attempt, then goes on."""
+    first_step = 0
+    if run.resume_checkpoint is not None:
+        first_step = int(Path(run.resume_checkpoint).read_text())
+    run.started(first_step)
+    for step in range(first_step + 1, 11):
+        run.progress(step, total_steps=10)
+        if step == 5:
+            run.checkpoint_dir.mkdir(exist_ok=True)
+            path = run.checkpoint_dir / "five"
+            path.write_text("5")
+            run.checkpoint_saved(path, step)
+        if step == 7 and run.attempt == 1:
+            raise MemoryError
+    return first_step
+
+
+def dies_of_segfault(cfg):
+    ctypes.string_at(0)
+
+
+def dies_of_sigkill(cfg):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def calls_sys_exit(cfg):
+    sys.exit(3)
+
+
+def calls_os_exit(cfg):
+    os._exit(0)
+
+
+def catches_everything_and_stops_politely(cfg, run):
+    run.checkpoint_dir.mkdir(exist_ok=True)
+    step = 0
+    while True:
+        step += 1
+        if run.stop_requested:
+            path = run.checkpoint_dir / f"step-{step}"
+            path.write_text(str(step))
+            run.checkpoint_saved(path, step)
+            from robust_train.run import Interrupted
+
+            raise Interrupted
+        run.progress(step)
+        Path(os.environ["READY_FILE"]).write_text(f"{os.getpid()}")
+        time.sleep(0.01)
+
+
+def never_looks_whether_to_stop(cfg):
+    try:
+        Path(os.environ["READY_FILE"]).write_text(f"{os.getpid()}")
+        while True:
+            time.sleep(0.01)
+    finally:
+        Path(os.environ["READY_FILE"] + ".cleaned").write_text("yes")
+
+
+def does_not_stop_at_all(cfg):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    helper = subprocess.Popen(["sleep", "1000"])
+    escaped = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    Path(os.environ["READY_FILE"]).write_text(f"{os.getpid()} {helper.pid} {escaped.pid}")
+    while True:
+        time.sleep(0.01)
+
+
+def prints(cfg):
+    print("a line on stdout")
+    print("a line on stderr", file=sys.stderr)
+    os.write(1, b"straight to the descriptor\n")
+    for step in range(3):
+        print(f"\rstep {step}", end="")
+    print()
+    return sys.stdout.isatty(), sys.stderr.isatty()
+
+
+def allocator_settings(cfg):
+    return torch._C._accelerator_getAllocatorSettings()
+
+
+def knows_hydra(cfg):
+    import logging
+
+    from hydra.core.hydra_config import HydraConfig
+
+    logging.getLogger("my.project").info("said through logging")
+    return HydraConfig.get().runtime.output_dir
+
+
+class Callable:
+    """A trainer may be any callable."""
+
+    def __call__(self, cfg):
+        return cfg.training.batch_size
+
+
+instance = Callable()
+
+
+def _data_bytes():
+    """Private writable memory of this process, which is what RLIMIT_DATA limits."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData"))
+
+
+def measures_its_growth(cfg, run):
+    """The built-in trainer, which tells how much its private memory grew at most."""
+    from robust_train.training.trainer import train
+
+    start, most = _data_bytes(), 0
+
+    def watch():
+        nonlocal most
+        while not done.wait(0.001):
+            most = max(most, _data_bytes())
+
+    done = threading.Event()
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        return train(cfg, run)
+    finally:
+        done.set()
+        watcher.join()
+        Path(os.environ["GROWTH_FILE"]).write_text(str(most - start))
+
+
+def within_a_data_limit(cfg, run):
+    """The built-in trainer, with so much private memory to grow into and no more."""
+    from robust_train.training.trainer import train
+
+    limit = _data_bytes() + int(os.environ["DATA_LIMIT_BYTES"])
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    return train(cfg, run)

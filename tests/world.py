@@ -1,0 +1,109 @@
+"""The world that end-to-end tests run in: the real command in a folder of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+TESTS = ROOT / "tests"
+
+
+def wait_until(condition: Callable[[], Any], what: str, timeout_seconds: float = 60.0) -> Any:
+    """Poll until ``condition`` holds and return its value; fail loudly if it never does."""
+    deadline = time.monotonic() + timeout_seconds
+    while time.monotonic() < deadline:
+        value = condition()
+        if value:
+            return value
+        time.sleep(0.02)
+    raise AssertionError(f"never happened: {what}")
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process exists and is no zombie."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return status.rpartition(")")[2].split()[0] != "Z"
+
+
+@dataclass
+class Ended:
+    """What a finished command left."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+    run_dir: Path
+
+    @property
+    def output(self) -> str:
+        return self.stdout + self.stderr
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        return json.loads((self.run_dir / "summary.json").read_text())
+
+    @property
+    def journal(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.run_dir / "journal.jsonl").open()]
+
+    @property
+    def attempts(self) -> list[dict[str, Any]]:
+        return self.summary["attempts"]
+
+
+class World:
+    """A folder to run commands in. ``environ`` is what every command gets."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.run_dir = folder / "run"
+        hidden = ("CUDA_", "PYTORCH_", "HYDRA_", "NVIDIA_", "SIMULATED_")
+        self.environ = {k: v for k, v in os.environ.items() if not k.startswith(hidden)}
+        self.environ |= {"PYTHONPATH": str(TESTS), "COLUMNS": "200", "OMP_NUM_THREADS": "1"}
+
+    def command(self, *arguments: str, script: str = "train_robust.py") -> list[str]:
+        return [sys.executable, str(ROOT / script), *arguments, f"hydra.run.dir={self.run_dir}"]
+
+    def start(
+        self, *arguments: str, script: str = "train_robust.py", **options: Any
+    ) -> subprocess.Popen[str]:
+        """Start a command; the caller waits for it."""
+        return subprocess.Popen(
+            self.command(*arguments, script=script),
+            cwd=self.folder,
+            env=self.environ,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            **options,
+        )
+
+    def end(self, process: subprocess.Popen[str]) -> Ended:
+        """Wait for a command that was started."""
+        stdout, stderr = process.communicate(timeout=240)
+        return Ended(process.returncode, stdout, stderr, self.run_dir)
+
+    def run(self, *arguments: str, script: str = "train_robust.py", **options: Any) -> Ended:
+        """Run a command to its end."""
+        return self.end(self.start(*arguments, script=script, **options))
+
+    def train(self, trainer: str, *arguments: str, **options: Any) -> Ended:
+        """Run one of :mod:`trainers` under the launcher."""
+        return self.run(f"trainer._target_=trainers.{trainer}", *arguments, **options)
+
+    def with_environ(self, more: Mapping[str, str]) -> World:
+        """The same world with more environment variables."""
+        self.environ |= dict(more)
+        return self
