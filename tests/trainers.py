@@ -213,3 +213,16 @@ def within_a_data_limit(cfg, run):
     limit = _data_bytes() + int(os.environ["DATA_LIMIT_BYTES"])
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     return train(cfg, run)
+
+
+def sees_through_torch(cfg):
+    properties = torch.cuda.get_device_properties(cfg.device)
+    return {"uuid": f"GPU-{properties.uuid}", "count": torch.cuda.device_count()}
+
+
+def fills_two_gib_of_the_gpu(cfg):
+    """Real tensors, 100 MiB a sample, in a process that may have 2 GiB of the GPU."""
+    _, total = torch.cuda.mem_get_info(cfg.device)
+    torch.cuda.set_per_process_memory_fraction(2 * 1024**3 / total)
+    batch = torch.empty(cfg.training.batch_size, 100 * 1024**2, dtype=torch.uint8, device="cuda")
+    return batch.shape[0]

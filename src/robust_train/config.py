@@ -217,10 +217,7 @@ def validate(cfg: DictConfig) -> None:
         ConfigError: with one line naming the key, its value and what is accepted.
     """
     _reject_near_misses(cfg)
-    try:
-        OmegaConf.resolve(cfg.copy())
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
+    _resolve_all(cfg)
     missing = sorted(OmegaConf.missing_keys(cfg))
     if missing:
         raise ConfigError(f"{missing[0]}: has no default and must be given: {missing[0]}=…")
@@ -241,6 +238,20 @@ def validate(cfg: DictConfig) -> None:
         )
     if "isolation" in cfg:
         _validate_launcher(cfg)
+
+
+def _resolve_all(cfg: DictConfig, prefix: str = "") -> None:
+    """Look every value up, so that one which cannot be resolved is named by its own key."""
+    for key in cfg:
+        name = f"{prefix}{key}"
+        if OmegaConf.is_missing(cfg, key):
+            continue
+        try:
+            value = cfg[key]
+        except OmegaConfBaseException as error:
+            raise ConfigError(f"{name}: {str(error).splitlines()[0]}") from error
+        if isinstance(value, DictConfig):
+            _resolve_all(value, f"{name}.")
 
 
 def _validate_launcher(cfg: DictConfig) -> None:
