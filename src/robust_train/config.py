@@ -243,7 +243,7 @@ def validate(cfg: DictConfig) -> None:
 def _resolve_all(cfg: DictConfig, prefix: str = "") -> None:
     """Look every value up, so that one which cannot be resolved is named by its own key."""
     for key in cfg:
-        name = f"{prefix}{key}"
+        name = prefix + str(key)
         if OmegaConf.is_missing(cfg, key):
             continue
         try:
