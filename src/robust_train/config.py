@@ -154,6 +154,9 @@ class RobustConfig(PlainConfig):
     preserve_effective_batch_size: bool = True
     isolation: str = "process"
     stop_grace_seconds: float = 20.0
+    stall_timeout_minutes: float = 0.0
+    retry_pause_seconds: float = 10.0
+    resume: bool = True
 
 
 ISOLATIONS = ("process", "none")
@@ -256,7 +259,7 @@ def _resolve_all(cfg: DictConfig, prefix: str = "") -> None:
 
 def _validate_launcher(cfg: DictConfig) -> None:
     _at_least(cfg, 0, "min_gpu_memory_mb", "gpu_wait_timeout_minutes", "max_retries")
-    _at_least(cfg, 0, "stop_grace_seconds")
+    _at_least(cfg, 0, "stop_grace_seconds", "stall_timeout_minutes", "retry_pause_seconds")
     _above(cfg, 0, "gpu_check_interval_seconds")
     _at_least(cfg, 1, "min_batch_size")
     if cfg.min_batch_size > cfg.training.batch_size:

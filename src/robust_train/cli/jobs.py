@@ -18,7 +18,8 @@ from robust_train.execution.child import plain, trainer_traceback
 from robust_train.execution.request import TrainerRef, call_trainer
 from robust_train.execution.signals import SignalWatch
 from robust_train.failures import classify_failure
-from robust_train.launcher import Job, target_of
+from robust_train.job_settings import target_of
+from robust_train.launcher import Job
 from robust_train.report.summary import Summary, objective_of
 from robust_train.run import Interrupted, Run
 from robust_train.types import MEMORY_FAILURES

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from importlib import metadata
 
@@ -30,11 +31,19 @@ def attempt_environment(
     }
     name = allocator_variable(environ)
     settings = environ.get(name, "")
-    if "expandable_segments" not in settings:
+    if exported_expandable_segments(environ) is None:
         # torch parses the variable as a whole, so the wish joins what is there already
         wish = f"expandable_segments:{expandable_segments}"
         own[name] = f"{settings},{wish}" if settings else wish
     return own
+
+
+def exported_expandable_segments(environ: Mapping[str, str]) -> bool | None:
+    """What the user's own environment says of expandable segments, None if nothing."""
+    found = re.search(
+        r"expandable_segments\s*:\s*(\w+)", environ.get(allocator_variable(environ), "")
+    )
+    return None if found is None else found.group(1).lower() == "true"
 
 
 def allocator_variable(environ: Mapping[str, str]) -> str:
