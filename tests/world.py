@@ -70,7 +70,11 @@ class World:
         self.run_dir = folder / "run"
         hidden = ("CUDA_", "PYTORCH_", "HYDRA_", "NVIDIA_", "SIMULATED_")
         self.environ = {k: v for k, v in os.environ.items() if not k.startswith(hidden)}
-        self.environ |= {"PYTHONPATH": str(TESTS), "COLUMNS": "200", "OMP_NUM_THREADS": "1"}
+        self.environ |= {
+            "PYTHONPATH": f"{TESTS}:{ROOT / 'src'}",
+            "COLUMNS": "200",
+            "OMP_NUM_THREADS": "1",
+        }
 
     def command(self, *arguments: str, script: str = "train_robust.py") -> list[str]:
         return [sys.executable, str(ROOT / script), *arguments, f"hydra.run.dir={self.run_dir}"]

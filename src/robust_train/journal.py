@@ -69,6 +69,8 @@ class Earlier:
 def read_earlier(path: Path) -> Earlier:
     """Read what an earlier launch has written to the same journal; torn lines are skipped."""
     attempts, checkpoint = 0, None
+    if not path.is_file():
+        return Earlier()
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -90,6 +92,8 @@ def read_earlier(path: Path) -> Earlier:
 
 def _ends_torn(path: Path) -> bool:
     """Whether the last line was cut short, as by a full disk or the end of its process."""
+    if not path.is_file():
+        return False
     try:
         with path.open("rb") as file:
             file.seek(-1, os.SEEK_END)

@@ -38,6 +38,16 @@ def attempt_environment(
     return own
 
 
+def shared_machine_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment for a process that will import torch on a machine with other jobs.
+
+    Threads of a parallel region that wait for each other spin by default; where other jobs want the
+    same cores, the one they wait for does not get one meanwhile. OpenMP reads this when its library
+    is loaded, and what the user has exported goes before it.
+    """
+    return {"OMP_WAIT_POLICY": "PASSIVE", **environ}
+
+
 def exported_expandable_segments(environ: Mapping[str, str]) -> bool | None:
     """What the user's own environment says of expandable segments, None if nothing."""
     found = re.search(

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from robust_train.config import ConfigError
+from robust_train.execution.environment import shared_machine_environment
 from robust_train.execution.output import OutputPump
 from robust_train.execution.request import AttemptRequest, TrainerRef
 from robust_train.execution.signals import SignalWatch
@@ -82,6 +83,7 @@ class ForkServer:
                 stdout=self.pump.stdout.child_fd,
                 stderr=self.pump.stderr.child_fd,
                 start_new_session=True,
+                env=shared_machine_environment(os.environ),
             )
         path = [os.path.abspath(entry) for entry in sys.path]
         send_message(control, {"kind": "hello", "path": path, "warm": warm})
