@@ -111,7 +111,8 @@ def failure_from_json(data: Mapping[str, Any]) -> Failure:
 def plain(value: Any) -> Any:
     """``value`` in JSON's types: what a trainer returned, for a process that has no torch.
 
-    Numbers of any library become Python's, paths strings, containers are walked, the rest becomes its ``repr``.
+    Numbers of any library become Python's, paths strings; containers are walked; the rest becomes
+    its ``repr``.
     """
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
