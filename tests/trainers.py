@@ -281,3 +281,19 @@ class _KillsItsWorker(torch.utils.data.Dataset):
         if torch.utils.data.get_worker_info() is not None:
             os.kill(os.getpid(), signal.SIGKILL)
         return index
+
+
+def stops_once_then_completes(cfg, run):
+    """Stops with a checkpoint when asked to; an attempt that resumes from it completes."""
+    if run.resume_checkpoint is not None:
+        return f"went on from {Path(run.resume_checkpoint).name}"
+    run.checkpoint_dir.mkdir(exist_ok=True)
+    Path(os.environ["READY_FILE"]).write_text(f"{os.getpid()}")
+    while not run.stop_requested:
+        time.sleep(0.01)
+    path = run.checkpoint_dir / "when-preempted"
+    path.touch()
+    run.checkpoint_saved(path, 1)
+    from robust_train.run import Interrupted
+
+    raise Interrupted

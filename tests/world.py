@@ -36,6 +36,12 @@ def is_running(pid: int) -> bool:
     return status.rpartition(")")[2].split()[0] != "Z"
 
 
+def parent_of(pid: int) -> int:
+    """Process id of the parent of a running process."""
+    status = Path(f"/proc/{pid}/stat").read_text()
+    return int(status.rpartition(")")[2].split()[1])
+
+
 @dataclass
 class Ended:
     """What a finished command left."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from world import ROOT, World, is_running, wait_until
+from world import ROOT, World, is_running, parent_of, wait_until
 
 
 def test_a_function_of_cfg_is_enough_and_its_result_is_the_jobs_result(world: World):
@@ -213,8 +213,7 @@ def test_a_killed_fork_server_takes_its_attempt_along_and_is_an_outcome(world: W
     world.environ["READY_FILE"] = str(ready)
     process = world.start("trainer._target_=trainers.never_looks_whether_to_stop")
     child = int(wait_until(lambda: ready.exists() and ready.read_text(), "the trainer runs"))
-    stat = Path(f"/proc/{child}/stat").read_text()
-    os.kill(int(stat.rpartition(")")[2].split()[1]), signal.SIGKILL)
+    os.kill(parent_of(child), signal.SIGKILL)
     ended = world.end(process)
     assert ended.returncode == 1, ended.output
     assert "SIGKILL" in ended.attempts[0]["message"]

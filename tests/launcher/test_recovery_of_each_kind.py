@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from simulated_nvml import Gpu, Machine
-from world import Ended, World, wait_until
+from world import Ended, World, parent_of, wait_until
 
 A = "GPU-aaaaaaaa-0000-0000-0000-000000000000"
 B = "GPU-bbbbbbbb-0000-0000-0000-000000000000"
@@ -210,3 +211,22 @@ def test_an_unfinished_job_is_left_alone_if_the_user_says_so(world: World):
     world.end(process)
     again = world.train("uses_run", "resume=false")
     assert again.summary["result"]["resume_checkpoint"] is None
+
+
+def test_a_preempted_job_is_requeued_by_submitit_and_goes_on(
+    world: World, monkeypatch: pytest.MonkeyPatch
+):
+    submitit = pytest.importorskip("submitit")
+    from requeued_job import RequeuedJob
+
+    ready = world.folder / "ready"
+    monkeypatch.setenv("READY_FILE", str(ready))
+    monkeypatch.setenv("PYTHONPATH", world.environ["PYTHONPATH"])
+    executor = submitit.LocalExecutor(world.folder / "queue")
+    executor.update_parameters(timeout_min=5)
+    job = executor.submit(RequeuedJob(), world.run_dir)
+    attempt = int(wait_until(lambda: ready.exists() and ready.read_text(), "the trainer runs"))
+    launcher = parent_of(parent_of(attempt))
+    # as Slurm does when the job is preempted; submitit's local executor can only do it on time-out
+    os.kill(launcher, submitit.JobEnvironment._usr_sig())
+    assert job.result() == "went on from when-preempted", job.stderr()
