@@ -91,7 +91,9 @@ def launch(
     last = summary.attempts[-1].attempt.outcome
     if last.failure is not None and last.failure.kind in MEMORY_FAILURES:
         raise AttemptsExhausted(str(summary.reason))
-    text = last.traceback or str(summary.reason)
+    text = str(summary.reason)
+    if last.traceback is not None:  # a crash's stack does not say which signal ended the process
+        text = last.traceback if text in last.traceback else f"{text}\n{last.traceback}"
     raise TrainerFailed(text) if last.error is None else last.error from TrainerFailed(text)
 
 
