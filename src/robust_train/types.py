@@ -186,8 +186,7 @@ class Outcome:
         end_step: last optimizer step it reported, None if it reported none.
         peak_memory_bytes: of the device, or of the process where it ran on the CPU.
         memory: device memory at the end (``allocated``, ``reserved``, ``max_allocated``), bytes.
-        micro_batch: the smallest micro-batch that the trainer itself went down to, None where it
-            does not split its batches.
+        micro_batch: the one in use at the end where the trainer itself had changed it, else None.
         gpu_free_before_bytes: free memory of the GPU before the attempt; None where not known.
         gpu_free_after_bytes: the same when the attempt's process was gone.
         traceback: the trainer's own traceback as text, None where there is none.

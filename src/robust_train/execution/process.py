@@ -178,8 +178,8 @@ class _Collector:
         elif kind == "memory":
             figures = {k: v for k, v in event.items() if isinstance(v, int)}
             self._memory.update(figures)
-        elif kind == "micro_batch_changed":
-            self._micro_batch = min(event["to"], self._micro_batch or event["to"])
+        elif kind in ("micro_batch_changed", "micro_batch_exhausted") and event["training"]:
+            self._micro_batch = event.get("to", event["from"])
         self._forward(event)
 
     def outcome(
