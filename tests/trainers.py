@@ -297,3 +297,8 @@ def stops_once_then_completes(cfg, run):
     from robust_train.run import Interrupted
 
     raise Interrupted
+
+
+def fills_memory(cfg):
+    """Touches 20 MiB of memory for each sample of the batch."""
+    return len(bytearray(b"x") * (cfg.training.batch_size * 20 * 1024**2))

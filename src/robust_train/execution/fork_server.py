@@ -43,13 +43,15 @@ class Exited:
     """How an attempt's process ended.
 
     Attributes:
+        pid: its process id, None where the fork server died.
         returncode: as subprocess has it.
         max_resident_bytes: the process's peak resident memory.
         stalled: it was killed because it made no progress.
     """
 
+    pid: int | None
     returncode: int
-    max_resident_bytes: int
+    max_resident_bytes: int = 0
     stalled: bool = False
 
 
@@ -190,7 +192,8 @@ class ForkServer:
                 if ended:
                     self._is_running = False
                     self.pump.drain()
-                    return Exited(ended[-1]["returncode"], ended[-1]["max_resident_bytes"], stalled)
+                    end = ended[-1]
+                    return Exited(end["pid"], end["returncode"], end["max_resident_bytes"], stalled)
                 if stall.seconds_left() == 0:
                     stalled = True
                     stall.end()

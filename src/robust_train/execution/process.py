@@ -7,6 +7,7 @@ import contextlib
 import io
 import logging
 import pickle
+import signal
 import sys
 import time
 from dataclasses import replace
@@ -20,6 +21,7 @@ from robust_train.execution.fork_server import EventHandler, Exited, ForkServer,
 from robust_train.execution.request import AttemptRequest, TrainerRef
 from robust_train.execution.signals import SignalWatch
 from robust_train.failures import classify_exit
+from robust_train.failures.oom_killer import OomKillWatch
 from robust_train.types import Evidence, Failure, FailureKind, Outcome
 
 log = logging.getLogger("robust_train")
@@ -81,7 +83,7 @@ class ProcessExecutor:
             ConfigError: the trainer cannot be imported.
         """
         started = time.monotonic()
-        collector = _Collector(on_event)
+        collector = _Collector(on_event, OomKillWatch.start())
         log_path = self._run_dir / f"attempt-{request.attempt}.log"
         try:
             server = self._ready_server()
@@ -95,7 +97,7 @@ class ProcessExecutor:
             server.pump.end_log()
             tail = server.pump.tail
         except ServerDied as death:
-            exited = Exited(death.returncode, 0)
+            exited = Exited(None, death.returncode)
             tail = self._end_server()
         seconds = time.monotonic() - started
         stacks = _stacks(request)
@@ -155,8 +157,9 @@ class ProcessExecutor:
 class _Collector:
     """Listens to an attempt's events and makes its outcome of them."""
 
-    def __init__(self, forward: EventHandler) -> None:
+    def __init__(self, forward: EventHandler, oom_kills: OomKillWatch) -> None:
         self._forward = forward
+        self._oom_kills = oom_kills
         self._ending: dict[str, Any] | None = None
         self._start_step = 0
         self._end_step: int | None = None
@@ -192,7 +195,7 @@ class _Collector:
         ending = self._ending or {}
         if ending.get("config_error"):
             raise ConfigError(ending["config_error"])
-        failure = self._failure(exited.returncode, tail, was_stopped)
+        failure = self._failure(exited, tail, was_stopped)
         on_gpu = "max_allocated" in self._memory
         peak = self._memory["max_allocated"] if on_gpu else exited.max_resident_bytes or None
         return Outcome(
@@ -208,13 +211,16 @@ class _Collector:
             error=_unpickled(ending.get("error")),
         )
 
-    def _failure(self, returncode: int, tail: str, was_stopped: bool) -> Failure | None:
+    def _failure(self, exited: Exited, tail: str, was_stopped: bool) -> Failure | None:
         if self._ending is None:
             if was_stopped:
                 return Failure(FailureKind.INTERRUPTED, "did not stop in time and was killed")
-            if returncode == 0:
+            if exited.returncode == 0:
                 return Failure(FailureKind.BUG, "the trainer ended its process without returning")
-            return classify_exit(returncode, tail)
+            oom_killed = None
+            if exited.returncode == -signal.SIGKILL and exited.pid is not None:
+                oom_killed = self._oom_kills.killed(exited.pid)
+            return classify_exit(exited.returncode, tail, oom_killed=oom_killed)
         if self._ending["event"] == "finished":
             return None
         return failure_from_json(self._ending["failure"])

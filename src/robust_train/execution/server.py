@@ -181,6 +181,7 @@ class Server:
                     self._control,
                     {
                         "kind": "exited",
+                        "pid": pid,
                         "returncode": os.waitstatus_to_exitcode(status),
                         "max_resident_bytes": usage.ru_maxrss * 1024,
                     },
