@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pty
 import subprocess
 import sys
 import time
@@ -108,6 +110,27 @@ class World:
     def run(self, *arguments: str, script: str = "train_robust.py", **options: Any) -> Ended:
         """Run a command to its end."""
         return self.end(self.start(*arguments, script=script, **options))
+
+    def run_in_terminal(self, *arguments: str) -> str:
+        """Run a command in a terminal of its own to a successful end; what it showed."""
+        ours, theirs = pty.openpty()
+        process = subprocess.Popen(
+            self.command(*arguments),
+            cwd=self.folder,
+            env=self.environ,
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+        )
+        os.close(theirs)
+        shown = b""
+        with contextlib.suppress(OSError):  # EIO: the last writer is gone
+            while data := os.read(ours, 4096):
+                shown += data
+        os.close(ours)
+        text = shown.decode()
+        assert process.wait() == 0, text
+        return text
 
     def train(self, trainer: str, *arguments: str, **options: Any) -> Ended:
         """Run one of :mod:`trainers` under the launcher."""

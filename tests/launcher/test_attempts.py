@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import signal
 import subprocess
 import sys
@@ -119,25 +118,10 @@ def test_what_a_trainer_prints_is_shown_and_kept(world: World):
 
 
 def test_a_trainer_has_a_terminal_where_the_launcher_has_one(world: World):
-    main, side = pty.openpty()
-    command = world.command("trainer._target_=trainers.prints")
-    process = subprocess.Popen(
-        command, cwd=world.folder, env=world.environ, stdin=side, stdout=side, stderr=side
-    )
-    os.close(side)
-    shown = b""
-    while True:
-        try:
-            data = os.read(main, 4096)
-        except OSError:  # EIO: the last writer is gone
-            break
-        if not data:
-            break
-        shown += data
-    assert process.wait() == 0, shown.decode()
+    shown = world.run_in_terminal("trainer._target_=trainers.prints")
     summary = json.loads((world.run_dir / "summary.json").read_text())
     assert summary["result"] == [True, True]
-    assert b"a line on stdout" in shown
+    assert "a line on stdout" in shown
 
 
 def test_logging_and_hydra_config_work_inside_an_attempt(world: World):
