@@ -114,18 +114,25 @@ def test_a_checkpoint_is_due_when_its_interval_is_over():
     clock = Clock()
     saves = SaveClock(300, now=clock)
     clock.seconds = 299
-    assert not saves.is_due()
+    assert not saves.is_due(step=10)
     clock.seconds = 300
-    assert saves.is_due()
-    saves.saved(1.0)
-    assert not saves.is_due()
+    assert saves.is_due(step=11)
+    saves.saved(1.0, step=11)
+    assert not saves.is_due(step=12)
+
+
+def test_a_checkpoint_is_due_after_so_many_steps_from_where_the_attempt_began():
+    saves = SaveClock(1e9, every_steps=3, now=Clock())
+    assert [step for step in range(41, 47) if saves.is_due(step)] == [43, 44, 45, 46]
+    saves.saved(1.0, step=46)
+    assert [step for step in range(47, 51) if saves.is_due(step)] == [49, 50]
 
 
 def test_an_epoch_s_end_saves_while_that_costs_at_most_a_twentieth_of_the_time():
     clock = Clock()
     saves = SaveClock(300, now=clock)
     assert saves.is_due_after_epoch()
-    saves.saved(seconds=2.0)
+    saves.saved(seconds=2.0, step=23)
     clock.seconds = 39
     assert not saves.is_due_after_epoch()
     clock.seconds = 40

@@ -164,17 +164,32 @@ class SaveClock:
 
     Args:
         every_seconds: longest time without a checkpoint.
+        every_steps: most optimizer steps without one; None or 0: any number.
         now: the clock, in seconds.
     """
 
-    def __init__(self, every_seconds: float, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        every_seconds: float,
+        *,
+        every_steps: int | None = None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._every = every_seconds
+        self._every_steps = every_steps or None
+        self._saved_step: int | None = None
         self._now = now
         self._saved_at = now()
         self._cost: float | None = None
 
-    def is_due(self) -> bool:
-        """After any step: the longest time without a checkpoint is over."""
+    def is_due(self, step: int) -> bool:
+        """After optimizer step ``step``: the longest time or the most steps without a checkpoint
+        are over.
+        """
+        if self._saved_step is None:
+            self._saved_step = step - 1
+        if self._every_steps is not None and step - self._saved_step >= self._every_steps:
+            return True
         return self._now() - self._saved_at >= self._every
 
     def is_due_after_epoch(self) -> bool:
@@ -184,11 +199,13 @@ class SaveClock:
         small network, a failure then costs less than an epoch. The first epoch always saves, and
         so measures the cost.
         """
-        if self._cost is None or self.is_due():
+        waited = self._now() - self._saved_at
+        if self._cost is None or waited >= self._every:
             return True
-        return self._cost <= _CHEAP_SHARE * (self._now() - self._saved_at)
+        return self._cost <= _CHEAP_SHARE * waited
 
-    def saved(self, seconds: float) -> None:
-        """A save was made, or tried, and took ``seconds``."""
+    def saved(self, seconds: float, step: int) -> None:
+        """A save was made, or tried, at ``step``, and took ``seconds``."""
         self._saved_at = self._now()
+        self._saved_step = step
         self._cost = seconds
