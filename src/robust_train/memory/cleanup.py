@@ -50,7 +50,13 @@ def release_memory(error: BaseException) -> None:
 def clear_frames(error: BaseException) -> None:
     """Empty the frames in the traceback of ``error`` and of all that it was raised from."""
     for current in _with_causes(error):
-        traceback.clear_frames(current.__traceback__)
+        for frame, _ in traceback.walk_tb(current.__traceback__):
+            try:
+                frame.clear()
+            except RuntimeError:
+                continue  # it still runs
+            # a debugger's look has left a copy of the variables there; this updates it, to nothing
+            _ = frame.f_locals
 
 
 def return_memory() -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import inspect
+import re
 import sys
-from collections.abc import Collection, Iterable, Iterator
-from types import CellType, FrameType, FunctionType, ModuleType
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from types import CellType, FrameType, FunctionType
 from typing import Any
 
 from robust_train.types import MIB
@@ -14,9 +17,10 @@ from robust_train.types import MIB
 StorageKey = tuple[str, int]
 """A storage: its device and its address there."""
 
-_DEPTH = 6
-_REFERRERS_LOOKED_AT = 50
-_IMMEDIATE = (dict, list, tuple, set, frozenset)
+# a module's weight is found in its table, a person knows it as an attribute
+_MODULE_TABLES = re.compile(r"\._(?:parameters|buffers|modules)\['(\w+)'\]")
+_DEPTH = 8
+_LOOKED_AT = 40
 
 
 def live_tensors() -> list[Any]:
@@ -59,101 +63,133 @@ def largest(
         if key is not None and key not in known and key[0] in devices:
             by_storage.setdefault(key, tensor)
     candidates = list(by_storage.values())
+    by_storage.clear()
     candidates.sort(key=lambda tensor: -tensor.untyped_storage().nbytes())
+    own = {id(tensors), id(candidates)}
     lines = []
-    own = {id(tensors), id(candidates), id(by_storage)}
-    for tensor in candidates[:top]:
+    # no loop over a slice: that would be one more list that holds them
+    for index in range(min(top, len(candidates))):
+        tensor = candidates[index]
         size = tensor.untyped_storage().nbytes() / MIB
         kind = str(tensor.dtype).removeprefix("torch.")
         graph = " with the graph it was computed by" if tensor.grad_fn is not None else ""
-        lines.append(
-            f"{size:.1f} MiB {kind} {tuple(tensor.shape)}{graph}, held by {holder_of(tensor, own)}"
-        )
+        holder = holder_of(tensor, own)
+        lines.append(f"{size:.1f} MiB {kind} {tuple(tensor.shape)}{graph}, held by {holder}")
     return lines
 
 
+@dataclass(eq=False)
+class _Way:
+    """How one gets from ``owner`` to the object in question: ``.cache['kept'][0]``."""
+
+    owner: Any
+    path: str
+    key: Any = None
+
+
 def holder_of(item: Any, ignore: Collection[int] = ()) -> str:
-    """Who holds ``item``, as a person would write it: ``cache.kept[0] (global of module x)``.
+    """Who holds ``item``, as a person would write it: ``history.kept[0] (global of module x)``.
 
     Args:
         item: any object that the garbage collector knows.
         ignore: ids of containers that do not count.
     """
-    frame: FrameType | None = sys._getframe()
-    skip = set(ignore)
-    while frame is not None and frame.f_globals.get("__package__") == __package__:
-        skip.add(id(frame))
-        frame = frame.f_back
-    del frame
+    seen = {*ignore, id(item)}
+    level = [_Way(item, "")]
+    nearest = ""
     # breadth first: the shortest way to a name is the one that a person recognises
-    level: list[tuple[Any, str]] = [(item, "")]
-    best = None
     for _ in range(_DEPTH):
-        above: list[tuple[Any, str]] = []
-        for target, path in level:
-            for name, owner in _referrers(target, path, skip | {id(level), id(above)}):
-                if owner is None:
-                    return name
-                best = best or f"{type(owner).__name__}{name}"
-                above.append((owner, name))
-                skip.add(id(owner))
+        name = _local_variable(level)
+        if name is not None:
+            return _with_nearest(name, nearest)
+        above: list[_Way] = []
+        own = {id(level), id(above), *map(id, level), *(id(vars(way)) for way in level)}
+        # one pass over all objects for the whole level
+        referrers = gc.get_referrers(*[way.owner for way in level])
+        for referrer in referrers:
+            if id(referrer) in seen | own or isinstance(referrer, FrameType):
+                continue
+            for way in level:
+                name, further = _step(referrer, way)
+                if name is not None:
+                    return _with_nearest(name, nearest)
+                if further is not None and len(above) < _LOOKED_AT:
+                    above.append(further)
+                    seen.add(id(referrer))
+                    if not nearest and further.path.startswith("."):
+                        nearest = f"{type(referrer).__name__}{further.path}"
+        del referrers
         if not above:
             break
         level = above
-    return best or "nothing that Python knows"
+    return nearest or (
+        f"a {type(level[0].owner).__name__}" if level[0].path else "no Python object"
+    )
 
 
-def _referrers(target: Any, path: str, skip: set[int]) -> Iterator[tuple[str, Any]]:
-    """Each holder of ``target``: a finished name and None, or a way on and the next to look for."""
-    referrers = gc.get_referrers(target)[:_REFERRERS_LOOKED_AT]
-    skip = skip | {id(referrers)}
-    for holder in referrers:
-        if id(holder) in skip or holder is sys._getframe():
-            continue
-        if isinstance(holder, FrameType):
-            name = _key_of(holder.f_locals, target)
-            if name is not None and holder.f_globals.get("__package__") != __package__:
-                yield f"{name}{path} (local variable of {_where(holder)})", None
-        elif isinstance(holder, dict):
-            yield from _in_dictionary(holder, target, path)
-        elif isinstance(holder, (list, tuple)):
-            index = next((i for i, value in enumerate(holder) if value is target), None)
-            if index is not None:
-                yield f"[{index}]{path}", holder
-        elif isinstance(holder, CellType):
-            yield from _in_closures(holder, path)
-        elif not isinstance(holder, type):
-            attribute = _key_of(_attributes(holder), target)
-            yield (f".{attribute}{path}" if attribute else path), holder
+def _with_nearest(name: str, nearest: str) -> str:
+    said = f"{name}, in {nearest}" if nearest else name
+    return _MODULE_TABLES.sub(r".\1", said)
 
 
-def _in_dictionary(holder: dict[Any, Any], target: Any, path: str) -> Iterator[tuple[str, Any]]:
-    key = _key_of(holder, target)
-    if key is None:
-        return
-    module = sys.modules.get(str(holder.get("__name__", "")))
-    if module is not None and vars(module) is holder:
-        yield f"{key}{path} (global of module {module.__name__})", None
-        return
-    for owner in gc.get_referrers(holder):
-        if not isinstance(owner, (FrameType, ModuleType, *_IMMEDIATE)) and (
-            _attributes(owner) is holder
-        ):
-            yield f".{key}{path}", owner
-            return
-    yield f"[{key!r}]{path}", holder
+def _step(referrer: Any, way: _Way) -> tuple[str | None, _Way | None]:
+    """From what ``way`` begins with to ``referrer``: a finished name, a longer way, or neither."""
+    target, path = way.owner, way.path
+    if isinstance(referrer, dict):
+        key = _key_of(referrer, target)
+        if key is None:
+            return None, None
+        module = sys.modules.get(str(referrer.get("__name__", "")))
+        if module is not None and vars(module) is referrer:
+            return f"{key}{path} (global of module {module.__name__})", None
+        return None, _Way(referrer, f"[{key!r}]{path}", key=(key, path))
+    if isinstance(referrer, (list, tuple)):
+        index = next((i for i, value in enumerate(referrer) if value is target), None)
+        return None, None if index is None else _Way(referrer, f"[{index}]{path}", (index, path))
+    if isinstance(referrer, FunctionType):
+        if referrer.__closure__ is not target:
+            return None, None
+        index, rest = way.key
+        name = referrer.__code__.co_freevars[index]
+        return f"{name}{rest} (closure of {referrer.__qualname__})", None
+    if isinstance(referrer, CellType):
+        return None, _Way(referrer, path) if referrer.cell_contents is target else None
+    if isinstance(referrer, type):
+        return None, None
+    attributes = _attributes(referrer)
+    if attributes is target:
+        key, rest = way.key
+        return None, _Way(referrer, f".{key}{rest}")
+    name = _key_of(attributes, target)
+    return None, _Way(referrer, path if name is None else f".{name}{path}")
 
 
-def _in_closures(cell: CellType, path: str) -> Iterator[tuple[str, Any]]:
-    for closure in gc.get_referrers(cell):
-        if not isinstance(closure, tuple):
-            continue
-        for function in gc.get_referrers(closure):
-            if isinstance(function, FunctionType) and function.__closure__ is closure:
-                index = next(i for i, other in enumerate(closure) if other is cell)
-                name = function.__code__.co_freevars[index]
-                yield f"{name}{path} (closure of {function.__qualname__})", None
-                return
+def _local_variable(level: Iterable[_Way]) -> str | None:
+    """The name in a running function; the collector does not know what those refer to."""
+    for top in sys._current_frames().values():
+        frame: FrameType | None = top
+        while frame is not None:
+            # by name, for a copy of this module's globals would be one more holder
+            if not str(frame.f_globals.get("__name__", "")).startswith(__package__):
+                for way in level:
+                    name = _name_in(frame, way.owner)
+                    if name is not None:
+                        code = frame.f_code
+                        where = f"{code.co_name}, {code.co_filename}:{frame.f_lineno}"
+                        return f"{name}{way.path} (local variable of {where})"
+            frame = frame.f_back
+    return None
+
+
+def _name_in(frame: FrameType, target: Any) -> str | None:
+    if not frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+        return None  # a module's or class's body: its dictionary is known to the collector
+    variables = frame.f_locals
+    name: str | None = _key_of(variables, target)
+    if sys.version_info < (3, 13):
+        # the frame keeps this copy, and with it all that the function lets go of later
+        variables.clear()
+    return name
 
 
 def _attributes(owner: Any) -> dict[str, Any]:
@@ -165,11 +201,6 @@ def _attributes(owner: Any) -> dict[str, Any]:
 def _key_of(mapping: Any, target: Any) -> Any:
     # a copy: other threads may write while we look
     return next((key for key, value in list(mapping.items()) if value is target), None)
-
-
-def _where(frame: FrameType) -> str:
-    code = frame.f_code
-    return f"{code.co_name}, {code.co_filename}:{frame.f_lineno}"
 
 
 def _storage_of(tensor: Any) -> StorageKey | None:
