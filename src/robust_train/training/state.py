@@ -19,6 +19,9 @@ from robust_train.training.rng import capture_rng, restore_rng
 
 FORMAT = 1
 
+REQUIRED = frozenset({"format", "identity", "place", "model", "optimizer", "rng", "epoch_loss"})
+"""Keys without which a file is no checkpoint of ours."""
+
 # they change how fast or how far a run goes, not what its weights and its order of samples mean
 _NOT_IDENTITY = (
     "model.lr",

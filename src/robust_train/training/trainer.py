@@ -41,7 +41,13 @@ from robust_train.training.prepare import check_config, preload_modules
 from robust_train.training.reporting import Reporter, checked_loss
 from robust_train.training.rng import seed_everything
 from robust_train.training.schedule import CosineSchedule, make_optimizer
-from robust_train.training.state import LossAverage, Place, TrainingState, identity_of
+from robust_train.training.state import (
+    REQUIRED,
+    LossAverage,
+    Place,
+    TrainingState,
+    identity_of,
+)
 from robust_train.training.step import accumulate_gradients, apply_gradients
 from robust_train.types import MEMORY_FAILURES
 
@@ -163,7 +169,7 @@ class Training:
         """Go on from the last intact checkpoint, if there is one."""
         self.folder.remove_leftovers()
         if self.run.resume_checkpoint is not None:
-            found = read_newest(Path(self.run.resume_checkpoint))
+            found = read_newest(Path(self.run.resume_checkpoint), REQUIRED)
             if found is None:
                 log.warning("no checkpoint is intact: training starts from the beginning")
             else:
