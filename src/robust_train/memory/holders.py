@@ -166,19 +166,33 @@ def _step(referrer: Any, way: _Way) -> tuple[str | None, _Way | None]:
 
 def _local_variable(level: Iterable[_Way]) -> str | None:
     """The name in a running function; the collector does not know what those refer to."""
-    for top in sys._current_frames().values():
-        frame: FrameType | None = top
-        while frame is not None:
-            # by name, for a copy of this module's globals would be one more holder
-            if not str(frame.f_globals.get("__name__", "")).startswith(__package__):
-                for way in level:
-                    name = _name_in(frame, way.owner)
-                    if name is not None:
-                        code = frame.f_code
-                        where = f"{code.co_name}, {code.co_filename}:{frame.f_lineno}"
-                        return f"{name}{way.path} (local variable of {where})"
-            frame = frame.f_back
+    frames = _running_frames()
+    try:
+        for frame in frames:
+            for way in level:
+                name = _name_in(frame, way.owner)
+                if name is not None:
+                    code = frame.f_code
+                    where = f"{code.co_name}, {code.co_filename}:{frame.f_lineno}"
+                    return f"{name}{way.path} (local variable of {where})"
+    finally:
+        # a frame that a running function of ours refers to would keep that function's variables
+        frame = None  # type: ignore[assignment]
+        frames.clear()
     return None
+
+
+def _running_frames() -> list[FrameType]:
+    """Of all threads, without this package's own."""
+    frames = []
+    tops = list(sys._current_frames().values())
+    while tops:
+        frame: FrameType | None = tops.pop()
+        while frame is not None:
+            if not str(frame.f_globals.get("__name__", "")).startswith(__package__):
+                frames.append(frame)
+            frame = frame.f_back
+    return frames
 
 
 def _name_in(frame: FrameType, target: Any) -> str | None:
