@@ -35,9 +35,6 @@ from robust_train.types import GIB, MEMORY_FAILURES, Failure
 
 log = logging.getLogger("robust_train")
 
-Count = Callable[[Any], "float | Tensor"]
-"""How many items (samples, tokens, unmasked positions) the loss over this data is a mean of."""
-
 Record = Callable[[str, Mapping[str, Any]], None]
 """Takes an event's name and its fields, as :meth:`robust_train.run.Run.record` does."""
 
@@ -97,7 +94,7 @@ class MicroBatcher:
         model: Models = None,
         *,
         training: bool = True,
-        count: Count | None = None,
+        count: splitting.Count | None = None,
         length: splitting.Length | None = None,
         split: splitting.Split | None = None,
     ) -> MicroBatches:
@@ -120,8 +117,8 @@ class MicroBatcher:
         """
         samples = (length or splitting.length_of)(batch)
         size = self._training if training else self._other
-        parts = _Parts(batch, samples, split, count, training)
-        return MicroBatches(self, size, parts, model)
+        parts = splitting.Parts(batch, samples, split=split, count=count)
+        return MicroBatches(self, size, parts, model, training)
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint: the sizes in use, so that a resumed run splits as before."""
@@ -137,37 +134,6 @@ class MicroBatcher:
         return self._steps_begun if self._step is None else self._step()
 
 
-class _Parts:
-    """A batch that can be divided."""
-
-    def __init__(
-        self,
-        batch: Any,
-        samples: int,
-        split: splitting.Split | None,
-        count: Count | None,
-        training: bool,
-    ) -> None:
-        self.batch = batch
-        self.samples = samples
-        self.training = training
-        self._split = split
-        self._count = count
-        self._items = float(samples if count is None else count(batch))
-
-    def part(self, start: int, stop: int) -> tuple[Any, float]:
-        """The data from ``start`` to ``stop``, and its share in the mean over the batch."""
-        is_whole = (start, stop) == (0, self.samples)
-        if self._split is not None:
-            data = self._split(self.batch, start, stop)
-        else:
-            data = self.batch if is_whole else splitting.part_of(self.batch, start, stop)
-        if is_whole:
-            return data, 1.0 if self._items else 0.0
-        items = stop - start if self._count is None else float(self._count(data))
-        return data, items / self._items if self._items else 0.0
-
-
 class MicroBatches:
     """The parts of one batch: loop over it once.
 
@@ -179,7 +145,12 @@ class MicroBatches:
     """
 
     def __init__(
-        self, batcher: MicroBatcher, size: MicroBatchSize, parts: _Parts, model: Models
+        self,
+        batcher: MicroBatcher,
+        size: MicroBatchSize,
+        parts: splitting.Parts,
+        model: Models,
+        training: bool,
     ) -> None:
         self.samples = parts.samples
         self.repeats = 0
@@ -188,6 +159,7 @@ class MicroBatches:
         self._size = size
         self._parts = parts
         self._model = model
+        self._is_training = training
         self._number = 0
         self._loss: Tensor | None = None
         self._start: StepStart | None = None
@@ -198,9 +170,8 @@ class MicroBatches:
         return torch.zeros(()) if self._loss is None else self._loss
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        training = self._parts.training
-        self._number = self._batcher._step_number(begins=training)
-        return self._training() if training else self._once_each()
+        self._number = self._batcher._step_number(begins=self._is_training)
+        return self._training() if self._is_training else self._once_each()
 
     def _training(self) -> Iterator[MicroBatch]:
         self._start = start = self._batcher._watch.begin(self._model)
@@ -261,7 +232,7 @@ class MicroBatches:
             "" if requested is None else f" asking for {requested / GIB:.2f} GiB",
             before,
             after,
-            "the step is repeated" if self._parts.training else "the part is repeated",
+            "the step is repeated" if self._is_training else "the part is repeated",
         )
 
     def _take(self, micro: MicroBatch, error: Exception) -> bool:
@@ -271,7 +242,7 @@ class MicroBatches:
             self._leave()
             return False
         used = self._size.for_batch(self.samples)
-        if not self._parts.training:
+        if not self._is_training:
             used = min(used, len(micro))
         smaller = self._size.smaller_than(used)
         self._size.failed_at(used)
@@ -304,7 +275,7 @@ class MicroBatches:
             event,
             {
                 "step": self._number,
-                "training": self._parts.training,
+                "training": self._is_training,
                 "from": before,
                 "reason": failure.message,
                 "kind": failure.kind.value,

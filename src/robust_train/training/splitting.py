@@ -17,6 +17,10 @@ Split = Callable[[Any, int, int], Any]
 """``split(batch, start, stop)``: the samples from ``start`` up to, without, ``stop``."""
 
 
+Count = Callable[[Any], "float | torch.Tensor"]
+"""How many items (samples, tokens, unmasked positions) the loss over this data is a mean of."""
+
+
 def bounds(samples: int, at_most: int, start: int = 0) -> list[tuple[int, int]]:
     """Parts of the samples from ``start`` up to ``samples``: as few as may be, even in size.
 
@@ -74,6 +78,38 @@ def part_of(batch: Any, start: int, stop: int) -> Any:
     if is_dataclass(batch) and not isinstance(batch, type):
         return _rebuilt_dataclass(batch, start, stop)
     return batch
+
+
+class Parts:
+    """A batch that can be divided.
+
+    Args:
+        batch: any structure.
+        samples: how many there are.
+        split: in place of :func:`part_of`.
+        count: of how many items the loss over some data is a mean; None for the samples.
+    """
+
+    def __init__(
+        self, batch: Any, samples: int, *, split: Split | None = None, count: Count | None = None
+    ) -> None:
+        self.batch = batch
+        self.samples = samples
+        self._split = split
+        self._count = count
+        self._items = float(samples if count is None else count(batch))
+
+    def part(self, start: int, stop: int) -> tuple[Any, float]:
+        """The data from ``start`` to ``stop``, and its share in the mean over the batch."""
+        is_whole = (start, stop) == (0, self.samples)
+        if self._split is not None:
+            data = self._split(self.batch, start, stop)
+        else:
+            data = self.batch if is_whole else part_of(self.batch, start, stop)
+        if is_whole:
+            return data, 1.0 if self._items else 0.0
+        items = stop - start if self._count is None else float(self._count(data))
+        return data, items / self._items if self._items else 0.0
 
 
 def _collect_lengths(batch: Any, name: str, lengths: dict[str, int]) -> None:
