@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from robust_train.recovery import OOMHandler, adaptive_batch_training, retry_on_oom
     from robust_train.report.summary import Summary
     from robust_train.run import Interrupted, Run
+    from robust_train.training.micro_batch import MicroBatcher
     from robust_train.types import Evidence, Failure, FailureKind
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "FailureKind",
     "Interrupted",
     "JobInterrupted",
+    "MicroBatcher",
     "NoDevice",
     "OOMHandler",
     "Run",
@@ -50,6 +52,7 @@ _HOMES = {
     "FailureKind": "types",
     "Interrupted": "run",
     "JobInterrupted": "execution.signals",
+    "MicroBatcher": "training.micro_batch",
     "NoDevice": "devices",
     "OOMHandler": "recovery",
     "Run": "run",
