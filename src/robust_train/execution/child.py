@@ -93,6 +93,15 @@ def _pickled(error: BaseException) -> str | None:
     return base64.b64encode(data).decode() if len(data) < 20_000 else None
 
 
+def micro_batch_in_use(event: Mapping[str, Any]) -> int | None:
+    """The size that the trainer's steps are split into after this event, None if it tells none."""
+    if event["event"] == "micro_batch_changed" and event["training"]:
+        return int(event["to"])
+    if event["event"] == "micro_batch_exhausted" and event["training"]:
+        return int(event["from"])
+    return None
+
+
 def failure_to_json(failure: Failure) -> dict[str, Any]:
     """A failure in JSON's types."""
     return {**asdict(failure), "kind": failure.kind.value}

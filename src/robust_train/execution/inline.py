@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from robust_train.execution.child import failure_from_json, run_attempt
+from robust_train.execution.child import failure_from_json, micro_batch_in_use, run_attempt
 from robust_train.execution.environment import allocator_variable
 from robust_train.execution.request import AttemptRequest
 from robust_train.execution.signals import SignalWatch
@@ -45,14 +45,17 @@ class InlineExecutor:
     def run(self, request: AttemptRequest, on_event: Callable[[dict[str, Any]], None]) -> Outcome:
         """Run one attempt."""
         ending: dict[str, Any] = {}
-        steps: dict[str, int] = {}
+        seen: dict[str, int] = {}
 
         def report(event: dict[str, Any]) -> None:
             if event["event"] in ("finished", "failed"):
                 ending.update(event)
                 return
             if event["event"] == "training_started":
-                steps["start"] = event["step"]
+                seen["start_step"] = event["step"]
+            size = micro_batch_in_use(event)
+            if size is not None:
+                seen["micro_batch"] = size
             on_event(event)
 
         run = Run(
@@ -89,10 +92,11 @@ class InlineExecutor:
             failure=failure,
             result=ending.get("result"),
             seconds=time.monotonic() - started,
-            start_step=steps.get("start", 0),
+            start_step=seen.get("start_step", 0),
             end_step=ending["step"],
             peak_memory_bytes=memory["max_allocated" if on_gpu else "max_resident"],
             memory=memory if on_gpu else None,
+            micro_batch=seen.get("micro_batch"),
             traceback=ending.get("traceback"),
             # only what ends the job may keep its frames, and the tensors in them, alive
             error=error if was_bug else None,
