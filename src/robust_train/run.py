@@ -63,6 +63,10 @@ class Interrupted(KeyboardInterrupt):
     """
 
 
+class TrainingFailed(RuntimeError):
+    """Raised by a trainer for what its user can mend: the message is shown without a traceback."""
+
+
 class Run:
     """One attempt as its trainer sees it.
 

@@ -21,7 +21,7 @@ from robust_train.failures import classify_failure
 from robust_train.job_settings import target_of
 from robust_train.launcher import Job
 from robust_train.report.summary import Summary, objective_of
-from robust_train.run import Interrupted, Run
+from robust_train.run import Interrupted, Run, TrainingFailed
 from robust_train.types import MEMORY_FAILURES, FailureKind
 
 log = logging.getLogger("robust_train")
@@ -106,6 +106,10 @@ def plain_job(cfg: DictConfig) -> Any:
     except KeyboardInterrupt:
         signals.raise_if_received()
         raise
+    except TrainingFailed as error:
+        print(f"failed: {error}", file=sys.stderr)
+        ending.note(EXIT_FAILED)
+        return _no_objective()
     except Exception as error:
         print(trainer_traceback(error), file=sys.stderr, end="")
         if classify_failure(error).kind in MEMORY_FAILURES:

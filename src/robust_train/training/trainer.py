@@ -16,7 +16,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from robust_train.failures import classify_failure
-from robust_train.run import Interrupted, MicroBatchPlan, Run
+from robust_train.run import Interrupted, MicroBatchPlan, Run, TrainingFailed
 from robust_train.training.batches import BatchPlan, Loading, StepSamples, in_order
 from robust_train.training.checkpoint import (
     CheckpointError,
@@ -283,8 +283,14 @@ class Training:
             "num_classes": self.data.num_classes,
             "test_accuracy": self.score.accuracy,
         }
-        write_atomically(weights, path)
         log.info("Test accuracy: %.2f %%", 100 * self.score.accuracy)
+        try:
+            write_atomically(weights, path)
+        except CheckpointError as error:
+            raise TrainingFailed(
+                f"{error}; training is complete, its weights are not saved: make room and repeat "
+                f"the command with hydra.run.dir={self.run.run_dir}"
+            ) from error
         log.info("trained weights: %s", path)
         return {
             "objective": self.score.accuracy,
