@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from robust_train.policy import AttemptsExhausted
     from robust_train.recovery import OOMHandler, adaptive_batch_training, retry_on_oom
     from robust_train.report.summary import Summary
-    from robust_train.run import Interrupted, Run
+    from robust_train.run import Interrupted, Run, UserError
     from robust_train.training.micro_batch import MicroBatcher
     from robust_train.types import Evidence, Failure, FailureKind
 
@@ -36,6 +36,7 @@ __all__ = [
     "Run",
     "Summary",
     "TrainerFailed",
+    "UserError",
     "adaptive_batch_training",
     "classify_exit",
     "classify_failure",
@@ -58,6 +59,7 @@ _HOMES = {
     "Run": "run",
     "Summary": "report.summary",
     "TrainerFailed": "launcher",
+    "UserError": "run",
     "adaptive_batch_training": "recovery",
     "classify_exit": "failures",
     "classify_failure": "failures",

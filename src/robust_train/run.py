@@ -63,7 +63,7 @@ class Interrupted(KeyboardInterrupt):
     """
 
 
-class TrainingFailed(RuntimeError):
+class UserError(RuntimeError):
     """Raised by a trainer for what its user can mend: the message is shown without a traceback."""
 
 

@@ -21,7 +21,7 @@ from robust_train.failures import classify_failure
 from robust_train.job_settings import target_of
 from robust_train.launcher import Job
 from robust_train.report.summary import Summary, objective_of
-from robust_train.run import Interrupted, Run, TrainingFailed
+from robust_train.run import Interrupted, Run, UserError
 from robust_train.types import MEMORY_FAILURES, FailureKind
 
 log = logging.getLogger("robust_train")
@@ -106,7 +106,7 @@ def plain_job(cfg: DictConfig) -> Any:
     except KeyboardInterrupt:
         signals.raise_if_received()
         raise
-    except TrainingFailed as error:
+    except UserError as error:
         print(f"failed: {error}", file=sys.stderr)
         ending.note(EXIT_FAILED)
         return _no_objective()

@@ -16,7 +16,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from robust_train.failures import classify_failure
-from robust_train.run import Interrupted, MicroBatchPlan, Run, TrainingFailed
+from robust_train.run import Interrupted, MicroBatchPlan, Run, UserError
 from robust_train.training.batches import BatchPlan, Loading, StepSamples, in_order
 from robust_train.training.checkpoint import (
     CheckpointError,
@@ -287,7 +287,7 @@ class Training:
         try:
             write_atomically(weights, path)
         except CheckpointError as error:
-            raise TrainingFailed(
+            raise UserError(
                 f"{error}; training is complete, its weights are not saved: make room and repeat "
                 f"the command with hydra.run.dir={self.run.run_dir}"
             ) from error
