@@ -1,7 +1,7 @@
 """Hydra finds this package by itself: ``hydra/launcher=gpu_queue``.
 
-Imported at every start of any Hydra program, so the work is elsewhere. Hydra runs this module before
-it is in ``sys.modules``, where dataclasses would look for annotations that are strings.
+Imported at every start of any Hydra program, so the work is elsewhere. Annotations are no strings
+here: Hydra runs this module before it is in ``sys.modules``, where dataclasses would look them up.
 """
 
 from collections.abc import Sequence

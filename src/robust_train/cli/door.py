@@ -68,8 +68,11 @@ def _open(job: Callable[[Any], Any], name: str, config_name: str, ending: Any) -
         code = 130
     finally:
         fork_server.discard()
-    # jobs in processes of their own leave their exit codes in their run folders
-    of_the_sweep = session.finish()
+    try:
+        # jobs in processes of their own leave their exit codes in their run folders
+        of_the_sweep = session.finish()
+    except KeyboardInterrupt:
+        of_the_sweep = 130
     sys.exit(code or of_the_sweep)
 
 

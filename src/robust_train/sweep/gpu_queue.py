@@ -112,6 +112,8 @@ class GpuQueue:
         self._running: list[_Job] = []
         self._jobs: list[_Job] = []
         self._stopping: str | None = None
+        # taken from here between two steps: a handler would find a job half started
+        self._received: deque[int] = deque()
 
     def launch(
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
@@ -137,7 +139,7 @@ class GpuQueue:
         slots = self._slots()
         log.info("%d jobs, %d at once", len(self._jobs), slots)
         with _child_signals(), self._signals, LiveTable() as table:
-            with self._signals.handed_to(self._on_signal) as wakeup:
+            with self._signals.handed_to(self._received.append) as wakeup:
                 try:
                     self._run(slots, wakeup, table)
                 finally:
@@ -163,7 +165,7 @@ class GpuQueue:
 
     def _fill(self, slots: int, table: LiveTable) -> None:
         """Start as many jobs as may run, and one more that waits with torch imported already."""
-        while self._stopping is None:
+        while self._stopping is None and not self._received:
             if self._on_deck is None:
                 self._on_deck = self._prepare_next(table)
             if self._on_deck is None or len(self._running) >= slots:
@@ -177,7 +179,7 @@ class GpuQueue:
 
     def _prepare_next(self, table: LiveTable) -> _Job | None:
         """The next job that is to be run, its process forked."""
-        while self._pending:
+        while self._pending and not self._received:
             job = self._pending.popleft()
             job.config = self._compose(job)
             job.folder = _run_folder(job.config)
@@ -247,6 +249,7 @@ class GpuQueue:
             selector.select(timeout)
             with contextlib.suppress(BlockingIOError):
                 os.read(wakeup, 4096)
+        self._pass_on_signals()
         for job in [job for job in self._running if job.process and job.process.poll() is not None]:
             self._running.remove(job)
             self._take_result(job, table)
@@ -279,12 +282,11 @@ class GpuQueue:
                     ending_of_process(own, returncode).write(folder)
         return replace(read_row(folder), job=job.number)
 
-    def _on_signal(self, signum: int) -> None:
+    def _pass_on_signals(self) -> None:
         """The first is passed on to the jobs; another one ends them at once."""
-        if self._stopping == "signal":
-            self._stop("signal", signal.SIGKILL)
-        else:
-            self._stop("signal", signum)
+        while self._received:
+            signum = self._received.popleft()
+            self._stop("signal", signal.SIGKILL if self._stopping == "signal" else signum)
 
     def _stop(self, why: str, signum: int) -> None:
         self._stopping = why
