@@ -1,0 +1,156 @@
+"""A sweep of four jobs on two simulated GPUs: how well the GPUs are filled.
+
+Four jobs of different lengths, each needing most of a GPU, as one sweep under
+``hydra/launcher=gpu_queue`` against perfect packing (the same lengths without any launcher's time),
+and as four plain programs that look for free memory every 30 seconds. The GPUs' free memory follows
+what the jobs hold, and the log of who held what when is checked for two jobs on one GPU.
+Needs a C compiler, no GPU.
+
+Run: python benchmarks/sweep.py [--job-seconds 30] [--poll-seconds 30] [--n-jobs 2]
+Goal: the sweep takes at most 1.05 × perfect packing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+sys.path.insert(0, str(ROOT / "tests"))
+
+from simulated_nvml import Gpu, Machine, build_nvml  # noqa: E402
+
+GPUS = 2
+NEED_MB = 30_000
+# in this order first come, first served is perfect packing too
+LENGTHS = (1.0, 1.2, 1.0, 0.8)
+
+PLAIN_POLL = """
+import sys, time
+from robust_train.gpu.inventory import read_inventory
+import sweep_trainer
+seconds, every, need = map(float, sys.argv[1:])
+while True:
+    gpus = read_inventory(processes=False).gpus
+    best = max(gpus, key=lambda gpu: gpu.free_bytes)
+    if best.free_bytes >= need * 1024**2:
+        break
+    time.sleep(every)
+sweep_trainer.hold(best.uuid, seconds)
+"""
+
+
+def perfect_packing(lengths: list[float]) -> float:
+    """Seconds until the last job ends in the best assignment of jobs to GPUs."""
+    return min(
+        max(sum(s for s, g in zip(lengths, where, strict=True) if g == gpu) for gpu in range(GPUS))
+        for where in itertools.product(range(GPUS), repeat=len(lengths))
+    )
+
+
+def environment(machine: Machine, folder: Path) -> dict[str, str]:
+    """What programs on the machine need; a queue of their own, not that of this host."""
+    paths = os.pathsep.join([str(HERE), str(ROOT / "src"), str(ROOT / "tests")])
+    return machine.environment(
+        PYTHONPATH=paths,
+        SWEEP_BENCHMARK_LOG=str(folder / "held.jsonl"),
+        XDG_RUNTIME_DIR=str(folder),
+    )
+
+
+def sweep(machine: Machine, folder: Path, lengths: list[float], *options: str) -> float:
+    """Wall seconds of the sweep, from the command to its end."""
+    started = time.perf_counter()
+    subprocess.run(
+        [
+            sys.executable,
+            str(ROOT / "train_robust.py"),
+            "-m",
+            "hydra/launcher=gpu_queue",
+            "trainer._target_=sweep_trainer.train",
+            "+seconds=" + ",".join(f"{length:g}" for length in lengths),
+            f"min_gpu_memory_mb={NEED_MB}",
+            "allow_cpu_fallback=false",
+            f"hydra.sweep.dir={folder}/sweep",
+            *options,
+        ],
+        env=environment(machine, folder),
+        cwd=folder,
+        check=True,
+        capture_output=True,
+    )
+    return time.perf_counter() - started
+
+
+def plain_poll(machine: Machine, folder: Path, lengths: list[float], every: float) -> float:
+    """Wall seconds of four programs that look for themselves, started a second apart."""
+    started = time.perf_counter()
+    programs = []
+    for length in lengths:
+        command = [sys.executable, "-c", PLAIN_POLL, f"{length}", f"{every}", f"{NEED_MB}"]
+        programs.append(subprocess.Popen(command, env=environment(machine, folder), cwd=folder))
+        time.sleep(1)  # in the same second they would all take the same GPU
+    for program in programs:
+        assert program.wait() == 0
+    return time.perf_counter() - started
+
+
+def shared(folder: Path) -> int:
+    """How many times a GPU was taken while another job held it."""
+    held: dict[str, int] = {}
+    times = 0
+    for line in (folder / "held.jsonl").read_text().splitlines():
+        event = json.loads(line)
+        change = 1 if event["event"] == "take" else -1
+        times += change > 0 and held.get(event["gpu"], 0) > 0
+        held[event["gpu"]] = held.get(event["gpu"], 0) + change
+    return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--job-seconds", type=float, default=30)
+    parser.add_argument("--poll-seconds", type=float, default=30)
+    parser.add_argument("--no-poll", action="store_true", help="the sweeps only")
+    arguments = parser.parse_args()
+    lengths = [length * arguments.job_seconds for length in LENGTHS]
+    best = perfect_packing(lengths)
+    print(f"4 jobs of {', '.join(f'{s:g}' for s in lengths)} s on {GPUS} GPUs")
+    print(f"perfect packing: {best:.1f} s")
+    with tempfile.TemporaryDirectory() as name:
+        libraries = build_nvml(Path(name) / "libraries").parent
+        variants = {
+            "sweep, a job for each GPU at once": lambda m, f: sweep(m, f, lengths),
+            "sweep, all jobs in line at once": lambda m, f: sweep(
+                m, f, lengths, f"hydra.launcher.n_jobs={len(lengths)}"
+            ),
+        }
+        if not arguments.no_poll:
+            variants[f"plain poll every {arguments.poll_seconds:g} s"] = lambda m, f: plain_poll(
+                m, f, lengths, arguments.poll_seconds
+            )
+        for number, (title, variant) in enumerate(variants.items()):
+            folder = Path(name) / str(number)
+            folder.mkdir()
+            machine = Machine(folder, libraries, [Gpu() for _ in range(GPUS)])
+            try:
+                seconds = variant(machine, folder)
+            except subprocess.CalledProcessError as error:
+                print(error.stdout.decode(), error.stderr.decode(), file=sys.stderr)
+                raise
+            print(
+                f"{title}: {seconds:.1f} s, {seconds / best:.3f} × perfect packing (goal: 1.05 or "
+                f"less); a GPU taken while held: {shared(folder)} times"
+            )
+
+
+if __name__ == "__main__":
+    main()
