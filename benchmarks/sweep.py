@@ -103,16 +103,28 @@ def plain_poll(machine: Machine, folder: Path, lengths: list[float], every: floa
     return time.perf_counter() - started
 
 
-def shared(folder: Path) -> int:
-    """How many times a GPU was taken while another job held it."""
+def what_the_log_says(folder: Path, started: float, ended: float) -> str:
+    """Where the time went, and how often a GPU was taken while another job held it."""
+    events = [json.loads(line) for line in (folder / "held.jsonl").read_text().splitlines()]
     held: dict[str, int] = {}
-    times = 0
-    for line in (folder / "held.jsonl").read_text().splitlines():
-        event = json.loads(line)
-        change = 1 if event["event"] == "take" else -1
-        times += change > 0 and held.get(event["gpu"], 0) > 0
-        held[event["gpu"]] = held.get(event["gpu"], 0) + change
-    return times
+    given: dict[str, float] = {}
+    idle, times = [], 0
+    for event in events:
+        gpu = event["gpu"]
+        if event["event"] == "take":
+            times += held.get(gpu, 0) > 0
+            if gpu in given and not held.get(gpu):
+                idle.append(event["time"] - given[gpu])
+            held[gpu] = held.get(gpu, 0) + 1
+        else:
+            given[gpu] = event["time"]
+            held[gpu] -= 1
+    longest = max(idle, default=0.0)
+    return (
+        f"first job at work after {events[0]['time'] - started:.1f} s, a GPU idle between two jobs "
+        f"for {longest:.1f} s at most, end {ended - events[-1]['time']:.1f} s after the last job; "
+        f"GPUs taken while held: {times}"
+    )
 
 
 def main() -> None:
@@ -141,15 +153,15 @@ def main() -> None:
             folder = Path(name) / str(number)
             folder.mkdir()
             machine = Machine(folder, libraries, [Gpu() for _ in range(GPUS)])
+            started = time.time()
             try:
                 seconds = variant(machine, folder)
             except subprocess.CalledProcessError as error:
                 print(error.stdout.decode(), error.stderr.decode(), file=sys.stderr)
                 raise
-            print(
-                f"{title}: {seconds:.1f} s, {seconds / best:.3f} × perfect packing (goal: 1.05 or "
-                f"less); a GPU taken while held: {shared(folder)} times"
-            )
+            ratio = f"{seconds / best:.3f} × perfect packing (goal: 1.05 or less)"
+            print(f"{title}: {seconds:.1f} s, {ratio}")
+            print(f"  {what_the_log_says(folder, started, time.time())}")
 
 
 if __name__ == "__main__":

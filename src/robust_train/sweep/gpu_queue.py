@@ -13,6 +13,7 @@ import os
 import selectors
 import signal
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import Sequence
@@ -58,6 +59,7 @@ log = logging.getLogger("robust_train")
 
 LOG_FILE = "output.log"
 _LOOK_ANYWAY_SECONDS = 5.0
+_CALM_AFTER_SECONDS = 10.0
 _LOOK_WITHOUT_SIGNALS_SECONDS = 0.2
 
 
@@ -114,6 +116,7 @@ class GpuQueue:
         self._stopping: str | None = None
         # taken from here between two steps: a handler would find a job half started
         self._received: deque[int] = deque()
+        self._last_start = 0.0
 
     def launch(
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
@@ -166,16 +169,24 @@ class GpuQueue:
     def _fill(self, slots: int, table: LiveTable) -> None:
         """Start as many jobs as may run, and one more that waits with torch imported already."""
         while self._stopping is None and not self._received:
-            if self._on_deck is None:
+            is_full = len(self._running) >= slots
+            if self._on_deck is None and (not is_full or self._is_calm()):
                 self._on_deck = self._prepare_next(table)
-            if self._on_deck is None or len(self._running) >= slots:
+            if self._on_deck is None or is_full:
                 return
             job, self._on_deck = self._on_deck, None
             assert job.process is not None
             job.status = "running"
             self._running.append(job)
+            self._last_start = time.monotonic()
             job.process.go()
             table.say(f"job {job.number} starts: {job.shown}; {job.folder}/{LOG_FILE}")
+
+    def _is_calm(self) -> bool:
+        """Whether one more import of torch keeps no job from starting."""
+        if time.monotonic() >= self._last_start + _CALM_AFTER_SECONDS:
+            return True
+        return all(job.row().progress.status == "running" for job in self._running)
 
     def _prepare_next(self, table: LiveTable) -> _Job | None:
         """The next job that is to be run, its process forked."""
@@ -241,7 +252,8 @@ class GpuQueue:
     def _wait(self, wakeup: int, table: LiveTable) -> None:
         """Until something happens; then see which jobs have ended."""
         table.show([job.row() for job in self._jobs])
-        timeout = REFRESH_SECONDS if table.is_live else _LOOK_ANYWAY_SECONDS
+        may_prepare = self._on_deck is None and bool(self._pending)
+        timeout = REFRESH_SECONDS if table.is_live or may_prepare else _LOOK_ANYWAY_SECONDS
         if threading.current_thread() is not threading.main_thread():
             timeout = _LOOK_WITHOUT_SIGNALS_SECONDS
         with selectors.DefaultSelector() as selector:
