@@ -6,7 +6,7 @@ and as four plain programs that look for free memory every 30 seconds. The GPUs'
 what the jobs hold, and the log of who held what when is checked for two jobs on one GPU.
 Needs a C compiler, no GPU.
 
-Run: python benchmarks/sweep.py [--job-seconds 30] [--poll-seconds 30] [--n-jobs 2]
+Run: python benchmarks/sweep.py [--job-seconds 30] [--poll-seconds 30]
 Goal: the sweep takes at most 1.05 × perfect packing.
 """
 
@@ -16,6 +16,7 @@ import argparse
 import itertools
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -90,6 +91,26 @@ def sweep(machine: Machine, folder: Path, lengths: list[float], *options: str) -
     return time.perf_counter() - started
 
 
+def one_job(machine: Machine, folder: Path) -> float:
+    """Wall seconds of a job that takes no time: what every command costs, a sweep or not."""
+    started = time.perf_counter()
+    subprocess.run(
+        [
+            sys.executable,
+            str(ROOT / "train_robust.py"),
+            "trainer._target_=sweep_trainer.train",
+            "+seconds=0",
+            f"min_gpu_memory_mb={NEED_MB}",
+            f"hydra.run.dir={folder}/run",
+        ],
+        env=environment(machine, folder),
+        cwd=folder,
+        check=True,
+        capture_output=True,
+    )
+    return time.perf_counter() - started
+
+
 def plain_poll(machine: Machine, folder: Path, lengths: list[float], every: float) -> float:
     """Wall seconds of four programs that look for themselves, started a second apart."""
     started = time.perf_counter()
@@ -139,6 +160,11 @@ def main() -> None:
     print(f"perfect packing: {best:.1f} s")
     with tempfile.TemporaryDirectory() as name:
         libraries = build_nvml(Path(name) / "libraries").parent
+        folder = Path(name) / "one"
+        folder.mkdir()
+        machine = Machine(folder, libraries, [Gpu() for _ in range(GPUS)])
+        starts = [one_job(machine, folder) for _ in range(4)][1:]
+        print(f"a single job that takes no time: {statistics.median(starts):.1f} s")
         variants = {
             "sweep, a job for each GPU at once": lambda m, f: sweep(m, f, lengths),
             "sweep, all jobs in line at once": lambda m, f: sweep(

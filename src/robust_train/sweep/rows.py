@@ -88,7 +88,8 @@ def row_of(
         reason = "its process ended without a summary"
     exit_code = ended.exit_code if ended is not None else _EXIT_CODES.get(status, 1)
     result = objective_of(told["result"]) if "result" in told else record and record.objective
-    attempts = told.get("attempts") or []
+    listed = told.get("attempts")
+    attempts = [a for a in listed if isinstance(a, dict)] if isinstance(listed, list) else []
     return Row(
         job=None if record is None else record.number,
         overrides=tuple(overrides) if record is None else record.overrides,
