@@ -47,6 +47,10 @@ train-all-robust *overrides:
     done
     exit $status
 
+# Several jobs side by side, as many as there are GPUs: just sweep training.lr=1e-3,1e-4
+sweep *overrides:
+    {{ python }} train_robust.py -m hydra/launcher=gpu_queue {{ overrides }}
+
 # The test suite
 test *args:
     {{ python }} -m pytest {{ args }}
@@ -67,3 +71,4 @@ bench:
     {{ python }} benchmarks/startup.py
     {{ python }} benchmarks/attempt_start.py
     {{ python }} benchmarks/selection_latency.py
+    {{ python }} benchmarks/sweep.py

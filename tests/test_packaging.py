@@ -59,12 +59,15 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return next(folder.glob("*.whl"))
 
 
-def test_the_wheel_carries_configs_types_and_the_search_path_plugin(wheel: Path):
+def test_the_wheel_carries_configs_types_and_hydra_plugins(wheel: Path):
     names = set(zipfile.ZipFile(wheel).namelist())
     configs = {f"robust_train/{p.relative_to(ROOT)}" for p in (ROOT / "configs").rglob("*.yaml")}
     assert configs <= names
     assert "robust_train/py.typed" in names
     assert "hydra_plugins/robust_train_searchpath/__init__.py" in names
+    assert "hydra_plugins/robust_train_gpu_queue/__init__.py" in names
+    # a namespace that other plugins share: a file of ours there would hide theirs
+    assert "hydra_plugins/__init__.py" not in names
 
 
 def test_another_hydra_project_builds_on_robust(wheel: Path, world: World):

@@ -159,6 +159,8 @@ class RobustConfig(PlainConfig):
     stall_timeout_minutes: float = 0.0
     retry_pause_seconds: float = 10.0
     resume: bool = True
+    sweep_resume: bool = True
+    sweep_fail_fast: bool = False
 
 
 ISOLATIONS = ("process", "none")
@@ -192,7 +194,8 @@ def register() -> None:
         ("dataset", "image_folder", ImageFolderConfig),
     ):
         store.store(group=f"schema/{group}", name=name, node=schema, provider="robust_train")
-    OmegaConf.register_new_resolver("robust_pid", os.getpid, replace=True)
+    # cached like Hydra's ``now``: jobs that run in other processes belong to the same sweep folder
+    OmegaConf.register_new_resolver("robust_pid", os.getpid, use_cache=True, replace=True)
 
 
 def complete(cfg: Mapping[str, Any] | DictConfig) -> DictConfig:

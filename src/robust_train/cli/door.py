@@ -46,7 +46,9 @@ def _open(job: Callable[[Any], Any], name: str, config_name: str, ending: Any) -
     from robust_train.cli.refusals import REFUSALS, explain
     from robust_train.execution import fork_server
     from robust_train.execution.signals import JobInterrupted
+    from robust_train.sweep import session
 
+    session.door_is_open()
     user_wants_everything = os.environ.get(_FULL_ERROR) == "1"
     # otherwise Hydra prints errors its own way and exits with 1
     os.environ[_FULL_ERROR] = "1"
@@ -66,7 +68,12 @@ def _open(job: Callable[[Any], Any], name: str, config_name: str, ending: Any) -
         code = 130
     finally:
         fork_server.discard()
-    sys.exit(code)
+    try:
+        # jobs in processes of their own leave their exit codes in their run folders
+        of_the_sweep = session.finish()
+    except KeyboardInterrupt:
+        of_the_sweep = 130
+    sys.exit(code or of_the_sweep)
 
 
 def _will_train_in_a_process(arguments: list[str]) -> bool:

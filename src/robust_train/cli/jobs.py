@@ -16,12 +16,19 @@ from robust_train.cli.door import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_NO_DEVICE
 from robust_train.config import ConfigError, validate
 from robust_train.execution.child import plain, trainer_traceback
 from robust_train.execution.request import TrainerRef, call_trainer
-from robust_train.execution.signals import SignalWatch
+from robust_train.execution.signals import JobInterrupted, SignalWatch
 from robust_train.failures import classify_failure
 from robust_train.job_settings import target_of
 from robust_train.launcher import Job
 from robust_train.report.summary import Summary, objective_of
 from robust_train.run import Interrupted, Run, UserError
+from robust_train.sweep.current import (
+    CurrentJob,
+    current_job,
+    job_ended,
+    job_interrupted,
+    job_refused,
+)
 from robust_train.types import MEMORY_FAILURES, FailureKind
 
 log = logging.getLogger("robust_train")
@@ -38,6 +45,14 @@ class Ending:
     def __init__(self) -> None:
         self.code = 0
         self.started = False
+        self._said: set[str] = set()
+
+    def refuse(self, message: str) -> None:
+        """Say why a job was refused; jobs of a sweep that share the mistake say it once."""
+        if message not in self._said:
+            self._said.add(message)
+            print(message, file=sys.stderr)
+        self.note(EXIT_BAD_CONFIG)
 
     def note(self, code: int) -> None:
         """Take one job's exit code into account."""
@@ -50,21 +65,35 @@ ending = Ending()
 def robust_job(cfg: DictConfig) -> Any:
     """One job under the launcher; returns the objective, NaN for a failed job of a sweep."""
     ending.started = True
+    job = current_job()
+    if job is not None and not job.runs:
+        return job.objective
     try:
+        _check_place(job)
         summary = Job(None, cfg).run()
     except ConfigError as error:
         return _refused(error)
+    except JobInterrupted as error:
+        job_interrupted(error, error.exit_code)
+        raise
     if summary.status == "completed":
         return summary.objective
     _say_why(summary)
-    ending.note(EXIT_NO_DEVICE if summary.status == "no_device" else EXIT_FAILED)
+    code = EXIT_NO_DEVICE if summary.status == "no_device" else EXIT_FAILED
+    ending.note(code)
+    job_ended(summary.status, code, reason=summary.reason)
     return _no_objective()
+
+
+def _check_place(job: CurrentJob | None) -> None:
+    if job is not None and job.refusal is not None:
+        raise ConfigError(job.refusal)
 
 
 def _refused(error: ConfigError) -> float | None:
     # said here, because Hydra puts lines of its own around what a job raises
-    print(error, file=sys.stderr)
-    ending.note(EXIT_BAD_CONFIG)
+    ending.refuse(str(error))
+    job_refused(str(error))
     return _no_objective()
 
 
@@ -96,6 +125,7 @@ def plain_job(cfg: DictConfig) -> Any:
             raise Interrupted("interrupted")
 
     try:
+        _check_place(current_job())
         validate(cfg)
         _, trainer = TrainerRef(target_of(cfg)).load()
         cfg.device = _torch_device(str(cfg.device))
@@ -103,18 +133,22 @@ def plain_job(cfg: DictConfig) -> Any:
             result = call_trainer(trainer, cfg, run)
     except ConfigError as error:
         return _refused(error)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
+        code = 130 if signals.received is None else JobInterrupted(signals.received).exit_code
+        job_interrupted(error, code)
         signals.raise_if_received()
         raise
     except UserError as error:
         print(f"failed: {error}", file=sys.stderr)
         ending.note(EXIT_FAILED)
+        job_ended("failed", EXIT_FAILED, reason=str(error))
         return _no_objective()
     except Exception as error:
         print(trainer_traceback(error), file=sys.stderr, end="")
         if classify_failure(error).kind in MEMORY_FAILURES:
             print("train_robust.py would go on with a smaller batch", file=sys.stderr)
         ending.note(EXIT_FAILED)
+        job_ended("failed", EXIT_FAILED, reason=classify_failure(error).message)
         return _no_objective()
     log.info("completed; run folder: %s", run.run_dir)
     return plain(objective_of(result))

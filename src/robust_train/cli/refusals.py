@@ -25,6 +25,14 @@ _WRONG_TYPE = re.compile(
 _UNKNOWN_OPTION = re.compile(r"Could not find '([^']+)/([^'/]+)'")
 _OPTIONS = re.compile(r"Available options in '[^']+':\n((?:\t.*\n?)+)")
 
+_NO_SWEEP = re.compile(
+    r"Ambiguous value for argument '(.+)'|Sweep parameters '(.+)' requires --multirun"
+)
+_RELATIVE_LAUNCHER = re.compile(
+    r"In '?([^':\n]+)'?: Could not override '[^']+/hydra/(launcher|sweeper)@?[^']*'"
+)
+_EARLY_LAUNCHER = re.compile(r"In (\S+): Override '(hydra/\w+) : (\w+)' is defined before")
+
 _ACCEPTED = {
     "Integer": "a whole number",
     "Float": "a number",
@@ -52,6 +60,8 @@ def explain(error: BaseException, config_name: str, arguments: Sequence[str]) ->
             f"{error.override}: cannot be read as an override; accepted is key=value, with quotes "
             "around values that hold spaces, commas or brackets: 'key=\"a, b\"'"
         )
+    if sentence := _about_sweeps(chain):
+        return sentence
     if match := _UNKNOWN_OPTION.search(chain):
         return _unknown_option(match[1], match[2], chain)
     if isinstance(error, MissingConfigException):
@@ -66,6 +76,28 @@ def explain(error: BaseException, config_name: str, arguments: Sequence[str]) ->
         key = match[1] or (full[1] if full else match[2])
         return _unknown_key(key, config_name, overrides)
     return _joined(line for line in chain.splitlines()[:3] if "HYDRA_FULL_ERROR" not in line)
+
+
+def _about_sweeps(chain: str) -> str | None:
+    """What is wrong with a sweep, or with how its launcher was chosen; None if nothing is."""
+    if match := _NO_SWEEP.search(chain):
+        key, _, value = (match[1] or match[2]).partition("=")
+        return (
+            f"{key}={value}: several values; add -m for a sweep over them, or write a list as "
+            f"{key}=[{value}]"
+        )
+    if match := _RELATIVE_LAUNCHER.search(chain):
+        group = f"hydra/{match[2]}"
+        return (
+            f"{match[1]}: cannot choose {group} with a relative path; write 'override /{group}: …' "
+            f"under '# @package _global_', or type {group}=… on the command line"
+        )
+    if match := _EARLY_LAUNCHER.search(chain):
+        return (
+            f"{match[1]}: 'override {match[2]}: {match[3]}' stands too early; overrides belong at "
+            "the end of the defaults list"
+        )
+    return None
 
 
 def _unknown_option(group: str, option: str, chain: str) -> str:

@@ -1,0 +1,1 @@
+"""Many jobs from one command line: side by side, resumable, and in one table at the end."""

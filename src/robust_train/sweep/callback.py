@@ -1,0 +1,58 @@
+"""Hydra's callback through which a sweep is kept account of, whichever launcher runs its jobs."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import Any
+
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig
+
+from robust_train.sweep import current, session
+
+
+class SweepCallback(Callback):
+    """Instantiated by Hydra from ``hydra.callbacks``; pickled into the jobs' processes."""
+
+    def __init__(self) -> None:
+        self._launcher: str | None = None
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Before the launcher is made."""
+        self._launcher = str(config.hydra.runtime.choices.get("hydra/launcher"))
+        with contextlib.suppress(OSError):  # Hydra will not get further than we did, and says why
+            session.begin(config)
+
+    def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """In the job's own process, once its run folder is there."""
+        current.enter(config, self._launcher)
+
+    def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
+        """After the job's function, unless it was interrupted."""
+        if job_return.status is JobStatus.COMPLETED:
+            value = job_return.return_value
+            current.job_ended("completed", 0, objective=_plain(value))
+        else:
+            # read past the property, which raises what the job raised
+            current.job_ended("failed", 1, reason=_first_line(job_return._return_value))
+        current.leave()
+
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        """After the last job, unless an error of a job ended the sweep."""
+        code = session.finish()
+        if code and not session.has_door():
+            # not an Exception: those of callbacks are turned into warnings
+            raise SystemExit(code)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if isinstance(value, (bool, int, float, str, list, dict)) else None
+
+
+def _first_line(error: Any) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -1,0 +1,208 @@
+"""This process's job of a sweep: what was decided when it was entered, and how it ended."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+from robust_train.report.summary import objective_of
+from robust_train.sweep.misplaced import misplaced_launcher
+from robust_train.sweep.record import (
+    COMPLETED,
+    INTERRUPTED,
+    NOT_STARTED,
+    REFUSED,
+    STARTED,
+    Entry,
+    JobRecord,
+    decide,
+    read_json,
+    read_record,
+    set_aside,
+)
+from robust_train.sweep.rows import has_failed
+
+log = logging.getLogger("robust_train")
+
+SWEEP_VARIABLE = "ROBUST_TRAIN_SWEEP"
+"""Names this launch of a sweep to the processes that other launchers start for its jobs."""
+
+
+@dataclass
+class CurrentJob:
+    """A job that Hydra has entered.
+
+    Attributes:
+        folder: its run folder.
+        record: its record, None outside of a sweep.
+        runs: whether it is to be run; else its objective is known already.
+        refusal: why it must not be run at all.
+    """
+
+    folder: Path
+    record: JobRecord | None = None
+    runs: bool = True
+    refusal: str | None = None
+
+    @property
+    def objective(self) -> Any:
+        """Of a job that is not run: what it was, NaN without one."""
+        record = self.record
+        return record.objective if record is not None and record.reused else math.nan
+
+    def ended(
+        self, status: str, exit_code: int, *, reason: str | None = None, objective: Any = None
+    ) -> None:
+        """Record the job's end. The first call counts."""
+        if self.record is None or self.record.status != STARTED:
+            return
+        self.record = replace(
+            self.record, status=status, exit_code=exit_code, reason=reason, objective=objective
+        )
+        _write(self.record, self.folder)
+
+
+_current: CurrentJob | None = None
+
+
+def current_job() -> CurrentJob | None:
+    """The job that this process is in; None where Hydra was told to do without our callback."""
+    return _current
+
+
+def leave() -> None:
+    """Forget the job."""
+    global _current
+    _current = None
+
+
+def enter(config: DictConfig, launcher: str | None) -> CurrentJob:
+    """A job's turn has come: decide whether it runs, and prepare its run folder.
+
+    Args:
+        config: the job's whole config, Hydra's part included.
+        launcher: the launcher of the sweep, None outside of one.
+    """
+    global _current
+    in_sweep = config.hydra.mode == RunMode.MULTIRUN
+    job = CurrentJob(Path(str(config.hydra.runtime.output_dir)))
+    _current = job
+    job.refusal = misplaced_launcher(
+        str(config.hydra.runtime.choices.get("hydra/launcher")),
+        launcher if in_sweep else None,
+        list(config.hydra.overrides.hydra),
+        in_sweep=in_sweep,
+    )
+    if in_sweep:
+        _enter_sweep(job, config)
+    return job
+
+
+def identity(config: DictConfig) -> JobRecord:
+    """The record of a sweep's job whose turn has come."""
+    return JobRecord(
+        sweep=os.environ.get(SWEEP_VARIABLE, ""),
+        number=_number(config),
+        overrides=tuple(map(str, config.hydra.overrides.task)),
+    )
+
+
+def plan(config: DictConfig, folder: Path) -> tuple[Entry, JobRecord]:
+    """What to do with a job, and the record it then starts with (or keeps)."""
+    own = identity(config)
+    earlier = read_record(folder)
+    summary = read_json(folder / "summary.json")
+    completed = earlier is not None and (
+        earlier.status == COMPLETED or (summary or {}).get("status") == COMPLETED
+    )
+    entry = decide(
+        earlier,
+        completed=completed,
+        overrides=own.overrides,
+        sweep=own.sweep,
+        resume=bool(OmegaConf.select(config, "sweep_resume", default=True)),
+    )
+    if entry is not Entry.REUSE or earlier is None:
+        return entry, own
+    objective = earlier.objective
+    if summary is not None and "result" in summary:
+        objective = objective_of(summary["result"])
+    return entry, replace(own, status=COMPLETED, exit_code=0, objective=objective, reused=True)
+
+
+def reuse(record: JobRecord, folder: Path) -> None:
+    """Take a completed job into this launch of the sweep."""
+    _write(record, folder)
+    log.info(
+        "job %s completed in an earlier launch of this sweep and is not run again "
+        "(sweep_resume=true)",
+        record.number,
+    )
+
+
+def _enter_sweep(job: CurrentJob, config: DictConfig) -> None:
+    entry, job.record = plan(config, job.folder)
+    if entry is Entry.REUSE:
+        job.runs = False
+        reuse(job.record, job.folder)
+        return
+    try:
+        if entry is Entry.RUN_ANEW and (place := set_aside(job.folder)) is not None:
+            log.info("what an earlier job left in this run folder is now in %s", place)
+        # else a job that dies early would seem to have ended as the one before it
+        (job.folder / "summary.json").unlink(missing_ok=True)
+    except OSError as error:
+        # not run over it: a checkpoint of another job must not be mistaken for this one's
+        job.refusal = f"{job.folder}: cannot move aside what it holds: {error.strerror}"
+        return
+    if _stopped_by_failure(config, job.record.sweep):
+        job.runs = False
+        job.ended(NOT_STARTED, 0, reason="another job failed before (sweep_fail_fast=true)")
+        log.info("job %s is not started: %s", job.record.number, job.record.reason)
+        return
+    _write(job.record, job.folder)
+
+
+def _stopped_by_failure(config: DictConfig, sweep: str) -> bool:
+    if not OmegaConf.select(config, "sweep_fail_fast", default=False):
+        return False
+    # Hydra may have changed the working directory (hydra.job.chdir)
+    folder = Path(str(config.hydra.runtime.cwd)) / str(config.hydra.sweep.dir)
+    return has_failed(folder, sweep)
+
+
+def _number(config: DictConfig) -> int | None:
+    number = OmegaConf.select(config, "hydra.job.num", throw_on_missing=False)
+    return None if number is None else int(number)
+
+
+def _write(record: JobRecord, folder: Path) -> None:
+    try:
+        record.write(folder)
+    except OSError as error:
+        log.warning("cannot write %s: %s", folder / "sweep_job.json", error.strerror)
+
+
+def job_ended(
+    status: str, exit_code: int, *, reason: str | None = None, objective: Any = None
+) -> None:
+    """Record the end of this process's job, where it is one of a sweep."""
+    if _current is not None:
+        _current.ended(status, exit_code, reason=reason, objective=objective)
+
+
+def job_refused(reason: str) -> None:
+    """Record that the job's configuration cannot be used."""
+    job_ended(REFUSED, 2, reason=reason)
+
+
+def job_interrupted(error: BaseException, exit_code: int) -> None:
+    """Record that the job was told to stop."""
+    job_ended(INTERRUPTED, exit_code, reason=str(error) or "interrupted")

@@ -1,0 +1,135 @@
+"""A sweep from its start to its end, as the process sees it in which it was typed."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import sys
+import time
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from robust_train.sweep.current import SWEEP_VARIABLE
+from robust_train.sweep.record import NOT_STARTED, JobRecord, write_json
+from robust_train.sweep.rows import Row, exit_code_of, read_rows, row_of
+from robust_train.sweep.table import SCHEMA, as_csv, as_json, screen_table, tally
+
+log = logging.getLogger("robust_train")
+
+
+@dataclass
+class Sweep:
+    """A sweep that runs.
+
+    Attributes:
+        id: this launch of it.
+        folder: the sweep folder.
+        launcher: name of Hydra's launcher.
+        since_ns: when it began, by the clock of the folder's file system.
+        planned: jobs that a launcher of ours knows of, by number.
+    """
+
+    id: str
+    folder: Path
+    launcher: str
+    since_ns: int
+    planned: dict[int, JobRecord] = field(default_factory=dict)
+    started: float = field(default_factory=time.monotonic)
+    pid: int = field(default_factory=os.getpid)
+
+    def rows(self) -> list[Row]:
+        """The jobs so far, by number; those not yet started too, where they are known."""
+        rows = read_rows(self.folder, self.id, self.since_ns)
+        seen = {row.job for row in rows}
+        rows += [
+            row_of(None, record, None)
+            for number, record in self.planned.items()
+            if number not in seen
+        ]
+        return sorted(rows, key=lambda row: (row.job is None, row.job or 0))
+
+
+_sweep: Sweep | None = None
+_exit_code = 0
+_has_door = False
+
+
+def current_sweep() -> Sweep | None:
+    """The sweep that this process runs, None where there is none."""
+    return _sweep
+
+
+def door_is_open() -> None:
+    """Say that this program's exit code is seen to by one of our doors."""
+    global _has_door
+    _has_door = True
+
+
+def has_door() -> bool:
+    """Whether one of our doors sees to the exit code."""
+    return _has_door
+
+
+def begin(config: DictConfig) -> None:
+    """Called before the first job: ``sweep.json`` says that the sweep runs.
+
+    Raises:
+        OSError: the sweep folder cannot be made.
+    """
+    global _sweep
+    folder = Path(str(config.hydra.sweep.dir)).resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    sweep = Sweep(
+        id=uuid.uuid4().hex,
+        folder=folder,
+        launcher=str(config.hydra.runtime.choices.get("hydra/launcher")),
+        since_ns=0,
+    )
+    os.environ[SWEEP_VARIABLE] = sweep.id
+    content = {"schema": SCHEMA, "status": "running", "sweep": sweep.id, "jobs": []}
+    write_json(folder / "sweep.json", content)
+    sweep.since_ns = (folder / "sweep.json").stat().st_mtime_ns
+    _sweep = sweep
+    # a project with a door of its own gets its table also when a job's error ends the sweep
+    atexit.register(finish)
+
+
+def finish() -> int:
+    """Show the table and write the files, once; the exit code that the jobs ask for.
+
+    Safe to call again, and where there was no sweep.
+    """
+    global _sweep, _exit_code
+    sweep, _sweep = _sweep, None
+    if sweep is None or sweep.pid != os.getpid():
+        return _exit_code
+    rows = sweep.rows()
+    if all(row.status == NOT_STARTED for row in rows):
+        with contextlib.suppress(OSError):
+            (sweep.folder / "sweep.json").unlink()
+        return _exit_code
+    _exit_code = exit_code_of(rows)
+    wall_seconds = time.monotonic() - sweep.started
+    content = as_json(
+        rows,
+        sweep=sweep.id,
+        launcher=sweep.launcher,
+        exit_code=_exit_code,
+        wall_seconds=wall_seconds,
+    )
+    try:
+        write_json(sweep.folder / "sweep.json", content)
+        (sweep.folder / "sweep.csv").write_text(as_csv(rows), encoding="utf-8")
+    except OSError as error:
+        log.warning("cannot write the sweep's table to %s: %s", sweep.folder, error.strerror)
+    # not through logging: after an interruption that may still write into a job's log file
+    with contextlib.suppress(OSError, ValueError):
+        print(f"sweep:\n{screen_table(rows)}")
+        print(f"{tally(rows)} in {wall_seconds:.1f} s; sweep folder: {sweep.folder}")
+        sys.stdout.flush()
+    return _exit_code

@@ -1,0 +1,114 @@
+"""A sweep's rows for people and programs: columns on the screen, ``sweep.csv``, ``sweep.json``."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from robust_train.sweep.record import COMPLETED
+from robust_train.sweep.rows import Row
+
+SCHEMA = 1
+COLUMNS = ("job", "overrides", "status", "attempts", "devices", "batch", "result", "wall")
+CSV_COLUMNS = (
+    "job",
+    "overrides",
+    "status",
+    "exit_code",
+    "attempts",
+    "devices",
+    "batch_size",
+    "result",
+    "wall_seconds",
+    "wait_seconds",
+    "reused",
+    "reason",
+    "folder",
+)
+_LONGEST_RESULT = 40
+
+
+def screen_table(rows: Sequence[Row]) -> str:
+    """Plain columns; of the overrides only those in which the jobs differ."""
+    differing = differing_overrides([row.overrides for row in rows])
+    lines = [COLUMNS]
+    for row, overrides in zip(rows, differing, strict=True):
+        lines.append(
+            (
+                "?" if row.job is None else str(row.job),
+                " ".join(overrides),
+                f"{row.status} earlier" if row.reused else row.status,
+                str(row.attempts),
+                ",".join(row.devices) or "-",
+                "-" if row.batch_size is None else str(row.batch_size),
+                _short(row.result),
+                "-" if row.wall_seconds is None else f"{row.wall_seconds:.1f} s",
+            )
+        )
+    widths = [max(len(line[i]) for line in lines) for i in range(len(COLUMNS))]
+    cells = ("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) for line in lines)
+    return "\n".join(line.rstrip() for line in cells)
+
+
+def tally(rows: Sequence[Row]) -> str:
+    """One line: how many jobs ended how."""
+    counts = Counter(row.status for row in rows)
+    done = counts.pop(COMPLETED, 0)
+    others = "".join(f", {n} {status.replace('_', ' ')}" for status, n in sorted(counts.items()))
+    return f"{done} of {len(rows)} completed{others}"
+
+
+def differing_overrides(overrides: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
+    """Each job's overrides without those that all have; a single job keeps its own."""
+    if len(overrides) < 2:
+        return [tuple(own) for own in overrides]
+    common = set(overrides[0]).intersection(*overrides[1:])
+    return [tuple(override for override in own if override not in common) for own in overrides]
+
+
+def as_csv(rows: Sequence[Row]) -> str:
+    """The content of ``sweep.csv``: a line of names, then one line a job."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(CSV_COLUMNS)
+    for row in rows:
+        content = row.as_json()
+        writer.writerow([_cell(content[name]) for name in CSV_COLUMNS])
+    return text.getvalue()
+
+
+def as_json(
+    rows: Sequence[Row], *, sweep: str, launcher: str, exit_code: int, wall_seconds: float
+) -> dict[str, Any]:
+    """The content of ``sweep.json``."""
+    return {
+        "schema": SCHEMA,
+        "status": "ended",
+        "sweep": sweep,
+        "launcher": launcher,
+        "exit_code": exit_code,
+        "wall_seconds": round(wall_seconds, 3),
+        "jobs": [row.as_json() for row in rows],
+    }
+
+
+def _cell(value: Any) -> Any:
+    if isinstance(value, (tuple, list)) and all(isinstance(item, str) for item in value):
+        return " ".join(value)
+    if isinstance(value, (dict, list, tuple, bool)):
+        return json.dumps(value, ensure_ascii=False)
+    return value
+
+
+def _short(result: Any) -> str:
+    if result is None:
+        return "-"
+    if isinstance(result, float):
+        return f"{result:.6g}"
+    text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
+    text = " ".join(text.split())
+    return text if len(text) <= _LONGEST_RESULT else text[: _LONGEST_RESULT - 1] + "…"

@@ -1,0 +1,83 @@
+"""One job's failure: the others go on, or are ended, as the user wishes."""
+
+from __future__ import annotations
+
+import csv
+
+import pytest
+
+from sweep_world import RECORDING, SweepWorld
+
+
+@pytest.mark.parametrize("launcher", ["basic", "gpu_queue"])
+def test_a_failed_job_is_nan_for_the_sweeper_and_a_row_in_every_table(
+    sweeps: SweepWorld, launcher: str
+):
+    ended = sweeps.sweep(
+        "fails_at_2", "training.seed=1,2,3", RECORDING, f"hydra/launcher={launcher}"
+    )
+    assert ended.returncode == 1, ended.output
+    assert sweeps.returned()["values"] == ["1.0", "nan", "3.0"]
+    assert sweeps.column("status") == ["completed", "failed", "completed"]
+    assert sweeps.column("result") == [1.0, None, 3.0]
+    assert sweeps.column("exit_code") == [0, 1, 0]
+    assert sweeps.table["exit_code"] == 1
+    assert sweeps.table["launcher"] == launcher
+    assert "two is not for me" in sweeps.jobs[1]["reason"]
+    with (sweeps.folder / "sweep.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["status"] for row in rows] == ["completed", "failed", "completed"]
+    assert [row["result"] for row in rows] == ["1.0", "", "3.0"]
+    assert "training.seed=2" in rows[1]["overrides"]
+    lines = ended.stdout.splitlines()
+    assert any(line.split()[:3] == ["1", "training.seed=2", "failed"] for line in lines)
+    assert any(line.startswith("2 of 3 completed, 1 failed") for line in lines)
+
+
+def test_a_job_whose_process_is_killed_is_listed_and_the_others_go_on(sweeps: SweepWorld):
+    ended = sweeps.sweep("is_killed_at_2", "training.seed=1,2,3", RECORDING)
+    assert ended.returncode == 1, ended.output
+    assert sweeps.returned()["values"] == ["1.0", "nan", "3.0"]
+    assert sweeps.column("status") == ["completed", "died", "completed"]
+    assert "SIGKILL" in sweeps.jobs[1]["reason"]
+
+
+@pytest.mark.parametrize("launcher", ["basic", "gpu_queue"])
+def test_a_refused_job_says_so_once_and_the_exit_code_is_2(sweeps: SweepWorld, launcher: str):
+    ended = sweeps.sweep("objective", "training.batch_size=0,8", f"hydra/launcher={launcher}")
+    assert ended.returncode == 2, ended.output
+    assert ended.output.count("must be 1 or more") == 1
+    assert sweeps.column("status") == ["refused", "completed"]
+    assert "training.batch_size=0" in sweeps.jobs[0]["reason"]
+
+
+def test_fail_fast_starts_no_more_jobs_and_ends_those_that_run(sweeps: SweepWorld):
+    ended = sweeps.sweep(
+        "fails_at_2_while_others_work",
+        "training.seed=1,2,3,4",
+        "sweep_fail_fast=true",
+        RECORDING,
+    )
+    assert ended.returncode == 1, ended.output
+    assert sweeps.column("status") == ["interrupted", "failed", "not_started", "not_started"]
+    assert sweeps.returned()["values"] == ["nan"] * 4
+    assert sweeps.summary(0)["checkpoint"] is not None
+    assert not (sweeps.folder / "2").exists()
+    assert not (sweeps.folder / "3").exists()
+
+
+def test_fail_fast_with_the_basic_launcher_starts_no_more_jobs(sweeps: SweepWorld):
+    ended = sweeps.sweep(
+        "fails_at_2", "training.seed=2,1", "sweep_fail_fast=true", "hydra/launcher=basic"
+    )
+    assert ended.returncode == 1, ended.output
+    assert sweeps.column("status") == ["failed", "not_started"]
+
+
+def test_a_plain_sweep_has_its_table_too(sweeps: SweepWorld):
+    arguments = sweeps.arguments("fails_at_2", "training.seed=1,2,3")
+    arguments.remove("isolation=none")
+    ended = sweeps.world.run(*arguments, script="train.py")
+    assert ended.returncode == 1, ended.output
+    assert sweeps.column("status") == ["completed", "failed", "completed"]
+    assert sweeps.column("result") == [1.0, None, 3.0]

@@ -1,0 +1,80 @@
+"""The same sweep into the same folder: what is completed is not run again."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from sweep_world import RECORDING, SweepWorld
+from world import wait_until
+
+LAUNCHERS = pytest.mark.parametrize("launcher", ["basic", "gpu_queue"])
+
+
+@LAUNCHERS
+def test_completed_jobs_are_not_run_again_and_their_results_returned(
+    sweeps: SweepWorld, launcher: str
+):
+    arguments = ("objective", "training.seed=1,2", RECORDING, f"hydra/launcher={launcher}")
+    assert sweeps.sweep(*arguments).returncode == 0
+    ended = sweeps.sweep(*arguments)
+    assert ended.returncode == 0, ended.output
+    assert sorted(sweeps.ran) == ["1", "2"]
+    assert sweeps.returned()["values"] == ["1.5", "3.0"]
+    assert sweeps.column("status") == ["completed", "completed"]
+    assert sweeps.column("reused") == [True, True]
+    assert sweeps.column("result") == [1.5, 3.0]
+
+
+@LAUNCHERS
+def test_an_interrupted_sweep_is_finished(sweeps: SweepWorld, launcher: str):
+    arguments = ("completes_1_and_works_at_2", "training.seed=1,2", f"hydra/launcher={launcher}")
+    process = sweeps.start(*arguments)
+    wait_until(lambda: sweeps.pid_at_work(2), "the second job is at work")
+    process.send_signal(signal.SIGTERM)
+    assert sweeps.end(process).returncode == 143
+    assert sweeps.column("status") == ["completed", "interrupted"]
+    ended = sweeps.sweep(*arguments)
+    assert ended.returncode == 0, ended.output
+    assert sweeps.ran == ["1"]
+    assert sweeps.column("result") == [1.5, "went on from when-told"]
+    assert sweeps.column("reused") == [True, False]
+
+
+@LAUNCHERS
+def test_sweep_resume_false_runs_all_anew(sweeps: SweepWorld, launcher: str):
+    arguments = ("objective", "training.seed=1,2", f"hydra/launcher={launcher}")
+    assert sweeps.sweep(*arguments).returncode == 0
+    ended = sweeps.sweep(*arguments, "sweep_resume=false")
+    assert ended.returncode == 0, ended.output
+    assert sorted(sweeps.ran) == ["1", "1", "2", "2"]
+    assert sweeps.column("reused") == [False, False]
+    assert (sweeps.folder / "0" / "earlier-1" / "summary.json").exists()
+    # the third time, typed differently but asking for the same: nothing to do
+    assert sweeps.sweep(*arguments).returncode == 0
+    assert len(sweeps.ran) == 4
+
+
+def test_a_job_with_other_overrides_does_not_go_on_from_what_it_finds(sweeps: SweepWorld):
+    process = sweeps.start("works_until_told", "training.seed=1", "training.lr=1e-3,1e-4")
+    wait_until(lambda: sweeps.pid_at_work(1), "a job is at work")
+    process.send_signal(signal.SIGTERM)
+    sweeps.end(process)
+    ended = sweeps.sweep("objective", "training.seed=1", "training.lr=1e-3,1e-4")
+    assert ended.returncode == 0, ended.output
+    assert sweeps.column("result") == [1.5, 1.5], "not from the other trainer's checkpoint"
+    assert (sweeps.folder / "0" / "earlier-1" / "checkpoints" / "when-told").exists()
+
+
+def test_a_failed_job_is_tried_again(sweeps: SweepWorld):
+    assert sweeps.sweep("fails_at_2", "training.seed=1,2").returncode == 1
+    ended = sweeps.sweep("fails_at_2", "training.seed=1,2")
+    assert ended.returncode == 1, ended.output
+    assert sweeps.column("reused") == [True, False]
+
+
+def test_jobs_that_an_earlier_larger_sweep_left_are_not_in_the_table(sweeps: SweepWorld):
+    assert sweeps.sweep("objective", "training.seed=1,2,3").returncode == 0
+    assert sweeps.sweep("objective", "training.seed=1,2").returncode == 0
+    assert sweeps.column("job") == [0, 1]

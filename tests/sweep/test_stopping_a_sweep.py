@@ -1,0 +1,89 @@
+"""However a sweep ends: each job has its checkpoint, and nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from sweep_world import SweepWorld, processes_mentioning
+from world import is_running, wait_until
+
+
+def both_at_work(sweeps: SweepWorld) -> bool:
+    return bool(sweeps.pid_at_work(1) and sweeps.pid_at_work(2))
+
+
+def left_behind(sweeps: SweepWorld) -> list:
+    # every process of this sweep has the place in its environment
+    return processes_mentioning(str(sweeps.place))
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_every_job_with_a_checkpoint(sweeps: SweepWorld, signum: int, code: int):
+    process = sweeps.start("works_until_told", "training.seed=1,2,3", start_new_session=True)
+    wait_until(lambda: both_at_work(sweeps), "both jobs are at work")
+    os.killpg(process.pid, signum)  # as a terminal does
+    ended = sweeps.end(process)
+    assert ended.returncode == code, ended.output
+    assert "Traceback" not in ended.output
+    assert sweeps.column("status") == ["interrupted", "interrupted", "not_started"]
+    assert sweeps.column("exit_code") == [code, code, None]
+    for number in (0, 1):
+        assert sweeps.summary(number)["checkpoint"].endswith("when-told")
+    assert left_behind(sweeps) == []
+
+
+def test_attempts_in_processes_of_their_own_are_ended_as_well(sweeps: SweepWorld):
+    process = sweeps.start("works_until_told", "training.seed=1,2", "isolation=process")
+    wait_until(lambda: both_at_work(sweeps), "both jobs are at work")
+    process.send_signal(signal.SIGINT)
+    ended = sweeps.end(process)
+    assert ended.returncode == 130, ended.output
+    for number in (0, 1):
+        assert sweeps.summary(number)["checkpoint"].endswith("when-told")
+    wait_until(lambda: not left_behind(sweeps), "nothing is left behind")
+
+
+def test_a_second_signal_kills(sweeps: SweepWorld):
+    process = sweeps.start("never_stops", "training.seed=1,2")
+    wait_until(lambda: both_at_work(sweeps), "both jobs are at work")
+    process.send_signal(signal.SIGINT)
+    trainers = [sweeps.pid_at_work(1), sweeps.pid_at_work(2)]
+    while any(is_running(pid) for pid in trainers):
+        # one after the other: a signal that comes while the same one is pending is lost
+        wait_until(
+            lambda: process.poll() is not None or not pending(process.pid, signal.SIGINT),
+            "the signal is taken",
+        )
+        process.send_signal(signal.SIGINT)
+    ended = sweeps.end(process)
+    assert ended.returncode == 130, ended.output
+    assert sweeps.column("status") == ["died", "died"]
+    wait_until(lambda: not left_behind(sweeps), "nothing is left behind")
+
+
+def pending(pid: int, signum: int) -> bool:
+    """Whether a signal was sent that the process has not yet taken."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    masks = [line.split() for line in status.splitlines() if line[:6] in ("SigPnd", "ShdPnd")]
+    return any(int(mask, 16) >> (signum - 1) & 1 for _, mask in masks)
+
+
+@pytest.mark.parametrize("isolation", ["none", "process"])
+def test_a_killed_sweep_leaves_no_job_behind_and_each_has_its_checkpoint(
+    sweeps: SweepWorld, isolation: str
+):
+    process = sweeps.start("works_until_told", "training.seed=1,2,3", f"isolation={isolation}")
+    wait_until(lambda: both_at_work(sweeps), "both jobs are at work")
+    process.kill()
+    process.communicate()
+    wait_until(lambda: not left_behind(sweeps), "nothing is left behind")
+    for number in (0, 1):
+        assert sweeps.summary(number)["status"] == "interrupted"
+        assert sweeps.summary(number)["checkpoint"].endswith("when-told")

@@ -1,0 +1,150 @@
+"""What a sweep decides, as pure functions."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from robust_train.sweep.capacity import jobs_at_once
+from robust_train.sweep.live_table import LiveRow, most_telling
+from robust_train.sweep.misplaced import misplaced_launcher
+from robust_train.sweep.progress import JournalFollower, Progress, advance
+from robust_train.sweep.record import Entry, JobRecord, decide, read_record, set_aside
+from robust_train.sweep.rows import exit_code_of, row_of
+from robust_train.sweep.table import differing_overrides, tally
+
+RECORD = JobRecord("first", 0, ("training.lr=1e-3", "model=cnn"))
+
+
+@pytest.mark.parametrize(
+    ("earlier", "completed", "overrides", "sweep", "resume", "entry"),
+    [
+        (None, False, ["a=1"], "second", True, Entry.RUN),
+        (None, False, ["a=1"], "second", False, Entry.RUN_ANEW),
+        (RECORD, True, RECORD.overrides, "second", True, Entry.REUSE),
+        (RECORD, False, RECORD.overrides, "second", True, Entry.RUN),
+        (RECORD, True, RECORD.overrides, "second", False, Entry.RUN_ANEW),
+        (RECORD, True, ["training.lr=1e-2", "model=cnn"], "second", True, Entry.RUN_ANEW),
+        (RECORD, False, ["training.lr=1e-3"], "second", True, Entry.RUN_ANEW),
+        # the order does not matter, nor what only says how to resume
+        (
+            RECORD,
+            True,
+            ["model=cnn", "sweep_resume=true", "training.lr=1e-3"],
+            "second",
+            True,
+            Entry.REUSE,
+        ),
+        # put back into the queue by a scheduler: goes on although a new launch would not
+        (RECORD, False, RECORD.overrides, "first", False, Entry.RUN),
+    ],
+)
+def test_what_happens_to_a_job_follows_from_what_its_folder_holds(
+    earlier, completed, overrides, sweep, resume, entry
+):
+    assert (
+        decide(earlier, completed=completed, overrides=overrides, sweep=sweep, resume=resume)
+        is entry
+    )
+
+
+@pytest.mark.parametrize(
+    ("n_jobs", "jobs", "gpus", "per_gpu", "cpus", "at_once"),
+    [
+        (3, 10, 8, 1, 64, 3),
+        (20, 10, 8, 1, 64, 10),
+        (None, 10, 8, 1, 64, 8),
+        (None, 10, 2, 3, 64, 6),
+        (None, 4, 8, 1, 64, 4),
+        (None, 100, 0, 1, 16, 8),
+        (None, 100, 0, 1, 1, 1),
+    ],
+)
+def test_as_many_jobs_at_once_as_there_is_room_for(n_jobs, jobs, gpus, per_gpu, cpus, at_once):
+    assert jobs_at_once(n_jobs, jobs=jobs, gpus=gpus, jobs_per_gpu=per_gpu, cpus=cpus) == at_once
+
+
+def row(status: str, exit_code: int):
+    record = dataclasses.replace(RECORD, status=status, exit_code=exit_code)
+    return row_of(Path("0"), record, None)
+
+
+def test_the_exit_code_is_that_of_the_first_job_that_failed_by_itself():
+    assert exit_code_of([row("completed", 0)]) == 0
+    assert exit_code_of([row("completed", 0), row("no_device", 75), row("failed", 1)]) == 75
+    assert exit_code_of([row("interrupted", 143), row("failed", 1)]) == 1
+    assert exit_code_of([row("completed", 0), row("interrupted", 143)]) == 143
+
+
+def test_a_job_without_a_summary_is_listed_as_such():
+    died = row_of(Path("0"), RECORD, None)
+    assert (died.status, died.exit_code) == ("died", 1)
+    assert "without a summary" in str(died.reason)
+    assert tally([died, row("completed", 0), row("not_started", 0)]) == (
+        "1 of 3 completed, 1 died, 1 not started"
+    )
+
+
+def test_the_table_shows_only_in_what_the_jobs_differ():
+    jobs = [["model=cnn", "lr=1", "seed=1"], ["model=cnn", "lr=2", "seed=1"]]
+    assert differing_overrides(jobs) == [("lr=1",), ("lr=2",)]
+    assert differing_overrides([["lr=1"]]) == [("lr=1",)]
+
+
+def test_a_table_too_long_for_the_terminal_keeps_what_runs_and_what_failed():
+    rows = [LiveRow(n, "", Progress("completed")) for n in range(10)]
+    rows[4] = LiveRow(4, "", Progress("failed"))
+    rows[7] = LiveRow(7, "", Progress("running"))
+    assert [r.job for r in most_telling(rows, 3)] == [0, 4, 7]
+    assert len(most_telling(rows, -5)) == 1
+
+
+def test_a_launcher_counts_only_where_hydra_reads_it_in_time():
+    typed = ["hydra/launcher=joblib"]
+    assert misplaced_launcher("joblib", None, typed, in_sweep=False) is not None
+    assert misplaced_launcher("joblib", None, [], in_sweep=False) is None
+    assert misplaced_launcher("joblib", "joblib", typed, in_sweep=True) is None
+    assert misplaced_launcher("joblib", "basic", [], in_sweep=True) is not None
+
+
+def test_progress_follows_the_journal_of_this_launch_only(tmp_path: Path):
+    journal = tmp_path / "journal.jsonl"
+    journal.write_text('{"event": "job_ended", "status": "failed"}\n')
+    follower = JournalFollower(journal)
+    assert follower.look() == Progress("pending")
+    with journal.open("a") as file:
+        file.write('{"event": "job_started"}\n{"event": "attempt_started", "attempt": 2, ')
+        file.flush()
+        assert follower.look().status == "waiting", "half a line is not read"
+        file.write('"device": "cuda:1", "batch_size": 32}\n{"event": "progress", "step": 7}\n')
+    assert follower.look() == Progress("running", 2, "cuda:1", 32, 7)
+
+
+def test_a_journal_that_was_moved_aside_is_followed_by_the_new_one(tmp_path: Path):
+    journal = tmp_path / "journal.jsonl"
+    journal.write_text('{"event": "job_ended", "status": "failed"}\n')
+    follower = JournalFollower(journal)
+    journal.rename(tmp_path / "old")
+    assert follower.look() == Progress("pending")
+    journal.write_text('{"event": "job_started"}\n')
+    assert follower.look().status == "waiting"
+    assert advance(Progress("running", 1), {"event": "of_the_trainer"}) == Progress("running", 1)
+
+
+def test_setting_aside_keeps_what_belongs_to_the_new_job(tmp_path: Path):
+    for name in ("journal.jsonl", "attempt-1.log", "train_robust.log", "output.log"):
+        (tmp_path / name).touch()
+    for name in (".hydra", "checkpoints"):
+        (tmp_path / name).mkdir()
+    assert set_aside(tmp_path) == tmp_path / "earlier-1"
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {".hydra", "train_robust.log", "output.log", "earlier-1"}
+    assert set_aside(tmp_path) is None
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "7", '{"sweep": 1}', '{"overrides": 7}'])
+def test_a_record_that_cannot_be_read_is_none(tmp_path: Path, text: str):
+    (tmp_path / "sweep_job.json").write_text(text)
+    assert read_record(tmp_path) is None

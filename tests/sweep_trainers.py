@@ -1,0 +1,111 @@
+"""Trainers for sweeps, without torch; what each does depends on ``training.seed``, its number."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+PATIENCE_SECONDS = 60
+
+
+def _place(cfg) -> Path:
+    return Path(os.environ["SWEEP_PLACE"])
+
+
+def _wait_for(path: Path) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{path.name} never came")
+        time.sleep(0.01)
+
+
+def objective(cfg):
+    with (_place(cfg) / "ran").open("a") as file:
+        file.write(f"{cfg.training.seed}\n")
+    return cfg.training.seed * 1.5
+
+
+def meets_the_other(cfg):
+    """Two jobs, 1 and 2: each waits for what the other leaves."""
+    number = cfg.training.seed
+    (_place(cfg) / f"here-{number}").touch()
+    _wait_for(_place(cfg) / f"here-{3 - number}")
+    return number
+
+
+def counts_those_at_work(cfg):
+    """How many jobs were at work at once while this one was, itself included."""
+    mark = _place(cfg) / f"at-work-{cfg.training.seed}"
+    mark.touch()
+    most = 0
+    for _ in range(10):
+        most = max(most, len(list(_place(cfg).glob("at-work-*"))))
+        time.sleep(0.01)
+    mark.unlink()
+    return most
+
+
+def ends_in_reverse_order(cfg):
+    """Of jobs 1, 2, 3 … ``SWEEP_JOBS``, each ends after the one behind it."""
+    number = cfg.training.seed
+    if number < int(os.environ["SWEEP_JOBS"]):
+        _wait_for(_place(cfg) / f"ended-{number + 1}")
+    (_place(cfg) / f"ended-{number}").touch()
+    return float(number)
+
+
+def fails_at_2(cfg):
+    if cfg.training.seed == 2:
+        raise ValueError("two is not for me")
+    return float(cfg.training.seed)
+
+
+def is_killed_at_2(cfg):
+    if cfg.training.seed == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return float(cfg.training.seed)
+
+
+def fails_at_2_while_others_work(cfg, run):
+    """2 fails once all are there; the others go on until they are told to stop."""
+    number = cfg.training.seed
+    (_place(cfg) / f"here-{number}").touch()
+    if number == 2:
+        _wait_for(_place(cfg) / "here-1")
+        raise ValueError("two is not for me")
+    return works_until_told(cfg, run)
+
+
+def works_until_told(cfg, run):
+    """Says that it is there; saves a checkpoint when told to stop. Resumed, it completes."""
+    number = cfg.training.seed
+    if run.resume_checkpoint is not None:
+        return f"went on from {Path(run.resume_checkpoint).name}"
+    run.checkpoint_dir.mkdir(exist_ok=True)
+    run.progress(1)
+    (_place(cfg) / f"working-{number}").write_text(str(os.getpid()))
+    while not run.stop_requested:
+        time.sleep(0.01)
+    path = run.checkpoint_dir / "when-told"
+    path.touch()
+    run.checkpoint_saved(path, 1)
+    from robust_train.run import Interrupted
+
+    raise Interrupted
+
+
+def completes_1_and_works_at_2(cfg, run):
+    if cfg.training.seed == 1:
+        return objective(cfg)
+    return works_until_told(cfg, run)
+
+
+def never_stops(cfg):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    (_place(cfg) / f"working-{cfg.training.seed}").write_text(str(os.getpid()))
+    while True:
+        time.sleep(0.01)

@@ -1,0 +1,113 @@
+"""A world for sweeps: one folder for the sweep, one where its jobs meet."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from world import TESTS, Ended, World
+
+
+class SweepWorld:
+    """Runs ``train_robust.py -m`` with one of :mod:`sweep_trainers`.
+
+    Attributes:
+        folder: the sweep folder.
+        place: where the jobs of a sweep leave marks for one another and for the test.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.folder = world.folder / "sweep"
+        self.place = world.folder / "place"
+        self.place.mkdir()
+        world.environ["SWEEP_PLACE"] = str(self.place)
+        world.environ["PYTHONPATH"] += f":{TESTS / 'sweeper_plugin'}"
+
+    def arguments(self, trainer: str, *more: str, n_jobs: int | None = 2) -> list[str]:
+        """Of a sweep under our launcher; attempts in the jobs' own processes start soonest."""
+        at_once = [] if n_jobs is None else [f"hydra.launcher.n_jobs={n_jobs}"]
+        launcher = [] if any(o.startswith("hydra/launcher=") for o in more) else ["gpu_queue"]
+        return [
+            "-m",
+            f"trainer._target_=sweep_trainers.{trainer}",
+            f"hydra.sweep.dir={self.folder}",
+            "isolation=none",
+            *[f"hydra/launcher={name}" for name in launcher],
+            *(at_once if launcher else []),
+            *more,
+        ]
+
+    def sweep(self, trainer: str, *more: str, n_jobs: int | None = 2, **options: Any) -> Ended:
+        """Run a sweep to its end."""
+        return self.world.run(*self.arguments(trainer, *more, n_jobs=n_jobs), **options)
+
+    def start(
+        self, trainer: str, *more: str, n_jobs: int | None = 2, **options: Any
+    ) -> subprocess.Popen[str]:
+        """Start a sweep; the caller waits for it."""
+        return self.world.start(*self.arguments(trainer, *more, n_jobs=n_jobs), **options)
+
+    def end(self, process: subprocess.Popen[str]) -> Ended:
+        """Wait for a sweep that was started."""
+        return self.world.end(process)
+
+    @property
+    def table(self) -> dict[str, Any]:
+        """``sweep.json``."""
+        return json.loads((self.folder / "sweep.json").read_text())
+
+    @property
+    def jobs(self) -> list[dict[str, Any]]:
+        """Its jobs."""
+        return self.table["jobs"]
+
+    def column(self, name: str) -> list[Any]:
+        """One value of each job."""
+        return [job[name] for job in self.jobs]
+
+    def summary(self, number: int) -> dict[str, Any]:
+        """Of one job."""
+        return json.loads((self.folder / str(number) / "summary.json").read_text())
+
+    def pid_at_work(self, number: int) -> int | None:
+        """The process of a trainer that said it is at work."""
+        mark = self.place / f"working-{number}"
+        text = mark.read_text() if mark.exists() else ""
+        return int(text) if text else None
+
+    @property
+    def ran(self) -> list[str]:
+        """The numbers of the jobs whose trainer ran, in order."""
+        mark = self.place / "ran"
+        return mark.read_text().split() if mark.exists() else []
+
+    def clear(self) -> None:
+        """Remove the marks."""
+        for mark in self.place.iterdir():
+            mark.unlink()
+
+    def returned(self) -> dict[str, list[Any]]:
+        """What the sweeper got, where :data:`RECORDING` was among the arguments."""
+        return json.loads((self.world.folder / "returned.json").read_text())
+
+
+RECORDING = "hydra.sweeper._target_=hydra_plugins.recording_sweeper.RecordingSweeper"
+
+
+def processes_mentioning(text: str) -> list[Path]:
+    """Processes that run and whose environment or command line contains ``text``."""
+    found = []
+    for process in Path("/proc").iterdir():
+        if not process.name.isdigit():
+            continue
+        try:
+            about = (process / "environ").read_bytes() + (process / "cmdline").read_bytes()
+            state = (process / "stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+        if text.encode() in about and state != "Z":
+            found.append(process)
+    return found

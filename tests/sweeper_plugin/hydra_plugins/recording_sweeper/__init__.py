@@ -1,0 +1,16 @@
+"""A sweeper like those that optimise: it reads what its jobs returned, and writes it down."""
+
+import json
+from pathlib import Path
+
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+
+
+class RecordingSweeper(BasicSweeper):
+    def sweep(self, arguments):
+        batches = super().sweep(arguments)
+        values = [str(job.return_value) for batch in batches for job in batch]
+        numbers = [job.hydra_cfg.hydra.job.num for batch in batches for job in batch]
+        content = {"values": values, "numbers": numbers}
+        Path("returned.json").write_text(json.dumps(content))
+        return batches
