@@ -125,6 +125,8 @@ class Machine:
             "LD_LIBRARY_PATH": ":".join(path for path in paths if path),
             "SIMULATED_NVML_STATE": str(self.state),
             "SIMULATED_NVML_CALLS": str(self.folder / "calls"),
+            # its jobs stand in a line of their own
+            "ROBUST_TRAIN_QUEUE_DIR": str(self.folder / "queue"),
         }
 
     def uuid(self, index: int, slice_index: int | None = None) -> str:

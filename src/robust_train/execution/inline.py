@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from robust_train.execution import sleep_until_readable
 from robust_train.execution.child import failure_from_json, run_attempt
 from robust_train.execution.environment import allocator_variable
 from robust_train.execution.request import AttemptRequest
@@ -30,9 +31,9 @@ class InlineExecutor:
         self._trainer = trainer
         self._signals = signals
 
-    def sleep(self, seconds: float) -> None:
-        """Wait."""
-        time.sleep(seconds)
+    def sleep(self, seconds: float, wake: int | None = None) -> None:
+        """Wait, but not past a readable ``wake``."""
+        sleep_until_readable(seconds, wake)
 
     def close(self, *, keep_server: bool) -> None:
         """Nothing was started."""
@@ -40,8 +41,14 @@ class InlineExecutor:
     def prepare(self) -> None:
         """The trainer is here already."""
 
-    def run(self, request: AttemptRequest, on_event: Callable[[dict[str, Any]], None]) -> Outcome:
-        """Run one attempt."""
+    def run(
+        self,
+        request: AttemptRequest,
+        on_event: Callable[[dict[str, Any]], None],
+        *,
+        hold: int | None = None,
+    ) -> Outcome:
+        """Run one attempt; ``hold`` is open in this process anyway."""
         ending: dict[str, Any] = {}
         steps: dict[str, int] = {}
 
