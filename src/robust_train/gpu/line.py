@@ -151,6 +151,7 @@ class Line:
         # a newcomer may find a GPU at its first look, and then needs to watch nothing
         if self._seen and self._follow(ahead, me):
             entries = self.ledger.entries()
+        self._known = self._without_me(entries)
         if not self._polls and not self._rung:
             return self._turn_unseen(entries, me, len(ahead)), []
         self._rung = False
@@ -213,10 +214,7 @@ class Line:
     def _has_changed(self) -> bool:
         """Without events: whether jobs came, went or moved, or my bell was rung."""
         if self._polls:
-            before, self._known = (
-                self._known,
-                [e for e in self.ledger.entries() if not self._is_mine(e.name)],
-            )
+            before, self._known = self._known, self._without_me(self.ledger.entries())
             if before != self._known:
                 self._begin_to_settle()
             return before != self._known
@@ -263,6 +261,9 @@ class Line:
             return None
         pause, self._pause = self._pause, min(self._pause * 2, _LONGEST_PAUSE_SECONDS)
         return pause
+
+    def _without_me(self, entries: Iterable[Entry]) -> list[Entry]:
+        return [entry for entry in entries if not self._is_mine(entry.name)]
 
     def _is_mine(self, name: str) -> bool:
         return self.reservation is not None and name == self.reservation.name
