@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,13 +12,13 @@ from omegaconf import DictConfig, OmegaConf
 
 from robust_train.config import ConfigError
 from robust_train.gpu.host_queue import HostQueue, Sleep
-from robust_train.gpu.inventory import read_inventory
+from robust_train.gpu.inventory import ask_health_again, read_inventory
 from robust_train.gpu.live_line import LiveLine
 from robust_train.gpu.queue_dir import directory_for
 from robust_train.gpu.select import rank
 from robust_train.gpu.visible import Visible, visible_gpus
 from robust_train.gpu.wait import GpuRequest, NoGpu, wait_for_gpu
-from robust_train.types import MIB, GpuInfo, Outcome, Room
+from robust_train.types import MIB, FailureKind, GpuInfo, Outcome, Room
 
 log = logging.getLogger("robust_train")
 
@@ -28,6 +29,10 @@ _SETTLE_SECONDS = 5.0
 _SETTLE_BAND_BYTES = 256 * MIB
 _CONTEXT_BYTES = 512 * MIB
 _MARGIN = 1.1
+_HARDWARE = re.compile(
+    r"\becc\b|uncorrectable|nvlink|(?:gpu|device) is lost|fallen off the bus|\bxid\b|hardware",
+    re.IGNORECASE,
+)
 
 
 class NoDevice(RuntimeError):
@@ -120,23 +125,27 @@ class Devices:
         if outcome.failure is None:
             return None
         self._queue.drain()
+        if gpu is not None and outcome.failure.kind is FailureKind.DEVICE_FAULT:
+            ask_health_again()
+            # most faults are a kernel's mistake, and the next job's kernels are others
+            if _HARDWARE.search(outcome.failure.message) or free_bytes(gpu) is None:
+                self._queue.put_aside(gpu.uuid, outcome.failure.message)
         return settle(gpu, free_before, sleep=self._sleep)
 
-    def wait_for_room(self, room: Room) -> str | None:
-        """Wait for free memory on one GPU, as long as the config allows.
+    def wait_for_room(self, room: Room) -> GpuInfo | NoGpu:
+        """Wait for free memory, as long as the config allows.
+
+        On any GPU: back in line, in the old place. On the job's own GPU: that is reserved already,
+        so there is nobody to stand in line behind.
 
         Returns:
-            None when it is there, else why the waiting ended.
+            The GPU that has it, else why the waiting ended.
         """
-        # the GPU is reserved for this job already, so there is nobody to stand in line behind
+        request = self._request(room.free_bytes, room.gpu_uuid)
         with LiveLine() as line:
-            found = wait_for_gpu(
-                self._request(room.free_bytes, room.gpu_uuid),
-                read=self._look,
-                announce=line.show,
-                sleep=self._sleep,
-            )
-        return found.reason if isinstance(found, NoGpu) else None
+            if room.gpu_uuid is None:
+                return self._queue.wait(request, line.show, self._sleep)
+            return wait_for_gpu(request, read=self._look, announce=line.show, sleep=self._sleep)
 
     def release(self) -> None:
         """Give back what is reserved."""
@@ -144,7 +153,7 @@ class Devices:
 
     def _wait_in_line(self, only: str | None) -> GpuInfo | NoGpu:
         with LiveLine() as line:
-            request = self._request(self._claim_bytes, only)
+            request = self._request(self._cfg.min_gpu_memory_mb * MIB, only)
             return self._queue.wait(request, line.show, self._sleep)
 
     def _request(self, min_bytes: int, only: str | None) -> GpuRequest:

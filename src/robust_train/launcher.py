@@ -20,13 +20,12 @@ from robust_train import devices
 from robust_train.config import ConfigError, complete, validate
 from robust_train.devices import NoDevice
 from robust_train.execution import Executor
-from robust_train.execution.environment import (
-    attempt_environment,
-)
+from robust_train.execution.environment import attempt_environment
 from robust_train.execution.inline import InlineExecutor
 from robust_train.execution.process import ProcessExecutor
 from robust_train.execution.request import AttemptRequest, TrainerRef
 from robust_train.execution.signals import JobInterrupted, SignalWatch
+from robust_train.gpu.wait import NoGpu
 from robust_train.job_settings import hydra_config, policy_settings, run_folder, target_of
 from robust_train.journal import Journal, read_earlier
 from robust_train.policy import AttemptsExhausted, decide, first_attempt
@@ -231,11 +230,15 @@ class Job:
         if retry.room is None or retry.otherwise is None:
             return record
         started = time.monotonic()
-        problem = self.devices.wait_for_room(retry.room)
+        found = self.devices.wait_for_room(retry.room)
         self.wait_seconds += time.monotonic() - started
-        if problem is None:
-            return record
-        return self._decided_otherwise(record, retry.otherwise, "waited_in_vain", problem)
+        if isinstance(found, NoGpu):
+            problem = found.reason
+            return self._decided_otherwise(record, retry.otherwise, "waited_in_vain", problem)
+        if retry.room.gpu_uuid is None:
+            record = replace(record, decision=replace(retry, spec=replace(retry.spec, gpu=found)))
+            self.records[-1] = record
+        return record
 
     def _decide_again(self, record: AttemptRecord, retry: Retry) -> AttemptRecord:
         """Another job was faster: the same decision on the GPUs as they are now."""

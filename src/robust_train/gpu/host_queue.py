@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
+from robust_train.gpu import quarantine
 from robust_train.gpu.line import Line
 from robust_train.gpu.queue_dir import QueueProblem
 from robust_train.gpu.records import JobState
@@ -56,7 +58,7 @@ class HostQueue:
         self._name = name
         self._run_dir = run_dir
         self._jobs_per_device = jobs_per_device
-        self._read = read
+        self._read_machine = read
         self._ledger: Ledger | None = None
         self._tenancy: Tenancy | None = None
 
@@ -111,6 +113,11 @@ class HostQueue:
             self._do_without(problem)
         return True
 
+    def put_aside(self, uuid: str, reason: str) -> None:
+        """Have the host's jobs avoid a GPU that proved sick."""
+        if self._ledger is not None:
+            quarantine.put_aside(self._ledger.directory, uuid, reason)
+
     def report(self, taken_bytes: int) -> None:
         """Tell the others how much the attempt has allocated."""
         if self._tenancy is not None:
@@ -160,6 +167,20 @@ class HostQueue:
             reservation = line.reservation
             if reservation is not None and reservation.record.state is not JobState.WAITING:
                 self._tenancy = Tenancy(ledger, reservation)
+
+    def _read(self, processes: bool) -> Visible:
+        """The GPUs, those that proved sick marked as unusable."""
+        visible = self._read_machine(processes)
+        if self._ledger is None:
+            return visible
+        sick = quarantine.read_sick(self._ledger.directory)
+        if not sick:
+            return visible
+        return replace(
+            visible,
+            gpus=quarantine.without_sick(visible.gpus, sick),
+            machine=quarantine.without_sick(visible.machine, sick),
+        )
 
     def _read_memory(self) -> Visible:
         return self._read(False)

@@ -26,6 +26,7 @@ from robust_train.gpu.scheduler import Holding, Plan, Waiter, plan, why_not
 from robust_train.gpu.visible import Visible
 from robust_train.types import GpuInfo
 
+_LOCK_SECONDS = 2.0
 _SETTLE_SECONDS = 5.0
 _FIRST_PAUSE_SECONDS = 0.02
 _LONGEST_PAUSE_SECONDS = 0.6
@@ -99,7 +100,7 @@ class Line:
             QueueProblem: the queue directory cannot be used any more.
         """
         try:
-            with self.ledger.locked():
+            with self.ledger.locked(_LOCK_SECONDS):
                 turn, called = self._decide(read, suits)
         except LedgerBusy as error:
             return Turn(None, obstacles=str(error), again_seconds=_LONGEST_PAUSE_SECONDS)

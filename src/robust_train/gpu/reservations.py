@@ -155,6 +155,20 @@ class Ledger:
         finally:
             os.close(fd)
 
+    def who_decides(self) -> str | None:
+        """Who holds the ledger lock right now, ``pid 812``; None where nobody does."""
+        told = os.fstat(self.directory.fd)
+        inode = f":{told.st_ino} "
+        device = f" {os.major(told.st_dev):02x}:{os.minor(told.st_dev):02x}"
+        try:
+            lines = Path("/proc/locks").read_text().splitlines()
+        except OSError:
+            return None
+        for line in lines:
+            if " FLOCK " in line and device + inode in line and "->" not in line:
+                return f"pid {line.split()[4]}"
+        return None
+
     def waits(self, name: str) -> bool:
         """Whether the job behind a file is alive and in line."""
         fd = self.directory.open(name)
