@@ -302,3 +302,14 @@ def stops_once_then_completes(cfg, run):
 def fills_memory(cfg):
     """Touches 20 MiB of memory for each sample of the batch."""
     return len(bytearray(b"x") * (cfg.training.batch_size * 20 * 1024**2))
+
+
+def cpu_waits_for_go(cfg):
+    """Runs out of memory on a GPU at once; on the CPU it trains until told that it is done."""
+    gpu = os.environ["CUDA_VISIBLE_DEVICES"] or "cpu"
+    with Path(os.environ["ATTEMPTS_FILE"]).open("a") as file:
+        file.write(f"{gpu}\n")
+    if gpu != "cpu":
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    while not Path(os.environ["GO_FILE"]).exists():
+        time.sleep(0.01)

@@ -33,6 +33,7 @@ from robust_train.report.summary import (
     AttemptRecord,
     Summary,
     attempts_table,
+    evidence_of,
     gpu_memory_summary,
 )
 from robust_train.types import (
@@ -280,7 +281,7 @@ class Job:
             "attempt_ended",
             attempt=number,
             **record.as_json(len(self.records) - 1),
-            evidence=_evidence(outcome),
+            evidence=evidence_of(outcome),
         )
         self._say(number, outcome, decision)
         return record
@@ -391,15 +392,3 @@ class Job:
                 log.info("%s", memory)
         ending = f"{summary.status} after {summary.wall_seconds:.1f} s"
         log.info("%s; run folder: %s", ending, self.run_dir)
-
-
-def _evidence(outcome: Outcome) -> dict[str, Any] | None:
-    if outcome.failure is None:
-        return None
-    return {
-        **asdict(outcome.failure.evidence),
-        "gpu_free_before_bytes": outcome.gpu_free_before_bytes,
-        "gpu_free_after_bytes": outcome.gpu_free_after_bytes,
-        "micro_batch": outcome.micro_batch,
-        "traceback": outcome.traceback,
-    }
