@@ -9,6 +9,14 @@ _default:
 check *args:
     @{{ python }} -m robust_train.cli.main gpus {{ args }}
 
+# Who runs and who waits on this host, and why
+queue *args:
+    @{{ python }} -m robust_train.cli.main queue {{ args }}
+
+# For each GPU: usable or why not; and how the queue stands
+doctor *args:
+    @{{ python }} -m robust_train.cli.main doctor {{ args }}
+
 # The default job: a small network on digits
 train *overrides:
     {{ python }} train_robust.py {{ overrides }}
@@ -72,3 +80,5 @@ bench:
     {{ python }} benchmarks/attempt_start.py
     {{ python }} benchmarks/selection_latency.py
     {{ python }} benchmarks/sweep.py
+    {{ python }} benchmarks/queue.py
+    {{ python }} benchmarks/scheduler.py

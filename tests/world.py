@@ -82,6 +82,7 @@ class World:
             "PYTHONPATH": f"{TESTS}:{ROOT / 'src'}",
             "COLUMNS": "200",
             "OMP_NUM_THREADS": "1",
+            "ROBUST_TRAIN_QUEUE_DIR": str(folder / "queue_of_jobs"),
         }
 
     def command(self, *arguments: str, script: str = "train_robust.py") -> list[str]:

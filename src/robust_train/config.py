@@ -150,6 +150,9 @@ class RobustConfig(PlainConfig):
     min_gpu_memory_mb: int = 4000
     gpu_wait_timeout_minutes: float = 60.0
     gpu_check_interval_seconds: float = 30.0
+    gpu_queue: bool = True
+    gpu_queue_dir: str | None = None
+    gpu_jobs_per_device: int = 1
     min_batch_size: int = 4
     max_retries: int = 3
     allow_cpu_fallback: bool = True
@@ -269,7 +272,7 @@ def _validate_launcher(cfg: DictConfig) -> None:
     _at_least(cfg, 0, "min_gpu_memory_mb", "gpu_wait_timeout_minutes", "max_retries")
     _at_least(cfg, 0, "stop_grace_seconds", "stall_timeout_minutes", "retry_pause_seconds")
     _above(cfg, 0, "gpu_check_interval_seconds")
-    _at_least(cfg, 1, "min_batch_size")
+    _at_least(cfg, 1, "min_batch_size", "gpu_jobs_per_device")
     if cfg.min_batch_size > cfg.training.batch_size:
         raise ConfigError(
             f"min_batch_size={cfg.min_batch_size}: must not be above "

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from robust_train.config import ConfigError
-from robust_train.gpu.inventory import read_inventory
+from robust_train.gpu.host_queue import HostQueue, Sleep
+from robust_train.gpu.inventory import ask_health_again, read_inventory
 from robust_train.gpu.live_line import LiveLine
+from robust_train.gpu.queue_dir import directory_for
 from robust_train.gpu.select import rank
 from robust_train.gpu.visible import Visible, visible_gpus
 from robust_train.gpu.wait import GpuRequest, NoGpu, wait_for_gpu
-from robust_train.types import MIB, GpuInfo, Room
+from robust_train.types import MIB, FailureKind, GpuInfo, Outcome, Room
 
 log = logging.getLogger("robust_train")
 
@@ -23,53 +27,146 @@ Device = GpuInfo | None
 
 _SETTLE_SECONDS = 5.0
 _SETTLE_BAND_BYTES = 256 * MIB
+_CONTEXT_BYTES = 512 * MIB
+_MARGIN = 1.1
+_HARDWARE = re.compile(
+    r"\becc\b|uncorrectable|nvlink|(?:gpu|device) is lost|fallen off the bus|\bxid\b|hardware",
+    re.IGNORECASE,
+)
 
 
 class NoDevice(RuntimeError):
     """No device in time, and the CPU is not allowed."""
 
 
-def acquire(
-    cfg: DictConfig, environ: Mapping[str, str], *, sleep: Callable[[float], None]
-) -> Device:
-    """The device to start on: waits for a GPU as the config says, falls back as it allows.
+class Devices:
+    """The devices as one job sees them, and what it has reserved of them.
 
     Args:
         cfg: a complete, validated config.
         environ: whose CUDA_VISIBLE_DEVICES bounds the choice.
+        run_dir: the job's run folder, by which others know it.
         sleep: how to wait; whatever it raises ends the waiting.
-
-    Raises:
-        NoDevice: nothing suitable, and the CPU is not allowed.
-        ConfigError: ``device`` names a GPU that this machine does not have.
     """
-    if not cfg.auto_device and cfg.device == "cpu":
-        return None
-    if cfg.auto_device and cfg.device not in ("auto", "cuda"):
-        log.warning("device=%s is not used because auto_device=true", cfg.device)
-    visible = visible_gpus(read_inventory(processes=False), environ)
-    if visible.warning is not None:
-        log.warning("%s", visible.warning)
-    if not visible.gpus:
-        return _cpu_or_nothing(cfg, _why_no_gpu(visible))
-    request = GpuRequest(
-        min_bytes=cfg.min_gpu_memory_mb * MIB,
-        wait=cfg.wait_for_gpu,
-        timeout_seconds=cfg.gpu_wait_timeout_minutes * 60,
-        interval_seconds=cfg.gpu_check_interval_seconds,
-        only=None if cfg.auto_device else _named(str(cfg.device), visible),
-    )
-    found = _wait(request, environ, sleep)
-    if isinstance(found, NoGpu):
-        return _cpu_or_nothing(cfg, found.reason)
-    log.info("using GPU %d (%s, %s)", found.index, found.name, found.uuid)
-    return found
 
+    def __init__(
+        self, cfg: DictConfig, environ: Mapping[str, str], run_dir: Path, sleep: Sleep
+    ) -> None:
+        self._cfg = cfg
+        self._environ = environ
+        self._sleep = sleep
+        self._claim_bytes = cfg.min_gpu_memory_mb * MIB
+        self._queue = HostQueue(
+            directory_for(cfg.gpu_queue_dir, environ) if cfg.gpu_queue else None,
+            name=_job_name(cfg, run_dir),
+            run_dir=str(run_dir),
+            jobs_per_device=cfg.gpu_jobs_per_device,
+            read=self._look,
+        )
 
-def candidates(cfg: DictConfig, environ: Mapping[str, str]) -> tuple[GpuInfo, ...]:
-    """The GPUs that could be taken right now, best first."""
-    visible = visible_gpus(read_inventory(processes=False), environ)
-    return tuple(rank(visible.gpus, cfg.min_gpu_memory_mb * MIB))
+    @property
+    def hold(self) -> int | None:
+        """The descriptor that keeps the reservation alive; None where there is none."""
+        return self._queue.hold
+
+    def acquire(self) -> Device:
+        """The device to start on: waits for a GPU as the config says, falls back as it allows.
+
+        Raises:
+            NoDevice: nothing suitable, and the CPU is not allowed.
+            ConfigError: ``device`` names a GPU that this machine does not have.
+        """
+        cfg = self._cfg
+        if not cfg.auto_device and cfg.device == "cpu":
+            return None
+        if cfg.auto_device and cfg.device not in ("auto", "cuda"):
+            log.warning("device=%s is not used because auto_device=true", cfg.device)
+        visible = self._look(False)
+        if visible.warning is not None:
+            log.warning("%s", visible.warning)
+        if not visible.gpus:
+            return _cpu_or_nothing(cfg, _why_no_gpu(visible))
+        only = None if cfg.auto_device else _named(str(cfg.device), visible)
+        found = self._wait_in_line(only)
+        if isinstance(found, NoGpu):
+            return _cpu_or_nothing(cfg, found.reason)
+        log.info("using GPU %d (%s, %s)", found.index, found.name, found.uuid)
+        return found
+
+    def candidates(self) -> tuple[GpuInfo, ...]:
+        """The GPUs that could be taken right now, best first; ``free_bytes`` as usable."""
+        return tuple(rank(self._queue.open_gpus(), self._cfg.min_gpu_memory_mb * MIB))
+
+    def take(self, gpu: Device) -> bool:
+        """Reserve the next attempt's device in place of the last one's.
+
+        Returns:
+            False where another job has it by now, and a new choice has to be made.
+        """
+        return self._queue.take(None if gpu is None else gpu.uuid, self._claim_bytes)
+
+    def hear(self, event: Mapping[str, object]) -> None:
+        """Pass on what an attempt's event tells of the memory that it has allocated."""
+        taken = event.get("reserved")
+        if event.get("event") == "memory" and isinstance(taken, int):
+            self._queue.report(taken)
+
+    def ended(self, gpu: Device, outcome: Outcome, free_before: int | None) -> int | None:
+        """Note that an attempt's processes are gone, and let its memory come back if it failed.
+
+        Returns:
+            Bytes that are free on its GPU after that, None where not known or not asked.
+        """
+        shown = outcome.memory or {}
+        peak = max(shown.get("max_allocated", 0), shown.get("reserved", 0))
+        if peak:
+            least = self._cfg.min_gpu_memory_mb * MIB
+            self._claim_bytes = max(least, int(peak * _MARGIN) + _CONTEXT_BYTES)
+        if outcome.failure is None:
+            return None
+        self._queue.drain()
+        if gpu is not None and outcome.failure.kind is FailureKind.DEVICE_FAULT:
+            ask_health_again()
+            # most faults are a kernel's mistake, and the next job's kernels are others
+            if _HARDWARE.search(outcome.failure.message) or free_bytes(gpu) is None:
+                self._queue.put_aside(gpu.uuid, outcome.failure.message)
+        return settle(gpu, free_before, sleep=self._sleep)
+
+    def wait_for_room(self, room: Room) -> GpuInfo | NoGpu:
+        """Wait for free memory, as long as the config allows.
+
+        On any GPU: back in line, in the old place. On the job's own GPU: that is reserved already,
+        so there is nobody to stand in line behind.
+
+        Returns:
+            The GPU that has it, else why the waiting ended.
+        """
+        request = self._request(room.free_bytes, room.gpu_uuid)
+        with LiveLine() as line:
+            if room.gpu_uuid is None:
+                return self._queue.wait(request, line.show, self._sleep)
+            return wait_for_gpu(request, read=self._look, announce=line.show, sleep=self._sleep)
+
+    def release(self) -> None:
+        """Give back what is reserved."""
+        self._queue.release()
+
+    def _wait_in_line(self, only: str | None) -> GpuInfo | NoGpu:
+        with LiveLine() as line:
+            request = self._request(self._cfg.min_gpu_memory_mb * MIB, only)
+            return self._queue.wait(request, line.show, self._sleep)
+
+    def _request(self, min_bytes: int, only: str | None) -> GpuRequest:
+        return GpuRequest(
+            min_bytes=min_bytes,
+            wait=self._cfg.wait_for_gpu,
+            timeout_seconds=self._cfg.gpu_wait_timeout_minutes * 60,
+            interval_seconds=self._cfg.gpu_check_interval_seconds,
+            only=only,
+        )
+
+    def _look(self, processes: bool) -> Visible:
+        return visible_gpus(read_inventory(processes=processes), self._environ)
 
 
 def free_bytes(gpu: Device) -> int | None:
@@ -103,40 +200,6 @@ def settle(gpu: Device, free_before: int | None, *, sleep: Callable[[float], Non
         sleep(0.05)
 
 
-def wait_for_room(
-    cfg: DictConfig,
-    environ: Mapping[str, str],
-    room: Room,
-    *,
-    sleep: Callable[[float], None],
-) -> str | None:
-    """Wait for free memory on one GPU, as long as the config allows.
-
-    Returns:
-        None when it is there, else why the waiting ended.
-    """
-    request = GpuRequest(
-        min_bytes=room.free_bytes,
-        timeout_seconds=cfg.gpu_wait_timeout_minutes * 60,
-        interval_seconds=cfg.gpu_check_interval_seconds,
-        only=room.gpu_uuid,
-    )
-    found = _wait(request, environ, sleep)
-    return found.reason if isinstance(found, NoGpu) else None
-
-
-def _wait(
-    request: GpuRequest, environ: Mapping[str, str], sleep: Callable[[float], None]
-) -> GpuInfo | NoGpu:
-    with LiveLine() as line:
-        return wait_for_gpu(
-            request,
-            read=lambda processes: visible_gpus(read_inventory(processes=processes), environ),
-            announce=line.show,
-            sleep=sleep,
-        )
-
-
 def name_for_trainer(gpu: Device, environ: Mapping[str, str], *, own_process: bool) -> str:
     """What ``cfg.device`` says to the trainer.
 
@@ -151,6 +214,12 @@ def name_for_trainer(gpu: Device, environ: Mapping[str, str], *, own_process: bo
         return "cuda:0"
     visible = visible_gpus(read_inventory(processes=False), environ)
     return f"cuda:{visible.ordinal(gpu.uuid) or 0}"
+
+
+def _job_name(cfg: DictConfig, run_dir: Path) -> str:
+    """``lora_flowers102`` where the config tells, else the run folder's name."""
+    parts = (OmegaConf.select(cfg, f"{group}.name") for group in ("model", "dataset"))
+    return "_".join(str(part) for part in parts if part) or run_dir.name
 
 
 def _named(device: str, visible: Visible) -> str | None:

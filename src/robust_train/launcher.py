@@ -20,13 +20,12 @@ from robust_train import devices
 from robust_train.config import ConfigError, complete, validate
 from robust_train.devices import NoDevice
 from robust_train.execution import Executor
-from robust_train.execution.environment import (
-    attempt_environment,
-)
+from robust_train.execution.environment import attempt_environment
 from robust_train.execution.inline import InlineExecutor
 from robust_train.execution.process import ProcessExecutor
 from robust_train.execution.request import AttemptRequest, TrainerRef
 from robust_train.execution.signals import JobInterrupted, SignalWatch
+from robust_train.gpu.wait import NoGpu
 from robust_train.job_settings import hydra_config, policy_settings, run_folder, target_of
 from robust_train.journal import Journal, read_earlier
 from robust_train.policy import AttemptsExhausted, decide, first_attempt
@@ -34,6 +33,7 @@ from robust_train.report.summary import (
     AttemptRecord,
     Summary,
     attempts_table,
+    evidence_of,
     gpu_memory_summary,
 )
 from robust_train.types import (
@@ -150,10 +150,11 @@ class Job:
 
     def _train(self) -> Summary:
         executor = self._executor()
+        self.devices = devices.Devices(self.cfg, os.environ, self.run_dir, executor.sleep)
         healthy = False
         try:
             try:
-                gpu = self._acquire_device(executor)
+                gpu = self._acquire_device()
             except NoDevice as error:
                 return self._summary("no_device", str(error))
             executor.prepare()
@@ -162,6 +163,7 @@ class Job:
             healthy = True
         finally:
             executor.close(keep_server=healthy)
+            self.devices.release()
         self.signals.raise_if_received()
         outcome = last.attempt.outcome
         if outcome.failure is None:
@@ -185,10 +187,10 @@ class Job:
             self.cfg.stop_grace_seconds,
         )
 
-    def _acquire_device(self, executor: Executor) -> devices.Device:
+    def _acquire_device(self) -> devices.Device:
         started = time.monotonic()
         try:
-            device = devices.acquire(self.cfg, os.environ, sleep=executor.sleep)
+            device = self.devices.acquire()
         finally:
             self.wait_seconds = time.monotonic() - started
         self.journal.write(
@@ -208,8 +210,11 @@ class Job:
             record = self._attempt(executor, next_spec)
             if isinstance(record.decision, Retry):
                 record = self._when_ready(record, record.decision, executor)
-            if isinstance(record.decision, Retry):
+            while isinstance(record.decision, Retry):
                 next_spec = record.decision.spec
+                if self.devices.take(next_spec.gpu):
+                    break
+                record = self._decide_again(record, record.decision)
             return record
 
         retrying = tenacity.Retrying(
@@ -226,14 +231,32 @@ class Job:
         if retry.room is None or retry.otherwise is None:
             return record
         started = time.monotonic()
-        problem = devices.wait_for_room(self.cfg, os.environ, retry.room, sleep=executor.sleep)
+        found = self.devices.wait_for_room(retry.room)
         self.wait_seconds += time.monotonic() - started
-        if problem is None:
-            return record
-        record = replace(record, decision=retry.otherwise)
+        if isinstance(found, NoGpu):
+            problem = found.reason
+            return self._decided_otherwise(record, retry.otherwise, "waited_in_vain", problem)
+        if retry.room.gpu_uuid is None:
+            record = replace(record, decision=replace(retry, spec=replace(retry.spec, gpu=found)))
+            self.records[-1] = record
+        return record
+
+    def _decide_again(self, record: AttemptRecord, retry: Retry) -> AttemptRecord:
+        """Another job was faster: the same decision on the GPUs as they are now."""
+        self.records.pop()
+        decision = self._decide(record.attempt)
+        self.records.append(record)
+        assert decision is not None
+        problem = f"{retry.spec.device} went to another job meanwhile"
+        return self._decided_otherwise(record, decision, "lost_race", problem)
+
+    def _decided_otherwise(
+        self, record: AttemptRecord, decision: Decision, event: str, problem: str
+    ) -> AttemptRecord:
+        record = replace(record, decision=decision)
         self.records[-1] = record
-        action, reason = retry.otherwise.action, retry.otherwise.reason
-        self.journal.write("waited_in_vain", problem=problem, action=action, reason=reason)
+        action, reason = decision.action, decision.reason
+        self.journal.write(event, problem=problem, action=action, reason=reason)
         log.warning("%s; %s", problem, reason)
         return record
 
@@ -241,12 +264,14 @@ class Job:
         number = self._number()
         self._announce(number, spec)
         free_before = devices.free_bytes(spec.gpu)
-        outcome = executor.run(self._request(number, spec), self._on_event)
+        request = self._request(number, spec)
+        outcome = executor.run(request, self._on_event, hold=self.devices.hold)
+        # in this process its memory does not come back
+        expected = None if self.cfg.isolation == "none" else free_before
+        free_after = self.devices.ended(spec.gpu, outcome, expected)
         if outcome.failure is not None and self.cfg.isolation != "none":
             outcome = replace(
-                outcome,
-                gpu_free_before_bytes=free_before,
-                gpu_free_after_bytes=devices.settle(spec.gpu, free_before, sleep=executor.sleep),
+                outcome, gpu_free_before_bytes=free_before, gpu_free_after_bytes=free_after
             )
         attempt = Attempt(spec, outcome)
         decision = self._decide(attempt)
@@ -256,7 +281,7 @@ class Job:
             "attempt_ended",
             attempt=number,
             **record.as_json(len(self.records) - 1),
-            evidence=_evidence(outcome),
+            evidence=evidence_of(outcome),
         )
         self._say(number, outcome, decision)
         return record
@@ -268,7 +293,7 @@ class Job:
         if failure.kind is FailureKind.INTERRUPTED or self.signals.received is not None:
             return GiveUp("interrupted")
         history = (*(record.attempt for record in self.records), attempt)
-        gpus = devices.candidates(self.cfg, os.environ) if attempt.spec.gpu is not None else ()
+        gpus = self.devices.candidates() if attempt.spec.gpu is not None else ()
         decision = decide(self.settings, history, gpus)
         if isinstance(decision, GiveUp) and failure.kind is FailureKind.BUG:
             return replace(decision, reason=failure.message)
@@ -305,6 +330,7 @@ class Job:
     def _on_event(self, event: dict[str, Any]) -> None:
         fields = {key: value for key, value in event.items() if key != "event"}
         self.journal.write(event["event"], attempt=self._number(), **fields)
+        self.devices.hear(event)
         if event["event"] == "checkpoint":
             self.checkpoint = Path(event["path"])
 
@@ -366,15 +392,3 @@ class Job:
                 log.info("%s", memory)
         ending = f"{summary.status} after {summary.wall_seconds:.1f} s"
         log.info("%s; run folder: %s", ending, self.run_dir)
-
-
-def _evidence(outcome: Outcome) -> dict[str, Any] | None:
-    if outcome.failure is None:
-        return None
-    return {
-        **asdict(outcome.failure.evidence),
-        "gpu_free_before_bytes": outcome.gpu_free_before_bytes,
-        "gpu_free_after_bytes": outcome.gpu_free_after_bytes,
-        "micro_batch": outcome.micro_batch,
-        "traceback": outcome.traceback,
-    }

@@ -13,6 +13,7 @@ from robust_train.ladder import PolicySettings, ladder, next_rung
 from robust_train.remedies import (
     Case,
     Rule,
+    back_in_line,
     cpu_fallback,
     expandable_segments,
     fewer_workers,
@@ -59,7 +60,7 @@ REMEDIES: dict[FailureKind, tuple[Rule, ...]] = {
     FailureKind.HOST_OOM: (fewer_workers, halve_batch),
     FailureKind.WORKER_DEATH: (fewer_workers,),
     FailureKind.DEVICE_FAULT: (other_gpu, cpu_fallback),
-    FailureKind.DEVICE_UNAVAILABLE: (other_gpu, cpu_fallback),
+    FailureKind.DEVICE_UNAVAILABLE: (other_gpu, back_in_line, cpu_fallback),
     FailureKind.COMM: (same_again,),
 }
 """What to try for each kind of failure, in order. A kind that is absent is never retried."""

@@ -206,6 +206,24 @@ def other_gpu(case: Case) -> Retry | None:
     return None
 
 
+def back_in_line(case: Case) -> Retry | None:
+    """Somebody else was faster on the GPU: the same batch on the next one that is to be had.
+
+    Only where the GPUs themselves show it, since a device may be unavailable for good as well.
+    """
+    gpu, settings = case.last.gpu, case.settings
+    if gpu is None or not settings.may_wait or any(now.uuid == gpu.uuid for now in case.gpus):
+        return None
+    if case.failures_of(FailureKind.DEVICE_UNAVAILABLE) > settings.max_retries:
+        return None
+    return Retry(
+        case.last,
+        action="wait",
+        reason=f"{_what_failed(case)}, and somebody else has it: same batch when its turn comes",
+        room=Room(None if settings.may_switch_gpu else gpu.uuid, settings.min_gpu_memory_bytes),
+    )
+
+
 def same_again(case: Case) -> Retry | None:
     """The same once more after a pause that doubles each time: peers and networks come back."""
     failures = case.failures_of(case.failure.kind)

@@ -222,9 +222,9 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Room:
-    """Free memory that must be there first: on which GPU, and how many bytes."""
+    """Free memory that must be there first: on which GPU (None: any), and how many bytes."""
 
-    gpu_uuid: str
+    gpu_uuid: str | None
     free_bytes: int
 
 

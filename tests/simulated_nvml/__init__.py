@@ -64,8 +64,10 @@ class Gpu:
     """A GPU as NVML tells of it; sizes in MiB.
 
     ``free_mib`` defaults to all that is not reserved. ``compute`` and ``graphics`` list processes
-    as (pid, MiB or None). ``mig`` is None where the GPU cannot be sliced, else its slices, and
-    ``mig_mode`` whether slicing is on. ``compute_mode``: 0 default, 2 prohibited, 3 exclusive.
+    as (pid, MiB or None). ``recovery``, ``remap_failed`` and ``pages_pending`` are what the driver
+    tells of its health, None where it cannot. ``mig`` is None where the GPU cannot be sliced, else
+    its slices, and ``mig_mode`` whether slicing is on. ``compute_mode``: 0 default, 2 prohibited,
+    3 exclusive.
     """
 
     name: str = "NVIDIA A100-SXM4-40GB"
@@ -80,6 +82,9 @@ class Gpu:
     mig_mode: int = 1
     uuid: str | None = None
     pci: str | None = None
+    recovery: int | None = None
+    remap_failed: int | None = None
+    pages_pending: int | None = None
 
 
 class Machine:
@@ -125,6 +130,8 @@ class Machine:
             "LD_LIBRARY_PATH": ":".join(path for path in paths if path),
             "SIMULATED_NVML_STATE": str(self.state),
             "SIMULATED_NVML_CALLS": str(self.folder / "calls"),
+            # its jobs stand in a line of their own
+            "ROBUST_TRAIN_QUEUE_DIR": str(self.folder / "queue"),
         }
 
     def uuid(self, index: int, slice_index: int | None = None) -> str:
@@ -219,6 +226,9 @@ class Machine:
             "graphics": _processes(gpu.graphics),
             **_memory(gpu.total_mib, gpu.free_mib, gpu.reserved_mib, gpu.compute),
         }
+        for name in ("recovery", "remap_failed", "pages_pending"):
+            if getattr(gpu, name) is not None:
+                values[name] = getattr(gpu, name)
         for number, piece in enumerate(gpu.mig or []):
             slice_values = {
                 "uuid": self.uuid(index, number),

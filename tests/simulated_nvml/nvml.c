@@ -209,6 +209,43 @@ int nvmlDeviceGetComputeInstanceId(device_t device, unsigned *id) {
     return SUCCESS;
 }
 
+/* Health: gpu.I.recovery ACTION, gpu.I.remap_failed 0|1, gpu.I.pages_pending 0|1; no key: the GPU
+ * cannot tell. */
+typedef struct {
+    unsigned field, scope;
+    long long timestamp, latency;
+    int type, result;
+    unsigned long long value;
+} field_value;
+
+int nvmlDeviceGetFieldValues(device_t device, int count, field_value *out) {
+    BEGIN("nvmlDeviceGetFieldValues")
+    long long action = state_number(KEY("recovery"), -1);
+    for (int i = 0; i < count; i++) {
+        out[i].result = out[i].field == 230 && action >= 0 ? SUCCESS : NOT_SUPPORTED;
+        out[i].value = action >= 0 ? (unsigned long long)action : 0;
+    }
+    return SUCCESS;
+}
+
+int nvmlDeviceGetRemappedRows(device_t device, unsigned *correctable, unsigned *uncorrectable,
+                              unsigned *pending, unsigned *failed_rows) {
+    BEGIN("nvmlDeviceGetRemappedRows")
+    long long value = state_number(KEY("remap_failed"), -1);
+    if (value < 0) return NOT_SUPPORTED;
+    *correctable = *uncorrectable = *pending = 0;
+    *failed_rows = (unsigned)value;
+    return SUCCESS;
+}
+
+int nvmlDeviceGetRetiredPagesPendingStatus(device_t device, int *pending) {
+    BEGIN("nvmlDeviceGetRetiredPagesPendingStatus")
+    long long value = state_number(KEY("pages_pending"), -1);
+    if (value < 0) return NOT_SUPPORTED;
+    *pending = (int)value;
+    return SUCCESS;
+}
+
 typedef struct {
     unsigned pid;
     unsigned long long used;

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from robust_train.cli.table import print_table
 from robust_train.gpu.holders import Holder, find_holders
 from robust_train.gpu.inventory import read_inventory
 from robust_train.gpu.visible import VARIABLE, Visible, visible_gpus
@@ -27,7 +28,7 @@ COLUMNS = (
     "held by",
     "note",
 )
-_RIGHT_ALIGNED = {"index", "used MiB", "free MiB", "total MiB", "util", "processes"}
+_RIGHT = {"index", "used MiB", "free MiB", "total MiB", "util", "processes"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -105,32 +106,8 @@ def _held_by(process: GpuProcess, holders: Mapping[int, Holder]) -> str:
 
 
 def _print_rows(rows: Sequence[tuple[str, ...]]) -> None:
-    columns = [i for i, name in enumerate(COLUMNS) if name != "note" or any(r[i] for r in rows)]
-    if sys.stdout.isatty():
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table()
-        for i in columns:
-            name = COLUMNS[i]
-            # a UUID is there to be copied, so it folds rather than lose its end
-            table.add_column(
-                name, justify="right" if name in _RIGHT_ALIGNED else "left", overflow="fold"
-            )
-        for row in rows:
-            # as text: a name may contain what rich reads as markup
-            table.add_row(*(Text(row[i]) for i in columns))
-        Console().print(table)
-        return
-    lines = [COLUMNS, *rows]
-    widths = {i: max(len(line[i]) for line in lines) for i in columns}
-    for line in lines:
-        cells = (
-            line[i].rjust(widths[i]) if COLUMNS[i] in _RIGHT_ALIGNED else line[i].ljust(widths[i])
-            for i in columns
-        )
-        print("  ".join(cells).rstrip())
+    shown = [i for i, name in enumerate(COLUMNS) if name != "note" or any(r[i] for r in rows)]
+    print_table([COLUMNS[i] for i in shown], [[row[i] for i in shown] for row in rows], _RIGHT)
 
 
 def _as_json(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Sequence
 
@@ -9,7 +10,11 @@ USAGE = """usage: robust-train COMMAND [OPTIONS]
 
 commands:
   gpus    table of this machine's GPUs and who holds them  [--json]
+  queue   jobs that run and wait on this host, and why     [--json] [cancel ID]
+  doctor  each GPU usable or why not, and the queue        [--json] [--clear GPU]
 """
+
+COMMANDS = ("gpus", "queue", "doctor")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -19,12 +24,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(USAGE, end="")
         return 0 if arguments else 2
     command, *rest = arguments
-    if command == "gpus":
-        from robust_train.cli import gpus
-
-        return gpus.main(rest)
-    print(f"robust-train {command}: no such command; accepted is gpus", file=sys.stderr)
-    return 2
+    if command not in COMMANDS:
+        accepted = ", ".join(COMMANDS)
+        print(f"robust-train {command}: no such command; accepted are {accepted}", file=sys.stderr)
+        return 2
+    module = importlib.import_module(f"robust_train.cli.{command}")
+    code: int = module.main(rest)
+    return code
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import select
+import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -12,8 +14,11 @@ from robust_train.types import Outcome
 class Executor(Protocol):
     """What the launcher needs of a way to run attempts."""
 
-    def sleep(self, seconds: float) -> None:
-        """Wait while a device is waited for; may raise what makes waiting pointless."""
+    def sleep(self, seconds: float, wake: int | None = None) -> None:
+        """Wait while a device is waited for; may raise what makes waiting pointless.
+
+        Returns early when the descriptor ``wake`` becomes readable.
+        """
 
     def prepare(self) -> None:
         """Make sure that the trainer can be called.
@@ -22,8 +27,27 @@ class Executor(Protocol):
             ConfigError: it cannot be imported.
         """
 
-    def run(self, request: AttemptRequest, on_event: Callable[[dict[str, Any]], None]) -> Outcome:
-        """Run one attempt to its end, however it ends."""
+    def run(
+        self,
+        request: AttemptRequest,
+        on_event: Callable[[dict[str, Any]], None],
+        *,
+        hold: int | None = None,
+    ) -> Outcome:
+        """Run one attempt to its end, however it ends.
+
+        The attempt and what it starts keep a copy of the descriptor ``hold`` open.
+        """
 
     def close(self, *, keep_server: bool) -> None:
         """Release what was started; ``keep_server``: another job may follow in this process."""
+
+
+def sleep_until_readable(seconds: float, wake: int | None) -> None:
+    """Sleep, but not past the moment when the descriptor ``wake`` becomes readable."""
+    if wake is None:
+        time.sleep(seconds)
+        return
+    poll = select.poll()  # not select.select: descriptors may be above 1023
+    poll.register(wake, select.POLLIN)
+    poll.poll(seconds * 1000)

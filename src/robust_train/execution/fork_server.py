@@ -100,8 +100,12 @@ class ForkServer:
         self._loaded = None
         self._send({"kind": "load", "trainer": trainer, "cfg": cfg})
 
-    def poll_loading(self, trainer: TrainerRef, timeout_seconds: float | None) -> bool:
+    def poll_loading(
+        self, trainer: TrainerRef, timeout_seconds: float | None, wake: int | None = None
+    ) -> bool:
         """Whether ``trainer`` is imported, waiting at most ``timeout_seconds`` (None: until it is).
+
+        A descriptor ``wake`` that becomes readable ends the waiting.
 
         Raises:
             ConfigError: it cannot be imported.
@@ -112,11 +116,14 @@ class ForkServer:
             selector.register(self._control, selectors.EVENT_READ)
             for stream in self.pump.streams:
                 selector.register(stream.read_fd, selectors.EVENT_READ)
+            if wake is not None:
+                selector.register(wake, selectors.EVENT_READ)
             while self._loaded is None:
                 left = None if deadline is None else deadline - time.monotonic()
                 if left is not None and left <= 0:
                     return False
-                selector.select(left)
+                if any(key.fd == wake for key, _ in selector.select(left)):
+                    return False
                 self.pump.move()
                 for message in self._messages():
                     if message["kind"] == "refused":
@@ -137,13 +144,15 @@ class ForkServer:
         on_event: EventHandler,
         signals: SignalWatch,
         stop_grace_seconds: float,
+        hold: int | None = None,
     ) -> Exited:
         """Run one attempt to its end, whatever that is.
 
         The first signal asks the attempt to stop, and after ``stop_grace_seconds`` it is killed;
         the second kills it at once.
 
-        An attempt that stalls writes its threads' stacks and is killed.
+        An attempt that stalls writes its threads' stacks and is killed. It and what it starts keep
+        a copy of the descriptor ``hold`` open.
 
         Raises:
             ServerDied: the server's process ended under the attempt.
@@ -166,7 +175,7 @@ class ForkServer:
         with signals.handed_to(stop) as wakeup, selectors.DefaultSelector() as selector:
             signals.raise_if_received()
             self._is_running = True
-            self._send({"kind": "fork", "request": request})
+            self._send({"kind": "fork", "request": request}, () if hold is None else (hold,))
             forked = True
             if kill_at is not None:  # a signal that came before there was a child to stop
                 send_stop()
@@ -217,9 +226,9 @@ class ForkServer:
             raise ServerDied(self._process.wait())
         return messages
 
-    def _send(self, message: Any) -> None:
+    def _send(self, message: Any, descriptors: tuple[int, ...] = ()) -> None:
         try:
-            send_message(self._control, message)
+            send_message(self._control, message, descriptors)
         except OSError as error:
             raise ServerDied(self._process.wait()) from error
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from robust_train.execution import sleep_until_readable
 from robust_train.execution.child import failure_from_json, micro_batch_in_use, run_attempt
 from robust_train.execution.environment import allocator_variable
 from robust_train.execution.request import AttemptRequest
@@ -32,9 +33,9 @@ class InlineExecutor:
         self._signals = signals
         self._memory_at_first: StartingMemory | None = None
 
-    def sleep(self, seconds: float) -> None:
-        """Wait."""
-        time.sleep(seconds)
+    def sleep(self, seconds: float, wake: int | None = None) -> None:
+        """Wait, but not past a readable ``wake``."""
+        sleep_until_readable(seconds, wake)
 
     def close(self, *, keep_server: bool) -> None:
         """Nothing was started."""
@@ -42,8 +43,14 @@ class InlineExecutor:
     def prepare(self) -> None:
         """The trainer is here already."""
 
-    def run(self, request: AttemptRequest, on_event: Callable[[dict[str, Any]], None]) -> Outcome:
-        """Run one attempt."""
+    def run(
+        self,
+        request: AttemptRequest,
+        on_event: Callable[[dict[str, Any]], None],
+        *,
+        hold: int | None = None,
+    ) -> Outcome:
+        """Run one attempt; ``hold`` is open in this process anyway."""
         ending: dict[str, Any] = {}
         seen: dict[str, int] = {}
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from robust_train.config import ConfigError
-from robust_train.execution import fork_server
+from robust_train.execution import fork_server, sleep_until_readable
 from robust_train.execution.child import failure_from_json, micro_batch_in_use
 from robust_train.execution.fork_server import EventHandler, Exited, ForkServer, ServerDied
 from robust_train.execution.request import AttemptRequest, TrainerRef
@@ -55,8 +55,8 @@ class ProcessExecutor:
         self._fork_is_safe = True
         self._start(fork_server.take())
 
-    def sleep(self, seconds: float) -> None:
-        """Wait, but not for a trainer that cannot be imported.
+    def sleep(self, seconds: float, wake: int | None = None) -> None:
+        """Wait, but not for a trainer that cannot be imported, nor past a readable ``wake``.
 
         Raises:
             ConfigError: the trainer cannot be imported.
@@ -64,8 +64,8 @@ class ProcessExecutor:
         until = time.monotonic() + seconds
         with contextlib.suppress(ServerDied):  # told by the attempt, with its output
             if self._server is not None:
-                self._server.poll_loading(self.trainer, seconds)
-        time.sleep(max(until - time.monotonic(), 0))
+                self._server.poll_loading(self.trainer, seconds, wake)
+        sleep_until_readable(max(until - time.monotonic(), 0), wake)
 
     def prepare(self) -> None:
         """Wait until the trainer is imported.
@@ -76,7 +76,9 @@ class ProcessExecutor:
         with contextlib.suppress(ServerDied):  # an outcome of the first attempt
             self._ready_server()
 
-    def run(self, request: AttemptRequest, on_event: EventHandler) -> Outcome:
+    def run(
+        self, request: AttemptRequest, on_event: EventHandler, *, hold: int | None = None
+    ) -> Outcome:
         """Run one attempt.
 
         Raises:
@@ -93,6 +95,7 @@ class ProcessExecutor:
                 on_event=collector,
                 signals=self._signals,
                 stop_grace_seconds=self._stop_grace_seconds,
+                hold=hold,
             )
             server.pump.end_log()
             tail = server.pump.tail

@@ -45,7 +45,8 @@ class Server:
     """Serves one launcher over its control socket.
 
     Messages in: ``hello`` (the launcher's ``sys.path``, and whether to import torch now), ``load``
-    (a trainer), ``fork`` (run an attempt in a child), ``signal``, ``dump_stacks``, ``kill``.
+    (a trainer), ``fork`` (run an attempt in a child, which keeps open the descriptors that came
+    with the message), ``signal``, ``dump_stacks``, ``kill``.
     Messages out: ``loaded``, ``refused``, ``started``, ``exited``.
     """
 
@@ -121,12 +122,16 @@ class Server:
         if pid == 0:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for descriptor in self._reader.descriptors:  # a reservation: what the attempt starts
+                os.set_inheritable(descriptor, True)  # holds it as well
             os.setpgid(0, 0)
             _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != server:
                 os._exit(1)
             self._control.close()
             self._run(request)
+        while self._reader.descriptors:
+            os.close(self._reader.descriptors.pop())
         with contextlib.suppress(OSError):  # the child does it too: whoever comes first
             os.setpgid(pid, pid)
         self._child = pid

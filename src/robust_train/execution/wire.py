@@ -13,20 +13,29 @@ import json
 import pickle
 import socket
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 ORPHAN_GRACE_SECONDS = 5.0
 """How long an attempt whose launcher is gone may take for a last checkpoint."""
 
 _LENGTH = struct.Struct("!I")
+_DESCRIPTOR = struct.Struct("i")
+_MOST_DESCRIPTORS = 4
 _MAX_EVENT_BYTES = 60_000
 _MAX_TEXT = 12_000
 
 
-def send_message(channel: socket.socket, message: Any) -> None:
-    """Send one object. Raises OSError when the other side is gone."""
+def send_message(channel: socket.socket, message: Any, descriptors: Sequence[int] = ()) -> None:
+    """Send one object, and copies of open descriptors with it (for the reader's ``descriptors``).
+
+    Raises OSError when the other side is gone.
+    """
     data = pickle.dumps(message)
-    channel.sendall(_LENGTH.pack(len(data)) + data)
+    data = _LENGTH.pack(len(data)) + data
+    if descriptors:
+        data = data[socket.send_fds(channel, [data], list(descriptors)) :]
+    channel.sendall(data)
 
 
 class MessageReader:
@@ -34,18 +43,30 @@ class MessageReader:
 
     Attributes:
         closed: the other side is gone and nothing is left to read.
+        descriptors: that came with messages, oldest first; whoever takes one closes it.
     """
 
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
         self._buffer = b""
         self.closed = False
+        self.descriptors: list[int] = []
 
     def read(self) -> list[Any]:
         """Every message that has arrived completely, oldest first."""
         while not self.closed:
             try:
-                data = self._channel.recv(1 << 16, socket.MSG_DONTWAIT)
+                # socket.recv_fds would ignore the flags
+                data, extras, _, _ = self._channel.recvmsg(
+                    1 << 16,
+                    socket.CMSG_SPACE(_MOST_DESCRIPTORS * _DESCRIPTOR.size),
+                    socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC,
+                )
+                for level, kind, content in extras:
+                    if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                        whole = len(content) - len(content) % _DESCRIPTOR.size
+                        found = _DESCRIPTOR.iter_unpack(content[:whole])
+                        self.descriptors += (descriptor for (descriptor,) in found)
             except BlockingIOError:
                 break
             except ConnectionError:

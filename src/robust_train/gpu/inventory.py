@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from robust_train.gpu import unified
+from robust_train.gpu.health import why_sick
 from robust_train.types import GpuInfo, GpuProcess, Inventory, SkippedGpu
 
 _T = TypeVar("_T")
+
+_HEALTH_SECONDS = 10.0
 
 _COMPUTE_MODES = {
     0: "default",
@@ -64,6 +68,7 @@ class _Session:
     driver_version: str | None
     count: int = 0
     known: dict[int, _Static] = field(default_factory=dict)
+    health: dict[int, tuple[float, str | None]] = field(default_factory=dict)
 
 
 class _Unreadable(Exception):
@@ -101,6 +106,7 @@ def read_inventory(*, processes: bool = True) -> Inventory:
             return Inventory(problem=_init_problem(session.nvml, error))
     if count != session.count:
         session.known.clear()
+        session.health.clear()
         session.count = count
     gpus: list[GpuInfo] = []
     skipped: list[SkippedGpu] = []
@@ -222,8 +228,28 @@ def _read_gpu_once(session: _Session, index: int, processes: bool) -> list[GpuIn
     if static is None:
         static = session.known[index] = _read_static(nvml, index)
     if static.can_be_sliced and _is_sliced(nvml, static.handle):
-        return _read_slices(nvml, static, index, processes)
-    return [_read_device(nvml, static, static.handle, index, processes)]
+        slices = _read_slices(nvml, static, index, processes)
+        sick = _health(session, static, index)
+        return slices if sick is None else [replace(piece, unusable=sick) for piece in slices]
+    sick = _health(session, static, index)
+    device = _read_device(nvml, static, static.handle, index, processes)
+    return [device if sick is None else replace(device, unusable=sick)]
+
+
+def _health(session: _Session, static: _Static, index: int) -> str | None:
+    """Why a GPU is to be left alone. It changes seldom, so it is not asked at each look."""
+    now = time.monotonic()
+    asked, sick = session.health.get(index, (-_HEALTH_SECONDS, None))
+    if now - asked >= _HEALTH_SECONDS:
+        sick = why_sick(session.nvml, static.handle)
+        session.health[index] = (now, sick)
+    return sick
+
+
+def ask_health_again() -> None:
+    """Let the next look ask the GPUs for their health, however lately that was done."""
+    if _session is not None:
+        _session.health.clear()
 
 
 def _read_static(nvml: Any, index: int) -> _Static:
@@ -300,7 +326,7 @@ def _read_device(
 
 
 def _why_unusable(nvml: Any, handle: Any, compute_mode: str) -> str | None:
-    """Why no job may start now. A health gate (ECC, Xid, pending reset) belongs here as well."""
+    """Why the compute mode lets no job start now."""
     if compute_mode == "prohibited":
         return "compute mode is prohibited"
     if compute_mode.startswith("exclusive"):

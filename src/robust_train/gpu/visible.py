@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from robust_train.gpu import inventory as nvml
@@ -31,12 +31,14 @@ class Visible:
         warning: a sentence where the variable hides GPUs by a mistake, or where it is uncertain
             what it shows.
         problem: a sentence where the machine itself has nothing to show, whatever the variable.
+        machine: every GPU of the machine that answers, visible or not.
     """
 
     gpus: tuple[GpuInfo, ...] = ()
     hidden_on_purpose: bool = False
     warning: str | None = None
     problem: str | None = None
+    machine: tuple[GpuInfo, ...] = field(default=(), repr=False, compare=False)
 
     def ordinal(self, uuid: str) -> int | None:
         """The CUDA ordinal in a process with the same environment; None if not addressable there.
@@ -78,7 +80,12 @@ def visible_gpus(
     old_names = nvml.legacy_slice_names() if mask and mask.startswith("MIG-GPU-") else {}
     seen = resolve_mask(mask, places, old_names)
     sentences = [sentence for sentence in (warning, seen.warning) if sentence]
-    return replace(seen, warning="; ".join(sentences) or None, problem=inventory.problem)
+    return replace(
+        seen,
+        warning="; ".join(sentences) or None,
+        problem=inventory.problem,
+        machine=inventory.gpus,
+    )
 
 
 def names_integers(mask: str | None) -> bool:

@@ -11,6 +11,7 @@ from typing import cast
 import tenacity
 
 from robust_train.gpu.holders import Holder, find_holders
+from robust_train.gpu.line import Line, Turn
 from robust_train.gpu.select import could_ever_fit, label, largest_possible, mib, obstacles, select
 from robust_train.gpu.visible import Visible
 from robust_train.types import GpuInfo
@@ -56,15 +57,26 @@ class WaitStatus:
         seconds_left: until the waiting is given up.
         checks: how often the GPUs have been looked at; grows by one with each look.
         obstacles: why no GPU does now, with who holds them.
+        position: place in the line of the host's jobs, 1 for the first.
+        frees_next: the GPU that the line waits for, ``GPU 1``; None where that is not known.
     """
 
     min_bytes: int
     seconds_left: float
     checks: int
     obstacles: str
+    position: int = 1
+    frees_next: str | None = None
 
     def sentence(self) -> str:
         """One line for people."""
+        if self.position > 1 or self.frees_next is not None:
+            # what matters most comes first: a narrow terminal cuts the end off
+            frees = "" if self.frees_next is None else f", {self.frees_next} frees next"
+            return (
+                f"{_ordinal(self.position)} in line, needs {mib(self.min_bytes)}{frees}, "
+                f"{_clock(self.seconds_left)} left; {self.obstacles}"
+            )
         return (
             f"waiting for a GPU with {mib(self.min_bytes)} free, "
             f"{_clock(self.seconds_left)} left; {self.obstacles}"
@@ -79,6 +91,7 @@ def wait_for_gpu(
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
     name_holders: Callable[[Sequence[GpuInfo]], Mapping[int, Holder]] = find_holders,
+    line: Line | None = None,
 ) -> GpuInfo | NoGpu:
     """The best GPU with enough free memory, as soon as there is one.
 
@@ -93,8 +106,13 @@ def wait_for_gpu(
         sleep: waits some seconds; what it raises (Ctrl-C) ends the waiting.
         clock: seconds of a monotonic clock.
         name_holders: finds names for the processes on GPUs.
+        line: where to stand among the host's jobs; None: whoever looks at the right moment wins.
+            ``sleep`` has to return when the line's descriptor becomes readable.
+
+    Raises:
+        QueueProblem: the line's directory cannot be used any more.
     """
-    return _Waiting(request, read, announce, sleep, clock, name_holders).run()
+    return _Waiting(request, read, announce, sleep, clock, name_holders, line).run()
 
 
 class _Waiting:
@@ -108,6 +126,7 @@ class _Waiting:
         sleep: Callable[[float], None],
         clock: Callable[[], float],
         name_holders: Callable[[Sequence[GpuInfo]], Mapping[int, Holder]],
+        line: Line | None,
     ) -> None:
         self.request = request
         self.read = read
@@ -115,6 +134,9 @@ class _Waiting:
         self.sleep = sleep
         self.clock = clock
         self.name_holders = name_holders
+        self.line = line
+        self.next_check = clock()
+        self.pause_seconds = request.interval_seconds
         self.deadline = clock() + request.timeout_seconds
         self.status = WaitStatus(request.min_bytes, request.timeout_seconds, 0, "")
 
@@ -122,14 +144,18 @@ class _Waiting:
         retrying = tenacity.Retrying(
             retry=tenacity.retry_if_result(lambda found: found is None),
             stop=lambda state: self.clock() >= self.deadline,
-            wait=lambda state: min(self.request.interval_seconds, self._seconds_left()),
+            wait=lambda state: min(self.pause_seconds, self._seconds_left()),
             sleep=self._sleep_and_tell,
             retry_error_callback=lambda state: self._time_is_up(),
         )
+        if self.line is not None and (pointless := _why_pointless(self.request, self.read(False))):
+            return NoGpu(pointless)  # and no ticket taken
         # the loop ends with a result or with that of the callback
         return cast("GpuInfo | NoGpu", retrying(self._look))
 
     def _look(self) -> GpuInfo | NoGpu | None:
+        if self.line is not None:
+            return self._look_in(self.line)
         visible = self.read(False)
         found = select(_candidates(self.request, visible), self.request.min_bytes)
         if found is not None:
@@ -145,6 +171,32 @@ class _Waiting:
             return NoGpu(f"no GPU has {self._need()} free now: {self.status.obstacles}")
         return None
 
+    def _look_in(self, line: Line) -> GpuInfo | NoGpu | None:
+        """A look out of the line. It may be early, so what is told does not count each of them."""
+        turn = line.look(lambda: self.read(False), lambda gpu: _may_use(self.request, gpu))
+        if turn.gpu is not None:
+            return turn.gpu
+        moved = turn.position != self.status.position
+        self.pause_seconds = self.request.interval_seconds
+        if turn.again_seconds is not None:
+            self.pause_seconds = min(self.pause_seconds, turn.again_seconds)
+        if moved or self.clock() >= self.next_check or not self.request.wait:
+            self._note(turn)
+        if not self.request.wait:
+            return NoGpu(f"no GPU has {self._need()} free now: {self.status.obstacles}")
+        return None
+
+    def _note(self, turn: Turn) -> None:
+        self.next_check = self.clock() + self.request.interval_seconds
+        self.status = replace(
+            self.status,
+            checks=self.status.checks + 1,
+            # who else is on the GPUs matters where none of ours is
+            obstacles=self._obstacles() if turn.strangers_only else turn.obstacles,
+            position=turn.position,
+            frees_next=None if turn.strangers_only else turn.frees_next,
+        )
+
     def _obstacles(self) -> str:
         visible = self.read(True)
         gpus = _candidates(self.request, visible)
@@ -158,7 +210,12 @@ class _Waiting:
         while (left := until - self.clock()) > 0:
             self.status = replace(self.status, seconds_left=self._seconds_left())
             self.announce(self.status)
-            self.sleep(min(left, _TICK_SECONDS))
+            self.sleep(min(left, _TICK_SECONDS, *self._slices()))
+            if self.line is not None and self.line.woken():
+                return
+
+    def _slices(self) -> tuple[float, ...]:
+        return () if self.line is None else (self.line.slice_seconds,)
 
     def _seconds_left(self) -> float:
         return max(self.deadline - self.clock(), 0.0)
@@ -175,11 +232,11 @@ class _Waiting:
 
 
 def _candidates(request: GpuRequest, visible: Visible) -> list[GpuInfo]:
-    return [
-        gpu
-        for gpu in visible.gpus
-        if gpu.uuid not in request.exclude and request.only in (None, gpu.uuid)
-    ]
+    return [gpu for gpu in visible.gpus if _may_use(request, gpu)]
+
+
+def _may_use(request: GpuRequest, gpu: GpuInfo) -> bool:
+    return gpu.uuid not in request.exclude and request.only in (None, gpu.uuid)
 
 
 def _why_pointless(request: GpuRequest, visible: Visible) -> str | None:
@@ -211,3 +268,10 @@ def _clock(seconds: float) -> str:
     minutes, rest = divmod(math.ceil(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _ordinal(number: int) -> str:
+    """``1st``, ``2nd``, ``3rd``, ``11th`` …"""
+    if number % 100 in (11, 12, 13):
+        return f"{number}th"
+    return f"{number}{ {1: 'st', 2: 'nd', 3: 'rd'}.get(number % 10, 'th') }"

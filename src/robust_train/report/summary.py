@@ -6,12 +6,12 @@ import json
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from robust_train.journal import strict_json
-from robust_train.types import GIB, Attempt, Decision
+from robust_train.types import GIB, Attempt, Decision, Outcome
 
 log = logging.getLogger("robust_train")
 
@@ -159,3 +159,16 @@ def gpu_memory_summary(record: AttemptRecord) -> str | None:
         f"  Reserved: {memory['reserved'] / GIB:.2f} GB\n"
         f"  Max Allocated: {memory['max_allocated'] / GIB:.2f} GB"
     )
+
+
+def evidence_of(outcome: Outcome) -> dict[str, Any] | None:
+    """What is known about a failure, for the journal; None for a completed attempt."""
+    if outcome.failure is None:
+        return None
+    return {
+        **asdict(outcome.failure.evidence),
+        "gpu_free_before_bytes": outcome.gpu_free_before_bytes,
+        "gpu_free_after_bytes": outcome.gpu_free_after_bytes,
+        "micro_batch": outcome.micro_batch,
+        "traceback": outcome.traceback,
+    }

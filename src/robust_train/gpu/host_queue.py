@@ -1,0 +1,191 @@
+"""This job among the host's jobs: its line, its reservation, and what happens without them.
+
+Whatever is wrong with the queue directory, the job goes on: one warning tells what is wrong and
+what helps, and from then on GPUs are chosen by free memory alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+from robust_train.gpu import quarantine
+from robust_train.gpu.line import Line
+from robust_train.gpu.queue_dir import QueueProblem
+from robust_train.gpu.records import JobState
+from robust_train.gpu.reservations import Ledger, Reservation, new_record
+from robust_train.gpu.tenancy import Tenancy
+from robust_train.gpu.visible import Visible
+from robust_train.gpu.wait import GpuRequest, NoGpu, WaitStatus, wait_for_gpu
+from robust_train.types import GpuInfo
+
+log = logging.getLogger("robust_train")
+
+Read = Callable[[bool], Visible]
+
+
+class Sleep(Protocol):
+    """Waits some seconds, but not past the moment when ``wake`` becomes readable."""
+
+    def __call__(self, seconds: float, wake: int | None = None) -> None: ...
+
+
+class HostQueue:
+    """A job's dealings with the other jobs of its host.
+
+    Args:
+        directory: the queue directory; None for no reservations at all.
+        name: what people know the job by.
+        run_dir: its run folder.
+        jobs_per_device: how many jobs it suffers on its GPU, itself included.
+        read: looks at the GPUs; its argument says whether to list processes.
+    """
+
+    def __init__(
+        self,
+        directory: Path | None,
+        *,
+        name: str,
+        run_dir: str,
+        jobs_per_device: int,
+        read: Read,
+    ) -> None:
+        self._directory = directory
+        self._name = name
+        self._run_dir = run_dir
+        self._jobs_per_device = jobs_per_device
+        self._read_machine = read
+        self._ledger: Ledger | None = None
+        self._tenancy: Tenancy | None = None
+
+    @property
+    def hold(self) -> int | None:
+        """The descriptor that keeps the reservation alive; None where there is none."""
+        return None if self._tenancy is None else self._tenancy.reservation.fd
+
+    def wait(
+        self, request: GpuRequest, announce: Callable[[WaitStatus], None], sleep: Sleep
+    ) -> GpuInfo | NoGpu:
+        """Stand in line for a GPU and reserve it; a job that comes back keeps its ticket."""
+        tenancy, self._tenancy = self._tenancy, None
+        try:
+            ledger = self._open()
+            if ledger is not None:
+                place = None if tenancy is None else tenancy.reservation
+                return self._wait_in_line(ledger, place, request, announce, sleep)
+        except QueueProblem as problem:
+            self._do_without(problem)
+        return wait_for_gpu(request, read=self._read, announce=announce, sleep=sleep)
+
+    def open_gpus(self) -> tuple[GpuInfo, ...]:
+        """The GPUs that the job could have now, its own included; ``free_bytes`` as usable."""
+        try:
+            if self._tenancy is not None:
+                return self._tenancy.open_gpus(self._read_memory)
+        except QueueProblem as problem:
+            self._do_without(problem)
+        return self._read_memory().gpus
+
+    def take(self, uuid: str | None, claim_bytes: int) -> bool:
+        """Make sure that the reservation is for the next attempt's GPU, if there is one.
+
+        Args:
+            uuid: of the GPU, None for the CPU: then everything is given back.
+            claim_bytes: memory that the attempt needs.
+
+        Returns:
+            False where another job has the GPU by now, and a new choice has to be made.
+        """
+        if self._tenancy is None:
+            return True
+        if uuid is None:
+            self.release()
+            return True
+        try:
+            if uuid != self._tenancy.gpu:
+                return self._tenancy.move(uuid, claim_bytes, self._read_memory)
+            self._tenancy.claim(claim_bytes, self._read_memory)
+        except QueueProblem as problem:
+            self._do_without(problem)
+        return True
+
+    def put_aside(self, uuid: str, reason: str) -> None:
+        """Have the host's jobs avoid a GPU that proved sick."""
+        if self._ledger is not None:
+            quarantine.put_aside(self._ledger.directory, uuid, reason)
+
+    def report(self, taken_bytes: int) -> None:
+        """Tell the others how much the attempt has allocated."""
+        if self._tenancy is not None:
+            with contextlib.suppress(QueueProblem):
+                self._tenancy.report(taken_bytes)
+
+    def drain(self) -> None:
+        """Tell the others that the attempt is gone and its memory on the way back."""
+        if self._tenancy is not None:
+            with contextlib.suppress(QueueProblem):
+                self._tenancy.drain()
+
+    def release(self) -> None:
+        """Give everything back; what still lives of an attempt keeps its GPU."""
+        tenancy, self._tenancy = self._tenancy, None
+        if tenancy is not None:
+            tenancy.reservation.release()
+        ledger, self._ledger = self._ledger, None
+        if ledger is not None:
+            ledger.close()
+
+    def _open(self) -> Ledger | None:
+        if self._ledger is None and self._directory is not None:
+            self._ledger = Ledger(self._directory)
+        return self._ledger
+
+    def _wait_in_line(
+        self,
+        ledger: Ledger,
+        place: Reservation | None,
+        request: GpuRequest,
+        announce: Callable[[WaitStatus], None],
+        sleep: Sleep,
+    ) -> GpuInfo | NoGpu:
+        record = new_record(self._name, self._run_dir, request.min_bytes, self._jobs_per_device)
+        line = Line(ledger, record, place)
+        try:
+            return wait_for_gpu(
+                request,
+                read=self._read,
+                announce=announce,
+                sleep=lambda seconds: sleep(seconds, line.fd),
+                line=line,
+            )
+        finally:
+            line.leave()
+            reservation = line.reservation
+            if reservation is not None and reservation.record.state is not JobState.WAITING:
+                self._tenancy = Tenancy(ledger, reservation)
+
+    def _read(self, processes: bool) -> Visible:
+        """The GPUs, those that proved sick marked as unusable."""
+        visible = self._read_machine(processes)
+        if self._ledger is None:
+            return visible
+        sick = quarantine.read_sick(self._ledger.directory)
+        if not sick:
+            return visible
+        return replace(
+            visible,
+            gpus=quarantine.without_sick(visible.gpus, sick),
+            machine=quarantine.without_sick(visible.machine, sick),
+        )
+
+    def _read_memory(self) -> Visible:
+        return self._read(False)
+
+    def _do_without(self, problem: QueueProblem) -> None:
+        log.warning("%s; this job goes on without a reservation", problem)
+        self._directory = None
+        self.release()

@@ -1,0 +1,325 @@
+"""Standing in the host's line for a GPU: the effects around the scheduler.
+
+One waiter looks at the GPUs for all who see no more than it does; the others sleep until the one
+before them moves on, or until somebody rings because the plan has a GPU for them. Every grant is
+decided by the job that gets it, inside the ledger lock, on a fresh look at the GPUs, and is in its
+record before the lock is let go.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from robust_train.gpu.inotify import ATTRIBUTES, CLOSED_AFTER_WRITE, LOST, MODIFIED, Watch
+from robust_train.gpu.records import JobRecord, JobState
+from robust_train.gpu.reservations import (
+    BELL_PREFIX,
+    PREFIX,
+    Entry,
+    Ledger,
+    LedgerBusy,
+    Reservation,
+)
+from robust_train.gpu.scheduler import Holding, Plan, Waiter, plan, why_not
+from robust_train.gpu.visible import Visible
+from robust_train.types import GpuInfo
+
+_LOCK_SECONDS = 2.0
+_SETTLE_SECONDS = 5.0
+_FIRST_PAUSE_SECONDS = 0.02
+_LONGEST_PAUSE_SECONDS = 0.6
+_LOOK_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class Turn:
+    """How a job stands after a look.
+
+    Attributes:
+        gpu: what it may take, ``free_bytes`` as far as it can count on them; None: wait on.
+        position: its place in line, 1 for the first.
+        obstacles: why it waits, in one sentence.
+        frees_next: the GPU that is kept for the head of the line, ``GPU 1``.
+        strangers_only: no other job of ours has anything to do with it.
+        again_seconds: when to look again, though nothing tells; None: at the usual interval.
+    """
+
+    gpu: GpuInfo | None
+    position: int = 1
+    obstacles: str = ""
+    frees_next: str | None = None
+    strangers_only: bool = False
+    again_seconds: float | None = None
+
+
+class Line:
+    """One job's place in line, from its first look until it has a GPU or leaves.
+
+    Args:
+        ledger: the host's jobs.
+        record: what this job says of itself.
+        place: the ticket that it took before, where it comes back.
+    """
+
+    def __init__(self, ledger: Ledger, record: JobRecord, place: Reservation | None = None) -> None:
+        self.ledger = ledger
+        self.reservation = place
+        self._template = record
+        self._directory = ledger.directory
+        self._watch = Watch(self._directory.fd)
+        self._watched: dict[int, str] = {}  # what each watch is for: "", a predecessor, my bell
+        self._leader: str | None = None
+        self._polls = True
+        self._rung = True
+        self._bell_seen = -1
+        self._known: list[Entry] = []
+        self._seen: tuple[GpuInfo, ...] = ()
+        self._settle_until = 0.0
+        self._pause = _FIRST_PAUSE_SECONDS
+
+    @property
+    def fd(self) -> int | None:
+        """Becomes readable when :meth:`woken` has something to say; None: ask it often."""
+        return self._watch.fd
+
+    @property
+    def slice_seconds(self) -> float:
+        """How long to sleep at most before :meth:`woken` is asked."""
+        return 3600.0 if self._watch.fd is not None else _LOOK_SECONDS
+
+    def look(self, read: Callable[[], Visible], suits: Callable[[GpuInfo], bool]) -> Turn:
+        """Take the GPU whose turn it is, or tell why there is none.
+
+        Args:
+            read: looks at the GPUs.
+            suits: whether the job may use a GPU at all.
+
+        Raises:
+            QueueProblem: the queue directory cannot be used any more.
+        """
+        try:
+            with self.ledger.locked(_LOCK_SECONDS):
+                turn, called = self._decide(read, suits)
+        except LedgerBusy as error:
+            return Turn(None, obstacles=str(error), again_seconds=_LONGEST_PAUSE_SECONDS)
+        for name in called:
+            self.ledger.ring(name)
+        return turn if turn.gpu is not None else replace(turn, again_seconds=self._again())
+
+    def woken(self) -> bool:
+        """Whether something happened that makes a look worth while."""
+        if self._watch.fd is None:
+            return self._has_changed()
+        due = False
+        for watched, events, name in self._watch.read():
+            if watched not in self._watched and watched != LOST:
+                continue  # of a watch that was dropped
+            if name and (not name.startswith(PREFIX) or self._is_mine(name)):
+                continue
+            if events & CLOSED_AFTER_WRITE:
+                # the lock goes a moment after this, and the memory up to some seconds later
+                self._begin_to_settle()
+            if events & ATTRIBUTES or watched == LOST:
+                self._rung = True
+            due = True
+        return due
+
+    def leave(self) -> None:
+        """Give the place up, or, with a GPU, just stop watching the line."""
+        self._watch.close()
+        reservation = self.reservation
+        if reservation is None:
+            return
+        self.ledger.directory.remove(_bell_of(reservation.name))
+        if reservation.record.state is JobState.WAITING:
+            reservation.release()
+            self.reservation = None
+
+    def _decide(
+        self, read: Callable[[], Visible], suits: Callable[[GpuInfo], bool]
+    ) -> tuple[Turn, list[str]]:
+        """My turn, and the names of those whose turn it is as well; under the ledger lock."""
+        if self.ledger.directory is not self._directory:  # it was removed and made again
+            self._directory = self.ledger.directory
+            self._watch.close()
+            self._watch = Watch(self._directory.fd)
+            self._watched, self._leader = {}, None
+        entries = self.ledger.entries(sweep=True)
+        me = self._be_in_line(entries)
+        ahead = [entry for entry in entries if _waits(entry) and entry.ticket < me.record.ticket]
+        # a newcomer may find a GPU at its first look, and then needs to watch nothing
+        if self._seen and self._follow(ahead, me):
+            entries = self.ledger.entries()
+        self._known = self._without_me(entries)
+        if not self._polls and not self._rung:
+            return self._turn_unseen(entries, me, len(ahead)), []
+        self._rung = False
+        visible = read()
+        self._seen = visible.machine or visible.gpus
+        mine = tuple(gpu.uuid for gpu in visible.gpus if suits(gpu))
+        said = replace(me.record, only=mine, sees=tuple(gpu.uuid for gpu in self._seen))
+        waiters, holdings = census(entries, without=said.id)
+        waiters.append(as_waiter(said))
+        decided = plan(waiters, holdings, self._seen)
+        called = [_bell_of(e.name) for e in entries if e.id in decided.grants and e.id != said.id]
+        granted = decided.grants.get(said.id)
+        if granted is not None:
+            me.update(replace(said, state=JobState.RUNNING, gpu=granted.uuid, taken_bytes=None))
+            return Turn(granted), called
+        me.update(said)
+        return self._turn(said, waiters, holdings, decided, len(ahead)), called
+
+    def _be_in_line(self, entries: Sequence[Entry]) -> Reservation:
+        if self.reservation is None:
+            self.reservation = self.ledger.enter(self._template, entries)
+        elif self.reservation.record.state is not JobState.WAITING or not any(
+            entry.id == self.reservation.record.id for entry in entries
+        ):
+            record = self.reservation.record
+            self.reservation.update(
+                replace(record, state=JobState.WAITING, gpu=None, taken_bytes=None)
+            )
+        return self.reservation
+
+    def _follow(self, ahead: Sequence[Entry], me: Reservation) -> bool:
+        """Watch what can make it my turn; True if the jobs have to be read once more.
+
+        Whoever is ahead and sees all that I see looks for me as well, or follows one who does.
+        """
+        sees = set(me.record.sees)
+        leaders = [e.name for e in ahead if e.record and sees and sees <= set(e.record.sees)]
+        leader = leaders[-1] if leaders else ""
+        if leader == self._leader:
+            return False
+        for watched in self._watched:
+            self._watch.drop(watched)
+        self._watched = {}
+        bell = _bell_of(me.name)
+        self.ledger.hang_up(bell)
+        self._bell_seen = self.ledger.rung_at(bell)
+        self._add(leader, MODIFIED | CLOSED_AFTER_WRITE)
+        self._add(bell, ATTRIBUTES)
+        self._leader, self._polls = leader, not leader
+        # one who died before the watch was set gives no event any more
+        return True
+
+    def _add(self, name: str, events: int) -> None:
+        watched = self._watch.add(name, events)
+        if watched is not None:
+            self._watched[watched] = name
+        elif self._watch.fd is not None:
+            self._watch.close()  # look often instead
+
+    def _has_changed(self) -> bool:
+        """Without events: whether jobs came, went or moved, or my bell was rung."""
+        if self._polls:
+            before, self._known = self._known, self._without_me(self.ledger.entries())
+            if before != self._known:
+                self._begin_to_settle()
+            return before != self._known
+        if self.reservation is not None:
+            rung = self.ledger.rung_at(_bell_of(self.reservation.name))
+            if rung != self._bell_seen:
+                self._bell_seen, self._rung = rung, True
+                return True
+        return not self._leader or not self.ledger.waits(self._leader)
+
+    def _turn(
+        self,
+        me: JobRecord,
+        waiters: Iterable[Waiter],
+        holdings: Sequence[Holding],
+        decided: Plan,
+        ahead: int,
+    ) -> Turn:
+        mine = set(me.only)
+        alone = ahead == 0 and not any(h.gpu is None or h.gpu in mine for h in holdings)
+        frees = next((gpu for gpu in self._seen if gpu.uuid == decided.held_back), None)
+        return Turn(
+            None,
+            position=ahead + 1,
+            obstacles=why_not(as_waiter(me), holdings, self._seen, decided),
+            frees_next=None if frees is None else f"GPU {frees.index}",
+            strangers_only=alone,
+        )
+
+    def _turn_unseen(self, entries: Sequence[Entry], me: Reservation, ahead: int) -> Turn:
+        """How it stands by the records alone, with the GPUs as they were at the last look."""
+        waiters, holdings = census(entries)
+        decided = plan(waiters, holdings, [replace(gpu, free_bytes=0) for gpu in self._seen])
+        return self._turn(me.record, waiters, holdings, decided, ahead)
+
+    def _begin_to_settle(self) -> None:
+        self._settle_until = time.monotonic() + _SETTLE_SECONDS
+        self._pause = _FIRST_PAUSE_SECONDS
+
+    def _again(self) -> float | None:
+        if self._seen and self._leader is None:
+            return 0.0  # from now on with a watch
+        if time.monotonic() >= self._settle_until:
+            return None
+        pause, self._pause = self._pause, min(self._pause * 2, _LONGEST_PAUSE_SECONDS)
+        return pause
+
+    def _without_me(self, entries: Iterable[Entry]) -> list[Entry]:
+        return [entry for entry in entries if not self._is_mine(entry.name)]
+
+    def _is_mine(self, name: str) -> bool:
+        return self.reservation is not None and name == self.reservation.name
+
+
+def census(
+    entries: Iterable[Entry], *, without: str | None = None
+) -> tuple[list[Waiter], list[Holding]]:
+    """The living jobs as the scheduler takes them: who waits, and who holds.
+
+    Args:
+        entries: the living jobs.
+        without: id of one to leave out.
+    """
+    waiters, holdings = [], []
+    for entry in entries:
+        record = entry.record
+        if entry.id == without:
+            continue
+        if record is None:
+            holdings.append(Holding(entry.id, None, 0))
+        elif record.state is JobState.WAITING:
+            waiters.append(as_waiter(record))
+        else:
+            holdings.append(_as_holding(record))
+    return waiters, holdings
+
+
+def as_waiter(record: JobRecord) -> Waiter:
+    """A job as one that asks for a GPU."""
+    return Waiter(
+        record.id,
+        record.ticket,
+        record.claim_bytes,
+        frozenset(record.only),
+        record.jobs_per_device,
+    )
+
+
+def _as_holding(record: JobRecord) -> Holding:
+    return Holding(
+        id=record.id,
+        gpu=record.gpu,
+        claim_bytes=record.claim_bytes,
+        taken_bytes=record.taken_bytes,
+        jobs_per_device=record.jobs_per_device,
+        since=record.since,
+        draining=record.state is JobState.DRAINING,
+        owner=f"{record.name}, {record.user}",
+    )
+
+
+def _waits(entry: Entry) -> bool:
+    return entry.record is not None and entry.record.state is JobState.WAITING
+
+
+def _bell_of(name: str) -> str:
+    return BELL_PREFIX + name.removeprefix(PREFIX)

@@ -1,0 +1,284 @@
+"""The directory in which this host's jobs see each other, and how its files are opened safely.
+
+Anybody may write there, so nothing in it is trusted: the directory is checked after it was opened,
+files are opened relative to it without following links, must be plain files with one name, and are
+read up to a limit. What another user puts there can make a job wait, never crash, kill or
+over-commit.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import re
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+VARIABLE = "ROBUST_TRAIN_QUEUE_DIR"
+"""Names the directory where ``gpu_queue_dir`` does not; beats the default."""
+
+_RUNTIME = Path("/run/lock")
+_TEMPORARY = Path("/tmp")  # not $TMPDIR: schedulers give each job another one
+_NAME = "robust-train"
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_SHARED_MODE = 0o1777
+
+# statfs(2): f_type of file systems whose locks may hang, or end at another host
+_NOT_LOCAL = {
+    0x6969: "nfs",
+    0x517B: "smb",
+    0xFE534D42: "smb2",
+    0xFF534D42: "cifs",
+    0x65735546: "fuse",
+    0x0BD00BD0: "lustre",
+    0x00C36400: "ceph",
+    0x5346414F: "afs",
+    0x6B414653: "afs",
+    0x01021997: "9p",
+    0x47504653: "gpfs",
+    0x19830326: "beegfs",
+    0x01161970: "gfs2",
+    0x7461636F: "ocfs2",
+    0xAAD7AAEA: "panfs",
+    0x73757245: "coda",
+}
+_LOCAL = {
+    0x01021994: "tmpfs",
+    0x858458F6: "ramfs",
+    0xEF53: "ext4",
+    0x58465342: "xfs",
+    0x9123683E: "btrfs",
+    0x794C7630: "overlay",
+    0x2FC12FC1: "zfs",
+    0xF2F52010: "f2fs",
+}
+
+
+class QueueProblem(Exception):
+    """The queue directory cannot be used. The message names it, the trouble and a way out."""
+
+
+@dataclass(frozen=True)
+class QueueDir:
+    """An opened, checked queue directory of this boot of this host.
+
+    Attributes:
+        path: for people; files are opened through ``fd``.
+        fd: the directory's descriptor.
+        file_system: what it lies on, ``tmpfs`` …
+    """
+
+    path: Path
+    fd: int
+    file_system: str
+
+    def close(self) -> None:
+        """Close the descriptor, and with it the ledger lock if it is held."""
+        os.close(self.fd)
+
+    def names(self) -> list[str]:
+        """The names in it, in no order."""
+        return os.listdir(self.fd)
+
+    def open(self, name: str, *, write: bool = False) -> int | None:
+        """A descriptor of an existing plain file; None if there is none that can be trusted."""
+        # O_NONBLOCK: a FIFO planted under the name must not block the open
+        flags = (os.O_RDWR if write else os.O_RDONLY) | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            fd = os.open(name, flags | os.O_NONBLOCK, dir_fd=self.fd)
+        except OSError:
+            return None
+        told = os.fstat(fd)
+        if stat.S_ISREG(told.st_mode) and told.st_nlink <= 1:
+            return fd
+        os.close(fd)
+        return None
+
+    def create(self, name: str, mode: int) -> int:
+        """A descriptor of a new file of this process's user, for reading and writing.
+
+        Raises:
+            OSError: it cannot be made (full, read-only, the name is taken).
+        """
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = os.open(name, flags, mode, dir_fd=self.fd)
+        try:
+            os.fchmod(fd, mode)  # whatever the umask
+        except OSError:
+            os.close(fd)
+            self.remove(name)
+            raise
+        return fd
+
+    def remove(self, name: str) -> bool:
+        """Remove a file; False where that is not possible (another user's)."""
+        try:
+            os.unlink(name, dir_fd=self.fd)
+        except OSError:
+            return False
+        return True
+
+    def is_still(self, name: str, fd: int) -> bool:
+        """Whether ``name`` is still the file behind ``fd``: a cleaner may have removed it."""
+        try:
+            there, here = os.stat(name, dir_fd=self.fd, follow_symlinks=False), os.fstat(fd)
+        except OSError:
+            return False
+        return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
+
+    def exists_still(self) -> bool:
+        """Whether the path still leads to the directory behind ``fd``."""
+        try:
+            there, here = os.stat(self.path, follow_symlinks=False), os.fstat(self.fd)
+        except OSError:
+            return False
+        return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
+
+
+def read_small(fd: int, limit_bytes: int) -> bytes:
+    """What a file holds, up to a limit; nothing where it holds more or cannot be read."""
+    try:
+        data = os.pread(fd, limit_bytes + 1, 0)
+    except OSError:
+        return b""
+    return b"" if len(data) > limit_bytes else data
+
+
+def directory_for(setting: str | None, environ: Mapping[str, str]) -> Path:
+    """Where this host's queue lies.
+
+    Args:
+        setting: the key ``gpu_queue_dir``; None for the default.
+        environ: whose ROBUST_TRAIN_QUEUE_DIR counts where there is no setting.
+    """
+    chosen = setting or environ.get(VARIABLE)
+    if chosen:
+        return Path(chosen).expanduser().absolute()
+    runtime = _RUNTIME / _NAME
+    # all users of the host have to arrive at the same answer, whoever comes first
+    if runtime.is_dir() or _everybody_may_create_in(_RUNTIME):
+        return runtime
+    return _TEMPORARY / _NAME
+
+
+def open_queue_dir(path: Path) -> QueueDir:
+    """Make sure of the directory, check it, and open the part that belongs to this boot.
+
+    Raises:
+        QueueProblem: it must not or cannot be used.
+    """
+    base = _open_checked(path, None, path)
+    try:
+        name = boot_name()
+        fd = _open_checked(name, base, path / name)
+    finally:
+        os.close(base)
+    try:
+        kind = file_system_of(fd)
+        if kind in _NOT_LOCAL.values():
+            raise _problem(
+                path, f"lies on {kind}, where a lock may hang or not reach other processes"
+            )
+        _try_lock(fd, path)
+    except BaseException:
+        os.close(fd)
+        raise
+    return QueueDir(path / name, fd, kind)
+
+
+def file_system_of(fd: int) -> str:
+    """The name of the file system behind a descriptor, its magic number where it has no name."""
+    buffer = (ctypes.c_long * 64)()  # struct statfs begins with f_type, a long
+    if ctypes.CDLL(None, use_errno=True).fstatfs(fd, buffer) != 0:
+        return "unknown"
+    magic = buffer[0] & 0xFFFFFFFF
+    return _NOT_LOCAL.get(magic) or _LOCAL.get(magic) or f"file system 0x{magic:x}"
+
+
+def boot_name() -> str:
+    """This boot of this host: what lies under it is of processes that share a kernel.
+
+    The boot id alone is enough, and unlike the host's name it is the same in every container.
+    """
+    try:
+        boot_id = _BOOT_ID.read_text().strip()
+    except OSError:
+        boot_id = ""
+    if not re.fullmatch(r"[0-9a-f-]{8,64}", boot_id):
+        boot_id = re.sub(r"[^\w.-]", "_", os.uname().nodename) or "host"
+    return f"boot-{boot_id}"
+
+
+def _open_checked(path: Path | str, dir_fd: int | None, shown: Path) -> int:
+    """A directory's descriptor, the directory made if need be.
+
+    Raises:
+        QueueProblem: it cannot be made, or is not one to be trusted.
+    """
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    is_new = False
+    try:
+        if dir_fd is None:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.mkdir(path, _SHARED_MODE, dir_fd=dir_fd)
+            is_new = True
+        except FileExistsError:
+            pass
+        fd = os.open(path, flags, dir_fd=dir_fd)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENOTDIR):
+            raise _problem(shown, "is a symbolic link or no directory") from error
+        raise _problem(shown, f"cannot be used ({error.strerror})") from error
+    try:
+        if is_new:
+            os.fchmod(fd, _SHARED_MODE)  # whatever the umask: every user of the host joins in
+        _check(os.fstat(fd), shown)
+    except OSError as error:
+        os.close(fd)
+        raise _problem(shown, f"cannot be used ({error.strerror})") from error
+    except QueueProblem:
+        os.close(fd)
+        raise
+    if not os.access(path, os.W_OK | os.X_OK, dir_fd=dir_fd, effective_ids=True):
+        os.close(fd)
+        raise _problem(shown, "is not writable")
+    return fd
+
+
+def _check(told: os.stat_result, shown: Path) -> None:
+    writable_by_others = told.st_mode & 0o022
+    is_sticky = bool(told.st_mode & stat.S_ISVTX)
+    if writable_by_others and not is_sticky:
+        raise _problem(shown, f"may be written by others without a sticky bit (chmod 1777 {shown})")
+    if told.st_uid not in (0, os.geteuid()) and not (is_sticky and told.st_mode & 0o002):
+        raise _problem(shown, f"belongs to user {told.st_uid} and is not shared")
+
+
+def _try_lock(fd: int, path: Path) -> None:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fcntl.flock(fd, fcntl.LOCK_UN)
+    except BlockingIOError:
+        pass  # somebody decides right now: locks work
+    except OSError as error:
+        raise _problem(path, f"has no working locks ({error.strerror})") from error
+
+
+def _everybody_may_create_in(folder: Path) -> bool:
+    try:
+        told = folder.lstat()
+    except OSError:
+        return False
+    is_shared = told.st_mode & _SHARED_MODE == _SHARED_MODE
+    return stat.S_ISDIR(told.st_mode) and is_shared and os.access(folder, os.W_OK | os.X_OK)
+
+
+def _problem(path: Path, trouble: str) -> QueueProblem:
+    return QueueProblem(
+        f"the queue directory {path} {trouble}; name another one with gpu_queue_dir=… or {VARIABLE}"
+    )

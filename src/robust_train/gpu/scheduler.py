@@ -1,0 +1,280 @@
+"""Who gets which GPU now: one pure function over the line, the reservations and the GPUs.
+
+The line is first come, first served. The first job that no GPU suits is its head, and the GPU that
+will suit it first is held back for it: what others may take besides cannot make that one free any
+later. So the head waits only for jobs that already run, then the next is head, and nobody waits for
+ever. A job that passes takes a GPU that the head could not use, where there is one.
+
+Memory that a newcomer can count on is what NVML says is free, less what reservations claim and have
+not taken yet. What a job has taken is at least what it told; a job that told nothing has taken
+nothing. Claims never add up to more than a GPU has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from robust_train.gpu.select import could_ever_fit, label, mib
+from robust_train.types import GpuInfo
+
+_GPUS_TOLD = 4
+
+
+@dataclass(frozen=True)
+class Waiter:
+    """A job in line.
+
+    Attributes:
+        id: of the job.
+        ticket: its place; lower goes first.
+        need_bytes: free memory that it needs on one GPU.
+        only: UUIDs of the GPUs that it may use.
+        jobs_per_device: how many jobs it suffers on its GPU, itself included.
+    """
+
+    id: str
+    ticket: int
+    need_bytes: int
+    only: frozenset[str]
+    jobs_per_device: int = 1
+
+
+@dataclass(frozen=True)
+class Holding:
+    """A reservation.
+
+    Attributes:
+        id: of the job.
+        gpu: UUID of its GPU; None where its record cannot be read, so that it may be any.
+        claim_bytes: what it may use there.
+        taken_bytes: what it has allocated at least, None where not known.
+        jobs_per_device: how many jobs it suffers on its GPU, itself included.
+        since: when it came there, seconds.
+        draining: its memory is on the way back.
+        owner: for people, ``lora_flowers102, ada``.
+    """
+
+    id: str
+    gpu: str | None
+    claim_bytes: int
+    taken_bytes: int | None = None
+    jobs_per_device: int = 1
+    since: float = 0.0
+    draining: bool = False
+    owner: str = ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the scheduler decided.
+
+    Attributes:
+        grants: GPUs by job id, each with ``free_bytes`` as far as the job can count on them.
+        head: the first job in line that gets nothing now, None if there is no such job.
+        held_back: UUID of the GPU that is kept for it, None where none could ever suit it.
+    """
+
+    grants: Mapping[str, GpuInfo] = field(default_factory=dict)
+    head: str | None = None
+    held_back: str | None = None
+
+
+def plan(waiters: Iterable[Waiter], holdings: Sequence[Holding], gpus: Sequence[GpuInfo]) -> Plan:
+    """Who gets which GPU now.
+
+    Args:
+        waiters: the line, in any order; tickets decide.
+        holdings: all reservations.
+        gpus: the machine at this moment; unusable ones are not given.
+    """
+    desk = _Desk(holdings, gpus)
+    for waiter in sorted(waiters, key=lambda waiter: (waiter.ticket, waiter.id)):
+        desk.serve(waiter)
+    return Plan(desk.grants, None if desk.head is None else desk.head.id, desk.held_back)
+
+
+def open_to(
+    me: Waiter, waiters: Iterable[Waiter], holdings: Sequence[Holding], gpus: Sequence[GpuInfo]
+) -> tuple[GpuInfo, ...]:
+    """The GPUs that a job may take now, after those who came before it; ``free_bytes`` as usable.
+
+    Args:
+        me: the job; it keeps the ticket that it once took, also while it runs.
+        waiters: the line.
+        holdings: the reservations of the others.
+        gpus: the machine at this moment.
+    """
+    desk = _Desk(holdings, gpus)
+    for waiter in sorted(waiters, key=lambda waiter: (waiter.ticket, waiter.id)):
+        if waiter.id != me.id and waiter.ticket < me.ticket:
+            desk.serve(waiter)
+    return tuple(room.as_gpu() for room in desk.suitable(me))
+
+
+def why_not(waiter: Waiter, holdings: Sequence[Holding], gpus: Sequence[GpuInfo], now: Plan) -> str:
+    """Why a job gets none of its GPUs, in one sentence."""
+    parts = []
+    hidden = [holding.id for holding in holdings if holding.gpu is None]
+    if hidden:
+        parts.append(f"the record of job {', '.join(hidden)} cannot be read")
+    rooms = _rooms(holdings, gpus)
+    mine = [room for room in rooms.values() if room.gpu.uuid in waiter.only]
+    for room in mine[:_GPUS_TOLD]:
+        told = _told(room)
+        if room.gpu.uuid == now.held_back and now.head not in (None, waiter.id):
+            told += f", and is kept for job {now.head}, which came earlier"
+        parts.append(told)
+    if len(mine) > _GPUS_TOLD:
+        parts.append(f"and {len(mine) - _GPUS_TOLD} more")
+    return f"needs {mib(waiter.need_bytes)}; {'; '.join(parts) or 'none of its GPUs is there'}"
+
+
+class _Room:
+    """What one GPU still has to give."""
+
+    def __init__(self, gpu: GpuInfo, holdings: Sequence[Holding], shut: bool) -> None:
+        self.gpu = gpu
+        self.holdings = holdings
+        self.count = len(holdings)
+        most = 1 if gpu.compute_mode.startswith("exclusive") else 1 << 30
+        self.limit = min([most, *(holding.jobs_per_device for holding in holdings)])
+        if shut or gpu.unusable is not None:
+            self.limit = 0
+        outstanding = sum(_outstanding(holding) for holding in holdings)
+        committed = sum(max(h.claim_bytes, h.taken_bytes or 0) for h in holdings)
+        self.usable = min(gpu.free_bytes - outstanding, gpu.total_bytes - committed)
+
+    def suits(self, waiter: Waiter) -> bool:
+        return (
+            self.usable >= waiter.need_bytes
+            and self.count < min(self.limit, waiter.jobs_per_device)
+            and self.gpu.uuid in waiter.only
+        )
+
+    def take(self, waiter: Waiter) -> None:
+        self.usable -= waiter.need_bytes
+        self.count += 1
+        self.limit = min(self.limit, waiter.jobs_per_device)
+
+    def as_gpu(self) -> GpuInfo:
+        return replace(self.gpu, free_bytes=max(self.usable, 0))
+
+    def distance(self, waiter: Waiter) -> tuple[bool, bool, int, int, float, str]:
+        """How far off its turn is here, nearest first.
+
+        Strangers end nobody knows when, our jobs do; then by what is missing, then who began first.
+        """
+        ours = sum(_in_use(holding, self.gpu) for holding in self.holdings)
+        by_strangers = min(self.gpu.free_bytes + ours, self.gpu.total_bytes) < waiter.need_bytes
+        slots = self.count - min(self.limit or waiter.jobs_per_device, waiter.jobs_per_device) + 1
+        began = min((0.0 if h.draining else h.since for h in self.holdings), default=0.0)
+        return (
+            by_strangers,
+            self.gpu.unusable is not None,
+            max(waiter.need_bytes - self.usable, 0),
+            max(slots, 0),
+            began,
+            self.gpu.pci_bus_id + self.gpu.uuid,
+        )
+
+
+class _Desk:
+    """Serves one waiter after the other; what it gave is gone for the next."""
+
+    def __init__(self, holdings: Sequence[Holding], gpus: Sequence[GpuInfo]) -> None:
+        self._rooms = _rooms(holdings, gpus)
+        self._open = [room for room in self._rooms.values() if room.count < room.limit]
+        self._find_largest()
+        self.grants: dict[str, GpuInfo] = {}
+        self.head: Waiter | None = None
+        self.held_back: str | None = None
+
+    def serve(self, waiter: Waiter) -> None:
+        found = self.suitable(waiter)
+        if found:
+            room = found[0]
+            self.grants[waiter.id] = room.as_gpu()
+            room.take(waiter)
+            if room.count >= room.limit:
+                self._open.remove(room)
+            self._find_largest()
+        elif self.head is None:
+            self.head = waiter
+            self.held_back = self._hold_back(waiter)
+            self._open = [room for room in self._open if room.gpu.uuid != self.held_back]
+            self._find_largest()
+
+    def suitable(self, waiter: Waiter) -> list[_Room]:
+        """The GPUs that it may have now, best first."""
+        if waiter.need_bytes > self._largest:
+            return []
+        found = [room for room in self._open if room.suits(waiter)]
+        if waiter.jobs_per_device > 1:
+            # the tightest fit leaves room for large jobs
+            return sorted(found, key=lambda room: (self._head_could(room), room.usable, _tie(room)))
+        return sorted(found, key=lambda room: (self._head_could(room), -room.usable, _tie(room)))
+
+    def _head_could(self, room: _Room) -> bool:
+        head = self.head
+        return (
+            head is not None
+            and room.gpu.uuid in head.only
+            and could_ever_fit(room.gpu, head.need_bytes)
+        )
+
+    def _hold_back(self, waiter: Waiter) -> str | None:
+        possible = (
+            room
+            for room in self._rooms.values()
+            if room.gpu.uuid in waiter.only and could_ever_fit(room.gpu, waiter.need_bytes)
+        )
+        nearest = min(possible, key=lambda room: room.distance(waiter), default=None)
+        return None if nearest is None else nearest.gpu.uuid
+
+    def _find_largest(self) -> None:
+        self._largest = max((room.usable for room in self._open), default=-1)
+
+
+def _rooms(holdings: Collection[Holding], gpus: Sequence[GpuInfo]) -> dict[str, _Room]:
+    by_gpu: dict[str, list[Holding]] = {}
+    shut = False
+    for holding in holdings:
+        if holding.gpu is None:
+            shut = True  # it may be on any of them
+        else:
+            by_gpu.setdefault(holding.gpu, []).append(holding)
+    return {gpu.uuid: _Room(gpu, by_gpu.get(gpu.uuid, ()), shut) for gpu in gpus}
+
+
+def _outstanding(holding: Holding) -> int:
+    return max(holding.claim_bytes - (holding.taken_bytes or 0), 0)
+
+
+def _in_use(holding: Holding, gpu: GpuInfo) -> int:
+    """What will come back when it ends; a guess where it told nothing, and used for no grant."""
+    if holding.taken_bytes is not None:
+        return holding.taken_bytes
+    return min(holding.claim_bytes, gpu.used_bytes)
+
+
+def _tie(room: _Room) -> tuple[int, str, str]:
+    busy = room.gpu.utilization_percent
+    return (101 if busy is None else busy, room.gpu.pci_bus_id, room.gpu.uuid)
+
+
+def _told(room: _Room) -> str:
+    gpu = room.gpu
+    if gpu.unusable is not None:
+        return f"{label(gpu)}: {gpu.unusable}"
+    told = f"{label(gpu)} has {mib(gpu.free_bytes)} of {mib(gpu.total_bytes)} free"
+    parts = [
+        f"{mib(holding.claim_bytes)} reserved by job {holding.id}"
+        + (f" ({holding.owner})" if holding.owner else "")
+        + (", which is leaving" if holding.draining else "")
+        for holding in room.holdings
+    ]
+    strangers = gpu.used_bytes - sum(_in_use(holding, gpu) for holding in room.holdings)
+    if strangers >= 1024**2:
+        parts.append(f"{mib(strangers)} used by others")
+    return told + (f": {', '.join(parts)}" if parts else "")

@@ -1,0 +1,341 @@
+"""A queue directory in which anything may lie: a clear sentence or a safe recovery each time."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conftest import Host
+from robust_train.gpu import quarantine, queue_dir
+from robust_train.gpu.queue_dir import QueueProblem, boot_name, directory_for, open_queue_dir
+from robust_train.gpu.records import JobRecord, JobState, decode, encode
+from robust_train.gpu.reservations import Ledger, Reservation, new_record
+from simulated_nvml import Gpu
+
+HostWith = Callable[..., Host]
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Iterator[Ledger]:
+    found = Ledger(tmp_path / "queue")
+    yield found
+    found.close()
+
+
+def enter(ledger: Ledger, name: str = "test") -> Reservation:
+    with ledger.locked():
+        return ledger.enter(new_record(name, "/run", 4000, 1), ledger.entries(sweep=True))
+
+
+def folder_of(ledger: Ledger) -> Path:
+    return ledger.directory.path
+
+
+# --- the directory ---
+
+
+def test_the_directory_is_made_for_every_user_of_the_host(tmp_path: Path) -> None:
+    old = os.umask(0o077)
+    try:
+        open_queue_dir(tmp_path / "queue").close()
+    finally:
+        os.umask(old)
+    for folder in (tmp_path / "queue", tmp_path / "queue" / boot_name()):
+        assert folder.stat().st_mode & 0o7777 == 0o1777
+
+
+def test_key_before_variable_before_the_runtime_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environ = {"ROBUST_TRAIN_QUEUE_DIR": "/from/environment"}
+    assert directory_for("/from/key", environ) == Path("/from/key")
+    assert directory_for(None, environ) == Path("/from/environment")
+    shared = tmp_path / "lock"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    monkeypatch.setattr(queue_dir, "_RUNTIME", shared)
+    assert directory_for(None, {}) == shared / "robust-train"
+    # one that not everybody can make it in would split the users' jobs
+    shared.chmod(0o755)
+    assert directory_for(None, {}) == Path("/tmp/robust-train")
+    (shared / "robust-train").mkdir()
+    assert directory_for(None, {}) == shared / "robust-train"
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(QueueProblem) as caught:
+        open_queue_dir(path)
+    message = str(caught.value)
+    assert str(path) in message
+    assert "gpu_queue_dir=" in message
+    return message
+
+
+@pytest.mark.parametrize("level", ["base", "boot"])
+def test_a_link_or_a_file_in_its_place_is_refused(tmp_path: Path, level: str) -> None:
+    base = tmp_path / "queue"
+    target = tmp_path / "elsewhere"
+    target.mkdir()
+    place = base
+    if level == "boot":
+        base.mkdir()
+        place = base / boot_name()
+    place.symlink_to(target)
+    assert "symbolic link" in refusal(base)
+    place.unlink()
+    place.write_text("not a directory")
+    assert "no directory" in refusal(base)
+    assert list(target.iterdir()) == []
+
+
+def test_one_that_others_may_write_without_a_sticky_bit_is_refused(tmp_path: Path) -> None:
+    base = tmp_path / "queue"
+    base.mkdir()
+    base.chmod(0o777)
+    assert "sticky" in refusal(base)
+
+
+@needs_root
+def test_somebody_elses_private_directory_is_refused_and_a_shared_one_is_not(
+    tmp_path: Path,
+) -> None:
+    base = tmp_path / "queue"
+    base.mkdir(mode=0o755)
+    os.chown(base, 12345, 12345)
+    assert "belongs to user 12345" in refusal(base)
+    base.chmod(0o1777)
+    open_queue_dir(base).close()
+
+
+def test_a_network_file_system_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queue_dir, "file_system_of", lambda fd: "nfs")
+    assert "nfs, where a lock may hang" in refusal(tmp_path / "queue")
+
+
+def test_without_working_locks_it_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(fd: int, operation: int) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    assert "no working locks (No locks available)" in refusal(tmp_path / "queue")
+
+
+def test_a_read_only_place_is_refused(tmp_path: Path) -> None:
+    if os.geteuid() == 0:
+        assert "cannot be used" in refusal(Path("/proc/robust-train"))
+        return
+    tmp_path.chmod(0o555)
+    assert "cannot be used" in refusal(tmp_path / "queue")
+
+
+def test_a_directory_that_was_removed_is_made_again(ledger: Ledger) -> None:
+    shutil.rmtree(folder_of(ledger).parent)
+    place = enter(ledger)
+    assert place.is_in_place()
+    other = Ledger(folder_of(ledger).parent)
+    assert [entry.id for entry in other.entries()] == [place.record.id]
+    other.close()
+
+
+# --- what lies in it ---
+
+
+@given(st.binary(max_size=9000))
+def test_random_bytes_are_no_record(data: bytes) -> None:
+    assert decode(data) is None
+
+
+@given(st.integers(0, 4095), st.randoms())
+def test_a_truncated_or_changed_record_is_none(cut: int, rng: random.Random) -> None:
+    record = JobRecord("1-aa", 1, JobState.WAITING, "ada", 1, 2, 3, "job", "/run", 4000)
+    data = encode(record)
+    assert decode(data) == record
+    content = data.rstrip()
+    assert decode(content[: cut % len(content)]) is None
+    at = rng.randrange(len(content))
+    changed = content[:at] + bytes([content[at] ^ (1 << rng.randrange(8))]) + content[at + 1 :]
+    assert decode(changed) in (None, record)
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        lambda path: path.symlink_to("/etc/passwd"),
+        lambda path: path.mkdir(),
+        lambda path: os.mkfifo(path),
+        lambda path: path.write_bytes(os.urandom(5000)),
+        lambda path: path.write_bytes(b"x" * 10**6),
+        lambda path: path.write_bytes(b""),
+    ],
+    ids=["link", "directory", "fifo", "random", "huge", "empty"],
+)
+def test_what_is_planted_under_a_jobs_name_is_no_job(
+    ledger: Ledger, plant: Callable[[Path], None]
+) -> None:
+    plant(folder_of(ledger) / "job.0000000007.abcdef")
+    plant(folder_of(ledger) / "sick.GPU-1.0")
+    plant(folder_of(ledger) / "bell.0000000007.abcdef")
+    with ledger.locked():
+        assert ledger.entries(sweep=True) == []
+        ledger.ring("bell.0000000007.abcdef")
+    assert quarantine.read_sick(ledger.directory) == []
+    place = enter(ledger)
+    assert place.record.ticket == 1
+    assert Path("/etc/passwd").exists()
+
+
+def test_another_name_of_a_file_is_not_trusted(ledger: Ledger, tmp_path: Path) -> None:
+    place = enter(ledger)
+    os.link(folder_of(ledger) / place.name, folder_of(ledger) / "job.0000000009.abcdef")
+    assert ledger.entries() == []  # nor the name that it had before; its holder makes a new one
+    with ledger.locked():
+        os.unlink(folder_of(ledger) / "job.0000000009.abcdef")
+        place.update(place.record)
+    assert len(ledger.entries()) == 1
+
+
+@pytest.mark.parametrize("damage", [b"", b"\xff" * 300, b"00000000 {}", None])
+def test_a_living_job_whose_record_is_damaged_shuts_all_gpus_and_heals(
+    host_with: HostWith, damage: bytes | None
+) -> None:
+    host = host_with(Gpu(), Gpu())
+    running = host.start(4000)
+    running.wait_for("granted")
+    (file,) = host.job_files()
+    with file.open("r+b") as opened:
+        opened.truncate(100 if damage is None else 0)
+        if damage:
+            opened.write(damage)
+    late = host.start(4000, wait="no")
+    assert "cannot be read" in late.wait_for("refused")["reason"]
+    running.tell("report 100", "done")
+    after = host.start(4000)
+    after.wait_for("granted")
+
+
+def test_a_record_that_claims_another_jobs_name_is_not_believed(ledger: Ledger) -> None:
+    place = enter(ledger)
+    forged = encode(JobRecord("9-ffffff", 9, JobState.WAITING, "eve", 1, 2, 3, "x", "/x", 1))
+    (folder_of(ledger) / place.name).write_bytes(forged)
+    assert [entry.record for entry in ledger.entries()] == [None]
+
+
+def test_a_file_that_a_cleaner_removed_is_made_again_under_its_ticket(ledger: Ledger) -> None:
+    place, later = enter(ledger), enter(ledger)
+    os.unlink(folder_of(ledger) / place.name)
+    assert [entry.ticket for entry in ledger.entries()] == [2]
+    with ledger.locked():
+        place.update(place.record)
+    assert [entry.ticket for entry in ledger.entries()] == [1, 2]
+    later.release()
+    place.release()
+    assert list(folder_of(ledger).iterdir()) == []
+
+
+def test_ten_thousand_stale_files_are_swept_by_the_next_job(ledger: Ledger) -> None:
+    for number in range(5000):
+        for kind in ("job", "bell"):
+            (folder_of(ledger) / f"{kind}.{number:010}.abcdef").touch()
+    place = enter(ledger)
+    assert place.record.ticket == 1
+    with ledger.locked():
+        ledger.entries(sweep=True)
+    assert [path.name for path in folder_of(ledger).iterdir()] == [place.name]
+
+
+@needs_root
+def test_stale_files_of_others_are_passed_over() -> None:
+    script = (
+        "import os, sys\n"
+        "from pathlib import Path\n"
+        "import pwd\n"
+        "from robust_train.gpu.reservations import Ledger, new_record\n"
+        "os.setuid(23456)\n"
+        "ledger = Ledger(Path(sys.argv[1]))\n"
+        "with ledger.locked():\n"
+        "    assert ledger.entries(sweep=True) == []\n"
+        "    place = ledger.enter(new_record('x', '/x', 1, 1), [])\n"
+        "assert place.is_in_place()\n"
+    )
+    # a directory that the other user can reach
+    shared = Path(tempfile.mkdtemp(dir="/tmp"))
+    shared.chmod(0o755)
+    try:
+        found = Ledger(shared / "queue")
+        found.close()
+        dead = shared / "queue" / boot_name() / "job.0000000003.abcdef"
+        dead.touch()
+        done = subprocess.run(
+            [sys.executable, "-c", script, str(shared / "queue")], capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        assert dead.exists()
+    finally:
+        shutil.rmtree(shared)
+
+
+@needs_root
+def test_a_full_disk_means_a_warning_and_no_reservation(host_with: HostWith) -> None:
+    host = host_with(Gpu())
+    host.base.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=16k,mode=1777", "tmpfs", str(host.base)],
+        capture_output=True,
+    )
+    if mounted.returncode != 0:
+        pytest.skip("tmpfs cannot be mounted here")
+    try:
+        host.folder.mkdir()
+        host.folder.chmod(0o1777)
+        filler = host.folder / "filler"
+        with pytest.raises(OSError, match="No space"):
+            filler.write_bytes(b"x" * 10**6)
+        job = host.start(4000)
+        assert job.wait_for("granted")["gpu"] == host.machine.uuid(0)
+        assert host.job_files() == []
+        job.end()
+        assert "cannot be written (No space left on device)" in job.errors
+        assert job.errors.count("goes on without a reservation") == 1
+    finally:
+        subprocess.run(["umount", "-l", str(host.base)], check=True)
+
+
+def test_a_directory_that_cannot_be_used_means_one_warning_and_the_job_runs(
+    host_with: HostWith,
+) -> None:
+    host = host_with(Gpu())
+    host.base.symlink_to("/tmp")
+    job = host.start(4000)
+    assert job.wait_for("granted")["gpu"] == host.machine.uuid(0)
+    job.end()
+    job.process.wait()
+    assert "symbolic link" in job.errors
+    assert job.errors.count("goes on without a reservation") == 1
+
+
+def test_a_ledger_lock_that_is_never_let_go_only_makes_wait(
+    host_with: HostWith, ledger: Ledger
+) -> None:
+    host = host_with(Gpu())
+    held = Ledger(host.base)
+    with held.locked():
+        waits = host.start(4000)
+        assert "holds the lock" in waits.wait_for("waiting")["sentence"]
+        assert held.who_decides() == f"pid {os.getpid()}"
+    waits.wait_for("granted")
+    held.close()

@@ -1,0 +1,279 @@
+"""Reservations around real jobs: ``python train_robust.py`` on simulated machines."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from robust_train.gpu.queue_dir import boot_name
+from robust_train.gpu.reservations import Ledger
+from simulated_nvml import Gpu, Machine
+from world import World, is_running, wait_until
+
+A = "GPU-aaaaaaaa-0000-0000-0000-000000000000"
+B = "GPU-bbbbbbbb-0000-0000-0000-000000000000"
+NEVER = "gpu_check_interval_seconds=600"
+BUSY = "CUDA error: CUDA-capable device(s) is/are busy or unavailable"
+ECC = "CUDA error: uncorrectable ECC error encountered"
+
+
+class Shared:
+    """A machine, and a world for each job on it."""
+
+    def __init__(self, tmp_path: Path, machine: Machine) -> None:
+        self.tmp_path = tmp_path
+        self.machine = machine
+        self.base = Path(machine.environ["ROBUST_TRAIN_QUEUE_DIR"])
+
+    def world(self, name: str) -> World:
+        folder = self.tmp_path / name
+        folder.mkdir()
+        return World(folder).with_environ(self.machine.environ)
+
+    def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "robust_train.cli.main", *arguments],
+            env=self.machine.environment(),
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+
+    def jobs(self) -> list[dict[str, Any]]:
+        done = self.command("queue", "--json")
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)["jobs"]
+
+    def living(self) -> int:
+        if not self.base.exists():
+            return 0
+        ledger = Ledger(self.base)
+        try:
+            return len(ledger.entries())
+        finally:
+            ledger.close()
+
+
+@pytest.fixture
+def shared(tmp_path: Path, cuda_machine_with: Callable[..., Machine]) -> Callable[..., Shared]:
+    def build(*gpus: Gpu) -> Shared:
+        return Shared(tmp_path, cuda_machine_with(*gpus))
+
+    return build
+
+
+def test_a_second_job_waits_for_the_first_and_starts_when_it_ends(shared: Callable[..., Shared]):
+    host = shared(Gpu(uuid=A, total_mib=24000))
+    first, second = host.world("first"), host.world("second")
+    go, seen = first.folder / "go", first.folder / "seen"
+    first.environ |= {"BATCH_BUDGETS": "{}", "ATTEMPTS_FILE": str(seen), "GO_FILE": str(go)}
+    running = first.start("trainer._target_=trainers.within_a_budget", NEVER)
+    wait_until(seen.exists, "the first one trains")
+    waiting = second.start("trainer._target_=trainers.what_it_was_given", NEVER)
+    wait_until(lambda: [j["state"] for j in host.jobs()] == ["running", "waiting"], "it waits")
+    table = host.command("queue")
+    header, one, two = table.stdout.splitlines()
+    assert header.split() == [
+        *["id", "position", "state", "job", "user", "claim", "MiB", "GPU", "for", "reason"]
+    ]
+    assert "GPU 0" in one
+    assert "4000" in one
+    assert " 1  waiting" in two
+    assert "needs 4000 MiB; GPU 0 (" in two
+    assert f"4000 MiB reserved by job {one.split()[0]}" in two
+    assert "\x1b" not in table.stdout
+    go.touch()
+    assert first.end(running).returncode == 0
+    ended = second.end(waiting)
+    assert ended.returncode == 0, ended.output
+    assert ended.summary["result"]["visible"] == A
+    assert "1st in line, needs 4000 MiB, GPU 0 frees next" in ended.output
+    assert list((host.base / boot_name()).iterdir()) == []
+
+
+def test_a_killed_launcher_frees_nothing_while_its_attempt_lives(shared: Callable[..., Shared]):
+    host = shared(Gpu(uuid=A, total_mib=24000))
+    world = host.world("first")
+    ready = world.folder / "ready"
+    world.environ["READY_FILE"] = str(ready)
+    process = world.start("trainer._target_=trainers.does_not_stop_at_all", NEVER)
+    pids = wait_until(lambda: ready.exists() and ready.read_text().split(), "it trains")
+    attempt = int(pids[0])
+    process.kill()
+    process.communicate()
+
+    def freed() -> bool:
+        lives = is_running(attempt)  # asked first: it may end between the two
+        held = host.living() == 1
+        assert held or not lives, "the GPU was free under a living attempt"
+        return not held
+
+    wait_until(freed, "the reservation ends with the attempt")
+    assert not is_running(attempt)
+    assert host.jobs() == []
+
+
+def test_the_cpu_fallback_gives_the_gpu_back_at_once(shared: Callable[..., Shared]):
+    host = shared(Gpu(uuid=A, total_mib=24000))
+    world = host.world("first")
+    failures, given, go = (world.folder / name for name in ("failures", "given", "go"))
+    failures.write_text("0 CUDA out of memory. Tried to allocate 2.00 GiB.")
+    world.environ |= {
+        "FAILURES_FILE": str(failures),
+        "ATTEMPTS_FILE": str(given),
+        "GO_FILE": str(go),
+        "BATCH_BUDGETS": json.dumps({A: 1}),
+    }
+    process = world.start("trainer._target_=trainers.cpu_waits_for_go", "min_batch_size=64")
+    wait_until(lambda: given.exists() and "cpu" in given.read_text(), "it trains on the CPU")
+    assert host.jobs() == []
+    go.touch()
+    ended = world.end(process)
+    assert ended.returncode == 0, ended.output
+    assert [a["action"] for a in ended.attempts] == ["cpu_fallback", "none"]
+
+
+def test_cancel_stops_ones_own_job_and_refuses_what_it_does_not_know(
+    shared: Callable[..., Shared],
+):
+    host = shared(Gpu(uuid=A, total_mib=24000))
+    world = host.world("first")
+    ready = world.folder / "ready"
+    world.environ["READY_FILE"] = str(ready)
+    process = world.start("trainer._target_=trainers.never_looks_whether_to_stop", NEVER)
+    wait_until(ready.exists, "it trains")
+    (job,) = host.jobs()
+    wrong = host.command("queue", "cancel", "77-abcdef")
+    assert wrong.returncode == 1
+    assert "there is no such job" in wrong.stderr
+    done = host.command("queue", "cancel", job["id"])
+    assert done.returncode == 0, done.stderr
+    assert f"pid {process.pid}" in done.stdout
+    assert world.end(process).returncode == 143
+    assert host.jobs() == []
+
+
+def test_a_busy_gpu_is_a_lost_race_and_the_job_waits_for_its_turn(shared: Callable[..., Shared]):
+    host = shared(Gpu(uuid=A, total_mib=24000))
+    world = host.world("first")
+    failures, given, go = (world.folder / name for name in ("failures", "given", "go"))
+    failures.write_text(f"0 {BUSY}")
+    world.environ |= {
+        "FAILURES_FILE": str(failures),
+        "ATTEMPTS_FILE": str(given),
+        "GO_FILE": str(go),
+    }
+    process = world.start(
+        "trainer._target_=trainers.fails_by_script_when_told", "gpu_check_interval_seconds=0.2"
+    )
+    wait_until(given.exists, "the first attempt")
+    (before,) = host.jobs()
+    host.machine.update(0, compute_mode=3, compute=[(2**30, 500)])
+    go.touch()
+    (waiting,) = wait_until(
+        lambda: [job for job in host.jobs() if job["state"] == "waiting"], "back in line"
+    )
+    assert waiting["id"] == before["id"]
+    host.machine.update(0, compute=[])
+    ended = world.end(process)
+    assert ended.returncode == 0, ended.output
+    assert [a["action"] for a in ended.attempts] == ["wait", "none"]
+    assert {a["batch_size"] for a in ended.attempts} == {64}
+    assert ended.attempts[-1]["gpu_uuid"] == A
+
+
+def test_a_gpu_that_proved_sick_is_avoided_until_it_is_cleared(shared: Callable[..., Shared]):
+    host = shared(Gpu(uuid=A, total_mib=24000), Gpu(uuid=B, total_mib=24000, free_mib=9000))
+    world = host.world("first")
+    failures = world.folder / "failures"
+    failures.write_text(f"3 {ECC}")
+    world.environ |= {
+        "FAILURES_FILE": str(failures),
+        "ATTEMPTS_FILE": str(world.folder / "given"),
+    }
+    ended = world.train("fails_by_script")
+    assert [a["gpu_uuid"] for a in ended.attempts] == [A, B]
+    doctor = host.command("doctor")
+    assert doctor.returncode == 0, doctor.stderr
+    assert "it failed under a job" in doctor.stdout
+    assert "uncorrectable ECC" in doctor.stdout
+    assert host.world("second").train("what_it_was_given").summary["result"]["visible"] == B
+    assert host.command("doctor", "--clear", A).returncode == 0
+    assert host.command("doctor", "--clear", A).returncode == 1
+    assert host.world("third").train("what_it_was_given").summary["result"]["visible"] == A
+
+
+def test_the_queue_can_be_switched_off(shared: Callable[..., Shared]):
+    host = shared(Gpu(uuid=A, total_mib=24000))
+    ended = host.world("first").train("what_it_was_given", "gpu_queue=false")
+    assert ended.summary["result"]["visible"] == A
+    assert not host.base.exists()
+
+
+def test_on_a_machine_without_gpus_there_is_no_queue(world: World):
+    ended = world.train("what_it_was_given")
+    assert ended.summary["result"]["device"] == "cpu"
+    assert not Path(world.environ["ROBUST_TRAIN_QUEUE_DIR"]).exists()
+
+
+def test_a_job_in_the_launchers_own_process_holds_its_gpu(shared: Callable[..., Shared]):
+    host = shared(Gpu(uuid=A, total_mib=24000))
+    world = host.world("first")
+    ready = world.folder / "ready"
+    world.environ["READY_FILE"] = str(ready)
+    process = world.start("trainer._target_=trainers.never_looks_whether_to_stop", "isolation=none")
+    wait_until(ready.exists, "it trains")
+    assert [job["gpu"] for job in host.jobs()] == [A]
+    process.kill()
+    process.communicate()
+    assert host.jobs() == []
+
+
+@pytest.mark.parametrize(
+    ("sick", "words"),
+    [
+        ({"recovery": 1}, "it has to be reset"),
+        ({"recovery": 2}, "rebooted"),
+        ({"remap_failed": 1}, "could not be remapped"),
+        ({"pages_pending": 1}, "wait to be retired"),
+        ({"compute_mode": 2}, "prohibited"),
+    ],
+)
+def test_doctor_tells_why_a_gpu_is_not_usable(
+    shared: Callable[..., Shared], sick: dict[str, int], words: str
+):
+    host = shared(Gpu(uuid=A, **sick), Gpu(uuid=B, recovery=0, remap_failed=0, pages_pending=0))
+    done = host.command("doctor", "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    first, second = report["gpus"]
+    assert not first["usable"]
+    assert words in first["why_not"]
+    assert second["usable"]
+    assert report["queue"]["directory"] == str(host.base)
+    assert report["queue"]["file_system"]
+    assert report["driver_version"] == "570.86.15"
+    plain = host.command("doctor")
+    assert words in plain.stdout
+
+
+def test_doctor_fails_where_no_gpu_or_no_queue_can_be_used(shared: Callable[..., Shared]):
+    host = shared(Gpu(uuid=A, recovery=1))
+    assert host.command("doctor").returncode == 1
+    host.machine.update(0, recovery=0)
+    assert host.command("doctor").returncode == 0
+    for folder in (host.base / boot_name(), host.base):
+        folder.rmdir()
+    host.base.symlink_to("/tmp")
+    done = host.command("doctor")
+    assert done.returncode == 1
+    assert "symbolic link" in done.stdout
+    assert host.command("queue").returncode == 2
+    assert os.path.realpath(host.base) == "/tmp"

@@ -1,0 +1,230 @@
+"""The host's line with real processes on a simulated machine.
+
+Every interval is 600 s unless said otherwise: whoever goes on earlier than that was woken.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+
+from conftest import Host
+from simulated_nvml import Gpu
+from world import wait_until
+
+HostWith = Callable[..., Host]
+
+
+def test_jobs_share_out_the_gpus_and_the_next_waits(host_with: HostWith) -> None:
+    host = host_with(Gpu(), Gpu())
+    first, second = host.start(4000), host.start(4000)
+    got = {member.wait_for("granted")["gpu"] for member in (first, second)}
+    assert got == {host.machine.uuid(0), host.machine.uuid(1)}
+    third = host.start(4000)
+    sentence = third.wait_for("waiting")["sentence"]
+    assert sentence.startswith("1st in line, needs 4000 MiB, GPU ")
+    assert "4000 MiB reserved by job " in sentence
+    fourth = host.start(4000)
+    fourth.waits_at(2)
+    assert fourth.wait_for("waiting")["sentence"].startswith("2nd in line, needs 4000 MiB, GPU ")
+
+
+def test_the_next_goes_when_one_ends_and_the_others_move_up(host_with: HostWith) -> None:
+    host = host_with(Gpu())
+    running = host.start(4000)
+    running.wait_for("granted")
+    waiting = []
+    for place in (1, 2, 3):
+        waiting.append(host.start(4000))
+        waiting[-1].waits_at(place)
+    running.end()
+    waiting[0].wait_for("granted")
+    waiting[1].waits_at(1)
+    assert waiting[1].heard("granted") is None
+    waiting[0].end()
+    waiting[1].wait_for("granted")
+    waiting[1].end()
+    waiting[2].wait_for("granted")
+    waiting[2].end()
+    assert host.job_files() == []
+    assert list(host.folder.iterdir()) == []
+
+
+def test_a_killed_launcher_keeps_its_gpu_until_its_child_is_gone_too(host_with: HostWith) -> None:
+    host = host_with(Gpu())
+    running = host.start(4000)
+    child = running.wait_for("granted")["child"]
+    waiting = host.start(4000)
+    waiting.waits_at(1)
+    running.kill()
+    late = host.start(4000, wait="no")
+    assert "reserved by job" in late.wait_for("refused")["reason"]
+    assert waiting.heard("granted") is None
+    os.kill(child, signal.SIGKILL)
+    waiting.wait_for("granted")
+    assert len(host.job_files()) == 1, "what the dead job left was swept away"
+
+
+def test_a_killed_waiter_loses_its_place_to_those_behind_it(host_with: HostWith) -> None:
+    host = host_with(Gpu())
+    running = host.start(4000)
+    running.wait_for("granted")
+    first, second, third = host.start(4000), host.start(4000), None
+    wait_until(lambda: first.heard("waiting") and second.heard("waiting"), "both wait")
+    third = host.start(4000)
+    third.waits_at(3)
+    head = first if first.heard("waiting")["position"] == 1 else second  # type: ignore[index]
+    other = second if head is first else first
+    head.kill()
+    other.waits_at(1)
+    other.kill()
+    third.waits_at(1)
+    running.end()
+    third.wait_for("granted")
+
+
+def test_a_newcomer_stands_in_line_although_a_gpu_looks_free(host_with: HostWith) -> None:
+    host = host_with(Gpu(total_mib=40000, free_mib=20000))
+    head = host.start(30000, interval=600)
+    head.waits_at(1)
+    newcomer = host.start(4000)
+    newcomer.waits_at(2)
+    assert "kept for job" in newcomer.wait_for("waiting")["sentence"]
+
+
+def test_a_small_job_passes_where_that_cannot_delay_the_head(host_with: HostWith) -> None:
+    host = host_with(Gpu(total_mib=40000, free_mib=20000), Gpu(total_mib=16000))
+    head = host.start(30000)
+    head.waits_at(1)
+    small = host.start(4000)
+    assert small.wait_for("granted")["gpu"] == host.machine.uuid(1)
+    second_small = host.start(4000)
+    second_small.waits_at(2)
+    small.end()
+    assert second_small.wait_for("granted")["gpu"] == host.machine.uuid(1)
+    assert head.heard("granted") is None
+
+
+def test_memory_freed_by_strangers_is_found_by_the_head_alone(host_with: HostWith) -> None:
+    host = host_with(Gpu(total_mib=40000, free_mib=1000))
+    head = host.start(4000, interval=0.1)
+    head.waits_at(1)
+    second = host.start(4000, interval=0.1)
+    second.waits_at(2)
+    looks = host.looks(second)
+    before = host.looks(head)
+    wait_until(lambda: host.looks(head) >= before + 20, "the head polls")
+    assert host.looks(second) == looks, "the others do not"
+    host.machine.update(0, free_mib=30000)
+    head.wait_for("granted")
+
+
+def test_only_the_head_looks_at_the_gpus_when_a_job_ends(host_with: HostWith) -> None:
+    host = host_with(Gpu())
+    running = host.start(4000)
+    running.wait_for("granted")
+    line = []
+    for place in (1, 2, 3, 4):
+        line.append(host.start(4000))
+        line[-1].waits_at(place)
+    looks = [host.looks(member) for member in line]
+    running.end()
+    line[0].wait_for("granted")
+    line[1].waits_at(1)
+    assert [host.looks(member) for member in line[2:]] == looks[2:]
+
+
+def test_a_job_comes_back_to_its_old_place_in_line(host_with: HostWith) -> None:
+    host = host_with(Gpu())
+    early = host.start(4000)
+    early.wait_for("granted")
+    late = host.start(4000)
+    late.waits_at(1)
+    host.machine.update(0, free_mib=100)  # a stranger was faster
+    assert early.process.stdin is not None
+    early.process.stdin.write("rejoin\n")
+    early.process.stdin.flush()
+    early.waits_at(1)
+    late.waits_at(2)
+    host.machine.update(0, free_mib=40000)
+    newcomer = host.start(4000, wait="no")  # an event, upon which the head looks
+    newcomer.wait_for("refused")
+    wait_until(lambda: sum(said["event"] == "granted" for said in early.said) == 2, "its turn")
+    late.waits_at(1)
+    assert late.heard("granted") is None
+
+
+def test_a_move_to_another_gpu_frees_the_old_one_for_the_next(host_with: HostWith) -> None:
+    host = host_with(Gpu(), Gpu(free_mib=100))
+    first = host.start(4000)
+    assert first.wait_for("granted")["gpu"] == host.machine.uuid(0)
+    second = host.start(4000)
+    second.waits_at(1)
+    assert not first.tell(f"move {host.machine.uuid(1)}", "moved")["done"], "there is no room"
+    host.machine.update(1, free_mib=30000)
+    assert first.tell(f"move {host.machine.uuid(1)}", "moved")["done"]
+    assert second.wait_for("granted")["gpu"] == host.machine.uuid(0)
+    assert not first.tell(f"move {host.machine.uuid(0)}", "moved")["done"], "it is taken by now"
+
+
+def test_jobs_are_packed_by_what_they_claim_and_have_not_taken_yet(host_with: HostWith) -> None:
+    host = host_with(Gpu(total_mib=40000))
+    first = host.start(15000, per_device=3)
+    first.wait_for("granted")
+    second = host.start(15000, per_device=3)
+    assert second.wait_for("granted")["free"] == 25000
+    third = host.start(15000, per_device=3, wait="no")
+    assert "needs 15000 MiB" in third.wait_for("refused")["reason"]
+    # both take what they claimed, and say so
+    host.machine.update(0, free_mib=10000)
+    for member in (first, second):
+        member.tell("report 15000", "done")
+    fourth = host.start(9000, per_device=3)
+    assert fourth.wait_for("granted")["free"] == 10000
+
+
+def test_a_request_that_nothing_could_meet_takes_no_ticket(host_with: HostWith) -> None:
+    host = host_with(Gpu())
+    asks = host.start(90000)
+    assert "could ever give" in asks.wait_for("refused")["reason"]
+    assert not host.base.exists() or host.job_files() == []
+
+
+def test_time_up_leaves_the_line(host_with: HostWith) -> None:
+    host = host_with(Gpu())
+    running = host.start(4000)
+    running.wait_for("granted")
+    brief = host.start(4000, timeout=0.3)
+    assert "within 0:01" in brief.wait_for("refused")["reason"]
+    wait_until(lambda: len(host.job_files()) == 1, "its ticket is gone")
+
+
+def test_without_inotify_the_line_moves_all_the_same(
+    host_with: HostWith,
+) -> None:
+    host = host_with(Gpu())
+    (host.machine.folder / "sitecustomize.py").write_text(
+        "import robust_train.gpu.inotify as inotify\n"
+        "def no_events(self, directory_fd):\n"
+        "    self._fd = -1\n"
+        "inotify.Watch.__init__ = no_events\n"
+    )
+    path = f"{host.machine.folder}:{os.environ.get('PYTHONPATH', '')}"
+    from conftest import Member
+
+    def start() -> Member:
+        host.members.append(Member(host.machine, "4000", "interval=600", PYTHONPATH=path))
+        return host.members[-1]
+
+    running = start()
+    running.wait_for("granted")
+    first, second = start(), None
+    first.waits_at(1)
+    second = start()
+    second.waits_at(2)
+    running.end()
+    first.wait_for("granted")
+    second.waits_at(1)
+    first.end()
+    second.wait_for("granted")

@@ -1,0 +1,238 @@
+"""Who gets which GPU: the pure decision, by example and by property."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from robust_train.gpu.scheduler import Holding, Plan, Waiter, open_to, plan, why_not
+from robust_train.types import MIB, GpuInfo
+
+A, B, C = "GPU-a", "GPU-b", "GPU-c"
+ALL = frozenset((A, B, C))
+
+
+def gpu(uuid: str, total: int = 40000, free: int | None = None, **changes: object) -> GpuInfo:
+    free = total if free is None else free
+    index = "abcdefgh".index(uuid[-1])
+    info = GpuInfo(uuid, "A100", index, uuid, total * MIB, free * MIB, (total - free) * MIB)
+    return replace(info, **changes)
+
+
+def job(ticket: int, need: int, only: frozenset[str] = ALL, per_device: int = 1) -> Waiter:
+    return Waiter(f"job{ticket}", ticket, need * MIB, only, per_device)
+
+
+def held(uuid: str | None, claim: int, taken: int | None = None, **changes: object) -> Holding:
+    known = None if taken is None else taken * MIB
+    return replace(Holding(f"on-{uuid}", uuid, claim * MIB, known), **changes)
+
+
+def uuids(decided: Plan) -> dict[str, str]:
+    return {name: found.uuid for name, found in decided.grants.items()}
+
+
+def test_jobs_that_come_together_get_a_gpu_each_in_the_order_of_their_tickets() -> None:
+    gpus = [gpu(A, free=10000), gpu(B, free=30000), gpu(C, free=20000)]
+    line = [job(3, 4000), job(1, 4000), job(2, 4000), job(4, 4000)]
+    decided = plan(line, [], gpus)
+    assert uuids(decided) == {"job1": B, "job2": C, "job3": A}
+    assert decided.head == "job4"
+
+
+def test_a_gpu_with_a_reservation_is_full_unless_both_jobs_allow_company() -> None:
+    gpus = [gpu(A, free=40000)]
+    alone, with_others = held(A, 4000), held(A, 4000, jobs_per_device=2)
+    assert not plan([job(1, 4000)], [with_others], gpus).grants
+    assert not plan([job(1, 4000, per_device=2)], [alone], gpus).grants
+    assert uuids(plan([job(1, 4000, per_device=2)], [with_others], gpus)) == {"job1": A}
+
+
+def test_what_a_reservation_has_not_taken_yet_is_not_free() -> None:
+    packed = held(A, 30000, jobs_per_device=4)
+    asks = job(1, 15000, per_device=4)
+    assert not plan([asks], [packed], [gpu(A, free=40000)]).grants
+    # it took 20000 of its claim, which NVML's figure knows of already
+    took = held(A, 20000, 20000, jobs_per_device=4)
+    granted = plan([asks], [took], [gpu(A, free=20000)]).grants["job1"]
+    assert granted.free_bytes == 20000 * MIB
+
+
+def test_claims_never_add_up_to_more_than_the_gpu_has_whatever_a_job_tells_it_took() -> None:
+    # it told 30000 before it returned them to the driver, and may take them again
+    boasts = held(A, 30000, 30000, jobs_per_device=4)
+    assert not plan([job(1, 15000, per_device=4)], [boasts], [gpu(A, free=40000)]).grants
+
+
+def test_an_exclusive_gpu_takes_one_job_even_before_that_one_has_started() -> None:
+    exclusive = gpu(A, compute_mode="exclusive_process")
+    first = held(A, 4000, jobs_per_device=8)
+    assert not plan([job(1, 4000, per_device=8)], [first], [exclusive]).grants
+
+
+def test_an_unusable_gpu_is_not_given() -> None:
+    assert not plan([job(1, 4000)], [], [gpu(A, unusable="it is sick")]).grants
+
+
+def test_a_record_that_cannot_be_read_may_hold_any_gpu() -> None:
+    hidden = replace(held(None, 0), id="x")
+    decided = plan([job(1, 4000)], [hidden], [gpu(A), gpu(B)])
+    assert not decided.grants
+    said = why_not(job(1, 4000), [hidden], [gpu(A)], decided)
+    assert "the record of job x cannot be read" in said
+
+
+def test_the_gpu_that_suits_the_head_first_is_kept_from_those_behind_it() -> None:
+    # the head needs a whole GPU; A lacks less than B, whose memory a stranger holds
+    gpus = [gpu(A, free=15000), gpu(B, free=20000)]
+    holdings = [held(A, 25000, 25000, jobs_per_device=4)]
+    line = [job(1, 30000, per_device=4), job(2, 12000, per_device=4), job(3, 6000, per_device=4)]
+    decided = plan(line, holdings, gpus)
+    assert decided.held_back == A
+    assert uuids(decided) == {"job2": B, "job3": B}
+
+
+def test_a_job_that_passes_takes_a_gpu_that_the_head_could_not_use() -> None:
+    gpus = [gpu(A, free=3000), gpu(B, free=20000), gpu(C, total=16000, free=8000)]
+    decided = plan([job(1, 30000), job(2, 6000)], [], gpus)
+    assert uuids(decided) == {"job2": C}
+
+
+def test_a_job_with_a_mask_of_its_own_does_not_wait_for_a_head_that_wants_other_gpus() -> None:
+    gpus = [gpu(A, free=0), gpu(B)]
+    line = [job(1, 4000, frozenset({A})), job(2, 4000, frozenset({B}))]
+    assert uuids(plan(line, [], gpus)) == {"job2": B}
+
+
+def test_packed_jobs_go_where_they_fit_most_tightly() -> None:
+    gpus = [gpu(A, free=40000), gpu(B, free=9000)]
+    assert uuids(plan([job(1, 6000, per_device=4)], [], gpus)) == {"job1": B}
+
+
+def test_a_running_job_may_move_where_nobody_before_it_waits() -> None:
+    gpus = [gpu(A), gpu(B)]
+    earlier, later = job(1, 30000), job(9, 30000)
+    me = job(5, 4000)
+    assert {g.uuid for g in open_to(me, [later], [], gpus)} == {A, B}
+    assert {g.uuid for g in open_to(me, [earlier], [], gpus)} == {B}
+    assert not open_to(me, [earlier], [held(B, 1000)], gpus)
+
+
+def test_a_waiter_is_told_what_it_needs_who_holds_it_and_what_is_kept_for_whom() -> None:
+    gpus = [gpu(A, total=40000, free=22000), gpu(B, free=35000)]
+    holdings = [replace(held(A, 10000, 10000, jobs_per_device=2), id="7-ab", owner="lora, ada")]
+    line = [job(1, 36000, per_device=2), job(2, 30000, per_device=2)]
+    decided = plan(line, holdings, gpus)
+    said = why_not(line[1], holdings, gpus, decided)
+    assert said.startswith(
+        "needs 30000 MiB; GPU 0 (A100, GPU-a…) has 22000 MiB of 40000 MiB free: "
+    )
+    assert "10000 MiB reserved by job 7-ab (lora, ada), 8000 MiB used by others" in said
+    assert "kept for job job1, which came earlier" in said
+
+
+# --- properties ---
+
+sizes = st.integers(1, 48).map(lambda n: n * 1000)
+jobs = st.lists(
+    st.tuples(sizes, st.integers(1, 4), st.sets(st.sampled_from(sorted(ALL)), min_size=1)),
+    min_size=1,
+    max_size=12,
+)
+machines = st.lists(
+    st.tuples(st.sampled_from((8000, 24000, 48000)), st.floats(0, 1)), min_size=3, max_size=3
+)
+
+
+def build(machine: list[tuple[int, float]]) -> list[GpuInfo]:
+    return [
+        gpu(uuid, total, int(total * share))
+        for uuid, (total, share) in zip((A, B, C), machine, strict=True)
+    ]
+
+
+@given(jobs, machines)
+def test_grants_never_exceed_free_memory_nor_the_number_of_jobs_a_gpu_may_have(
+    wanted: list[tuple[int, int, set[str]]], machine: list[tuple[int, float]]
+) -> None:
+    gpus = build(machine)
+    line = [job(n, need, frozenset(only), per) for n, (need, per, only) in enumerate(wanted)]
+    decided = plan(line, [], gpus)
+    for info in gpus:
+        here = [
+            w for w in line if w.id in decided.grants and decided.grants[w.id].uuid == info.uuid
+        ]
+        assert sum(w.need_bytes for w in here) <= info.free_bytes
+        assert len(here) <= min((w.jobs_per_device for w in here), default=0) or not here
+        assert all(info.uuid in w.only for w in here)
+
+
+@given(jobs, machines)
+def test_whoever_passes_the_head_leaves_its_gpu_alone(
+    wanted: list[tuple[int, int, set[str]]], machine: list[tuple[int, float]]
+) -> None:
+    line = [job(n, need, frozenset(only), per) for n, (need, per, only) in enumerate(wanted)]
+    decided = plan(line, [], build(machine))
+    if decided.head is None:
+        return
+    head = next(w for w in line if w.id == decided.head)
+    passed = [w for w in line if w.ticket > head.ticket and w.id in decided.grants]
+    assert all(decided.grants[w.id].uuid != decided.held_back for w in passed)
+    assert all(w.ticket > head.ticket or w.id in decided.grants for w in line if w is not head)
+
+
+@given(jobs, machines)
+def test_what_is_behind_a_job_does_not_change_what_the_job_gets(
+    wanted: list[tuple[int, int, set[str]]], machine: list[tuple[int, float]]
+) -> None:
+    line = [job(n, need, frozenset(only), per) for n, (need, per, only) in enumerate(wanted)]
+    gpus = build(machine)
+    everybody = plan(line, [], gpus).grants
+    for n, waiter in enumerate(line):
+        alone = plan(line[: n + 1], [], gpus).grants
+        assert alone.get(waiter.id) == everybody.get(waiter.id)
+
+
+@settings(max_examples=60, deadline=None)
+@given(jobs, machines, st.integers(0, 10**6))
+def test_nobody_waits_for_ever_as_long_as_running_jobs_end(
+    wanted: list[tuple[int, int, set[str]]], machine: list[tuple[int, float]], seed: int
+) -> None:
+    """Newcomers keep coming, small ones that fit anywhere, for as long as an old one waits."""
+    rng = random.Random(seed)
+    gpus = [replace(info, free_bytes=info.total_bytes, used_bytes=0) for info in build(machine)]
+    totals = {info.uuid: info.total_bytes for info in gpus}
+    line = [job(n, need, frozenset(only), per) for n, (need, per, only) in enumerate(wanted)]
+    line = [w for w in line if any(totals[uuid] >= w.need_bytes for uuid in w.only)]
+    old, ticket = {w.id for w in line}, len(wanted)
+    running: list[Holding] = []
+    started: list[str] = []
+    for _ in range(400):
+        if not old - set(started):
+            break
+        used = dict.fromkeys(totals, 0)
+        for holding in running:
+            used[holding.gpu] += holding.claim_bytes
+        now = [
+            replace(info, free_bytes=info.total_bytes - used[info.uuid], used_bytes=used[info.uuid])
+            for info in gpus
+        ]
+        assert all(info.free_bytes >= 0 for info in now)
+        decided = plan(line, running, now)
+        for waiter in [w for w in line if w.id in decided.grants]:
+            line.remove(waiter)
+            started.append(waiter.id)
+            where = decided.grants[waiter.id].uuid
+            size = waiter.need_bytes
+            running.append(
+                Holding(waiter.id, where, size, size, waiter.jobs_per_device, since=ticket)
+            )
+        while len(line) < len(old) + 2:
+            ticket += 1
+            line.append(job(ticket, rng.choice((1000, 4000)), per_device=4))
+        if running:
+            running.pop(rng.randrange(len(running)))
+    assert not old - set(started)
