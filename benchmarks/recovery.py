@@ -176,7 +176,8 @@ def of_ideal(rounds: list[dict[str, Result]]) -> str:
     """How long the run took that all times are compared with."""
     if "ideal" not in rounds[0]:
         return ""
-    return f" {statistics.median(results['ideal']['seconds'] for results in rounds):.1f} s"
+    ideal = statistics.median(results["ideal"]["seconds"] for results in rounds)
+    return f"; times ÷ the ideal's, which took {ideal:.1f} s"
 
 
 HEADER = ["", "wall", "CPU", "command", "repeated", "batch kept", "distance", "peak MiB"]

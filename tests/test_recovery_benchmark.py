@@ -19,7 +19,7 @@ def test_in_step_recovery_repeats_one_step_and_a_hand_made_restart_begins_anew(t
             sys.executable,
             str(ROOT / "benchmarks" / "recovery.py"),
             *("--runs", "1", "--cases", "late", "--only", "in_step", "hand_made"),
-            *("--steps", str(STEPS), "--length", "84", "--json", str(results)),
+            *("--steps", str(STEPS), "--length", "88", "--json", str(results)),
         ],
         capture_output=True,
         text=True,
