@@ -208,7 +208,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=Job.length, help="of the longest samples")
     parser.add_argument("--checkpoint-every", type=int, default=Job.checkpoint_every_steps)
     parser.add_argument("--markdown", action="store_true")
-    parser.add_argument("--json", type=Path, help="write all results of all runs to this file")
+    parser.add_argument("--json", type=Path, help="write all results to this file after each run")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--job", help=argparse.SUPPRESS)
     parser.add_argument("--in", dest="folder", type=Path, help=argparse.SUPPRESS)
@@ -237,8 +237,8 @@ def main() -> None:
             for case, job in jobs.items():
                 say(f"run {number}, {case}")
                 rounds[case].append(one_round(job, names, folder / case / str(number)))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(rounds))
+                if arguments.json:
+                    arguments.json.write_text(json.dumps(rounds))
     for case, job in jobs.items():
         title = f"Memory runs out at step {job.failing_step} of {job.steps}"
         print(

@@ -131,6 +131,12 @@ def _launched(job: Job, folder: Path, isolation: str) -> Ending:
     return Ending(weights, first_line - started, figures)
 
 
+def preload_modules(cfg: Any) -> list[str]:
+    """What the fork server imports once, as it does for the built-in trainer."""
+    # every torch optimizer imports it when it is built: a second and more
+    return ["torch._dynamo", "robust_train.training.checkpoint"]
+
+
 def attempt(cfg: Any, run: Any) -> str:
     """A trainer that goes on from checkpoints, and leaves running out of memory to the launcher."""
     run.record("first_line", {"at": time.time()})

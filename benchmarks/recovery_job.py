@@ -7,7 +7,6 @@ their batch, and the padding is masked, so that a sample gives the same loss in 
 
 from __future__ import annotations
 
-import gc
 import json
 import resource
 import threading
@@ -172,7 +171,6 @@ class Meter:
         if self._is_armed:
             return
         self._is_armed = True
-        gc.collect()
         # 5 sets the peak of resident memory to what is resident now, see proc(5)
         Path("/proc/self/clear_refs").write_text("5")
         self._resident_before = _status("VmRSS")
