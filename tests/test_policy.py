@@ -206,8 +206,10 @@ def test_effective_batch_is_exact_wherever_a_divisor_lies_in_range(settings):
 @given(
     settings_strategy(),
     gpus_strategy,
-    st.sampled_from([k for k in FailureKind if k not in MEMORY_FAILURES]),
+    st.sampled_from([FailureKind.BUG, FailureKind.INTERRUPTED]),
+    st.integers(0, 3),
 )
-def test_what_is_not_memory_is_never_retried(settings, gpus, kind):
+def test_bugs_and_interruptions_are_never_retried(settings, gpus, kind, memory_failures_before):
     spec = first_attempt(settings, gpus[0] if gpus else None)
-    assert isinstance(decide(settings, (failed(spec, kind),), gpus), GiveUp)
+    history = (failed(spec),) * memory_failures_before + (failed(spec, kind),)
+    assert isinstance(decide(settings, history, gpus), GiveUp)

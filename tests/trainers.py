@@ -213,3 +213,92 @@ def within_a_data_limit(cfg, run):
     limit = _data_bytes() + int(os.environ["DATA_LIMIT_BYTES"])
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     return train(cfg, run)
+
+
+def sees_through_torch(cfg):
+    properties = torch.cuda.get_device_properties(cfg.device)
+    return {"uuid": f"GPU-{properties.uuid}", "count": torch.cuda.device_count()}
+
+
+def fills_two_gib_of_the_gpu(cfg):
+    """Real tensors, 100 MiB a sample, in a process that may have 2 GiB of the GPU."""
+    _, total = torch.cuda.mem_get_info(cfg.device)
+    torch.cuda.set_per_process_memory_fraction(2 * 1024**3 / total)
+    batch = torch.empty(cfg.training.batch_size, 100 * 1024**2, dtype=torch.uint8, device="cuda")
+    return batch.shape[0]
+
+
+def fails_by_script(cfg, run):
+    """Does what the script in the environment says for this attempt's number, then succeeds.
+
+    A line is ``<step> <message>``: progress to that step, then an error with that message; the
+    message ``stall`` hangs instead, ``worker`` kills a data-loader worker.
+    """
+    lines = Path(os.environ["FAILURES_FILE"]).read_text().splitlines()
+    with Path(os.environ["ATTEMPTS_FILE"]).open("a") as file:
+        given = {
+            "gpu": os.environ["CUDA_VISIBLE_DEVICES"] or "cpu",
+            "batch_size": cfg.training.batch_size,
+            "num_workers": cfg.training.num_workers,
+            "prefetch_factor": cfg.training.prefetch_factor,
+            "allocator": torch._C._accelerator_getAllocatorSettings(),
+            "time": time.monotonic(),
+        }
+        file.write(json.dumps(given) + "\n")
+    if run.attempt > len(lines):
+        return "trained"
+    step, _, message = lines[run.attempt - 1].partition(" ")
+    run.started(0)
+    run.progress(int(step))
+    if message == "stall":
+        _hangs_for_ever()
+    if message == "worker":
+        workers = cfg.training.num_workers
+        list(torch.utils.data.DataLoader(_KillsItsWorker(), num_workers=workers))
+    if "out of memory" in message:
+        raise torch.OutOfMemoryError(message)
+    raise RuntimeError(message)
+
+
+def fails_by_script_when_told(cfg, run):
+    """The same, once the go file is there; the launcher sees memory change before it."""
+    if run.attempt == 1:
+        Path(os.environ["ATTEMPTS_FILE"]).touch()
+        while not Path(os.environ["GO_FILE"]).exists():
+            time.sleep(0.01)
+    return fails_by_script(cfg, run)
+
+
+def _hangs_for_ever():
+    threading.Event().wait()
+
+
+class _KillsItsWorker(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        if torch.utils.data.get_worker_info() is not None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return index
+
+
+def stops_once_then_completes(cfg, run):
+    """Stops with a checkpoint when asked to; an attempt that resumes from it completes."""
+    if run.resume_checkpoint is not None:
+        return f"went on from {Path(run.resume_checkpoint).name}"
+    run.checkpoint_dir.mkdir(exist_ok=True)
+    Path(os.environ["READY_FILE"]).write_text(f"{os.getpid()}")
+    while not run.stop_requested:
+        time.sleep(0.01)
+    path = run.checkpoint_dir / "when-preempted"
+    path.touch()
+    run.checkpoint_saved(path, 1)
+    from robust_train.run import Interrupted
+
+    raise Interrupted
+
+
+def fills_memory(cfg):
+    """Touches 20 MiB of memory for each sample of the batch."""
+    return len(bytearray(b"x") * (cfg.training.batch_size * 20 * 1024**2))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pty
 import subprocess
 import sys
 import time
@@ -34,6 +36,12 @@ def is_running(pid: int) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return False
     return status.rpartition(")")[2].split()[0] != "Z"
+
+
+def parent_of(pid: int) -> int:
+    """Process id of the parent of a running process."""
+    status = Path(f"/proc/{pid}/stat").read_text()
+    return int(status.rpartition(")")[2].split()[1])
 
 
 @dataclass
@@ -70,7 +78,11 @@ class World:
         self.run_dir = folder / "run"
         hidden = ("CUDA_", "PYTORCH_", "HYDRA_", "NVIDIA_", "SIMULATED_")
         self.environ = {k: v for k, v in os.environ.items() if not k.startswith(hidden)}
-        self.environ |= {"PYTHONPATH": str(TESTS), "COLUMNS": "200", "OMP_NUM_THREADS": "1"}
+        self.environ |= {
+            "PYTHONPATH": f"{TESTS}:{ROOT / 'src'}",
+            "COLUMNS": "200",
+            "OMP_NUM_THREADS": "1",
+        }
 
     def command(self, *arguments: str, script: str = "train_robust.py") -> list[str]:
         return [sys.executable, str(ROOT / script), *arguments, f"hydra.run.dir={self.run_dir}"]
@@ -98,6 +110,27 @@ class World:
     def run(self, *arguments: str, script: str = "train_robust.py", **options: Any) -> Ended:
         """Run a command to its end."""
         return self.end(self.start(*arguments, script=script, **options))
+
+    def run_in_terminal(self, *arguments: str) -> str:
+        """Run a command in a terminal of its own to a successful end; what it showed."""
+        ours, theirs = pty.openpty()
+        process = subprocess.Popen(
+            self.command(*arguments),
+            cwd=self.folder,
+            env=self.environ,
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+        )
+        os.close(theirs)
+        shown = b""
+        with contextlib.suppress(OSError):  # EIO: the last writer is gone
+            while data := os.read(ours, 4096):
+                shown += data
+        os.close(ours)
+        text = shown.decode()
+        assert process.wait() == 0, text
+        return text
 
     def train(self, trainer: str, *arguments: str, **options: Any) -> Ended:
         """Run one of :mod:`trainers` under the launcher."""

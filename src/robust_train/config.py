@@ -156,6 +156,9 @@ class RobustConfig(PlainConfig):
     preserve_effective_batch_size: bool = True
     isolation: str = "process"
     stop_grace_seconds: float = 20.0
+    stall_timeout_minutes: float = 0.0
+    retry_pause_seconds: float = 10.0
+    resume: bool = True
 
 
 ISOLATIONS = ("process", "none")
@@ -219,10 +222,7 @@ def validate(cfg: DictConfig) -> None:
         ConfigError: with one line naming the key, its value and what is accepted.
     """
     _reject_near_misses(cfg)
-    try:
-        OmegaConf.resolve(cfg.copy())
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
+    _resolve_all(cfg)
     missing = sorted(OmegaConf.missing_keys(cfg))
     if missing:
         raise ConfigError(f"{missing[0]}: has no default and must be given: {missing[0]}=…")
@@ -248,9 +248,23 @@ def validate(cfg: DictConfig) -> None:
         _validate_launcher(cfg)
 
 
+def _resolve_all(cfg: DictConfig, prefix: str = "") -> None:
+    """Look every value up, so that one which cannot be resolved is named by its own key."""
+    for key in cfg:
+        name = prefix + str(key)
+        if OmegaConf.is_missing(cfg, key):
+            continue
+        try:
+            value = cfg[key]
+        except OmegaConfBaseException as error:
+            raise ConfigError(f"{name}: {str(error).splitlines()[0]}") from error
+        if isinstance(value, DictConfig):
+            _resolve_all(value, f"{name}.")
+
+
 def _validate_launcher(cfg: DictConfig) -> None:
     _at_least(cfg, 0, "min_gpu_memory_mb", "gpu_wait_timeout_minutes", "max_retries")
-    _at_least(cfg, 0, "stop_grace_seconds")
+    _at_least(cfg, 0, "stop_grace_seconds", "stall_timeout_minutes", "retry_pause_seconds")
     _above(cfg, 0, "gpu_check_interval_seconds")
     _at_least(cfg, 1, "min_batch_size")
     if cfg.min_batch_size > cfg.training.batch_size:

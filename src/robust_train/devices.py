@@ -14,7 +14,7 @@ from robust_train.gpu.live_line import LiveLine
 from robust_train.gpu.select import rank
 from robust_train.gpu.visible import Visible, visible_gpus
 from robust_train.gpu.wait import GpuRequest, NoGpu, wait_for_gpu
-from robust_train.types import MIB, GpuInfo
+from robust_train.types import MIB, GpuInfo, Room
 
 log = logging.getLogger("robust_train")
 
@@ -59,13 +59,7 @@ def acquire(
         interval_seconds=cfg.gpu_check_interval_seconds,
         only=None if cfg.auto_device else _named(str(cfg.device), visible),
     )
-    with LiveLine() as line:
-        found = wait_for_gpu(
-            request,
-            read=lambda processes: visible_gpus(read_inventory(processes=processes), environ),
-            announce=line.show,
-            sleep=sleep,
-        )
+    found = _wait(request, environ, sleep)
     if isinstance(found, NoGpu):
         return _cpu_or_nothing(cfg, found.reason)
     log.info("using GPU %d (%s, %s)", found.index, found.name, found.uuid)
@@ -78,21 +72,69 @@ def candidates(cfg: DictConfig, environ: Mapping[str, str]) -> tuple[GpuInfo, ..
     return tuple(rank(visible.gpus, cfg.min_gpu_memory_mb * MIB))
 
 
-def settle(gpu: GpuInfo, *, sleep: Callable[[float], None]) -> None:
+def free_bytes(gpu: Device) -> int | None:
+    """What NVML says is free on the GPU now; None for the CPU or a GPU that does not answer."""
+    if gpu is None:
+        return None
+    now = {g.uuid: g for g in read_inventory(processes=False).gpus}.get(gpu.uuid)
+    return None if now is None else now.free_bytes
+
+
+def settle(gpu: Device, free_before: int | None, *, sleep: Callable[[float], None]) -> int | None:
     """Wait until the memory of an attempt that ended is back, for some seconds at most.
 
     The driver may return it some hundred milliseconds after the process is gone.
 
     Args:
-        gpu: as it was before that attempt, or is now.
+        gpu: where the attempt ran.
+        free_before: bytes that were free there before it; None where not known.
         sleep: how to wait.
+
+    Returns:
+        Bytes that are free now, None where not known.
     """
     deadline = time.monotonic() + _SETTLE_SECONDS
-    while time.monotonic() < deadline:
-        now = {g.uuid: g for g in read_inventory(processes=False).gpus}.get(gpu.uuid)
-        if now is None or now.free_bytes >= gpu.free_bytes - _SETTLE_BAND_BYTES:
-            return
+    while True:
+        now = free_bytes(gpu)
+        if now is None or free_before is None or now >= free_before - _SETTLE_BAND_BYTES:
+            return now
+        if time.monotonic() >= deadline:
+            return now
         sleep(0.05)
+
+
+def wait_for_room(
+    cfg: DictConfig,
+    environ: Mapping[str, str],
+    room: Room,
+    *,
+    sleep: Callable[[float], None],
+) -> str | None:
+    """Wait for free memory on one GPU, as long as the config allows.
+
+    Returns:
+        None when it is there, else why the waiting ended.
+    """
+    request = GpuRequest(
+        min_bytes=room.free_bytes,
+        timeout_seconds=cfg.gpu_wait_timeout_minutes * 60,
+        interval_seconds=cfg.gpu_check_interval_seconds,
+        only=room.gpu_uuid,
+    )
+    found = _wait(request, environ, sleep)
+    return found.reason if isinstance(found, NoGpu) else None
+
+
+def _wait(
+    request: GpuRequest, environ: Mapping[str, str], sleep: Callable[[float], None]
+) -> GpuInfo | NoGpu:
+    with LiveLine() as line:
+        return wait_for_gpu(
+            request,
+            read=lambda processes: visible_gpus(read_inventory(processes=processes), environ),
+            announce=line.show,
+            sleep=sleep,
+        )
 
 
 def name_for_trainer(gpu: Device, environ: Mapping[str, str], *, own_process: bool) -> str:

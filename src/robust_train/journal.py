@@ -8,6 +8,7 @@ import math
 import os
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._warned = False
+        self._after_torn_line = _ends_torn(path)
 
     def write(self, event: str, **fields: Any) -> None:
         """Append one event. ``fields`` hold JSON's types; NaN and infinities become null."""
@@ -35,17 +37,69 @@ class Journal:
             ensure_ascii=False,
         )
         data = (line + "\n").encode()
+        if self._after_torn_line:
+            data = b"\n" + data
         try:
             # one write(2) on an O_APPEND descriptor: a torn line can only be the last one
             descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
             try:
                 os.write(descriptor, data)
+                self._after_torn_line = False
             finally:
                 os.close(descriptor)
         except OSError as error:
             if not self._warned:
                 log.warning("cannot write %s: %s; training goes on", self.path, error.strerror)
                 self._warned = True
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """What earlier launches left in a run folder.
+
+    Attributes:
+        attempts: the highest number of an attempt so far, 0 without any.
+        checkpoint: the last one of a job that did not complete, None where there is none.
+    """
+
+    attempts: int = 0
+    checkpoint: Path | None = None
+
+
+def read_earlier(path: Path) -> Earlier:
+    """Read what an earlier launch has written to the same journal; torn lines are skipped."""
+    attempts, checkpoint = 0, None
+    if not path.is_file():
+        return Earlier()
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return Earlier()
+    for line in lines:
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue
+        if not isinstance(event, dict):
+            continue
+        attempts = max(attempts, event.get("attempt") or 0)
+        if event.get("event") == "checkpoint":
+            checkpoint = Path(event["path"])
+        elif event.get("event") == "job_ended" and event.get("status") == "completed":
+            checkpoint = None
+    return Earlier(attempts, checkpoint if checkpoint is not None and checkpoint.exists() else None)
+
+
+def _ends_torn(path: Path) -> bool:
+    """Whether the last line was cut short, as by a full disk or the end of its process."""
+    if not path.is_file():
+        return False
+    try:
+        with path.open("rb") as file:
+            file.seek(-1, os.SEEK_END)
+            return file.read(1) != b"\n"
+    except OSError:
+        return False
 
 
 def strict_json(value: Any) -> Any:

@@ -14,20 +14,22 @@ from pathlib import Path
 from typing import Any
 
 import tenacity
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from robust_train import devices
 from robust_train.config import ConfigError, complete, validate
 from robust_train.devices import NoDevice
 from robust_train.execution import Executor
-from robust_train.execution.environment import attempt_environment
+from robust_train.execution.environment import (
+    attempt_environment,
+)
 from robust_train.execution.inline import InlineExecutor
 from robust_train.execution.process import ProcessExecutor
 from robust_train.execution.request import AttemptRequest, TrainerRef
 from robust_train.execution.signals import JobInterrupted, SignalWatch
-from robust_train.journal import Journal
-from robust_train.policy import AttemptsExhausted, PolicySettings, decide, first_attempt
+from robust_train.job_settings import hydra_config, policy_settings, run_folder, target_of
+from robust_train.journal import Journal, read_earlier
+from robust_train.policy import AttemptsExhausted, decide, first_attempt
 from robust_train.report.summary import (
     AttemptRecord,
     Summary,
@@ -36,7 +38,6 @@ from robust_train.report.summary import (
 )
 from robust_train.types import (
     MEMORY_FAILURES,
-    MIB,
     Attempt,
     AttemptSpec,
     Decision,
@@ -90,7 +91,9 @@ def launch(
     last = summary.attempts[-1].attempt.outcome
     if last.failure is not None and last.failure.kind in MEMORY_FAILURES:
         raise AttemptsExhausted(str(summary.reason))
-    text = last.traceback or str(summary.reason)
+    text = str(summary.reason)
+    if last.traceback is not None:  # a crash's stack does not say which signal ended the process
+        text = last.traceback if text in last.traceback else f"{text}\n{last.traceback}"
     raise TrainerFailed(text) if last.error is None else last.error from TrainerFailed(text)
 
 
@@ -113,11 +116,12 @@ class Job:
         self.cfg = cfg.copy()
         self.trainer = trainer or target_of(cfg)
         self.settings = policy_settings(cfg)
-        self.run_dir = _run_folder(run_dir)
+        self.run_dir = run_folder(run_dir)
+        self.earlier = read_earlier(self.run_dir / "journal.jsonl")
         self.journal = Journal(self.run_dir / "journal.jsonl")
         self.signals = SignalWatch()
         self.records: list[AttemptRecord] = []
-        self.checkpoint: Path | None = None
+        self.checkpoint: Path | None = self.earlier.checkpoint if cfg.resume else None
         self.wait_seconds = 0.0
         self._started = time.monotonic()
 
@@ -129,11 +133,14 @@ class Job:
             JobInterrupted: after the summary was written.
         """
         self.journal.write("job_started", run_dir=str(self.run_dir), trainer=str(self.trainer))
+        if self.checkpoint is not None:
+            log.info("this run folder holds an unfinished job: going on from %s", self.checkpoint)
         try:
             with self.signals:
                 summary = self._train()
         except JobInterrupted as interruption:
             self._report(self._summary("interrupted", str(interruption)))
+            self.signals.pass_on()
             raise
         except ConfigError as error:
             self._report(self._summary("failed", str(error)))
@@ -200,9 +207,9 @@ class Job:
             nonlocal next_spec
             record = self._attempt(executor, next_spec)
             if isinstance(record.decision, Retry):
+                record = self._when_ready(record, record.decision, executor)
+            if isinstance(record.decision, Retry):
                 next_spec = record.decision.spec
-                if next_spec.gpu is not None:
-                    devices.settle(next_spec.gpu, sleep=executor.sleep)
             return record
 
         retrying = tenacity.Retrying(
@@ -212,16 +219,44 @@ class Job:
         )
         return retrying(attempt_and_decide)
 
+    def _when_ready(self, record: AttemptRecord, retry: Retry, executor: Executor) -> AttemptRecord:
+        """Let pass what the retry asks for; its alternative where there was no room in time."""
+        if retry.pause_seconds > 0:
+            executor.sleep(retry.pause_seconds)
+        if retry.room is None or retry.otherwise is None:
+            return record
+        started = time.monotonic()
+        problem = devices.wait_for_room(self.cfg, os.environ, retry.room, sleep=executor.sleep)
+        self.wait_seconds += time.monotonic() - started
+        if problem is None:
+            return record
+        record = replace(record, decision=retry.otherwise)
+        self.records[-1] = record
+        action, reason = retry.otherwise.action, retry.otherwise.reason
+        self.journal.write("waited_in_vain", problem=problem, action=action, reason=reason)
+        log.warning("%s; %s", problem, reason)
+        return record
+
     def _attempt(self, executor: Executor, spec: AttemptSpec) -> AttemptRecord:
-        number = len(self.records) + 1
+        number = self._number()
         self._announce(number, spec)
+        free_before = devices.free_bytes(spec.gpu)
         outcome = executor.run(self._request(number, spec), self._on_event)
+        if outcome.failure is not None and self.cfg.isolation != "none":
+            outcome = replace(
+                outcome,
+                gpu_free_before_bytes=free_before,
+                gpu_free_after_bytes=devices.settle(spec.gpu, free_before, sleep=executor.sleep),
+            )
         attempt = Attempt(spec, outcome)
         decision = self._decide(attempt)
         record = AttemptRecord(attempt, decision)
         self.records.append(record)
         self.journal.write(
-            "attempt_ended", **record.as_json(number - 1), evidence=_evidence(outcome)
+            "attempt_ended",
+            attempt=number,
+            **record.as_json(len(self.records) - 1),
+            evidence=_evidence(outcome),
         )
         self._say(number, outcome, decision)
         return record
@@ -247,23 +282,29 @@ class Job:
             cfg.training.batch_size = spec.batch_size
             cfg.training.gradient_accumulation_steps = spec.gradient_accumulation_steps
             cfg.training.num_workers = spec.num_workers
+            cfg.training.prefetch_factor = spec.prefetch_factor
         OmegaConf.resolve(cfg)
         return AttemptRequest(
             trainer=TrainerRef("inline.trainer") if inline else TrainerRef.of(self.trainer),
             cfg=cfg,
-            hydra_cfg=_hydra_config(),
+            hydra_cfg=hydra_config(),
             attempt=number,
             run_dir=self.run_dir,
             resume_checkpoint=self.checkpoint,
             environ=attempt_environment(
-                os.environ, spec.gpu, expandable_segments=self.cfg.memory.expandable_segments
+                os.environ, spec.gpu, expandable_segments=spec.expandable_segments
             ),
             cwd=os.getcwd(),
+            stall_timeout_seconds=60 * self.cfg.stall_timeout_minutes,
         )
+
+    def _number(self) -> int:
+        """Of the attempt that runs or comes next, in all launches of this run folder."""
+        return self.earlier.attempts + len(self.records) + 1
 
     def _on_event(self, event: dict[str, Any]) -> None:
         fields = {key: value for key, value in event.items() if key != "event"}
-        self.journal.write(event["event"], attempt=len(self.records) + 1, **fields)
+        self.journal.write(event["event"], attempt=self._number(), **fields)
         if event["event"] == "checkpoint":
             self.checkpoint = Path(event["path"])
 
@@ -279,12 +320,15 @@ class Job:
         )
         self.journal.write(
             "attempt_started",
-            index=number - 1,
+            attempt=number,
+            index=len(self.records),
             device=spec.device,
             gpu_uuid=None if spec.gpu is None else spec.gpu.uuid,
             batch_size=spec.batch_size,
             gradient_accumulation_steps=spec.gradient_accumulation_steps,
             num_workers=spec.num_workers,
+            prefetch_factor=spec.prefetch_factor,
+            expandable_segments=spec.expandable_segments,
             resume_checkpoint=None if self.checkpoint is None else str(self.checkpoint),
         )
 
@@ -324,52 +368,13 @@ class Job:
         log.info("%s; run folder: %s", ending, self.run_dir)
 
 
-def policy_settings(cfg: DictConfig) -> PolicySettings:
-    """The part of the config that decisions depend on."""
-    return PolicySettings(
-        batch_size=cfg.training.batch_size,
-        gradient_accumulation_steps=cfg.training.gradient_accumulation_steps,
-        num_workers=cfg.training.num_workers,
-        min_batch_size=cfg.min_batch_size,
-        max_retries=cfg.max_retries,
-        may_switch_gpu=cfg.auto_device,
-        allow_cpu_fallback=cfg.allow_cpu_fallback,
-        preserve_effective_batch_size=cfg.preserve_effective_batch_size,
-        min_gpu_memory_bytes=cfg.min_gpu_memory_mb * MIB,
-    )
-
-
-def target_of(cfg: DictConfig) -> str:
-    """The dotted path of the trainer that the config names."""
-    target = OmegaConf.select(cfg, "trainer._target_")
-    if not isinstance(target, str):
-        raise ConfigError(
-            "trainer._target_: missing; accepted is the dotted path of a function "
-            "trainer(cfg) or trainer(cfg, run)"
-        )
-    return target
-
-
-def _hydra_config() -> DictConfig | None:
-    config: Any = HydraConfig.instance().cfg
-    return None if config is None else config.copy()
-
-
-def _run_folder(run_dir: str | Path | None) -> Path:
-    if run_dir is not None:
-        path = Path(run_dir)
-    elif HydraConfig.initialized():
-        path = Path(HydraConfig.get().runtime.output_dir)
-    else:
-        path = Path("outputs") / time.strftime(f"%Y-%m-%d/%H-%M-%S_{os.getpid()}")
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"run folder {path}: cannot be made: {error.strerror}") from error
-    return path.resolve()
-
-
 def _evidence(outcome: Outcome) -> dict[str, Any] | None:
     if outcome.failure is None:
         return None
-    return {**asdict(outcome.failure.evidence), "traceback": outcome.traceback}
+    return {
+        **asdict(outcome.failure.evidence),
+        "gpu_free_before_bytes": outcome.gpu_free_before_bytes,
+        "gpu_free_after_bytes": outcome.gpu_free_after_bytes,
+        "micro_batch": outcome.micro_batch,
+        "traceback": outcome.traceback,
+    }

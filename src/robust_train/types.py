@@ -147,12 +147,16 @@ class AttemptSpec:
         batch_size: micro-batch, samples in one forward and backward pass.
         gradient_accumulation_steps: micro-batches per optimizer step.
         num_workers: data-loader workers.
+        prefetch_factor: batches that each worker prepares ahead.
+        expandable_segments: the CUDA allocator's setting against fragmentation.
     """
 
     gpu: GpuInfo | None
     batch_size: int
     gradient_accumulation_steps: int
     num_workers: int = 0
+    prefetch_factor: int = 2
+    expandable_segments: bool = True
 
     @property
     def effective_batch_size(self) -> int:
@@ -182,6 +186,9 @@ class Outcome:
         end_step: last optimizer step it reported, None if it reported none.
         peak_memory_bytes: of the device, or of the process where it ran on the CPU.
         memory: device memory at the end (``allocated``, ``reserved``, ``max_allocated``), bytes.
+        micro_batch: the one in use at the end where the trainer itself had changed it, else None.
+        gpu_free_before_bytes: free memory of the GPU before the attempt; None where not known.
+        gpu_free_after_bytes: the same when the attempt's process was gone.
         traceback: the trainer's own traceback as text, None where there is none.
         error: the exception itself where it could be carried over, else None.
     """
@@ -193,6 +200,9 @@ class Outcome:
     end_step: int | None = None
     peak_memory_bytes: int | None = None
     memory: dict[str, int] | None = None
+    micro_batch: int | None = None
+    gpu_free_before_bytes: int | None = None
+    gpu_free_after_bytes: int | None = None
     traceback: str | None = None
     error: BaseException | None = field(default=None, compare=False)
 
@@ -211,13 +221,34 @@ class Attempt:
 
 
 @dataclass(frozen=True)
+class Room:
+    """Free memory that must be there first: on which GPU, and how many bytes."""
+
+    gpu_uuid: str
+    free_bytes: int
+
+
+@dataclass(frozen=True)
 class Retry:
-    """Decision: run ``spec`` next, for ``reason``."""
+    """Decision: run ``spec`` next.
+
+    Attributes:
+        spec: what to use.
+        action: the remedy's name, as ``summary.json`` spells it.
+        reason: one sentence.
+        warning: what the user should know besides, or None.
+        pause_seconds: to let pass before.
+        room: to wait for before, or None.
+        otherwise: what to do if there is no room in time.
+    """
 
     spec: AttemptSpec
     action: str
     reason: str
     warning: str | None = None
+    pause_seconds: float = 0.0
+    room: Room | None = None
+    otherwise: Decision | None = None
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import signal
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from world import ROOT, World, is_running, wait_until
+from world import ROOT, World, is_running, parent_of, wait_until
 
 
 def test_a_function_of_cfg_is_enough_and_its_result_is_the_jobs_result(world: World):
@@ -119,25 +118,10 @@ def test_what_a_trainer_prints_is_shown_and_kept(world: World):
 
 
 def test_a_trainer_has_a_terminal_where_the_launcher_has_one(world: World):
-    main, side = pty.openpty()
-    command = world.command("trainer._target_=trainers.prints")
-    process = subprocess.Popen(
-        command, cwd=world.folder, env=world.environ, stdin=side, stdout=side, stderr=side
-    )
-    os.close(side)
-    shown = b""
-    while True:
-        try:
-            data = os.read(main, 4096)
-        except OSError:  # EIO: the last writer is gone
-            break
-        if not data:
-            break
-        shown += data
-    assert process.wait() == 0, shown.decode()
+    shown = world.run_in_terminal("trainer._target_=trainers.prints")
     summary = json.loads((world.run_dir / "summary.json").read_text())
     assert summary["result"] == [True, True]
-    assert b"a line on stdout" in shown
+    assert "a line on stdout" in shown
 
 
 def test_logging_and_hydra_config_work_inside_an_attempt(world: World):
@@ -213,8 +197,7 @@ def test_a_killed_fork_server_takes_its_attempt_along_and_is_an_outcome(world: W
     world.environ["READY_FILE"] = str(ready)
     process = world.start("trainer._target_=trainers.never_looks_whether_to_stop")
     child = int(wait_until(lambda: ready.exists() and ready.read_text(), "the trainer runs"))
-    stat = Path(f"/proc/{child}/stat").read_text()
-    os.kill(int(stat.rpartition(")")[2].split()[1]), signal.SIGKILL)
+    os.kill(parent_of(child), signal.SIGKILL)
     ended = world.end(process)
     assert ended.returncode == 1, ended.output
     assert "SIGKILL" in ended.attempts[0]["message"]

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -40,21 +37,9 @@ def test_the_default_job_reads_real_digits_with_97_percent_or_more(world: World)
 
 
 def test_a_terminal_shows_a_progress_bar(world: World):
-    main, side = pty.openpty()
-    command = world.command("training.epochs=2")
-    process = subprocess.Popen(
-        command, cwd=world.folder, env=world.environ, stdin=side, stdout=side, stderr=side
-    )
-    os.close(side)
-    shown = b""
-    while True:
-        try:
-            shown += os.read(main, 4096)
-        except OSError:  # EIO: the last writer is gone
-            break
-    assert process.wait() == 0, shown.decode()
-    assert b"\r" in shown
-    assert b"%|" in shown, shown.decode()
+    shown = world.run_in_terminal("training.epochs=2")
+    assert "\r" in shown
+    assert "%|" in shown, shown
 
 
 def test_the_same_job_gives_the_same_result_under_both_doors(world: World):

@@ -32,6 +32,9 @@ def open_robust() -> None:
 
 def open_plain() -> None:
     """``python train.py``: the same trainer, one run in this process, no supervision."""
+    from robust_train.execution.environment import shared_machine_environment
+
+    os.environ.update(shared_machine_environment(os.environ))
     from robust_train.cli import jobs
 
     _open(jobs.plain_job, "train", "config", jobs.ending)

@@ -18,10 +18,11 @@ from robust_train.execution.child import plain, trainer_traceback
 from robust_train.execution.request import TrainerRef, call_trainer
 from robust_train.execution.signals import SignalWatch
 from robust_train.failures import classify_failure
-from robust_train.launcher import Job, target_of
+from robust_train.job_settings import target_of
+from robust_train.launcher import Job
 from robust_train.report.summary import Summary, objective_of
 from robust_train.run import Interrupted, Run
-from robust_train.types import MEMORY_FAILURES
+from robust_train.types import MEMORY_FAILURES, FailureKind
 
 log = logging.getLogger("robust_train")
 
@@ -73,16 +74,14 @@ def _no_objective() -> float | None:
 
 
 def _say_why(summary: Summary) -> None:
-    traceback = summary.attempts[-1].attempt.outcome.traceback if summary.attempts else None
-    if summary.status == "failed" and traceback is not None and _is_bug(summary):
+    """The trainer's traceback where it explains more than a sentence; else, or also, the reason."""
+    outcome = summary.attempts[-1].attempt.outcome if summary.attempts else None
+    kind = None if outcome is None or outcome.failure is None else outcome.failure.kind
+    traceback = None if outcome is None or kind in MEMORY_FAILURES else outcome.traceback
+    if traceback is not None:
         print(traceback, file=sys.stderr, end="")
-    else:
+    if traceback is None or kind is not FailureKind.BUG:
         print(f"{summary.status}: {summary.reason}", file=sys.stderr)
-
-
-def _is_bug(summary: Summary) -> bool:
-    failure = summary.attempts[-1].attempt.outcome.failure
-    return failure is not None and failure.kind.value not in ("device_oom", "host_oom")
 
 
 def plain_job(cfg: DictConfig) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import logging
 import logging.config
+import os
 import pickle
 import sys
 import traceback
@@ -110,10 +111,13 @@ def failure_from_json(data: Mapping[str, Any]) -> Failure:
 def plain(value: Any) -> Any:
     """``value`` in JSON's types: what a trainer returned, for a process that has no torch.
 
-    Numbers of any library become Python's, containers are walked, the rest becomes its ``repr``.
+    Numbers of any library become Python's, paths strings; containers are walked; the rest becomes
+    its ``repr``.
     """
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
     if isinstance(value, DictConfig):
         value = OmegaConf.to_container(value, resolve=True)
     if isinstance(value, Mapping):

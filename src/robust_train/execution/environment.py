@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from importlib import metadata
 
@@ -30,11 +31,29 @@ def attempt_environment(
     }
     name = allocator_variable(environ)
     settings = environ.get(name, "")
-    if "expandable_segments" not in settings:
+    if exported_expandable_segments(environ) is None:
         # torch parses the variable as a whole, so the wish joins what is there already
         wish = f"expandable_segments:{expandable_segments}"
         own[name] = f"{settings},{wish}" if settings else wish
     return own
+
+
+def shared_machine_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment for a process that will import torch on a machine with other jobs.
+
+    Threads of a parallel region that wait for each other spin by default; where other jobs want the
+    same cores, the one they wait for does not get one meanwhile. OpenMP reads this when its library
+    is loaded, and what the user has exported goes before it.
+    """
+    return {"OMP_WAIT_POLICY": "PASSIVE", **environ}
+
+
+def exported_expandable_segments(environ: Mapping[str, str]) -> bool | None:
+    """What the user's own environment says of expandable segments, None if nothing."""
+    found = re.search(
+        r"expandable_segments\s*:\s*(\w+)", environ.get(allocator_variable(environ), "")
+    )
+    return None if found is None else found.group(1).lower() == "true"
 
 
 def allocator_variable(environ: Mapping[str, str]) -> str:

@@ -11,12 +11,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from robust_train.config import ConfigError
+from robust_train.execution.environment import shared_machine_environment
 from robust_train.execution.output import OutputPump
 from robust_train.execution.request import AttemptRequest, TrainerRef
 from robust_train.execution.signals import SignalWatch
+from robust_train.execution.stall import STACKS_SECONDS, StallWatch
 from robust_train.execution.wire import (
     ORPHAN_GRACE_SECONDS,
     MessageReader,
@@ -33,6 +36,23 @@ class ServerDied(Exception):
     def __init__(self, returncode: int) -> None:
         super().__init__(f"the fork server ended with {returncode}")
         self.returncode = returncode
+
+
+@dataclass(frozen=True)
+class Exited:
+    """How an attempt's process ended.
+
+    Attributes:
+        pid: its process id, None where the fork server died.
+        returncode: as subprocess has it.
+        max_resident_bytes: the process's peak resident memory.
+        stalled: it was killed because it made no progress.
+    """
+
+    pid: int | None
+    returncode: int
+    max_resident_bytes: int = 0
+    stalled: bool = False
 
 
 class ForkServer:
@@ -65,6 +85,7 @@ class ForkServer:
                 stdout=self.pump.stdout.child_fd,
                 stderr=self.pump.stderr.child_fd,
                 start_new_session=True,
+                env=shared_machine_environment(os.environ),
             )
         path = [os.path.abspath(entry) for entry in sys.path]
         send_message(control, {"kind": "hello", "path": path, "warm": warm})
@@ -116,20 +137,20 @@ class ForkServer:
         on_event: EventHandler,
         signals: SignalWatch,
         stop_grace_seconds: float,
-    ) -> tuple[int, int]:
+    ) -> Exited:
         """Run one attempt to its end, whatever that is.
 
         The first signal asks the attempt to stop, and after ``stop_grace_seconds`` it is killed;
         the second kills it at once.
 
-        Returns:
-            Return code as subprocess has it, and the process's peak resident memory in bytes.
+        An attempt that stalls writes its threads' stacks and is killed.
 
         Raises:
             ServerDied: the server's process ended under the attempt.
         """
         kill_at: float | None = None
-        forked = stop_sent = False
+        forked = stop_sent = stalled = False
+        stall = StallWatch(request.stall_timeout_seconds)
 
         def send_stop() -> None:
             nonlocal stop_sent
@@ -155,7 +176,7 @@ class ForkServer:
                 selector.register(stream.read_fd, selectors.EVENT_READ)
             while True:
                 left = None if kill_at is None else max(kill_at - time.monotonic(), 0)
-                selector.select(left)
+                selector.select(_sooner(left, stall.seconds_left()))
                 with contextlib.suppress(BlockingIOError):
                     os.read(wakeup, 4096)
                 if kill_at is not None and time.monotonic() >= kill_at:
@@ -166,11 +187,18 @@ class ForkServer:
                 ended = [m for m in self._messages() if m["kind"] == "exited"]
                 self.pump.move()
                 for event in read_events(self._events):
+                    stall.hear(event)
                     on_event(event)
                 if ended:
                     self._is_running = False
                     self.pump.drain()
-                    return ended[-1]["returncode"], ended[-1]["max_resident_bytes"]
+                    end = ended[-1]
+                    return Exited(end["pid"], end["returncode"], end["max_resident_bytes"], stalled)
+                if stall.seconds_left() == 0:
+                    stalled = True
+                    stall.end()
+                    self._send({"kind": "dump_stacks"})
+                    kill_at = time.monotonic() + STACKS_SECONDS
 
     def close(self) -> None:
         """End the server and whatever it runs."""
@@ -194,6 +222,12 @@ class ForkServer:
             send_message(self._control, message)
         except OSError as error:
             raise ServerDied(self._process.wait()) from error
+
+
+def _sooner(one: float | None, other: float | None) -> float | None:
+    if one is None or other is None:
+        return one if other is None else other
+    return min(one, other)
 
 
 _parked: ForkServer | None = None

@@ -7,19 +7,22 @@ import contextlib
 import io
 import logging
 import pickle
+import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from robust_train.config import ConfigError
 from robust_train.execution import fork_server
 from robust_train.execution.child import failure_from_json
-from robust_train.execution.fork_server import EventHandler, ForkServer, ServerDied
+from robust_train.execution.fork_server import EventHandler, Exited, ForkServer, ServerDied
 from robust_train.execution.request import AttemptRequest, TrainerRef
 from robust_train.execution.signals import SignalWatch
 from robust_train.failures import classify_exit
-from robust_train.types import Failure, FailureKind, Outcome
+from robust_train.failures.oom_killer import OomKillWatch
+from robust_train.types import Evidence, Failure, FailureKind, Outcome
 
 log = logging.getLogger("robust_train")
 
@@ -80,12 +83,12 @@ class ProcessExecutor:
             ConfigError: the trainer cannot be imported.
         """
         started = time.monotonic()
-        collector = _Collector(on_event)
+        collector = _Collector(on_event, OomKillWatch.start())
         log_path = self._run_dir / f"attempt-{request.attempt}.log"
         try:
             server = self._ready_server()
             server.pump.start_log(log_path)
-            returncode, max_resident = server.run(
+            exited = server.run(
                 request,
                 on_event=collector,
                 signals=self._signals,
@@ -94,11 +97,17 @@ class ProcessExecutor:
             server.pump.end_log()
             tail = server.pump.tail
         except ServerDied as death:
-            returncode, max_resident = death.returncode, None
+            exited = Exited(None, death.returncode)
             tail = self._end_server()
         seconds = time.monotonic() - started
+        stacks = _stacks(request)
+        if exited.stalled:
+            on_event({"event": "stalled", "seconds": request.stall_timeout_seconds, **stacks})
         was_stopped = self._signals.received is not None
-        return collector.outcome(returncode, tail, seconds, max_resident, was_stopped)
+        outcome = collector.outcome(exited, tail, seconds, was_stopped)
+        if exited.stalled and outcome.failure is not None and not was_stopped:
+            return replace(outcome, failure=_stalled(request), traceback=stacks["stacks"])
+        return outcome
 
     def close(self, *, keep_server: bool) -> None:
         """Release the server: for the next job of this process, or for good."""
@@ -148,12 +157,14 @@ class ProcessExecutor:
 class _Collector:
     """Listens to an attempt's events and makes its outcome of them."""
 
-    def __init__(self, forward: EventHandler) -> None:
+    def __init__(self, forward: EventHandler, oom_kills: OomKillWatch) -> None:
         self._forward = forward
+        self._oom_kills = oom_kills
         self._ending: dict[str, Any] | None = None
         self._start_step = 0
         self._end_step: int | None = None
         self._memory: dict[str, int] = {}
+        self._micro_batch: int | None = None
 
     def __call__(self, event: dict[str, Any]) -> None:
         kind = event["event"]
@@ -170,22 +181,23 @@ class _Collector:
         elif kind == "memory":
             figures = {k: v for k, v in event.items() if isinstance(v, int)}
             self._memory.update(figures)
+        elif kind in ("micro_batch_changed", "micro_batch_exhausted") and event["training"]:
+            self._micro_batch = event.get("to", event["from"])
         self._forward(event)
 
     def outcome(
         self,
-        returncode: int,
+        exited: Exited,
         tail: str,
         seconds: float,
-        max_resident_bytes: int | None,
         was_stopped: bool,
     ) -> Outcome:
         ending = self._ending or {}
         if ending.get("config_error"):
             raise ConfigError(ending["config_error"])
-        failure = self._failure(returncode, tail, was_stopped)
+        failure = self._failure(exited, tail, was_stopped)
         on_gpu = "max_allocated" in self._memory
-        peak = self._memory["max_allocated"] if on_gpu else max_resident_bytes
+        peak = self._memory["max_allocated"] if on_gpu else exited.max_resident_bytes or None
         return Outcome(
             failure=failure,
             result=ending.get("result"),
@@ -194,20 +206,51 @@ class _Collector:
             end_step=self._end_step,
             peak_memory_bytes=peak,
             memory=dict(self._memory) if on_gpu else None,
-            traceback=ending.get("traceback"),
+            micro_batch=self._micro_batch,
+            traceback=ending.get("traceback") or _native_stack(tail),
             error=_unpickled(ending.get("error")),
         )
 
-    def _failure(self, returncode: int, tail: str, was_stopped: bool) -> Failure | None:
+    def _failure(self, exited: Exited, tail: str, was_stopped: bool) -> Failure | None:
         if self._ending is None:
             if was_stopped:
                 return Failure(FailureKind.INTERRUPTED, "did not stop in time and was killed")
-            if returncode == 0:
+            if exited.returncode == 0:
                 return Failure(FailureKind.BUG, "the trainer ended its process without returning")
-            return classify_exit(returncode, tail)
+            oom_killed = None
+            if exited.returncode == -signal.SIGKILL and exited.pid is not None:
+                oom_killed = self._oom_kills.killed(exited.pid)
+            return classify_exit(exited.returncode, tail, oom_killed=oom_killed)
         if self._ending["event"] == "finished":
             return None
         return failure_from_json(self._ending["failure"])
+
+
+def _stalled(request: AttemptRequest) -> Failure:
+    minutes = request.stall_timeout_seconds / 60
+    return Failure(
+        FailureKind.COMM,
+        f"stalled: no progress for {minutes:g} min (stall_timeout_minutes)",
+        Evidence(library="robust_train"),
+        (f"see what the threads were doing in {request.stacks_file}",),
+    )
+
+
+def _stacks(request: AttemptRequest) -> dict[str, str]:
+    """What the attempt wrote when it was asked what its threads do; the file goes if empty."""
+    try:
+        text = request.stacks_file.read_text(errors="replace")
+        if not text:
+            request.stacks_file.unlink()
+    except OSError:
+        return {"stacks": ""}
+    return {"stacks": text}
+
+
+def _native_stack(tail: str) -> str | None:
+    """The stack that faulthandler printed when the process crashed, None if it did not."""
+    start = tail.rfind("Fatal Python error: ")
+    return None if start < 0 else tail[start:].strip() + "\n"
 
 
 class _LoadedOnlyUnpickler(pickle.Unpickler):

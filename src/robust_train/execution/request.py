@@ -133,6 +133,7 @@ class AttemptRequest:
         resume_checkpoint: the checkpoint to go on from.
         environ: the whole environment of the attempt's process.
         cwd: its working directory.
+        stall_timeout_seconds: without progress for so long it is ended; 0 for never.
     """
 
     trainer: TrainerRef
@@ -143,6 +144,12 @@ class AttemptRequest:
     resume_checkpoint: Path | None
     environ: dict[str, str]
     cwd: str
+    stall_timeout_seconds: float = 0.0
+
+    @property
+    def stacks_file(self) -> Path:
+        """Where the attempt writes what its threads are doing, when it is asked to."""
+        return self.run_dir / f"attempt-{self.attempt}.stacks"
 
 
 def call_trainer(trainer: Callable[..., Any], cfg: DictConfig, run: Any) -> Any:

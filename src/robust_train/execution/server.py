@@ -36,6 +36,7 @@ from robust_train.execution.wire import (
 )
 from robust_train.run import Interrupted, Run
 
+DUMP_STACKS = signal.SIGRTMAX - 1  # trainers and schedulers have uses for SIGUSR1 and SIGUSR2
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -44,7 +45,7 @@ class Server:
     """Serves one launcher over its control socket.
 
     Messages in: ``hello`` (the launcher's ``sys.path``, and whether to import torch now), ``load``
-    (a trainer), ``fork`` (run an attempt in a child), ``signal``, ``kill``.
+    (a trainer), ``fork`` (run an attempt in a child), ``signal``, ``dump_stacks``, ``kill``.
     Messages out: ``loaded``, ``refused``, ``started``, ``exited``.
     """
 
@@ -85,6 +86,8 @@ class Server:
             self._fork(message["request"])
         elif kind == "signal" and self._child is not None:
             os.kill(self._child, message["signum"])
+        elif kind == "dump_stacks" and self._child is not None:
+            os.kill(self._child, DUMP_STACKS)
         elif kind == "kill" and self._child is not None:
             os.kill(self._child, signal.SIGKILL)
 
@@ -137,6 +140,8 @@ class Server:
             os.environ.update(request.environ)
             os.chdir(request.cwd)
             faulthandler.enable()
+            if request.stall_timeout_seconds > 0:
+                faulthandler.register(DUMP_STACKS, file=request.stacks_file.open("w"))
             adopt_hydra(request.hydra_cfg)
             run = Run(
                 run_dir=Path(request.run_dir),
@@ -176,6 +181,7 @@ class Server:
                     self._control,
                     {
                         "kind": "exited",
+                        "pid": pid,
                         "returncode": os.waitstatus_to_exitcode(status),
                         "max_resident_bytes": usage.ru_maxrss * 1024,
                     },

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP, seen by the launcher."""
+"""Ctrl-C, SIGTERM, SIGHUP and a scheduler's warning, seen by the launcher."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import Any
 
-_WATCHED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# Slurm's --signal and submitit announce with one of these that the job will be taken off its node
+_WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
+_UNDER_SUBMITIT = "SUBMITIT_EXECUTOR"
 
 
 class JobInterrupted(KeyboardInterrupt):
@@ -22,8 +25,8 @@ class JobInterrupted(KeyboardInterrupt):
 
     @property
     def exit_code(self) -> int:
-        """128 + signal, as shells have it: 130 for Ctrl-C, 143 for SIGTERM."""
-        return 128 + self.signum
+        """128 + signal, as shells have it: 130 for Ctrl-C, 143 for SIGTERM and for preemption."""
+        return 128 + (signal.SIGTERM if self.signum in _WARNINGS else self.signum)
 
 
 class SignalWatch:
@@ -42,10 +45,14 @@ class SignalWatch:
 
     def __enter__(self) -> SignalWatch:
         if threading.current_thread() is threading.main_thread():
-            for signum in _WATCHED:
+            for signum in (*_STOPS, *_WARNINGS):
                 previous = signal.getsignal(signum)
                 if previous == signal.SIG_IGN:
                     continue  # nohup, or a background job of a script
+                if previous is None:
+                    continue  # a handler in C, such as faulthandler's, cannot be put back
+                if signum == signal.SIGTERM and _UNDER_SUBMITIT in os.environ:
+                    continue  # comes with every preemption and is not its signal to requeue
                 self._previous[signum] = previous
                 signal.signal(signum, self._on_signal)
         return self
@@ -78,6 +85,15 @@ class SignalWatch:
                 signal.set_wakeup_fd(old)
             os.close(read_end)
             os.close(write_end)
+
+    def pass_on(self) -> None:
+        """Call whoever had handled the signal before us, now that the checkpoint is written.
+
+        Submitit's handler puts the job back into the queue and ends the process.
+        """
+        previous = self._previous.get(self.received) if self.received is not None else None
+        if self.received in _WARNINGS and callable(previous):
+            previous(self.received, None)
 
     def raise_if_received(self) -> None:
         """Raise :class:`JobInterrupted` if a signal has come."""

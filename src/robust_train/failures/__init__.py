@@ -9,7 +9,8 @@
 
 :mod:`.accounts` finds what an exception or a log tells, :mod:`.judge` says what kind of failure
 that is, :mod:`.evidence` reads the figures, :mod:`.advice` what may help, :mod:`.exits` does the
-same for a process that ended without saying anything.
+same for a process that ended without saying anything, :mod:`.oom_killer` asks the kernel whether it
+killed one.
 """
 
 from __future__ import annotations

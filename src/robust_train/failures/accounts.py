@@ -32,7 +32,6 @@ PROGRAMMING_ERRORS = frozenset(
         "SyntaxError",
         "IndentationError",
         "TypeError",
-        "UnpicklingError",
         "ValueError",
         "UnicodeDecodeError",
         "JSONDecodeError",
@@ -132,7 +131,15 @@ def _errno_of(exception: BaseException) -> int | None:
 # --- text -------------------------------------------------------------------------------------
 
 _TRACEBACK = re.compile(r"Traceback \(most recent call (?:last|first)\)")
-_RANK_PREFIX = re.compile(r"^(?:\[[\w:|<>. -]{1,40}\]:?\s?|\((?:\w+ )?\w+[ =]?pid=\d+[^)]*\)\s?)+")
+# What launchers and loggers put before each line; "[Errno 12]" and "[TRT]" belong to the message.
+_LINE_PREFIX = re.compile(
+    r"^(?:\[(?:rank|default|worker|trainer|node)[ _]?\d+\]:?\s?"  # torchrun
+    r"|\[\d+(?:,\d+)?\](?:<std\w+>)?:\s?"  # mpirun
+    r"|\((?:\w+ )?\w+[ =]?pid=\d+[^)]*\)\s?"  # Ray, vLLM
+    r"|(?:INFO|WARNING|ERROR) [\d-]+ [\d:.,]+ \[?[\w./]+:\d+\]\s?"
+    r"|\[[\d:., TZ+/-]{8,35}\]:?\s?)+",  # a time
+    re.IGNORECASE,
+)
 _FINAL_LINE = re.compile(
     r"^(?:E\s{2,})?((?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*)(?:\([A-Za-z_]\w*\))?(?::\s|:?\s*$)"
 )
@@ -145,6 +152,13 @@ _SEPARATOR = re.compile(
     r"Exception raised from |frame #\d+|C\+\+ CapturedTraceback|\"{3}|'{3}|=+$|-+$)"
 )
 _FRAME = re.compile(r"^\s*(?:frame )?#\d+:? ")
+# What torch appends to every CUDA error, whatever it is: it names asserts and memory.
+_APPENDIX = re.compile(
+    r"Compile with .TORCH_USE_\w+_DSA. to enable device-side assertions\.?"
+    r"|Device-side assertions were explicitly omitted for this error check[^.\n]*"
+    r"|Device-side assertion tracking was not enabled by user\.?",
+    re.IGNORECASE,
+)
 # a hint is not a report: Real-ESRGAN prints "If you encounter CUDA out of memory, try …"; and
 # TensorFlow says of a failed try that "The caller indicates that this is not a failure"
 _HINT = re.compile(
@@ -168,7 +182,7 @@ def accounts_in(
     """
     if len(text) > _TEXT_LIMIT:
         text = text[: _TEXT_LIMIT // 2] + "\n" + text[-_TEXT_LIMIT // 2 :]
-    lines = [_RANK_PREFIX.sub("", line.rstrip()) for line in text.splitlines()]
+    lines = [_LINE_PREFIX.sub("", line.rstrip()) for line in text.splitlines()]
     starts = [number for number, line in enumerate(lines) if _TRACEBACK.search(line)]
     if not starts:
         yield _plain(lines, types, errno)
@@ -215,11 +229,12 @@ def _quoted(lines: list[str], header: str) -> Account | None:
         if final is None:
             return None
         message = [line]
+        name = final.group(1).rpartition(".")[2]
         for further in lines[number + 1 :]:
-            if _SEPARATOR.match(further):
+            # torch elastic draws lines within its message
+            if _SEPARATOR.match(further) and name != "ChildFailedError":
                 break
             message.append(further)
-        name = final.group(1).rpartition(".")[2]
         text = f"{header} {one_line(message)}" if header else one_line(message)
         return Account((name,), text.strip(), line.strip()[:_LINE_LIMIT])
     return None
@@ -233,7 +248,8 @@ def one_line(lines: list[str]) -> str:
             continue
         if not _FRAME.match(line):
             kept.append(line)
-    return " ".join(_HINT.sub(" ", "\n".join(kept)).split())
+    said = _HINT.sub(" ", _APPENDIX.sub(" ", "\n".join(kept)))
+    return " ".join(said.split())
 
 
 def _first_line(lines: list[str]) -> str:

@@ -5,24 +5,25 @@ from __future__ import annotations
 from robust_train.types import Evidence, FailureKind
 
 _SMALLER_BATCH = (
-    "use a smaller training.batch_size with more training.gradient_accumulation_steps: "
-    "the effective batch stays the same"
+    "use a smaller training.batch_size: activations take memory for each sample",
+    "use more training.gradient_accumulation_steps with it: the effective batch stays the same",
 )
-_SHORTER = "try a smaller model.lora_r where the model is trained with LoRA"
+_SMALLER_RANK = "try a smaller model.lora_r where the model is trained with LoRA"
 _DEFRAGMENT = (
     "set memory.expandable_segments=true: the allocator holds enough memory, in pieces too small"
 )
+_OTHERS = "see with nvidia-smi who else holds memory of this GPU, or use another"
 _DEVICE_OOM = (
-    _SMALLER_BATCH,
+    *_SMALLER_BATCH,
     "set training.mixed_precision=true: activations take about half the memory",
     "set training.gradient_checkpointing=true: less memory for about a third more time",
-    _SHORTER,
-    "see with nvidia-smi whether another process holds memory of this GPU",
+    _SMALLER_RANK,
+    _OTHERS,
 )
 _HOST_OOM = (
     "use fewer training.num_workers: each is a process with memory of its own",
     "use a smaller training.prefetch_factor: fewer batches wait in memory",
-    _SMALLER_BATCH,
+    *_SMALLER_BATCH,
     "give the job more memory (the container's or the scheduler's limit counts, not the machine's)",
 )
 _PINNED = (
@@ -63,8 +64,21 @@ _ADVICE: dict[FailureKind, tuple[str, ...]] = {
 def advice_for(kind: FailureKind, evidence: Evidence) -> tuple[str, ...]:
     """Short sentences that fit the case, most promising first; none for bugs and interruptions."""
     advice = _ADVICE.get(kind, ())
-    if kind is FailureKind.DEVICE_OOM and evidence.fragmented:
-        return (_DEFRAGMENT, *advice)
+    if kind is FailureKind.DEVICE_OOM:
+        if evidence.fragmented:
+            advice = (_DEFRAGMENT, *advice)
+        if _is_others(evidence):
+            advice = (_OTHERS, *(sentence for sentence in advice if sentence != _OTHERS))
+        return advice
     if kind is FailureKind.HOST_OOM and evidence.library == "pinned memory":
         return _PINNED
     return advice
+
+
+def _is_others(evidence: Evidence) -> bool:
+    """More is held beside this process's allocator than it asked for, and than a context takes."""
+    e = evidence
+    if e.total_bytes is None or e.free_bytes is None or e.allocated_bytes is None:
+        return False
+    others = e.total_bytes - e.free_bytes - e.allocated_bytes - (e.reserved_unallocated_bytes or 0)
+    return others > max(e.requested_bytes or 0, e.total_bytes // 4)

@@ -20,6 +20,8 @@ _STOPS = frozenset(
     {"SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGXCPU", "SIGPWR", "SIGKILL"}
 )
 _TAIL_LINES = 60
+# what a logger says below an error was no reason to end; NCCL calls its errors warnings
+_CHATTER = re.compile(r"^(?!.*\bNCCL\b).{0,60}?\b(?:DEBUG|INFO|WARNING)\b")
 
 # glibc's and the compilers' words for a program that damaged its own memory
 _CORRUPTED = re.compile(
@@ -94,6 +96,13 @@ def _told(output: str, lines: Sequence[str], native: bool) -> tuple[Account, Ver
     Where there is a traceback, it alone counts: what was logged before may have been overcome.
     """
     has_traceback = "Traceback (most recent call last)" in output
+    if not native and not has_traceback:
+        last = next(accounts_in(next((line for line in reversed(lines) if line.strip()), "")))
+        verdict = judge(last)
+        if verdict is not None:
+            return last, verdict
+        if last.is_programming_error:
+            return None
     if native or not has_traceback:
         text = _last_words(lines, native)
         if native and _CORRUPTED.search(text):
@@ -116,7 +125,7 @@ def _last_words(lines: Sequence[str], native: bool) -> str:
         for number, line in enumerate(lines):
             if _NATIVE.search(line):
                 return one_line(list(lines[number:]))
-    return one_line(list(lines))
+    return one_line([line for line in lines if not _CHATTER.match(line)])
 
 
 def _shown(lines: Sequence[str], text: str) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from robust_train.failures.accounts import Account
 from robust_train.failures.devices_and_peers import AFTER_MEMORY
 from robust_train.failures.look_alikes import BEFORE_MEMORY
-from robust_train.failures.memory import MEMORY
+from robust_train.failures.memory import MEMORY, SAID_WITH_A_VALUE_ERROR
 from robust_train.failures.rules import Verdict
 from robust_train.types import FailureKind
 
@@ -37,6 +37,9 @@ def judge(account: Account) -> Verdict | None:
     A verdict of ``bug`` is one that nothing behind the exception can change.
     """
     if account.is_programming_error:
+        rule = SAID_WITH_A_VALUE_ERROR
+        if account.types[:1] == ("ValueError",) and rule.fits(account):
+            return Verdict(rule.kind, rule.library)
         return None
     for rule in RULES:
         if rule.fits(account):

@@ -13,6 +13,7 @@ BEFORE_MEMORY: tuple[Rule, ...] = (
         "CancelledError",
         "SignalException",  # torch elastic's agent
         "TaskCancelledError",
+        "SIGTERMException",  # Lightning
     ),
     # --- a program with an error in it, whatever its message says ---
     Rule(BUG, None, types=frozenset({"OutOfResources"})),  # Triton: a tile too big for the chip
@@ -61,16 +62,21 @@ BEFORE_MEMORY: tuple[Rule, ...] = (
         r"(?:Received|Sent) message larger than max",
         r"RESOURCE[_ ]?EXHAUSTED.*\b(?:quota|rate limit|requests per|tokens per|429)\b",
     ),
-    words(BUG, None, r"Disk quota exceeded|Too many open files|received 0 items of ancdata"),
     # --- data-loader and pool workers ---
     words(
         WORKER_DEATH,
         "torch",
         r"DataLoader workers? \(pids?(?:\(s\))? [^)]*\) (?:is killed by|exited unexpectedly)",
+        r"DataLoader (?:worker|process).{0,200} is killed by signal",  # Paddle
+        # each batch from a worker is an open file here: fewer workers need fewer
+        r"unable to open shared memory object",
+        # on Windows; these numbers are a paging file too small
+        r"Couldn't open shared (?:file mapping|event)(?!.*<(?:8|1450|1455)>)",
+        r"Communication with the workers is no longer possible|received 0 items of ancdata",
+        r"unable to (?:write to|resize) file <?/?torch_",
         r"insufficient shared memory",
         r"workers are out of shared memory",
-        r"unable to write to file </?torch_",
-        r"unable to (?:allocate|resize|open) shared memory.{0,80}(?:No space left|Success)",
+        r"unable to (?:allocate|resize) shared memory.{0,80}(?:No space left|Success)",
         r"unable to allocate shared memory ?\(shm\)",
         r"/dev/shm.{0,200}No space left on device|No space left on device.{0,80}/dev/shm",
         r"(?:shm_open|shared memory|SharedMemory|shm).{0,60}No space left on device",
@@ -84,10 +90,13 @@ BEFORE_MEMORY: tuple[Rule, ...] = (
         r"child process terminated abruptly",
         r"worker process managed by the executor was unexpectedly terminated",
         r"(?:background|DataLoader) workers? (?:are|is) no longer alive",  # batchgenerators
+        r"background workers? died",
+        r"subprocesses has abruptly died",  # datasets
         r"background workers? .{0,20}6 feet under",
         r"DataLoader \d+ workers? exit unexpectedly",  # Paddle
         r"Worker process (?:died|crashed) unexpectedly|worker died unexpectedly",
     ),
+    words(BUG, None, r"Disk quota exceeded|Too many open files"),
     words(BUG, "multiprocessing", r"failed to un-?serialize"),  # loky: an object it cannot pickle
     types_named(
         WORKER_DEATH,
@@ -98,5 +107,6 @@ BEFORE_MEMORY: tuple[Rule, ...] = (
         "KilledWorker",
         "WorkerCrashedError",
         "ActorDiedError",
+        "RayActorError",
     ),
 )

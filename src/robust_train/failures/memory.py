@@ -34,6 +34,7 @@ MEMORY: tuple[Rule, ...] = (
         r"(?:\bpinned|pin_memory|Caching_?Host_?Allocator)",
         r"bytes on host: CUDA_ERROR_OUT_OF_MEMORY",
         r"in pin memory thread.*CUDA (?:driver )?error: out of memory",
+        r"Failed to CUDA host alloc",  # NCCL
     ),
     words(
         HOST_OOM,
@@ -62,7 +63,7 @@ MEMORY: tuple[Rule, ...] = (
         re.compile(
             r"\[Errno 12\]|\bENOMEM\b|os error 12\b|errno[ =:]{1,2}12\b|Cannot allocate memory"
             r"|\bmmap(?:\(\))? failed"
-            r"|paging file is too small|WinError (?:8|1450|1455)\b"
+            r"|paging file is too small|WinError (?:8|1450|1455)\b|error code: <(?:8|1450|1455)>"
             r"|Not enough memory resources are available|Insufficient system resources exist",
             re.IGNORECASE,
         ),
@@ -89,6 +90,10 @@ MEMORY: tuple[Rule, ...] = (
         r"object store.{0,20}is full",
         r"\(state: OUT_OF_MEMORY\)",  # submitit
         r"Virtual memory exhausted",
+        r"\b(?:host|system|CPU|RAM) (?:\w+ )?out of memory|out of (?:host|system|CPU) memory",
+        r"\bout of RAM\b",
+        r"\bC error: out of memory",  # pandas
+        r"Out of Memory Error: (?:failed|could not) (?:to )?allocate",  # DuckDB
     ),
     types_named(HOST_OOM, "ray", "ObjectStoreFullError"),
     types_named(HOST_OOM, "arrow", "ArrowMemoryError"),
@@ -97,7 +102,10 @@ MEMORY: tuple[Rule, ...] = (
         DEVICE_OOM,
         "torch",
         # the caching allocators of all backends and versions
-        rf"\b{_DEVICES}(?: backend| device)? out of memory",
+        rf"\b{_DEVICES}(?: backend| device)?(?: (?:has )?r[au]n)? out of (?:the )?memory",
+        rf"\b{_DEVICES} memory (?:is )?(?:overflow|exhausted|full|insufficient)",
+        rf"\b{_DEVICES} memory allocation (?:fail|err)",
+        rf"\b(?:{_DEVICES}|device) OOM\b",
         r"would exceed allowed memory|preemptively rejected",
         r"c10::(?:\w+::)?OutOfMemoryError|torch\.(?:cuda\.)?OutOfMemoryError",
         # while writing the message of an OOM it asks NVML about the processes (pytorch#112377)
@@ -105,8 +113,14 @@ MEMORY: tuple[Rule, ...] = (
         r"Invalid buffer size: [\d.]+ [KMGT]i?B",  # MPS: above the largest buffer
         r"kIOGPUCommandBufferCallbackErrorOutOfMemory",
         r"Allocation is out of device memory",  # XPU
+        r"can ?not allocate memory block with size larger than",  # XPU
     ),
-    words(DEVICE_OOM, "cublas", r"CUBLAS_STATUS_ALLOC_FAILED|HIPBLAS_STATUS_ALLOC_FAILED"),
+    words(
+        DEVICE_OOM,
+        "cublas",
+        r"(?:CU|HIP)BLAS_STATUS_ALLOC_FAILED",
+        r"cublas runtime error : resource allocation failed",  # torch until 1.3
+    ),
     # a handle's workspace that found no room; cuBLAS cannot say so, torch's forum can
     words(DEVICE_OOM, "cublas", r"(?:CU|HIP)BLAS_STATUS_NOT_INITIALIZED.{0,40}blas(?:Lt)?Create"),
     words(DEVICE_OOM, "rocblas", r"rocblas_status_memory_error"),
@@ -119,35 +133,62 @@ MEMORY: tuple[Rule, ...] = (
         r"unable to find an engine to execute this computation",
         r"no valid convolution algorithms available in CuDNN",
         r"Failed to get convolution algorithm",
+        r"(?:could not|failed to) create cudnn handle",
+        # the first thing that cuDNN allocates is its handle
+        r"CUDNN_STATUS_NOT_INITIALIZED",
+        # not about strides: torch makes its tensors contiguous. Sizes that no algorithm takes, for
+        # which accelerate and Lightning halve the batch too (pytorch#4107)
+        r"CUDNN_STATUS_NOT_SUPPORTED.{0,60}non-contiguous",
     ),
     words(DEVICE_OOM, "miopen", r"miopenStatusAllocFailed"),
     words(DEVICE_OOM, "cufft", r"(?:CU|HIP)FFT_ALLOC_FAILED"),
-    words(DEVICE_OOM, "cusolver", r"(?:CU|HIP)SOLVER_STATUS_ALLOC_FAILED"),
+    words(
+        DEVICE_OOM,
+        "cusolver",
+        r"(?:CU|HIP)SOLVER_STATUS_ALLOC_FAILED|Failed to create cuSolverDN instance",
+    ),
     words(
         DEVICE_OOM,
         "cusparse",
         r"(?:CU|HIP)SPARSE(?:LT)?_STATUS_(?:ALLOC_FAILED|INSUFFICIENT_RESOURCES)",
+        r"insufficient resources when calling .?(?:cu|hip)sparse",
     ),
     words(DEVICE_OOM, "curand", r"CURAND_STATUS_ALLOCATION_FAILED"),
     words(DEVICE_OOM, "triton", r"Triton Error \[(?:CUDA|HIP)\]: out of memory"),
     words(DEVICE_OOM, "bitsandbytes", r"Error out of memory at line \d+ in file"),
-    words(DEVICE_OOM, "nccl", r"NCCL.{0,400}(?:Cuda|HIP) failure.{0,20}out of memory"),
+    words(
+        DEVICE_OOM,
+        "nccl",
+        r"NCCL.{0,400}(?:Cuda|HIP) failure.{0,20}out of memory",
+        r"Failed to CUDA (?:calloc|malloc)",
+    ),
+    words(HOST_OOM, "nccl", r"NCCL.{0,400}Failed to (?:malloc|calloc) \d+ bytes"),
     words(
         DEVICE_OOM,
         "cuda",
         # runtime and driver, in the words of all who pass them on
         r"\b(?:cuda|hip)(?:Malloc\w*|MemAlloc\w*|MemCreate)?\b.{0,120}?out[ _]of[ _]memory",
-        r"\b(?:cudaMalloc|cuMemAlloc|hipMalloc)\w*.{0,60}failed",
+        r"\b(?:cudaMalloc|cuMemAlloc|hipMalloc)\w*.{0,60}\bfailed\b"
+        r"(?!.{0,60}(?:illegal|launch|ECC|invalid|initializ|driver|no CUDA|busy))",
         r"CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation|cudaErrorOutOfMemory",
         r"HIP_ERROR_OutOfMemory|hipErrorOutOfMemory|hipErrorMemoryAllocation|hipError_t\(1002\)",
-        r"out of memory.{0,80}(?:cuda|hip|\bGPU\b|\.cuh?\b)",
+        r"out of memory.{0,80}(?:cuda|hip|\bGPU\b|\.cuh?\b|device_context)",
         r"(?:bad_alloc|RMM failure|rmm::|thrust::).{0,200}(?:out[ _]of[ _]memory|cudaErrorMemory)",
+        r"RMM_ERROR_OUT_OF_MEMORY|Maximum pool size exceeded",
+        r"failed to get memory buffer",  # thrust
     ),
     words(
         DEVICE_OOM,
         "xpu",
         r"\b(?:UR|ZE|PI)_(?:RESULT_)?ERROR_OUT_OF_(?:DEVICE_MEMORY|RESOURCES)",
-        r"CL_OUT_OF_RESOURCES|CL_MEM_OBJECT_ALLOCATION_FAILURE",
+        r"CL_OUT_OF_RESOURCES|MEM_OBJECT_ALLOCATION_FAILURE",
+        r"(?:ERROR_OUT_OF_DEVICE_MEMORY|ErrorOutOfDeviceMemory)\b",  # Vulkan
+    ),
+    words(DEVICE_OOM, "mlx", r"\[(?:metal::)?malloc(?:_or_wait)?\] (?:Attempting|Unable) to alloc"),
+    words(
+        DEVICE_OOM,
+        "npu",
+        r"Memory_Allocation_Failure|\b(?:aclrt|rt)Malloc\w*.{0,60}\bfail",
     ),
     words(DEVICE_OOM, "rocm", r"HSA_STATUS_ERROR_OUT_OF_RESOURCES"),
     words(
@@ -155,13 +196,15 @@ MEMORY: tuple[Rule, ...] = (
         "xla",
         r"RESOURCE[_ ]EXHAUSTED.{0,200}(?:out of memory|allocat|reserve \d|\bOOM\b|\bhbm\b)",
         r"Ran out of memory in memory space",
+        r"Failed to allocate \d+ bytes for new constant",
     ),
     words(
         DEVICE_OOM,
         "tensorflow",
         r"OOM when allocating tensor",
         r"failed to alloc\w* .{0,60}from device",
-        r"Dst tensor is not initialized",  # a copy to the GPU that found no room
+        # a copy to the GPU that found no room
+        r"Dst tensor is not initialized|unable to allocate output tensor",
         r"\bResource exhausted: .{0,120}(?:OOM|memory)",
     ),
     words(
@@ -176,9 +219,13 @@ MEMORY: tuple[Rule, ...] = (
         r"\bCannot allocate [\d.]+ ?\w+ memory on (?:GPU|XPU|NPU)",  # Paddle
         r"out of memory error on (?:GPU|XPU|NPU)",
         r"not enough GPU (?:video )?memory",  # DirectML
-        r"(?:out of|insufficient) (?:GPU|device|video|graphics) memory|out of (?:VRAM|HBM)",
+        r"(?:out of|insufficient) (?:GPU|device|video|graphics) memory|out of (?:VRAM|HBM)"
+        r"|(?:insufficient|not enough) VRAM",
         r"(?:failed|unable|could not|cannot) (?:to )?allocate.{0,40}(?:GPU|device|CUDA) memory",
-        r"GPU memory.{0,40}could not be allocated",  # TensorRT
+        r"(?:failed|unable|could not|cannot) (?:to )?alloc\w*.{0,40}\b(?:GPU|CUDA|device)[ :]?\d",
+        r"not enough memory on (?:the )?(?:device|GPU|cuda)",
+        r"GPU memory.{0,40}could not be allocated|Error Code \d+: OutOfMemory",  # TensorRT
+        r"try to increase --mem-fraction-static",  # SGLang
         r"Out of memory allocating [\d,]+ bytes",  # CuPy
     ),
     # types whose words said nothing else above
@@ -190,6 +237,22 @@ MEMORY: tuple[Rule, ...] = (
         None,
         r"std::bad_alloc|\bbad allocation\b",
         r"\b(?:failed|unable|could not|cannot|can't) (?:to )?allocate (?:\w+ )?memory\b",
-        r"^(?:\w+Error: )?(?:\(?\w+\)? )?out of memory\b",
+        r"\bmemory allocation (?:failed|failure|error)\b",
+        r"(?:failed|unable|could not|cannot|can't) (?:to )?allocate [\d.,]+ ?(?:bytes|[KMGT]i?B)\b",
     ),
+    words(
+        DEVICE_OOM,
+        "cuda",
+        # cudaGetErrorString's words; the C library says "Cannot allocate memory"
+        r"^(?:\w+Error: )?(?:\(?\w+\)? )?out of memory\b",
+        r"[:)\]] ?out of memory[.!]?(?: |$)",
+    ),
+)
+
+# vLLM says it with a ValueError; of those nothing else is believed
+SAID_WITH_A_VALUE_ERROR = words(
+    DEVICE_OOM,
+    "vllm",
+    r"^(?:.*ValueError: )?No available memory for the cache blocks",
+    r"^(?:.*ValueError: )?Free memory on device .{0,80}less than desired GPU memory utilization",
 )

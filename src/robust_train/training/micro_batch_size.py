@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from robust_train.policy import PolicySettings, next_rung
+from robust_train.ladder import PolicySettings, next_rung
 
 
 class MicroBatchSize:
     """The size in use, and what is known about others. Samples throughout.
 
-    It shrinks by the launcher's own ladder (:func:`robust_train.policy.next_rung`): at most half,
+    It shrinks by the launcher's own ladder (:func:`robust_train.ladder.next_rung`): at most half,
     at least ``min_batch_size``, a divisor of the effective batch where there is one.
 
     Args:

@@ -1,0 +1,41 @@
+"""An attempt that runs but gets nowhere: a deadlock, a dead peer, a hung file system."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+STACKS_SECONDS = 1.0
+"""Time that a stalled attempt gets to write down what its threads are doing."""
+
+
+class StallWatch:
+    """Counts the time since an attempt last reported progress.
+
+    It starts to count at the first such report: a trainer that never reports is never stalled.
+
+    Args:
+        timeout_seconds: without progress for so long the attempt is stalled; 0 for never.
+        clock: seconds of a monotonic clock.
+    """
+
+    def __init__(self, timeout_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.timeout_seconds = timeout_seconds
+        self._clock = clock
+        self._last: float | None = None
+
+    def hear(self, event: Mapping[str, Any]) -> None:
+        """Take an event of the attempt into account."""
+        if self.timeout_seconds > 0 and event["event"] in ("training_started", "progress"):
+            self._last = self._clock()
+
+    def seconds_left(self) -> float | None:
+        """Until the attempt is stalled, 0 when it is; None while it is not counted."""
+        if self._last is None:
+            return None
+        return max(self._last + self.timeout_seconds - self._clock(), 0.0)
+
+    def end(self) -> None:
+        """Stop counting."""
+        self._last = None

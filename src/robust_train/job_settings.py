@@ -1,0 +1,74 @@
+"""What a job reads out of its config before it starts."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from robust_train.config import ConfigError
+from robust_train.execution.environment import exported_expandable_segments
+from robust_train.ladder import PolicySettings
+from robust_train.types import MIB
+
+
+def policy_settings(cfg: DictConfig) -> PolicySettings:
+    """The part of the config that decisions depend on."""
+    exported = exported_expandable_segments(os.environ)
+    wished = cfg.memory.expandable_segments
+    return PolicySettings(
+        batch_size=cfg.training.batch_size,
+        gradient_accumulation_steps=cfg.training.gradient_accumulation_steps,
+        num_workers=cfg.training.num_workers,
+        min_batch_size=cfg.min_batch_size,
+        max_retries=cfg.max_retries,
+        may_switch_gpu=cfg.auto_device,
+        allow_cpu_fallback=cfg.allow_cpu_fallback,
+        preserve_effective_batch_size=cfg.preserve_effective_batch_size,
+        min_gpu_memory_bytes=cfg.min_gpu_memory_mb * MIB,
+        prefetch_factor=cfg.training.prefetch_factor,
+        expandable_segments=wished if exported is None else exported,
+        may_use_expandable_segments=exported is None,
+        may_wait=cfg.wait_for_gpu,
+        retry_pause_seconds=cfg.retry_pause_seconds,
+    )
+
+
+def target_of(cfg: DictConfig) -> str:
+    """The dotted path of the trainer that the config names."""
+    target = OmegaConf.select(cfg, "trainer._target_")
+    if not isinstance(target, str):
+        raise ConfigError(
+            "trainer._target_: missing; accepted is the dotted path of a function "
+            "trainer(cfg) or trainer(cfg, run)"
+        )
+    return target
+
+
+def hydra_config() -> DictConfig | None:
+    """Hydra's own part of the config, None outside of Hydra."""
+    config: Any = HydraConfig.instance().cfg
+    return None if config is None else config.copy()
+
+
+def run_folder(run_dir: str | Path | None) -> Path:
+    """The run folder, made if need be: the one given, Hydra's, or a new one.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
+    if run_dir is not None:
+        path = Path(run_dir)
+    elif HydraConfig.initialized():
+        path = Path(HydraConfig.get().runtime.output_dir)
+    else:
+        path = Path("outputs") / time.strftime(f"%Y-%m-%d/%H-%M-%S_{os.getpid()}")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"run folder {path}: cannot be made: {error.strerror}") from error
+    return path.resolve()

@@ -1,0 +1,211 @@
+"""The figures of a failure, in bytes, and the advice that follows from them."""
+
+from __future__ import annotations
+
+import pytest
+
+from robust_train.failures import classify_failure
+from robust_train.types import Evidence
+
+KIB, MIB, GIB = 1024, 1024**2, 1024**3
+
+
+def evidence_of(message: str, kind: type[BaseException] = RuntimeError) -> Evidence:
+    return classify_failure(kind(message)).evidence
+
+
+def test_reads_torch_1_0s_figures() -> None:
+    evidence = evidence_of(
+        "CUDA out of memory. Tried to allocate 12.50 MiB (GPU 0; 10.92 GiB total capacity; "
+        "8.57 MiB already allocated; 9.28 GiB free; 4.68 MiB cached)"
+    )
+
+    assert evidence.requested_bytes == int(12.5 * MIB)
+    assert evidence.allocated_bytes == int(8.57 * MIB)
+    assert evidence.reserved_unallocated_bytes == int(4.68 * MIB)
+    assert evidence.free_bytes == int(9.28 * GIB)
+    assert evidence.total_bytes == int(10.92 * GIB)
+    assert not evidence.fragmented
+    assert evidence.library == "torch"
+
+
+def test_reads_torch_1_12s_figures_reserved_less_allocated_is_unused() -> None:
+    evidence = evidence_of(
+        "CUDA out of memory. Tried to allocate 64.00 MiB (GPU 0; 4.00 GiB total capacity; "
+        "3.25 GiB already allocated; 0 bytes free; 3.50 GiB reserved in total by PyTorch) If "
+        "reserved memory is >> allocated memory try setting max_split_size_mb"
+    )
+
+    assert evidence.requested_bytes == 64 * MIB
+    assert evidence.allocated_bytes == int(3.25 * GIB)
+    assert evidence.reserved_unallocated_bytes == int(0.25 * GIB)
+    assert evidence.free_bytes == 0
+    assert evidence.total_bytes == 4 * GIB
+    assert evidence.fragmented
+
+
+@pytest.mark.parametrize("spelling", ["capacity", "capacty"])
+def test_reads_torch_2s_figures_in_both_spellings(spelling: str) -> None:
+    evidence = evidence_of(
+        f"CUDA out of memory. Tried to allocate 1.17 GiB. GPU 0 has a total {spelling} of 23.69 "
+        "GiB of which 1.03 GiB is free. Including non-PyTorch memory, this process has 22.64 GiB "
+        "memory in use. Of the allocated memory 20.86 GiB is allocated by PyTorch, and 1.47 GiB is "
+        "reserved by PyTorch but unallocated."
+    )
+
+    assert evidence.requested_bytes == int(1.17 * GIB)
+    assert evidence.allocated_bytes == int(20.86 * GIB)
+    assert evidence.reserved_unallocated_bytes == int(1.47 * GIB)
+    assert evidence.free_bytes == int(1.03 * GIB)
+    assert evidence.total_bytes == int(23.69 * GIB)
+    assert evidence.fragmented
+
+
+def test_reads_the_figures_beside_private_pools_and_other_processes() -> None:
+    evidence = evidence_of(
+        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 2 has a total capacity of 44.52 GiB "
+        "of which 1.37 GiB is free. Process 11 has 14.94 GiB memory in use. Of the allocated "
+        "memory 42.08 GiB is allocated by PyTorch, with 510.00 MiB allocated in private pools "
+        "(e.g., CUDA Graphs), and 402.93 MiB is reserved by PyTorch but unallocated."
+    )
+
+    assert evidence.requested_bytes == 2 * GIB
+    assert evidence.allocated_bytes == int(42.08 * GIB)
+    assert evidence.reserved_unallocated_bytes == int(402.93 * MIB)
+    assert evidence.free_bytes == int(1.37 * GIB)
+    assert not evidence.fragmented
+
+
+def test_reads_mps_figures() -> None:
+    evidence = evidence_of(
+        "MPS backend out of memory (MPS allocated: 5.50 GB, other allocations: 14.76 GB, max "
+        "allowed: 20.40 GB). Tried to allocate 147.24 MB on private pool."
+    )
+
+    assert evidence.requested_bytes == int(147.24 * MIB)
+    assert evidence.allocated_bytes == int(5.5 * GIB)
+    assert evidence.total_bytes == int(20.4 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("message", "requested"),
+    [
+        (
+            "DefaultCPUAllocator: can't allocate memory: you tried to allocate 1178729664 bytes. "
+            "Error code 12 (Cannot allocate memory)",
+            1178729664,
+        ),
+        ("Unable to allocate 7.28 TiB for an array with shape (10, 10)", int(7.28 * 1024 * GIB)),
+        ("Unable to allocate 745. GiB for an array with shape (10, 10)", 745 * GIB),
+        (
+            "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 7406166528 bytes.",
+            7406166528,
+        ),
+        (
+            "Out of memory allocating 8,000,000,000 bytes (allocated so far: 4,096 bytes).",
+            8 * 10**9,
+        ),
+        ("Failed to allocate memory for requested buffer of size 285081600", 285081600),
+        ("XPU out of memory. Tried to allocate 512.00 KiB.", 512 * KIB),
+        (
+            "CUDA out of memory. Allocation was preemptively rejected because it would exceed "
+            "per_process_memory_fraction limit. Requested size: 2147483648",
+            2 * GIB,
+        ),
+    ],
+)
+def test_reads_what_was_asked_for_in_every_librarys_words(message: str, requested: int) -> None:
+    assert evidence_of(message).requested_bytes == requested
+
+
+def test_a_message_without_figures_has_none() -> None:
+    assert evidence_of("CUDA error: out of memory") == Evidence(library="cuda")
+
+
+@pytest.mark.parametrize(
+    ("requested", "unused", "fragmented"),
+    [
+        ("1.00 GiB", "1.00 GiB", True),
+        ("1.00 GiB", "1023.00 MiB", False),
+        ("2.00 MiB", "0 bytes", False),
+    ],
+)
+def test_fragmented_is_as_much_unused_as_was_asked_for(
+    requested: str, unused: str, fragmented: bool
+) -> None:
+    evidence = evidence_of(
+        f"CUDA out of memory. Tried to allocate {requested}. GPU 0 has a total capacity of 8.00 "
+        f"GiB of which 1.00 MiB is free. Of the allocated memory 6.00 GiB is allocated by "
+        f"PyTorch, and {unused} is reserved by PyTorch but unallocated."
+    )
+
+    assert evidence.fragmented is fragmented
+
+
+# --- advice ---------------------------------------------------------------------------------------
+
+
+def advice_of(message: str) -> tuple[str, ...]:
+    return classify_failure(RuntimeError(message)).advice
+
+
+def position(advice: tuple[str, ...], words: str) -> int:
+    return next(number for number, sentence in enumerate(advice) if words in sentence)
+
+
+def test_a_device_oom_is_advised_in_the_order_of_what_costs_least() -> None:
+    advice = advice_of("CUDA out of memory")
+    order = [
+        position(advice, words)
+        for words in (
+            "training.batch_size",
+            "training.gradient_accumulation_steps",
+            "training.mixed_precision",
+            "training.gradient_checkpointing",
+            "model.lora_r",
+        )
+    ]
+
+    assert order == sorted(order)
+    assert order[0] == 0
+
+
+def test_a_host_oom_is_advised_fewer_workers_before_a_smaller_batch() -> None:
+    advice = advice_of("std::bad_alloc")
+
+    assert position(advice, "training.num_workers") == 0
+    assert position(advice, "training.prefetch_factor") < position(advice, "training.batch_size")
+    assert not any("GPU" in sentence for sentence in advice)
+
+
+def test_fragmentation_is_advised_expandable_segments_first() -> None:
+    advice = advice_of(
+        "CUDA out of memory. Tried to allocate 1.00 GiB. GPU 0 has a total capacity of 8.00 GiB of "
+        "which 1.00 MiB is free. Of the allocated memory 6.00 GiB is allocated by PyTorch, and "
+        "1.50 GiB is reserved by PyTorch but unallocated."
+    )
+
+    assert "memory.expandable_segments" in advice[0]
+
+
+def test_memory_that_others_hold_is_advised_to_be_looked_at_first() -> None:
+    advice = advice_of(
+        "CUDA out of memory. Tried to allocate 1.00 GiB. GPU 0 has a total capacity of 80.00 GiB "
+        "of which 36.25 MiB is free. Process 7 has 60.00 GiB memory in use. Of the allocated "
+        "memory 18.00 GiB is allocated by PyTorch, and 100.00 MiB is reserved by PyTorch "
+        "but unallocated."
+    )
+
+    assert "who else holds memory" in advice[0]
+    assert len(set(advice)) == len(advice)
+
+
+def test_pinned_memory_is_advised_to_pin_less() -> None:
+    advice = advice_of("failed to alloc 34359738368 bytes on host: CUDA_ERROR_OUT_OF_MEMORY")
+
+    assert "pin less" in advice[0]
+
+
+@pytest.mark.parametrize("error", [KeyError("lr"), KeyboardInterrupt()])
+def test_bugs_and_interruptions_need_no_advice(error: BaseException) -> None:
+    assert classify_failure(error).advice == ()

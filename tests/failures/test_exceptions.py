@@ -1,0 +1,241 @@
+"""Failures that really happen here, and how exceptions hang together."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from robust_train.failures import classify_failure
+from robust_train.types import FailureKind
+
+OOM = (
+    "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 11.76 GiB of "
+    "which 13.44 MiB is free. Of the allocated memory 11.36 GiB is allocated by PyTorch, and "
+    "76.92 MiB is reserved by PyTorch but unallocated."
+)
+
+REAL = {
+    "host_oom": [
+        "torch_allocation",
+        "torch_backward",
+        "torch_more_than_the_address_space",
+        "numpy_allocation",
+        "python_allocation",
+        "mapping_without_memory",
+        "allocation_in_worker",
+        "torch_allocation_in_worker",
+        "numpy_allocation_in_worker",
+    ],
+    "worker_death": [
+        "worker_is_killed",
+        "worker_segfaults",
+        "worker_has_a_bus_error",
+        "worker_aborts",
+        "worker_leaves",
+    ],
+    "device_unavailable": ["cuda_is_absent", "backend_is_not_built"],
+    "comm": ["peer_answers_too_late", "peer_is_gone", "peers_do_not_come", "store_is_not_there"],
+    "bug": [
+        "key_error_in_worker",
+        "index_error_in_worker",
+        "file_missing_in_worker",
+        "shapes_differ",
+        "wrong_view",
+        "label_out_of_range",
+        "size_overflows",
+        "torn_checkpoint",
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def real() -> dict[str, Any]:
+    """What really failed, in a process of its own, and what was said of it."""
+    names = [name for named in REAL.values() for name in named]
+    script = Path(__file__).with_name("real_failures.py")
+    run = subprocess.run(
+        [sys.executable, str(script), *names], capture_output=True, text=True, timeout=120
+    )
+    told = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
+    assert len(told) == len(names), run.stderr[-3000:]
+    return {one["name"]: one for one in told}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [(kind, name) for kind, names in REAL.items() for name in names]
+)
+def test_says_what_really_failed(kind: str, name: str, real: dict[str, Any]) -> None:
+    if name == "cuda_is_absent":
+        import torch
+
+        if torch.cuda.is_available():
+            pytest.skip("this machine has a GPU")
+
+    assert real[name]["kind"] == kind, real[name]
+
+
+def test_reads_the_size_that_torch_and_numpy_could_not_have(real: dict[str, Any]) -> None:
+    gib = 1024**3
+
+    assert real["torch_allocation"]["requested_bytes"] == gib
+    assert real["numpy_allocation"]["requested_bytes"] == gib
+    assert real["torch_allocation"]["library"] == "torch"
+    assert real["numpy_allocation"]["library"] == "numpy"
+
+
+def test_torchs_own_class_is_a_device_oom_with_and_without_words() -> None:
+    import torch
+
+    assert classify_failure(torch.OutOfMemoryError(OOM)).kind is FailureKind.DEVICE_OOM
+    assert classify_failure(torch.OutOfMemoryError()).kind is FailureKind.DEVICE_OOM
+    assert classify_failure(torch.OutOfMemoryError("no words", 7)).kind is FailureKind.DEVICE_OOM
+
+
+def test_errno_12_is_the_hosts_memory_whatever_the_locale_says() -> None:
+    error = OSError(12, "Nicht genügend Hauptspeicher verfügbar", "/data/tokens.bin")
+
+    assert classify_failure(error).kind is FailureKind.HOST_OOM
+
+
+def test_a_full_disk_is_a_bug_and_a_full_shared_memory_is_not() -> None:
+    disk = OSError(28, "No space left on device", "/scratch/checkpoint.pt")
+    shared = OSError(28, "No space left on device", "/dev/shm/torch_12_3")
+
+    assert classify_failure(disk).kind is FailureKind.BUG
+    assert classify_failure(shared).kind is FailureKind.WORKER_DEATH
+
+
+def caught(raising: Any) -> BaseException:
+    try:
+        raising()
+    except BaseException as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+def test_looks_through_raise_from() -> None:
+    def raising() -> None:
+        try:
+            try:
+                raise RuntimeError(OOM)
+            except RuntimeError as first:
+                raise RuntimeError("the step failed") from first
+        except RuntimeError as second:
+            raise RuntimeError("training failed") from second
+
+    failure = classify_failure(caught(raising))
+
+    assert failure.kind is FailureKind.DEVICE_OOM
+    assert failure.evidence.requested_bytes == 20 * 1024**2
+
+
+def test_looks_at_what_was_being_handled() -> None:
+    def raising() -> None:
+        try:
+            raise RuntimeError(OOM)
+        except RuntimeError:
+            raise RuntimeError("training failed")  # noqa: B904
+
+    assert classify_failure(caught(raising)).kind is FailureKind.DEVICE_OOM
+
+
+def test_a_suppressed_context_is_not_looked_at() -> None:
+    def raising() -> None:
+        try:
+            raise RuntimeError(OOM)
+        except RuntimeError:
+            raise RuntimeError("the data set is empty") from None
+
+    assert classify_failure(caught(raising)).kind is FailureKind.BUG
+
+
+@pytest.mark.parametrize(
+    "mistake", [KeyError("oom"), TypeError("no"), NameError("oom"), AttributeError("no such thing")]
+)
+def test_a_mistake_made_while_handling_an_oom_is_a_bug(mistake: Exception) -> None:
+    def raising() -> None:
+        try:
+            raise RuntimeError(OOM)
+        except RuntimeError:
+            raise mistake  # noqa: B904
+
+    assert classify_failure(caught(raising)).kind is FailureKind.BUG
+
+
+def test_a_mistake_raised_from_an_oom_on_purpose_is_the_oom() -> None:
+    def raising() -> None:
+        try:
+            raise RuntimeError(OOM)
+        except RuntimeError as error:
+            raise ValueError("batch_size is too large for this GPU") from error
+
+    assert classify_failure(caught(raising)).kind is FailureKind.DEVICE_OOM
+
+
+def test_an_oom_while_cleaning_up_after_a_bug_is_what_is_told_first() -> None:
+    def raising() -> None:
+        try:
+            raise KeyError("label")
+        except KeyError:
+            raise RuntimeError(OOM)  # noqa: B904
+
+    assert classify_failure(caught(raising)).kind is FailureKind.DEVICE_OOM
+
+
+def test_an_exception_that_is_its_own_cause_ends() -> None:
+    first, second = RuntimeError("first"), RuntimeError("second")
+    first.__cause__, second.__cause__ = second, first
+
+    assert classify_failure(first).kind is FailureKind.BUG
+
+
+def test_a_message_that_cannot_be_printed_is_a_bug() -> None:
+    class Unprintable(RuntimeError):
+        def __str__(self) -> str:
+            raise ValueError("no")
+
+    assert classify_failure(Unprintable(OOM)).kind is FailureKind.BUG
+
+
+def test_a_message_of_several_arguments_is_read() -> None:
+    assert classify_failure(RuntimeError("step 3", OOM)).kind is FailureKind.DEVICE_OOM
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exception groups are of Python 3.11")
+class TestExceptionGroups:
+    def test_looks_into_groups_of_groups(self) -> None:
+        inner = ExceptionGroup("ranks", [RuntimeError(OOM)])  # noqa: F821
+        group = ExceptionGroup("nodes", [ValueError("aborted"), inner])  # noqa: F821
+
+        assert classify_failure(group).kind is FailureKind.DEVICE_OOM
+
+    def test_of_several_failures_the_cause_is_told_not_its_echo(self) -> None:
+        group = ExceptionGroup(  # noqa: F821
+            "ranks",
+            [
+                RuntimeError("[pair.cc:598] Connection closed by peer [127.0.0.1]:5141"),
+                RuntimeError("CUDA error: uncorrectable ECC error encountered"),
+            ],
+        )
+
+        assert classify_failure(group).kind is FailureKind.DEVICE_FAULT
+
+    def test_a_group_of_bugs_is_a_bug(self) -> None:
+        group = ExceptionGroup("both", [KeyError("CUDA out of memory"), TypeError("no")])  # noqa: F821
+
+        assert classify_failure(group).kind is FailureKind.BUG
+
+
+@pytest.mark.parametrize("code", [143, 130, 138])
+def test_leaving_with_a_signals_code_is_an_interruption(code: int) -> None:
+    assert classify_failure(SystemExit(code)).kind is FailureKind.INTERRUPTED
+
+
+@pytest.mark.parametrize("code", [1, 2, "no data", None])
+def test_leaving_with_any_other_code_is_a_bug(code: object) -> None:
+    assert classify_failure(SystemExit(code)).kind is FailureKind.BUG

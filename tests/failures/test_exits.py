@@ -1,0 +1,179 @@
+"""Processes that ended without a report: real ones, by their exit status and last words."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from robust_train.failures import classify_exit
+from robust_train.types import Failure, FailureKind
+
+KILL_ME = "import os, signal; os.kill(os.getpid(), signal.{})"
+
+
+def run(program: str, *options: str) -> tuple[int, str]:
+    """A Python process that runs the program: its return code and all it printed."""
+    done = subprocess.run(
+        [sys.executable, *options, "-c", program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=60,
+    )
+    return done.returncode, done.stdout
+
+
+def ended(program: str, *options: str, oom_killed: bool | None = None) -> Failure:
+    return classify_exit(*run(program, *options), oom_killed=oom_killed)
+
+
+def test_a_bare_sigkill_is_an_interruption() -> None:
+    failure = ended(KILL_ME.format("SIGKILL"))
+
+    assert failure.kind is FailureKind.INTERRUPTED
+    assert "SIGKILL" in failure.message
+
+
+def test_a_sigkill_that_the_cgroup_counted_is_the_hosts_memory() -> None:
+    failure = ended(KILL_ME.format("SIGKILL"), oom_killed=True)
+
+    assert failure.kind is FailureKind.HOST_OOM
+    assert failure.evidence.library == "kernel"
+    assert "num_workers" in failure.advice[0]
+
+
+def test_a_sigkill_that_the_cgroup_did_not_count_is_an_interruption() -> None:
+    assert ended(KILL_ME.format("SIGKILL"), oom_killed=False).kind is FailureKind.INTERRUPTED
+
+
+def test_a_shells_word_for_sigkill_is_understood() -> None:
+    done = subprocess.run(["sh", "-c", "sh -c 'kill -9 $$'; exit $?"], timeout=60)
+
+    assert done.returncode == 137
+    assert classify_exit(done.returncode).kind is FailureKind.INTERRUPTED
+    assert classify_exit(done.returncode, oom_killed=True).kind is FailureKind.HOST_OOM
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGXCPU"])
+def test_signals_that_ask_to_stop_are_interruptions(name: str) -> None:
+    program = f"import signal; signal.signal(signal.{name}, signal.SIG_DFL)\n"
+
+    failure = ended(program + KILL_ME.format(name))
+
+    assert failure.kind is FailureKind.INTERRUPTED
+    assert name in failure.message
+
+
+def test_ctrl_c_is_an_interruption() -> None:
+    assert ended("import signal; signal.raise_signal(signal.SIGINT)").kind is (
+        FailureKind.INTERRUPTED
+    )
+
+
+def test_a_segmentation_fault_is_a_bug() -> None:
+    failure = ended("import ctypes; ctypes.string_at(0)", "-X", "faulthandler")
+
+    assert failure.kind is FailureKind.BUG
+    assert "SIGSEGV" in failure.message
+
+
+def test_an_abort_is_a_bug() -> None:
+    failure = ended("import os; os.abort()", "-X", "faulthandler")
+
+    assert failure.kind is FailureKind.BUG
+    assert "SIGABRT" in failure.message
+
+
+def test_a_bus_error_is_a_full_shared_memory() -> None:
+    program = (
+        "import mmap, tempfile\n"
+        "file = tempfile.TemporaryFile()\n"
+        "file.truncate(mmap.PAGESIZE)\n"
+        "mapped = mmap.mmap(file.fileno(), mmap.PAGESIZE)\n"
+        "file.truncate(0)\n"
+        "mapped[0]\n"
+    )
+
+    failure = ended(program)
+
+    assert failure.kind is FailureKind.WORKER_DEATH
+    assert "SIGBUS" in failure.message
+
+
+@pytest.mark.parametrize("code", [1, 2, 3, 255])
+def test_leaving_with_a_code_is_a_bug(code: int) -> None:
+    failure = ended(f"import sys; sys.exit({code})")
+
+    assert failure.kind is FailureKind.BUG
+    assert str(code) in failure.message
+
+
+@pytest.mark.parametrize(
+    ("program", "kind"),
+    [
+        ("raise ValueError('CUDA out of memory')", FailureKind.BUG),
+        ("{}['CUDA out of memory']", FailureKind.BUG),
+        ("import nowhere.cuda_out_of_memory", FailureKind.BUG),
+        ("bytearray(1 << 62)", FailureKind.HOST_OOM),
+        ("import mmap; mmap.mmap(-1, 1 << 60)", FailureKind.HOST_OOM),
+        ("raise RuntimeError('CUDA error: out of memory')", FailureKind.DEVICE_OOM),
+        ("raise KeyboardInterrupt", FailureKind.INTERRUPTED),
+    ],
+)
+def test_the_traceback_of_an_uncaught_exception_tells(program: str, kind: FailureKind) -> None:
+    assert ended(program).kind is kind
+
+
+def test_an_oom_that_was_overcome_does_not_count() -> None:
+    program = (
+        "try:\n"
+        "    bytearray(1 << 62)\n"
+        "except MemoryError as error:\n"
+        "    print('MemoryError: Unable to allocate 4 EiB, trying less')\n"
+        "raise TypeError('no')\n"
+    )
+
+    assert ended(program).kind is FailureKind.BUG
+
+
+def test_a_bug_made_while_handling_a_memory_error_is_a_bug() -> None:
+    program = (
+        "try:\n    bytearray(1 << 62)\nexcept MemoryError:\n    handler = {}\n    handler['oom']\n"
+    )
+
+    assert ended(program).kind is FailureKind.BUG
+
+
+def test_what_is_only_logged_is_no_reason_to_end() -> None:
+    program = (
+        "import logging, sys\n"
+        "logging.basicConfig(format='%(asctime)s %(levelname)s %(message)s')\n"
+        "logging.warning('CUDA out of memory. Trying half the batch')\n"
+        "print('bad checkpoint')\n"
+        "sys.exit(3)\n"
+    )
+
+    assert ended(program).kind is FailureKind.BUG
+
+
+def test_the_kernels_words_in_the_output_are_evidence_of_its_kill() -> None:
+    words = "Memory cgroup out of memory: Killed process 7711 (python) total-vm:21238548kB"
+
+    killed = ended(f"import sys; print({words!r}, flush=True)\n" + KILL_ME.format("SIGKILL"))
+
+    assert killed.kind is FailureKind.HOST_OOM
+    assert words in killed.message
+
+
+def test_a_trainer_that_only_writes_of_a_kill_and_fails_otherwise_is_not_killed() -> None:
+    failure = ended("import ctypes; print('saw an OOMKilled pod'); ctypes.string_at(0)")
+
+    assert "SIGSEGV" in failure.message
+
+
+def test_a_long_log_is_read_from_its_end() -> None:
+    log = "step\n" * 100_000 + "Traceback (most recent call last):\n  File x\nMemoryError\n"
+
+    assert classify_exit(1, log).kind is FailureKind.HOST_OOM

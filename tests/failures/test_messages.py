@@ -1,0 +1,154 @@
+"""The labelled table of real messages: what each of them is, however it arrives."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+from failures.messages import CASES, Case, raised
+from robust_train.failures import classify_exit, classify_failure
+from robust_train.types import MEMORY_FAILURES, Failure, FailureKind
+
+MEMORY = {kind.value for kind in MEMORY_FAILURES}
+RAISED = [case for case in CASES if not case.is_exit]
+TRACEBACK = "Traceback (most recent call last):\n" + '  File "train.py", line 3, in <module>\n'
+# what torch appends to each error of CUDA, on lines of their own
+APPENDIX = (
+    "\nCUDA kernel errors might be asynchronously reported at some other API call, so the "
+    "stacktrace below might be incorrect.\nFor debugging consider passing CUDA_LAUNCH_BLOCKING=1\n"
+    "Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n"
+)
+
+
+def classified(case: Case) -> Failure:
+    if case.is_exit:
+        return classify_exit(case.returncode, case.message)
+    return classify_failure(case.exception())
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_says_what_a_real_message_is(case: Case) -> None:
+    failure = classified(case)
+
+    assert failure.kind.value == case.kind, f"{case.raised_by}: {case.message}"
+    assert "\n" not in failure.message
+
+
+def test_recognises_all_memory_failures_and_retries_no_bug() -> None:
+    told = [(case.kind, classified(case).kind.value) for case in CASES]
+
+    assert [pair for pair in told if pair[0] in MEMORY and pair[1] not in MEMORY] == []
+    assert [pair for pair in told if pair[0] == "bug" and pair[1] != "bug"] == []
+    assert sum(label == found for label, found in told) / len(told) >= 0.97
+
+
+def test_the_table_is_large_and_has_no_message_twice() -> None:
+    count = Counter(case.kind for case in CASES)
+
+    assert len(CASES) >= 700
+    assert set(count) == {kind.value for kind in FailureKind}
+    assert count["bug"] >= 240
+    assert count["device_oom"] >= 190
+    assert len({(case.raised_by, case.message) for case in CASES}) == len(CASES)
+
+
+def other_kinds(
+    cases: Iterator[tuple[Case, BaseException]] | list[tuple[Case, BaseException]],
+) -> list[str]:
+    return [
+        f"{case}: {case.kind} became {found}, {case.message[:80]}"
+        for case, error in cases
+        if (found := classify_failure(error).kind.value) != case.kind
+    ]
+
+
+def test_a_rank_before_the_message_changes_nothing() -> None:
+    prefixed = [
+        (case, raised(case.raised_by, prefix + case.message))
+        for case in RAISED
+        for prefix in ("[rank3]: ", "[default0]:", "(RayTrainWorker pid=7123) ", "[1,0]<stderr>: ")
+        if case.message and case.raised_by != "SystemExit" and "[Errno" not in case.message
+    ]
+
+    assert len(prefixed) > 2000
+    assert other_kinds(prefixed) == []
+
+
+def test_other_sizes_and_gpu_numbers_change_nothing() -> None:
+    def varied(message: str) -> str:
+        message = re.sub(r"\bGPU \d+", "GPU 13", message)
+        message = re.sub(r"\d+(?:\.\d+)? (?=[KMGT]i?B)", "1023.99 ", message)
+        return re.sub(r"\d{6,}", "123456789012", message)
+
+    changed = [
+        (case, raised(case.raised_by, varied(case.message)))
+        for case in RAISED
+        if varied(case.message) != case.message
+    ]
+
+    assert len(changed) > 120
+    assert other_kinds(changed) == []
+
+
+@pytest.mark.parametrize("link", ["__cause__", "__context__"])
+def test_an_error_raised_for_another_is_of_the_first_ones_kind(link: str) -> None:
+    def wrapped(case: Case) -> BaseException:
+        outer = RuntimeError("training failed")
+        setattr(outer, link, case.exception())
+        return outer
+
+    assert other_kinds([(case, wrapped(case)) for case in RAISED]) == []
+
+
+def quotable() -> list[tuple[Case, str]]:
+    """Cases whose message is no traceback by itself, as the last lines of one."""
+    return [
+        (case, f"{name}: {case.message}" if case.message else name)
+        for case in RAISED
+        if "Traceback" not in case.message
+        and not case.message.startswith("\n")
+        and (name := case.raised_by.partition("(")[0]) != "SystemExit"
+    ]
+
+
+def test_a_workers_traceback_tells_as_much_as_the_error_itself() -> None:
+    quoted = [
+        (
+            case,
+            RuntimeError(f"Caught it in DataLoader worker process 0.\nOriginal {TRACEBACK}{end}"),
+        )
+        for case, end in quotable()
+    ]
+
+    assert len(quoted) > 500
+    assert other_kinds(list(quoted)) == []
+
+
+@pytest.mark.parametrize("prefix", ["", "[rank1]: ", "(TrainWorker pid=77) "])
+def test_a_log_that_ends_in_a_traceback_tells_as_much_as_the_error_itself(prefix: str) -> None:
+    def log(end: str) -> str:
+        lines = f"epoch 1\n{TRACEBACK}{end}".splitlines()
+        return "\n".join(prefix + line for line in lines)
+
+    wrong = [
+        f"{case}: {case.kind} became {found}"
+        for case, end in quotable()
+        if (found := classify_exit(1, log(end)).kind.value) != case.kind
+    ]
+
+    assert wrong == []
+
+
+def test_what_torch_appends_to_each_cuda_error_is_no_device_side_assert() -> None:
+    appended = [
+        (case, raised(case.raised_by, case.message + APPENDIX))
+        for case in RAISED
+        if case.message.startswith(("CUDA error", "CUDA driver error"))
+        and APPENDIX.split("`")[1] not in case.message
+    ]
+
+    assert len(appended) > 40
+    assert other_kinds(appended) == []

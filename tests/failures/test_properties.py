@@ -1,0 +1,114 @@
+"""What holds for every message, whatever it says."""
+
+from __future__ import annotations
+
+import builtins
+import signal
+
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from failures.messages import CASES
+from robust_train.failures import classify_exit, classify_failure
+from robust_train.failures.accounts import PROGRAMMING_ERRORS
+from robust_train.failures.memory import KERNEL_OOM
+from robust_train.types import FailureKind
+
+# of the classes of Python itself, those that a text can make
+EXCEPTIONS = [
+    kind
+    for name in dir(builtins)
+    if isinstance(kind := getattr(builtins, name), type)
+    and issubclass(kind, Exception)
+    and not issubclass(kind, (UnicodeError, Warning))
+    and "Group" not in name
+]
+MISTAKES = [kind for kind in EXCEPTIONS if kind.__name__ in PROGRAMMING_ERRORS]
+# vLLM says with a ValueError that the device's memory is full
+REAL_MESSAGES = [case.message for case in CASES if case.raised_by != "ValueError"]
+
+real_messages = st.sampled_from(REAL_MESSAGES)
+# pieces of real messages in any order: near to all patterns, and no message that anyone knows
+words = st.lists(
+    st.sampled_from(sorted({word for message in REAL_MESSAGES for word in message.split()})),
+    max_size=12,
+).map(" ".join)
+texts = st.one_of(st.text(max_size=200), real_messages, words)
+anything = settings(max_examples=200, deadline=None)
+
+
+@anything
+@given(texts, st.sampled_from(EXCEPTIONS))
+def test_never_raises_and_says_it_on_one_line(text: str, kind: type[Exception]) -> None:
+    failure = classify_failure(kind(text))
+
+    assert isinstance(failure.kind, FailureKind)
+    assert "\n" not in failure.message
+    assert len(failure.message) <= 400
+
+
+@anything
+@given(
+    st.integers(min_value=-70, max_value=260),
+    texts,
+    st.sampled_from([None, True, False]),
+)
+def test_never_raises_on_what_a_process_left(code: int, log: str, killed: bool | None) -> None:
+    failure = classify_exit(code, log, oom_killed=killed)
+
+    assert isinstance(failure.kind, FailureKind)
+    if killed:
+        assert failure.kind is FailureKind.HOST_OOM
+
+
+@anything
+@given(texts, st.sampled_from(MISTAKES))
+def test_a_mistake_of_the_program_is_a_bug_whatever_its_message(
+    text: str, kind: type[Exception]
+) -> None:
+    assume("Traceback" not in text)  # a message that quotes another error's is that error's
+
+    assert classify_failure(kind(text)).kind is FailureKind.BUG
+
+
+@anything
+@given(texts, texts, st.sampled_from(MISTAKES))
+def test_a_traceback_that_ends_in_a_mistake_is_a_bug_whatever_was_logged(
+    logged: str, message: str, kind: type[Exception]
+) -> None:
+    assume("Traceback" not in logged + message and not KERNEL_OOM.search(logged + message))
+    end = f"{kind.__name__}: {' '.join(message.split())}"
+
+    failure = classify_exit(1, f"{logged}\nTraceback (most recent call last):\n  File x\n{end}")
+
+    assert failure.kind is FailureKind.BUG
+
+
+@anything
+@given(texts)
+def test_wrapping_an_error_does_not_change_what_it_is(text: str) -> None:
+    error = RuntimeError(text)
+    outer = RuntimeError("training failed")
+    outer.__cause__ = error
+
+    assert classify_failure(outer).kind is classify_failure(error).kind
+
+
+@anything
+@given(texts, st.integers(min_value=0, max_value=4095))
+def test_a_rank_before_the_message_does_not_change_what_it_is(text: str, rank: int) -> None:
+    prefixed = "\n".join(f"[rank{rank}]: {line}" for line in text.split("\n"))
+
+    assert (
+        classify_failure(RuntimeError(prefixed)).kind is classify_failure(RuntimeError(text)).kind
+    )
+
+
+@anything
+@given(texts, st.sampled_from([s for s in signal.Signals if s.name in ("SIGTERM", "SIGINT")]))
+def test_who_was_asked_to_stop_was_interrupted_whatever_it_printed(
+    text: str, stop: signal.Signals
+) -> None:
+    assume(not KERNEL_OOM.search(text))  # these words are evidence against the signal
+
+    assert classify_exit(-stop, text).kind is FailureKind.INTERRUPTED

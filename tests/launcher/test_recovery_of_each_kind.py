@@ -1,0 +1,232 @@
+"""Each kind of failure meets its remedy, end to end, with the reason in journal and summary."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from simulated_nvml import Gpu, Machine
+from world import Ended, World, parent_of, wait_until
+
+A = "GPU-aaaaaaaa-0000-0000-0000-000000000000"
+B = "GPU-bbbbbbbb-0000-0000-0000-000000000000"
+
+FRAGMENTED = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.65 GiB of "
+    "which 512.00 MiB is free. Of the allocated memory 12.00 GiB is allocated by PyTorch, and 8.00 "
+    "GiB is reserved by PyTorch but unallocated."
+)
+PLAIN_OOM = "CUDA out of memory. Tried to allocate 2.00 GiB."
+ILLEGAL_ADDRESS = "CUDA error: an illegal memory access was encountered"
+BUSY = "CUDA error: CUDA-capable device(s) is/are busy or unavailable"
+PEER_GONE = (
+    "[../third_party/gloo/gloo/transport/tcp/pair.cc:525] Read error [10.0.0.2]:3: "
+    "Connection reset by peer"
+)
+
+MakeMachine = Callable[..., Machine]
+
+
+class Script:
+    """What the attempts of a test's trainer do, and what they were given."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.failures = world.folder / "failures"
+        self.attempts_file = world.folder / "given"
+        world.environ |= {
+            "FAILURES_FILE": str(self.failures),
+            "ATTEMPTS_FILE": str(self.attempts_file),
+        }
+
+    def run(self, *lines: str, overrides: tuple[str, ...] = ()) -> Ended:
+        self.failures.write_text("\n".join(lines))
+        return self.world.train("fails_by_script", "retry_pause_seconds=0.1", *overrides)
+
+    @property
+    def given(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.attempts_file.read_text().splitlines()]
+
+
+@pytest.fixture
+def script(world: World) -> Script:
+    return Script(world)
+
+
+@pytest.fixture
+def two_gpus(world: World, cuda_machine_with: MakeMachine) -> Machine:
+    """GPU 0 has 20000 MiB free, GPU 1 has 10000."""
+    machine = cuda_machine_with(
+        Gpu(uuid=A, total_mib=24000, free_mib=20000),
+        Gpu(uuid=B, total_mib=24000, free_mib=10000),
+    )
+    world.with_environ(machine.environ)
+    return machine
+
+
+def actions(ended: Ended) -> list[str]:
+    return [attempt["action"] for attempt in ended.attempts]
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_fragmentation_gets_expandable_segments_at_the_same_batch(script: Script):
+    ended = script.run(f"3 {FRAGMENTED}", overrides=("memory.expandable_segments=false",))
+    assert ended.returncode == 0, ended.output
+    assert actions(ended) == ["expandable_segments", "none"]
+    first, second = script.given
+    assert first["allocator"] == "expandable_segments:False"
+    assert second["allocator"] == "expandable_segments:True"
+    assert first["batch_size"] == second["batch_size"]
+    evidence = next(e["evidence"] for e in ended.journal if e["event"] == "attempt_ended")
+    assert evidence["requested_bytes"] == 2 * 1024**3
+    assert evidence["reserved_unallocated_bytes"] == 8 * 1024**3
+
+
+def test_memory_that_others_took_is_waited_for_at_the_same_batch(
+    world: World, script: Script, cuda_machine_with: MakeMachine
+):
+    machine = cuda_machine_with(Gpu(uuid=A, total_mib=24000, free_mib=20000))
+    world.with_environ(machine.environ)
+    script.failures.write_text(f"3 {PLAIN_OOM}")
+    world.environ["GO_FILE"] = str(world.folder / "go")
+    process = world.start(
+        "trainer._target_=trainers.fails_by_script_when_told", "gpu_check_interval_seconds=0.1"
+    )
+    wait_until(script.attempts_file.exists, "the first attempt runs")
+    machine.update(0, free_mib=12000)
+    (world.folder / "go").touch()
+    journal = world.run_dir / "journal.jsonl"
+    wait_until(lambda: '"wait"' in journal.read_text(), "the launcher waits for the room")
+    machine.update(0, free_mib=20000)
+    ended = world.end(process)
+    assert ended.returncode == 0, ended.output
+    assert actions(ended) == ["wait", "none"]
+    assert [attempt["batch_size"] for attempt in ended.attempts] == [64, 64]
+    assert "others took 8000 MiB" in ended.attempts[0]["reason"]
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_sick_gpu_is_left_and_avoided(script: Script):
+    ended = script.run(f"40 {ILLEGAL_ADDRESS}")
+    assert ended.returncode == 0, ended.output
+    assert [attempt["outcome"] for attempt in ended.attempts] == ["device_fault", "completed"]
+    assert [given["gpu"] for given in script.given] == [A, B]
+    assert [given["batch_size"] for given in script.given] == [64, 64]
+    assert "cuda:0 is avoided from now on" in ended.output
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_the_same_fault_at_the_same_step_on_two_gpus_ends_the_job(script: Script):
+    ended = script.run(f"40 {ILLEGAL_ADDRESS}", f"40 {ILLEGAL_ADDRESS}")
+    assert ended.returncode == 1, ended.output
+    assert len(ended.attempts) == 2
+    assert "at step 40 on two devices" in ended.summary["reason"]
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_busy_gpu_means_the_next_one_and_then_the_cpu(script: Script):
+    ended = script.run(f"0 {BUSY}", f"0 {BUSY}")
+    assert ended.returncode == 0, ended.output
+    assert [given["gpu"] for given in script.given] == [A, B, "cpu"]
+    assert actions(ended) == ["switch_gpu", "cpu_fallback", "none"]
+
+
+def test_a_dead_peer_is_tried_again_after_growing_pauses(script: Script):
+    ended = script.run(f"3 {PEER_GONE}", f"5 {PEER_GONE}")
+    assert ended.returncode == 0, ended.output
+    assert actions(ended) == ["retry", "retry", "none"]
+    times = [given["time"] for given in script.given]
+    assert times[1] - times[0] >= 0.1
+    assert times[2] - times[1] >= 0.2
+
+
+def test_a_killed_data_loader_worker_means_fewer_workers(script: Script):
+    ended = script.run("3 worker", "3 worker", overrides=("training.num_workers=2",))
+    assert ended.returncode == 0, ended.output
+    assert [attempt["outcome"] for attempt in ended.attempts] == [
+        "worker_death",
+        "worker_death",
+        "completed",
+    ]
+    assert [given["num_workers"] for given in script.given] == [2, 1, 0]
+    assert [given["prefetch_factor"] for given in script.given] == [2, 1, 1]
+
+
+def test_an_attempt_that_stalls_is_ended_with_its_stacks_in_the_journal(script: Script):
+    ended = script.run("7 stall", overrides=("stall_timeout_minutes=0.01",))
+    assert ended.returncode == 0, ended.output
+    assert [attempt["outcome"] for attempt in ended.attempts] == ["comm", "completed"]
+    assert "no progress for 0.01 min" in ended.attempts[0]["reason"]
+    stalled = next(event for event in ended.journal if event["event"] == "stalled")
+    assert "_hangs_for_ever" in stalled["stacks"]
+
+
+def test_the_stack_of_a_segfault_is_in_the_journal(world: World):
+    ended = world.train("dies_of_segfault")
+    evidence = next(e["evidence"] for e in ended.journal if e["event"] == "attempt_ended")
+    assert "Fatal Python error: Segmentation fault" in evidence["traceback"]
+    assert "dies_of_segfault" in evidence["traceback"]
+
+
+@pytest.mark.parametrize("signum", [signal.SIGUSR1, signal.SIGUSR2])
+def test_a_schedulers_warning_saves_a_checkpoint_and_ends_as_preempted(world: World, signum: int):
+    ready = world.folder / "ready"
+    world.environ["READY_FILE"] = str(ready)
+    process = world.start("trainer._target_=trainers.catches_everything_and_stops_politely")
+    wait_until(lambda: ready.exists() and ready.read_text(), "the trainer runs")
+    process.send_signal(signum)
+    ended = world.end(process)
+    assert ended.returncode == 143, ended.output
+    assert ended.summary["status"] == "interrupted"
+    assert Path(ended.summary["checkpoint"]).exists()
+
+
+def test_the_same_command_goes_on_with_an_unfinished_job_in_its_run_folder(world: World):
+    world.environ["READY_FILE"] = str(world.folder / "ready")
+    process = world.start("trainer._target_=trainers.catches_everything_and_stops_politely")
+    wait_until((world.folder / "ready").exists, "the trainer runs")
+    process.send_signal(signal.SIGTERM)
+    checkpoint = world.end(process).summary["checkpoint"]
+
+    again = world.train("uses_run")
+    assert again.summary["result"]["resume_checkpoint"] == checkpoint
+    assert again.summary["result"]["attempt"] == 2
+    assert (world.run_dir / "attempt-1.log").exists()
+    assert (world.run_dir / "attempt-2.log").exists()
+    # the job is complete now, the next one in this folder is a new one
+    assert world.train("uses_run").summary["result"]["resume_checkpoint"] is None
+
+
+def test_an_unfinished_job_is_left_alone_if_the_user_says_so(world: World):
+    world.environ["READY_FILE"] = str(world.folder / "ready")
+    process = world.start("trainer._target_=trainers.catches_everything_and_stops_politely")
+    wait_until((world.folder / "ready").exists, "the trainer runs")
+    process.send_signal(signal.SIGTERM)
+    world.end(process)
+    again = world.train("uses_run", "resume=false")
+    assert again.summary["result"]["resume_checkpoint"] is None
+
+
+def test_a_preempted_job_is_requeued_by_submitit_and_goes_on(
+    world: World, monkeypatch: pytest.MonkeyPatch
+):
+    submitit = pytest.importorskip("submitit")
+    from requeued_job import RequeuedJob
+
+    ready = world.folder / "ready"
+    monkeypatch.setenv("READY_FILE", str(ready))
+    monkeypatch.setenv("PYTHONPATH", world.environ["PYTHONPATH"])
+    executor = submitit.LocalExecutor(world.folder / "queue")
+    executor.update_parameters(timeout_min=5)
+    job = executor.submit(RequeuedJob(), world.run_dir)
+    attempt = int(wait_until(lambda: ready.exists() and ready.read_text(), "the trainer runs"))
+    launcher = parent_of(parent_of(attempt))
+    # as Slurm does when the job is preempted; submitit's local executor can only do it on time-out
+    os.kill(launcher, submitit.JobEnvironment._usr_sig())
+    assert job.result() == "went on from when-preempted", job.stderr()

@@ -1,0 +1,67 @@
+"""What only a real GPU can show; skipped where there is none."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from robust_train import find_best_device
+from robust_train.gpu.inventory import read_inventory
+from world import World, wait_until
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        torch.version.cuda is None or not read_inventory(processes=False).gpus,
+        reason="needs an NVIDIA GPU that NVML can see and a torch built with CUDA",
+    ),
+]
+
+
+def test_nvml_and_torch_tell_the_same_of_the_gpu_that_was_chosen():
+    device = find_best_device(min_memory_mb=1000)
+    assert device.type == "cuda"
+    properties = torch.cuda.get_device_properties(device)
+    told = {gpu.uuid: gpu for gpu in read_inventory(processes=False).gpus}
+    gpu = told[f"GPU-{properties.uuid}"]
+    free, total = torch.cuda.mem_get_info(device)
+    assert gpu.name == properties.name
+    assert abs(gpu.total_bytes - total) < 0.05 * total
+    assert abs(gpu.free_bytes - free) < 0.05 * total
+
+
+def test_the_attempt_sees_the_chosen_gpu_and_no_other(world: World):
+    ended = world.train("sees_through_torch")
+    assert ended.returncode == 0, ended.output
+    assert ended.summary["result"] == {"uuid": ended.attempts[0]["gpu_uuid"], "count": 1}
+
+
+def test_memory_that_runs_out_on_the_gpu_halves_the_batch(world: World):
+    ended = world.train("fills_two_gib_of_the_gpu", "training.batch_size=64", "max_retries=5")
+    assert ended.returncode == 0, ended.output
+    assert [a["outcome"] for a in ended.attempts] == ["device_oom", "device_oom", "completed"]
+    assert [a["batch_size"] for a in ended.attempts] == [64, 32, 16]
+    assert [a["effective_batch_size"] for a in ended.attempts] == [64, 64, 64]
+    assert len({a["gpu_uuid"] for a in ended.attempts}) == 1
+    assert "GPU Memory Summary (cuda:" in ended.output
+
+
+def test_the_built_in_trainer_learns_the_digits_on_the_gpu(world: World):
+    ended = world.run("dataset=digits")
+    assert ended.returncode == 0, ended.output
+    assert ended.attempts[0]["gpu_uuid"].startswith("GPU-")
+    assert ended.summary["result"]["test_accuracy"] >= 0.97
+    assert "GPU Memory - Allocated:" in ended.output
+
+
+def test_nothing_is_left_on_the_gpu_when_a_job_ended(world: World):
+    ended = world.train("fills_two_gib_of_the_gpu", "training.batch_size=16")
+    uuid = ended.attempts[0]["gpu_uuid"]
+
+    def holders() -> list[int]:
+        gpus = {gpu.uuid: gpu for gpu in read_inventory(processes=True).gpus}
+        return [process.pid for process in gpus[uuid].processes or ()]
+
+    wait_until(lambda: not set(holders()) - {os.getpid()}, "the attempt's memory is given back")

@@ -1,0 +1,270 @@
+"""The right remedy for each kind of failure, where the evidence speaks for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from robust_train.policy import PolicySettings, decide, first_attempt
+from robust_train.types import (
+    GIB,
+    Attempt,
+    AttemptSpec,
+    Evidence,
+    Failure,
+    FailureKind,
+    GiveUp,
+    GpuInfo,
+    Outcome,
+    Retry,
+)
+
+SETTINGS = PolicySettings(batch_size=64, num_workers=4, min_batch_size=8, max_retries=3)
+FRAGMENTED = Evidence(
+    requested_bytes=GIB, reserved_unallocated_bytes=3 * GIB, free_bytes=0, fragmented=True
+)
+
+
+def gpu(index: int, free_gib: float) -> GpuInfo:
+    free = int(free_gib * GIB)
+    return GpuInfo(f"GPU-{index}", "A100", index, f"0000:0{index}:00.0", 80 * GIB, free, 0)
+
+
+def failed(
+    spec: AttemptSpec,
+    kind: FailureKind,
+    evidence: Evidence | None = None,
+    **outcome: object,
+) -> Attempt:
+    failure = Failure(kind, f"a {kind.value} message", evidence or Evidence())
+    return Attempt(spec, Outcome(failure, **outcome))
+
+
+def after(*history: Attempt, gpus: tuple[GpuInfo, ...] = (), settings=SETTINGS) -> Retry:
+    decision = decide(settings, history, gpus)
+    assert isinstance(decision, Retry), decision
+    return decision
+
+
+def taken(gib: float) -> dict[str, int]:
+    """Others took so much between the attempt's start and its end."""
+    return {"gpu_free_before_bytes": 20 * GIB, "gpu_free_after_bytes": int((20 - gib) * GIB)}
+
+
+# --- device_oom ---
+
+
+def test_fragmentation_is_met_with_expandable_segments_at_the_same_batch_and_only_once():
+    spec = first_attempt(replace(SETTINGS, expandable_segments=False), gpu(0, 20))
+    first = failed(spec, FailureKind.DEVICE_OOM, FRAGMENTED)
+    retry = after(first)
+    assert retry.action == "expandable_segments"
+    assert retry.spec == replace(spec, expandable_segments=True)
+    assert "3072 MiB reserved but unused" in retry.reason
+    second = failed(retry.spec, FailureKind.DEVICE_OOM, FRAGMENTED)
+    assert after(first, second).action == "halve_batch"
+
+
+def test_expandable_segments_are_not_tried_against_the_users_own_setting():
+    settings = replace(SETTINGS, expandable_segments=False, may_use_expandable_segments=False)
+    spec = first_attempt(settings, gpu(0, 20))
+    retry = after(failed(spec, FailureKind.DEVICE_OOM, FRAGMENTED), settings=settings)
+    assert retry.action == "halve_batch"
+
+
+def test_memory_that_others_took_means_the_same_batch_where_there_is_room():
+    spec = first_attempt(SETTINGS, gpu(0, 20))
+    failure = failed(spec, FailureKind.DEVICE_OOM, **taken(6))
+    retry = after(failure, gpus=(gpu(1, 30), gpu(0, 14)))
+    assert retry.action == "switch_gpu"
+    assert (retry.spec.device, retry.spec.batch_size) == ("cuda:1", 64)
+    assert "others took 6144 MiB" in retry.reason
+
+
+def test_memory_that_others_took_is_waited_for_where_no_other_gpu_has_as_much():
+    spec = first_attempt(SETTINGS, gpu(0, 20))
+    failure = failed(spec, FailureKind.DEVICE_OOM, **taken(6))
+    retry = after(failure, gpus=(gpu(1, 15), gpu(0, 14)))
+    assert retry.action == "wait"
+    assert retry.spec == spec
+    assert retry.room is not None
+    assert (retry.room.gpu_uuid, retry.room.free_bytes) == ("GPU-0", 20 * GIB)
+    assert isinstance(retry.otherwise, Retry)
+    assert retry.otherwise.action == "halve_batch"
+
+
+def test_memory_that_others_took_is_not_waited_for_by_a_job_that_does_not_wait():
+    settings = replace(SETTINGS, may_wait=False)
+    failure = failed(first_attempt(settings, gpu(0, 20)), FailureKind.DEVICE_OOM, **taken(6))
+    assert after(failure, settings=settings).action == "halve_batch"
+
+
+def test_a_request_too_big_even_with_what_others_took_goes_down_the_ladder():
+    evidence = Evidence(requested_bytes=9 * GIB, free_bytes=GIB)
+    spec = first_attempt(SETTINGS, gpu(0, 20))
+    failure = failed(spec, FailureKind.DEVICE_OOM, evidence, **taken(6))
+    assert after(failure).action == "halve_batch"
+
+
+def test_waiting_for_memory_that_others_take_again_and_again_comes_to_an_end():
+    failure = failed(first_attempt(SETTINGS, gpu(0, 20)), FailureKind.DEVICE_OOM, **taken(6))
+    actions = [after(*[failure] * n).action for n in range(1, 6)]
+    assert actions == ["wait"] * 3 + ["halve_batch"] * 2
+
+
+def test_the_next_attempt_starts_at_the_micro_batch_that_the_trainer_had_come_down_to():
+    spec = first_attempt(SETTINGS, gpu(0, 20))
+    failure = failed(spec, FailureKind.DEVICE_OOM, micro_batch=16)
+    retry = after(failure)
+    assert (retry.spec.batch_size, retry.spec.gradient_accumulation_steps) == (8, 8)
+    at_the_bottom = failed(spec, FailureKind.DEVICE_OOM, micro_batch=8)
+    assert after(at_the_bottom, gpus=(gpu(1, 40),)).action == "switch_gpu"
+
+
+# --- host_oom and worker_death ---
+
+
+def test_host_memory_is_freed_by_fewer_workers_with_less_ahead_before_smaller_batches():
+    spec = first_attempt(SETTINGS, gpu(0, 20))
+    history: tuple[Attempt, ...] = ()
+    seen = []
+    for _ in range(4):
+        history += (failed(spec, FailureKind.HOST_OOM),)
+        retry = after(*history, gpus=(gpu(1, 70),))
+        spec = retry.spec
+        seen.append((retry.action, spec.num_workers, spec.prefetch_factor, spec.batch_size))
+    assert seen == [
+        ("fewer_workers", 2, 1, 64),
+        ("fewer_workers", 1, 1, 64),
+        ("fewer_workers", 0, 1, 64),
+        ("halve_batch", 0, 1, 32),
+    ]
+    assert spec.device == "cuda:0"
+
+
+def test_a_worker_that_died_means_fewer_workers_down_to_none_and_then_the_end():
+    spec = first_attempt(SETTINGS, None)
+    history: tuple[Attempt, ...] = ()
+    workers = []
+    while True:
+        history += (failed(spec, FailureKind.WORKER_DEATH),)
+        decision = decide(SETTINGS, history, ())
+        if isinstance(decision, GiveUp):
+            break
+        spec = decision.spec
+        workers.append(spec.num_workers)
+        assert spec.batch_size == 64
+    assert workers == [2, 1, 0]
+
+
+# --- devices ---
+
+
+def test_a_device_fault_goes_on_at_the_same_batch_on_another_gpu_and_avoids_the_sick_one():
+    spec = first_attempt(SETTINGS, gpu(0, 70))
+    first = failed(spec, FailureKind.DEVICE_FAULT, end_step=40)
+    retry = after(first, gpus=(gpu(0, 70), gpu(1, 10), gpu(2, 5)))
+    assert (retry.spec.device, retry.spec.batch_size) == ("cuda:1", 64)
+    assert "cuda:0 is avoided from now on" in retry.reason
+    second = failed(retry.spec, FailureKind.DEVICE_FAULT, end_step=55)
+    retry = after(first, second, gpus=(gpu(0, 70), gpu(1, 10), gpu(2, 5)))
+    assert retry.spec.device == "cuda:2"
+
+
+def test_a_device_fault_without_another_gpu_goes_on_on_the_cpu():
+    failure = failed(first_attempt(SETTINGS, gpu(0, 70)), FailureKind.DEVICE_FAULT, end_step=4)
+    assert after(failure, gpus=(gpu(0, 70),)).action == "cpu_fallback"
+
+
+@pytest.mark.parametrize("step", [40, None])
+def test_the_same_fault_at_the_same_step_on_two_devices_is_not_the_devices(step: int | None):
+    one = failed(first_attempt(SETTINGS, gpu(0, 9)), FailureKind.DEVICE_FAULT, end_step=step)
+    other = failed(first_attempt(SETTINGS, gpu(1, 9)), FailureKind.DEVICE_FAULT, end_step=step)
+    decision = decide(SETTINGS, (one, other), (gpu(2, 70),))
+    assert isinstance(decision, GiveUp)
+    assert "on two devices (cuda:0 and cuda:1) is not the device's" in decision.reason
+
+
+def test_a_device_that_is_not_to_be_had_means_the_next_one_and_in_the_end_the_cpu():
+    spec = first_attempt(SETTINGS, gpu(0, 70))
+    history: tuple[Attempt, ...] = ()
+    devices = []
+    for _ in range(3):
+        history += (failed(spec, FailureKind.DEVICE_UNAVAILABLE),)
+        spec = after(*history, gpus=(gpu(0, 70), gpu(1, 60), gpu(2, 50))).spec
+        devices.append(spec.device)
+    assert devices == ["cuda:1", "cuda:2", "cpu"]
+
+
+# --- comm ---
+
+
+def test_peers_are_tried_again_after_growing_pauses_and_not_for_ever():
+    failure = failed(first_attempt(SETTINGS, gpu(0, 20)), FailureKind.COMM, end_step=3)
+    retries = [after(*[failure] * n) for n in range(1, 4)]
+    assert [r.action for r in retries] == ["retry"] * 3
+    assert [r.pause_seconds for r in retries] == [10, 20, 40]
+    assert isinstance(decide(SETTINGS, (failure,) * 4, ()), GiveUp)
+
+
+# --- all of it ---
+
+sizes = st.integers(0, 80 * GIB)
+evidence_strategy = st.builds(
+    Evidence,
+    requested_bytes=st.none() | sizes,
+    reserved_unallocated_bytes=st.none() | sizes,
+    free_bytes=st.none() | sizes,
+    fragmented=st.booleans(),
+)
+kinds = st.sampled_from(sorted(FailureKind))
+
+
+@given(st.data())
+def test_any_series_of_failures_ends_keeps_the_effective_batch_and_never_returns_to_a_device(data):
+    batch = data.draw(st.integers(1, 256))
+    settings = PolicySettings(
+        batch_size=batch,
+        gradient_accumulation_steps=data.draw(st.integers(1, 4)),
+        num_workers=data.draw(st.integers(0, 8)),
+        min_batch_size=data.draw(st.integers(1, batch)),
+        max_retries=data.draw(st.integers(0, 4)),
+        may_switch_gpu=data.draw(st.booleans()),
+        allow_cpu_fallback=data.draw(st.booleans()),
+        expandable_segments=data.draw(st.booleans()),
+        may_wait=data.draw(st.booleans()),
+    )
+    gpus = tuple(gpu(i, free) for i, free in enumerate(data.draw(st.lists(st.floats(1, 80)))))
+    spec = first_attempt(settings, gpus[0] if gpus else None)
+    history: tuple[Attempt, ...] = ()
+    visited = [spec.device_key]
+    while True:
+        kind = data.draw(kinds)
+        outcome = {
+            "end_step": data.draw(st.none() | st.integers(0, 3)),
+            "gpu_free_before_bytes": data.draw(st.none() | sizes),
+            "gpu_free_after_bytes": data.draw(st.none() | sizes),
+            "micro_batch": data.draw(st.none() | st.integers(settings.min_batch_size, batch)),
+        }
+        history += (failed(spec, kind, data.draw(evidence_strategy), **outcome),)
+        decision = decide(settings, history, gpus)
+        if isinstance(decision, GiveUp):
+            return
+        assert kind not in (FailureKind.BUG, FailureKind.INTERRUPTED)
+        waits_in_vain = decision.otherwise is not None and data.draw(st.booleans())
+        if waits_in_vain:
+            decision = decision.otherwise
+            if isinstance(decision, GiveUp):
+                return
+        spec = decision.spec
+        assert settings.min_batch_size <= spec.batch_size <= settings.batch_size
+        effective = settings.effective_batch_size
+        if effective % spec.batch_size == 0:
+            assert spec.effective_batch_size == effective
+        if spec.device_key != visited[-1]:
+            assert spec.device_key not in visited
+            visited.append(spec.device_key)
+        assert len(history) < 400, "does not end"
