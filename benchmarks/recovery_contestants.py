@@ -80,7 +80,7 @@ def hand_made(job: Job, folder: Path) -> Ending:
 
 def in_step(job: Job, folder: Path) -> Ending:
     """The plain loop with the three lines that make a step repeatable."""
-    from robust_train.training.micro_batch import MicroBatcher
+    from robust_train import MicroBatcher
 
     batcher = MicroBatcher()
     network, optimizer = build(job)
