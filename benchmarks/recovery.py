@@ -146,7 +146,7 @@ def row(name: str, job: Job, rounds: list[dict[str, Result]]) -> list[str]:
         return [label, "not installed", *[""] * 6]
     failed = next((result for result in mine if "error" in result), None)
     if failed is not None:
-        return [label, f"failed after step {failed['steps']}", *[""] * 6]
+        return [label, f"failed at step {failed['steps'] + 1}", *[""] * 6]
 
     def ratio(key: str) -> str:
         if "ideal" not in rounds[0]:
@@ -241,9 +241,7 @@ def main() -> None:
                     arguments.json.write_text(json.dumps(rounds))
     for case, job in jobs.items():
         title = f"Memory runs out at step {job.failing_step} of {job.steps}"
-        print(
-            f"\n{title}; medians of {arguments.runs}, times ÷ the ideal's{of_ideal(rounds[case])}\n"
-        )
+        print(f"\n{title}; medians of {arguments.runs}{of_ideal(rounds[case])}\n")
         rows = [row(name, job, rounds[case]) for name in order]
         print(table(rows, markdown=arguments.markdown))
 

@@ -219,8 +219,8 @@ def build(job: Job) -> tuple[Network, torch.optim.Optimizer]:
     """The network with its first weights, and its optimizer."""
     torch.manual_seed(SEED)
     network = Network(job)
-    # Adam divides gradients by their size, which makes much of the rounding errors of tiny ones: the
-    # order in which samples are added up would be seen in the fifth digit
+    # Adam divides gradients by their size, and so makes much of the rounding errors of tiny ones:
+    # the order in which samples are added up would be seen in the fifth digit
     return network, torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9)
 
 

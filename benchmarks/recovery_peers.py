@@ -12,6 +12,7 @@ from typing import Any
 
 from recovery_contestants import Contestant, Ending
 from recovery_job import METER, SEED, Job, Network, Samples, build, collate, loader
+from torch.utils.data import DataLoader
 
 
 def accelerate_documented(job: Job, folder: Path) -> Ending:
@@ -79,6 +80,9 @@ def lightning(job: Job, folder: Path) -> Ending:
             super().__init__()
             self.network, self._optimizer = build(job)
             self.batch_size = job.batch
+            # The finder asks for a new loader inside of its handler, where the failed pass still
+            # holds all memory: there is no room for the data once more.
+            self._samples = Samples(job)
 
         def training_step(self, batch: Any, index: int) -> Any:
             return self.network(**batch)["loss"]
@@ -87,7 +91,7 @@ def lightning(job: Job, folder: Path) -> Ending:
             return self._optimizer
 
         def train_dataloader(self) -> Any:
-            return loader(job, self.batch_size)
+            return DataLoader(self._samples, batch_size=self.batch_size, collate_fn=collate)
 
     trainer = Trainer(
         accelerator="cpu",
