@@ -67,3 +67,4 @@ bench:
     {{ python }} benchmarks/startup.py
     {{ python }} benchmarks/attempt_start.py
     {{ python }} benchmarks/selection_latency.py
+    {{ python }} benchmarks/recovery.py
