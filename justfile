@@ -82,3 +82,4 @@ bench:
     {{ python }} benchmarks/sweep.py
     {{ python }} benchmarks/queue.py
     {{ python }} benchmarks/scheduler.py
+    {{ python }} benchmarks/recovery.py

@@ -176,8 +176,15 @@ def test_where_no_smaller_part_is_allowed_the_attempt_fails_and_the_next_one_goe
     assert failed["started_at"] == [1]
     assert failed["exhausted"][0]["tried"] == [16]
 
+    # the step that failed was taken back and saved: nothing before it is repeated
+    assert len(failed["checkpoints"]) == 1
     finished = machine.attempt(
-        "next", batch=4, accumulation=4, growth_bytes=limit, resume=checkpoint[-1], least=4
+        "next",
+        batch=4,
+        accumulation=4,
+        growth_bytes=limit,
+        resume=failed["checkpoints"][-1],
+        least=4,
     )
     assert finished["started_at"] == [1]
     assert finished["result"]["steps"] == 4

@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import importlib
 import os
 import selectors
@@ -81,6 +82,8 @@ class Server:
             if message["warm"]:
                 with contextlib.suppress(ImportError):  # a trainer need not use torch
                     importlib.import_module("torch")
+                # none of it becomes garbage: attempts need not look through it, nor copy its pages
+                gc.freeze()
         elif kind == "load":
             self._load(message["trainer"], message["cfg"])
         elif kind == "fork":

@@ -221,7 +221,7 @@ class MicroBatches:
         assert failure is not None
         self.repeats += 1
         cut_graphs(failed._since)
-        return_memory()
+        return_memory(thorough=self.repeats > 1)
         after = self._size.current
         self._tell("micro_batch_changed", failure, before, to=after)
         requested = failure.evidence.requested_bytes

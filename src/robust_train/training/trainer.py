@@ -6,6 +6,7 @@ one, train and validate epoch by epoch, save, test.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import time
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
+from torch import Tensor
 
 from robust_train.failures import classify_failure
 from robust_train.run import Interrupted, MicroBatchPlan, Run, UserError
@@ -214,15 +216,7 @@ class Training:
             samples = len(step)
             seen = place.epoch * self.plan.num_samples + place.samples
             lr = self.schedule.apply(self.state.optimizer, seen, samples)
-            loss = accumulate_gradients(
-                self.state.model,
-                self.batcher.micro_batches(
-                    step, self.state.model, length=len, split=StepSamples.part
-                ),
-                device=self.device,
-                precision=self.state.precision,
-                label_smoothing=training.label_smoothing,
-            )
+            loss = self._gradients_of(step)
             is_step = apply_gradients(
                 self.state.model,
                 self.state.optimizer,
@@ -236,6 +230,27 @@ class Training:
                 self.reporter.step(place, loss, samples, lr)
             if self.clock.is_due(place.step):
                 self._save()
+
+    def _gradients_of(self, step: StepSamples) -> Tensor:
+        """The gradients of one optimizer step; its mean loss."""
+        parts = self.batcher.micro_batches(
+            step, self.state.model, length=len, split=StepSamples.part
+        )
+        try:
+            return accumulate_gradients(
+                self.state.model,
+                parts,
+                device=self.device,
+                precision=self.state.precision,
+                label_smoothing=self.cfg.training.label_smoothing,
+            )
+        except Exception as error:
+            if classify_failure(error).kind in MEMORY_FAILURES:
+                # the step was taken back, so the next attempt need repeat nothing before it;
+                # whatever keeps this from being saved must not hide why
+                with contextlib.suppress(Exception):
+                    self._save()
+            raise
 
     def _evaluate(self, source: ImageSource) -> Score:
         dataset = ImageDataset(source, self.images)
