@@ -32,13 +32,12 @@ def test_a_failure_is_nan_and_the_repeated_sweep_runs_only_what_failed(
     assert sweeps.column("reused") == [True, False, True]
 
 
-def test_joblib_runs_jobs_side_by_side_in_one_sweep_folder(sweeps: SweepWorld):
-    """In the default folder, whose name holds the process's id."""
-    pytest.importorskip("hydra_plugins.hydra_joblib_launcher", reason="the extra [sweep]")
-    arguments = sweeps.arguments("meets_the_other", "training.seed=1,2", *JOBLIB)
+def test_jobs_run_side_by_side_in_one_sweep_folder(sweeps: SweepWorld, launcher: list[str]):
+    """In the default folder, whose name holds the process's id; attempts as by default."""
+    arguments = sweeps.arguments("meets_the_other", "training.seed=1,2", *launcher)
     arguments.remove(f"hydra.sweep.dir={sweeps.folder}")
+    arguments.remove("isolation=none")
     ended = sweeps.world.run(*arguments)
     assert ended.returncode == 0, ended.output
-    (folder,) = (sweeps.world.folder / "multirun").glob("*/*")
-    sweeps.folder = folder
+    (sweeps.folder,) = (sweeps.world.folder / "multirun").glob("*/*")
     assert sweeps.column("result") == [1, 2]
