@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import signal
+
 import pytest
 
 from world import World
@@ -11,3 +13,13 @@ pytest_plugins = ["simulated_nvml.fixtures"]
 def world(tmp_path: pytest.TempPathFactory) -> World:
     """A folder to run the real commands in, on a machine without a GPU."""
     return World(tmp_path)
+
+
+def pytest_configure() -> None:
+    """Let commands be interrupted also where the tests run in the background or under nohup.
+
+    Shells have such jobs ignore these signals, children inherit that, and the launcher respects it.
+    """
+    for signum in (signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(signum) == signal.SIG_IGN:
+            signal.signal(signum, signal.default_int_handler)

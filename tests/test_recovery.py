@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import subprocess
 import sys
+import traceback
 import weakref
 
 import pytest
+import tenacity
 import torch
 
 from robust_train import AttemptsExhausted, OOMHandler, adaptive_batch_training, retry_on_oom
+from robust_train.memory.cleanup import release_memory
 
 
 def out_of_memory() -> None:
@@ -160,3 +164,224 @@ print(json.dumps([result, tried]))
     assert tried[0] == 256
     assert len(tried) > 1
     assert result == tried[-1] < 64
+
+
+class History:
+    """Somebody's list of outputs."""
+
+    def __init__(self) -> None:
+        self.kept: list[torch.Tensor] = []
+
+
+HISTORY = History()
+
+
+@pytest.fixture
+def history():
+    yield HISTORY
+    HISTORY.kept.clear()
+
+
+def test_what_still_holds_memory_of_the_failed_try_is_named(history, caplog):
+    def train(batch_size: int) -> None:
+        outputs = torch.zeros(batch_size, 2**14)
+        if batch_size > 32:
+            history.kept.append(outputs)
+            out_of_memory()
+
+    adaptive_batch_training(train, initial_batch_size=64)
+    assert "4.0 MiB more on cpu than before the first try" in caplog.text
+    assert "4.0 MiB float32 (64, 16384), held by history.kept[0]" in caplog.text
+    assert "in History.kept[0]" in caplog.text
+
+
+def test_nothing_is_said_where_nothing_is_held(caplog):
+    def train(batch_size: int) -> None:
+        outputs = torch.zeros(batch_size, 2**14)
+        if batch_size > 16:
+            out_of_memory()
+        del outputs
+
+    adaptive_batch_training(train, initial_batch_size=64)
+    assert "more on cpu" not in caplog.text
+
+
+def test_a_retry_state_that_keeps_the_exception_keeps_none_of_its_memory():
+    """tenacity holds the failed try's exception until the next one has ended."""
+    alive_at_start: list[bool] = []
+    held: list[weakref.ref[torch.Tensor]] = []
+    states: list[tenacity.RetryCallState] = []
+
+    def train(batch_size: int) -> str:
+        alive_at_start.append(any(ref() is not None for ref in held))
+        activations = torch.zeros(batch_size, 1000)
+        held.append(weakref.ref(activations))
+        if batch_size > 4:
+            out_of_memory()
+        return "trained"
+
+    handler = OOMHandler(initial_batch_size=16)
+
+    def recover(state: tenacity.RetryCallState) -> None:
+        states.append(state)
+        assert state.outcome is not None
+        error = state.outcome.exception()
+        assert error is not None
+        assert handler.handle(error)
+
+    gc.disable()  # nothing but the handler may free them
+    try:
+        retrying = tenacity.Retrying(before_sleep=recover, wait=tenacity.wait_none())
+        assert retrying(lambda: train(handler.batch_size)) == "trained"
+    finally:
+        gc.enable()
+    assert alive_at_start == [False, False, False]
+    assert states[0] is not None
+
+
+def test_a_debugger_s_look_at_the_variables_keeps_nothing_either():
+    def train(batch_size: int) -> None:
+        activations = torch.zeros(batch_size, 1000)
+        held.append(weakref.ref(activations))
+        out_of_memory()
+
+    held: list[weakref.ref[torch.Tensor]] = []
+    try:
+        train(8)
+    except RuntimeError as error:
+        kept = error
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        assert any("activations" in frame.f_locals for frame in frames)
+        del frames
+    release_memory(kept)
+    assert held[0]() is None
+
+
+def test_gradients_that_the_failed_try_left_are_dropped_and_others_are_not():
+    model, other = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+    other(torch.ones(1, 4)).sum().backward()
+    starts = []
+
+    def train(batch_size: int) -> None:
+        starts.append(model.weight.grad)
+        model(torch.ones(batch_size, 4)).sum().backward()
+        if batch_size > 32:
+            out_of_memory()
+
+    adaptive_batch_training(train, initial_batch_size=64)
+    assert starts == [None, None]
+    assert model.weight.grad is not None
+    assert other.weight.grad is not None
+
+
+class OutOfMemoryWhileMakingState(torch.optim.Adam):
+    """Has made the state of the first parameter when there is no room for the second one's."""
+
+    fails = True
+
+    def _init_group(self, group, *args, **kwargs):
+        if not self.fails:
+            return super()._init_group(group, *args, **kwargs)
+        first = group["params"][0]
+        self.state[first]["step"] = torch.tensor(0.0)
+        self.state[first]["exp_avg"] = torch.zeros_like(first)
+        return out_of_memory()
+
+
+def test_state_that_the_optimizer_s_first_step_has_half_made_is_removed():
+    model = torch.nn.Linear(4, 4)
+    optimizer = OutOfMemoryWhileMakingState(model.parameters())
+
+    def train(batch_size: int) -> float:
+        optimizer.zero_grad()
+        loss = model(torch.ones(batch_size, 4)).sum()
+        loss.backward()
+        optimizer.fails = batch_size > 32
+        optimizer.step()
+        return float(loss.detach())
+
+    adaptive_batch_training(train, initial_batch_size=64)
+    assert {float(state["step"]) for state in optimizer.state.values()} == {1.0}
+    assert len(optimizer.state) == 2
+
+
+def test_every_attempt_is_listed_when_none_fits():
+    with pytest.raises(AttemptsExhausted) as ended:
+        adaptive_batch_training(lambda batch_size: out_of_memory(), 16, min_batch_size=8)
+    lines = str(ended.value).splitlines()
+    assert lines[1].startswith("  attempt 1: batch size 16 × accumulation 1: ")
+    assert lines[2].startswith("  attempt 2: batch size 8 × accumulation 2: ")
+    assert "Tried to allocate 20.00 MiB" in lines[2]
+
+
+def test_the_batch_s_name_can_be_chosen():
+    tried = []
+
+    def train(lr: float, per_device_batch: int) -> None:
+        tried.append(per_device_batch)
+        if per_device_batch > 8:
+            out_of_memory()
+
+    handler = OOMHandler(16, batch_argument="per_device_batch")
+    handler.run(train, 0.1)
+    assert tried == [16, 8]
+
+
+async def coroutine(batch_size):
+    return batch_size
+
+
+async def async_generator(batch_size):
+    yield batch_size
+
+
+def generator(batch_size):
+    yield batch_size
+
+
+class CalledGenerator:
+    def __call__(self, batch_size):
+        yield batch_size
+
+
+@pytest.mark.parametrize(
+    ("function", "kind"),
+    [
+        (coroutine, "coroutine is an async function"),
+        (async_generator, "async_generator is an async generator"),
+        (generator, "generator is a generator"),
+        (functools.partial(generator), "is a generator"),
+        (CalledGenerator(), "is a generator"),
+    ],
+)
+def test_what_does_not_run_when_it_is_called_is_refused_at_once(function, kind):
+    with pytest.raises(TypeError, match=f"{kind}; it must be a plain function"):
+        retry_on_oom()(function)
+    with pytest.raises(TypeError, match=kind):
+        adaptive_batch_training(function)
+
+
+def test_a_decorator_above_classmethod_is_refused_with_the_right_order():
+    with pytest.raises(TypeError, match="belongs below"):
+
+        class Experiment:
+            @retry_on_oom()
+            @classmethod
+            def train(cls, batch_size):
+                return batch_size
+
+
+def test_class_methods_and_static_methods_are_retried():
+    class Experiment:
+        @classmethod
+        @retry_on_oom()
+        def train(cls, batch_size: int = 8) -> int:
+            return batch_size if batch_size <= 4 else out_of_memory()  # type: ignore[return-value]
+
+        @staticmethod
+        @retry_on_oom()
+        def evaluate(*, batch_size: int) -> int:
+            return batch_size if batch_size <= 2 else out_of_memory()  # type: ignore[return-value]
+
+    assert Experiment.train() == 4
+    assert Experiment.evaluate(batch_size=8) == 2

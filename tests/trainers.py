@@ -302,3 +302,15 @@ def stops_once_then_completes(cfg, run):
 def fills_memory(cfg):
     """Touches 20 MiB of memory for each sample of the batch."""
     return len(bytearray(b"x") * (cfg.training.batch_size * 20 * 1024**2))
+
+
+def splits_within_a_budget(cfg, run):
+    """A step in which parts above the GPU's budget run out of memory."""
+    budgets = json.loads(os.environ["BATCH_BUDGETS"])
+    budget = budgets.get(os.environ.get("CUDA_VISIBLE_DEVICES") or "cpu", 10**9)
+    batches = run.micro_batches(torch.zeros(cfg.training.batch_size, 1), training=True)
+    for micro in batches:
+        with micro:
+            if len(micro) > budget:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    return {"repeats": batches.repeats, "part": len(micro)}

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from robust_train.policy import AttemptsExhausted
     from robust_train.recovery import OOMHandler, adaptive_batch_training, retry_on_oom
     from robust_train.report.summary import Summary
-    from robust_train.run import Interrupted, Run
+    from robust_train.run import Interrupted, Run, UserError
+    from robust_train.training.micro_batch import MicroBatcher
     from robust_train.types import Evidence, Failure, FailureKind
 
 __all__ = [
@@ -29,11 +30,13 @@ __all__ = [
     "FailureKind",
     "Interrupted",
     "JobInterrupted",
+    "MicroBatcher",
     "NoDevice",
     "OOMHandler",
     "Run",
     "Summary",
     "TrainerFailed",
+    "UserError",
     "adaptive_batch_training",
     "classify_exit",
     "classify_failure",
@@ -50,11 +53,13 @@ _HOMES = {
     "FailureKind": "types",
     "Interrupted": "run",
     "JobInterrupted": "execution.signals",
+    "MicroBatcher": "training.micro_batch",
     "NoDevice": "devices",
     "OOMHandler": "recovery",
     "Run": "run",
     "Summary": "report.summary",
     "TrainerFailed": "launcher",
+    "UserError": "run",
     "adaptive_batch_training": "recovery",
     "classify_exit": "failures",
     "classify_failure": "failures",

@@ -41,6 +41,8 @@ class TrainingConfig:
     gradient_checkpointing: bool = False
     seed: int = 42
     log_every_steps: int = 50
+    regrow_after_steps: int | None = None
+    checkpoint_every_steps: int | None = None
     checkpoint_every_minutes: float = 5.0
     keep_checkpoints: int = 2
 
@@ -235,6 +237,9 @@ def validate(cfg: DictConfig) -> None:
     _at_least(cfg, 1, training + "keep_checkpoints")
     _at_least(cfg, 0, training + "num_workers", training + "weight_decay", training + "seed")
     _at_least(cfg, 0, training + "max_grad_norm", training + "checkpoint_every_minutes")
+    for key in ("regrow_after_steps", "checkpoint_every_steps"):
+        if OmegaConf.select(cfg, training + key) is not None:
+            _at_least(cfg, 0, training + key)
     _above(cfg, 0, training + "lr")
     _within(cfg, 0, 1, training + "label_smoothing", training + "warmup_fraction")
     device = str(cfg.device)

@@ -117,7 +117,9 @@ def _why_give_up(case: Case) -> str:
         return f"{kind.value} is not retried: {message}"
     tried: dict[str, list[str]] = {}
     for attempt in case.history:
-        tried.setdefault(attempt.spec.device, []).append(str(attempt.spec.batch_size))
+        size, reached = str(attempt.spec.batch_size), attempt.outcome.micro_batch
+        sizes = size if reached is None else f"{size} down to {reached}"
+        tried.setdefault(attempt.spec.device, []).append(sizes)
     listed = "; ".join(f"{device} at micro-batch {', '.join(b)}" for device, b in tried.items())
     if kind in MEMORY_FAILURES:
         hint = "" if case.settings.allow_cpu_fallback else " (allow_cpu_fallback is false)"

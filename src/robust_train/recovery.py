@@ -1,7 +1,8 @@
 """Recovery from out-of-memory errors inside one process, for people without the launcher.
 
 The same classifier and the same policy as the launcher's: what is not a matter of memory is raised
-at once, the effective batch is kept, and memory is really let go of before the next try.
+at once, the effective batch is kept, and memory is really let go of before the next try. What still
+holds some after that is named in the log.
 """
 
 from __future__ import annotations
@@ -9,11 +10,12 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from robust_train.execution.inline import release_memory
 from robust_train.failures import classify_failure
+from robust_train.memory.cleanup import StartingMemory, release_and_check
 from robust_train.policy import AttemptsExhausted, PolicySettings, decide, first_attempt
 from robust_train.types import MEMORY_FAILURES, Attempt, AttemptSpec, GiveUp, Outcome
 
@@ -21,6 +23,8 @@ log = logging.getLogger("robust_train")
 
 T = TypeVar("T")
 _UNLIMITED = 10**6
+_ACCUMULATION = "gradient_accumulation_steps"
+_CHECK_SHARE = 0.01
 
 
 class OOMHandler:
@@ -41,12 +45,18 @@ class OOMHandler:
                 if not handler.handle(error):
                     raise
 
+    After a failed try its frames are emptied, the gradients it left are dropped, and what it still
+    holds beyond one percent of the memory at the start is logged with the holders' names.
+
     Args:
         initial_batch_size: micro-batch of the first try.
         min_batch_size: no try uses a smaller one.
         gradient_accumulation_steps: accumulation of the first try; it grows as the batch shrinks.
         max_retries: tries after the first one; None for as many as there are sizes.
         preserve_effective_batch_size: False leaves the accumulation as it is.
+        batch_argument: which parameter of a function given to :meth:`run` is the batch.
+        check_memory: False skips the comparison with the memory at the start, which takes some ten
+            milliseconds here and after each failure.
 
     Raises:
         ValueError: the sizes are below 1 or in the wrong order.
@@ -60,6 +70,8 @@ class OOMHandler:
         gradient_accumulation_steps: int = 1,
         max_retries: int | None = None,
         preserve_effective_batch_size: bool = True,
+        batch_argument: str = "batch_size",
+        check_memory: bool = True,
     ) -> None:
         if not 1 <= min_batch_size <= initial_batch_size:
             raise ValueError(
@@ -79,8 +91,10 @@ class OOMHandler:
             allow_cpu_fallback=False,
             preserve_effective_batch_size=preserve_effective_batch_size,
         )
+        self._batch_argument = batch_argument
         self._spec: AttemptSpec = first_attempt(self._settings, gpu=None)
         self._history: tuple[Attempt, ...] = ()
+        self._start = StartingMemory.now() if check_memory else None
 
     @property
     def batch_size(self) -> int:
@@ -104,39 +118,54 @@ class OOMHandler:
         failure = classify_failure(error)
         if failure.kind not in MEMORY_FAILURES:
             return False
-        release_memory(error)
+        left = release_and_check(error, self._start)
         self._history += (Attempt(self._spec, Outcome(failure)),)
         decision = decide(self._settings, self._history, ())
         if isinstance(decision, GiveUp):
-            tried = ", ".join(str(attempt.spec.batch_size) for attempt in self._history)
-            raise AttemptsExhausted(
-                f"out of memory at every batch size tried ({tried}): {failure.message}"
-            ) from error
+            raise AttemptsExhausted(self._account()) from error
         log.warning("%s", decision.reason)
-        if decision.warning is not None:
-            log.warning("%s", decision.warning)
+        for warning in (decision.warning, left):
+            if warning is not None:
+                log.warning("%s", warning)
         self._spec = decision.spec
         return True
 
     def run(self, train_fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Call ``train_fn`` until it fits, and return what it returns.
 
-        It gets ``batch_size`` by keyword if it has a parameter of that name, else as its first
-        argument; and ``gradient_accumulation_steps`` if it has that parameter.
+        It gets the batch by keyword if it has a parameter called ``batch_argument``, else as its
+        first argument; and ``gradient_accumulation_steps`` if it has that parameter.
+
+        Raises:
+            TypeError: it is a generator or a coroutine.
+            AttemptsExhausted: it does not fit at ``min_batch_size`` either.
         """
+        _must_be_plain(train_fn, "OOMHandler.run")
         parameters = inspect.signature(train_fn).parameters
+        is_named = self._batch_argument in parameters
         while True:
-            sizes = (self.batch_size,)
-            named: dict[str, Any] = {}
-            if "batch_size" in parameters:
-                sizes, named = (), {"batch_size": self.batch_size}  # type: ignore[assignment]
-            if "gradient_accumulation_steps" in parameters:
-                named["gradient_accumulation_steps"] = self.gradient_accumulation_steps
+            sizes = () if is_named else (self.batch_size,)
+            named = {self._batch_argument: self.batch_size} if is_named else {}
+            if _ACCUMULATION in parameters:
+                named[_ACCUMULATION] = self.gradient_accumulation_steps
             try:
                 return train_fn(*sizes, *args, **named, **kwargs)
             except Exception as error:
                 if not self.handle(error):
                     raise
+
+    def _account(self) -> str:
+        """Every attempt, one a line."""
+        tried = ", ".join(str(attempt.spec.batch_size) for attempt in self._history)
+        lines = [f"out of memory at every batch size tried ({tried}):"]
+        for number, attempt in enumerate(self._history, start=1):
+            failure, spec = attempt.outcome.failure, attempt.spec
+            assert failure is not None
+            lines.append(
+                f"  attempt {number}: batch size {spec.batch_size} × accumulation "
+                f"{spec.gradient_accumulation_steps}: {failure.message}"
+            )
+        return "\n".join(lines)
 
 
 def adaptive_batch_training(
@@ -146,10 +175,12 @@ def adaptive_batch_training(
     *,
     gradient_accumulation_steps: int = 1,
     max_retries: int | None = None,
+    batch_argument: str = "batch_size",
 ) -> T:
     """Call ``train_fn`` with smaller batches until it fits; see :class:`OOMHandler`.
 
     Raises:
+        TypeError: ``train_fn`` is a generator or a coroutine.
         AttemptsExhausted: it does not fit at ``min_batch_size`` either.
     """
     handler = OOMHandler(
@@ -157,6 +188,7 @@ def adaptive_batch_training(
         min_batch_size,
         gradient_accumulation_steps=gradient_accumulation_steps,
         max_retries=max_retries,
+        batch_argument=batch_argument,
     )
     return handler.run(train_fn)
 
@@ -164,7 +196,7 @@ def adaptive_batch_training(
 def retry_on_oom(
     max_retries: int = 3, *, min_batch_size: int = 1, batch_argument: str = "batch_size"
 ) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """Decorator: call the function again with half the batch when memory runs out.
+    """Decorator: call the function or method again with half the batch when memory runs out.
 
     The batch is the argument called ``batch_argument``; an argument ``gradient_accumulation_steps``
     is multiplied to match, so that the effective batch stays the same.
@@ -180,33 +212,37 @@ def retry_on_oom(
     """
 
     def decorate(function: Callable[..., T]) -> Callable[..., T]:
+        _must_be_plain(function, "retry_on_oom")
         signature = inspect.signature(function)
-        name = getattr(function, "__qualname__", repr(function))
-        if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
-            raise TypeError(f"retry_on_oom: {name} must be a plain function: it is run as a whole")
         if batch_argument not in signature.parameters:
             raise TypeError(
-                f"retry_on_oom: {name} has no parameter {batch_argument!r}; name the batch with "
-                "batch_argument=…"
+                f"retry_on_oom: {_name_of(function)} has no parameter {batch_argument!r}; name the "
+                "batch with batch_argument=…"
             )
+        next_check = 0.0
 
         @functools.wraps(function)
         def with_retries(*args: Any, **kwargs: Any) -> T:
+            nonlocal next_check
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
-            accumulation = bound.arguments.get("gradient_accumulation_steps")
+            accumulation = bound.arguments.get(_ACCUMULATION)
             batch_size = bound.arguments[batch_argument]
+            now = time.monotonic()
             handler = OOMHandler(
                 batch_size,
                 min(min_batch_size, batch_size),
                 gradient_accumulation_steps=1 if accumulation is None else accumulation,
                 max_retries=max_retries,
+                check_memory=now >= next_check,
             )
+            if now >= next_check:
+                # a function that is called for every batch must not pay for it every time
+                next_check = now + (time.monotonic() - now) / _CHECK_SHARE
             while True:
                 bound.arguments[batch_argument] = handler.batch_size
                 if accumulation is not None:
-                    steps = handler.gradient_accumulation_steps
-                    bound.arguments["gradient_accumulation_steps"] = steps
+                    bound.arguments[_ACCUMULATION] = handler.gradient_accumulation_steps
                 try:
                     return function(*bound.args, **bound.kwargs)
                 except Exception as error:
@@ -216,3 +252,28 @@ def retry_on_oom(
         return with_retries
 
     return decorate
+
+
+def _must_be_plain(function: Callable[..., Any], user: str) -> None:
+    """A generator's or coroutine's body runs after the call has returned: nothing to repeat."""
+    for is_kind, kind in (
+        (inspect.isgeneratorfunction, "a generator"),
+        (inspect.iscoroutinefunction, "an async function"),
+        (inspect.isasyncgenfunction, "an async generator"),
+    ):
+        # an object that is called is what its __call__ is
+        called = getattr(type(function), "__call__", None)  # noqa: B004
+        if is_kind(function) or is_kind(called):
+            raise TypeError(
+                f"{user}: {_name_of(function)} is {kind}; it must be a plain function, which runs "
+                "as a whole when it is called"
+            )
+    if not callable(function):
+        raise TypeError(
+            f"{user}: {function!r} cannot be called; under @classmethod or @property the decorator "
+            "belongs below them"
+        )
+
+
+def _name_of(function: Any) -> str:
+    return str(getattr(function, "__qualname__", repr(function)))

@@ -12,8 +12,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from robust_train.training.micro_batch import MicroBatcher, MicroBatches
 
 log = logging.getLogger("robust_train")
 
@@ -23,11 +27,44 @@ Report = Callable[[dict[str, Any]], None]
 """Takes one event: a JSON-ready dictionary with the key ``event``."""
 
 
+@dataclass(frozen=True)
+class MicroBatchPlan:
+    """What splitting a batch inside a step goes by.
+
+    Attributes:
+        batch_size: most samples in one forward and backward pass; None: the whole batch at first.
+        gradient_accumulation_steps: the requested one.
+        min_batch_size: parts of this many samples are not split further.
+        regrow_after_steps: steps without running out of memory after which a larger size is tried;
+            None or 0: never.
+    """
+
+    batch_size: int | None = None
+    gradient_accumulation_steps: int = 1
+    min_batch_size: int = 1
+    regrow_after_steps: int | None = None
+
+    @classmethod
+    def of(cls, cfg: Mapping[Any, Any]) -> MicroBatchPlan:
+        """What a composed config says; ``train.py``'s has no ``min_batch_size``."""
+        training = cfg["training"]
+        return cls(
+            batch_size=training["batch_size"],
+            gradient_accumulation_steps=training["gradient_accumulation_steps"],
+            min_batch_size=cfg.get("min_batch_size") or 1,
+            regrow_after_steps=training.get("regrow_after_steps"),
+        )
+
+
 class Interrupted(KeyboardInterrupt):
     """Raised by a trainer that stopped because it was asked to, after its last checkpoint.
 
     Derived from KeyboardInterrupt, so that a trainer's ``except Exception`` does not swallow it.
     """
+
+
+class UserError(RuntimeError):
+    """Raised by a trainer for what its user can mend: the message is shown without a traceback."""
 
 
 class Run:
@@ -40,6 +77,8 @@ class Run:
         resume_checkpoint: the checkpoint to go on from, None for a fresh start.
         is_cooperative: the trainer has looked at :attr:`stop_requested`.
         last_step: last optimizer step that was reported, None before the first.
+        last_micro_batch: the smallest micro-batch that running out of memory has led to inside the
+            steps of this attempt, None if it never did.
     """
 
     def __init__(
@@ -56,6 +95,10 @@ class Run:
         self.resume_checkpoint = resume_checkpoint
         self.is_cooperative = False
         self.last_step: int | None = None
+        self.last_micro_batch: int | None = None
+        self._micro_batch_plan = MicroBatchPlan()
+        self._micro_batcher: MicroBatcher | None = None
+        self._steps_before = 0
         self._next_progress = 0.0
         self._stop = threading.Event()
         self._report = report or (lambda event: None)
@@ -76,6 +119,7 @@ class Run:
 
     def started(self, step: int) -> None:
         """Say which optimizer step this attempt starts from (0 for a fresh start)."""
+        self._steps_before = step
         self._report({"event": "training_started", "step": step})
 
     def progress(self, step: int, *, total_steps: int | None = None, **scalars: float) -> None:
@@ -89,6 +133,51 @@ class Run:
             return
         self._next_progress = now + _PROGRESS_INTERVAL_SECONDS
         self._report({"event": "progress", "step": step, "total_steps": total_steps, **scalars})
+
+    @property
+    def micro_batch_plan(self) -> MicroBatchPlan:
+        """How :meth:`micro_batches` begins. Whoever calls the trainer sets it from the config."""
+        return self._micro_batch_plan
+
+    @micro_batch_plan.setter
+    def micro_batch_plan(self, plan: MicroBatchPlan) -> None:
+        self._micro_batch_plan = plan
+        self._micro_batcher = None
+
+    @property
+    def micro_batcher(self) -> MicroBatcher:
+        """What splits this attempt's batches; made from :attr:`micro_batch_plan` at first use."""
+        if self._micro_batcher is None:
+            # torch comes with it, and the launcher does without
+            from robust_train.training.micro_batch import MicroBatcher
+
+            self._micro_batcher = MicroBatcher(
+                **asdict(self.micro_batch_plan), record=self._micro_batch_event, step=self._step_now
+            )
+        return self._micro_batcher
+
+    def micro_batches(self, batch: Any, model: Any = None, **options: Any) -> MicroBatches:
+        """The parts of ``batch`` that fit into memory, to loop over::
+
+            for micro in run.micro_batches(batch, model):
+                with micro:
+                    x, y = micro.data
+                    micro.backward(criterion(model(x.to(device)), y.to(device)))
+
+        Where memory runs out in a part, the loop starts over with smaller ones, as if the step had
+        not begun. For the other arguments see
+        :meth:`robust_train.training.micro_batch.MicroBatcher.micro_batches`.
+        """
+        return self.micro_batcher.micro_batches(batch, model, **options)
+
+    def _step_now(self) -> int:
+        return 1 + (self._steps_before if self.last_step is None else self.last_step)
+
+    def _micro_batch_event(self, event: str, fields: Mapping[str, Any]) -> None:
+        if fields["training"]:
+            size = fields.get("to", fields["from"])
+            self.last_micro_batch = min(size, self.last_micro_batch or size)
+        self.record(event, {**fields, "last_micro_batch": self.last_micro_batch})
 
     def checkpoint_saved(self, path: Path, step: int) -> None:
         """Say that a complete checkpoint lies at ``path``: a later attempt resumes from it."""

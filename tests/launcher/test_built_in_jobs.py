@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -146,9 +148,11 @@ def test_without_a_network_one_line_says_what_is_missing_and_what_helps(world: W
     assert "Traceback" not in ended.output
 
 
-def test_a_real_out_of_memory_error_halves_the_batch_and_finishes(world: World):
+def test_a_real_out_of_memory_error_is_recovered_from_inside_the_step(world: World):
     """The limit is between what the whole batch needs and what half of it does."""
     arguments = ("model.width=64", "training.batch_size=1024", "training.epochs=2")
+    # freed blocks go back at once, so that the limit is one on what is held
+    world.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
     world.environ["GROWTH_FILE"] = str(world.folder / "growth")
     ended = world.train("measures_its_growth", *arguments)
     assert ended.returncode == 0, ended.output
@@ -157,9 +161,51 @@ def test_a_real_out_of_memory_error_halves_the_batch_and_finishes(world: World):
     world.environ["DATA_LIMIT_BYTES"] = str(int(growth * 0.75))
     ended = world.train("within_a_data_limit", *arguments)
     assert ended.returncode == 0, ended.output
+    assert [(a["outcome"], a["batch_size"]) for a in ended.attempts] == [("completed", 1024)]
+    changes = [event for event in ended.journal if event["event"] == "micro_batch_changed"]
+    assert changes[0]["from"] == 1024
+    assert changes[0]["step"] == 1
+    assert changes[-1]["last_micro_batch"] < 1024
+    assert "allocate memory" in changes[0]["reason"]
+    assert "the step is repeated" in ended.output
+
+
+def test_a_real_out_of_memory_error_outside_of_the_step_halves_the_batch_and_finishes(
+    world: World,
+):
+    """A trainer that splits nothing itself: the launcher starts it again."""
+    ended = world.run(
+        "trainer._target_=trainers_of_their_own.a_plain_loop", "training.batch_size=64"
+    )
+    assert ended.returncode == 0, ended.output
     attempts = [(a["outcome"], a["batch_size"], a["action"]) for a in ended.attempts]
-    assert attempts[0] == ("host_oom", 1024, "halve_batch")
-    assert attempts[-1][0] == "completed"
-    assert attempts[-1][1] < 1024
-    assert {a["effective_batch_size"] for a in ended.attempts} == {1024}
+    workers = [a for a in attempts if a[2] == "fewer_workers"]
+    assert all(a[:2] == ("host_oom", 64) for a in workers)
+    rest = attempts[len(workers) :]
+    assert rest[0] == ("host_oom", 64, "halve_batch")
+    assert rest[-1][0] == "completed"
+    assert rest[-1][1] < 64
+    assert {a["effective_batch_size"] for a in ended.attempts} == {64}
     assert "allocate memory" in ended.attempts[0]["message"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a small disk")
+def test_a_full_disk_costs_checkpoints_with_a_warning_and_the_weights_with_one_line(world: World):
+    world.run_dir.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(world.run_dir)],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    if mounted.returncode:
+        pytest.skip(f"a small disk cannot be mounted here: {mounted.stderr.strip()}")
+    try:
+        ended = world.run("training.epochs=2")
+    finally:
+        subprocess.run(["umount", "--lazy", str(world.run_dir)], check=True)
+    assert ended.returncode == 1, ended.output
+    assert "training goes on, earlier ones are kept" in ended.output
+    assert "Test accuracy: " in ended.output
+    assert "No space left on device; training is complete" in ended.stderr.splitlines()[-1]
+    assert "Traceback" not in ended.output

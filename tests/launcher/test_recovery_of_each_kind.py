@@ -111,6 +111,33 @@ def test_memory_that_others_took_is_waited_for_at_the_same_batch(
     assert "others took 8000 MiB" in ended.attempts[0]["reason"]
 
 
+def test_a_step_that_is_split_needs_no_new_attempt(world: World):
+    world.environ["BATCH_BUDGETS"] = json.dumps({"cpu": 16})
+    ended = world.train("splits_within_a_budget")
+    assert ended.returncode == 0, ended.output
+    assert len(ended.attempts) == 1
+    assert ended.summary["result"] == {"repeats": 2, "part": 16}
+
+
+@pytest.mark.parametrize("isolation", ["process", "none"])
+def test_where_splitting_does_not_help_the_next_attempt_is_elsewhere(world: World, isolation: str):
+    world.environ["BATCH_BUDGETS"] = json.dumps({"cpu": 1})
+    ended = world.train("splits_within_a_budget", f"isolation={isolation}")
+    assert ended.returncode == 1, ended.output
+    # every size down to min_batch_size was tried inside the step: nothing is left to halve
+    assert [attempt["outcome"] for attempt in ended.attempts] == ["device_oom"]
+    assert "cpu at micro-batch 64 down to 4" in ended.summary["reason"]
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_gpu_on_which_no_part_fits_is_left_for_another(world: World):
+    world.environ["BATCH_BUDGETS"] = json.dumps({A: 2, B: 2})
+    ended = world.train("splits_within_a_budget")
+    assert ended.returncode == 0, ended.output
+    assert actions(ended) == ["cpu_fallback", "none"]
+    assert ended.summary["result"] == {"repeats": 0, "part": 64}
+
+
 @pytest.mark.usefixtures("two_gpus")
 def test_a_sick_gpu_is_left_and_avoided(script: Script):
     ended = script.run(f"40 {ILLEGAL_ADDRESS}")

@@ -30,6 +30,8 @@ from world import World
         (["device=gpu7", "auto_device=false"], ["device=gpu7", "cuda:<number>"]),
         (["training.lr=-1"], ["training.lr=-1", "more than 0"]),
         (["training.lr=nan"], ["training.lr=nan", "more than 0"]),
+        (["training.regrow_after_steps=-1"], ["training.regrow_after_steps=-1", "0 or more"]),
+        (["training.checkpoint_every_steps=-1"], ["checkpoint_every_steps=-1", "0 or more"]),
         (["isolation=docker"], ["isolation=docker", "process, none"]),
         (["max_retries=-1"], ["max_retries=-1", "0 or more"]),
         (["gpu_check_interval_seconds=0"], ["gpu_check_interval_seconds=0"]),

@@ -19,6 +19,7 @@ LIMITED = """
 import logging, resource, sys
 from pathlib import Path
 from training_world import WatchedRun, config
+from robust_train.run import UserError
 from robust_train.training.trainer import train
 
 logging.basicConfig(level=logging.WARNING, format="%(message)s")
@@ -28,7 +29,7 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
 run = WatchedRun(folder)
 try:
     train(cfg, run)
-except OSError as error:
+except UserError as error:
     print("FAILED", type(error).__name__, error)
 print("STEPS", run.last_step, "CHECKPOINTS", len(run.of("checkpoint")))
 """
@@ -48,7 +49,7 @@ def in_a_limited_process(folder: Path, limit_bytes: int) -> subprocess.Completed
 def test_training_goes_on_when_a_checkpoint_is_too_large_and_says_so_at_the_end(tmp_path):
     ended = in_a_limited_process(tmp_path, limit_bytes=10_000)
     assert "STEPS 46 CHECKPOINTS 0" in ended.stdout
-    assert "FAILED CheckpointError" in ended.stdout
+    assert "FAILED UserError" in ended.stdout
     assert f"cannot write {tmp_path / 'checkpoints' / 'final.pt'}: File too large" in ended.stdout
     assert ended.stderr.count("training goes on, earlier ones are kept") == 2
     assert list((tmp_path / "checkpoints").iterdir()) == []
@@ -95,6 +96,62 @@ def test_a_damaged_file_is_passed_over_for_the_newest_intact_one(tmp_path, damag
     assert found[1]["step"] == 20
 
 
+class RunsCode:
+    def __reduce__(self):
+        return print, ("code of a foreign file was run",)
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ([1, 2], "it holds a list and is no checkpoint"),
+        ({"weights": torch.zeros(3)}, "it has no 'step' and is no checkpoint of this trainer"),
+        ({"step": 30, "odd": RunsCode()}, "Weights only load failed"),
+    ],
+)
+def test_a_foreign_file_is_passed_over_without_running_its_code(
+    tmp_path, caplog, capfd, content, why
+):
+    folder = CheckpointFolder(tmp_path, keep=5)
+    folder.save({"step": 20}, 20)
+    foreign = tmp_path / "step-00000030.pt"
+    torch.save(content, foreign)
+    found = read_newest(foreign, required=["step"])
+    assert found is not None
+    assert found[1] == {"step": 20}
+    assert why in caplog.text
+    assert "code of a foreign file" not in capfd.readouterr().out
+
+
+def test_no_flipped_byte_is_believed(tmp_path):
+    """Whatever byte is hit, the content is the old one or the file is refused."""
+    folder = CheckpointFolder(tmp_path, keep=5)
+    content = {"step": 30, "weights": torch.arange(40), "rng": [1, [2, 3], None]}
+    path = folder.save(content, 30)
+    data = path.read_bytes()
+    refused = 0
+    for index in range(0, len(data), 7):
+        path.write_bytes(data[:index] + bytes([data[index] ^ 0xFF]) + data[index + 1 :])
+        found = read_newest(path, required=content.keys())
+        refused += found is None
+        if found is not None:
+            weights = found[1].pop("weights")
+            assert torch.equal(weights, content["weights"])
+            assert found[1] == {"step": 30, "rng": [1, [2, 3], None]}
+    assert refused > 100
+
+
+def test_too_little_memory_to_read_a_checkpoint_does_not_condemn_it(tmp_path, monkeypatch):
+    path = CheckpointFolder(tmp_path, keep=5).save({"step": 30}, 30)
+
+    def no_memory(*args, **options):
+        raise MemoryError
+
+    monkeypatch.setattr(torch, "load", no_memory)
+    with pytest.raises(MemoryError):
+        read_newest(path)
+
+
 def test_a_later_checkpoint_than_the_one_asked_for_is_never_used(tmp_path):
     folder = CheckpointFolder(tmp_path, keep=5)
     paths = [folder.save({"step": step}, step) for step in (10, 20)]
@@ -114,18 +171,25 @@ def test_a_checkpoint_is_due_when_its_interval_is_over():
     clock = Clock()
     saves = SaveClock(300, now=clock)
     clock.seconds = 299
-    assert not saves.is_due()
+    assert not saves.is_due(step=10)
     clock.seconds = 300
-    assert saves.is_due()
-    saves.saved(1.0)
-    assert not saves.is_due()
+    assert saves.is_due(step=11)
+    saves.saved(1.0, step=11)
+    assert not saves.is_due(step=12)
+
+
+def test_a_checkpoint_is_due_after_so_many_steps_from_where_the_attempt_began():
+    saves = SaveClock(1e9, every_steps=3, now=Clock())
+    assert [step for step in range(41, 47) if saves.is_due(step)] == [43, 44, 45, 46]
+    saves.saved(1.0, step=46)
+    assert [step for step in range(47, 51) if saves.is_due(step)] == [49, 50]
 
 
 def test_an_epoch_s_end_saves_while_that_costs_at_most_a_twentieth_of_the_time():
     clock = Clock()
     saves = SaveClock(300, now=clock)
     assert saves.is_due_after_epoch()
-    saves.saved(seconds=2.0)
+    saves.saved(seconds=2.0, step=23)
     clock.seconds = 39
     assert not saves.is_due_after_epoch()
     clock.seconds = 40

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from training_world import (
@@ -13,6 +15,7 @@ from training_world import (
 
 from robust_train.config import ConfigError
 from robust_train.run import Interrupted
+from robust_train.training.cnn import SmallCnn
 from robust_train.training.trainer import train
 
 # 23 steps an epoch
@@ -179,3 +182,71 @@ def test_workers_and_micro_batches_do_not_change_what_is_learned(tmp_path):
     split = (*settings, "training.batch_size=2", "training.gradient_accumulation_steps=4")
     smaller = run_to_end(config(*split), tmp_path / "smaller")
     assert difference(alone, smaller) < 1e-4
+
+
+@pytest.fixture
+def memory_for(monkeypatch):
+    """Give the model memory for so many samples at once, in training or in validation."""
+    whole_forward = SmallCnn.forward
+    sizes: list[tuple[bool, int]] = []
+
+    def limit(*, training=10**9, validation=10**9):
+        def forward(self, images_BCHW):
+            most = training if self.training else validation
+            logits_BK = whole_forward(self, images_BCHW)
+            if len(images_BCHW) > most:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            sizes.append((self.training, len(images_BCHW)))
+            return logits_BK
+
+        monkeypatch.setattr(SmallCnn, "forward", forward)
+        sizes.clear()
+        return sizes
+
+    return limit
+
+
+def test_a_resumed_run_keeps_the_micro_batch_that_fitted(tmp_path, memory_for):
+    memory_for(training=20)
+    whole = run_to_end(config(*DIGITS), tmp_path / "whole")
+    run = stopped(config(*DIGITS), tmp_path / "run", stop_at_step=11)
+    assert run.last_micro_batch == 16
+    sizes = memory_for()
+    resumed = WatchedRun(tmp_path / "run", resume=run.last_checkpoint)
+    weights = trained_weights(train(config(*DIGITS), resumed))
+    assert {size for is_training, size in sizes if is_training} == {15, 16}
+    assert difference(whole, weights) == 0
+
+
+def test_a_resumed_run_that_was_given_another_batch_size_uses_that(tmp_path, memory_for):
+    memory_for(training=20)
+    run = stopped(config(*DIGITS), tmp_path, stop_at_step=11)
+    sizes = memory_for()
+    cfg = config(*DIGITS, "training.batch_size=32", "training.gradient_accumulation_steps=2")
+    train(cfg, WatchedRun(tmp_path, resume=run.last_checkpoint))
+    assert max(size for is_training, size in sizes if is_training) == 32
+
+
+def test_memory_that_runs_out_while_validating_changes_neither_score_nor_training(
+    tmp_path, memory_for
+):
+    whole = WatchedRun(tmp_path / "whole")
+    expected = train(config(*DIGITS), whole)
+    sizes = memory_for(validation=20)
+    run = WatchedRun(tmp_path / "run")
+    result = train(config(*DIGITS), run)
+    assert result["test_accuracy"] == expected["test_accuracy"]
+    assert result["test_loss"] == pytest.approx(expected["test_loss"], rel=1e-5)
+    assert max(size for is_training, size in sizes if not is_training) == 16
+    assert max(size for is_training, size in sizes if is_training) == 64
+    assert run.last_micro_batch is None
+    assert difference(trained_weights(expected), trained_weights(result)) == 0
+
+
+def test_a_checkpoint_every_so_many_steps_is_what_was_asked_for(tmp_path):
+    cfg = config(*DIGITS, "training.checkpoint_every_steps=10", "training.keep_checkpoints=9")
+    run = WatchedRun(tmp_path)
+    train(cfg, run)
+    saved = [event["step"] for event in run.of("checkpoint")]
+    assert {10, 20, 46} <= set(saved)
+    assert max(after - before for before, after in itertools.pairwise([0, *saved])) <= 10

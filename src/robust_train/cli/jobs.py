@@ -21,7 +21,7 @@ from robust_train.failures import classify_failure
 from robust_train.job_settings import target_of
 from robust_train.launcher import Job
 from robust_train.report.summary import Summary, objective_of
-from robust_train.run import Interrupted, Run
+from robust_train.run import Interrupted, Run, UserError
 from robust_train.sweep.current import (
     CurrentJob,
     current_job,
@@ -138,6 +138,11 @@ def plain_job(cfg: DictConfig) -> Any:
         job_interrupted(error, code)
         signals.raise_if_received()
         raise
+    except UserError as error:
+        print(f"failed: {error}", file=sys.stderr)
+        ending.note(EXIT_FAILED)
+        job_ended("failed", EXIT_FAILED, reason=str(error))
+        return _no_objective()
     except Exception as error:
         print(trainer_traceback(error), file=sys.stderr, end="")
         if classify_failure(error).kind in MEMORY_FAILURES:

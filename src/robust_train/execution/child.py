@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from robust_train.config import ConfigError
 from robust_train.execution.request import AttemptRequest, call_trainer
 from robust_train.failures import classify_failure
-from robust_train.run import Interrupted, Report, Run, memory_in_use
+from robust_train.run import Interrupted, Report, Run, UserError, memory_in_use
 from robust_train.types import Evidence, Failure, FailureKind
 
 
@@ -56,7 +56,7 @@ def _exit_event(stop: SystemExit) -> dict[str, Any]:
 def _failure_event(error: BaseException) -> dict[str, Any]:
     if isinstance(error, (Interrupted, KeyboardInterrupt)):
         failure = Failure(FailureKind.INTERRUPTED, str(error) or "interrupted")
-    elif isinstance(error, ConfigError):
+    elif isinstance(error, (ConfigError, UserError)):
         failure = Failure(FailureKind.BUG, str(error))
     else:
         failure = classify_failure(error)
@@ -68,7 +68,7 @@ def _event(failure: Failure, error: BaseException) -> dict[str, Any]:
         "event": "failed",
         "failure": failure_to_json(failure),
         "config_error": str(error) if isinstance(error, ConfigError) else None,
-        "traceback": trainer_traceback(error),
+        "traceback": None if isinstance(error, UserError) else trainer_traceback(error),
         "error": _pickled(error),
     }
 
@@ -91,6 +91,15 @@ def _pickled(error: BaseException) -> str | None:
     except Exception:
         return None
     return base64.b64encode(data).decode() if len(data) < 20_000 else None
+
+
+def micro_batch_in_use(event: Mapping[str, Any]) -> int | None:
+    """The size that the trainer's steps are split into after this event, None if it tells none."""
+    if event["event"] == "micro_batch_changed" and event["training"]:
+        return int(event["to"])
+    if event["event"] == "micro_batch_exhausted" and event["training"]:
+        return int(event["from"])
+    return None
 
 
 def failure_to_json(failure: Failure) -> dict[str, Any]:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import gc
+import logging
 import os
-import sys
 import time
-import traceback
 from collections.abc import Callable
 from typing import Any
 
-from robust_train.execution.child import failure_from_json, run_attempt
+from robust_train.execution.child import failure_from_json, micro_batch_in_use, run_attempt
 from robust_train.execution.environment import allocator_variable
 from robust_train.execution.request import AttemptRequest
 from robust_train.execution.signals import SignalWatch
+from robust_train.memory.cleanup import StartingMemory, release_and_check
 from robust_train.run import Interrupted, Run
 from robust_train.types import FailureKind, Outcome
+
+log = logging.getLogger("robust_train")
 
 
 class InlineExecutor:
@@ -29,6 +30,7 @@ class InlineExecutor:
     def __init__(self, trainer: Callable[..., Any], signals: SignalWatch) -> None:
         self._trainer = trainer
         self._signals = signals
+        self._memory_at_first: StartingMemory | None = None
 
     def sleep(self, seconds: float) -> None:
         """Wait."""
@@ -43,14 +45,17 @@ class InlineExecutor:
     def run(self, request: AttemptRequest, on_event: Callable[[dict[str, Any]], None]) -> Outcome:
         """Run one attempt."""
         ending: dict[str, Any] = {}
-        steps: dict[str, int] = {}
+        seen: dict[str, int] = {}
 
         def report(event: dict[str, Any]) -> None:
             if event["event"] in ("finished", "failed"):
                 ending.update(event)
                 return
             if event["event"] == "training_started":
-                steps["start"] = event["step"]
+                seen["start_step"] = event["step"]
+            size = micro_batch_in_use(event)
+            if size is not None:
+                seen["micro_batch"] = size
             on_event(event)
 
         run = Run(
@@ -68,11 +73,16 @@ class InlineExecutor:
         # CUDA may have been started already; the allocator reads this when it is
         variable = allocator_variable(request.environ)
         os.environ[variable] = request.environ[variable]
+        if self._memory_at_first is None:
+            self._memory_at_first = StartingMemory.now()
         started = time.monotonic()
         with self._signals.handed_to(stop):
             error = run_attempt(request, self._trainer, run, report)
         if error is not None:
-            release_memory(error)
+            left = release_and_check(error, self._memory_at_first)
+            if left is not None:
+                log.warning("%s", left)
+                on_event({"event": "memory_held", "description": left})
         memory = {k: v for k, v in ending["memory"].items() if isinstance(v, int)}
         on_gpu = "max_allocated" in memory
         failed = ending["event"] == "failed"
@@ -82,32 +92,12 @@ class InlineExecutor:
             failure=failure,
             result=ending.get("result"),
             seconds=time.monotonic() - started,
-            start_step=steps.get("start", 0),
+            start_step=seen.get("start_step", 0),
             end_step=ending["step"],
             peak_memory_bytes=memory["max_allocated" if on_gpu else "max_resident"],
             memory=memory if on_gpu else None,
+            micro_batch=seen.get("micro_batch"),
             traceback=ending.get("traceback"),
             # only what ends the job may keep its frames, and the tensors in them, alive
             error=error if was_bug else None,
         )
-
-
-def release_memory(error: BaseException) -> None:
-    """Let go of everything that a failed attempt still holds in this process.
-
-    The traceback's frames hold every tensor of the failed pass, so they are cleared first, also
-    those of the exceptions it was raised from.
-    """
-    seen: set[int] = set()
-    pending: list[BaseException | None] = [error]
-    while pending:
-        current = pending.pop()
-        if current is None or id(current) in seen:
-            continue
-        seen.add(id(current))
-        traceback.clear_frames(current.__traceback__)
-        pending += [current.__cause__, current.__context__]
-    gc.collect()
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        torch.cuda.empty_cache()

@@ -16,7 +16,7 @@ from typing import Any
 
 from robust_train.config import ConfigError
 from robust_train.execution import fork_server
-from robust_train.execution.child import failure_from_json
+from robust_train.execution.child import failure_from_json, micro_batch_in_use
 from robust_train.execution.fork_server import EventHandler, Exited, ForkServer, ServerDied
 from robust_train.execution.request import AttemptRequest, TrainerRef
 from robust_train.execution.signals import SignalWatch
@@ -181,8 +181,7 @@ class _Collector:
         elif kind == "memory":
             figures = {k: v for k, v in event.items() if isinstance(v, int)}
             self._memory.update(figures)
-        elif kind in ("micro_batch_changed", "micro_batch_exhausted") and event["training"]:
-            self._micro_batch = event.get("to", event["from"])
+        self._micro_batch = micro_batch_in_use(event) or self._micro_batch
         self._forward(event)
 
     def outcome(

@@ -15,6 +15,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from robust_train.config import ConfigError
+from robust_train.run import MicroBatchPlan, Run
 
 MAIN_MODULE = "__robust_main__"
 
@@ -156,6 +157,8 @@ def call_trainer(trainer: Callable[..., Any], cfg: DictConfig, run: Any) -> Any:
 
     A second parameter counts if it is called ``run`` or has no default value.
     """
+    if isinstance(run, Run):
+        run.micro_batch_plan = MicroBatchPlan.of(cfg)
     try:
         parameters = inspect.signature(trainer).parameters
     except (TypeError, ValueError):

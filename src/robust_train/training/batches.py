@@ -6,6 +6,8 @@ that goes on with smaller micro-batches goes on at the very sample where it stop
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +20,7 @@ from robust_train.config import ConfigError
 from robust_train.training.images import ImageDataset, collate
 
 Batch = tuple[Tensor, Tensor]
-"""Images B×C×H×W and labels B, on the training device."""
+"""Images B×C×H×W and labels B."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class Loading:
     Attributes:
         num_workers: processes that decode images; 0 decodes in this one.
         prefetch_factor: batches a worker reads ahead.
-        device: where batches go.
+        device: where batches will go; for a GPU they are read into pinned memory.
     """
 
     num_workers: int
@@ -76,7 +78,7 @@ class Loading:
     def batches(
         self, dataset: ImageDataset, micro_batches: Sequence[Sequence[int]], epoch: int
     ) -> Iterator[Batch]:
-        """One batch for each of ``micro_batches``, in their order.
+        """One batch for each of ``micro_batches``, in their order, on the host.
 
         Workers live as long as the iterator, so that those of training and of validation never
         hold memory at the same time.
@@ -100,11 +102,48 @@ class Loading:
         for batch in loader:
             if isinstance(batch, ConfigError):
                 raise batch
-            images, labels = batch
-            yield (
-                images.to(self.device, non_blocking=is_cuda),
-                labels.to(self.device, non_blocking=is_cuda),
-            )
+            yield batch
+
+
+class StepSamples:
+    """The samples of one optimizer step: read when they are needed, kept until it is done.
+
+    Kept on the host, so that a step can be repeated after memory ran out on the device.
+
+    Args:
+        batches: read ahead by :class:`Loading`; as many are taken as there are ``sizes``.
+        sizes: samples in each of them.
+    """
+
+    def __init__(self, batches: Iterator[Batch], sizes: Sequence[int]) -> None:
+        self._batches = batches
+        self._edges = [0, *itertools.accumulate(sizes)]
+        self._read: list[Batch] = []
+
+    def __len__(self) -> int:
+        """Samples in the step."""
+        return self._edges[-1]
+
+    def part(self, start: int, stop: int) -> Batch:
+        """The samples from ``start`` up to ``stop``; nothing is copied within one batch."""
+        first = bisect.bisect_right(self._edges, start) - 1
+        images, labels = [], []
+        for index in range(first, len(self._edges) - 1):
+            before, after = self._edges[index : index + 2]
+            if before >= stop:
+                break
+            images_BCHW, labels_B = self._batch(index)
+            inside = slice(max(start, before) - before, min(stop, after) - before)
+            images.append(images_BCHW[inside])
+            labels.append(labels_B[inside])
+        if len(images) == 1:
+            return images[0], labels[0]
+        return torch.cat(images), torch.cat(labels)
+
+    def _batch(self, index: int) -> Batch:
+        while len(self._read) <= index:
+            self._read.append(next(self._batches))
+        return self._read[index]
 
 
 def _settle_worker(worker: int) -> None:

@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 from robust_train.training.batches import Batch
+from robust_train.training.micro_batch import MicroBatcher
 from robust_train.training.precision import Precision
+from robust_train.training.step import to_device
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,7 @@ class Score:
 def evaluate(
     model: nn.Module,
     batches: Iterable[Batch],
+    batcher: MicroBatcher,
     *,
     precision: Precision,
     device: torch.device,
@@ -32,7 +35,8 @@ def evaluate(
     """Score ``model``; it is left in evaluation mode.
 
     Memory: without autograd and with training's micro-batches it needs less than a training step;
-    of each batch only two sums are kept.
+    of each batch only two sums are kept. Where it runs out all the same, the part of the batch that
+    failed is scored again in smaller parts.
 
     Returns:
         The score, None if ``should_stop`` said so between two batches.
@@ -41,12 +45,19 @@ def evaluate(
     samples = 0
     correct = torch.zeros((), dtype=torch.long, device=device)
     loss_sum = torch.zeros((), dtype=torch.float32, device=device)
-    for images_BCHW, labels_B in batches:
-        with precision.autocast():
-            logits_BK = model(images_BCHW).float()
-        loss_sum += nn.functional.cross_entropy(logits_BK, labels_B, reduction="sum")
-        correct += (logits_BK.argmax(dim=1) == labels_B).sum()
-        samples += len(labels_B)
+    for batch in batches:
+        parts = batcher.micro_batches(batch, training=False)
+        for micro in parts:
+            with micro:
+                images_BCHW, labels_B = to_device(micro.data, device)
+                with precision.autocast():
+                    logits_BK = model(images_BCHW).float()
+                loss = nn.functional.cross_entropy(logits_BK, labels_B, reduction="sum")
+                micro.keep((loss, (logits_BK.argmax(dim=1) == labels_B).sum()))
+        for loss, hits in parts.kept:
+            loss_sum += loss
+            correct += hits
+        samples += parts.samples
         if should_stop():
             return None
     return Score(correct.item() / samples, loss_sum.item() / samples)

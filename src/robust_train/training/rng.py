@@ -43,3 +43,30 @@ def restore_rng(state: Mapping[str, Any], device: torch.device) -> None:
         numpy.random.set_state(tuple(state["numpy"]))
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)
+
+
+class GeneratorStates:
+    """The states at this moment, to go back to within this process.
+
+    Taken before every optimizer step, so nothing is converted; of the GPUs only the current one.
+    """
+
+    def __init__(self) -> None:
+        self._python = random.getstate()
+        self._torch = torch.get_rng_state()
+        numpy = sys.modules.get("numpy")
+        self._numpy = None if numpy is None else numpy.random.get_state()
+        self._cuda: tuple[int, torch.Tensor] | None = None
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            index = torch.cuda.current_device()
+            self._cuda = index, torch.cuda.get_rng_state(index)
+
+    def restore(self) -> None:
+        """Set the generators back."""
+        random.setstate(self._python)
+        torch.set_rng_state(self._torch)
+        if self._numpy is not None:
+            sys.modules["numpy"].random.set_state(self._numpy)
+        if self._cuda is not None:
+            index, state = self._cuda
+            torch.cuda.set_rng_state(state, index)

@@ -12,11 +12,15 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
 from robust_train.config import ConfigError
+from robust_train.training.micro_batch import MicroBatcher
 from robust_train.training.models import load_trained_state, trained_state
 from robust_train.training.precision import Precision
 from robust_train.training.rng import capture_rng, restore_rng
 
 FORMAT = 1
+
+REQUIRED = frozenset({"format", "identity", "place", "model", "optimizer", "rng", "epoch_loss"})
+"""Keys without which a file is no checkpoint of ours."""
 
 # they change how fast or how far a run goes, not what its weights and its order of samples mean
 _NOT_IDENTITY = (
@@ -77,6 +81,7 @@ class TrainingState:
     identity: Mapping[str, str]
     place: Place
     epoch_loss: LossAverage
+    batcher: MicroBatcher
 
     def content(self) -> dict[str, Any]:
         """For a checkpoint: tensors (shared with the run, not copied) and plain values.
@@ -92,6 +97,8 @@ class TrainingState:
             "scaler": self.precision.scaler.state_dict(),
             "rng": capture_rng(self.device),
             "epoch_loss": list(self.epoch_loss.state()),
+            "micro_batch": self.batcher.state(),
+            "device": _kind_of(self.device),
         }
 
     def restore(self, content: Mapping[str, Any], path: Path) -> None:
@@ -113,6 +120,13 @@ class TrainingState:
         self.place = Place(**content["place"])
         total, samples = content["epoch_loss"]
         self.epoch_loss = LossAverage(total, samples)
+        # what has fitted there says nothing of another kind of device
+        if content.get("device") == _kind_of(self.device):
+            self.batcher.restore(content["micro_batch"])
+
+
+def _kind_of(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def identity_of(cfg: DictConfig, *, train_samples: int, num_classes: int) -> dict[str, str]:

@@ -2,52 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor, nn
 
+from robust_train.failures import classify_failure
 from robust_train.training.batches import Batch
+from robust_train.training.micro_batch import MicroBatches
 from robust_train.training.precision import Precision
+from robust_train.types import MEMORY_FAILURES
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """Images and labels on ``device``; from pinned memory the copy runs beside the computation."""
+    images_BCHW, labels_B = batch
+    is_cuda = device.type == "cuda"
+    return (
+        images_BCHW.to(device, non_blocking=is_cuda),
+        labels_B.to(device, non_blocking=is_cuda),
+    )
 
 
 def accumulate_gradients(
     model: nn.Module,
-    batches: Iterable[Batch],
+    parts: MicroBatches,
     *,
-    samples: int,
+    device: torch.device,
     precision: Precision,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """Add the gradient of the mean loss over ``samples`` to the parameters' ``.grad``.
+    """Add the gradient of the mean loss over a step's samples to the parameters' ``.grad``.
 
-    Each micro-batch counts by its share of the samples: the sum of its losses is divided by the
-    samples of the whole step. The mean of micro-batch means would overweight a short last one.
+    Each micro-batch counts by its share of the samples: the mean of micro-batch means would
+    overweight a short one. Where memory runs out the step is repeated with finer parts.
 
     Args:
-        model: in training mode.
-        batches: micro-batches with ``samples`` samples in all.
-        samples: of the whole step.
+        model: in training mode, on ``device``.
+        parts: the step's micro-batches of images and labels.
+        device: where to compute.
         precision: number format and loss scale.
         label_smoothing: from 0 to 1.
 
     Returns:
         The mean loss over the samples, on the model's device, detached.
     """
-    total: Tensor | None = None
-    for images_BCHW, labels_B in batches:
-        with precision.autocast():
-            logits_BK = model(images_BCHW)
-        if logits_BK.dtype in (torch.float16, torch.bfloat16):
-            logits_BK = logits_BK.float()
-        loss = nn.functional.cross_entropy(
-            logits_BK, labels_B, reduction="sum", label_smoothing=label_smoothing
-        )
-        share = loss / samples
-        torch.autograd.backward(precision.scaler.scale(share))
-        total = share.detach() if total is None else total + share.detach()
-    assert total is not None
-    return total
+    for micro in parts:
+        with micro:
+            images_BCHW, labels_B = to_device(micro.data, device)
+            with precision.autocast():
+                logits_BK = model(images_BCHW)
+            if logits_BK.dtype in (torch.float16, torch.bfloat16):
+                logits_BK = logits_BK.float()
+            loss = nn.functional.cross_entropy(logits_BK, labels_B, label_smoothing=label_smoothing)
+            micro.backward(loss, scaler=precision.scaler)
+    return parts.loss
 
 
 def apply_gradients(
@@ -68,8 +75,27 @@ def apply_gradients(
         trained = [p for p in model.parameters() if p.requires_grad]
         nn.utils.clip_grad_norm_(trained, max_grad_norm)
     scale_before = scaler.get_scale()
-    scaler.step(optimizer)
+    _step_or_undo(optimizer, scaler)
     scaler.update()
     # none: gradients left over would count against the memory of validation
     optimizer.zero_grad(set_to_none=True)
     return not scaler.is_enabled() or scaler.get_scale() >= scale_before
+
+
+def _step_or_undo(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
+    """Step. Where memory runs out, state that this step has only begun to make is removed.
+
+    An optimizer makes the state of all parameters in its first step, and would take half of it for
+    the whole at the next one.
+    """
+    had_state = list(optimizer.state)
+    try:
+        scaler.step(optimizer)
+    except Exception as error:
+        if classify_failure(error).kind in MEMORY_FAILURES:
+            known = set(map(id, had_state))
+            for parameter in list(optimizer.state):
+                if id(parameter) not in known:
+                    del optimizer.state[parameter]
+            optimizer.zero_grad(set_to_none=True)
+        raise

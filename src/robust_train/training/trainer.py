@@ -16,8 +16,8 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from robust_train.failures import classify_failure
-from robust_train.run import Interrupted, Run
-from robust_train.training.batches import BatchPlan, Loading, in_order
+from robust_train.run import Interrupted, MicroBatchPlan, Run, UserError
+from robust_train.training.batches import BatchPlan, Loading, StepSamples, in_order
 from robust_train.training.checkpoint import (
     CheckpointError,
     CheckpointFolder,
@@ -41,7 +41,13 @@ from robust_train.training.prepare import check_config, preload_modules
 from robust_train.training.reporting import Reporter, checked_loss
 from robust_train.training.rng import seed_everything
 from robust_train.training.schedule import CosineSchedule, make_optimizer
-from robust_train.training.state import LossAverage, Place, TrainingState, identity_of
+from robust_train.training.state import (
+    REQUIRED,
+    LossAverage,
+    Place,
+    TrainingState,
+    identity_of,
+)
 from robust_train.training.step import accumulate_gradients, apply_gradients
 from robust_train.types import MEMORY_FAILURES
 
@@ -98,6 +104,8 @@ class Training:
         self.run = run
         self.reporter = reporter
         self.device = device
+        run.micro_batch_plan = MicroBatchPlan.of(cfg)
+        self.batcher = run.micro_batcher
         self.data: Data = open_data(cfg.dataset)
         splits = self.data.splits
         built = build_model(
@@ -124,7 +132,10 @@ class Training:
         )
         self.state = self._prepare(built)
         self.folder = CheckpointFolder(run.checkpoint_dir, keep=cfg.training.keep_checkpoints)
-        self.clock = SaveClock(60 * cfg.training.checkpoint_every_minutes)
+        self.clock = SaveClock(
+            60 * cfg.training.checkpoint_every_minutes,
+            every_steps=cfg.training.checkpoint_every_steps,
+        )
         self.score: Score | None = None
 
     def _prepare(self, built: BuiltModel) -> TrainingState:
@@ -151,13 +162,14 @@ class Training:
             ),
             place=Place(),
             epoch_loss=LossAverage(),
+            batcher=self.batcher,
         )
 
     def resume(self) -> None:
         """Go on from the last intact checkpoint, if there is one."""
         self.folder.remove_leftovers()
         if self.run.resume_checkpoint is not None:
-            found = read_newest(Path(self.run.resume_checkpoint))
+            found = read_newest(Path(self.run.resume_checkpoint), REQUIRED)
             if found is None:
                 log.warning("no checkpoint is intact: training starts from the beginning")
             else:
@@ -198,13 +210,16 @@ class Training:
         batches = self.loading.batches(self.train_set, chunks, place.epoch)
         for micro_batches in steps:
             self._stop_if_asked()
-            samples = sum(map(len, micro_batches))
+            step = StepSamples(batches, [len(chunk) for chunk in micro_batches])
+            samples = len(step)
             seen = place.epoch * self.plan.num_samples + place.samples
             lr = self.schedule.apply(self.state.optimizer, seen, samples)
             loss = accumulate_gradients(
                 self.state.model,
-                itertools.islice(batches, len(micro_batches)),
-                samples=samples,
+                self.batcher.micro_batches(
+                    step, self.state.model, length=len, split=StepSamples.part
+                ),
+                device=self.device,
                 precision=self.state.precision,
                 label_smoothing=training.label_smoothing,
             )
@@ -219,7 +234,7 @@ class Training:
                 place.step += 1
                 self.state.epoch_loss.add(loss, samples)
                 self.reporter.step(place, loss, samples, lr)
-            if self.clock.is_due():
+            if self.clock.is_due(place.step):
                 self._save()
 
     def _evaluate(self, source: ImageSource) -> Score:
@@ -228,6 +243,7 @@ class Training:
         score = evaluate(
             self.state.model,
             self.loading.batches(dataset, chunks, epoch=0),
+            self.batcher,
             precision=self.state.precision,
             device=self.device,
             should_stop=lambda: self.run.stop_requested,
@@ -253,7 +269,7 @@ class Training:
             log.warning("checkpoint: %s; training goes on, earlier ones are kept", error)
         else:
             self.run.checkpoint_saved(path, place.step)
-        self.clock.saved(time.monotonic() - started)
+        self.clock.saved(time.monotonic() - started, place.step)
 
     def finish(self) -> dict[str, Any]:
         """Test, and save the trained weights."""
@@ -267,8 +283,14 @@ class Training:
             "num_classes": self.data.num_classes,
             "test_accuracy": self.score.accuracy,
         }
-        write_atomically(weights, path)
         log.info("Test accuracy: %.2f %%", 100 * self.score.accuracy)
+        try:
+            write_atomically(weights, path)
+        except CheckpointError as error:
+            raise UserError(
+                f"{error}; training is complete, its weights are not saved: make room and repeat "
+                f"the command with hydra.run.dir={self.run.run_dir}"
+            ) from error
         log.info("trained weights: %s", path)
         return {
             "objective": self.score.accuracy,

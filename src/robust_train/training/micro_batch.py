@@ -1,0 +1,390 @@
+"""Running out of memory inside an optimizer step, and repeating just that step with finer parts.
+
+::
+
+    for batch in loader:
+        optimizer.zero_grad()
+        for micro in run.micro_batches(batch, model):
+            with micro:
+                x, y = micro.data
+                micro.backward(criterion(model(x.to(device)), y.to(device)))
+        optimizer.step()
+
+A loop cannot repeat a body that has raised, so each part of the batch is a context manager: it
+takes the out-of-memory error, and the loop then starts over with smaller parts. Gradients are
+weighted by samples, so every split gives the gradient of the mean loss over the whole batch.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from robust_train.failures import classify_failure
+from robust_train.memory.cleanup import clear_frames, return_memory
+from robust_train.training import splitting
+from robust_train.training.micro_batch_size import MicroBatchSize
+from robust_train.training.rewind import Models, StepStart, Watch, cut_graphs, sequence_number
+from robust_train.training.rng import GeneratorStates
+from robust_train.types import GIB, MEMORY_FAILURES, Failure
+
+log = logging.getLogger("robust_train")
+
+Record = Callable[[str, Mapping[str, Any]], None]
+"""Takes an event's name and its fields, as :meth:`robust_train.run.Run.record` does."""
+
+
+class MicroBatcher:
+    """Splits batches so that they fit into memory, and remembers what fits.
+
+    Args:
+        batch_size: most samples in one forward and backward pass; None: the whole batch at first.
+        min_batch_size: parts of this many samples are not split further: the error is raised.
+        gradient_accumulation_steps: the requested one; sizes are preferred that divide
+            ``batch_size × gradient_accumulation_steps``.
+        regrow_after_steps: see :class:`.micro_batch_size.MicroBatchSize`; None: never.
+        record: told of every change of the size.
+        step: says which optimizer step this is, from 1; by default steps are counted here.
+
+    Raises:
+        ValueError: a size is below 1.
+    """
+
+    def __init__(
+        self,
+        batch_size: int | None = None,
+        *,
+        min_batch_size: int = 1,
+        gradient_accumulation_steps: int = 1,
+        regrow_after_steps: int | None = None,
+        record: Record | None = None,
+        step: Callable[[], int] | None = None,
+    ) -> None:
+        sizes = {"batch_size": batch_size or 1, "min_batch_size": min_batch_size}
+        for name, value in sizes.items():
+            if value < 1:
+                raise ValueError(f"{name}={value}: must be 1 or more")
+        self._training, self._other = (
+            MicroBatchSize(
+                batch_size,
+                min_batch_size=min_batch_size,
+                gradient_accumulation_steps=gradient_accumulation_steps,
+                regrow_after_steps=regrow_after_steps,
+            )
+            for _ in range(2)
+        )
+        self._record = record or (lambda event, fields: None)
+        self._step = step
+        self._steps_begun = 0
+        self._watch = Watch()
+
+    @property
+    def size(self) -> int | None:
+        """Most samples in one pass of training, None as long as that is the whole batch."""
+        return self._training.current
+
+    def micro_batches(
+        self,
+        batch: Any,
+        model: Models = None,
+        *,
+        training: bool = True,
+        count: splitting.Count | None = None,
+        length: splitting.Length | None = None,
+        split: splitting.Split | None = None,
+    ) -> MicroBatches:
+        """The parts of ``batch``, to loop over.
+
+        Args:
+            batch: tensors, arrays or lists in any nesting of tuples, mappings and dataclasses, all
+                with one sample per index of their first dimension.
+            model: what gets gradients: a module or several. None: every module and optimizer in
+                this process, which are looked for once.
+            training: an optimizer step: memory running out in any part repeats all of it. False
+                for validation under ``torch.no_grad()``: only the part that failed is repeated.
+            count: of how many items the loss over some data is a mean, where these are not the
+                samples; for a sum ``lambda data: 1``.
+            length: number of samples of such a batch, where it cannot be told.
+            split: ``split(batch, start, stop)``, where the batch cannot be sliced.
+
+        Raises:
+            TypeError, ValueError: the number of samples cannot be told.
+        """
+        samples = (length or splitting.length_of)(batch)
+        size = self._training if training else self._other
+        parts = splitting.Parts(batch, samples, split=split, count=count)
+        return MicroBatches(self, size, parts, model, training)
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint: the sizes in use, so that a resumed run splits as before."""
+        return {"training": self._training.state(), "other": self._other.state()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take over what :meth:`state` gave, unless another batch size was asked for since."""
+        self._training.restore(state["training"])
+        self._other.restore(state["other"])
+
+    def _step_number(self, *, begins: bool) -> int:
+        self._steps_begun += begins
+        return self._steps_begun if self._step is None else self._step()
+
+
+class MicroBatches:
+    """The parts of one batch: loop over it once.
+
+    Attributes:
+        samples: in the whole batch.
+        repeats: how often the step has started over (training) or a part was repeated.
+        kept: what the bodies gave to :meth:`MicroBatch.keep`, in the order of the samples; each
+            sample's once, however often its part was repeated.
+    """
+
+    def __init__(
+        self,
+        batcher: MicroBatcher,
+        size: MicroBatchSize,
+        parts: splitting.Parts,
+        model: Models,
+        training: bool,
+    ) -> None:
+        self.samples = parts.samples
+        self.repeats = 0
+        self.kept: list[Any] = []
+        self._batcher = batcher
+        self._size = size
+        self._parts = parts
+        self._model = model
+        self._is_training = training
+        self._number = 0
+        self._loss: Tensor | None = None
+        self._start: StepStart | None = None
+
+    @property
+    def loss(self) -> Tensor:
+        """Mean loss over the batch (detached), of what was given to :meth:`MicroBatch.backward`."""
+        return torch.zeros(()) if self._loss is None else self._loss
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        self._number = self._batcher._step_number(begins=self._is_training)
+        return self._training() if self._is_training else self._once_each()
+
+    def _training(self) -> Iterator[MicroBatch]:
+        self._start = start = self._batcher._watch.begin(self._model)
+        try:
+            waiting = self._bounds(0)
+            while waiting:
+                micro = self._next(waiting)
+                yield micro
+                micro._must_have_been_used()
+                if micro._failure is not None:
+                    self._recover(micro)
+                    start.rewind()
+                    self.kept, self._loss = [], None
+                    waiting = self._bounds(0)
+            start.end(is_complete=True)
+        finally:
+            # also when the loop is left early
+            start.end()
+        grown = self._size.step_done()
+        if grown is not None:
+            self._tell_grown(*grown)
+
+    def _once_each(self) -> Iterator[MicroBatch]:
+        waiting = self._bounds(0)
+        while waiting:
+            generators = GeneratorStates()
+            micro = self._next(waiting)
+            yield micro
+            micro._must_have_been_used()
+            if micro._failure is not None:
+                self._recover(micro)
+                generators.restore()
+                waiting = self._bounds(micro.start)
+
+    def _bounds(self, start: int) -> deque[tuple[int, int]]:
+        at_most = max(self._size.for_batch(self.samples), 1)
+        return deque(splitting.bounds(self.samples, at_most, start))
+
+    def _next(self, waiting: deque[tuple[int, int]]) -> MicroBatch:
+        start, stop = waiting.popleft()
+        data, weight = self._parts.part(start, stop)
+        return MicroBatch(self, data, weight, start, stop)
+
+    def _recover(self, failed: MicroBatch) -> None:
+        """Free what the failed pass holds. The ``with`` is over: nobody has its exception now."""
+        failure, before = failed._failure, failed._size
+        assert failure is not None
+        self.repeats += 1
+        cut_graphs(failed._since)
+        return_memory()
+        after = self._size.current
+        self._tell("micro_batch_changed", failure, before, to=after)
+        requested = failure.evidence.requested_bytes
+        log.warning(
+            "step %d: out of memory (%s)%s: micro-batch %d → %s, %s",
+            self._number,
+            failure.kind.value,
+            "" if requested is None else f" asking for {requested / GIB:.2f} GiB",
+            before,
+            after,
+            "the step is repeated" if self._is_training else "the part is repeated",
+        )
+
+    def _take(self, micro: MicroBatch, error: Exception) -> bool:
+        """Whether the failure of ``micro`` is one to repeat the step for; else put all in order."""
+        failure = classify_failure(error)
+        if failure.kind not in MEMORY_FAILURES:
+            self._leave()
+            return False
+        used = self._size.for_batch(self.samples)
+        if not self._is_training:
+            used = min(used, len(micro))
+        smaller = self._size.smaller_than(used)
+        self._size.failed_at(used)
+        if smaller is not None:
+            micro._size, micro._failure = used, failure
+            clear_frames(error)
+            return True
+        self._give_up(error, failure, used)
+        return False
+
+    def _give_up(self, error: Exception, failure: Failure, used: int) -> None:
+        """Leave model and generators as they were before the step, and say what was tried."""
+        if self._start is not None:
+            self._start.rewind()
+        self._leave()
+        tried = ", ".join(map(str, self._size.tried))
+        note = f"step {self._number}: memory ran out at every micro-batch tried ({tried})"
+        log.error("%s", note)
+        if hasattr(error, "add_note"):
+            error.add_note(note)
+        self._tell("micro_batch_exhausted", failure, used, tried=list(self._size.tried))
+
+    def _leave(self) -> None:
+        if self._start is not None:
+            self._start.end()
+
+    def _tell(self, event: str, failure: Failure, before: int, **more: Any) -> None:
+        evidence = failure.evidence
+        self._batcher._record(
+            event,
+            {
+                "step": self._number,
+                "training": self._is_training,
+                "from": before,
+                "reason": failure.message,
+                "kind": failure.kind.value,
+                "requested_bytes": evidence.requested_bytes,
+                "allocated_bytes": evidence.allocated_bytes,
+                "free_bytes": evidence.free_bytes,
+                **more,
+            },
+        )
+
+    def _tell_grown(self, before: int, after: int) -> None:
+        log.info("step %d: micro-batch %d → %d is tried again", self._number, before, after)
+        reason = "memory has sufficed for long enough to try the larger size again"
+        fields = {"step": self._number, "training": True, "from": before, "to": after}
+        self._batcher._record("micro_batch_changed", {**fields, "reason": reason})
+
+
+class MicroBatch:
+    """One part of a batch. Use it as ``with micro:`` around all that is to be repeated.
+
+    Attributes:
+        data: the samples, in the structure of the batch.
+        start: of the first sample in the batch.
+        stop: of the sample after the last one.
+        done: the body went through; False after memory ran out in it.
+    """
+
+    def __init__(
+        self, batches: MicroBatches, data: Any, weight: float, start: int, stop: int
+    ) -> None:
+        self.data = data
+        self.start = start
+        self.stop = stop
+        self.done = False
+        self._batches = batches
+        self._weight = weight
+        self._is_weighted = False
+        self._loss: Tensor | None = None
+        self._kept: list[Any] = []
+        self._entered = False
+        self._since: int | None = None
+        self._failure: Failure | None = None
+        self._size = stop - start
+
+    def __len__(self) -> int:
+        """Samples in this part."""
+        return self.stop - self.start
+
+    @property
+    def weight(self) -> float:
+        """Share of this part in the mean over the batch: multiply the mean loss by it."""
+        self._is_weighted = True
+        return self._weight
+
+    def backward(self, loss: Tensor, *, scaler: torch.amp.GradScaler | None = None) -> None:
+        """The backward pass of ``loss``, weighted so that the parts add up to the batch's mean.
+
+        Args:
+            loss: mean over this part's samples (or over what ``count`` counts), a scalar.
+            scaler: the loss scaling of mixed precision.
+        """
+        weight = self.weight
+        # a mean over nothing is no number, whatever it is multiplied by
+        if not weight:
+            return
+        share = loss if weight == 1.0 else loss * weight
+        torch.autograd.backward(share if scaler is None else scaler.scale(share))
+        self._loss = share.detach()
+
+    def keep(self, value: Any) -> None:
+        """Put a result of this part into :attr:`MicroBatches.kept`, if the body goes through."""
+        self._kept.append(value)
+
+    def __enter__(self) -> MicroBatch:
+        self._entered = True
+        self._since = sequence_number()
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, frames: Any) -> bool:
+        batches = self._batches
+        if error is None:
+            self._check_weighted()
+            self.done = True
+            batches.kept += self._kept
+            if self._loss is not None:
+                before = batches._loss
+                batches._loss = self._loss if before is None else before + self._loss
+            return False
+        if not isinstance(error, Exception):
+            batches._leave()
+            return False
+        is_taken = batches._take(self, error)
+        self.data, self._loss, self._kept = None, None, []
+        return is_taken
+
+    def _check_weighted(self) -> None:
+        """The first part tells whether the loop weights its losses; a wrong one must not go on."""
+        start = self._batches._start
+        if self._is_weighted or self.start or start is None or not start.has_gradients():
+            return
+        self._batches._leave()
+        raise RuntimeError(
+            "a backward pass without weight: the gradients of several micro-batches would add up "
+            "wrongly; use micro.backward(loss), or multiply the loss by micro.weight"
+        )
+
+    def _must_have_been_used(self) -> None:
+        if not self._entered:
+            raise RuntimeError(
+                "a micro-batch was not used as a context manager; write `with micro:` around the "
+                "loop's body, so that running out of memory can be repaired"
+            )

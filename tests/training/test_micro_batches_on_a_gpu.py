@@ -1,0 +1,57 @@
+"""A real CUDA out-of-memory error inside a step; skipped where there is no GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from robust_train.training.micro_batch import MicroBatcher
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that torch can use"),
+]
+
+MIB = 2**20
+
+
+@pytest.fixture
+def room():
+    """Two GiB of the GPU, and not a byte more."""
+    torch.cuda.empty_cache()
+    total = torch.cuda.mem_get_info()[1]
+    torch.cuda.set_per_process_memory_fraction(2048 * MIB / total)
+    yield
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    torch.cuda.empty_cache()
+
+
+def train(most_at_once, scaler=None):
+    torch.manual_seed(0)
+    layers = [layer for _ in range(4) for layer in (nn.Linear(1024, 1024), nn.Tanh())]
+    model = nn.Sequential(*layers).double().cuda()
+    x = torch.randn(512, 64, 1024, generator=torch.Generator().manual_seed(1)).double()
+    parts = MicroBatcher(most_at_once).micro_batches(x, model)
+    starting = []
+    for micro in parts:
+        starting.append(torch.cuda.memory_allocated())
+        with micro:
+            output = model(micro.data.cuda())
+            loss = output.square().mean()
+            micro.backward(loss, scaler=scaler)
+    gradients = [p.grad.clone() for p in model.parameters()]
+    return gradients, parts.repeats, starting
+
+
+@pytest.mark.parametrize("is_scaled", [False, True])
+def test_a_step_that_outgrows_the_gpu_gives_the_gradient_of_the_whole_batch(room, is_scaled):
+    scaler = torch.amp.GradScaler("cuda", init_scale=8.0) if is_scaled else None
+    recovered, repeats, starting = train(512, scaler)
+    assert repeats >= 1
+    # the first try of the step and the first after a failure begin with the same memory
+    assert starting[1] <= 1.01 * starting[0] + MIB
+    expected, no_repeats, _ = train(16, scaler)
+    assert no_repeats == 0
+    for ours, theirs in zip(recovered, expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
