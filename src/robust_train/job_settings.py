@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from robust_train.config import ConfigError
 from robust_train.execution.environment import exported_expandable_segments
@@ -50,9 +50,21 @@ def target_of(cfg: DictConfig) -> str:
 
 
 def hydra_config() -> DictConfig | None:
-    """Hydra's own part of the config, None outside of Hydra."""
+    """Hydra's own part of the config, None outside of Hydra.
+
+    Without the classes of launcher and sweeper: where Hydra loads plugins anew, as in joblib's
+    workers, there are two of each, and pickle refuses them.
+    """
     config: Any = HydraConfig.instance().cfg
-    return None if config is None else config.copy()
+    if config is None:
+        return None
+    config = config.copy()
+    with read_write(config.hydra), open_dict(config.hydra):
+        for part in ("launcher", "sweeper"):
+            if OmegaConf.is_config(config.hydra.get(part)):
+                plain = OmegaConf.to_container(config.hydra[part], resolve=False)
+                config.hydra[part] = plain
+    return config  # type: ignore[no-any-return]
 
 
 def run_folder(run_dir: str | Path | None) -> Path:

@@ -42,9 +42,8 @@ def test_an_interrupted_sweep_is_finished(sweeps: SweepWorld, launcher: str):
     assert sweeps.column("reused") == [True, False]
 
 
-@LAUNCHERS
-def test_sweep_resume_false_runs_all_anew(sweeps: SweepWorld, launcher: str):
-    arguments = ("objective", "training.seed=1,2", f"hydra/launcher={launcher}")
+def test_sweep_resume_false_runs_all_anew(sweeps: SweepWorld):
+    arguments = ("objective", "training.seed=1,2")
     assert sweeps.sweep(*arguments).returncode == 0
     ended = sweeps.sweep(*arguments, "sweep_resume=false")
     assert ended.returncode == 0, ended.output

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import yaml
 
 from simulated_nvml import Gpu
@@ -18,13 +17,13 @@ def test_two_jobs_run_at_the_same_time(sweeps: SweepWorld):
 
 
 def test_n_jobs_of_1_runs_one_after_the_other(sweeps: SweepWorld):
-    ended = sweeps.sweep("counts_those_at_work", "training.seed=1,2,3", n_jobs=1)
+    ended = sweeps.sweep("counts_those_at_work", "training.seed=1,2", n_jobs=1)
     assert ended.returncode == 0, ended.output
-    assert sweeps.column("result") == [1, 1, 1]
+    assert sweeps.column("result") == [1, 1]
 
 
 def test_n_jobs_caps_how_many_run_at_once(sweeps: SweepWorld):
-    ended = sweeps.sweep("counts_those_at_work", "training.seed=1,2,3,4,5", n_jobs=2)
+    ended = sweeps.sweep("counts_those_at_work", "training.seed=1,2,3", n_jobs=2)
     assert ended.returncode == 0, ended.output
     assert max(sweeps.column("result")) <= 2
 
@@ -108,19 +107,18 @@ def test_jobs_that_would_share_a_folder_are_refused_but_for_the_first(sweeps: Sw
     assert sweeps.column("status") == ["completed", "refused"]
 
 
-@pytest.mark.parametrize("n_jobs", [0, -1])
-def test_n_jobs_below_1_is_refused_in_one_line(sweeps: SweepWorld, n_jobs: int):
-    ended = sweeps.sweep("objective", "training.seed=1,2", n_jobs=n_jobs)
+def test_n_jobs_below_1_is_refused_in_one_line(sweeps: SweepWorld):
+    ended = sweeps.sweep("objective", "training.seed=1,2", n_jobs=0)
     assert ended.returncode == 2, ended.output
     assert len(ended.stderr.splitlines()) == 1
-    assert f"hydra.launcher.n_jobs={n_jobs}" in ended.stderr
+    assert "hydra.launcher.n_jobs=0" in ended.stderr
 
 
 def test_without_n_jobs_there_is_a_job_for_each_gpu(sweeps: SweepWorld, machine_with):
-    sweeps.world.with_environ(machine_with(Gpu(), Gpu(), Gpu()).environ)
-    ended = sweeps.sweep("objective", "training.seed=1,2,3,4", n_jobs=None)
+    sweeps.world.with_environ(machine_with(Gpu(), Gpu()).environ)
+    ended = sweeps.sweep("objective", "training.seed=1,2,3", n_jobs=None)
     assert ended.returncode == 0, ended.output
-    assert "4 jobs, 3 at once" in ended.output
+    assert "3 jobs, 2 at once" in ended.output
 
 
 def test_a_project_with_a_main_function_of_its_own_can_use_it(sweeps: SweepWorld):
