@@ -75,5 +75,5 @@ bench:
     {{ python }} benchmarks/startup.py
     {{ python }} benchmarks/attempt_start.py
     {{ python }} benchmarks/selection_latency.py
-    {{ python }} benchmarks/queue.py
+    {{ python }} benchmarks/gpu_queue.py
     {{ python }} benchmarks/scheduler.py

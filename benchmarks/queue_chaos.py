@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "queue")]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "host_queue")]
 
 
 def main() -> None:

@@ -130,8 +130,8 @@ def main() -> None:
             f"  cost of an event: mean {ours['cost_ms']:.2f} ms, longest {ours['worst_ms']:.1f} ms"
         )
         print(
-            f"  memory in use: {ours['utilisation']:.1%} of the machine, bound {ours['bound']:.1%}, "
-            f"strict order {fifo['utilisation']:.1%}"
+            f"  memory in use: {ours['utilisation']:.1%} of the machine, "
+            f"bound {ours['bound']:.1%}, strict order {fifo['utilisation']:.1%}"
         )
         print(
             f"  mean wait ÷ strict order's: {_ratio(ours['mean_wait'], fifo['mean_wait'])}; "

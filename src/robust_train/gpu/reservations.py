@@ -70,6 +70,7 @@ class Ledger:
     def __init__(self, path: Path) -> None:
         self._path = path
         self.directory: QueueDir = open_queue_dir(path)
+        self._read_before: dict[str, tuple[bytes, JobRecord | None]] = {}
 
     def close(self) -> None:
         """Close the directory; a lock that is held ends."""
@@ -117,6 +118,7 @@ class Ledger:
             sweep: remove what dead jobs left; only under the ledger lock.
         """
         found = []
+        read: dict[str, tuple[bytes, JobRecord | None]] = {}
         names = self.directory.names()
         if sweep:
             jobs = set(names)
@@ -136,13 +138,18 @@ class Ledger:
                         self.directory.remove(name)
                     continue
                 ticket, token = int(parts[1]), parts[2]
-                owner, record = os.fstat(fd).st_uid, decode(read_small(fd, LIMIT_BYTES))
+                owner, data = os.fstat(fd).st_uid, read_small(fd, LIMIT_BYTES)
             finally:
                 os.close(fd)
             job_id = _job_id(ticket, token)
+            before, record = self._read_before.get(name, (None, None))
+            if data != before:  # to read a record costs more than to find that it is the same
+                record = decode(data)
             if record is not None and (record.id, record.ticket) != (job_id, ticket):
                 record = None
+            read[name] = (data, record)
             found.append(Entry(name, ticket, job_id, owner, record))
+        self._read_before = read
         return sorted(found, key=lambda entry: (entry.ticket, entry.id))
 
     def is_alive(self, name: str) -> bool:

@@ -30,7 +30,7 @@ def test_nothing_is_over_committed_or_leaked_and_every_survivor_is_served(
     log = tmp_path / "log"
     told = chaos.Chaos(
         str(log),
-        launchers=64 if FULL else 16,
+        launchers=LAUNCHERS,
         per_device=per_device,
         seed=seed,
         longest_seconds=0.4,

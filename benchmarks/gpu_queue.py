@@ -8,7 +8,7 @@
 
 Needs a C compiler, no GPU.
 
-Run: python benchmarks/queue.py [--rounds 200]
+Run: python benchmarks/gpu_queue.py [--rounds 200]
 Goals: hand-over ≤ 200 ms, a look < 1 ms of CPU, a reservation ≤ 5 ms.
 """
 
@@ -65,9 +65,8 @@ def measure(rounds: int) -> None:
             seconds[name].append(time.perf_counter() - started)
     medians = {name: statistics.median(values) * 1000 for name, values in seconds.items()}
     extra = medians["with"] - medians["without"]
-    print(
-        f"reservation: {extra:.2f} ms ({medians['with']:.2f} with, {medians['without']:.2f} without)"
-    )
+    both = f"{medians['with']:.2f} with, {medians['without']:.2f} without"
+    print(f"reservation: {extra:.2f} ms ({both})")
 
     others = [job() for _ in range(8)]
     for queue in others:
@@ -94,18 +93,15 @@ def measure(rounds: int) -> None:
     for line in lines:
         line.leave()
 
+    def wait(queue: HostQueue, when: list[float]) -> None:
+        get(queue)
+        when.append(time.perf_counter())
+
     gaps = []
     for _ in range(min(rounds, 50)):
-        taken = threading.Event()
-        when = []
+        when: list[float] = []
         waiting = job()
-
-        def wait(queue: HostQueue = waiting, when: list[float] = when) -> None:
-            get(queue)
-            when.append(time.perf_counter())
-            taken.set()
-
-        thread = threading.Thread(target=wait)
+        thread = threading.Thread(target=wait, args=(waiting, when))
         thread.start()
         ledger = Ledger(base)
         while not any(e.record and e.record.state.value == "waiting" for e in ledger.entries()):
@@ -114,9 +110,8 @@ def measure(rounds: int) -> None:
         ledger.close()
         released = time.perf_counter()
         others.pop(0).release()
-        assert taken.wait(30)
+        thread.join(30)
         gaps.append((when[0] - released) * 1000)
-        thread.join()
         others.append(waiting)
     gaps.sort()
     worst = gaps[-1]

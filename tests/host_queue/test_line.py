@@ -9,7 +9,8 @@ import os
 import signal
 from collections.abc import Callable
 
-from conftest import Host
+from hosts import Host, Member
+
 from simulated_nvml import Gpu
 from world import wait_until
 
@@ -211,7 +212,6 @@ def test_without_inotify_the_line_moves_all_the_same(
         "inotify.Watch.__init__ = no_events\n"
     )
     path = f"{host.machine.folder}:{os.environ.get('PYTHONPATH', '')}"
-    from conftest import Member
 
     def start() -> Member:
         host.members.append(Member(host.machine, "4000", "interval=600", PYTHONPATH=path))
