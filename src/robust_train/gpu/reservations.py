@@ -18,6 +18,7 @@ import pwd
 import random
 import re
 import secrets
+import signal
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -32,6 +33,7 @@ _JOB_FILE = re.compile(r"job\.(\d{1,15})\.([0-9a-f]{6})", re.ASCII)
 _LAST_TICKET = 10**15 - 1
 _LOCK_SECONDS = 10.0
 _PAUSE_SECONDS = (0.0005, 0.02)
+_STOPS = {signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU}
 
 
 class LedgerBusy(Exception):
@@ -84,11 +86,16 @@ class Ledger:
             LedgerBusy: the lock was not to be had in time.
             QueueProblem: the directory is gone and cannot be made again.
         """
-        self._lock(timeout_seconds)
+        # Ctrl-Z takes effect after the block, or nobody on the host could decide any more
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
         try:
-            yield
+            self._lock(timeout_seconds)
+            try:
+                yield
+            finally:
+                fcntl.flock(self.directory.fd, fcntl.LOCK_UN)
         finally:
-            fcntl.flock(self.directory.fd, fcntl.LOCK_UN)
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
     def _lock(self, timeout_seconds: float) -> None:
         deadline = time.monotonic() + timeout_seconds
@@ -201,10 +208,10 @@ class Ledger:
                 os.utime(fd)
             os.close(fd)
 
-    def rung_at(self, bell: str) -> int:
-        """When a bell was last rung, to be compared with itself; -1 where there is none."""
+    def time_of(self, name: str) -> int:
+        """When a file was last touched, to be compared with itself; -1 where there is none."""
         try:
-            told = os.stat(bell, dir_fd=self.directory.fd, follow_symlinks=False)
+            told = os.stat(name, dir_fd=self.directory.fd, follow_symlinks=False)
         except OSError:
             return -1
         return told.st_mtime_ns
@@ -267,6 +274,11 @@ class Reservation:
     def is_in_place(self) -> bool:
         """Whether others still find this job under its name."""
         return self._ledger.directory.is_still(self.name, self.fd)
+
+    def give_sign(self) -> None:
+        """Show those behind that this job still looks."""
+        with contextlib.suppress(OSError):
+            os.utime(self.fd)
 
     def _is_intact(self) -> bool:
         return decode(read_small(self.fd, LIMIT_BYTES)) is not None
