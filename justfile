@@ -81,5 +81,6 @@ bench:
     {{ python }} benchmarks/selection_latency.py
     {{ python }} benchmarks/sweep.py
     {{ python }} benchmarks/queue.py
+    {{ python }} benchmarks/gpu_queue.py
     {{ python }} benchmarks/scheduler.py
     {{ python }} benchmarks/recovery.py

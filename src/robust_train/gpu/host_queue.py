@@ -153,7 +153,7 @@ class HostQueue:
         sleep: Sleep,
     ) -> GpuInfo | NoGpu:
         record = new_record(self._name, self._run_dir, request.min_bytes, self._jobs_per_device)
-        line = Line(ledger, record, place)
+        line = Line(ledger, record, place, 2 * request.interval_seconds + 5)
         try:
             return wait_for_gpu(
                 request,

@@ -4,6 +4,9 @@ One waiter looks at the GPUs for all who see no more than it does; the others sl
 before them moves on, or until somebody rings because the plan has a GPU for them. Every grant is
 decided by the job that gets it, inside the ledger lock, on a fresh look at the GPUs, and is in its
 record before the lock is let go.
+
+A waiter that was stopped (Ctrl-Z) keeps its ticket but holds nobody up: one who looks for others
+and gives no sign of life is not relied on, and one who does not come when called is passed over.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ _SETTLE_SECONDS = 5.0
 _FIRST_PAUSE_SECONDS = 0.02
 _LONGEST_PAUSE_SECONDS = 0.6
 _LOOK_SECONDS = 0.1
+_CALL_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -61,9 +65,16 @@ class Line:
         ledger: the host's jobs.
         record: what this job says of itself.
         place: the ticket that it took before, where it comes back.
+        patience_seconds: how long one who looks for others may give no sign of life.
     """
 
-    def __init__(self, ledger: Ledger, record: JobRecord, place: Reservation | None = None) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        record: JobRecord,
+        place: Reservation | None = None,
+        patience_seconds: float = 65.0,
+    ) -> None:
         self.ledger = ledger
         self.reservation = place
         self._template = record
@@ -76,6 +87,9 @@ class Line:
         self._bell_seen = -1
         self._known: list[Entry] = []
         self._seen: tuple[GpuInfo, ...] = ()
+        self._patience_seconds = patience_seconds
+        self._signs: dict[str, tuple[int, float]] = {}  # of life: a file's time, and when I saw it
+        self._called: dict[str, float] = {}  # whom I called first when
         self._settle_until = 0.0
         self._pause = _FIRST_PAUSE_SECONDS
 
@@ -149,6 +163,7 @@ class Line:
         entries = self.ledger.entries(sweep=True)
         me = self._be_in_line(entries)
         ahead = [entry for entry in entries if _waits(entry) and entry.ticket < me.record.ticket]
+        me.give_sign()
         # a newcomer may find a GPU at its first look, and then needs to watch nothing
         if self._seen and self._follow(ahead, me):
             entries = self.ledger.entries()
@@ -161,9 +176,10 @@ class Line:
         mine = tuple(gpu.uuid for gpu in visible.gpus if suits(gpu))
         said = replace(me.record, only=mine, sees=tuple(gpu.uuid for gpu in self._seen))
         waiters, holdings = census(entries, without=said.id)
-        waiters.append(as_waiter(said))
+        waiters = [*self._awake(waiters), as_waiter(said)]
         decided = plan(waiters, holdings, self._seen)
         called = [_bell_of(e.name) for e in entries if e.id in decided.grants and e.id != said.id]
+        self._note_called(set(decided.grants) - {said.id})
         granted = decided.grants.get(said.id)
         if granted is not None:
             me.update(replace(said, state=JobState.RUNNING, gpu=granted.uuid, taken_bytes=None))
@@ -189,7 +205,11 @@ class Line:
         Whoever is ahead and sees all that I see looks for me as well, or follows one who does.
         """
         sees = set(me.record.sees)
-        leaders = [e.name for e in ahead if e.record and sees and sees <= set(e.record.sees)]
+        leaders = [
+            e.name
+            for e in ahead
+            if e.record and sees and sees <= set(e.record.sees) and not self._is_silent(e.name)
+        ]
         leader = leaders[-1] if leaders else ""
         if leader == self._leader:
             return False
@@ -198,12 +218,31 @@ class Line:
         self._watched = {}
         bell = _bell_of(me.name)
         self.ledger.hang_up(bell)
-        self._bell_seen = self.ledger.rung_at(bell)
+        self._bell_seen = self.ledger.time_of(bell)
         self._add(leader, MODIFIED | CLOSED_AFTER_WRITE)
         self._add(bell, ATTRIBUTES)
         self._leader, self._polls = leader, not leader
         # one who died before the watch was set gives no event any more
         return True
+
+    def _is_silent(self, name: str) -> bool:
+        """Whether a waiter has not looked for too long; taking a slow one for that is harmless."""
+        now, time_of_file = time.monotonic(), self.ledger.time_of(name)
+        before, seen = self._signs.setdefault(name, (time_of_file, now))
+        if before != time_of_file:
+            self._signs[name] = (time_of_file, now)
+            return False
+        return now - seen > self._patience_seconds
+
+    def _awake(self, waiters: Iterable[Waiter]) -> list[Waiter]:
+        """The waiters without those who did not come when I called them."""
+        late = time.monotonic() - _CALL_SECONDS
+        return [w for w in waiters if self._called.get(w.id, late + 1.0) > late]
+
+    def _note_called(self, granted: Iterable[str]) -> None:
+        now = time.monotonic()
+        late = {id_: at for id_, at in self._called.items() if now - at >= _CALL_SECONDS}
+        self._called = late | {id_: self._called.get(id_, now) for id_ in granted}
 
     def _add(self, name: str, events: int) -> None:
         watched = self._watch.add(name, events)
@@ -220,7 +259,7 @@ class Line:
                 self._begin_to_settle()
             return before != self._known
         if self.reservation is not None:
-            rung = self.ledger.rung_at(_bell_of(self.reservation.name))
+            rung = self.ledger.time_of(_bell_of(self.reservation.name))
             if rung != self._bell_seen:
                 self._bell_seen, self._rung = rung, True
                 return True
@@ -259,7 +298,9 @@ class Line:
         if self._seen and self._leader is None:
             return 0.0  # from now on with a watch
         if time.monotonic() >= self._settle_until:
-            return None
+            now = time.monotonic()
+            calls = [at + _CALL_SECONDS - now for at in self._called.values()]
+            return min((left for left in calls if left > 0), default=None)
         pause, self._pause = self._pause, min(self._pause * 2, _LONGEST_PAUSE_SECONDS)
         return pause
 

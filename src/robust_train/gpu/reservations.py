@@ -18,6 +18,7 @@ import pwd
 import random
 import re
 import secrets
+import signal
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -32,6 +33,7 @@ _JOB_FILE = re.compile(r"job\.(\d{1,15})\.([0-9a-f]{6})", re.ASCII)
 _LAST_TICKET = 10**15 - 1
 _LOCK_SECONDS = 10.0
 _PAUSE_SECONDS = (0.0005, 0.02)
+_STOPS = {signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU}
 
 
 class LedgerBusy(Exception):
@@ -70,6 +72,7 @@ class Ledger:
     def __init__(self, path: Path) -> None:
         self._path = path
         self.directory: QueueDir = open_queue_dir(path)
+        self._read_before: dict[str, tuple[bytes, JobRecord | None]] = {}
 
     def close(self) -> None:
         """Close the directory; a lock that is held ends."""
@@ -83,11 +86,16 @@ class Ledger:
             LedgerBusy: the lock was not to be had in time.
             QueueProblem: the directory is gone and cannot be made again.
         """
-        self._lock(timeout_seconds)
+        # Ctrl-Z takes effect after the block, or nobody on the host could decide any more
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
         try:
-            yield
+            self._lock(timeout_seconds)
+            try:
+                yield
+            finally:
+                fcntl.flock(self.directory.fd, fcntl.LOCK_UN)
         finally:
-            fcntl.flock(self.directory.fd, fcntl.LOCK_UN)
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
     def _lock(self, timeout_seconds: float) -> None:
         deadline = time.monotonic() + timeout_seconds
@@ -117,6 +125,7 @@ class Ledger:
             sweep: remove what dead jobs left; only under the ledger lock.
         """
         found = []
+        read: dict[str, tuple[bytes, JobRecord | None]] = {}
         names = self.directory.names()
         if sweep:
             jobs = set(names)
@@ -136,13 +145,18 @@ class Ledger:
                         self.directory.remove(name)
                     continue
                 ticket, token = int(parts[1]), parts[2]
-                owner, record = os.fstat(fd).st_uid, decode(read_small(fd, LIMIT_BYTES))
+                owner, data = os.fstat(fd).st_uid, read_small(fd, LIMIT_BYTES)
             finally:
                 os.close(fd)
             job_id = _job_id(ticket, token)
+            before, record = self._read_before.get(name, (None, None))
+            if data != before:  # to read a record costs more than to find that it is the same
+                record = decode(data)
             if record is not None and (record.id, record.ticket) != (job_id, ticket):
                 record = None
+            read[name] = (data, record)
             found.append(Entry(name, ticket, job_id, owner, record))
+        self._read_before = read
         return sorted(found, key=lambda entry: (entry.ticket, entry.id))
 
     def is_alive(self, name: str) -> bool:
@@ -194,10 +208,10 @@ class Ledger:
                 os.utime(fd)
             os.close(fd)
 
-    def rung_at(self, bell: str) -> int:
-        """When a bell was last rung, to be compared with itself; -1 where there is none."""
+    def time_of(self, name: str) -> int:
+        """When a file was last touched, to be compared with itself; -1 where there is none."""
         try:
-            told = os.stat(bell, dir_fd=self.directory.fd, follow_symlinks=False)
+            told = os.stat(name, dir_fd=self.directory.fd, follow_symlinks=False)
         except OSError:
             return -1
         return told.st_mtime_ns
@@ -260,6 +274,11 @@ class Reservation:
     def is_in_place(self) -> bool:
         """Whether others still find this job under its name."""
         return self._ledger.directory.is_still(self.name, self.fd)
+
+    def give_sign(self) -> None:
+        """Show those behind that this job still looks."""
+        with contextlib.suppress(OSError):
+            os.utime(self.fd)
 
     def _is_intact(self) -> bool:
         return decode(read_small(self.fd, LIMIT_BYTES)) is not None

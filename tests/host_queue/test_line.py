@@ -8,8 +8,10 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
-from conftest import Host
+from hosts import Host, Member
+
 from simulated_nvml import Gpu
 from world import wait_until
 
@@ -211,7 +213,6 @@ def test_without_inotify_the_line_moves_all_the_same(
         "inotify.Watch.__init__ = no_events\n"
     )
     path = f"{host.machine.folder}:{os.environ.get('PYTHONPATH', '')}"
-    from conftest import Member
 
     def start() -> Member:
         host.members.append(Member(host.machine, "4000", "interval=600", PYTHONPATH=path))
@@ -228,3 +229,25 @@ def test_without_inotify_the_line_moves_all_the_same(
     second.waits_at(1)
     first.end()
     second.wait_for("granted")
+
+
+def state_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_a_stopped_waiter_keeps_its_ticket_but_holds_nobody_up(host_with: HostWith) -> None:
+    host = host_with(Gpu(), Gpu(total_mib=8000))
+    running, other = host.start(20000), host.start(4000, only=host.machine.uuid(1))
+    running.wait_for("granted")
+    other.wait_for("granted")
+    stopped = host.start(4000)
+    stopped.waits_at(1)
+    behind = host.start(4000, interval=0.2)
+    behind.waits_at(2)
+    stopped.process.send_signal(signal.SIGTSTP)  # as Ctrl-Z does; never inside the ledger lock
+    wait_until(lambda: state_of(stopped.process.pid) == "T", "it is stopped")
+    running.end()
+    behind.wait_for("granted")
+    other.end()
+    stopped.process.send_signal(signal.SIGCONT)
+    stopped.wait_for("granted")

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hosts import Host
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conftest import Host
 from robust_train.gpu import quarantine, queue_dir
 from robust_train.gpu.queue_dir import QueueProblem, boot_name, directory_for, open_queue_dir
 from robust_train.gpu.records import JobRecord, JobState, decode, encode

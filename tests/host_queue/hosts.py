@@ -1,3 +1,5 @@
+"""Light launchers for tests, and the simulated host that they run on."""
+
 from __future__ import annotations
 
 import contextlib
@@ -7,11 +9,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from robust_train.gpu.queue_dir import boot_name
 from simulated_nvml import Machine
@@ -131,20 +130,3 @@ class Host:
         """How often a member has looked at GPU 0's memory."""
         calls = self.machine.calls("nvmlDeviceGetMemoryInfo_v2")
         return sum(call == (member.process.pid, "0") for call in calls)
-
-
-@pytest.fixture
-def host_with(machine_with: Callable[..., Machine]) -> Iterator[Callable[..., Host]]:
-    """Makes a host with the GPUs given."""
-    hosts: list[Host] = []
-
-    def build(*gpus: Any) -> Host:
-        hosts.append(Host(machine_with(*gpus)))
-        return hosts[-1]
-
-    yield build
-    for host in hosts:
-        for member in host.members:  # all of them first: who waits would go on with what is freed
-            member.kill()
-        for member in host.members:
-            member.kill_children()

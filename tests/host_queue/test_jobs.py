@@ -80,9 +80,9 @@ def test_a_second_job_waits_for_the_first_and_starts_when_it_ends(shared: Callab
     wait_until(lambda: [j["state"] for j in host.jobs()] == ["running", "waiting"], "it waits")
     table = host.command("queue")
     header, one, two = table.stdout.splitlines()
-    assert header.split() == [
-        *["id", "position", "state", "job", "user", "claim", "MiB", "GPU", "for", "reason"]
-    ]
+    assert header.startswith("id ")
+    for column in ("position", "state", "job", "user", "claim MiB", "GPU", "for", "reason"):
+        assert f" {column}" in header
     assert "GPU 0" in one
     assert "4000" in one
     assert " 1  waiting" in two

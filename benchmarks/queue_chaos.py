@@ -1,0 +1,62 @@
+"""64 launchers at once on 8 simulated GPUs, a third of them killed at random: what goes wrong.
+
+Each launcher stands in the host's line and then runs a trainer that takes memory of a device which
+refuses to be over-committed; the log is judged by a checker that shares no code with the queue.
+Needs a C compiler, no GPU.
+
+Run: python benchmarks/queue_chaos.py [--launchers 64] [--gpus 8] [--rounds 5]
+Goal: over-commits, leaks, errors, unserved survivors and unlawful passes are all 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "host_queue")]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--launchers", type=int, default=64)
+    parser.add_argument("--gpus", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+
+    import chaos
+
+    from robust_train.gpu.reservations import Ledger
+    from simulated_nvml import Gpu, Machine, build_nvml
+
+    bad = 0
+    for seed in range(arguments.rounds):
+        per_device = 1 if seed % 2 == 0 else 3
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            gpus = [Gpu(total_mib=40000) for _ in range(arguments.gpus)]
+            machine = Machine(folder, build_nvml(folder / "libraries").parent, gpus)
+            environ = machine.environment(PYTHONPATH=f"{ROOT / 'tests'}:{ROOT / 'src'}")
+            del environ["SIMULATED_NVML_CALLS"]
+            log = folder / "log"
+            told = chaos.Chaos(str(log), arguments.launchers, per_device=per_device, seed=seed)
+            started = time.monotonic()
+            command = [sys.executable, chaos.__file__, chaos.as_argument(told)]
+            subprocess.run(command, env=environ, check=True)
+            seconds = time.monotonic() - started
+            verdict = chaos.check(log.read_text().splitlines())
+            ledger = Ledger(Path(machine.environ["ROBUST_TRAIN_QUEUE_DIR"]))
+            leaked = len(ledger.entries())
+            ledger.close()
+        print(f"{per_device} a GPU, {seconds:.1f} s, leaked reservations {leaked}: {verdict}")
+        bad += leaked + verdict.faults
+    print("nothing went wrong" if bad == 0 else f"{bad} faults")
+    sys.exit(bad != 0)
+
+
+if __name__ == "__main__":
+    main()

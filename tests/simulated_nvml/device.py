@@ -1,0 +1,124 @@
+"""The memory of a simulated machine's GPUs, shared by processes that take and return it.
+
+The device, not the code under test, knows what is taken: an allocation beyond what there is fails,
+and is logged. What a killed process held comes back some time after its death, as with a driver.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+MIB = 1024**2
+
+
+class OutOfMemory(Exception):
+    """There is not that much on the GPU."""
+
+
+class SharedDevice:
+    """The GPUs of a :class:`simulated_nvml.Machine`, by its folder.
+
+    Args:
+        state: the machine's state file.
+        returns_after_seconds: how long a dead process's memory stays taken.
+    """
+
+    def __init__(self, state: Path, returns_after_seconds: float = 0.05) -> None:
+        self.state = state
+        self.held = state.with_name("held")
+        self.lock = state.with_name("held.lock")
+        self.returns_after_seconds = returns_after_seconds
+
+    def allocate(self, uuid: str, mib: int) -> None:
+        """Take memory for this process, on top of what it has.
+
+        Raises:
+            OutOfMemory: there is not that much.
+        """
+        with self._held() as held:
+            used = sum(row["mib"] for row in held if row["uuid"] == uuid)
+            total = self._totals()[uuid]
+            if used + mib > total:
+                raise OutOfMemory(f"{uuid}: {used} + {mib} > {total} MiB")
+            held.append({"pid": os.getpid(), "uuid": uuid, "mib": mib, "died": None})
+
+    def release(self) -> None:
+        """Return what this process has."""
+        with self._held() as held:
+            held[:] = [row for row in held if row["pid"] != os.getpid()]
+
+    def collect(self) -> None:
+        """What a driver does by itself: dead processes' memory comes back, with a delay."""
+        with self._held() as held:
+            now = time.monotonic()
+            for row in held:
+                if row["died"] is None and not _lives(row["pid"]):
+                    row["died"] = now
+            held[:] = [
+                row
+                for row in held
+                if row["died"] is None or now - row["died"] < self.returns_after_seconds
+            ]
+
+    def used(self) -> dict[str, int]:
+        """MiB taken by GPU."""
+        with self._held() as held:
+            uuids = {row["uuid"] for row in held}
+            return {u: sum(row["mib"] for row in held if row["uuid"] == u) for u in uuids}
+
+    def gpus(self) -> list[str]:
+        """UUIDs."""
+        return sorted(self._totals())
+
+    @contextlib.contextmanager
+    def _held(self) -> Iterator[list[dict[str, Any]]]:
+        with self.lock.open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            before = self.held.read_text() if self.held.exists() else "[]"
+            held = json.loads(before)
+            yield held
+            after = json.dumps(held)
+            if after != before:
+                self._publish(held)
+                new = self.held.with_suffix(".new")
+                new.write_text(after)
+                new.replace(self.held)
+
+    def _totals(self) -> dict[str, int]:
+        text = self.state.read_text()
+        uuids = dict(re.findall(r"^gpu\.(\d+)\.uuid (\S+)$", text, re.MULTILINE))
+        totals = dict(re.findall(r"^gpu\.(\d+)\.total (\d+)$", text, re.MULTILINE))
+        return {uuids[i]: int(totals[i]) // MIB for i in uuids}
+
+    def _publish(self, held: list[dict[str, Any]]) -> None:
+        """Have NVML tell it."""
+        totals = self._totals()
+        lines = self.state.read_text().splitlines()
+        values = {}
+        for number, (uuid, total) in enumerate(totals.items()):
+            used = sum(row["mib"] for row in held if row["uuid"] == uuid)
+            values[f"gpu.{number}.free"] = (total - used) * MIB
+            values[f"gpu.{number}.used"] = used * MIB
+        for i, line in enumerate(lines):
+            key = line.partition(" ")[0]
+            if key in values:
+                lines[i] = f"{key} {values[key]}"
+        new = self.state.with_suffix(".by_device")
+        new.write_text("\n".join(lines) + "\n")
+        new.replace(self.state)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return status.rpartition(")")[2].split()[0] != "Z"
