@@ -270,14 +270,15 @@ class GpuQueue:
         assert job.process is not None
         assert job.folder is not None
         row = self._settled(job, job.folder, job.process.returncode or 0)
-        result = job.process.result()
+        completed = row.status == COMPLETED
+        result = job.process.result() if completed else None
         job.process.close()
         job.status = row.status
-        if row.status != COMPLETED:
-            result = None
-        job.result = result if isinstance(result, JobReturn) else self._no_result(job)
+        if not isinstance(result, JobReturn):  # it may have died with its work done
+            result = self._return(job, row.result if completed else math.nan)
+        job.result = result
         table.say(ending_line(row, job.folder / LOG_FILE))
-        if self._fail_fast and row.status != COMPLETED and self._stopping is None:
+        if self._fail_fast and not completed and self._stopping is None:
             self._stop("sweep_fail_fast=true", signal.SIGTERM)
             table.say("sweep_fail_fast=true: no more jobs are started, those that run are ended")
 
