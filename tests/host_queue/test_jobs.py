@@ -311,3 +311,21 @@ def test_jobs_started_together_share_out_the_gpus_though_one_launcher_is_killed(
             ended = world.end(process)
             assert ended.returncode == 0, ended.output
     assert host.jobs() == []
+
+
+def test_a_reservation_follows_what_the_attempts_show(shared: Callable[..., Shared]):
+    host = shared(Gpu(uuid=A, total_mib=24000))
+    world = host.world("first")
+    go = world.folder / "go"
+    world.environ["GO_FILE"] = str(go)
+    process = world.start("trainer._target_=trainers.tells_its_memory", NEVER)
+
+    def shows(claim: int, taken: int) -> bool:
+        return [(j["claim_bytes"], j["taken_bytes"]) for j in host.jobs()] == [(claim, taken)]
+
+    wait_until(lambda: shows(4000 * 1024**2, 3 * 1024**3), "what it took is known")
+    go.with_name("go.1").touch()
+    learned = int(5 * 1024**3 * 1.1) + 512 * 1024**2
+    wait_until(lambda: shows(learned, 3 * 1024**3), "the next attempt claims what the first needed")
+    go.with_name("go.2").touch()
+    assert world.end(process).returncode == 0
