@@ -75,7 +75,7 @@ def simulate(jobs: Sequence[Job], gpus: int, per_device: int, *, passing: bool) 
         if kind == 0:
             demand += job.need
             size = job.need * MIB
-            waiting[name] = Waiter(name, number, size, everywhere, per_device)
+            waiting[name] = Waiter(name, number, size, everywhere, per_device, now)
         else:
             ended = running.pop(name)
             used -= job.need
@@ -83,7 +83,7 @@ def simulate(jobs: Sequence[Job], gpus: int, per_device: int, *, passing: bool) 
             here = machine[ended.gpu]
             machine[ended.gpu] = replace(here, free_bytes=here.free_bytes + ended.claim_bytes)
         started = time.perf_counter()
-        decided = plan(waiting.values(), list(running.values()), list(machine.values()))
+        decided = plan(waiting.values(), list(running.values()), list(machine.values()), now)
         costs.append(time.perf_counter() - started)
         for granted, gpu in decided.grants.items():
             if (

@@ -325,3 +325,13 @@ def cpu_waits_for_go(cfg):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     while not Path(os.environ["GO_FILE"]).exists():
         time.sleep(0.01)
+
+
+def tells_its_memory(cfg, run):
+    """Tells of GPU memory, then waits to be told; runs out of memory at its first attempt."""
+    figures = {"allocated": 2 * 1024**3, "reserved": 3 * 1024**3, "max_allocated": 5 * 1024**3}
+    run.record("memory", figures)
+    while not Path(f"{os.environ['GO_FILE']}.{run.attempt}").exists():
+        time.sleep(0.01)
+    if run.attempt == 1:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")

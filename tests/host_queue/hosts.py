@@ -87,6 +87,8 @@ class Member:
         """End it, with its child."""
         self.tell("end", "ended")
         self.process.wait()
+        for reader in self._readers:  # then all is read that it ever said
+            reader.join()
 
     def kill_children(self) -> None:
         """After the launcher is gone: what it had started, which holds its pipes open."""

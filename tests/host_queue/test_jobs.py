@@ -277,3 +277,55 @@ def test_doctor_fails_where_no_gpu_or_no_queue_can_be_used(shared: Callable[...,
     assert "symbolic link" in done.stdout
     assert host.command("queue").returncode == 2
     assert os.path.realpath(host.base) == "/tmp"
+
+
+def test_jobs_started_together_share_out_the_gpus_though_one_launcher_is_killed(
+    shared: Callable[..., Shared],
+):
+    host = shared(Gpu(uuid=A, total_mib=24000), Gpu(uuid=B, total_mib=24000))
+    worlds = [host.world(f"job{number}") for number in range(4)]
+    go = host.tmp_path / "go"
+    for world in worlds:
+        seen = str(world.folder / "seen")
+        world.environ |= {"BATCH_BUDGETS": "{}", "ATTEMPTS_FILE": seen, "GO_FILE": str(go)}
+    processes = [w.start("trainer._target_=trainers.within_a_budget", NEVER) for w in worlds]
+
+    def by_state(state: str) -> list[dict[str, Any]]:
+        return [job for job in host.jobs() if job["state"] == state]
+
+    wait_until(lambda: len(by_state("running")) == len(by_state("waiting")) == 2, "two and two")
+    running, waiting = by_state("running"), by_state("waiting")
+    assert {job["gpu"] for job in running} == {A, B}
+    pids = [process.pid for process in processes]
+    killed = processes[pids.index(running[0]["pid"])]
+    killed.kill()
+    killed.communicate()
+    wait_until(
+        lambda: [job["gpu"] for job in by_state("running") if job["id"] == waiting[0]["id"]],
+        "the first in line has the dead job's GPU",
+    )
+    assert [job["id"] for job in by_state("waiting")] == [waiting[1]["id"]]
+    go.touch()
+    for world, process in zip(worlds, processes, strict=True):
+        if process is not killed:
+            ended = world.end(process)
+            assert ended.returncode == 0, ended.output
+    assert host.jobs() == []
+
+
+def test_a_reservation_follows_what_the_attempts_show(shared: Callable[..., Shared]):
+    host = shared(Gpu(uuid=A, total_mib=24000))
+    world = host.world("first")
+    go = world.folder / "go"
+    world.environ["GO_FILE"] = str(go)
+    process = world.start("trainer._target_=trainers.tells_its_memory", NEVER)
+
+    def shows(claim: int, taken: int) -> bool:
+        return [(j["claim_bytes"], j["taken_bytes"]) for j in host.jobs()] == [(claim, taken)]
+
+    wait_until(lambda: shows(4000 * 1024**2, 3 * 1024**3), "what it took is known")
+    go.with_name("go.1").touch()
+    learned = int(5 * 1024**3 * 1.1) + 512 * 1024**2
+    wait_until(lambda: shows(learned, 3 * 1024**3), "the next attempt claims what the first needed")
+    go.with_name("go.2").touch()
+    assert world.end(process).returncode == 0

@@ -91,8 +91,18 @@ def test_the_gpu_that_suits_the_head_first_is_kept_from_those_behind_it() -> Non
     holdings = [held(A, 25000, 25000, jobs_per_device=4)]
     line = [job(1, 30000, per_device=4), job(2, 12000, per_device=4), job(3, 6000, per_device=4)]
     decided = plan(line, holdings, gpus)
-    assert decided.held_back == A
+    assert decided.held_back == (A,)
     assert uuids(decided) == {"job2": B, "job3": B}
+
+
+def test_the_longer_the_head_waits_the_more_gpus_are_kept_for_it() -> None:
+    gpus = [gpu(uuid, free=20000) for uuid in (A, B, C)]
+    line = [job(1, 30000), job(2, 6000)]
+    assert len(plan(line, [], gpus, now=299).held_back) == 1
+    assert len(plan(line, [], gpus, now=301).held_back) == 2
+    late = plan(line, [], gpus, now=901)
+    assert set(late.held_back) == ALL
+    assert not late.grants
 
 
 def test_a_job_that_passes_takes_a_gpu_that_the_head_could_not_use() -> None:
@@ -180,7 +190,7 @@ def test_whoever_passes_the_head_leaves_its_gpu_alone(
         return
     head = next(w for w in line if w.id == decided.head)
     passed = [w for w in line if w.ticket > head.ticket and w.id in decided.grants]
-    assert all(decided.grants[w.id].uuid != decided.held_back for w in passed)
+    assert all(decided.grants[w.id].uuid not in decided.held_back for w in passed)
     assert all(w.ticket > head.ticket or w.id in decided.grants for w in line if w is not head)
 
 

@@ -84,8 +84,8 @@ def _jobs(ledger: Ledger | None, entries: Sequence[Entry]) -> list[dict[str, Any
         read_inventory(processes=False).gpus, quarantine.read_sick(ledger.directory)
     )
     waiters, holdings = census(entries)
-    decided = plan(waiters, holdings, gpus)
     position, now = 0, boottime()
+    decided = plan(waiters, holdings, gpus, now)
     jobs = []
     for entry in entries:
         record = entry.record

@@ -24,6 +24,7 @@ from robust_train.gpu.reservations import (
     Ledger,
     LedgerBusy,
     Reservation,
+    boottime,
 )
 from robust_train.gpu.scheduler import Holding, Plan, Waiter, plan, why_not
 from robust_train.gpu.visible import Visible
@@ -177,7 +178,7 @@ class Line:
         said = replace(me.record, only=mine, sees=tuple(gpu.uuid for gpu in self._seen))
         waiters, holdings = census(entries, without=said.id)
         waiters = [*self._awake(waiters), as_waiter(said)]
-        decided = plan(waiters, holdings, self._seen)
+        decided = plan(waiters, holdings, self._seen, boottime())
         called = [_bell_of(e.name) for e in entries if e.id in decided.grants and e.id != said.id]
         self._note_called(set(decided.grants) - {said.id})
         granted = decided.grants.get(said.id)
@@ -275,7 +276,7 @@ class Line:
     ) -> Turn:
         mine = set(me.only)
         alone = ahead == 0 and not any(h.gpu is None or h.gpu in mine for h in holdings)
-        frees = next((gpu for gpu in self._seen if gpu.uuid == decided.held_back), None)
+        frees = next((gpu for gpu in self._seen if gpu.uuid in decided.held_back[:1]), None)
         return Turn(
             None,
             position=ahead + 1,
@@ -287,7 +288,9 @@ class Line:
     def _turn_unseen(self, entries: Sequence[Entry], me: Reservation, ahead: int) -> Turn:
         """How it stands by the records alone, with the GPUs as they were at the last look."""
         waiters, holdings = census(entries)
-        decided = plan(waiters, holdings, [replace(gpu, free_bytes=0) for gpu in self._seen])
+        decided = plan(
+            waiters, holdings, [replace(gpu, free_bytes=0) for gpu in self._seen], boottime()
+        )
         return self._turn(me.record, waiters, holdings, decided, ahead)
 
     def _begin_to_settle(self) -> None:
@@ -342,6 +345,7 @@ def as_waiter(record: JobRecord) -> Waiter:
         record.claim_bytes,
         frozenset(record.only),
         record.jobs_per_device,
+        record.queued_at,
     )
 
 

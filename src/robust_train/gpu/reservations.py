@@ -17,7 +17,6 @@ import os
 import pwd
 import random
 import re
-import secrets
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -299,7 +298,7 @@ class Reservation:
 
     def _create(self) -> None:
         directory = self._ledger.directory
-        token = self.record.id.rpartition("-")[2] or secrets.token_hex(3)
+        token = self.record.id.rpartition("-")[2] or os.urandom(3).hex()
         self.name = f"{PREFIX}{self.record.ticket:010}.{token}"
         self.record = replace(self.record, id=_job_id(self.record.ticket, token))
         try:

@@ -3,7 +3,8 @@
 The line is first come, first served. The first job that no GPU suits is its head, and the GPU that
 will suit it first is held back for it: what others may take besides cannot make that one free any
 later. So the head waits only for jobs that already run, then the next is head, and nobody waits for
-ever. A job that passes takes a GPU that the head could not use, where there is one.
+ever. The longer it waits, the more GPUs are held back, since nobody knows which of them will be
+free first. A job that passes takes a GPU that the head could not use, where there is one.
 
 Memory that a newcomer can count on is what NVML says is free, less what reservations claim and have
 not taken yet. What a job has taken is at least what it told; a job that told nothing has taken
@@ -12,6 +13,7 @@ nothing. Claims never add up to more than a GPU has.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -19,6 +21,7 @@ from robust_train.gpu.select import could_ever_fit, label, mib
 from robust_train.types import GpuInfo
 
 _GPUS_TOLD = 4
+_DOUBLES_EVERY_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,7 @@ class Waiter:
         need_bytes: free memory that it needs on one GPU.
         only: UUIDs of the GPUs that it may use.
         jobs_per_device: how many jobs it suffers on its GPU, itself included.
+        queued_at: when it came, seconds.
     """
 
     id: str
@@ -38,6 +42,7 @@ class Waiter:
     need_bytes: int
     only: frozenset[str]
     jobs_per_device: int = 1
+    queued_at: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -72,30 +77,41 @@ class Plan:
     Attributes:
         grants: GPUs by job id, each with ``free_bytes`` as far as the job can count on them.
         head: the first job in line that gets nothing now, None if there is no such job.
-        held_back: UUID of the GPU that is kept for it, None where none could ever suit it.
+        held_back: UUIDs of the GPUs that are kept for it, the one that suits it first in front;
+            none where none could ever suit it.
     """
 
     grants: Mapping[str, GpuInfo] = field(default_factory=dict)
     head: str | None = None
-    held_back: str | None = None
+    held_back: tuple[str, ...] = ()
 
 
-def plan(waiters: Iterable[Waiter], holdings: Sequence[Holding], gpus: Sequence[GpuInfo]) -> Plan:
+def plan(
+    waiters: Iterable[Waiter],
+    holdings: Sequence[Holding],
+    gpus: Sequence[GpuInfo],
+    now: float = 0.0,
+) -> Plan:
     """Who gets which GPU now.
 
     Args:
         waiters: the line, in any order; tickets decide.
         holdings: all reservations.
         gpus: the machine at this moment; unusable ones are not given.
+        now: seconds, on the clock of ``queued_at``.
     """
-    desk = _Desk(holdings, gpus)
+    desk = _Desk(holdings, gpus, now)
     for waiter in sorted(waiters, key=lambda waiter: (waiter.ticket, waiter.id)):
         desk.serve(waiter)
     return Plan(desk.grants, None if desk.head is None else desk.head.id, desk.held_back)
 
 
 def open_to(
-    me: Waiter, waiters: Iterable[Waiter], holdings: Sequence[Holding], gpus: Sequence[GpuInfo]
+    me: Waiter,
+    waiters: Iterable[Waiter],
+    holdings: Sequence[Holding],
+    gpus: Sequence[GpuInfo],
+    now: float = 0.0,
 ) -> tuple[GpuInfo, ...]:
     """The GPUs that a job may take now, after those who came before it; ``free_bytes`` as usable.
 
@@ -104,8 +120,9 @@ def open_to(
         waiters: the line.
         holdings: the reservations of the others.
         gpus: the machine at this moment.
+        now: seconds, on the clock of ``queued_at``.
     """
-    desk = _Desk(holdings, gpus)
+    desk = _Desk(holdings, gpus, now)
     for waiter in sorted(waiters, key=lambda waiter: (waiter.ticket, waiter.id)):
         if waiter.id != me.id and waiter.ticket < me.ticket:
             desk.serve(waiter)
@@ -122,7 +139,7 @@ def why_not(waiter: Waiter, holdings: Sequence[Holding], gpus: Sequence[GpuInfo]
     mine = [room for room in rooms.values() if room.gpu.uuid in waiter.only]
     for room in mine[:_GPUS_TOLD]:
         told = _told(room)
-        if room.gpu.uuid == now.held_back and now.head not in (None, waiter.id):
+        if room.gpu.uuid in now.held_back and now.head not in (None, waiter.id):
             told += f", and is kept for job {now.head}, which came earlier"
         parts.append(told)
     if len(mine) > _GPUS_TOLD:
@@ -182,13 +199,14 @@ class _Room:
 class _Desk:
     """Serves one waiter after the other; what it gave is gone for the next."""
 
-    def __init__(self, holdings: Sequence[Holding], gpus: Sequence[GpuInfo]) -> None:
+    def __init__(self, holdings: Sequence[Holding], gpus: Sequence[GpuInfo], now: float) -> None:
+        self._now = now
         self._rooms = _rooms(holdings, gpus)
         self._open = [room for room in self._rooms.values() if room.count < room.limit]
         self._find_largest()
         self.grants: dict[str, GpuInfo] = {}
         self.head: Waiter | None = None
-        self.held_back: str | None = None
+        self.held_back: tuple[str, ...] = ()
 
     def serve(self, waiter: Waiter) -> None:
         found = self.suitable(waiter)
@@ -202,7 +220,7 @@ class _Desk:
         elif self.head is None:
             self.head = waiter
             self.held_back = self._hold_back(waiter)
-            self._open = [room for room in self._open if room.gpu.uuid != self.held_back]
+            self._open = [room for room in self._open if room.gpu.uuid not in self.held_back]
             self._find_largest()
 
     def suitable(self, waiter: Waiter) -> list[_Room]:
@@ -223,14 +241,17 @@ class _Desk:
             and could_ever_fit(room.gpu, head.need_bytes)
         )
 
-    def _hold_back(self, waiter: Waiter) -> str | None:
-        possible = (
+    def _hold_back(self, waiter: Waiter) -> tuple[str, ...]:
+        """One GPU at first, twice as many every five minutes, in the end all that could suit."""
+        possible = [
             room
             for room in self._rooms.values()
             if room.gpu.uuid in waiter.only and could_ever_fit(room.gpu, waiter.need_bytes)
-        )
-        nearest = min(possible, key=lambda room: room.distance(waiter), default=None)
-        return None if nearest is None else nearest.gpu.uuid
+        ]
+        doublings = max(self._now - waiter.queued_at, 0.0) / _DOUBLES_EVERY_SECONDS
+        count = 1 << min(int(doublings), 20)
+        nearest = heapq.nsmallest(count, possible, key=lambda room: room.distance(waiter))
+        return tuple(room.gpu.uuid for room in nearest)
 
     def _find_largest(self) -> None:
         self._largest = max((room.usable for room in self._open), default=-1)

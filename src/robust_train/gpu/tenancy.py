@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from robust_train.gpu.line import as_waiter, census
 from robust_train.gpu.records import JobState
-from robust_train.gpu.reservations import Ledger, LedgerBusy, Reservation
+from robust_train.gpu.reservations import Ledger, LedgerBusy, Reservation, boottime
 from robust_train.gpu.scheduler import open_to
 from robust_train.gpu.visible import Visible
 from robust_train.types import GpuInfo
@@ -102,4 +102,4 @@ class Tenancy:
         mine = frozenset(gpu.uuid for gpu in visible.gpus)
         me = replace(as_waiter(record), need_bytes=claim_bytes, only=mine)
         gpus: Sequence[GpuInfo] = visible.machine or visible.gpus
-        return open_to(me, waiters, holdings, gpus)
+        return open_to(me, waiters, holdings, gpus, boottime())
