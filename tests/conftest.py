@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import os
 import signal
 
 import pytest
 
-from world import World
+# before torch is imported: threads of several test processes would wait for each other's cores
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from world import World  # noqa: E402
 
 pytest_plugins = ["simulated_nvml.fixtures"]
 
