@@ -8,7 +8,7 @@ import pytest
 # before torch is imported: threads of several test processes would wait for each other's cores
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from world import World  # noqa: E402
+from world import World
 
 pytest_plugins = ["simulated_nvml.fixtures"]
 
