@@ -31,6 +31,9 @@ class Member:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            # a group of its own ends as a whole, and can be stopped also where the tests' own
+            # group has no terminal any more
+            preexec_fn=os.setpgrp,
         )
         self.said: list[dict[str, Any]] = []
         self.errors = ""
@@ -92,11 +95,10 @@ class Member:
 
     def kill_children(self) -> None:
         """After the launcher is gone: what it had started, which holds its pipes open."""
-        self._readers[0].join()
-        for pid in [said["child"] for said in self.said if said["event"] == "granted"]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self._readers[1].join()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        for reader in self._readers:
+            reader.join()
         for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
             assert stream is not None
             with contextlib.suppress(BrokenPipeError):

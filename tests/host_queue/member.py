@@ -62,7 +62,6 @@ def main() -> None:
             ["sleep", "1000"],
             pass_fds=() if queue.hold is None else (queue.hold,),
             stdout=subprocess.DEVNULL,
-            start_new_session=True,
         )
         children.append(child)
         say("granted", gpu=found.uuid, free=found.free_bytes // MIB, child=child.pid)
