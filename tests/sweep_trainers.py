@@ -86,6 +86,7 @@ def works_until_told(cfg, run):
         return f"went on from {Path(run.resume_checkpoint).name}"
     run.checkpoint_dir.mkdir(exist_ok=True)
     run.progress(1)
+    assert not run.stop_requested  # who has looked once is asked to stop, not interrupted
     (_place(cfg) / f"working-{number}").write_text(str(os.getpid()))
     while not run.stop_requested:
         time.sleep(0.01)

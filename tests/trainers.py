@@ -288,6 +288,7 @@ def stops_once_then_completes(cfg, run):
     if run.resume_checkpoint is not None:
         return f"went on from {Path(run.resume_checkpoint).name}"
     run.checkpoint_dir.mkdir(exist_ok=True)
+    assert not run.stop_requested  # who has looked once is asked to stop, not interrupted
     Path(os.environ["READY_FILE"]).write_text(f"{os.getpid()}")
     while not run.stop_requested:
         time.sleep(0.01)
