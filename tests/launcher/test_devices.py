@@ -8,24 +8,11 @@ from collections.abc import Callable
 
 import pytest
 
-from simulated_nvml import GPU_IS_LOST, Gpu, Machine
+from simulated_nvml import GPU_IS_LOST, Machine
+from two_gpu_machine import A, B
 from world import World, wait_until
 
-A = "GPU-aaaaaaaa-0000-0000-0000-000000000000"
-B = "GPU-bbbbbbbb-0000-0000-0000-000000000000"
-
 MakeMachine = Callable[..., Machine]
-
-
-@pytest.fixture
-def two_gpus(world: World, cuda_machine_with: MakeMachine) -> Machine:
-    """GPU 0 has 20000 MiB free, GPU 1 has 10000."""
-    machine = cuda_machine_with(
-        Gpu(uuid=A, total_mib=24000, free_mib=20000),
-        Gpu(uuid=B, total_mib=24000, free_mib=10000),
-    )
-    world.with_environ(machine.environ)
-    return machine
 
 
 def visible_to_trainer(world: World, *arguments: str) -> str:

@@ -12,10 +12,8 @@ from typing import Any
 import pytest
 
 from simulated_nvml import Gpu, Machine
+from two_gpu_machine import A, B
 from world import Ended, World, parent_of, wait_until
-
-A = "GPU-aaaaaaaa-0000-0000-0000-000000000000"
-B = "GPU-bbbbbbbb-0000-0000-0000-000000000000"
 
 FRAGMENTED = (
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.65 GiB of "
@@ -57,17 +55,6 @@ class Script:
 @pytest.fixture
 def script(world: World) -> Script:
     return Script(world)
-
-
-@pytest.fixture
-def two_gpus(world: World, cuda_machine_with: MakeMachine) -> Machine:
-    """GPU 0 has 20000 MiB free, GPU 1 has 10000."""
-    machine = cuda_machine_with(
-        Gpu(uuid=A, total_mib=24000, free_mib=20000),
-        Gpu(uuid=B, total_mib=24000, free_mib=10000),
-    )
-    world.with_environ(machine.environ)
-    return machine
 
 
 def actions(ended: Ended) -> list[str]:
