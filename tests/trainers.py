@@ -159,6 +159,13 @@ def allocator_settings(cfg):
     return torch._C._accelerator_getAllocatorSettings()
 
 
+def openmp_settings(cfg):
+    """As they were when torch was loaded: what this process says now comes too late for that."""
+    environ = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
+    pairs = (pair.decode().partition("=") for pair in environ)
+    return {name: value for name, _, value in pairs if name.startswith(("OMP_WAIT", "GOMP_"))}
+
+
 def knows_hydra(cfg):
     import logging
 

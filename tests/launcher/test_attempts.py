@@ -139,6 +139,14 @@ def test_allocator_settings_are_in_place_before_cuda_starts(world: World):
     assert ended.summary["result"] == "max_split_size_mb:128,expandable_segments:False"
 
 
+def test_openmp_spins_only_for_a_moment_unless_told_otherwise(world: World):
+    ended = world.train("openmp_settings")
+    assert ended.summary["result"] == {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
+    world.environ["OMP_WAIT_POLICY"] = "ACTIVE"
+    ended = world.train("openmp_settings")
+    assert ended.summary["result"] == {"OMP_WAIT_POLICY": "ACTIVE"}
+
+
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_stops_child_and_launcher_after_a_last_checkpoint(
     world: World, signum: int, code: int

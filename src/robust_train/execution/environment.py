@@ -42,10 +42,14 @@ def shared_machine_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment for a process that will import torch on a machine with other jobs.
 
     Threads of a parallel region that wait for each other spin by default; where other jobs want the
-    same cores, the one they wait for does not get one meanwhile. OpenMP reads this when its library
-    is loaded, and what the user has exported goes before it.
+    same cores, the one they wait for does not get one meanwhile. Not to spin at all costs a system
+    call for each of the many short regions of a small network, so GNU's OpenMP, which torch's
+    wheels bring along, spins for a thousand rounds; others know only the standard's word. OpenMP
+    reads this when its library is loaded, and what the user has exported goes before it.
     """
-    return {"OMP_WAIT_POLICY": "PASSIVE", **environ}
+    if "OMP_WAIT_POLICY" in environ or "GOMP_SPINCOUNT" in environ:
+        return dict(environ)
+    return {**environ, "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
 
 
 def exported_expandable_segments(environ: Mapping[str, str]) -> bool | None:
