@@ -122,17 +122,21 @@ class Run:
         self._steps_before = step
         self._report({"event": "training_started", "step": step})
 
-    def progress(self, step: int, *, total_steps: int | None = None, **scalars: float) -> None:
+    def progress(self, step: int, *, total_steps: int | None = None, **scalars: float) -> bool:
         """Say that optimizer step ``step`` is done; ``scalars`` (loss, lr …) go to the journal.
 
         May be called after every step: at most ten reports a second are passed on.
+
+        Returns:
+            Whether this one was passed on.
         """
         self.last_step = step
         now = time.monotonic()
         if now < self._next_progress:
-            return
+            return False
         self._next_progress = now + _PROGRESS_INTERVAL_SECONDS
         self._report({"event": "progress", "step": step, "total_steps": total_steps, **scalars})
+        return True
 
     @property
     def micro_batch_plan(self) -> MicroBatchPlan:

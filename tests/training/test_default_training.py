@@ -12,13 +12,15 @@ import termios
 from pathlib import Path
 
 import pytest
+import torch
 from hydra.errors import ConfigCompositionException
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from training_world import TINY_VIT, WatchedRun, config
 
 from robust_train.config import ConfigError
 from robust_train.run import Interrupted
-from robust_train.training.reporting import TrainingDivergedError
+from robust_train.training.reporting import Reporter, TrainingDivergedError
+from robust_train.training.state import Place
 from robust_train.training.trainer import preload_modules, train
 
 SHORT = ("model.width=8", "training.epochs=2")
@@ -112,6 +114,21 @@ def test_a_resumed_run_replaces_the_points_after_its_checkpoint(tmp_path):
     assert steps == list(range(1, 47))
 
 
+@pytest.mark.parametrize("every", [3, 1_000_000])
+def test_a_loss_is_told_once_even_where_reports_are_dropped(tmp_path, every):
+    run = WatchedRun(tmp_path)
+    step = 0
+    with Reporter(run, log_every_steps=every, epochs=1) as reporter:
+        while len(run.of("progress")) < 4:
+            step += 1
+            reporter.step(Place(step=step), torch.tensor(float(step)), samples=1, lr=0.1)
+    told = [event["loss"] for event in run.of("progress") if "loss" in event]
+    assert len(set(told)) == len(told)
+    if every == 3:
+        marks = [event["step"] // 3 * 3 for event in run.of("progress")[1:]]
+        assert told == [1.0, *(mark - 1.0 for mark in marks)]
+
+
 def test_a_diverging_run_stops_and_keeps_its_checkpoints_clean(tmp_path):
     cfg = config(*SHORT, "training.lr=1e30", "training.max_grad_norm=0")
     run = WatchedRun(tmp_path)
@@ -132,8 +149,8 @@ def test_progress_tells_the_last_step_and_the_total(tmp_path):
     run = WatchedRun(tmp_path)
     train(config(*SHORT), run)
     assert run.last_step == 46
-    assert run.of("progress")
-    assert all(e["total_steps"] == 46 and "loss" in e for e in run.of("progress"))
+    assert "loss" in run.of("progress")[0]
+    assert all(e["total_steps"] == 46 and "lr" in e for e in run.of("progress"))
 
 
 @pytest.mark.parametrize(

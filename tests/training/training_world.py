@@ -51,10 +51,11 @@ class WatchedRun(Run):
         self.stop_at_step = stop_at_step
         self.stop_at_checkpoint = stop_at_checkpoint
 
-    def progress(self, step: int, *, total_steps: int | None = None, **scalars: float) -> None:
-        super().progress(step, total_steps=total_steps, **scalars)
+    def progress(self, step: int, *, total_steps: int | None = None, **scalars: float) -> bool:
+        was_told = super().progress(step, total_steps=total_steps, **scalars)
         if step == self.stop_at_step:
             self.request_stop()
+        return was_told
 
     def checkpoint_saved(self, path: Path, step: int) -> None:
         super().checkpoint_saved(path, step)

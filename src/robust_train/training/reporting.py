@@ -19,6 +19,8 @@ from robust_train.training.state import LossAverage, Place
 
 log = logging.getLogger("robust_train.training")
 
+_READING_INTERVAL_SECONDS = 1.0
+
 
 class TrainingDivergedError(RuntimeError):
     """The loss is no finite number any more; going on would only spoil the checkpoints."""
@@ -43,7 +45,8 @@ class Reporter:
     """Reports steps and epochs. A context manager: it holds the progress bar and event file.
 
     On a terminal a progress bar, elsewhere a log line every ``log_every_steps`` steps. The loss is
-    read from the device only as often, for reading waits for the device.
+    read from the device only as often and once a second, for reading waits for the device; what
+    is told is its mean since the last of those steps.
 
     Args:
         run: the launcher's side.
@@ -56,7 +59,8 @@ class Reporter:
         self._every = log_every_steps
         self._epochs = epochs
         self._recent = LossAverage()
-        self._shown_loss: float | None = None
+        self._next_reading = 0.0
+        self._untold: dict[str, float] = {}
         self._total_steps = 0
         self._bar: Any = None
         self._board: Any = None
@@ -89,13 +93,17 @@ class Reporter:
         self._recent.add(loss, samples)
         if self._bar is not None:
             self._bar.update(1)
-        if place.step % self._every == 0 or self._shown_loss is None:
-            self._shown_loss = value = checked_loss(self._recent, place.step)
-            self._recent = LossAverage()
-            self._scalars(place.step, {"train/loss": value, "train/lr": lr})
+        is_first, is_marked = self._next_reading == 0.0, place.step % self._every == 0
+        if is_marked or time.monotonic() >= self._next_reading:
+            value = checked_loss(self._recent, place.step)
+            self._next_reading = time.monotonic() + _READING_INTERVAL_SECONDS
+            self._untold = {"loss": value}
             if self._bar is not None:
                 self._bar.set_postfix(loss=f"{value:.4f}", refresh=False)
-            elif place.step % self._every == 0:
+            if is_first or is_marked:
+                self._recent = LossAverage()
+                self._scalars(place.step, {"train/loss": value, "train/lr": lr})
+            if is_marked and self._bar is None:
                 log.info(
                     "step %d/%d: loss %.4f, learning rate %.2e",
                     place.step,
@@ -104,7 +112,8 @@ class Reporter:
                     lr,
                 )
         # the launcher passes on ten a second at most
-        self._run.progress(place.step, total_steps=self._total_steps, loss=self._shown_loss, lr=lr)
+        if self._run.progress(place.step, total_steps=self._total_steps, lr=lr, **self._untold):
+            self._untold = {}
 
     def epoch_begins(self) -> None:
         """For the duration in the epoch's line."""
