@@ -11,6 +11,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from robust_train.config import ConfigError
+from robust_train.gpu.allocation import allocated_by
 from robust_train.gpu.host_queue import HostQueue, Sleep
 from robust_train.gpu.inventory import ask_health_again, read_inventory
 from robust_train.gpu.live_line import LiveLine
@@ -57,7 +58,7 @@ class Devices:
         self._sleep = sleep
         self._claim_bytes = cfg.min_gpu_memory_mb * MIB
         self._queue = HostQueue(
-            directory_for(cfg.gpu_queue_dir, environ) if cfg.gpu_queue else None,
+            _queue_directory(cfg, environ),
             name=_job_name(cfg, run_dir),
             run_dir=str(run_dir),
             jobs_per_device=cfg.gpu_jobs_per_device,
@@ -214,6 +215,17 @@ def name_for_trainer(gpu: Device, environ: Mapping[str, str], *, own_process: bo
         return "cuda:0"
     visible = visible_gpus(read_inventory(processes=False), environ)
     return f"cuda:{visible.ordinal(gpu.uuid) or 0}"
+
+
+def _queue_directory(cfg: DictConfig, environ: Mapping[str, str]) -> Path | None:
+    """Where the host's jobs queue; None where this one does not stand in line."""
+    if not cfg.gpu_queue:
+        return None
+    owner = allocated_by(environ)
+    if owner is not None:
+        log.info("the GPUs are allocated by %s: the host's own queue stands aside", owner)
+        return None
+    return directory_for(cfg.gpu_queue_dir, environ)
 
 
 def _job_name(cfg: DictConfig, run_dir: Path) -> str:

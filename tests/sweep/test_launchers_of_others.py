@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 import pytest
 
+from simulated_nvml import Gpu
 from sweep_world import RECORDING, SweepWorld
+from world import wait_until
 
 JOBLIB = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
 SUBMITIT = ["hydra/launcher=submitit_local"]
@@ -41,3 +46,108 @@ def test_jobs_run_side_by_side_in_one_sweep_folder(sweeps: SweepWorld, launcher:
     assert ended.returncode == 0, ended.output
     (sweeps.folder,) = (sweeps.world.folder / "multirun").glob("*/*")
     assert sweeps.column("result") == [1, 2]
+
+
+def test_jobs_spread_over_the_gpus(sweeps: SweepWorld, launcher, cuda_machine_with):
+    sweeps.world.with_environ(cuda_machine_with(Gpu(), Gpu()).environ)
+    ended = sweeps.world.run(
+        *sweeps.arguments("meets_the_other", "training.seed=1,2", "isolation=process", *launcher)
+    )
+    assert ended.returncode == 0, ended.output
+    assert sorted(sweeps.column("devices")) == [["cuda:0"], ["cuda:1"]]
+
+
+def test_a_preempted_job_of_a_sweep_is_requeued_and_goes_on(sweeps: SweepWorld):
+    """As under Slurm, whose part submitit's local executor plays: a signal, an end, a new start."""
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason="the extra [slurm]")
+    arguments = ("works_until_told", "training.seed=1,2", *SUBMITIT)
+    sweep = sweeps.start(*arguments)
+    wait_until(lambda: sweeps.pid_at_work(1) and sweeps.pid_at_work(2), "both jobs are at work")
+    for number in (1, 2):
+        os.kill(sweeps.pid_at_work(number), signal.SIGUSR2)
+    ended = sweeps.end(sweep)
+    assert ended.returncode == 0, ended.output
+    assert sweeps.column("result") == ["went on from when-told"] * 2
+
+
+def test_without_slurm_its_launcher_is_refused_in_one_line(sweeps: SweepWorld):
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason="the extra [slurm]")
+    ended = sweeps.sweep("objective", "training.seed=1,2", "hydra/launcher=robust_slurm")
+    assert ended.returncode == 1
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("hydra/launcher=submitit_slurm: no srun here")
+
+
+OPTUNA = ["hydra.sweeper.n_trials=4", "hydra.sweeper.n_jobs=2", "training.seed=choice(1,2)"]
+
+
+@pytest.mark.parametrize(
+    ("sweeper", "launcher"), [("optuna", "gpu_queue"), ("robust_optuna", "basic")]
+)
+def test_failed_trials_do_not_end_a_search(sweeps: SweepWorld, sweeper: str, launcher: str):
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason="the extra [sweep]")
+    ended = sweeps.sweep(
+        "fails_at_2",
+        f"hydra/sweeper={sweeper}",
+        f"hydra/launcher={launcher}",
+        "hydra/sweeper/sampler=random",
+        "hydra.sweeper.sampler.seed=1",
+        *OPTUNA,
+        n_jobs=None,
+    )
+    assert ended.returncode == 1, ended.output
+    assert set(sweeps.column("status")) == {"completed", "failed"}
+    assert "Best value: 1.0" in ended.output
+
+
+def test_a_search_in_which_all_failed_says_so_in_one_line(sweeps: SweepWorld):
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason="the extra [sweep]")
+    ended = sweeps.sweep(
+        "objective",
+        "hydra/sweeper=robust_optuna",
+        "hydra/launcher=basic",
+        "hydra.sweeper.n_trials=2",
+        "training.epochs=choice(0,-1)",
+    )
+    assert ended.returncode == 2, ended.output
+    assert "no job has completed, so there is no best one" in ended.stderr
+    assert "Traceback" not in ended.output
+
+
+@pytest.mark.parametrize(
+    ("choice", "missing", "extra"),
+    [
+        ("hydra/launcher=robust_ray", "hydra_ray_launcher", "ray"),
+        ("hydra/sweeper=robust_optuna", "hydra_optuna_sweeper", "sweep"),
+    ],
+)
+def test_a_plugin_that_is_not_installed_is_named_with_its_extra(
+    sweeps: SweepWorld, choice: str, missing: str, extra: str
+):
+    """Python finds no module of a package whose entry among the loaded ones is None."""
+    hider = sweeps.world.folder / "hider"
+    hider.mkdir()
+    (hider / "sitecustomize.py").write_text(
+        f"import sys\nsys.modules['hydra_plugins.{missing}'] = None\n"
+    )
+    sweeps.world.environ["PYTHONPATH"] = f"{hider}:{sweeps.world.environ['PYTHONPATH']}"
+    ended = sweeps.sweep("objective", "training.seed=1,2", choice, n_jobs=None)
+    assert ended.returncode == 2, ended.output
+    assert f'pip install "robust-train[{extra}]"' in ended.stderr
+    assert len(ended.stderr.splitlines()) == 1
+
+
+def test_ray_gives_each_job_a_gpu_and_the_job_stays_inside(sweeps: SweepWorld, cuda_machine_with):
+    pytest.importorskip("hydra_plugins.hydra_ray_launcher", reason="the extra [ray]")
+    sweeps.world.with_environ(cuda_machine_with(Gpu(), Gpu()).environ)
+    ended = sweeps.world.run(
+        *sweeps.arguments(
+            "meets_the_other", "training.seed=1,2", "isolation=process", "hydra/launcher=robust_ray"
+        ),
+        "+hydra.launcher.ray.init.num_gpus=2",
+        "+hydra.launcher.ray.init.num_cpus=2",
+        "+hydra.launcher.ray.init.include_dashboard=false",
+    )
+    assert ended.returncode == 0, ended.output
+    assert sorted(sweeps.column("devices")) == [["cuda:0"], ["cuda:1"]]
+    assert ended.output.count("allocated by Ray: the host's own queue stands aside") == 2

@@ -47,6 +47,7 @@ def _open(job: Callable[[Any], Any], name: str, config_name: str, ending: Any) -
     from robust_train.execution import fork_server
     from robust_train.execution.signals import JobInterrupted
     from robust_train.sweep import session
+    from robust_train.sweep.plugins_of_others import known_problem
 
     session.door_is_open()
     user_wants_everything = os.environ.get(_FULL_ERROR) == "1"
@@ -66,6 +67,12 @@ def _open(job: Callable[[Any], Any], name: str, config_name: str, ending: Any) -
         code = error.exit_code
     except KeyboardInterrupt:
         code = 130
+    except (RuntimeError, ValueError) as error:
+        problem = known_problem(error)
+        if problem is None:
+            raise
+        print(problem, file=sys.stderr)
+        code = ending.code or EXIT_FAILED
     finally:
         fork_server.discard()
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from robust_train.sweep.current import (
     job_interrupted,
     job_refused,
 )
+from robust_train.sweep.plugins_of_others import no_objective
 from robust_train.types import MEMORY_FAILURES, FailureKind
 
 log = logging.getLogger("robust_train")
@@ -98,8 +98,9 @@ def _refused(error: ConfigError) -> float | None:
 
 
 def _no_objective() -> float | None:
-    """NaN lets a sweep go on to its next job."""
-    return math.nan if HydraConfig.get().mode == RunMode.MULTIRUN else None
+    """What lets a sweep go on to its next job."""
+    hydra = HydraConfig.get()
+    return no_objective(hydra) if hydra.mode == RunMode.MULTIRUN else None
 
 
 def _say_why(summary: Summary) -> None:

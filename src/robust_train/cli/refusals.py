@@ -33,6 +33,17 @@ _RELATIVE_LAUNCHER = re.compile(
 )
 _EARLY_LAUNCHER = re.compile(r"In (\S+): Override '(hydra/\w+) : (\w+)' is defined before")
 
+_MISSING_PLUGIN = re.compile(r"Could not (?:find|load) '(hydra/\w+)/(\w+)'")
+_EXTRAS = {
+    "hydra/launcher/joblib": "sweep",
+    "hydra/launcher/submitit_local": "slurm",
+    "hydra/launcher/submitit_slurm": "slurm",
+    "hydra/launcher/ray": "ray",
+    "hydra/launcher/ray_aws": "ray",
+    "hydra/sweeper/optuna": "sweep",
+}
+"""Which of our extras brings an option that is not there."""
+
 _ACCEPTED = {
     "Integer": "a whole number",
     "Float": "a number",
@@ -60,7 +71,7 @@ def explain(error: BaseException, config_name: str, arguments: Sequence[str]) ->
             f"{error.override}: cannot be read as an override; accepted is key=value, with quotes "
             "around values that hold spaces, commas or brackets: 'key=\"a, b\"'"
         )
-    if sentence := _about_sweeps(chain):
+    if sentence := _about_sweeps(chain) or _not_installed(chain):
         return sentence
     if match := _UNKNOWN_OPTION.search(chain):
         return _unknown_option(match[1], match[2], chain)
@@ -98,6 +109,15 @@ def _about_sweeps(chain: str) -> str | None:
             "the end of the defaults list"
         )
     return None
+
+
+def _not_installed(chain: str) -> str | None:
+    """The extra that brings the launcher or sweeper, chosen itself or by one of our presets."""
+    match = _MISSING_PLUGIN.search(chain)
+    extra = match and _EXTRAS.get(f"{match[1]}/{match[2]}")
+    if match is None or extra is None:
+        return None
+    return f'{match[1]}={match[2]}: is not installed; pip install "robust-train[{extra}]" brings it'
 
 
 def _unknown_option(group: str, option: str, chain: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 from typing import Any
 
 from hydra.core.utils import JobReturn, JobStatus
@@ -11,6 +12,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
 from robust_train.sweep import current, session
+from robust_train.sweep.mask import restore_mask
 
 
 class SweepCallback(Callback):
@@ -27,6 +29,7 @@ class SweepCallback(Callback):
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
         """In the job's own process, once its run folder is there."""
+        restore_mask(os.environ)
         current.enter(config, self._launcher)
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:

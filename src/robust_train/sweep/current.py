@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from robust_train.report.summary import objective_of
 from robust_train.sweep.misplaced import misplaced_launcher
+from robust_train.sweep.plugins_of_others import no_objective
 from robust_train.sweep.record import (
     COMPLETED,
     INTERRUPTED,
@@ -53,9 +54,11 @@ class CurrentJob:
 
     @property
     def objective(self) -> Any:
-        """Of a job that is not run: what it was, NaN without one."""
+        """Of a job that is not run: what it was, or what says that there is none."""
         record = self.record
-        return record.objective if record is not None and record.reused else math.nan
+        if record is not None and record.reused:
+            return record.objective
+        return no_objective(HydraConfig.get())
 
     def ended(
         self, status: str, exit_code: int, *, reason: str | None = None, objective: Any = None

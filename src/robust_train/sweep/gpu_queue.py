@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-import math
 import os
 import selectors
 import signal
@@ -41,6 +40,7 @@ from robust_train.sweep.capacity import count_cpus, count_gpus, jobs_at_once
 from robust_train.sweep.endings import ending_line, ending_of_process
 from robust_train.sweep.job_process import JobProcess
 from robust_train.sweep.live_table import REFRESH_SECONDS, LiveRow, LiveTable
+from robust_train.sweep.plugins_of_others import no_objective
 from robust_train.sweep.progress import JournalFollower, Progress
 from robust_train.sweep.record import (
     COMPLETED,
@@ -240,7 +240,7 @@ class GpuQueue:
         if result.status is JobStatus.COMPLETED:
             return result, 0
         traceback.print_exception(result._return_value)
-        result.return_value = math.nan
+        result.return_value = no_objective(job.config.hydra)
         result.status = JobStatus.COMPLETED
         return result, 1
 
@@ -275,7 +275,8 @@ class GpuQueue:
         job.process.close()
         job.status = row.status
         if not isinstance(result, JobReturn):  # it may have died with its work done
-            result = self._return(job, row.result if completed else math.nan)
+            objective = row.result if completed else no_objective(self._config.hydra)
+            result = self._return(job, objective)
         job.result = result
         table.say(ending_line(row, job.folder / LOG_FILE))
         if self._fail_fast and not completed and self._stopping is None:
@@ -320,7 +321,7 @@ class GpuQueue:
             self._wait(wakeup, table)
 
     def _no_result(self, job: _Job) -> JobReturn:
-        return self._return(job, math.nan)
+        return self._return(job, no_objective(self._config.hydra))
 
     def _return(self, job: _Job, value: Any) -> JobReturn:
         """What the sweeper gets for a job that did not send its own."""

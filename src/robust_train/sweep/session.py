@@ -15,6 +15,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from robust_train.sweep.current import SWEEP_VARIABLE
+from robust_train.sweep.mask import remember_mask
 from robust_train.sweep.record import NOT_STARTED, JobRecord, write_json
 from robust_train.sweep.rows import Row, exit_code_of, read_rows, row_of
 from robust_train.sweep.table import SCHEMA, as_csv, as_json, screen_table, tally
@@ -91,6 +92,7 @@ def begin(config: DictConfig) -> None:
         since_ns=0,
     )
     os.environ[SWEEP_VARIABLE] = sweep.id
+    remember_mask(os.environ)
     content = {"schema": SCHEMA, "status": "running", "sweep": sweep.id, "jobs": []}
     write_json(folder / "sweep.json", content)
     sweep.since_ns = (folder / "sweep.json").stat().st_mtime_ns
