@@ -29,6 +29,7 @@ from robust_train.gpu.wait import NoGpu
 from robust_train.job_settings import hydra_config, policy_settings, run_folder, target_of
 from robust_train.journal import Journal, read_earlier
 from robust_train.policy import AttemptsExhausted, decide, first_attempt
+from robust_train.report.html import write_report
 from robust_train.report.summary import (
     AttemptRecord,
     Summary,
@@ -390,5 +391,6 @@ class Job:
             memory = gpu_memory_summary(self.records[-1])
             if memory is not None:
                 log.info("%s", memory)
+        write_report(self.run_dir)
         ending = f"{summary.status} after {summary.wall_seconds:.1f} s"
         log.info("%s; run folder: %s", ending, self.run_dir)

@@ -12,9 +12,10 @@ commands:
   gpus    table of this machine's GPUs and who holds them  [--json]
   queue   jobs that run and wait on this host, and why     [--json] [cancel ID]
   doctor  each GPU usable or why not, and the queue        [--json] [--clear GPU]
+  report  report.html of a run or sweep, made anew         PATH [--open] [--json]
 """
 
-COMMANDS = ("gpus", "queue", "doctor")
+COMMANDS = ("gpus", "queue", "doctor", "report")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

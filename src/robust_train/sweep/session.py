@@ -16,6 +16,7 @@ from omegaconf import DictConfig
 
 from robust_train.sweep.current import SWEEP_VARIABLE
 from robust_train.sweep.mask import remember_mask
+from robust_train.sweep.page import write_sweep_report
 from robust_train.sweep.record import NOT_STARTED, JobRecord, write_json
 from robust_train.sweep.rows import Row, exit_code_of, read_rows, row_of
 from robust_train.sweep.table import SCHEMA, as_csv, as_json, screen_table, tally
@@ -129,6 +130,7 @@ def finish() -> int:
         (sweep.folder / "sweep.csv").write_text(as_csv(rows), encoding="utf-8")
     except OSError as error:
         log.warning("cannot write the sweep's table to %s: %s", sweep.folder, error.strerror)
+    write_sweep_report(sweep.folder)
     # not through logging: after an interruption that may still write into a job's log file
     with contextlib.suppress(OSError, ValueError):
         print(f"sweep:\n{screen_table(rows)}")

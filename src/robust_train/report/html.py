@@ -1,0 +1,197 @@
+"""``report.html``: one file that needs nothing else, to open anywhere."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+from robust_train.report import figures, units, wording
+from robust_train.report.attempts import AttemptStory
+from robust_train.report.sources import finite, read_sources
+from robust_train.report.story import Story, story_of
+from robust_train.report.times import Use
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+log = logging.getLogger("robust_train")
+
+FILE_NAME = "report.html"
+_TEMPLATES = Path(__file__).parent / "templates"
+_LONGEST_TRACEBACK = 20_000
+_LONGEST_VALUE = 200
+
+
+def write_report(run_dir: Path) -> Path | None:
+    """Write ``report.html`` into a run folder. Whatever goes wrong costs a warning, not the job.
+
+    Args:
+        run_dir: the run folder.
+
+    Returns:
+        The file, None where it could not be written.
+    """
+    try:
+        return save(run_dir / FILE_NAME, job_page(story_of(read_sources(run_dir))))
+    except OSError as error:
+        log.warning("cannot write %s: %s", run_dir / FILE_NAME, error.strerror or error)
+    except Exception as error:  # a job that trained for days must not fail for its report
+        log.warning("no report: %s: %s", type(error).__name__, error, exc_info=log.isEnabledFor(10))
+    return None
+
+
+def save(path: Path, text: str) -> Path:
+    """Write a page, whole or not at all; returns its path.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        # a path may hold bytes that are no text
+        temporary.write_bytes(text.encode("utf-8", "replace"))
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    return path
+
+
+def job_page(story: Story) -> str:
+    """The page of one job."""
+    timeline = figures.timeline_figure(story)
+    return render(
+        "job.html.j2",
+        title=story.name,
+        story=story,
+        tiles=_tiles(story),
+        shares=shares(story.seconds),
+        results=_results(story.result),
+        rows=[_row(attempt, story.files) for attempt in story.attempts],
+        traceback=_traceback(story.attempts),
+        timeline=timeline,
+        memory=figures.memory_figures(story),
+        curves=figures.curve_figures(story),
+    )
+
+
+def render(template: str, **values: Any) -> str:
+    """A page from a template; all values are escaped but the charts' SVG."""
+    return _environment().get_template(template).render(**values)
+
+
+@functools.cache
+def _environment() -> Environment:
+    # here and not above: the launcher starts without it
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from markupsafe import Markup
+
+    environment = Environment(
+        loader=FileSystemLoader(_TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    script = (_TEMPLATES / "report.js").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    environment.globals.update(
+        style=Markup((_TEMPLATES / "report.css").read_text(encoding="utf-8")),
+        script=Markup(script),
+        # the page loads nothing and runs no script but its own, whatever its texts hold
+        policy=f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; "
+        "base-uri 'none'; form-action 'none'",
+    )
+    environment.filters.update(
+        svg=Markup,
+        duration=units.duration,
+        memory=units.memory,
+        percent=units.percent,
+        moment=units.moment,
+        words=lambda text: str(text).replace("_", " "),
+        link=lambda text: quote(str(text), safe="/", errors="replace"),
+    )
+    return environment
+
+
+def shares(seconds: Mapping[str, float]) -> list[dict[str, Any]]:
+    """The uses of the wall time, each with its share; none for a job without any."""
+    wall = seconds.get("wall", 0.0)
+    return [
+        {
+            "style": use.value,
+            "text": figures.USES[use],
+            "seconds": seconds[use.value],
+            "share": seconds[use.value] / wall,
+        }
+        for use in figures.USES
+        if wall > 0 and use is not Use.STOPPED and seconds[use.value] > 0
+    ]
+
+
+def value_text(value: Any) -> str:
+    """A value of JSON for people, shortened."""
+    number = finite(value)
+    if number is not None:
+        return units.number(number)
+    text = " ".join(str(value).split())
+    return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 1] + "…"
+
+
+def _tiles(story: Story) -> list[tuple[str, str, str]]:
+    """(label, figure, explanation) of the most important figures."""
+    tiles = []
+    if finite(story.objective) is not None:
+        tiles.append(("result", value_text(story.objective), "what the trainer returned"))
+    if "wall" in story.seconds:
+        tiles.append(("wall time", units.duration(story.seconds["wall"]), "from start to end"))
+    if story.useful_share is not None:
+        tiles.append(("useful", units.percent(story.useful_share), "of the wall time"))
+    if story.attempts:
+        where = ", ".join(dict.fromkeys(attempt.device for attempt in story.attempts))
+        tiles.append(("attempts", str(len(story.attempts)), where))
+    if story.peak_memory_bytes is not None:
+        device = story.attempts[-1].place
+        tiles.append(("peak memory", units.memory(story.peak_memory_bytes), f"on {device}"))
+    return tiles
+
+
+def _results(result: Any) -> list[tuple[str, str]]:
+    if isinstance(result, Mapping):
+        return [(str(name), value_text(value)) for name, value in result.items()]
+    return [] if result is None or finite(result) is not None else [("result", value_text(result))]
+
+
+def _row(attempt: AttemptStory, files: Sequence[str]) -> dict[str, Any]:
+    end = "?" if attempt.end_step is None else f"{attempt.end_step:,}"
+    peak = attempt.peak_memory_bytes
+    log_file = f"attempt-{attempt.number}.log"
+    action = attempt.action or ""
+    return {
+        "attempt": attempt,
+        "log": log_file if log_file in files else None,
+        "size": figures.size_text(attempt),
+        "effective": attempt.effective_batch_size,
+        "steps": f"{attempt.start_step:,} – {end}",
+        "outcome": wording.OUTCOMES.get(attempt.outcome, attempt.outcome.replace("_", " ")),
+        "peak": None if peak is None else units.memory(peak),
+        "next": wording.ACTIONS.get(action, action.replace("_", " ")),
+        "why": attempt.message if attempt.outcome != "completed" else None,
+        "reason": attempt.reason if attempt.action not in (None, "none", "give_up") else None,
+    }
+
+
+def _traceback(attempts: Sequence[AttemptStory]) -> str | None:
+    """Of the last attempt, if it is what ended the job."""
+    last = attempts[-1] if attempts else None
+    if last is None or last.traceback is None or last.outcome == "interrupted":
+        return None
+    text = last.traceback
+    return text if len(text) <= _LONGEST_TRACEBACK else "…\n" + text[-_LONGEST_TRACEBACK:]

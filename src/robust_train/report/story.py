@@ -1,0 +1,190 @@
+"""The story of a job, told from what its run folder holds. Pure: sources in, frozen values out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from robust_train.journal import strict_json
+from robust_train.memory.samples import Sample
+from robust_train.report import guidance, wording
+from robust_train.report.attempts import (
+    UNFINISHED,
+    AttemptStory,
+    Launch,
+    attempts_of,
+    launches_of,
+)
+from robust_train.report.series import (
+    Curve,
+    DeviceMemory,
+    Mark,
+    curves_of,
+    marks_of,
+    memory_of,
+)
+from robust_train.report.sources import Sources
+from robust_train.report.summary import objective_of
+from robust_train.report.times import Span, Use, kept_steps, spans_of, totals
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Story:
+    """What happened in a job.
+
+    Attributes:
+        name: of the run folder.
+        folder: its path.
+        status: as in ``summary.json``; ``unfinished`` where no end is recorded, because the job
+            still runs or its process died; ``empty`` where nothing at all is.
+        sentence: what happened.
+        result: what the trainer returned, None without it.
+        objective: the part of it that a sweeper optimises.
+        started, ended: seconds since the epoch, None in an empty folder.
+        seconds: of each use, by its name; ``wall`` is their sum without ``stopped``.
+        attempts: oldest first.
+        launches: oldest first.
+        spans: all of the time, cut into its uses.
+        memory: device by device.
+        curves: scalars over steps.
+        marks: what happened when.
+        stability: how memory developed in the last attempt, in a sentence; None where unknown.
+        advice: what to do next time, most promising first; empty where nothing was tight.
+        reason: why the job did not complete.
+        files: in the run folder.
+        gaps: what was missing or damaged, a sentence each.
+    """
+
+    name: str
+    folder: str
+    status: str = "empty"
+    sentence: str = "The folder holds no record of a job."
+    result: Any = None
+    objective: Any = None
+    started: float | None = None
+    ended: float | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+    attempts: tuple[AttemptStory, ...] = ()
+    launches: tuple[Launch, ...] = ()
+    spans: tuple[Span, ...] = ()
+    memory: tuple[DeviceMemory, ...] = field(default=(), repr=False)
+    curves: tuple[Curve, ...] = field(default=(), repr=False)
+    marks: tuple[Mark, ...] = field(default=(), repr=False)
+    stability: str | None = None
+    advice: tuple[guidance.Advice, ...] = ()
+    reason: str | None = None
+    files: tuple[str, ...] = ()
+    gaps: tuple[str, ...] = ()
+
+    @property
+    def useful_share(self) -> float | None:
+        """Useful time ÷ wall time (goodput), None where no time passed."""
+        wall = self.seconds.get("wall", 0.0)
+        return self.seconds["useful"] / wall if wall > 0 else None
+
+    @property
+    def peak_memory_bytes(self) -> int | None:
+        """Of all attempts on the device that was used last; None where it is not known."""
+        if not self.attempts:
+            return None
+        device = self.attempts[-1].device
+        peaks = [a.peak_memory_bytes for a in self.attempts if a.device == device]
+        for memory in self.memory:
+            if memory.device == device:
+                figure = "resident" if device == "cpu" else "allocated"
+                peaks.append(memory.most(figure))
+        return max((peak for peak in peaks if peak is not None), default=None)
+
+    def as_json(self) -> dict[str, Any]:
+        """The story with JSON's types, schema first."""
+        content: dict[str, Any] = strict_json({"schema": SCHEMA, **asdict(self)})
+        return content
+
+
+def story_of(sources: Sources) -> Story:
+    """What happened in the job whose run folder was read."""
+    name = sources.folder.resolve().name
+    folder = str(sources.folder)
+    if not sources.events:
+        gaps = sources.gaps
+        status = sources.summary.get("status")
+        story = Story(name, folder, files=sources.files, gaps=gaps)
+        if isinstance(status, str):
+            told = "The journal is missing; of the job only summary.json is left."
+            return replace(story, status=status, sentence=told)
+        return story
+    attempts = _with_last_signs(attempts_of(sources.events), sources.samples)
+    launches = _until_last_signs(launches_of(sources.events), attempts)
+    status = launches[-1].status or UNFINISHED
+    completed = status == "completed"
+    spans = spans_of(launches, attempts, completed=completed)
+    seconds = {use.value: seconds for use, seconds in totals(spans).items()}
+    seconds["wall"] = math.fsum(s for use, s in seconds.items() if use != Use.STOPPED.value)
+    marks = marks_of(sources.events, attempts)
+    result = sources.summary.get("result") if completed else None
+    story = Story(
+        name=name,
+        folder=folder,
+        status=status,
+        result=result,
+        objective=objective_of(result),
+        started=launches[0].start,
+        ended=launches[-1].end,
+        seconds=seconds,
+        attempts=attempts,
+        launches=launches,
+        spans=spans,
+        memory=memory_of(sources.samples, sources.events, attempts, marks),
+        curves=curves_of(sources.events, attempts, kept_steps(attempts, completed=completed)),
+        marks=marks,
+        stability=_stability(sources.samples, attempts),
+        reason=launches[-1].reason,
+        files=sources.files,
+        gaps=sources.gaps,
+    )
+    return replace(
+        story,
+        sentence=wording.sentence_of(status, story.reason, attempts, seconds, marks),
+        advice=guidance.advice_of(attempts, story.memory, marks, seconds, story.stability),
+    )
+
+
+def _with_last_signs(
+    attempts: Sequence[AttemptStory], samples: Sequence[Sample]
+) -> tuple[AttemptStory, ...]:
+    """Attempts without a recorded end, which lasted at least until their last sample."""
+    last = {sample.attempt: sample.time for sample in samples}
+    return tuple(
+        replace(attempt, ended=max(attempt.ended, last.get(attempt.number, attempt.ended)))
+        if attempt.outcome == UNFINISHED
+        else attempt
+        for attempt in attempts
+    )
+
+
+def _until_last_signs(
+    launches: Sequence[Launch], attempts: Sequence[AttemptStory]
+) -> tuple[Launch, ...]:
+    latest = max((attempt.ended for attempt in attempts), default=-math.inf)
+    *earlier, last = launches
+    return (*earlier, replace(last, end=max(last.end, latest)))
+
+
+def _stability(samples: Sequence[Sample], attempts: Sequence[AttemptStory]) -> str | None:
+    """Of the last attempt that trained; how others did says nothing of how it would go on."""
+    trained = [a.number for a in attempts if a.training_began is not None]
+    own = [sample for sample in samples if trained and sample.attempt == trained[-1]]
+    if not own:
+        return None
+    try:
+        from robust_train.memory.stability import (  # type: ignore[import-not-found,unused-ignore]
+            stability,
+        )
+    except ImportError:
+        return None
+    found = stability(own)
+    return None if found.kind == "unknown" else str(found.sentence)
