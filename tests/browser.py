@@ -76,10 +76,12 @@ class Browser:
         self._process = subprocess.Popen(
             # the shell puts the pipes where the browser looks for them; the sandbox needs rights
             # that containers lack, and all that is shown are our own files
-            ["sh", "-c", f'exec "$0" "$@" 3<&{commands} 4>&{events}', str(program)]
-            + ["--headless", "--no-sandbox", "--no-zygote", "--disable-gpu"]
-            + ["--disable-dev-shm-usage", "--hide-scrollbars", "--remote-debugging-pipe"]
-            + [f"--user-data-dir={self._profile.name}", "about:blank"],
+            [
+                *("sh", "-c", f'exec "$0" "$@" 3<&{commands} 4>&{events}', str(program)),
+                *("--headless", "--no-sandbox", "--no-zygote", "--disable-gpu"),
+                *("--disable-dev-shm-usage", "--hide-scrollbars", "--remote-debugging-pipe"),
+                *(f"--user-data-dir={self._profile.name}", "about:blank"),
+            ],
             env={**os.environ, "LD_LIBRARY_PATH": ":".join(filter(None, libraries))},
             pass_fds=(commands, events),
             stderr=subprocess.DEVNULL,

@@ -53,6 +53,7 @@ class AttemptStory:
         checkpoints: (step, time) of each checkpoint.
         evidence: about the failure, in JSON's types.
         traceback: of the failure.
+        stability: how its memory developed, a sentence; None where nobody said.
     """
 
     number: int
@@ -74,6 +75,7 @@ class AttemptStory:
     checkpoints: tuple[tuple[int, float], ...] = ()
     evidence: Mapping[str, Any] = field(default_factory=dict)
     traceback: str | None = None
+    stability: str | None = None
 
     @property
     def seconds(self) -> float:
@@ -176,6 +178,8 @@ def _ended(story: AttemptStory, event: Event) -> AttemptStory:
     evidence = event.fields.get("evidence")
     evidence = dict(evidence) if isinstance(evidence, Mapping) else {}
     traceback = evidence.pop("traceback", None)
+    stability = event.fields.get("memory_stability")
+    told = stability.get("sentence") if isinstance(stability, Mapping) else None
     return replace(
         story,
         **_what_it_used(story, event),
@@ -188,6 +192,7 @@ def _ended(story: AttemptStory, event: Event) -> AttemptStory:
         peak_memory_bytes=event.whole("peak_memory_bytes"),
         evidence=evidence,
         traceback=traceback if isinstance(traceback, str) else None,
+        stability=told if isinstance(told, str) else None,
     )
 
 

@@ -183,6 +183,7 @@ def _row(attempt: AttemptStory, files: Sequence[str]) -> dict[str, Any]:
         "outcome": wording.OUTCOMES.get(attempt.outcome, attempt.outcome.replace("_", " ")),
         "peak": None if peak is None else units.memory(peak),
         "next": wording.ACTIONS.get(action, action.replace("_", " ")),
+        "oom_files": [name for name in files if name.startswith(f"oom-attempt-{attempt.number}.")],
         "why": attempt.message if attempt.outcome != "completed" else None,
         "reason": attempt.reason if attempt.action not in (None, "none", "give_up") else None,
     }

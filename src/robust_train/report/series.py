@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from robust_train.memory.samples import Sample
 from robust_train.report.attempts import AttemptStory
 from robust_train.report.sources import Event, finite
+from robust_train.report.units import memory
 from robust_train.types import MEMORY_FAILURES
 
 _OOM = frozenset(kind.value for kind in MEMORY_FAILURES)
@@ -195,9 +195,9 @@ def _told(event: Event) -> Iterator[tuple[str, str]]:
 
 
 def _cleared(event: Event) -> str:
-    freed: Any = event.number("returned_bytes")
-    when = event.text("when") or event.text("reason") or "cache emptied"
-    return when if freed is None else f"{when}: {freed / 2**20:.0f} MiB returned"
+    freed = event.number("returned_bytes")
+    told = f"memory cleared ({event.text('reason') or 'asked for'})"
+    return told if freed is None else f"{told}: {memory(freed)} returned"
 
 
 def _change(before: AttemptStory, after: AttemptStory) -> Iterator[Mark]:

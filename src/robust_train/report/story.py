@@ -176,15 +176,19 @@ def _until_last_signs(
 
 def _stability(samples: Sequence[Sample], attempts: Sequence[AttemptStory]) -> str | None:
     """Of the last attempt that trained; how others did says nothing of how it would go on."""
-    trained = [a.number for a in attempts if a.training_began is not None]
-    own = [sample for sample in samples if trained and sample.attempt == trained[-1]]
-    if not own:
-        return None
+    trained = [a for a in attempts if a.training_began is not None]
+    told = trained[-1].stability if trained else None
+    if trained and told is None:
+        told = _computed_stability([s for s in samples if s.attempt == trained[-1].number])
+    return None if told is None or told.startswith("unknown") else told
+
+
+def _computed_stability(samples: Sequence[Sample]) -> str | None:
+    """Of an attempt whose end was not recorded."""
     try:
         from robust_train.memory.stability import (  # type: ignore[import-not-found,unused-ignore]
             stability,
         )
     except ImportError:
         return None
-    found = stability(own)
-    return None if found.kind == "unknown" else str(found.sentence)
+    return str(stability(samples).sentence)
