@@ -17,6 +17,14 @@ queue *args:
 doctor *args:
     @{{ python }} -m robust_train.cli.main doctor {{ args }}
 
+# report.html of a run or a sweep, made anew from its journals
+report path *args:
+    @{{ python }} -m robust_train.cli.main report {{ path }} {{ args }}
+
+# The browser that the tests look at reports with, from npm's registry (68 MB; needs node)
+browser:
+    npm install --no-save --no-audit --no-fund --prefix build/browser @sparticuz/chromium@147.0.0
+
 # The default job: a small network on digits
 train *overrides:
     {{ python }} train_robust.py {{ overrides }}

@@ -1,7 +1,7 @@
 """A real browser, driven over its debugging pipe: Chromium, without a window.
 
-Where it comes from: ``ROBUST_TRAIN_BROWSER`` (a path), ``just browser`` (a package of npm's registry
-that is Chromium for servers, with the libraries it needs), or one that is installed.
+Where it comes from: ``ROBUST_TRAIN_BROWSER`` (a path), ``just browser`` (a package of npm's
+registry that is Chromium for servers, with the libraries it needs), or one that is installed.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from robust_train.report.units import nice_step, number
@@ -38,12 +38,16 @@ class Scale:
 
     def __call__(self, value: float) -> float:
         """The pixel of a value."""
+        return self.many([value])[0]
+
+    def many(self, values: Iterable[float]) -> list[float]:
+        """The pixels of values."""
         low, high = self.low, self.high
         if self.is_log:
+            values = [math.log10(max(value, low)) for value in values]
             low, high = math.log10(low), math.log10(high)
-            value = math.log10(value) if value > 0 else low
-        share = 0.0 if high == low else (value - low) / (high - low)
-        return self.start + share * (self.stop - self.start)
+        factor = 0.0 if high == low else (self.stop - self.start) / (high - low)
+        return [self.start + factor * (value - low) for value in values]
 
 
 @dataclass(frozen=True)
@@ -66,11 +70,11 @@ def time_ticks(high: float, most: int) -> list[Tick]:
     return [Tick(v, f"{v / unit:.4g} {name}" if v else "0") for v in _multiples(0, high, step)]
 
 
-def byte_ticks(high: float, most: int) -> list[Tick]:
-    """From 0 to ``high`` bytes."""
+def byte_ticks(low: float, high: float, most: int) -> list[Tick]:
+    """From ``low`` to ``high`` bytes."""
     unit, name = (GIB, "GiB") if high >= 2 * GIB else (MIB, "MiB")
-    step = nice_step(high / unit, most) * unit
-    return [Tick(v, f"{v / unit:.4g} {name}" if v else "0") for v in _multiples(0, high, step)]
+    step = nice_step((high - low) / unit, most) * unit
+    return [Tick(v, f"{v / unit:.6g} {name}" if v else "0") for v in _multiples(low, high, step)]
 
 
 def step_ticks(low: float, high: float, most: int) -> list[Tick]:

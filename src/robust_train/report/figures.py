@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from robust_train.memory.samples import Sample
@@ -17,6 +17,7 @@ from robust_train.report.story import Story
 from robust_train.report.times import Span, Use
 from robust_train.report.units import duration, memory, number
 from robust_train.report.wording import OUTCOMES
+from robust_train.types import MIB
 
 LANES = {
     "oom": "OOM",
@@ -178,22 +179,18 @@ def _memory_figure(
 ) -> Figure:
     lines: list[Line] = []
     legend: list[Key] = []
-    most = 0
     for name, label, style, is_area in _FIGURES:
         # the process's host memory says little beside a GPU's
         if name == "resident" and device.device != "cpu" and lines:
             continue
         pieces = _pieces(samples, name, clock)
-        if not pieces:
-            continue
-        lines.append(Line(label, style, pieces, is_area))
-        peak = max(int(value) for piece in pieces for _, value in piece)
-        most = max(most, peak)
-        legend.append(Key(style, f"{label}, at most {memory(peak)}"))
-    total = device.total_bytes
-    high, level = max(1.1 * most, 1.0), None
-    if total is not None and high > 0.6 * total:
-        high, level = 1.06 * max(total, most), (float(total), f"{memory(total)} in all")
+        if pieces:
+            peak = max(value for piece in pieces for _, value in piece)
+            lines.append(Line(label, style, pieces, is_area))
+            legend.append(Key(style, f"{label}, at most {memory(peak)}"))
+    y, level = _byte_axis(lines, device.total_bytes, close=bool(title))
+    if y.low > 0:  # an area stands for an amount only where it begins at nothing
+        lines = [replace(line, is_area=False) for line in lines]
     bands = _bands(story.attempts, device.device, clock)
     marks = [mark for mark in device.marks if x.low <= clock(mark.time) <= x.high]
     kinds = {mark.kind for mark in marks}
@@ -203,7 +200,7 @@ def _memory_figure(
             title=caption,
             description=f"{caption}: {'; '.join(key.text for key in legend)}.",
             x=x,
-            y=Axis(0.0, high, partial(byte_ticks, high), "bytes"),
+            y=y,
             lines=tuple(lines),
             bands=bands,
             lanes=tuple((kind, label) for kind, label in LANES.items() if kind in kinds),
@@ -215,6 +212,21 @@ def _memory_figure(
     if not device.sampled:
         note = "Only the figures that the trainer reported: there are no samples of these attempts."
     return Figure(caption, svg, tuple(legend), note)
+
+
+def _byte_axis(
+    lines: Sequence[Line], total: int | None, *, close: bool
+) -> tuple[Axis, tuple[float, str] | None]:
+    """The axis for memory, and where all that the device has lies on it."""
+    values = [value for line in lines for piece in line.pieces for _, value in piece]
+    least, most = min(values, default=0.0), max(values, default=0.0)
+    low, high, level = 0.0, max(1.1 * most, 1.0), None
+    if close and least > 0.5 * most:
+        room = max(0.15 * (most - least), MIB)
+        low, high = least - room, most + room
+    elif total is not None and high > 0.6 * total:
+        high, level = 1.06 * max(total, most), (float(total), f"{memory(total)} in all")
+    return Axis(low, high, partial(byte_ticks, low, high), "bytes"), level
 
 
 def _pieces(samples: Sequence[Sample], name: str, clock: Clock) -> tuple[tuple[Point, ...], ...]:

@@ -10,6 +10,7 @@ from robust_train.failures.advice import advice_for
 from robust_train.report.attempts import AttemptStory
 from robust_train.report.series import DeviceMemory, Mark
 from robust_train.report.sources import whole
+from robust_train.report.times import Span, Use
 from robust_train.report.units import duration, memory, percent
 from robust_train.types import MEMORY_FAILURES, Evidence, FailureKind
 
@@ -41,23 +42,22 @@ def advice_of(
     attempts: Sequence[AttemptStory],
     devices: Sequence[DeviceMemory],
     marks: Sequence[Mark],
+    spans: Sequence[Span],
     seconds: Mapping[str, float],
     stability: str | None = None,
 ) -> tuple[Advice, ...]:
     """Findings and advice, most promising first."""
-    return tuple(
-        [
-            *_what_worked(attempts),
-            *_failures(attempts),
-            *_splits(marks),
-            *(finding for device in devices for finding in _tightness(device)),
-            *_growth(stability),
-            *_times(attempts, seconds),
-        ]
+    return (
+        *_what_worked(attempts, spans),
+        *_failures(attempts),
+        *_splits(marks),
+        *(finding for device in devices for finding in _tightness(device)),
+        *_growth(stability),
+        *_times(attempts, seconds),
     )
 
 
-def _what_worked(attempts: Sequence[AttemptStory]) -> Iterator[Advice]:
+def _what_worked(attempts: Sequence[AttemptStory], spans: Sequence[Span]) -> Iterator[Advice]:
     """Begin with the size that held, rather than find it again."""
     failed = [a for a in attempts if a.outcome in _OOM]
     if not failed or attempts[-1].outcome != "completed":
@@ -66,11 +66,12 @@ def _what_worked(attempts: Sequence[AttemptStory]) -> Iterator[Advice]:
     same_place = [a for a in failed if a.device == last.device and a.batch_size != last.batch_size]
     if not same_place or last.batch_size is None:
         return
-    spent = sum(a.seconds for a in same_place)
+    numbers = {a.number for a in same_place}
+    lost = sum(s.seconds for s in spans if s.use is Use.LOST and s.attempt in numbers)
     sizes = ", ".join(dict.fromkeys(str(a.batch_size) for a in same_place))
     yield Advice(
         f"On {last.place} batch size {last.batch_size} held and {sizes} did not; finding that out "
-        f"took {duration(spent)}.",
+        f"cost {duration(lost)}.",
         ("begin the next run with what held: the effective batch is the same",),
         f"training.batch_size={last.batch_size} "
         f"training.gradient_accumulation_steps={last.gradient_accumulation_steps}",
@@ -183,8 +184,8 @@ def _times(attempts: Sequence[AttemptStory], seconds: Mapping[str, float]) -> It
     trained = any(a.training_began is not None and a.outcome != "completed" for a in attempts)
     if trained and seconds["lost"] > max(_MUCH * wall, _LEAST_SECONDS):
         yield Advice(
-            f"{duration(seconds['lost'])} ({percent(seconds['lost'] / wall)}) was lost: done again, "
-            "or saved nowhere.",
+            f"{duration(seconds['lost'])} ({percent(seconds['lost'] / wall)}) was lost: done "
+            "again, or saved nowhere.",
             ("save more often: training.checkpoint_every_minutes or checkpoint_every_steps",),
         )
     if seconds["wait"] > max(_MUCH_WAITING * wall, _LEAST_SECONDS):

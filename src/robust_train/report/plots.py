@@ -229,7 +229,8 @@ def _vertical(ticks: Sequence[Tick], x: Scale, bottom: float, size: Size) -> Ite
 def _line(line: Line, x: Scale, y: Scale, size: Size) -> Iterator[str]:
     paths = []
     for piece in line.pieces:
-        points = thinned([(x(a), y(b)) for a, b in piece], size.column)
+        across, up = x.many(a for a, _ in piece), y.many(b for _, b in piece)
+        points = thinned(list(zip(across, up, strict=True)), size.column)
         if len(points) == 1:
             (px, py) = points[0]
             points = [(px - 3, py), (px + 3, py)]  # a line of no length is not drawn

@@ -67,14 +67,18 @@ class Sources:
 
 
 def finite(value: Any) -> float | None:
-    """``value`` if it is a number that can be drawn, else None."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    return float(value) if math.isfinite(value) and abs(value) < _LARGEST else None
+    """``value`` if it is a number that can be drawn, else None; true and false are none."""
+    kind = type(value)
+    # a comparison with no number is false
+    if (kind is int or kind is float) and -_LARGEST < value < _LARGEST:
+        return float(value)
+    return None
 
 
 def whole(value: Any) -> int | None:
     """``value`` as a whole number, None where it is no number."""
+    if type(value) is int and -_LARGEST < value < _LARGEST:
+        return value
     number = finite(value)
     return None if number is None else int(number)
 

@@ -149,7 +149,7 @@ def story_of(sources: Sources) -> Story:
     return replace(
         story,
         sentence=wording.sentence_of(status, story.reason, attempts, seconds, marks),
-        advice=guidance.advice_of(attempts, story.memory, marks, seconds, story.stability),
+        advice=guidance.advice_of(attempts, story.memory, marks, spans, seconds, story.stability),
     )
 
 
