@@ -14,6 +14,7 @@ import os
 import select
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -26,6 +27,14 @@ from world import ROOT
 PACKAGE = ROOT / "build" / "browser" / "node_modules" / "@sparticuz" / "chromium"
 INSTALLED = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 TIMEOUT_SECONDS = 60.0
+# the browser looks for its pipes at these two descriptors
+_WITH_PIPES = """
+import fcntl, os, sys
+commands, events = (fcntl.fcntl(int(fd), fcntl.F_DUPFD, 10) for fd in sys.argv[1:3])
+os.dup2(commands, 3)
+os.dup2(events, 4)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
 _UNPACK = """
 const fs = require("fs"), zlib = require("zlib");
 const [from, to] = process.argv.slice(1);
@@ -74,10 +83,9 @@ class Browser:
         self._profile = tempfile.TemporaryDirectory()
         libraries = [str(program.parent / "lib"), os.environ.get("LD_LIBRARY_PATH", "")]
         self._process = subprocess.Popen(
-            # the shell puts the pipes where the browser looks for them; the sandbox needs rights
-            # that containers lack, and all that is shown are our own files
+            # the sandbox needs rights that containers lack, and all that is shown are our own files
             [
-                *("sh", "-c", f'exec "$0" "$@" 3<&{commands} 4>&{events}', str(program)),
+                *(sys.executable, "-c", _WITH_PIPES, str(commands), str(events), str(program)),
                 *("--headless", "--no-sandbox", "--no-zygote", "--disable-gpu"),
                 *("--disable-dev-shm-usage", "--hide-scrollbars", "--remote-debugging-pipe"),
                 *(f"--user-data-dir={self._profile.name}", "about:blank"),
@@ -131,7 +139,7 @@ class Browser:
         """Show a file in a window of so many pixels."""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        page = Page(self, session)
+        page = Page(self, session, target)
         for domain in ("Page", "Runtime", "Log", "Network"):
             page.call(f"{domain}.enable")
         page.call(
@@ -151,9 +159,10 @@ class Browser:
 class Page:
     """A page that is shown."""
 
-    def __init__(self, browser: Browser, session: str) -> None:
+    def __init__(self, browser: Browser, session: str, target: str) -> None:
         self._browser = browser
         self._session = session
+        self._target = target
         self.uri = ""
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
@@ -202,6 +211,10 @@ class Page:
     def point_at(self, x: float, y: float) -> None:
         """Move the pointer there."""
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+
+    def close(self) -> None:
+        """Show it no longer."""
+        self._browser.call("Target.closeTarget", targetId=self._target)
 
     def screenshot(self) -> Image.Image:
         """The whole page, what is below the window included."""

@@ -96,7 +96,7 @@ def memory_of(
         for event in events
         if (sample := _as_sample(event, devices)) is not None and sample.attempt not in sampled
     ]
-    everything = sorted([*samples, *reported], key=lambda sample: sample.time)
+    everything = sorted([*samples, *reported], key=lambda sample: (sample.time, sample.attempt))
     grouped: dict[str, list[Sample]] = {}
     for sample in everything:
         grouped.setdefault(sample.device, []).append(sample)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -55,13 +56,24 @@ def spans_of(
         completed: the job did; else only what the last checkpoint holds was worth while.
     """
     kept = kept_steps(attempts, completed=completed)
-    spans: list[Span] = []
-    for launch in launches:
-        if spans and launch.start > spans[-1].end:
-            spans.append(Span(Use.STOPPED, spans[-1].end, launch.start))
-        own = [a for a in attempts if launch.start <= a.started <= launch.end]
-        spans += _of_launch(launch, own, kept)
-    return tuple(span for span in spans if span.seconds > 0)
+    starts = [launch.start for launch in launches]
+    told: list[Span] = []
+    for index, launch in enumerate(launches):
+        if told and launch.start > told[-1].end:
+            told.append(Span(Use.STOPPED, told[-1].end, launch.start))
+        own = [a for a in attempts if bisect_right(starts, a.started) == index + 1]
+        told += _of_launch(launch, own, kept)
+    return tuple(_in_line(told))
+
+
+def _in_line(spans: Iterable[Span]) -> Iterator[Span]:
+    """Spans one after another, also where a journal puts two attempts into the same time."""
+    now = -math.inf
+    for span in spans:
+        start = max(span.start, now)
+        if span.end > start:
+            yield Span(span.use, start, span.end, span.attempt)
+            now = span.end
 
 
 def totals(spans: Sequence[Span]) -> dict[Use, float]:

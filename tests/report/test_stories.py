@@ -1,0 +1,282 @@
+"""What a report tells, from journals and samples of every kind."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from robust_train.memory.samples import Sample, encode
+from robust_train.report.html import job_page
+from robust_train.report.sources import read_sources
+from robust_train.report.story import Story, story_of
+from robust_train.types import GIB
+
+OOM = {
+    "outcome": "device_oom",
+    "message": "CUDA out of memory.",
+    "action": "halve_batch",
+    "reason": "out of memory: micro-batch 64 → 32",
+    "evidence": {"requested_bytes": 2 * GIB, "free_bytes": GIB, "total_bytes": 16 * GIB},
+}
+
+
+class Journal:
+    """Writes a run folder event by event; ``at`` is the time of the next one."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.at = 1_795_000_000.0
+
+    def __call__(self, seconds: float, event: str, **fields: Any) -> None:
+        """Something that happened so many seconds after what was before it."""
+        self.at += seconds
+        with (self.folder / "journal.jsonl").open("a") as file:
+            file.write(json.dumps({"time": self.at, "event": event, **fields}) + "\n")
+
+    def start(self, number: int, *, device: str = "cuda:0", size: int = 64, **more: Any) -> None:
+        """An attempt starts at once and trains two seconds later."""
+        fields = {"device": device, "batch_size": size, "gradient_accumulation_steps": 64 // size}
+        self(0, "attempt_started", attempt=number, **fields, **more)
+
+    def steps(self, number: int, first: int, last: int) -> None:
+        """A step a second."""
+        for step in range(first, last + 1):
+            self(1, "progress", attempt=number, step=step, loss=1 / step)
+
+    @property
+    def story(self) -> Story:
+        """What a report tells of it."""
+        return story_of(read_sources(self.folder))
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Journal:
+    return Journal(tmp_path)
+
+
+@pytest.fixture
+def recovered(journal: Journal) -> Journal:
+    """Waits 10 s; runs out of memory at step 8, 3 after its checkpoint; goes on with half."""
+    journal(0, "job_started")
+    journal(11, "device_acquired", wait_seconds=10)
+    journal.start(1)
+    journal(2, "training_started", attempt=1, step=0)
+    journal.steps(1, 1, 5)
+    journal(0, "checkpoint", attempt=1, path="/five", step=5)
+    journal.steps(1, 6, 8)
+    journal(0, "attempt_ended", attempt=1, device="cuda:0", batch_size=64, end_step=8, **OOM)
+    journal(4, "attempt_started", attempt=2, device="cuda:0", batch_size=32, index=1)
+    journal(2, "training_started", attempt=2, step=5)
+    journal.steps(2, 6, 12)
+    ending = {"gradient_accumulation_steps": 2, "outcome": "completed", "end_step": 12}
+    journal(0, "attempt_ended", attempt=2, device="cuda:0", batch_size=32, **ending)
+    journal(1, "job_ended", status="completed", reason=None)
+    return journal
+
+
+def test_time_is_cut_into_useful_lost_waiting_and_starting_up(recovered):
+    assert recovered.story.seconds == pytest.approx(
+        {"useful": 5 + 7, "lost": 3, "wait": 10 + 4, "startup": 1 + 2 + 2 + 1}
+        | {"stopped": 0, "wall": 35},
+    )
+    uses = [(span.use.value, span.attempt) for span in recovered.story.spans]
+    assert uses == [
+        *[("startup", None), ("wait", None), ("startup", 1), ("useful", 1), ("lost", 1)],
+        *[("wait", 2), ("startup", 2), ("useful", 2), ("startup", None)],
+    ]
+
+
+def test_the_sentence_tells_how_it_ended_and_what_went_wrong(recovered):
+    assert recovered.story.sentence == (
+        "Completed in 35 s at the second attempt, on cuda:0 with batch size 32 × accumulation 2. "
+        "Memory ran out on cuda:0 at batch size 64. 34 % of the time was useful."
+    )
+
+
+def test_advice_begins_with_what_held_and_gives_the_figures_of_the_run(recovered):
+    first, second, third = recovered.story.advice
+    assert first.overrides == "training.batch_size=32 training.gradient_accumulation_steps=2"
+    assert "cost 3.0 s" in first.finding
+    assert "(2.0 GiB asked for, 1.0 GiB of 16.0 GiB free)" in second.finding
+    assert "training.batch_size" in second.steps[0]
+    assert third.finding == "14 s (40 %) was spent waiting."
+
+
+def test_nothing_is_advised_where_nothing_was_tight(journal):
+    journal(0, "job_started")
+    journal.start(1)
+    journal(1, "attempt_ended", attempt=1, outcome="completed")
+    journal(0, "job_ended", status="completed")
+    assert journal.story.advice == ()
+    assert journal.story.seconds["useful"] == 1, "a trainer that reports no steps trains all along"
+
+
+def test_steps_that_were_done_again_are_drawn_as_lost(recovered):
+    curves = [(c.attempt, c.lost, c.points[0][0], c.points[-1][0]) for c in recovered.story.curves]
+    assert curves == [(1, False, 1, 5), (1, True, 5, 8), (2, False, 6, 12)]
+
+
+def test_marks_tell_what_happened_and_when(recovered):
+    told = [(mark.kind, mark.attempt) for mark in recovered.story.marks]
+    assert told == [("checkpoint", 1), ("oom", 1), ("batch", 2)]
+
+
+def test_a_later_attempt_that_begins_further_back_undoes_an_earlier_one(recovered):
+    """The checkpoint of step 5 turns out to be damaged: the third attempt begins at step 2."""
+    text = (recovered.folder / "journal.jsonl").read_text()
+    lines = [line for line in text.splitlines() if "ended" not in line]
+    (recovered.folder / "journal.jsonl").write_text("\n".join(lines) + "\n")
+    recovered.start(3, size=16)
+    recovered(0, "training_started", attempt=3, step=2)
+    recovered.steps(3, 3, 4)
+    recovered(0, "attempt_ended", attempt=3, outcome="completed", end_step=4)
+    story = recovered.story
+    useful = {s.attempt: s.seconds for s in story.spans if s.use.value == "useful"}
+    assert useful == pytest.approx({1: 2, 3: 2})
+
+
+def test_a_run_that_died_keeps_what_its_last_checkpoint_holds(recovered):
+    text = (recovered.folder / "journal.jsonl").read_text()
+    lines = text.splitlines()
+    (recovered.folder / "journal.jsonl").write_text("\n".join(lines[:12]) + '\n{"time": 17')
+    story = recovered.story
+    assert story.status == "unfinished"
+    assert story.seconds["useful"] == pytest.approx(5)
+    assert story.seconds["lost"] == pytest.approx(2)
+    assert "The last checkpoint holds step 5" in story.sentence
+    assert story.gaps == ("journal.jsonl: 1 damaged line passed over",)
+
+
+def test_what_lies_between_two_launches_is_no_part_of_the_time(recovered):
+    recovered(1000, "job_started")
+    recovered(1, "device_acquired", wait_seconds=1)
+    recovered.start(3)
+    recovered(2, "attempt_ended", attempt=3, outcome="completed")
+    recovered(0, "job_ended", status="completed")
+    story = recovered.story
+    assert story.seconds["stopped"] == pytest.approx(1000)
+    assert story.seconds["wall"] == pytest.approx(35 + 3)
+    assert 'data-x="0.0,38.0' in job_page(story) or "35 s" in job_page(story)
+
+
+def test_memory_is_drawn_by_device_and_without_samples_from_what_trainers_report(journal):
+    journal(0, "job_started")
+    journal.start(1, device="cuda:1")
+    journal(1, "memory", attempt=1, milestone="start", allocated=GIB, reserved=2 * GIB)
+    journal.start(2, device="cpu")
+    samples = [Sample(journal.at + i, 2, "cpu", i, resident=GIB + i) for i in range(3)]
+    text = "".join(encode(sample) + "\n" for sample in samples)
+    (journal.folder / "memory.jsonl").write_text(text + '{"time": 1, "attempt"')
+    story = journal.story
+    assert [(m.device, len(m.samples), m.sampled) for m in story.memory] == [
+        ("cuda:1", 1, False),
+        ("cpu", 3, True),
+    ]
+    assert story.ended == samples[-1].time, "the last sample is a sign of life"
+    page = job_page(story)
+    assert "Memory on cuda:1" in page
+    assert "at most 1.0 GiB" in page
+
+
+def test_a_gpu_that_was_nearly_full_is_told_with_its_figures(journal):
+    journal(0, "job_started")
+    journal.start(1)
+    full = Sample(journal.at, 1, "cuda:0", 1, 11 * GIB, 12 * GIB, 23 * GIB, 24 * GIB)
+    (journal.folder / "memory.jsonl").write_text(encode(full) + "\n")
+    journal(1, "attempt_ended", attempt=1, outcome="completed")
+    journal(0, "job_ended", status="completed")
+    findings = [advice.finding for advice in journal.story.advice]
+    assert findings[0] == "cuda:0 was 96 % full at its fullest (23.0 GiB of 24.0 GiB)."
+    assert "11.0 GiB of cuda:0 was held by others" in findings[1]
+
+
+def test_an_empty_folder_has_a_report_too(tmp_path):
+    story = story_of(read_sources(tmp_path))
+    assert story.status == "empty"
+    assert "no record" in job_page(story)
+
+
+def test_only_summary_json_is_left(tmp_path):
+    (tmp_path / "summary.json").write_text('{"status": "completed"}')
+    story = story_of(read_sources(tmp_path))
+    assert story.status == "completed"
+    assert "only summary.json is left" in story.sentence
+
+
+def test_a_line_separator_in_a_message_does_not_tear_its_line(journal):
+    journal(0, "job_started")
+    journal.start(1)
+    journal(1, "attempt_ended", attempt=1, outcome="bug", message="one\u2028two")
+    text = (journal.folder / "journal.jsonl").read_text()
+    raw = text.replace("\\u2028", "\u2028")
+    (journal.folder / "journal.jsonl").write_text(raw)
+    assert journal.story.attempts[0].message == "one\u2028two"
+    assert journal.story.gaps == ()
+
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner),
+    max_leaves=4,
+)
+KEYS = ("attempt", "step", "device", "batch_size", "wait_seconds", "outcome", "status", "loss")
+KEYS += ("path", "resume_checkpoint", "action", "from", "to", "kind", "allocated", "resident")
+NAMES = ("job_started", "device_acquired", "attempt_started", "training_started", "progress")
+NAMES += ("checkpoint", "epoch", "memory", "micro_batch_changed", "attempt_ended", "lost_race")
+NAMES += ("memory_cleared", "job_ended")
+hostile_events = st.lists(
+    st.builds(
+        lambda name, time, attempt, fields: {**fields, **attempt, "event": name, "time": time},
+        st.sampled_from(NAMES) | anything,
+        st.floats(0, 2e9) | anything,
+        st.fixed_dictionaries({}, optional={"attempt": st.integers(1, 3)}),
+        st.dictionaries(st.sampled_from(KEYS), st.integers(0, 9) | st.just("cpu") | anything),
+    ),
+    max_size=25,
+)
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(hostile_events, st.lists(anything, max_size=4))
+def test_whatever_a_run_folder_holds_it_has_a_report(tmp_path, events, others):
+    lines = "".join(json.dumps(event) + "\n" for event in [*events, *others])
+    (tmp_path / "journal.jsonl").write_text(lines)
+    samples = [{**event, "device": "cpu", "resident": 5} for event in events]
+    (tmp_path / "memory.jsonl").write_text("".join(json.dumps(s) + "\n" for s in samples))
+    story = story_of(read_sources(tmp_path))
+    job_page(story)
+    json.dumps(story.as_json(), allow_nan=False)
+    for span, following in zip(story.spans, story.spans[1:], strict=False):
+        assert span.end <= following.start
+    away = story.seconds.get("stopped", 0.0)
+    if story.spans:
+        length = story.ended - story.started
+        assert math.isclose(story.seconds["wall"] + away, length, abs_tol=1e-3)
+
+
+def test_a_long_run_makes_a_small_page(journal):
+    """100,000 reports and as many samples."""
+    lines, samples, at = [], [], journal.at
+    journal(0, "job_started")
+    journal.start(1)
+    for step in range(1, 100_001):
+        at += 0.3
+        lines.append(
+            f'{{"time":{at},"event":"progress","attempt":1,"step":{step},"loss":{step % 7}}}'
+        )
+        used = GIB * (1 + step % 8)
+        samples.append(encode(Sample(at, 1, "cuda:0", step, used, 9 * GIB, 10 * GIB, 12 * GIB)))
+    with (journal.folder / "journal.jsonl").open("a") as file:
+        file.write("\n".join(lines) + "\n")
+    (journal.folder / "memory.jsonl").write_text("\n".join(samples) + "\n")
+    story = journal.story
+    page = job_page(story)
+    assert len(page.encode()) < 1_000_000
+    assert "a closer look" in page
+    assert story.memory[0].most("allocated") == 8 * GIB
