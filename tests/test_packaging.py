@@ -64,6 +64,8 @@ def test_the_wheel_carries_configs_types_and_hydra_plugins(wheel: Path):
     configs = {f"robust_train/{p.relative_to(ROOT)}" for p in (ROOT / "configs").rglob("*.yaml")}
     assert configs <= names
     assert "robust_train/py.typed" in names
+    templates = (ROOT / "src" / "robust_train" / "report" / "templates").iterdir()
+    assert {f"robust_train/report/templates/{path.name}" for path in templates} <= names
     assert "hydra_plugins/robust_train_searchpath/__init__.py" in names
     assert "hydra_plugins/robust_train_gpu_queue/__init__.py" in names
     # a namespace that other plugins share: a file of ours there would hide theirs
