@@ -214,6 +214,17 @@ def test_the_command_takes_a_file_in_the_folder_and_writes_where_it_is_told(reco
     assert "Completed in" in target.read_text()
 
 
+def test_the_command_shows_the_report_in_the_users_browser(recovered, tmp_path):
+    program = tmp_path / "browser"
+    program.write_text(f'#!/bin/sh\necho "$1" > {tmp_path}/shown\n')
+    program.chmod(0o755)
+    world = World(recovered.world.folder).with_environ({"BROWSER": f"{program} %s"})
+    made = report(world, str(recovered.folder), "--open")
+    assert made.returncode == 0, made.stderr
+    shown = (tmp_path / "shown").read_text().strip()
+    assert shown == (recovered.folder / "report.html").as_uri()
+
+
 def test_a_folder_without_a_job_is_refused_in_one_line(world: World, tmp_path):
     for path in (tmp_path / "absent", tmp_path):
         made = report(world, str(path))
