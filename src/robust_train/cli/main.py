@@ -11,10 +11,12 @@ USAGE = """usage: robust-train COMMAND [OPTIONS]
 commands:
   gpus    table of this machine's GPUs and who holds them  [--json]
   queue   jobs that run and wait on this host, and why     [--json] [cancel ID]
+  run     your live runs: list, status, checkpoint,        [--json] [--run ID|PATH|PID]
+          halve-batch, stop
   doctor  each GPU usable or why not, and the queue        [--json] [--clear GPU]
 """
 
-COMMANDS = ("gpus", "queue", "doctor")
+COMMANDS = ("gpus", "queue", "run", "doctor")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
