@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +18,12 @@ pytest_plugins = ["simulated_nvml.fixtures"]
 def world(tmp_path: pytest.TempPathFactory) -> World:
     """A folder to run the real commands in, on a machine without a GPU."""
     return World(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def _own_control_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs of one test must not be found by those of another."""
+    monkeypatch.setenv("ROBUST_TRAIN_RUNTIME_DIR", str(tmp_path / "runtime"))
 
 
 def pytest_configure() -> None:

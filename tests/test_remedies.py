@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from robust_train.policy import PolicySettings, decide, first_attempt
+from robust_train.policy import PolicySettings, decide, decide_as_asked, first_attempt
 from robust_train.types import (
     GIB,
     Attempt,
@@ -125,6 +125,30 @@ def test_the_next_attempt_starts_at_the_micro_batch_that_the_trainer_had_come_do
 
 
 # --- host_oom and worker_death ---
+
+
+def as_asked(*history: Attempt) -> Retry:
+    decision = decide_as_asked(SETTINGS, history)
+    assert isinstance(decision, Retry)
+    return decision
+
+
+def test_a_batch_that_is_halved_on_request_keeps_the_effective_batch_and_costs_no_retry():
+    first = first_attempt(SETTINGS, gpu(0, 20))
+    stopped = failed(first, FailureKind.INTERRUPTED, stopped_for="halve_batch")
+    asked = as_asked(stopped)
+    assert asked.action == "halve_batch_on_request"
+    assert (asked.spec.batch_size, asked.spec.effective_batch_size) == (32, 64)
+    assert asked.spec.gpu == first.gpu
+    settings = replace(SETTINGS, max_retries=1)
+    smaller = after(stopped, failed(asked.spec, FailureKind.DEVICE_OOM), settings=settings)
+    assert (smaller.action, smaller.spec.batch_size) == ("halve_batch", 16)
+
+
+def test_a_batch_is_not_halved_below_the_minimum_on_request():
+    least = replace(first_attempt(SETTINGS, None), batch_size=8, gradient_accumulation_steps=8)
+    asked = as_asked(failed(least, FailureKind.INTERRUPTED, stopped_for="halve_batch"))
+    assert asked.spec == least
 
 
 def test_host_memory_is_freed_by_fewer_workers_with_less_ahead_before_smaller_batches():

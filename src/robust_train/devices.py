@@ -18,7 +18,7 @@ from robust_train.gpu.live_line import LiveLine
 from robust_train.gpu.queue_dir import directory_for
 from robust_train.gpu.select import rank
 from robust_train.gpu.visible import Visible, visible_gpus
-from robust_train.gpu.wait import GpuRequest, NoGpu, wait_for_gpu
+from robust_train.gpu.wait import GpuRequest, NoGpu, WaitStatus, wait_for_gpu
 from robust_train.types import MIB, FailureKind, GpuInfo, Outcome, Room
 
 log = logging.getLogger("robust_train")
@@ -48,22 +48,37 @@ class Devices:
         environ: whose CUDA_VISIBLE_DEVICES bounds the choice.
         run_dir: the job's run folder, by which others know it.
         sleep: how to wait; whatever it raises ends the waiting.
+        on_wait: is told how the waiting stands, beside the user.
+        token: the last part of the job's id in the host's queue; empty: any.
     """
 
     def __init__(
-        self, cfg: DictConfig, environ: Mapping[str, str], run_dir: Path, sleep: Sleep
+        self,
+        cfg: DictConfig,
+        environ: Mapping[str, str],
+        run_dir: Path,
+        sleep: Sleep,
+        on_wait: Callable[[WaitStatus], None] = lambda status: None,
+        token: str = "",
     ) -> None:
         self._cfg = cfg
         self._environ = environ
         self._sleep = sleep
+        self._on_wait = on_wait
         self._claim_bytes = cfg.min_gpu_memory_mb * MIB
         self._queue = HostQueue(
             _queue_directory(cfg, environ),
-            name=_job_name(cfg, run_dir),
+            name=job_name(cfg, run_dir),
             run_dir=str(run_dir),
             jobs_per_device=cfg.gpu_jobs_per_device,
             read=self._look,
+            token=token,
         )
+
+    @property
+    def job_id(self) -> str | None:
+        """The job's id in the host's queue, None before it stood there."""
+        return self._queue.job_id
 
     @property
     def hold(self) -> int | None:
@@ -145,8 +160,9 @@ class Devices:
         request = self._request(room.free_bytes, room.gpu_uuid)
         with LiveLine() as line:
             if room.gpu_uuid is None:
-                return self._queue.wait(request, line.show, self._sleep)
-            return wait_for_gpu(request, read=self._look, announce=line.show, sleep=self._sleep)
+                return self._queue.wait(request, self._tell(line), self._sleep)
+            tell = self._tell(line)
+            return wait_for_gpu(request, read=self._look, announce=tell, sleep=self._sleep)
 
     def release(self) -> None:
         """Give back what is reserved."""
@@ -155,7 +171,14 @@ class Devices:
     def _wait_in_line(self, only: str | None) -> GpuInfo | NoGpu:
         with LiveLine() as line:
             request = self._request(self._cfg.min_gpu_memory_mb * MIB, only)
-            return self._queue.wait(request, line.show, self._sleep)
+            return self._queue.wait(request, self._tell(line), self._sleep)
+
+    def _tell(self, line: LiveLine) -> Callable[[WaitStatus], None]:
+        def tell(status: WaitStatus) -> None:
+            line.show(status)
+            self._on_wait(status)
+
+        return tell
 
     def _request(self, min_bytes: int, only: str | None) -> GpuRequest:
         return GpuRequest(
@@ -228,7 +251,7 @@ def _queue_directory(cfg: DictConfig, environ: Mapping[str, str]) -> Path | None
     return directory_for(cfg.gpu_queue_dir, environ)
 
 
-def _job_name(cfg: DictConfig, run_dir: Path) -> str:
+def job_name(cfg: DictConfig, run_dir: Path) -> str:
     """``lora_flowers102`` where the config tells, else the run folder's name."""
     parts = (OmegaConf.select(cfg, f"{group}.name") for group in ("model", "dataset"))
     return "_".join(str(part) for part in parts if part) or run_dir.name

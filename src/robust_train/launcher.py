@@ -26,9 +26,11 @@ from robust_train.execution.process import ProcessExecutor
 from robust_train.execution.request import AttemptRequest, TrainerRef
 from robust_train.execution.signals import JobInterrupted, SignalWatch
 from robust_train.gpu.wait import NoGpu
+from robust_train.job_control import JobControl
 from robust_train.job_settings import hydra_config, policy_settings, run_folder, target_of
 from robust_train.journal import Journal, read_earlier
-from robust_train.policy import AttemptsExhausted, decide, first_attempt
+from robust_train.policy import AttemptsExhausted, decide, decide_as_asked, first_attempt
+from robust_train.report import narration
 from robust_train.report.html import write_report
 from robust_train.report.summary import (
     AttemptRecord,
@@ -44,7 +46,6 @@ from robust_train.types import (
     Decision,
     FailureKind,
     GiveUp,
-    Outcome,
     Retry,
 )
 
@@ -121,6 +122,8 @@ class Job:
         self.earlier = read_earlier(self.run_dir / "journal.jsonl")
         self.journal = Journal(self.run_dir / "journal.jsonl")
         self.signals = SignalWatch()
+        name = devices.job_name(cfg, self.run_dir)
+        self.control = JobControl(name, self.run_dir, self.signals, os.environ)
         self.records: list[AttemptRecord] = []
         self.checkpoint: Path | None = self.earlier.checkpoint if cfg.resume else None
         self.wait_seconds = 0.0
@@ -137,7 +140,7 @@ class Job:
         if self.checkpoint is not None:
             log.info("this run folder holds an unfinished job: going on from %s", self.checkpoint)
         try:
-            with self.signals:
+            with self.signals, self.control:
                 summary = self._train()
         except JobInterrupted as interruption:
             self._report(self._summary("interrupted", str(interruption)))
@@ -151,7 +154,15 @@ class Job:
 
     def _train(self) -> Summary:
         executor = self._executor()
-        self.devices = devices.Devices(self.cfg, os.environ, self.run_dir, executor.sleep)
+        self.devices = devices.Devices(
+            self.cfg,
+            os.environ,
+            self.run_dir,
+            executor.sleep,
+            self.control.waits,
+            self.control.token,
+        )
+        self.control.queue_id = lambda: self.devices.job_id
         healthy = False
         try:
             try:
@@ -194,6 +205,7 @@ class Job:
             device = self.devices.acquire()
         finally:
             self.wait_seconds = time.monotonic() - started
+        self.control.goes_on()
         self.journal.write(
             "device_acquired",
             device="cpu" if device is None else f"cuda:{device.index}",
@@ -263,10 +275,19 @@ class Job:
 
     def _attempt(self, executor: Executor, spec: AttemptSpec) -> AttemptRecord:
         number = self._number()
-        self._announce(number, spec)
+        narration.announce(number, spec)
+        given = narration.spec_fields(spec)
+        self.journal.write(
+            "attempt_started",
+            attempt=number,
+            index=len(self.records),
+            **given,
+            resume_checkpoint=None if self.checkpoint is None else str(self.checkpoint),
+        )
         free_before = devices.free_bytes(spec.gpu)
-        request = self._request(number, spec)
-        outcome = executor.run(request, self._on_event, hold=self.devices.hold)
+        request, hold = self._request(number, spec), self.devices.hold
+        with self.control.attempt(number, given) as channel:
+            outcome = executor.run(request, self._on_event, hold=hold, channel=channel)
         # in this process its memory does not come back
         expected = None if self.cfg.isolation == "none" else free_before
         free_after = self.devices.ended(spec.gpu, outcome, expected)
@@ -284,16 +305,19 @@ class Job:
             **record.as_json(len(self.records) - 1),
             evidence=evidence_of(outcome),
         )
-        self._say(number, outcome, decision)
+        narration.say(number, outcome, decision)
+        self.control.decided(attempt, decision, self.checkpoint)
         return record
 
     def _decide(self, attempt: Attempt) -> Decision | None:
         failure = attempt.outcome.failure
         if failure is None:
             return None
+        history = (*(record.attempt for record in self.records), attempt)
+        if attempt.outcome.stopped_for is not None and self.signals.received is None:
+            return decide_as_asked(self.settings, history)
         if failure.kind is FailureKind.INTERRUPTED or self.signals.received is not None:
             return GiveUp("interrupted")
-        history = (*(record.attempt for record in self.records), attempt)
         gpus = self.devices.candidates() if attempt.spec.gpu is not None else ()
         decision = decide(self.settings, history, gpus)
         if isinstance(decision, GiveUp) and failure.kind is FailureKind.BUG:
@@ -332,44 +356,9 @@ class Job:
         fields = {key: value for key, value in event.items() if key != "event"}
         self.journal.write(event["event"], attempt=self._number(), **fields)
         self.devices.hear(event)
+        self.control.note(event)
         if event["event"] == "checkpoint":
             self.checkpoint = Path(event["path"])
-
-    def _announce(self, number: int, spec: AttemptSpec) -> None:
-        where = "the CPU" if spec.gpu is None else f"{spec.device} ({spec.gpu.name})"
-        log.info(
-            "attempt %d on %s: batch size %d × accumulation %d, effective batch size %d",
-            number,
-            where,
-            spec.batch_size,
-            spec.gradient_accumulation_steps,
-            spec.effective_batch_size,
-        )
-        self.journal.write(
-            "attempt_started",
-            attempt=number,
-            index=len(self.records),
-            device=spec.device,
-            gpu_uuid=None if spec.gpu is None else spec.gpu.uuid,
-            batch_size=spec.batch_size,
-            gradient_accumulation_steps=spec.gradient_accumulation_steps,
-            num_workers=spec.num_workers,
-            prefetch_factor=spec.prefetch_factor,
-            expandable_segments=spec.expandable_segments,
-            resume_checkpoint=None if self.checkpoint is None else str(self.checkpoint),
-        )
-
-    def _say(self, number: int, outcome: Outcome, decision: Decision | None) -> None:
-        if outcome.failure is None or decision is None:
-            return
-        if isinstance(decision, Retry):
-            log.warning("attempt %d: %s", number, decision.reason)
-            if decision.warning is not None:
-                log.warning("%s", decision.warning)
-            return
-        log.error("attempt %d: %s", number, decision.reason)
-        if outcome.failure.advice and outcome.failure.kind is not FailureKind.BUG:
-            log.error("what may help: %s", "; ".join(outcome.failure.advice))
 
     def _summary(self, status: str, reason: str | None, result: Any = None) -> Summary:
         return Summary(

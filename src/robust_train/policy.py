@@ -18,6 +18,7 @@ from robust_train.remedies import (
     expandable_segments,
     fewer_workers,
     halve_batch,
+    halve_batch_on_request,
     other_gpu,
     room_taken_by_others,
     same_again,
@@ -39,6 +40,7 @@ __all__ = [
     "AttemptsExhausted",
     "PolicySettings",
     "decide",
+    "decide_as_asked",
     "first_attempt",
     "ladder",
     "next_rung",
@@ -98,6 +100,11 @@ def decide(
         if not_the_device is not None:
             return GiveUp(not_the_device)
     return _first_remedy(case, REMEDIES.get(case.failure.kind, ()))
+
+
+def decide_as_asked(settings: PolicySettings, history: tuple[Attempt, ...]) -> Decision:
+    """What to do after an attempt was stopped because its user wants the batch halved."""
+    return halve_batch_on_request(Case(settings, history, ()))
 
 
 def _first_remedy(case: Case, rules: tuple[Rule, ...]) -> Decision:

@@ -64,9 +64,11 @@ class Case:
 
     @property
     def smaller_batches_tried_here(self) -> int:
-        """How often the micro-batch was reduced on the device that failed last."""
+        """How often a failure reduced the micro-batch on the device that failed last."""
         sizes = {
-            a.spec.batch_size for a in self.history if a.spec.device_key == self.last.device_key
+            a.spec.batch_size
+            for a in self.history
+            if a.spec.device_key == self.last.device_key and a.outcome.stopped_for is None
         }
         return len(sizes) - 1
 
@@ -162,6 +164,25 @@ def halve_batch(case: Case) -> Retry | None:
         action="halve_batch",
         reason=f"{_what_failed(case)}: micro-batch {last.batch_size} → {batch_size}, "
         f"accumulation {last.gradient_accumulation_steps} → {accumulation}",
+        warning=_effective_batch_warning(settings, spec),
+    )
+
+
+def halve_batch_on_request(case: Case) -> Retry:
+    """Half the micro-batch on the same device because the user asks for it, as small as may be."""
+    settings, last = case.settings, case.last
+    spec, size = last, "as small as may be"
+    if last.batch_size > settings.min_batch_size:
+        batch_size, accumulation = next_rung(settings, last.batch_size)
+        spec = replace(last, batch_size=batch_size, gradient_accumulation_steps=accumulation)
+        size = (
+            f"{last.batch_size} → {batch_size}, accumulation "
+            f"{last.gradient_accumulation_steps} → {accumulation}"
+        )
+    return Retry(
+        spec,
+        action="halve_batch_on_request",
+        reason=f"asked for by 'robust-train run halve-batch': micro-batch {size}",
         warning=_effective_batch_warning(settings, spec),
     )
 

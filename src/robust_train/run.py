@@ -11,7 +11,7 @@ import resource
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,9 @@ _PROGRESS_INTERVAL_SECONDS = 0.1
 
 Report = Callable[[dict[str, Any]], None]
 """Takes one event: a JSON-ready dictionary with the key ``event``."""
+
+Answer = Callable[[dict[str, Any]], None]
+"""Takes the reply to a request that was made of a live run."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,9 @@ class Run:
         checkpoint_dir: where checkpoints belong; shared by all attempts of the job.
         resume_checkpoint: the checkpoint to go on from, None for a fresh start.
         is_cooperative: the trainer has looked at :attr:`stop_requested`.
+        looks_for_checkpoint_requests: it has looked at :attr:`checkpoint_requested`.
+        can_restart: a launcher would start another attempt from the last checkpoint.
+        was_told_to_restart: the trainer has seen that it is to stop for that.
         last_step: last optimizer step that was reported, None before the first.
         last_micro_batch: the smallest micro-batch that running out of memory has led to inside the
             steps of this attempt, None if it never did.
@@ -88,12 +94,16 @@ class Run:
         attempt: int = 1,
         resume_checkpoint: Path | None = None,
         report: Report | None = None,
+        can_restart: bool = True,
     ) -> None:
         self.attempt = attempt
         self.run_dir = run_dir
         self.checkpoint_dir = run_dir / "checkpoints"
         self.resume_checkpoint = resume_checkpoint
         self.is_cooperative = False
+        self.looks_for_checkpoint_requests = False
+        self.can_restart = can_restart
+        self.was_told_to_restart = False
         self.last_step: int | None = None
         self.last_micro_batch: int | None = None
         self._micro_batch_plan = MicroBatchPlan()
@@ -102,6 +112,14 @@ class Run:
         self._next_progress = 0.0
         self._stop = threading.Event()
         self._report = report or (lambda event: None)
+        self._restart_requested = False
+        self._checkpoint_answers: list[Answer] = []
+        self._requests: Sequence[object] = ()
+        self._at_boundary: Callable[[str], None] = lambda boundary: None
+
+    def serve(self, requests: Sequence[object], at_boundary: Callable[[str], None]) -> None:
+        """Have ``at_boundary(kind)`` called between two steps while ``requests`` holds any."""
+        self._requests, self._at_boundary = requests, at_boundary
 
     @property
     def stop_requested(self) -> bool:
@@ -111,11 +129,52 @@ class Run:
         KeyboardInterrupt instead.
         """
         self.is_cooperative = True
-        return self._stop.is_set()
+        if self._requests:
+            self._at_boundary("stop_requested")
+        if self._restart_requested:
+            self.was_told_to_restart = True
+        return self._restart_requested or self._stop.is_set()
 
     def request_stop(self) -> None:
         """Ask the trainer to stop at its next step boundary."""
         self._stop.set()
+
+    def request_restart(self) -> None:
+        """Ask it to stop so that another attempt can go on with other settings."""
+        self._restart_requested = True
+
+    @property
+    def stops_to_restart(self) -> bool:
+        """Whether it ends for another attempt to go on, and not because it was to stop for good."""
+        return self.was_told_to_restart and not self._stop.is_set()
+
+    @property
+    def checkpoint_requested(self) -> bool:
+        """Whether somebody asks for a checkpoint now: save one, call :meth:`checkpoint_saved`, and
+        train on.
+        """
+        self.looks_for_checkpoint_requests = True
+        if self._requests:
+            self._at_boundary("checkpoint_requested")
+        return bool(self._checkpoint_answers)
+
+    def request_checkpoint(self, answer: Answer) -> None:
+        """Ask for a checkpoint; ``answer`` gets ``{"answer": …}`` or ``{"error": …}``."""
+        self._checkpoint_answers.append(answer)
+
+    def withdraw_checkpoint_request(self, answer: Answer) -> None:
+        """Forget a request, where it was not answered yet."""
+        if answer in self._checkpoint_answers:
+            self._checkpoint_answers.remove(answer)
+
+    def checkpoint_failed(self, reason: str) -> None:
+        """Say that a checkpoint could not be saved, so that nobody goes on waiting for it."""
+        self._answer_checkpoint({"error": f"no checkpoint: {reason}"})
+
+    def _answer_checkpoint(self, reply: dict[str, Any]) -> None:
+        answers, self._checkpoint_answers = self._checkpoint_answers, []
+        for answer in answers:
+            answer(reply)
 
     def started(self, step: int) -> None:
         """Say which optimizer step this attempt starts from (0 for a fresh start)."""
@@ -131,6 +190,8 @@ class Run:
             Whether this one was passed on.
         """
         self.last_step = step
+        if self._requests:
+            self._at_boundary("progress")
         now = time.monotonic()
         if now < self._next_progress:
             return False
@@ -172,7 +233,15 @@ class Run:
         not begun. For the other arguments see
         :meth:`robust_train.training.micro_batch.MicroBatcher.micro_batches`.
         """
-        return self.micro_batcher.micro_batches(batch, model, **options)
+        batcher = self.micro_batcher
+        if self._requests:
+            self._at_boundary("micro_batches")
+        return batcher.micro_batches(batch, model, **options)
+
+    @property
+    def splits_batches(self) -> bool:
+        """Whether the trainer has begun to use :meth:`micro_batches`."""
+        return self._micro_batcher is not None
 
     def _step_now(self) -> int:
         return 1 + (self._steps_before if self.last_step is None else self.last_step)
@@ -186,6 +255,8 @@ class Run:
     def checkpoint_saved(self, path: Path, step: int) -> None:
         """Say that a complete checkpoint lies at ``path``: a later attempt resumes from it."""
         self._report({"event": "checkpoint", "path": str(path), "step": step})
+        if self._checkpoint_answers:
+            self._answer_checkpoint({"answer": {"path": str(path), "step": step}})
 
     def memory_milestone(self, name: str) -> None:
         """Log and record how much memory is in use at a moment called ``name``."""

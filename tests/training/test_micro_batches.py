@@ -365,6 +365,44 @@ def test_a_size_that_fits_again_is_grown_up_to_the_one_asked_for():
     assert batcher.size == 12
 
 
+def test_a_size_that_somebody_wished_for_is_not_outgrown_and_outlives_a_checkpoint():
+    model, events = Network(), []
+    batcher = MicroBatcher(
+        12, regrow_after_steps=2, record=lambda event, fields: events.append(fields)
+    )
+    assert batcher.shrink("wished") == (12, 6)
+    for _ in range(20):
+        step(batcher, model)
+    assert batcher.size == 6
+    again = MicroBatcher(12, regrow_after_steps=2)
+    again.restore(batcher.state())
+    for _ in range(20):
+        step(again, model)
+    assert again.size == 6
+    assert [(e["from"], e["to"], e["reason"]) for e in events] == [(12, 6, "wished")]
+
+
+def test_below_the_wished_size_memory_still_decides():
+    batcher = MicroBatcher(12, regrow_after_steps=2)
+    batcher.shrink("wished")
+    model = Network(most=3)
+    step(batcher, model)
+    assert batcher.size == 3
+    model.most = 100
+    for _ in range(20):
+        step(batcher, model)
+    assert batcher.size == 6
+
+
+def test_a_wish_halves_what_is_really_in_use():
+    batcher = MicroBatcher(64)
+    step(batcher, Network(), data(5))
+    before, after = batcher.shrink("wished")
+    assert (before, after) == (5, 2)
+    assert MicroBatcher().shrink("nothing was split yet") is None
+    assert MicroBatcher(4, min_batch_size=4).shrink("as small as may be") is None
+
+
 def test_a_resumed_run_goes_on_with_the_sizes_it_has_found():
     batcher = MicroBatcher(12)
     step(batcher, Network(most=4))

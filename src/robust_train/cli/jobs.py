@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,13 @@ from omegaconf import DictConfig
 
 from robust_train.cli.door import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_NO_DEVICE
 from robust_train.config import ConfigError, validate
+from robust_train.control.attempt import AttemptRequests
+from robust_train.devices import job_name
 from robust_train.execution.child import plain, trainer_traceback
 from robust_train.execution.request import TrainerRef, call_trainer
 from robust_train.execution.signals import JobInterrupted, SignalWatch
 from robust_train.failures import classify_failure
+from robust_train.job_control import JobControl
 from robust_train.job_settings import target_of
 from robust_train.launcher import Job
 from robust_train.report.summary import Summary, objective_of
@@ -117,8 +121,10 @@ def _say_why(summary: Summary) -> None:
 def plain_job(cfg: DictConfig) -> Any:
     """One plain run of the trainer in this process."""
     ending.started = True
-    run = Run(run_dir=Path(HydraConfig.get().runtime.output_dir))
     signals = SignalWatch()
+    run_dir = Path(HydraConfig.get().runtime.output_dir)
+    control = JobControl(job_name(cfg, run_dir), run_dir, signals, os.environ)
+    run = Run(run_dir=run_dir, report=control.note, can_restart=False)
 
     def stop(signum: int) -> None:
         run.request_stop()
@@ -130,8 +136,20 @@ def plain_job(cfg: DictConfig) -> Any:
         validate(cfg)
         _, trainer = TrainerRef(target_of(cfg)).load()
         cfg.device = _torch_device(str(cfg.device))
-        with signals, signals.handed_to(stop):
+        given = {
+            "device": cfg.device,
+            "batch_size": cfg.training.batch_size,
+            "gradient_accumulation_steps": cfg.training.gradient_accumulation_steps,
+        }
+        with (
+            signals,
+            signals.handed_to(stop),
+            control,
+            control.attempt(1, given) as channel,
+            AttemptRequests(run, channel, run_dir),
+        ):
             result = call_trainer(trainer, cfg, run)
+            signals.raise_if_received()
     except ConfigError as error:
         return _refused(error)
     except KeyboardInterrupt as error:

@@ -11,11 +11,13 @@ USAGE = """usage: robust-train COMMAND [OPTIONS]
 commands:
   gpus    table of this machine's GPUs and who holds them  [--json]
   queue   jobs that run and wait on this host, and why     [--json] [cancel ID]
+  run     your live runs: list, status, checkpoint,        [--json] [--run ID|PATH|PID]
+          halve-batch, stop
   doctor  each GPU usable or why not, and the queue        [--json] [--clear GPU]
   report  report.html of a run or sweep, made anew         PATH [--open] [--json]
 """
 
-COMMANDS = ("gpus", "queue", "doctor", "report")
+COMMANDS = ("gpus", "queue", "run", "doctor", "report")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import select
+import socket
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -33,10 +34,12 @@ class Executor(Protocol):
         on_event: Callable[[dict[str, Any]], None],
         *,
         hold: int | None = None,
+        channel: socket.socket | None = None,
     ) -> Outcome:
         """Run one attempt to its end, however it ends.
 
-        The attempt and what it starts keep a copy of the descriptor ``hold`` open.
+        The attempt and what it starts keep a copy of the descriptor ``hold`` open. What is asked of
+        it while it runs comes over ``channel``.
         """
 
     def close(self, *, keep_server: bool) -> None:

@@ -23,6 +23,9 @@ from robust_train.failures import classify_failure
 from robust_train.run import Interrupted, Report, Run, UserError, memory_in_use
 from robust_train.types import Evidence, Failure, FailureKind
 
+HALVE_BATCH = "halve_batch"
+"""Why an attempt was asked to stop, as :attr:`robust_train.types.Outcome.stopped_for` has it."""
+
 
 def run_attempt(
     request: AttemptRequest, trainer: Callable[..., Any], run: Run, report: Report
@@ -44,6 +47,8 @@ def run_attempt(
             error, ending = stop, _exit_event(stop)
     except BaseException as raised:
         error, ending = raised, _failure_event(raised)
+    if run.stops_to_restart and (error is None or isinstance(error, Interrupted)):
+        ending = _restart_event()
     report({**ending, "step": run.last_step, "memory": memory_in_use()})
     return error
 
@@ -51,6 +56,15 @@ def run_attempt(
 def _exit_event(stop: SystemExit) -> dict[str, Any]:
     message = f"the trainer called sys.exit({stop.code!r})"
     return _event(Failure(FailureKind.BUG, message), stop)
+
+
+def _restart_event() -> dict[str, Any]:
+    message = "stopped to go on with half the micro-batch"
+    return {
+        "event": "failed",
+        "failure": failure_to_json(Failure(FailureKind.INTERRUPTED, message)),
+        "stopped_for": HALVE_BATCH,
+    }
 
 
 def _failure_event(error: BaseException) -> dict[str, Any]:

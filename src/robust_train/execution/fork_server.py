@@ -145,6 +145,7 @@ class ForkServer:
         signals: SignalWatch,
         stop_grace_seconds: float,
         hold: int | None = None,
+        channel: socket.socket | None = None,
     ) -> Exited:
         """Run one attempt to its end, whatever that is.
 
@@ -152,7 +153,7 @@ class ForkServer:
         the second kills it at once.
 
         An attempt that stalls writes its threads' stacks and is killed. It and what it starts keep
-        a copy of the descriptor ``hold`` open.
+        a copy of the descriptor ``hold`` open. It gets ``channel``, for what is asked of it.
 
         Raises:
             ServerDied: the server's process ended under the attempt.
@@ -175,7 +176,9 @@ class ForkServer:
         with signals.handed_to(stop) as wakeup, selectors.DefaultSelector() as selector:
             signals.raise_if_received()
             self._is_running = True
-            self._send({"kind": "fork", "request": request}, () if hold is None else (hold,))
+            given = () if channel is None else (channel.fileno(),)
+            fork = {"kind": "fork", "request": request, "has_channel": channel is not None}
+            self._send(fork, given if hold is None else (*given, hold))
             forked = True
             if kill_at is not None:  # a signal that came before there was a child to stop
                 send_stop()

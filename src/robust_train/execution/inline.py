@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import time
 from collections.abc import Callable
 from typing import Any
 
+from robust_train.control.attempt import AttemptRequests
 from robust_train.execution import sleep_until_readable
 from robust_train.execution.child import failure_from_json, micro_batch_in_use, run_attempt
 from robust_train.execution.environment import allocator_variable
@@ -49,6 +51,7 @@ class InlineExecutor:
         on_event: Callable[[dict[str, Any]], None],
         *,
         hold: int | None = None,
+        channel: socket.socket | None = None,
     ) -> Outcome:
         """Run one attempt; ``hold`` is open in this process anyway."""
         ending: dict[str, Any] = {}
@@ -83,7 +86,7 @@ class InlineExecutor:
         if self._memory_at_first is None:
             self._memory_at_first = StartingMemory.now()
         started = time.monotonic()
-        with self._signals.handed_to(stop):
+        with self._signals.handed_to(stop), AttemptRequests(run, channel, request.run_dir):
             error = run_attempt(request, self._trainer, run, report)
         if error is not None:
             left = release_and_check(error, self._memory_at_first)
@@ -104,6 +107,7 @@ class InlineExecutor:
             peak_memory_bytes=memory["max_allocated" if on_gpu else "max_resident"],
             memory=memory if on_gpu else None,
             micro_batch=seen.get("micro_batch"),
+            stopped_for=ending.get("stopped_for"),
             traceback=ending.get("traceback"),
             # only what ends the job may keep its frames, and the tensors in them, alive
             error=error if was_bug else None,

@@ -8,6 +8,7 @@ import io
 import logging
 import pickle
 import signal
+import socket
 import sys
 import time
 from dataclasses import replace
@@ -77,7 +78,12 @@ class ProcessExecutor:
             self._ready_server()
 
     def run(
-        self, request: AttemptRequest, on_event: EventHandler, *, hold: int | None = None
+        self,
+        request: AttemptRequest,
+        on_event: EventHandler,
+        *,
+        hold: int | None = None,
+        channel: socket.socket | None = None,
     ) -> Outcome:
         """Run one attempt.
 
@@ -96,6 +102,7 @@ class ProcessExecutor:
                 signals=self._signals,
                 stop_grace_seconds=self._stop_grace_seconds,
                 hold=hold,
+                channel=channel,
             )
             server.pump.end_log()
             tail = server.pump.tail
@@ -209,6 +216,7 @@ class _Collector:
             peak_memory_bytes=peak,
             memory=dict(self._memory) if on_gpu else None,
             micro_batch=self._micro_batch,
+            stopped_for=ending.get("stopped_for"),
             traceback=ending.get("traceback") or _native_stack(tail),
             error=_unpickled(ending.get("error")),
         )

@@ -26,6 +26,7 @@ from types import FrameType
 from typing import Any
 
 from robust_train.config import ConfigError
+from robust_train.control.attempt import AttemptRequests
 from robust_train.execution.child import adopt_hydra, run_attempt
 from robust_train.execution.cuda_guard import why_not_fork
 from robust_train.execution.request import AttemptRequest, TrainerRef
@@ -47,7 +48,8 @@ class Server:
 
     Messages in: ``hello`` (the launcher's ``sys.path``, and whether to import torch now), ``load``
     (a trainer), ``fork`` (run an attempt in a child, which keeps open the descriptors that came
-    with the message), ``signal``, ``dump_stacks``, ``kill``.
+    with the message; the first may be its channel for requests), ``signal``, ``dump_stacks``,
+    ``kill``.
     Messages out: ``loaded``, ``refused``, ``started``, ``exited``.
     """
 
@@ -87,7 +89,7 @@ class Server:
         elif kind == "load":
             self._load(message["trainer"], message["cfg"])
         elif kind == "fork":
-            self._fork(message["request"])
+            self._fork(message["request"], has_channel=message["has_channel"])
         elif kind == "signal" and self._child is not None:
             os.kill(self._child, message["signum"])
         elif kind == "dump_stacks" and self._child is not None:
@@ -119,12 +121,13 @@ class Server:
             return
         send_message(self._control, {"kind": "loaded", "unsafe": unsafe})
 
-    def _fork(self, request: AttemptRequest) -> None:
+    def _fork(self, request: AttemptRequest, *, has_channel: bool) -> None:
         server = os.getpid()
         pid = os.fork()
         if pid == 0:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            channel = socket.socket(fileno=self._reader.descriptors.pop(0)) if has_channel else None
             for descriptor in self._reader.descriptors:  # a reservation: what the attempt starts
                 os.set_inheritable(descriptor, True)  # holds it as well
             os.setpgid(0, 0)
@@ -132,7 +135,7 @@ class Server:
             if os.getppid() != server:
                 os._exit(1)
             self._control.close()
-            self._run(request)
+            self._run(request, channel)
         while self._reader.descriptors:
             os.close(self._reader.descriptors.pop())
         with contextlib.suppress(OSError):  # the child does it too: whoever comes first
@@ -140,7 +143,7 @@ class Server:
         self._child = pid
         send_message(self._control, {"kind": "started", "pid": pid})
 
-    def _run(self, request: AttemptRequest) -> None:
+    def _run(self, request: AttemptRequest, channel: socket.socket | None) -> None:
         """Be the attempt; does not return."""
         status = 1
         try:
@@ -159,7 +162,8 @@ class Server:
             )
             _stop_on_sigterm(run)
             trainer = self._trainer or request.trainer.load()[1]
-            status = 0 if run_attempt(request, trainer, run, self._report) is None else 1
+            with AttemptRequests(run, channel, run.run_dir):
+                status = 0 if run_attempt(request, trainer, run, self._report) is None else 1
             # what a normal interpreter exit would do, without the server's own frames above us
             threading._shutdown()  # type: ignore[attr-defined]
             atexit._run_exitfuncs()

@@ -86,6 +86,10 @@ class SignalWatch:
             os.close(read_end)
             os.close(write_end)
 
+    def watches(self, signum: int) -> bool:
+        """Whether that signal is taken as a wish to stop."""
+        return signum in self._previous
+
     def pass_on(self) -> None:
         """Call whoever had handled the signal before us, now that the checkpoint is written.
 

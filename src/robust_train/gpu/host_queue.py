@@ -43,6 +43,7 @@ class HostQueue:
         run_dir: its run folder.
         jobs_per_device: how many jobs it suffers on its GPU, itself included.
         read: looks at the GPUs; its argument says whether to list processes.
+        token: the last part of the job's id, six hexadecimal digits; empty: any.
     """
 
     def __init__(
@@ -53,7 +54,10 @@ class HostQueue:
         run_dir: str,
         jobs_per_device: int,
         read: Read,
+        token: str = "",
     ) -> None:
+        self._token = token
+        self._job_id: str | None = None
         self._directory = directory
         self._name = name
         self._run_dir = run_dir
@@ -66,6 +70,11 @@ class HostQueue:
     def hold(self) -> int | None:
         """The descriptor that keeps the reservation alive; None where there is none."""
         return None if self._tenancy is None else self._tenancy.reservation.fd
+
+    @property
+    def job_id(self) -> str | None:
+        """As ``robust-train queue`` shows it, or did last; None before the job had a ticket."""
+        return self._job_id
 
     def wait(
         self, request: GpuRequest, announce: Callable[[WaitStatus], None], sleep: Sleep
@@ -153,12 +162,19 @@ class HostQueue:
         sleep: Sleep,
     ) -> GpuInfo | NoGpu:
         record = new_record(self._name, self._run_dir, request.min_bytes, self._jobs_per_device)
+        record = replace(record, id=self._token)
         line = Line(ledger, record, place, 2 * request.interval_seconds + 5)
+
+        def tell(status: WaitStatus) -> None:
+            if line.reservation is not None:
+                self._job_id = line.reservation.record.id
+            announce(status)
+
         try:
             return wait_for_gpu(
                 request,
                 read=self._read,
-                announce=announce,
+                announce=tell,
                 sleep=lambda seconds: sleep(seconds, line.fd),
                 line=line,
             )
@@ -167,6 +183,7 @@ class HostQueue:
             reservation = line.reservation
             if reservation is not None and reservation.record.state is not JobState.WAITING:
                 self._tenancy = Tenancy(ledger, reservation)
+                self._job_id = reservation.record.id
 
     def _read(self, processes: bool) -> Visible:
         """The GPUs, those that proved sick marked as unusable."""

@@ -9,7 +9,6 @@ over-commit.
 from __future__ import annotations
 
 import ctypes
-import errno
 import fcntl
 import os
 import re
@@ -17,6 +16,8 @@ import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from robust_train.directories import DirectoryProblem, open_or_make
 
 VARIABLE = "ROBUST_TRAIN_QUEUE_DIR"
 """Names the directory where ``gpu_queue_dir`` does not; beats the default."""
@@ -219,24 +220,11 @@ def _open_checked(path: Path | str, dir_fd: int | None, shown: Path) -> int:
     Raises:
         QueueProblem: it cannot be made, or is not one to be trusted.
     """
-    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-    is_new = False
     try:
-        if dir_fd is None:
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-        try:
-            os.mkdir(path, _SHARED_MODE, dir_fd=dir_fd)
-            is_new = True
-        except FileExistsError:
-            pass
-        fd = os.open(path, flags, dir_fd=dir_fd)
-    except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENOTDIR):
-            raise _problem(shown, "is a symbolic link or no directory") from error
-        raise _problem(shown, f"cannot be used ({error.strerror})") from error
+        fd = open_or_make(path, _SHARED_MODE, dir_fd)
+    except DirectoryProblem as problem:
+        raise _problem(shown, str(problem)) from problem
     try:
-        if is_new:
-            os.fchmod(fd, _SHARED_MODE)  # whatever the umask: every user of the host joins in
         _check(os.fstat(fd), shown)
     except OSError as error:
         os.close(fd)

@@ -120,6 +120,14 @@ class MicroBatcher:
         parts = splitting.Parts(batch, samples, split=split, count=count)
         return MicroBatches(self, size, parts, model, training)
 
+    def shrink(self, reason: str) -> tuple[int, int] | None:
+        """Split finer from the next batch on because somebody wishes it: (from, to), or None."""
+        changed = self._training.shrink()
+        if changed:
+            self._other.shrink()
+            self._tell_changed(self._step_number(begins=False), *changed, reason)
+        return changed
+
     def state(self) -> dict[str, Any]:
         """For a checkpoint: the sizes in use, so that a resumed run splits as before."""
         return {"training": self._training.state(), "other": self._other.state()}
@@ -128,6 +136,11 @@ class MicroBatcher:
         """Take over what :meth:`state` gave, unless another batch size was asked for since."""
         self._training.restore(state["training"])
         self._other.restore(state["other"])
+
+    def _tell_changed(self, step: int, before: int, after: int, reason: str) -> None:
+        log.info("step %d: micro-batch %d → %d: %s", step, before, after, reason)
+        fields = {"step": step, "training": True, "from": before, "to": after, "reason": reason}
+        self._record("micro_batch_changed", fields)
 
     def _step_number(self, *, begins: bool) -> int:
         self._steps_begun += begins
@@ -192,7 +205,8 @@ class MicroBatches:
             start.end()
         grown = self._size.step_done()
         if grown is not None:
-            self._tell_grown(*grown)
+            reason = "memory has sufficed for long enough to try the larger size again"
+            self._batcher._tell_changed(self._number, *grown, reason)
 
     def _once_each(self) -> Iterator[MicroBatch]:
         waiting = self._bounds(0)
@@ -285,12 +299,6 @@ class MicroBatches:
                 **more,
             },
         )
-
-    def _tell_grown(self, before: int, after: int) -> None:
-        log.info("step %d: micro-batch %d → %d is tried again", self._number, before, after)
-        reason = "memory has sufficed for long enough to try the larger size again"
-        fields = {"step": self._number, "training": True, "from": before, "to": after}
-        self._batcher._record("micro_batch_changed", {**fields, "reason": reason})
 
 
 class MicroBatch:

@@ -38,9 +38,12 @@ class MicroBatchSize:
         self._regrow_after = regrow_after_steps or 0
         self._failures: dict[int, int] = {}
         self._clean_steps = 0
+        self._limit: int | None = None
+        self._largest_batch = 0
 
     def for_batch(self, samples: int) -> int:
         """Most samples in one part of a batch of ``samples``."""
+        self._largest_batch = max(self._largest_batch, samples)
         return samples if self.current is None else min(self.current, samples)
 
     @property
@@ -68,13 +71,27 @@ class MicroBatchSize:
         if smaller is not None:
             self.current = smaller
 
+    def shrink(self) -> tuple[int, int] | None:
+        """Use the next smaller size, if any, because somebody wishes it: (from, to).
+
+        The size does not grow beyond that by itself any more.
+        """
+        before = min(self.current or self._largest_batch, self._largest_batch) or self.current
+        smaller = None if before is None else self.smaller_than(before)
+        if before is None or smaller is None:
+            return None
+        self.current = self._limit = smaller
+        self._clean_steps = 0
+        return before, smaller
+
     def step_done(self) -> tuple[int, int] | None:
         """An optimizer step went through. Returns (from, to) if the size grows for the next one."""
         if not self._regrow_after or self.current is None:
             return None
         self._clean_steps += 1
         known = {*self._failures, self._requested or 0}
-        larger = min((size for size in known if size > self.current), default=None)
+        most = self._limit or max(known)
+        larger = min((size for size in known if self.current < size <= most), default=None)
         if larger is None:
             return None
         times_failed = self._failures.get(larger, 1)
@@ -91,6 +108,7 @@ class MicroBatchSize:
             "current": self.current,
             "failures": [list(item) for item in self._failures.items()],
             "clean_steps": self._clean_steps,
+            "limit": self._limit,
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -100,3 +118,4 @@ class MicroBatchSize:
         self.current = state["current"]
         self._failures = {int(size): int(times) for size, times in state["failures"]}
         self._clean_steps = state["clean_steps"]
+        self._limit = state.get("limit")

@@ -228,7 +228,7 @@ class Training:
                 place.step += 1
                 self.state.epoch_loss.add(loss, samples)
                 self.reporter.step(place, loss, samples, lr)
-            if self.clock.is_due(place.step):
+            if self.clock.is_due(place.step) or self.run.checkpoint_requested:
                 self._save()
 
     def _gradients_of(self, step: StepSamples) -> Tensor:
@@ -282,6 +282,7 @@ class Training:
             path = self.folder.save(self.state.content(), place.step)
         except CheckpointError as error:
             log.warning("checkpoint: %s; training goes on, earlier ones are kept", error)
+            self.run.checkpoint_failed(str(error))
         else:
             self.run.checkpoint_saved(path, place.step)
         self.clock.saved(time.monotonic() - started, place.step)

@@ -1,0 +1,50 @@
+"""What the launcher says of a job while it goes on: log lines, and the journal's fields."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from robust_train.types import AttemptSpec, Decision, FailureKind, Outcome, Retry
+
+log = logging.getLogger("robust_train")
+
+
+def spec_fields(spec: AttemptSpec) -> dict[str, Any]:
+    """What an attempt is to use, as the journal has it."""
+    return {
+        "device": spec.device,
+        "gpu_uuid": None if spec.gpu is None else spec.gpu.uuid,
+        "batch_size": spec.batch_size,
+        "gradient_accumulation_steps": spec.gradient_accumulation_steps,
+        "num_workers": spec.num_workers,
+        "prefetch_factor": spec.prefetch_factor,
+        "expandable_segments": spec.expandable_segments,
+    }
+
+
+def announce(number: int, spec: AttemptSpec) -> None:
+    """Attempt ``number`` begins."""
+    where = "the CPU" if spec.gpu is None else f"{spec.device} ({spec.gpu.name})"
+    log.info(
+        "attempt %d on %s: batch size %d × accumulation %d, effective batch size %d",
+        number,
+        where,
+        spec.batch_size,
+        spec.gradient_accumulation_steps,
+        spec.effective_batch_size,
+    )
+
+
+def say(number: int, outcome: Outcome, decision: Decision | None) -> None:
+    """Attempt ``number`` has ended; nothing is said of one that completed."""
+    if outcome.failure is None or decision is None:
+        return
+    if isinstance(decision, Retry):
+        log.warning("attempt %d: %s", number, decision.reason)
+        if decision.warning is not None:
+            log.warning("%s", decision.warning)
+        return
+    log.error("attempt %d: %s", number, decision.reason)
+    if outcome.failure.advice and outcome.failure.kind is not FailureKind.BUG:
+        log.error("what may help: %s", "; ".join(outcome.failure.advice))
