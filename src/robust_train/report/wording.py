@@ -27,6 +27,7 @@ OUTCOMES = {
 
 ACTIONS = {
     "halve_batch": "half the batch",
+    "halve_batch_on_request": "half the batch, as asked",
     "switch_gpu": "another GPU",
     "cpu_fallback": "the CPU",
     "expandable_segments": "expandable segments",
