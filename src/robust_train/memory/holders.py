@@ -23,6 +23,12 @@ _DEPTH = 8
 _LOOKED_AT = 40
 
 
+def started_torch() -> Any:
+    """The module torch, where it is loaded and has started CUDA in this process; else None."""
+    torch = sys.modules.get("torch")
+    return torch if torch is not None and torch.cuda.is_initialized() else None
+
+
 def live_tensors() -> list[Any]:
     """Every tensor that Python knows, gradients included; empty where torch is not loaded."""
     torch = sys.modules.get("torch")
@@ -49,13 +55,61 @@ def storages(tensors: Iterable[Any]) -> dict[StorageKey, int]:
     return sizes
 
 
+def bytes_on(tensors: Iterable[Any]) -> dict[str, int]:
+    """Bytes that tensors hold by device: the host's as their storages, a GPU's as the allocator
+    counts them.
+    """
+    counted: dict[str, int] = {}
+    for (device, _), size in storages(tensors).items():
+        counted[device] = counted.get(device, 0) + size
+    torch = started_torch()
+    if torch is not None:
+        for index in range(torch.cuda.device_count()):
+            # also what only the autograd graph knows
+            counted[f"cuda:{index}"] = torch.cuda.memory_allocated(index)
+    return counted
+
+
+def training_devices() -> frozenset[str]:
+    """Where this process's large tensors are expected: its GPUs, or without CUDA the host."""
+    torch = started_torch()
+    if torch is not None:
+        return frozenset(f"cuda:{index}" for index in range(torch.cuda.device_count()))
+    return frozenset({"cpu"})
+
+
+@dataclass(frozen=True)
+class HeldTensor:
+    """A tensor that is alive.
+
+    Attributes:
+        bytes: of its storage, which it may share with others.
+        shape: its own.
+        dtype: ``float32``.
+        device: ``cuda:0``, ``cpu``.
+        owner: who holds it, as :func:`holder_of` says.
+        has_graph: it keeps the graph that it was computed by, and what that has saved.
+    """
+
+    bytes: int
+    shape: tuple[int, ...]
+    dtype: str
+    device: str
+    owner: str
+    has_graph: bool
+
+    def __str__(self) -> str:
+        graph = " with the graph it was computed by" if self.has_graph else ""
+        return f"{self.bytes / MIB:.1f} MiB {self.dtype} {self.shape}{graph}, held by {self.owner}"
+
+
 def largest(
     tensors: Iterable[Any],
     *,
     known: Collection[StorageKey],
     devices: Collection[str],
     top: int,
-) -> list[str]:
+) -> list[HeldTensor]:
     """The largest tensors on ``devices`` outside of ``known`` storages, each with who holds it."""
     by_storage: dict[StorageKey, Any] = {}
     for tensor in tensors:
@@ -66,16 +120,21 @@ def largest(
     by_storage.clear()
     candidates.sort(key=lambda tensor: -tensor.untyped_storage().nbytes())
     own = {id(tensors), id(candidates)}
-    lines = []
+    found = []
     # no loop over a slice: that would be one more list that holds them
     for index in range(min(top, len(candidates))):
         tensor = candidates[index]
-        size = tensor.untyped_storage().nbytes() / MIB
-        kind = str(tensor.dtype).removeprefix("torch.")
-        graph = " with the graph it was computed by" if tensor.grad_fn is not None else ""
-        holder = holder_of(tensor, own)
-        lines.append(f"{size:.1f} MiB {kind} {tuple(tensor.shape)}{graph}, held by {holder}")
-    return lines
+        found.append(
+            HeldTensor(
+                bytes=tensor.untyped_storage().nbytes(),
+                shape=tuple(tensor.shape),
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                device=str(tensor.device),
+                owner=holder_of(tensor, own),
+                has_graph=tensor.grad_fn is not None,
+            )
+        )
+    return found
 
 
 @dataclass(eq=False)
