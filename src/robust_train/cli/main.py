@@ -9,12 +9,14 @@ from collections.abc import Sequence
 USAGE = """usage: robust-train COMMAND [OPTIONS]
 
 commands:
-  gpus    table of this machine's GPUs and who holds them  [--json]
-  queue   jobs that run and wait on this host, and why     [--json] [cancel ID]
-  doctor  each GPU usable or why not, and the queue        [--json] [--clear GPU]
+  gpus     table of this machine's GPUs and who holds them  [--json]
+  queue    jobs that run and wait on this host, and why     [--json] [cancel ID]
+  doctor   each GPU usable or why not, and the queue        [--json] [--clear GPU]
+  memory   info | clear | reset | fraction | enable | snapshot | kill   [--json] [--run ID|PATH|PID]
+  cleanup  look, and have a live run give back what it can  [--json] [--stats-only | --force]
 """
 
-COMMANDS = ("gpus", "queue", "doctor")
+COMMANDS = ("gpus", "queue", "doctor", "memory", "cleanup")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

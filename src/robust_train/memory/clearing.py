@@ -31,7 +31,7 @@ class Cleared:
     Attributes:
         before: the current device's figures before.
         after: and after.
-        dropped_bytes: of tensors that nobody could reach any more and that only ``force`` has found.
+        dropped_bytes: of tensors that nobody could reach any more; only ``force`` looks for them.
         held: the largest tensors that are still alive, each with its owner; only with ``force``.
         done: what was done beside collecting and emptying the cache.
     """
@@ -123,10 +123,7 @@ def cleanup_model_memory(model: nn.Module, *, keep_weights: bool = True) -> Clea
     else:
         model.to_empty(device="meta")
         weights = "weights dropped"
-    number = len(optimizers)
-    done = (
-        f"gradients and the state of {number} optimizer{'s' * (number != 1)} dropped, {weights}",
-    )
+    done = (f"gradients and optimizer state ({len(optimizers)} found) dropped, {weights}",)
     del optimizers
     return_memory()
     cleared = Cleared(before, get_gpu_memory_stats(), done=done)

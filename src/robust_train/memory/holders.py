@@ -26,7 +26,10 @@ _LOOKED_AT = 40
 def started_torch() -> Any:
     """The module torch, where it is loaded and has started CUDA in this process; else None."""
     torch = sys.modules.get("torch")
-    return torch if torch is not None and torch.cuda.is_initialized() else None
+    # another thread may be importing it at this moment
+    cuda = getattr(torch, "cuda", None)
+    is_initialized = getattr(cuda, "is_initialized", None)
+    return torch if is_initialized is not None and is_initialized() else None
 
 
 def live_tensors() -> list[Any]:

@@ -40,12 +40,12 @@ def perform(verb: str, options: Mapping[str, Any], run_dir: Path) -> Answer:
         OSError: the snapshot cannot be written.
     """
     if verb not in _VERBS:
-        raise ValueError(f"{verb}: no such request; accepted are {', '.join(_VERBS)}")
+        raise ValueError(f"no such request: {verb}; accepted are {', '.join(_VERBS)}")
     action, accepted = _VERBS[verb]
     for name in options:
         if name not in accepted:
             known = f"accepted is {accepted[0]}" if accepted else "it takes none"
-            raise ValueError(f"{verb}: no option {name}; {known}")
+            raise ValueError(f"{verb} has no option {name}: {known}")
     before = get_gpu_memory_stats().as_dict()
     answer = action(options, run_dir)
     return {"before": before, "after": get_gpu_memory_stats().as_dict(), **answer}
@@ -58,7 +58,7 @@ def _info(options: Mapping[str, Any], run_dir: Path) -> Answer:
 def _clear(options: Mapping[str, Any], run_dir: Path) -> Answer:
     force = options.get("force", False)
     if not isinstance(force, bool):
-        raise ValueError(f"memory_clear: force={force!r}; accepted is true or false")
+        raise ValueError(f"force={force!r}: accepted is true or false")
     cleared = clear_gpu_memory(force)
     return {
         "sentence": cleared.description,
@@ -77,7 +77,7 @@ def _reset(options: Mapping[str, Any], run_dir: Path) -> Answer:
 
 def _fraction(options: Mapping[str, Any], run_dir: Path) -> Answer:
     if "fraction" not in options:
-        raise ValueError("memory_fraction: the option fraction is missing; e.g. fraction=0.8")
+        raise ValueError("the option fraction is missing: e.g. fraction=0.8")
     limit = set_memory_fraction(options["fraction"])
     return {"sentence": limit.description, "limit": limit.bytes}
 

@@ -74,9 +74,9 @@ def set_memory_fraction(fraction: float = 0.8, device: Any = None) -> MemoryLimi
             fail at once.
     """
     if isinstance(fraction, bool) or not isinstance(fraction, (int, float)):
-        raise ValueError(f"fraction {fraction!r}: accepted is a number over 0, up to 1")
+        raise ValueError(f"fraction={fraction!r}: accepted is a number over 0, up to 1")
     if not 0 < fraction <= 1:
-        raise ValueError(f"fraction {fraction}: accepted is a number over 0, up to 1")
+        raise ValueError(f"fraction={fraction}: accepted is a number over 0, up to 1")
     ordinal = ordinal_of(device)
     torch = usable_torch()
     if ordinal == -1 or torch is None:
@@ -168,7 +168,7 @@ def _limit_host(fraction: float) -> MemoryLimit:
     limit = MemoryLimit("cpu", fraction, int(fraction * memory.total), memory.total, memory.data)
     if limit.in_use >= limit.bytes:
         raise ValueError(
-            f"fraction {fraction:g}: that is {limit.bytes / MIB:,.0f} MiB of host memory, and this "
+            f"fraction={fraction:g}: that is {limit.bytes / MIB:,.0f} MiB of host memory, and this "
             f"process has {limit.in_use / MIB:,.0f} already"
         )
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)

@@ -235,7 +235,7 @@ def _blocks(torch: Any, ordinal: int) -> tuple[int, int] | None:
 def _of_nvml(ordinal: int) -> MemoryStats | None:
     """The GPU that CUDA would call ``ordinal`` here; None where this process cannot have one."""
     torch = sys.modules.get("torch")
-    if torch is not None and torch.version.cuda is None:
+    if torch is not None and getattr(getattr(torch, "version", None), "cuda", "") is None:
         return None
     gpus = visible_gpus(read_inventory(processes=False), os.environ).gpus
     if ordinal >= len(gpus):
