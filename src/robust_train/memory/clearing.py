@@ -108,8 +108,8 @@ def cleanup_model_memory(model: nn.Module, *, keep_weights: bool = True) -> Clea
 
     Args:
         model: any module.
-        keep_weights: False drops the weights altogether, on the host too (``meta`` tensors): the
-            model cannot be used any more.
+        keep_weights: False drops the weights altogether, on the host too: empty tensors are in
+            their place, also for whoever else holds them, and the model cannot be used any more.
     """
     before = get_gpu_memory_stats()
     gc.collect()
@@ -121,7 +121,7 @@ def cleanup_model_memory(model: nn.Module, *, keep_weights: bool = True) -> Clea
         model.cpu()
         weights = "weights on the host"
     else:
-        model.to_empty(device="meta")
+        _empty_weights(model)
         weights = "weights dropped"
     done = (f"gradients and optimizer state ({len(optimizers)} found) dropped, {weights}",)
     del optimizers
@@ -129,6 +129,13 @@ def cleanup_model_memory(model: nn.Module, *, keep_weights: bool = True) -> Clea
     cleared = Cleared(before, get_gpu_memory_stats(), done=done)
     log.info("%s", cleared.description)
     return cleared
+
+
+def _empty_weights(model: nn.Module) -> None:
+    torch = sys.modules["torch"]
+    for tensor in (*model.parameters(), *model.buffers()):
+        # in place: optimizers hold the same parameters, and would keep what is only replaced
+        tensor.data = torch.empty(0, dtype=tensor.dtype)
 
 
 def _optimizers_of(model: nn.Module) -> list[Any]:
