@@ -37,18 +37,24 @@ def request(
         alone: what can and cannot be done without a live run, for where there is none.
         options: of the verb.
     """
-    from robust_train.control.client import ControlError, NoLiveRun, ask, choose_run
+    from robust_train.control.client import (
+        ControlError,
+        NoLiveRun,
+        ask,
+        choose_run,
+        find_live_runs,
+    )
 
+    if which is None and not find_live_runs():
+        message = f"no run of yours is alive on this machine; {alone}"
+        return fail(command, message, as_json)
     try:
         run = choose_run(which)
         answer = ask(run, verb, **options)
-    except NoLiveRun as none:
-        message = str(none) if which is not None else f"{none}; {alone}"
-        return fail(command, message, as_json)
-    except ControlError as error:
-        return fail(command, str(error), as_json)
+    except (NoLiveRun, ControlError) as problem:
+        return fail(command, str(problem), as_json)
     if as_json:
-        print(json.dumps({"run": as_dict(run), **answer}, indent=2))
+        print(json.dumps({"run": run.id, **answer}, indent=2))
     else:
         print_answer(run, answer)
     return 0
@@ -75,17 +81,6 @@ def figures_of(which: str | None) -> tuple[tuple[Any, dict[str, Any]] | None, st
         return (run, ask(run, "memory_info")), None
     except (NoLiveRun, ControlError) as problem:
         return None, str(problem)
-
-
-def as_dict(run: Any) -> dict[str, Any]:
-    """A live run in JSON's types."""
-    return {
-        "id": run.id,
-        "pid": run.pid,
-        "user": run.user,
-        "run_dir": str(run.run_dir),
-        "state": run.state,
-    }
 
 
 def print_answer(run: Any, answer: dict[str, Any]) -> None:

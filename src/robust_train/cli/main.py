@@ -9,11 +9,12 @@ from collections.abc import Sequence
 USAGE = """usage: robust-train COMMAND [OPTIONS]
 
 commands:
-  gpus     table of this machine's GPUs and who holds them  [--json]
-  queue    jobs that run and wait on this host, and why     [--json] [cancel ID]
-  doctor   each GPU usable or why not, and the queue        [--json] [--clear GPU]
-  memory   info | clear | reset | fraction | enable | snapshot | kill   [--json] [--run ID|PATH|PID]
-  cleanup  look, and have a live run give back what it can  [--json] [--stats-only | --force]
+  gpus    table of this machine's GPUs and who holds them  [--json]
+  queue   jobs that run and wait on this host, and why     [--json] [cancel ID]
+  doctor  each GPU usable or why not, and the queue        [--json] [--clear GPU]
+  memory  of GPUs and of a live run: info, clear, reset,   [--json] [--run ID|PATH|PID]
+          fraction, enable, snapshot, kill
+  cleanup show it, and have a run give back what it can    [--json] [--stats-only | --force]
 """
 
 COMMANDS = ("gpus", "queue", "doctor", "memory", "cleanup")
@@ -31,7 +32,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"robust-train {command}: no such command; accepted are {accepted}", file=sys.stderr)
         return 2
     module = importlib.import_module(f"robust_train.cli.{command}")
-    code: int = module.main(rest)
+    try:
+        code: int = module.main(rest)
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
     return code
 
 

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from robust_train.cli import kill
 from robust_train.cli.live_run import (
     add_run_argument,
-    as_dict,
     fail,
     figures_of,
     print_answer,
@@ -79,7 +78,7 @@ def info(command: str, which: str | None, *, as_json: bool) -> int:
     if problem is not None:
         print(f"warning: {problem}", file=sys.stderr)
     if as_json:
-        own = None if told is None else {"run": as_dict(told[0]), **told[1]}
+        own = None if told is None else {"run": told[0].id, **told[1]}
         print(json.dumps({**machine, "live_run": own}, indent=2))
         return 0
     print_machine_memory(machine)
