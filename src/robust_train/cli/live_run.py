@@ -83,8 +83,8 @@ def figures_of(which: str | None) -> tuple[tuple[Any, dict[str, Any]] | None, st
         return None, str(problem)
 
 
-def print_answer(run: Any, answer: dict[str, Any]) -> None:
-    """What came of a request, with the figures before and after in MiB."""
+def print_answer(run: Any, answer: dict[str, Any], *, only_now: bool = False) -> None:
+    """What came of a request, with the figures before and after in MiB, or only now's."""
     print(f"run {run.id} (pid {run.pid}, {run.run_dir}): {answer['sentence']}")
     before, after = answer["before"], answer["after"]
     rows = [
@@ -92,7 +92,10 @@ def print_answer(run: Any, answer: dict[str, Any]) -> None:
         for name in _FIGURES
         if after.get(name) is not None
     ]
-    print_table(("MiB", "before", "after"), rows, {"before", "after"})
+    if only_now:
+        print_table(("MiB", "now"), [[name, now] for name, _, now in rows], {"now"})
+    else:
+        print_table(("MiB", "before", "after"), rows, {"before", "after"})
 
 
 def fail(command: str, message: str, as_json: bool) -> int:

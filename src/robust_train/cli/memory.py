@@ -83,7 +83,7 @@ def info(command: str, which: str | None, *, as_json: bool) -> int:
         return 0
     print_machine_memory(machine)
     if told is not None:
-        print_answer(*told)
+        print_answer(*told, only_now=True)
     return 0
 
 
