@@ -77,7 +77,7 @@ def clear_gpu_memory(force: bool = False) -> Cleared:
             alone: objects that ``gc.freeze`` has put aside, the collector's own list of garbage,
             and the frames of the interpreter's last uncaught exception, whose variables hold the
             tensors of the failed pass; then name the largest tensors that are left, and who holds
-            them. That takes a second or two.
+            them. That takes some seconds beside large libraries.
     """
     before = get_gpu_memory_stats()
     done: list[str] = []

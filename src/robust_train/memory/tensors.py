@@ -21,7 +21,7 @@ def largest_tensors(
 
     Each has ``bytes`` (of its storage), ``shape``, ``dtype``, ``device``, ``owner`` (who holds it,
     as a person would write it) and ``has_graph``. Tensors that share a storage count once. Looking
-    for an owner costs some tens of milliseconds a tensor.
+    for the owners goes through all of Python's objects some times: about a second.
 
     Args:
         top: how many at most.
