@@ -237,7 +237,7 @@ def live(world: World, tmp_path: Path) -> Iterator[World]:
     paths = f"{TESTS / 'memory'}:{TESTS}:{ROOT / 'src'}"
     world.with_environ({"ROBUST_TRAIN_RUNTIME_DIR": runtime, "PYTHONPATH": paths})
     process = world.start(
-        "trainer._target_=memory_trainers.holds_memory_until_stopped",
+        "trainer._target_=trainer_that_holds_memory.holds_memory_until_stopped",
         "auto_device=false",
         "device=cpu",
     )
@@ -273,7 +273,7 @@ def test_a_live_run_does_what_it_is_asked_and_tells_before_and_after(live: World
     forced = asked(live, "memory", "clear", "--force", "--run", plain["run"])
     assert forced["dropped"] >= 128 * MIB
     assert forced["before"]["allocated"] - forced["after"]["allocated"] > 100 * MIB
-    assert "KEPT[0] (global of module memory_trainers)" in forced["held"][0]
+    assert "KEPT[0] (global of module trainer_that_holds_memory)" in forced["held"][0]
     reset = asked(live, "memory", "reset")
     assert reset["after"]["peak"] < reset["before"]["peak"]
     limited = asked(live, "memory", "fraction", "0.9")
