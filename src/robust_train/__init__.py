@@ -15,6 +15,21 @@ if TYPE_CHECKING:
     from robust_train.failures import classify_exit, classify_failure
     from robust_train.gpu.best import find_best_device
     from robust_train.launcher import TrainerFailed, launch
+    from robust_train.memory import (
+        GPUMemoryContext,
+        cleanup_model_memory,
+        clear_cuda_memory,
+        clear_gpu_memory,
+        enable_memory_efficient_settings,
+        get_cuda_memory_info,
+        get_gpu_memory_stats,
+        log_gpu_memory_stats,
+        print_cuda_memory_info,
+        reset_peak_memory_stats,
+        safe_tensor_to_cpu,
+        save_checkpoint,
+        set_memory_fraction,
+    )
     from robust_train.policy import AttemptsExhausted
     from robust_train.recovery import OOMHandler, adaptive_batch_training, retry_on_oom
     from robust_train.report.summary import Summary
@@ -28,6 +43,7 @@ __all__ = [
     "Evidence",
     "Failure",
     "FailureKind",
+    "GPUMemoryContext",
     "Interrupted",
     "JobInterrupted",
     "MicroBatcher",
@@ -40,9 +56,21 @@ __all__ = [
     "adaptive_batch_training",
     "classify_exit",
     "classify_failure",
+    "cleanup_model_memory",
+    "clear_cuda_memory",
+    "clear_gpu_memory",
+    "enable_memory_efficient_settings",
     "find_best_device",
+    "get_cuda_memory_info",
+    "get_gpu_memory_stats",
     "launch",
+    "log_gpu_memory_stats",
+    "print_cuda_memory_info",
+    "reset_peak_memory_stats",
     "retry_on_oom",
+    "safe_tensor_to_cpu",
+    "save_checkpoint",
+    "set_memory_fraction",
 ]
 
 _HOMES = {
@@ -51,6 +79,7 @@ _HOMES = {
     "Evidence": "types",
     "Failure": "types",
     "FailureKind": "types",
+    "GPUMemoryContext": "memory",
     "Interrupted": "run",
     "JobInterrupted": "execution.signals",
     "MicroBatcher": "training.micro_batch",
@@ -63,9 +92,21 @@ _HOMES = {
     "adaptive_batch_training": "recovery",
     "classify_exit": "failures",
     "classify_failure": "failures",
+    "cleanup_model_memory": "memory",
+    "clear_cuda_memory": "memory",
+    "clear_gpu_memory": "memory",
+    "enable_memory_efficient_settings": "memory",
     "find_best_device": "gpu.best",
+    "get_cuda_memory_info": "memory",
+    "get_gpu_memory_stats": "memory",
     "launch": "launcher",
+    "log_gpu_memory_stats": "memory",
+    "print_cuda_memory_info": "memory",
+    "reset_peak_memory_stats": "memory",
     "retry_on_oom": "recovery",
+    "safe_tensor_to_cpu": "memory",
+    "save_checkpoint": "memory",
+    "set_memory_fraction": "memory",
 }
 
 

@@ -11,8 +11,8 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from robust_train.config import ConfigError
-from robust_train.execution.environment import exported_expandable_segments
 from robust_train.ladder import PolicySettings
+from robust_train.memory.allocator import exported_expandable_segments
 from robust_train.types import MIB
 
 

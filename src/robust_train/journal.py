@@ -72,7 +72,7 @@ def read_earlier(path: Path) -> Earlier:
     if not path.is_file():
         return Earlier()
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     except OSError:
         return Earlier()
     for line in lines:

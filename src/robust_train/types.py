@@ -21,10 +21,12 @@ class GpuProcess:
     Attributes:
         pid: process id as the driver sees it (inside a container this may be another world's id).
         used_bytes: memory it holds, or None where the driver does not say.
+        computes: NVML lists it as a CUDA process; False for one that only draws.
     """
 
     pid: int
     used_bytes: int | None = None
+    computes: bool = True
 
 
 @dataclass(frozen=True)

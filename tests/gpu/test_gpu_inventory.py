@@ -249,6 +249,7 @@ def test_processes_are_merged_from_both_lists_and_unknown_memory_is_none(
     (gpu,) = read(machine)["gpus"]
     held = {process["pid"]: process["used_bytes"] for process in gpu["processes"]}
     assert held == {10: 500 * MIB, 11: None, 12: 30 * MIB, 13: 40 * MIB}
+    assert {p["pid"] for p in gpu["processes"] if p["computes"]} == {10, 11, 12}
 
 
 def test_older_drivers_list_processes_by_version_2_of_the_call(machine_with: MachineWith) -> None:
@@ -256,7 +257,7 @@ def test_older_drivers_list_processes_by_version_2_of_the_call(machine_with: Mac
     for kind in ("Compute", "Graphics"):
         machine.fail(f"nvmlDeviceGet{kind}RunningProcesses", FUNCTION_NOT_FOUND)
     (gpu,) = read(machine)["gpus"]
-    assert gpu["processes"] == [{"pid": 10, "used_bytes": 500 * MIB}]
+    assert gpu["processes"] == [{"pid": 10, "used_bytes": 500 * MIB, "computes": True}]
 
 
 def test_polling_asks_for_no_process_lists_and_opens_nvml_once(machine_with: MachineWith) -> None:

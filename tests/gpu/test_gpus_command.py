@@ -85,7 +85,13 @@ def test_json_is_for_programs(machine_with: MachineWith) -> None:
     assert [gpu["visible"] for gpu in told["gpus"]] == [False, True]
     assert told["gpus"][0]["free_bytes"] == 100 * MIB
     (process,) = told["gpus"][1]["processes"]
-    assert process == {"pid": 2**30, "used_bytes": 9 * MIB, "command": None, "user": None}
+    assert process == {
+        "pid": 2**30,
+        "used_bytes": 9 * MIB,
+        "computes": True,
+        "command": None,
+        "user": None,
+    }
     assert told["skipped"] == [{"index": 2, "reason": "GPU is lost", "uuid": None}]
     assert told["driver_version"] == "570.86.15"
 

@@ -15,9 +15,12 @@ commands:
           halve-batch, stop
   doctor  each GPU usable or why not, and the queue        [--json] [--clear GPU]
   report  report.html of a run or sweep, made anew         PATH [--open] [--json]
+  memory  of GPUs and of a live run: info, clear, reset,   [--json] [--run ID|PATH|PID]
+          fraction, enable, snapshot, kill
+  cleanup show it, and have a run give back what it can    [--json] [--stats-only | --force]
 """
 
-COMMANDS = ("gpus", "queue", "run", "doctor", "report")
+COMMANDS = ("gpus", "queue", "run", "doctor", "report", "memory", "cleanup")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,7 +35,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"robust-train {command}: no such command; accepted are {accepted}", file=sys.stderr)
         return 2
     module = importlib.import_module(f"robust_train.cli.{command}")
-    code: int = module.main(rest)
+    try:
+        code: int = module.main(rest)
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
     return code
 
 

@@ -9,7 +9,6 @@ list.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import logging
 import os
 import socket
@@ -30,6 +29,7 @@ from robust_train.control.protocol import (
     encode_reply,
     keep_from_children,
 )
+from robust_train.memory import requests
 from robust_train.run import Run, memory_in_use
 
 log = logging.getLogger("robust_train")
@@ -179,8 +179,7 @@ class AttemptRequests:
         raise Refused(f"{request.verb}: an attempt knows no such request")
 
     def _about_memory(self, verb: str, options: Mapping[str, Any]) -> Reply:
-        functions = importlib.import_module("robust_train.memory.requests")
-        return {"answer": functions.perform(verb, dict(options), self._run_dir)}
+        return {"answer": requests.perform(verb, dict(options), self._run_dir)}
 
     def _knows_habits(self, request: _Request) -> bool:
         return max(request.seen.values()) >= _ROUNDS

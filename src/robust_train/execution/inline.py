@@ -12,9 +12,9 @@ from typing import Any
 from robust_train.control.attempt import AttemptRequests
 from robust_train.execution import sleep_until_readable
 from robust_train.execution.child import failure_from_json, micro_batch_in_use, run_attempt
-from robust_train.execution.environment import allocator_variable
 from robust_train.execution.request import AttemptRequest
 from robust_train.execution.signals import SignalWatch
+from robust_train.memory.allocator import allocator_variable
 from robust_train.memory.cleanup import StartingMemory, release_and_check
 from robust_train.run import Interrupted, Run
 from robust_train.types import FailureKind, Outcome

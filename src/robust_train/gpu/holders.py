@@ -29,23 +29,29 @@ def find_holders(gpus: Iterable[GpuInfo], proc: Path = Path("/proc")) -> dict[in
     NVML tells the ids of the host. Inside a container the same number is another process or none,
     so nothing is looked up there: no name is better than a wrong one.
     """
-    try:
-        if os.readlink(proc / "self/ns/pid") != _INITIAL_PID_NAMESPACE:
-            return {}
-    except OSError:
+    if not sees_host_pids(proc):
         return {}
     found = {}
     for pid in sorted({process.pid for gpu in gpus for process in gpu.processes or ()}):
         folder = proc / str(pid)
         try:
             command = (folder / "comm").read_text(errors="replace").strip()
-            found[pid] = Holder(pid, command, _user_name(folder.stat().st_uid))
+            found[pid] = Holder(pid, command, user_name(folder.stat().st_uid))
         except OSError:
             continue
     return found
 
 
-def _user_name(uid: int) -> str:
+def sees_host_pids(proc: Path = Path("/proc")) -> bool:
+    """Whether this process numbers processes as the host does; in a container it does not."""
+    try:
+        return os.readlink(proc / "self/ns/pid") == _INITIAL_PID_NAMESPACE
+    except OSError:
+        return False
+
+
+def user_name(uid: int) -> str:
+    """The name of a user, or the number where there is none."""
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:

@@ -374,12 +374,13 @@ def _read_processes(nvml: Any, handle: Any) -> tuple[GpuProcess, ...] | None:
     graphics = _list_processes(nvml, handle, "Graphics")
     if compute is None and graphics is None:
         return None
+    computing = {process.pid for process in compute or []}
     used: dict[int, int | None] = {}
     for process in [*(compute or []), *(graphics or [])]:
         known = used.get(process.pid)
         told = process.usedGpuMemory
         used[process.pid] = told if known is None else max(known, told or 0)
-    return tuple(GpuProcess(pid, size) for pid, size in used.items())
+    return tuple(GpuProcess(pid, size, pid in computing) for pid, size in used.items())
 
 
 def _list_processes(nvml: Any, handle: Any, kind: str) -> list[Any] | None:

@@ -1,1 +1,85 @@
-"""Memory of this process: letting go of what a failed try holds, and naming what still holds it."""
+"""Memory of this process: see it, clear it, limit it, and name what holds it.
+
+Importing this package imports no torch; each name loads what it needs when used. Without CUDA the
+functions act on the host's memory, and say so in what they return and log.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from robust_train.memory.clearing import (
+        Cleared,
+        cleanup_model_memory,
+        clear_cuda_memory,
+        clear_gpu_memory,
+    )
+    from robust_train.memory.peaks import GPUMemoryContext, reset_peak_memory_stats
+    from robust_train.memory.settings import (
+        MemoryLimit,
+        enable_memory_efficient_settings,
+        set_memory_fraction,
+    )
+    from robust_train.memory.stats import (
+        MemoryStats,
+        get_cuda_memory_info,
+        get_gpu_memory_stats,
+        log_gpu_memory_stats,
+        print_cuda_memory_info,
+    )
+    from robust_train.memory.tensors import largest_tensors, safe_tensor_to_cpu
+    from robust_train.training.checkpoint import save_checkpoint
+
+__all__ = [
+    "Cleared",
+    "GPUMemoryContext",
+    "MemoryLimit",
+    "MemoryStats",
+    "cleanup_model_memory",
+    "clear_cuda_memory",
+    "clear_gpu_memory",
+    "enable_memory_efficient_settings",
+    "get_cuda_memory_info",
+    "get_gpu_memory_stats",
+    "largest_tensors",
+    "log_gpu_memory_stats",
+    "print_cuda_memory_info",
+    "reset_peak_memory_stats",
+    "safe_tensor_to_cpu",
+    "save_checkpoint",
+    "set_memory_fraction",
+]
+
+_HOMES = {
+    "Cleared": "memory.clearing",
+    "GPUMemoryContext": "memory.peaks",
+    "MemoryLimit": "memory.settings",
+    "MemoryStats": "memory.stats",
+    "cleanup_model_memory": "memory.clearing",
+    "clear_cuda_memory": "memory.clearing",
+    "clear_gpu_memory": "memory.clearing",
+    "enable_memory_efficient_settings": "memory.settings",
+    "get_cuda_memory_info": "memory.stats",
+    "get_gpu_memory_stats": "memory.stats",
+    "largest_tensors": "memory.tensors",
+    "log_gpu_memory_stats": "memory.stats",
+    "print_cuda_memory_info": "memory.stats",
+    "reset_peak_memory_stats": "memory.peaks",
+    "safe_tensor_to_cpu": "memory.tensors",
+    "save_checkpoint": "training.checkpoint",
+    "set_memory_fraction": "memory.settings",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'robust_train.memory' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"robust_train.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

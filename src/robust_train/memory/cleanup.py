@@ -19,6 +19,7 @@ from types import FrameType
 from typing import Any
 
 from robust_train.memory import holders
+from robust_train.memory.holders import started_torch
 from robust_train.types import MIB
 
 log = logging.getLogger("robust_train")
@@ -67,13 +68,15 @@ def return_memory(*, thorough: bool = True) -> None:
             has just failed are, in a tenth of the time beside a process full of libraries.
     """
     gc.collect() if thorough else gc.collect(1)
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
+    torch = started_torch()
+    if torch is not None:
         # cuBLAS keeps workspaces of up to 32 MiB for each stream in the caching allocator
         clear_workspaces = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
         try:
             if clear_workspaces is not None:
                 clear_workspaces()
+            # what other processes have let go of becomes cache, which the next call returns
+            torch.cuda.ipc_collect()
             torch.cuda.empty_cache()
         except RuntimeError as error:  # it synchronises, so it shows what else went wrong
             log.warning("cannot empty the CUDA cache: %s", str(error).splitlines()[0])
@@ -105,7 +108,7 @@ class StartingMemory:
         """As it is at this moment."""
         tensors = holders.live_tensors()
         return cls(
-            bytes_on=_bytes_on(tensors),
+            bytes_on=holders.bytes_on(tensors),
             storages=frozenset(holders.storages(tensors)),
             with_gradient=frozenset(id(t) for t in tensors if _gradient(t) is not None),
         )
@@ -121,7 +124,7 @@ class StartingMemory:
         tensors = holders.live_tensors()
         grown = {
             device: (now - self.bytes_on.get(device, 0), self.bytes_on.get(device, 0))
-            for device, now in _bytes_on(tensors).items()
+            for device, now in holders.bytes_on(tensors).items()
         }
         grown = {
             device: (more, before)
@@ -137,7 +140,9 @@ class StartingMemory:
             for device, (more, before) in grown.items()
         )
         return f"the failed try has left {sizes}; " + (
-            "held are " + "; ".join(held) if held else "Python knows no tensor that holds it"
+            "held are " + "; ".join(map(str, held))
+            if held
+            else "Python knows no tensor that holds it"
         )
 
 
@@ -200,18 +205,6 @@ def _never_stepped(optimizer: Any) -> bool:
 
 def _gradient(tensor: Any) -> Any:
     return tensor.grad if tensor.is_leaf and tensor.requires_grad else None
-
-
-def _bytes_on(tensors: list[Any]) -> dict[str, int]:
-    counted: dict[str, int] = {}
-    for (device, _), size in holders.storages(tensors).items():
-        counted[device] = counted.get(device, 0) + size
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        for index in range(torch.cuda.device_count()):
-            # also what only the autograd graph knows
-            counted[f"cuda:{index}"] = torch.cuda.memory_allocated(index)
-    return counted
 
 
 @functools.lru_cache(maxsize=1)

@@ -7,7 +7,7 @@ import gc
 import inspect
 import re
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import CellType, FrameType, FunctionType
 from typing import Any
@@ -21,6 +21,15 @@ StorageKey = tuple[str, int]
 _MODULE_TABLES = re.compile(r"\._(?:parameters|buffers|modules)\['(\w+)'\]")
 _DEPTH = 8
 _LOOKED_AT = 40
+
+
+def started_torch() -> Any:
+    """The module torch, where it is loaded and has started CUDA in this process; else None."""
+    torch = sys.modules.get("torch")
+    # another thread may be importing it at this moment
+    cuda = getattr(torch, "cuda", None)
+    is_initialized = getattr(cuda, "is_initialized", None)
+    return torch if is_initialized is not None and is_initialized() else None
 
 
 def live_tensors() -> list[Any]:
@@ -43,10 +52,58 @@ def storages(tensors: Iterable[Any]) -> dict[StorageKey, int]:
     """Bytes of each storage that the tensors share among them."""
     sizes: dict[StorageKey, int] = {}
     for tensor in tensors:
-        key = _storage_of(tensor)
+        key = storage_of(tensor)
         if key is not None:
             sizes[key] = tensor.untyped_storage().nbytes()
     return sizes
+
+
+def bytes_on(tensors: Iterable[Any]) -> dict[str, int]:
+    """Bytes that tensors hold by device: the host's as their storages, a GPU's as the allocator
+    counts them.
+    """
+    counted: dict[str, int] = {}
+    for (device, _), size in storages(tensors).items():
+        counted[device] = counted.get(device, 0) + size
+    torch = started_torch()
+    if torch is not None:
+        for index in range(torch.cuda.device_count()):
+            # also what only the autograd graph knows
+            counted[f"cuda:{index}"] = torch.cuda.memory_allocated(index)
+    return counted
+
+
+def training_devices() -> frozenset[str]:
+    """Where this process's large tensors are expected: its GPUs, or without CUDA the host."""
+    torch = started_torch()
+    if torch is not None:
+        return frozenset(f"cuda:{index}" for index in range(torch.cuda.device_count()))
+    return frozenset({"cpu"})
+
+
+@dataclass(frozen=True)
+class HeldTensor:
+    """A tensor that is alive.
+
+    Attributes:
+        bytes: of its storage, which it may share with others.
+        shape: its own.
+        dtype: ``float32``.
+        device: ``cuda:0``, ``cpu``.
+        owner: who holds it, as :func:`holder_of` says.
+        has_graph: it keeps the graph that it was computed by, and what that has saved.
+    """
+
+    bytes: int
+    shape: tuple[int, ...]
+    dtype: str
+    device: str
+    owner: str
+    has_graph: bool
+
+    def __str__(self) -> str:
+        graph = " with the graph it was computed by" if self.has_graph else ""
+        return f"{self.bytes / MIB:.1f} MiB {self.dtype} {self.shape}{graph}, held by {self.owner}"
 
 
 def largest(
@@ -55,27 +112,29 @@ def largest(
     known: Collection[StorageKey],
     devices: Collection[str],
     top: int,
-) -> list[str]:
+) -> list[HeldTensor]:
     """The largest tensors on ``devices`` outside of ``known`` storages, each with who holds it."""
     by_storage: dict[StorageKey, Any] = {}
     for tensor in tensors:
-        key = _storage_of(tensor)
+        key = storage_of(tensor)
         if key is not None and key not in known and key[0] in devices:
             by_storage.setdefault(key, tensor)
     candidates = list(by_storage.values())
     by_storage.clear()
     candidates.sort(key=lambda tensor: -tensor.untyped_storage().nbytes())
-    own = {id(tensors), id(candidates)}
-    lines = []
-    # no loop over a slice: that would be one more list that holds them
-    for index in range(min(top, len(candidates))):
-        tensor = candidates[index]
-        size = tensor.untyped_storage().nbytes() / MIB
-        kind = str(tensor.dtype).removeprefix("torch.")
-        graph = " with the graph it was computed by" if tensor.grad_fn is not None else ""
-        holder = holder_of(tensor, own)
-        lines.append(f"{size:.1f} MiB {kind} {tuple(tensor.shape)}{graph}, held by {holder}")
-    return lines
+    chosen = candidates[:top]
+    owners = holders_of(chosen, {id(tensors), id(candidates)})
+    return [
+        HeldTensor(
+            bytes=tensor.untyped_storage().nbytes(),
+            shape=tuple(tensor.shape),
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            device=str(tensor.device),
+            owner=owner,
+            has_graph=tensor.grad_fn is not None,
+        )
+        for tensor, owner in zip(chosen, owners, strict=True)
+    ]
 
 
 @dataclass(eq=False)
@@ -87,6 +146,25 @@ class _Way:
     key: Any = None
 
 
+@dataclass(eq=False)
+class _Search:
+    """For who holds one object: the ways that are followed at present, and what they have found."""
+
+    level: list[_Way]
+    seen: set[int]
+    nearest: str = ""
+    name: str | None = None
+    is_over: bool = False
+
+    def holder(self) -> str:
+        if self.name is not None:
+            return _with_nearest(self.name, self.nearest)
+        first = self.level[0]
+        return self.nearest or (
+            f"a {type(first.owner).__name__}" if first.path else "no Python object"
+        )
+
+
 def holder_of(item: Any, ignore: Collection[int] = ()) -> str:
     """Who holds ``item``, as a person would write it: ``history.kept[0] (global of module x)``.
 
@@ -94,37 +172,68 @@ def holder_of(item: Any, ignore: Collection[int] = ()) -> str:
         item: any object that the garbage collector knows.
         ignore: ids of containers that do not count.
     """
-    seen = {*ignore, id(item)}
-    level = [_Way(item, "")]
-    nearest = ""
+    items = [item]
+    return holders_of(items, ignore)[0]
+
+
+def holders_of(items: Sequence[Any], ignore: Collection[int] = ()) -> list[str]:
+    """:func:`holder_of` for several objects, for which all of Python's are looked through at once.
+
+    Args:
+        items: objects that the garbage collector knows; this container does not count.
+        ignore: ids of other containers that do not count.
+    """
+    searches = [_Search([_Way(item, "")], {*ignore, id(items), id(item)}) for item in items]
     # breadth first: the shortest way to a name is the one that a person recognises
     for _ in range(_DEPTH):
-        name = _local_variable(level)
-        if name is not None:
-            return _with_nearest(name, nearest)
-        above: list[_Way] = []
-        own = {id(level), id(above), *map(id, level), *(id(vars(way)) for way in level)}
-        # one pass over all objects for the whole level
-        referrers = gc.get_referrers(*[way.owner for way in level])
-        for referrer in referrers:
-            if id(referrer) in seen | own or isinstance(referrer, FrameType):
-                continue
-            for way in level:
-                name, further = _step(referrer, way)
-                if name is not None:
-                    return _with_nearest(name, nearest)
-                if further is not None and len(above) < _LOOKED_AT:
-                    above.append(further)
-                    seen.add(id(referrer))
-                    if not nearest and further.path.startswith("."):
-                        nearest = f"{type(referrer).__name__}{further.path}"
-        del referrers
-        if not above:
+        _look_into_running_functions(searches)
+        open_searches = [search for search in searches if not search.is_over]
+        if not open_searches:
             break
-        level = above
-    return nearest or (
-        f"a {type(level[0].owner).__name__}" if level[0].path else "no Python object"
-    )
+        _go_up(open_searches)
+    return [search.holder() for search in searches]
+
+
+def _ways_to(searches: Iterable[_Search]) -> dict[int, list[tuple[_Search, _Way]]]:
+    """The ways that are still followed, by the id of what they have come to."""
+    ways: dict[int, list[tuple[_Search, _Way]]] = {}
+    for search in searches:
+        if not search.is_over:
+            for way in search.level:
+                ways.setdefault(id(way.owner), []).append((search, way))
+    return ways
+
+
+def _go_up(searches: Sequence[_Search]) -> None:
+    """One step further from the objects: to those that refer to where the ways are now."""
+    ways = _ways_to(searches)
+    own = {id(part) for search in searches for part in (search.level, *search.level)}
+    own |= {id(vars(way)) for search in searches for way in search.level}
+    above: dict[int, list[_Way]] = {id(search): [] for search in searches}
+    # one pass over all objects for all searches
+    referrers = gc.get_referrers(*[found[0][1].owner for found in ways.values()])
+    for referrer in referrers:
+        if id(referrer) in own:
+            continue
+        targets = {id(target) for target in gc.get_referents(referrer)} & ways.keys()
+        for search, way in [pair for target in targets for pair in ways[target]]:
+            if id(referrer) not in search.seen and search.name is None:
+                _follow(search, referrer, way, above[id(search)])
+    del referrers
+    for search in searches:
+        search.is_over = search.name is not None or not above[id(search)]
+        search.level = above[id(search)] or search.level
+
+
+def _follow(search: _Search, referrer: Any, way: _Way, above: list[_Way]) -> None:
+    name, further = _step(referrer, way)
+    if name is not None:
+        search.name = name
+    elif further is not None and len(above) < _LOOKED_AT:
+        above.append(further)
+        search.seen.add(id(referrer))
+        if not search.nearest and further.path.startswith("."):
+            search.nearest = f"{type(referrer).__name__}{further.path}"
 
 
 def _with_nearest(name: str, nearest: str) -> str:
@@ -135,6 +244,9 @@ def _with_nearest(name: str, nearest: str) -> str:
 def _step(referrer: Any, way: _Way) -> tuple[str | None, _Way | None]:
     """From what ``way`` begins with to ``referrer``: a finished name, a longer way, or neither."""
     target, path = way.owner, way.path
+    if isinstance(referrer, FrameType):
+        # of a function that has failed: whoever keeps the exception keeps its variables
+        return (None if _is_own(referrer) else _variable(referrer, way)), None
     if isinstance(referrer, dict):
         key = _key_of(referrer, target)
         if key is None:
@@ -164,22 +276,41 @@ def _step(referrer: Any, way: _Way) -> tuple[str | None, _Way | None]:
     return None, _Way(referrer, path if name is None else f".{name}{path}")
 
 
-def _local_variable(level: Iterable[_Way]) -> str | None:
-    """The name in a running function; the collector does not know what those refer to."""
+def _look_into_running_functions(searches: Sequence[_Search]) -> None:
+    """Whether their variables are at the ways' ends; the collector does not know them."""
+    ways = _ways_to(searches)
     frames = _running_frames()
     try:
         for frame in frames:
-            for way in level:
-                name = _name_in(frame, way.owner)
-                if name is not None:
-                    code = frame.f_code
-                    where = f"{code.co_name}, {code.co_filename}:{frame.f_lineno}"
-                    return f"{name}{way.path} (local variable of {where})"
+            for search, way in _ways_in(frame, ways):
+                if not search.is_over:
+                    search.name, search.is_over = _variable(frame, way), True
     finally:
         # a frame that a running function of ours refers to would keep that function's variables
         frame = None  # type: ignore[assignment]
         frames.clear()
-    return None
+
+
+def _ways_in(
+    frame: FrameType, ways: Mapping[int, list[tuple[_Search, _Way]]]
+) -> list[tuple[_Search, _Way]]:
+    values = _variables(frame)
+    ids = [id(value) for value in values.values()]
+    _let_go(values)
+    return [pair for one in ids for pair in ways.get(one, ())]
+
+
+def _variable(frame: FrameType, way: _Way) -> str | None:
+    name = _name_in(frame, way.owner)
+    if name is None:
+        return None
+    code = frame.f_code
+    where = f"{code.co_name}, {code.co_filename}:{frame.f_lineno}"
+    return f"{name}{way.path} (local variable of {where})"
+
+
+def _is_own(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__", "")).startswith(__package__)
 
 
 def _running_frames() -> list[FrameType]:
@@ -189,21 +320,29 @@ def _running_frames() -> list[FrameType]:
     while tops:
         frame: FrameType | None = tops.pop()
         while frame is not None:
-            if not str(frame.f_globals.get("__name__", "")).startswith(__package__):
+            if not _is_own(frame):
                 frames.append(frame)
             frame = frame.f_back
     return frames
 
 
 def _name_in(frame: FrameType, target: Any) -> str | None:
-    if not frame.f_code.co_flags & inspect.CO_OPTIMIZED:
-        return None  # a module's or class's body: its dictionary is known to the collector
-    variables = frame.f_locals
+    variables = _variables(frame)
     name: str | None = _key_of(variables, target)
+    _let_go(variables)
+    return name
+
+
+def _variables(frame: FrameType) -> dict[str, Any]:
+    if not frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+        return {}  # a module's or class's body: its dictionary is known to the collector
+    return frame.f_locals
+
+
+def _let_go(variables: dict[str, Any]) -> None:
     if sys.version_info < (3, 13):
         # the frame keeps this copy, and with it all that the function lets go of later
         variables.clear()
-    return name
 
 
 def _attributes(owner: Any) -> dict[str, Any]:
@@ -217,7 +356,7 @@ def _key_of(mapping: Any, target: Any) -> Any:
     return next((key for key, value in list(mapping.items()) if value is target), None)
 
 
-def _storage_of(tensor: Any) -> StorageKey | None:
+def storage_of(tensor: Any) -> StorageKey | None:
     """None for what has no memory of its own to speak of: meta, fake and sparse tensors."""
     try:
         address = tensor.untyped_storage().data_ptr()

@@ -57,6 +57,31 @@ class CheckpointFolder:
             leftover.unlink(missing_ok=True)
 
 
+def save_checkpoint(content: Mapping[str, Any], path: str | Path) -> Path:
+    """Save ``content`` as ``path``, whole or not at all, without a second copy on the GPU::
+
+        save_checkpoint({"model": model, "optimizer": optimizer, "step": step}, "last.pt")
+
+    Whatever has a ``state_dict`` (modules, optimizers, schedulers, scalers) is saved as that;
+    ``torch.load(path, weights_only=True)`` reads the file. Storages are copied to the host one at a
+    time as they are written, so the host needs room for the largest one only.
+
+    Args:
+        content: what to save, by name.
+        path: the file; its folder is made.
+
+    Raises:
+        CheckpointError: it could not be written; a file that was there is untouched.
+    """
+    path = Path(path)
+    states = {
+        name: value.state_dict() if hasattr(value, "state_dict") else value
+        for name, value in content.items()
+    }
+    write_atomically(states, path)
+    return path
+
+
 def write_atomically(content: Mapping[str, Any], path: Path) -> None:
     """``torch.save`` such that ``path`` is at every moment absent, the old file or the new one,
     also after a power cut.

@@ -1,0 +1,184 @@
+"""Giving memory back: what nobody uses any more, and what a model holds."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from robust_train.memory import holders
+from robust_train.memory.cleanup import clear_frames, return_memory
+from robust_train.memory.holders import HeldTensor
+from robust_train.memory.stats import MemoryStats, get_gpu_memory_stats
+from robust_train.types import MIB
+
+if TYPE_CHECKING:
+    from torch import nn
+
+log = logging.getLogger("robust_train")
+
+_TOP = 10
+_MOST_PASSES = 5
+
+
+@dataclass(frozen=True)
+class Cleared:
+    """What clearing has achieved.
+
+    Attributes:
+        before: the current device's figures before.
+        after: and after.
+        dropped_bytes: of tensors that nobody could reach any more; only ``force`` looks for them.
+        held: the largest tensors that are still alive, each with its owner; only with ``force``.
+        done: what was done beside collecting and emptying the cache.
+    """
+
+    before: MemoryStats
+    after: MemoryStats
+    dropped_bytes: int = 0
+    held: tuple[HeldTensor, ...] = ()
+    done: tuple[str, ...] = ()
+
+    @property
+    def freed(self) -> int:
+        """Bytes given back to the device or, without CUDA, to the system; never negative."""
+        return max(self.before.reserved - self.after.reserved, 0)
+
+    @property
+    def description(self) -> str:
+        """What was achieved, in a line for people."""
+        what = self.after.device if self.after.on_gpu else "no CUDA in this process; host memory"
+        verb = "reserved" if self.after.on_gpu else "resident"
+        parts = [
+            f"{what}: {self.freed / MIB:.1f} MiB given back, "
+            f"{self.before.reserved / MIB:.1f} → {self.after.reserved / MIB:.1f} MiB {verb}",
+            *self.done,
+        ]
+        if self.dropped_bytes:
+            parts.append(f"{self.dropped_bytes / MIB:.1f} MiB of unreachable tensors dropped")
+        if self.held:
+            parts.append("still held are " + "; ".join(map(str, self.held)))
+        return "; ".join(parts)
+
+
+def clear_gpu_memory(force: bool = False) -> Cleared:
+    """Give back what this process holds and does not use.
+
+    Garbage is collected, memory that other processes have let go of (CUDA IPC) is taken back, and
+    the cache of the caching allocator goes to the device and the C library's to the system. What
+    live tensors hold stays; a cache that will be needed again is only made anew, so do not call
+    this in every step.
+
+    Args:
+        force: also drop what no program can reach any more but an ordinary collection leaves
+            alone: objects that ``gc.freeze`` has put aside, the collector's own list of garbage,
+            and the frames of the interpreter's last uncaught exception, whose variables hold the
+            tensors of the failed pass; then name the largest tensors that are left, and who holds
+            them. That takes some seconds beside large libraries.
+    """
+    before = get_gpu_memory_stats()
+    done: list[str] = []
+    dropped = _drop_unreachable(done) if force else 0
+    return_memory()
+    held: tuple[HeldTensor, ...] = ()
+    if force:
+        held = tuple(
+            holders.largest(
+                holders.live_tensors(), known=(), devices=holders.training_devices(), top=_TOP
+            )
+        )
+    cleared = Cleared(before, get_gpu_memory_stats(), dropped, held, tuple(done))
+    log.info("%s", cleared.description)
+    return cleared
+
+
+clear_cuda_memory = clear_gpu_memory
+"""The other name that people know :func:`clear_gpu_memory` by."""
+
+
+def cleanup_model_memory(model: nn.Module, *, keep_weights: bool = True) -> Cleared:
+    """Free what training ``model`` has taken: its gradients, its optimizers' states, its weights.
+
+    Optimizers are found by the parameters that they hold, whoever holds the optimizers. A model
+    that a function was called with cannot be deleted by that function, so the weights (parameters
+    and buffers) go to the host, where they can still be saved or used.
+
+    Args:
+        model: any module.
+        keep_weights: False drops the weights altogether, on the host too: empty tensors are in
+            their place, also for whoever else holds them, and the model cannot be used any more.
+    """
+    before = get_gpu_memory_stats()
+    gc.collect()
+    optimizers = _optimizers_of(model)
+    for optimizer in optimizers:
+        optimizer.state.clear()
+    model.zero_grad(set_to_none=True)
+    if keep_weights:
+        model.cpu()
+        weights = "weights on the host"
+    else:
+        _empty_weights(model)
+        weights = "weights dropped"
+    done = (f"gradients and optimizer state ({len(optimizers)} found) dropped, {weights}",)
+    del optimizers
+    return_memory()
+    cleared = Cleared(before, get_gpu_memory_stats(), done=done)
+    log.info("%s", cleared.description)
+    return cleared
+
+
+def _empty_weights(model: nn.Module) -> None:
+    torch = sys.modules["torch"]
+    for tensor in (*model.parameters(), *model.buffers()):
+        # in place: optimizers hold the same parameters, and would keep what is only replaced
+        tensor.data = torch.empty(0, dtype=tensor.dtype)
+
+
+def _optimizers_of(model: nn.Module) -> list[Any]:
+    torch = sys.modules["torch"]
+    own = {id(parameter) for parameter in model.parameters()}
+    base = torch.optim.Optimizer
+    return [
+        item
+        # type(), not isinstance(): proxies may compute their __class__
+        for item in gc.get_objects()
+        if issubclass(type(item), base) and any(id(p) in own for p in _parameters(item))
+    ]
+
+
+def _parameters(optimizer: Any) -> Iterable[Any]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _drop_unreachable(done: list[str]) -> int:
+    """Let go of what only the interpreter itself holds; bytes of tensors that went with it."""
+    gc.collect()
+    frozen = gc.get_freeze_count()
+    # before anything is dropped, and with the frozen ones, which the collector else leaves out
+    gc.unfreeze()
+    before = _tensor_bytes()
+    if frozen:
+        done.append(f"{frozen} objects put aside by gc.freeze are collected again")
+    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    if isinstance(error, BaseException):
+        clear_frames(error)
+        done.append(f"the frames of the last uncaught {type(error).__name__} were emptied")
+    # whoever debugs with DEBUG_SAVEALL wants to look into it
+    if gc.garbage and not gc.get_debug() & gc.DEBUG_SAVEALL:
+        done.append(f"{len(gc.garbage)} objects removed from gc.garbage")
+        gc.garbage.clear()
+    # finalizers may free what refers to further garbage
+    for _ in range(_MOST_PASSES):
+        if not gc.collect():
+            break
+    return max(before - _tensor_bytes(), 0)
+
+
+def _tensor_bytes() -> int:
+    counted = holders.bytes_on(holders.live_tensors())
+    return sum(counted.get(device, 0) for device in holders.training_devices())

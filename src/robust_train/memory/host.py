@@ -1,0 +1,126 @@
+"""Host memory: what this process has, and what there is for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from robust_train.failures.oom_killer import memory_counters, parse_cgroups, parse_mounts
+from robust_train.gpu.unified import host_memory
+
+# "no limit" in cgroup v1 is the largest multiple of the page size
+_UNLIMITED = 2**60
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """In bytes.
+
+    Attributes:
+        resident: memory of this process that is in RAM.
+        peak: the most that ever was, since the process began or the peak was reset.
+        data: writable private memory, which RLIMIT_DATA limits.
+        available: what a new program could get, here and within the cgroup; None if untold.
+        total: of the machine, or of the cgroup where that has less; None if untold.
+    """
+
+    resident: int
+    peak: int
+    data: int
+    available: int | None
+    total: int | None
+
+
+def read_host_memory(root: Path = Path("/")) -> HostMemory:
+    """As it is now, for this process. Only Linux tells it (``/proc``)."""
+    own = own_memory(root)
+    machine = host_memory(root / "proc/meminfo")
+    rooms = [machine] if machine is not None else []
+    rooms += cgroup_rooms(root)
+    return HostMemory(
+        resident=own.get("VmRSS", 0),
+        peak=own.get("VmHWM", 0),
+        data=own.get("VmData", 0),
+        available=min((free for _, free in rooms), default=None),
+        total=min((total for total, _ in rooms), default=None),
+    )
+
+
+def own_memory(root: Path = Path("/")) -> dict[str, int]:
+    """This process's sizes as ``/proc/self/status`` names them, in bytes: ``VmRSS``, ``VmHWM`` …"""
+    return parse_status((root / "proc/self/status").read_text(errors="replace"))
+
+
+def reset_peak(clear_refs: Path = Path("/proc/self/clear_refs")) -> bool:
+    """Let the peak of resident memory start anew; False where the kernel does not let us.
+
+    Writing 5 there is described in proc(5); it needs Linux 4.0 and CONFIG_PROC_PAGE_MONITOR.
+    """
+    try:
+        clear_refs.write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+def parse_status(text: str) -> dict[str, int]:
+    """The sizes of ``/proc/<pid>/status`` in bytes."""
+    sizes = {}
+    for line in text.splitlines():
+        key, _, value = line.partition(":")
+        words = value.split()
+        if len(words) == 2 and words[1] == "kB" and words[0].isdigit():
+            sizes[key] = int(words[0]) * 1024  # "kB" there are KiB
+    return sizes
+
+
+def cgroup_rooms(root: Path = Path("/")) -> list[tuple[int, int]]:
+    """Limit and what is left of it, for every cgroup above this process that has a limit."""
+    read = _reader(root)
+    files = memory_counters(
+        parse_cgroups(read("/proc/self/cgroup") or ""),
+        parse_mounts(read("/proc/self/mountinfo") or ""),
+    )
+    rooms = []
+    for folder in (str(path.parent) for path in files):
+        for limit_file, usage_file, cached in (
+            ("memory.max", "memory.current", "inactive_file"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ):
+            limit = room_within(
+                read(f"{folder}/{limit_file}"),
+                read(f"{folder}/{usage_file}"),
+                read(f"{folder}/memory.stat"),
+                cached,
+            )
+            if limit is not None:
+                rooms.append(limit)
+    return rooms
+
+
+def room_within(
+    limit: str | None, usage: str | None, stat: str | None, cached: str
+) -> tuple[int, int] | None:
+    """A cgroup's limit and what is left of it, from its files; None without a limit.
+
+    The inactive page cache counts as usage there and gives way when memory is asked for.
+    """
+    if limit is None or usage is None or not limit.strip().isdigit():
+        return None  # "max"
+    most = int(limit)
+    if most >= _UNLIMITED or not usage.strip().isdigit():
+        return None
+    pages = dict(line.split(" ", 1) for line in (stat or "").splitlines() if " " in line)
+    given_way = int(pages[cached]) if pages.get(cached, "").strip().isdigit() else 0
+    return most, max(most - int(usage) + given_way, 0)
+
+
+def _reader(root: Path) -> Callable[[str], str | None]:
+    def read(path: str) -> str | None:
+        try:
+            return (root / path.lstrip("/")).read_text(errors="replace")
+        except OSError:
+            return None
+
+    return read

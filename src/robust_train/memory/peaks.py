@@ -1,0 +1,142 @@
+"""The most that was in use: resetting the counter, and the peak of one block of code."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from types import TracebackType
+from typing import Any
+
+from robust_train.memory import host
+from robust_train.memory.holders import started_torch
+from robust_train.memory.stats import MemoryStats, get_gpu_memory_stats, ordinal_of
+from robust_train.types import MIB
+
+log = logging.getLogger("robust_train")
+
+_lock = threading.Lock()
+_open_contexts: list[GPUMemoryContext] = []
+
+
+def reset_peak_memory_stats(device: Any = None) -> MemoryStats:
+    """Let the peaks start anew from what is in use now; returns the figures after that.
+
+    Without CUDA it is the peak of this process's resident memory, where the kernel allows that.
+    Blocks that a :class:`GPUMemoryContext` watches at the moment keep their peaks.
+    """
+    with _lock:
+        was_reset = _reset(device)
+    stats = get_gpu_memory_stats(device)
+    if not was_reset:
+        log.warning("%s; the kernel does not let its peak be reset", stats.description)
+    elif not stats.on_gpu:
+        log.info("reset the peak: %s", stats.description)
+    return stats
+
+
+class GPUMemoryContext:
+    """What a block of code does to memory::
+
+        with GPUMemoryContext("forward") as memory:
+            loss = model(x)
+        print(memory.peak, memory.delta)
+
+    Blocks may be nested. The figures are there also when the block raised. The device's peak
+    counter starts anew at the block's beginning, so a peak that is read elsewhere
+    (``torch.cuda.max_memory_allocated``) counts from there.
+
+    Args:
+        name: what to call the block in the log; no log line without one.
+        device: as in :func:`robust_train.memory.get_gpu_memory_stats`.
+
+    Attributes:
+        device: ``cuda:0``, or ``cpu`` where the figures are the host's: resident memory.
+        before: bytes in use when the block began.
+        peak: the most within it.
+        after: when it had ended.
+        delta: ``after - before``.
+    """
+
+    def __init__(self, name: str = "", *, device: Any = None) -> None:
+        self.name = name
+        self.device = "cpu"
+        self.before = self.peak = self.after = 0
+        self._wanted = device
+        self._earlier_peak = 0
+
+    @property
+    def delta(self) -> int:
+        """Bytes that the block has left in use, negative where it has freed some."""
+        return self.after - self.before
+
+    @property
+    def description(self) -> str:
+        """The figures in a line for people."""
+        what = "host memory (resident)" if self.device == "cpu" else self.device
+        return (
+            f"{what}: {self.before / MIB:.1f} MiB before, {self.peak / MIB:.1f} at the peak, "
+            f"{self.after / MIB:.1f} after ({self.delta / MIB:+.1f})"
+        )
+
+    def __enter__(self) -> GPUMemoryContext:
+        with _lock:
+            was_reset = _reset(self._wanted)
+            self.device, self.before, peak = _figures(self._wanted)
+            self.peak = self.before
+            # where the counter cannot be reset, only what goes beyond it is known to be the block's
+            self._earlier_peak = 0 if was_reset else peak
+            _open_contexts.append(self)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        with _lock:
+            _open_contexts.remove(self)
+            # after a fault of the device it answers with the same error; the block's own counts
+            with contextlib.suppress(RuntimeError) if error else contextlib.nullcontext():
+                self._note(*_figures(self._wanted))
+        if self.name:
+            log.info("%s: %s", self.name, self.description)
+
+    def _note(self, device: str, now: int, peak: int) -> None:
+        if device != self.device:
+            # CUDA was started inside of the block
+            self.device, self.before, self.peak, self._earlier_peak = device, 0, 0, 0
+        self.after = now
+        self.peak = max(self.peak, now, peak if peak > self._earlier_peak else 0)
+
+
+def _reset(device: Any) -> bool:
+    """Reset the peak after the blocks that are open have taken note of it."""
+    for context in _open_contexts:
+        context._note(*_figures(context._wanted))
+    torch = _torch_for(device)
+    if torch is not None:
+        torch.cuda.reset_peak_memory_stats(ordinal_of(device))
+        return True
+    return host.reset_peak()
+
+
+def _figures(device: Any) -> tuple[str, int, int]:
+    """The device, and its bytes in use now and at the peak; without the costlier statistics."""
+    torch = _torch_for(device)
+    if torch is not None:
+        ordinal = ordinal_of(device)
+        ordinal = torch.cuda.current_device() if ordinal is None else ordinal
+        return (
+            f"cuda:{ordinal}",
+            torch.cuda.memory_allocated(ordinal),
+            torch.cuda.max_memory_allocated(ordinal),
+        )
+    own = host.own_memory()
+    return "cpu", own["VmRSS"], own["VmHWM"]
+
+
+def _torch_for(device: Any) -> Any:
+    """torch, where ``device`` is a GPU on which this process can have something."""
+    return None if ordinal_of(device) == -1 else started_torch()

@@ -1,0 +1,179 @@
+"""Limits and settings of memory for this process."""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from robust_train.memory.allocator import (
+    allocator_settings,
+    allocator_variable,
+    exported_expandable_segments,
+)
+from robust_train.memory.host import read_host_memory
+from robust_train.memory.stats import ordinal_of
+from robust_train.types import MIB
+
+log = logging.getLogger("robust_train")
+
+
+@dataclass(frozen=True)
+class MemoryLimit:
+    """A limit that this process has been given.
+
+    Attributes:
+        device: ``cuda:0`` or ``cpu``.
+        fraction: of ``total``.
+        bytes: the most that the caching allocator may reserve; on the host, that writable private
+            memory may be.
+        total: bytes of the device; of the host, or of the cgroup where that has less.
+        in_use: what counts towards the limit now.
+    """
+
+    device: str
+    fraction: float
+    bytes: int
+    total: int
+    in_use: int
+
+    @property
+    def description(self) -> str:
+        """The limit in a line for people."""
+        where = self.device
+        if self.device == "cpu":
+            where = "no CUDA in this process; host memory (RLIMIT_DATA)"
+        text = (
+            f"{where}: at most {self.bytes / MIB:,.0f} of {self.total / MIB:,.0f} MiB "
+            f"({self.fraction:g}), {self.in_use / MIB:,.0f} MiB in use"
+        )
+        if self.in_use > self.bytes:
+            text += "; that is more already, so the next larger request will fail"
+        return text
+
+
+def set_memory_fraction(fraction: float = 0.8, device: Any = None) -> MemoryLimit:
+    """Let this process take at most a share of the device's memory; 1 lifts the limit.
+
+    On a GPU it limits torch's caching allocator: what would go beyond it is out of memory, as if
+    the GPU were smaller. CUDA contexts, NCCL and cuBLAS workspaces outside of the allocator do not
+    count. CUDA is started if it was not. Without CUDA the writable private memory of this process
+    is limited to that share of the host's memory (RLIMIT_DATA, see setrlimit(2)): a request beyond
+    it raises MemoryError in place of waking the kernel's OOM killer. Child processes inherit that
+    limit, each for itself.
+
+    Args:
+        fraction: over 0, up to 1.
+        device: as in :func:`robust_train.memory.get_gpu_memory_stats`.
+
+    Raises:
+        ValueError: no such fraction or device; or the host process has more already, and would
+            fail at once.
+    """
+    if isinstance(fraction, bool) or not isinstance(fraction, (int, float)):
+        raise ValueError(f"fraction={fraction!r}: accepted is a number over 0, up to 1")
+    if not 0 < fraction <= 1:
+        raise ValueError(f"fraction={fraction}: accepted is a number over 0, up to 1")
+    ordinal = ordinal_of(device)
+    torch = usable_torch()
+    if ordinal == -1 or torch is None:
+        limit = _limit_host(float(fraction))
+    else:
+        limit = _limit_cuda(torch, float(fraction), ordinal)
+    log.info("%s", limit.description)
+    return limit
+
+
+def enable_memory_efficient_settings(
+    *, fraction: float | None = 0.95, tf32: bool = True
+) -> tuple[str, ...]:
+    """Set up CUDA's allocator and arithmetic for a tight GPU; returns what was done, in sentences.
+
+    Expandable segments, unless the environment says otherwise: under the variable that the
+    installed torch reads, for programs started from here, and in this process where CUDA is there.
+    Segments that the allocator has already stay as they are, so call it before CUDA is used.
+
+    Args:
+        fraction: as in :func:`set_memory_fraction`; None sets no limit.
+        tf32: let float32 matrix products use TensorFloat32 where the GPU has it (Ampere and later;
+            elsewhere torch goes on as before), as convolutions do by default: faster, at 10 bits of
+            mantissa. It saves no memory.
+    """
+    variable = allocator_variable(os.environ)
+    exported = exported_expandable_segments(os.environ)
+    settings = allocator_settings(os.environ, expandable_segments=True)
+    done = []
+    if exported is None:
+        os.environ[variable] = settings
+        done.append(f"{variable}={settings} for programs started from here")
+    else:
+        done.append(f"{variable} has expandable_segments:{exported} already, which stays")
+    torch = usable_torch()
+    if torch is None:
+        done.append("no CUDA in this process: nothing else to set")
+    else:
+        if exported is None:
+            done.append(_apply_to_allocator(torch, settings))
+        if fraction is not None:
+            done.append(set_memory_fraction(fraction).description)
+        if tf32:
+            # the flags exist on every GPU and act only where the hardware has the format
+            torch.set_float32_matmul_precision("high")
+            done.append("TensorFloat32 for float32 matrix products where the GPU has it")
+    for sentence in done:
+        log.info("%s", sentence)
+    return tuple(done)
+
+
+def usable_torch() -> Any:
+    """The module torch, where it is loaded and CUDA can be used or is in use; else None."""
+    torch = sys.modules.get("torch")
+    return torch if torch is not None and torch.cuda.is_available() else None
+
+
+def _apply_to_allocator(torch: Any, settings: str) -> str:
+    # torch 2.10 and later; before that the function of CUDA's own
+    apply = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    apply = apply or torch._C._cuda_cudaCachingAllocator_set_allocator_settings
+    try:
+        apply(settings)
+    except (RuntimeError, ValueError) as error:
+        return f"torch refuses {settings}: {str(error).splitlines()[0]}"
+    return f"the allocator of this process: {settings}"
+
+
+def _limit_cuda(torch: Any, fraction: float, ordinal: int | None) -> MemoryLimit:
+    if ordinal is None:
+        ordinal = torch.cuda.current_device()
+    if ordinal >= torch.cuda.device_count():
+        raise ValueError(f"device cuda:{ordinal}: this process sees {torch.cuda.device_count()}")
+    torch.cuda.set_per_process_memory_fraction(fraction, ordinal)
+    total = torch.cuda.mem_get_info(ordinal)[1]
+    return MemoryLimit(
+        device=f"cuda:{ordinal}",
+        fraction=fraction,
+        bytes=int(fraction * total),
+        total=total,
+        in_use=torch.cuda.memory_reserved(ordinal),
+    )
+
+
+def _limit_host(fraction: float) -> MemoryLimit:
+    memory = read_host_memory()
+    if memory.total is None:
+        raise ValueError("the size of the host's memory is unknown (/proc/meminfo)")
+    limit = MemoryLimit("cpu", fraction, int(fraction * memory.total), memory.total, memory.data)
+    if limit.in_use >= limit.bytes:
+        raise ValueError(
+            f"fraction={fraction:g}: that is {limit.bytes / MIB:,.0f} MiB of host memory, and this "
+            f"process has {limit.in_use / MIB:,.0f} already"
+        )
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    soft = hard if fraction == 1 else limit.bytes
+    if hard != resource.RLIM_INFINITY:
+        soft = min(soft, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+    return limit

@@ -1,0 +1,271 @@
+"""How much memory is in use, and how well the caching allocator uses what it holds.
+
+Imports no torch, and starts no CUDA: a question must not cost a context of hundreds of MiB.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import IO, Any
+
+from robust_train.gpu.inventory import read_inventory
+from robust_train.gpu.visible import visible_gpus
+from robust_train.memory.holders import started_torch
+from robust_train.memory.host import read_host_memory
+from robust_train.types import MIB
+
+log = logging.getLogger("robust_train")
+
+_DEFAULT_POOL = (0, 0)
+
+
+@dataclass(frozen=True)
+class MemoryStats:
+    """Memory of this process on one device at one moment, in bytes.
+
+    Attributes:
+        device: ``cuda:0`` as this process counts, or ``cpu``: then the figures are the host's.
+        allocated: held by tensors; on the host what of the process is in RAM.
+        reserved: held by the caching allocator, used or not; on the host as ``allocated``.
+        peak: the most that was allocated since the start or the last reset.
+        peak_reserved: the same of ``reserved``.
+        free: free on the device, for everybody; on the host what a new program could get. None
+            where nobody tells.
+        total: size of the device; of the host, or of the cgroup where that has less.
+        largest_free_block: the largest unused block that the caching allocator holds, so the
+            largest tensor that fits without asking the driver; None on the host.
+        fragmentation: share of the unused reserved memory outside of that block, 0 (one block) to
+            1; None on the host. The classical measure of external fragmentation.
+        retries: times that the allocator had to return its cache to satisfy a request.
+        oom_count: times that it could not satisfy one.
+        note: what the figures are about, where that is not plain; else empty.
+    """
+
+    device: str
+    allocated: int
+    reserved: int
+    peak: int
+    peak_reserved: int
+    free: int | None = None
+    total: int | None = None
+    largest_free_block: int | None = None
+    fragmentation: float | None = None
+    retries: int | None = None
+    oom_count: int | None = None
+    note: str = ""
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the figures are a GPU's."""
+        return self.device != "cpu"
+
+    @property
+    def description(self) -> str:
+        """The figures in a line for people."""
+        of = "" if self.total is None else f" of {_mib(self.total)}"
+        room = "" if self.free is None else f", {_mib(self.free)}{of} free"
+        if not self.on_gpu:
+            text = f"host memory: {_mib(self.allocated)} resident (peak {_mib(self.peak)}){room}"
+        else:
+            text = (
+                f"{self.device}: {_mib(self.allocated)} in tensors (peak {_mib(self.peak)}), "
+                f"{_mib(self.reserved)} reserved{room}"
+            )
+        if self.fragmentation is not None and self.largest_free_block is not None:
+            text += (
+                f"; largest unused block {_mib(self.largest_free_block)}, "
+                f"fragmentation {self.fragmentation:.0%}, {self.retries} retries, "
+                f"{self.oom_count} out of memory"
+            )
+        return f"{self.note}; {text}" if self.note else text
+
+    def as_dict(self) -> dict[str, Any]:
+        """The figures as JSON's types."""
+        return asdict(self)
+
+
+def get_gpu_memory_stats(device: Any = None) -> MemoryStats:
+    """Memory of this process on ``device``, and how full the device is.
+
+    Where this process has not started CUDA, NVML tells of the GPU that would be used; where there
+    is no GPU for it either, the figures are the host's, and ``note`` says so.
+
+    Args:
+        device: number, ``cuda:1``, ``cpu`` or a torch.device; None for the current device.
+
+    Raises:
+        ValueError: there is no such device.
+    """
+    ordinal = ordinal_of(device)
+    if ordinal == _HOST:
+        return _of_host("")
+    torch = started_torch()
+    if torch is not None:
+        return _of_cuda(torch, torch.cuda.current_device() if ordinal is None else ordinal)
+    return _of_nvml(ordinal or 0) or _of_host("no CUDA in this process")
+
+
+get_cuda_memory_info = get_gpu_memory_stats
+"""The other name that people know :func:`get_gpu_memory_stats` by."""
+
+
+def print_cuda_memory_info(device: Any = None, *, file: IO[str] | None = None) -> None:
+    """Print the figures of :func:`get_gpu_memory_stats`, one a line, in MiB.
+
+    Args:
+        device: as there.
+        file: where to; standard output by default.
+    """
+    stats = get_gpu_memory_stats(device)
+    lines = [("device", stats.device + (f" ({stats.note})" if stats.note else ""))]
+    for name, value in stats.as_dict().items():
+        if name in ("device", "note") or value is None:
+            continue
+        label = name.replace("_", " ")
+        if name in ("retries", "oom_count"):
+            lines.append((label, str(value)))
+        elif name == "fragmentation":
+            lines.append((label, f"{value:.1%}"))
+        else:
+            lines.append((label, f"{value / MIB:,.1f} MiB"))
+    width = max(len(label) for label, _ in lines)
+    for label, text in lines:
+        print(f"{label:<{width}}  {text}", file=file)
+
+
+def log_gpu_memory_stats(prefix: str = "", device: Any = None) -> MemoryStats:
+    """Log :func:`get_gpu_memory_stats` in one line that begins with ``prefix``; returns them."""
+    stats = get_gpu_memory_stats(device)
+    log.info("%s%s", f"{prefix}: " if prefix else "", stats.description)
+    return stats
+
+
+_HOST = -1
+
+
+def ordinal_of(device: Any) -> int | None:
+    """CUDA's number of ``device``, -1 for the host, None where none is named.
+
+    Raises:
+        ValueError: it names no device.
+    """
+    if device is None:
+        return None
+    if isinstance(device, int):
+        number = device
+    else:
+        text = str(device)
+        match = re.fullmatch(r"cpu(?::0)?|cuda(?::(\d+))?", text)
+        if match is None:
+            raise ValueError(f"device {text!r}: accepted are cpu, cuda, cuda:<number>, a number")
+        if text.startswith("cpu"):
+            return _HOST
+        if match[1] is None:
+            return None
+        number = int(match[1])
+    if number < 0:
+        raise ValueError(f"device {device!r}: a number from 0 on")
+    return number
+
+
+def unused_blocks(segments: Iterable[Mapping[str, Any]], ordinal: int) -> tuple[int, int]:
+    """The largest unused block of a device, and the sum of all, in bytes.
+
+    Args:
+        segments: what ``torch.cuda.memory_snapshot()`` returns.
+        ordinal: CUDA's number of the device.
+
+    Blocks in private pools (CUDA graphs) do not count: only their graph can use them.
+    """
+    sizes = [
+        int(block["size"])
+        for segment in segments
+        if segment["device"] == ordinal
+        and tuple(segment.get("segment_pool_id", _DEFAULT_POOL)) == _DEFAULT_POOL
+        for block in segment["blocks"]
+        if block["state"] == "inactive"
+    ]
+    return max(sizes, default=0), sum(sizes)
+
+
+def fragmentation(largest: int, unused: int) -> float:
+    """Share of ``unused`` bytes outside of the ``largest`` block; 0 where nothing is unused."""
+    return 1 - largest / unused if unused else 0.0
+
+
+def _of_cuda(torch: Any, ordinal: int) -> MemoryStats:
+    if ordinal >= torch.cuda.device_count():
+        raise ValueError(f"device cuda:{ordinal}: this process sees {torch.cuda.device_count()}")
+    told = torch.cuda.memory_stats(ordinal)
+    free, total = torch.cuda.mem_get_info(ordinal)
+    blocks = _blocks(torch, ordinal)
+    return MemoryStats(
+        device=f"cuda:{ordinal}",
+        allocated=told.get("allocated_bytes.all.current", 0),
+        reserved=told.get("reserved_bytes.all.current", 0),
+        peak=told.get("allocated_bytes.all.peak", 0),
+        peak_reserved=told.get("reserved_bytes.all.peak", 0),
+        free=free,
+        total=total,
+        largest_free_block=None if blocks is None else blocks[0],
+        fragmentation=None if blocks is None else fragmentation(*blocks),
+        retries=told.get("num_alloc_retries", 0),
+        oom_count=told.get("num_ooms", 0),
+    )
+
+
+def _blocks(torch: Any, ordinal: int) -> tuple[int, int] | None:
+    """None where the allocator has no snapshots (``backend:cudaMallocAsync``)."""
+    try:
+        try:
+            # without the recorded history, which may be gigabytes
+            segments = torch.cuda.memory_snapshot(include_traces=False)
+        except TypeError:
+            segments = torch.cuda.memory_snapshot()
+    except RuntimeError:
+        return None
+    return unused_blocks(segments, ordinal)
+
+
+def _of_nvml(ordinal: int) -> MemoryStats | None:
+    """The GPU that CUDA would call ``ordinal`` here; None where this process cannot have one."""
+    torch = sys.modules.get("torch")
+    if torch is not None and getattr(getattr(torch, "version", None), "cuda", "") is None:
+        return None
+    gpus = visible_gpus(read_inventory(processes=False), os.environ).gpus
+    if ordinal >= len(gpus):
+        return None
+    gpu = gpus[ordinal]
+    return MemoryStats(
+        device=f"cuda:{ordinal}",
+        allocated=0,
+        reserved=0,
+        peak=0,
+        peak_reserved=0,
+        free=gpu.free_bytes,
+        total=gpu.total_bytes,
+        note=f"this process has not started CUDA; GPU {gpu.index} ({gpu.name}) as NVML tells",
+    )
+
+
+def _of_host(note: str) -> MemoryStats:
+    host = read_host_memory()
+    return MemoryStats(
+        device="cpu",
+        allocated=host.resident,
+        reserved=host.resident,
+        peak=host.peak,
+        peak_reserved=host.peak,
+        free=host.available,
+        total=host.total,
+        note=note,
+    )
+
+
+def _mib(size: int) -> str:
+    return f"{size / MIB:,.1f} MiB"

@@ -1,0 +1,304 @@
+"""robust-train memory and cleanup as a user types them, in a terminal and in a pipe."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from robust_train.memory.allocator import allocator_variable
+from simulated_nvml import GPU_IS_LOST, MIB, Gpu, Machine
+from terminal import run_at_a_terminal
+from world import ROOT, TESTS, World, wait_until
+
+MachineWith = Callable[..., Machine]
+
+COMMAND = [sys.executable, "-m", "robust_train.cli.main"]
+VARIABLE = allocator_variable({})
+
+needs_live_runs = pytest.mark.skipif(
+    find_spec("robust_train.control") is None, reason="runs cannot be talked to in this version"
+)
+
+
+def run(environ, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *arguments],
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.fixture
+def alone(tmp_path: Path):
+    """The environment of a machine on which no run is alive."""
+
+    def of(machine: Machine, **more: str) -> dict[str, str]:
+        return machine.environment(ROBUST_TRAIN_RUNTIME_DIR=str(tmp_path / "nobody"), **more)
+
+    return of
+
+
+# --- the machine --------------------------------------------------------------------------------
+
+SHOW = """
+import json
+from robust_train.cli.machine_memory import print_machine_memory, read_machine_memory
+machine = read_machine_memory()
+print_machine_memory(machine)
+print(json.dumps(machine))
+"""
+
+
+def test_every_process_on_every_gpu_has_a_row(machine_with: MachineWith) -> None:
+    machine = machine_with(
+        Gpu(free_mib=30000, compute=[(2**30, 700), (2**29, None)], graphics=[(2**28, 5)]),
+        Gpu(name="T4", total_mib=15000),
+        Gpu(),
+    )
+    machine.fail("nvmlDeviceGetHandleByIndex", GPU_IS_LOST, 2)
+    process = machine.start(SHOW)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    header, *rows = out.splitlines()
+    assert header.split("  ")[0] == "index"
+    assert [row.split()[0] for row in rows[:4]] == ["0", "0", "0", "1"]
+    assert all(word in rows[0] for word in ("10960", "30000", "40960", str(2**30), "700"))
+    assert rows[1].endswith("?")
+    assert "? (draws)" in rows[2]
+    assert rows[3].split()[-1] == "-"
+    assert rows[4] == "GPU 2 skipped: GPU is lost"
+    assert any(row.startswith("host memory: ") for row in rows)
+    told = json.loads(rows[-1])
+    assert told["gpus"][0]["processes"][0]["used_bytes"] == 700 * MIB
+    assert told["gpus"][0]["used_bytes"] == 10960 * MIB
+    assert told["host"]["total_bytes"] > told["host"]["available_bytes"] > 0
+
+
+def test_a_terminal_gets_a_ruled_table(machine_with: MachineWith) -> None:
+    machine = machine_with(Gpu(name="Odd [bold] card", compute=[(2**30, 700)]))
+    code, shown = run_at_a_terminal([sys.executable, "-c", SHOW], machine.environment())
+    assert code == 0, shown
+    assert "│" in shown
+    assert "Odd [bold] card" in shown
+
+
+def test_without_a_driver_the_reason_and_the_host_s_memory_are_told(
+    machine_with: MachineWith,
+) -> None:
+    process = machine_with().start(SHOW)
+    out, _ = process.communicate(timeout=60)
+    first, second, _ = out.splitlines()
+    assert first == "no NVIDIA GPU on this machine (driver 570.86.15)"
+    assert second.startswith("host memory: ")
+
+
+# --- enable -------------------------------------------------------------------------------------
+
+
+def shell(line: str, **environ: str) -> str:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("PYTORCH_")}
+    done = subprocess.run(
+        ["sh", "-c", line], env={**kept, **environ}, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr
+    return done.stdout
+
+
+def test_a_shell_that_evaluates_it_has_the_setting() -> None:
+    command = " ".join(COMMAND)
+    line = f'eval "$({command} memory enable)"; echo "${VARIABLE}"'
+    assert shell(line) == "expandable_segments:True\n"
+    hostile = "max_split_size_mb:64,x:$(touch oops) 'y'"
+    assert shell(line, **{VARIABLE: hostile}) == f"{hostile},expandable_segments:True\n"
+    assert shell(line, **{VARIABLE: "expandable_segments:False"}) == "expandable_segments:False\n"
+
+
+def test_a_terminal_is_told_how_to_use_the_lines_and_programs_get_json() -> None:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("PYTORCH_")}
+    code, shown = run_at_a_terminal([*COMMAND, "memory", "enable"], kept)
+    assert code == 0
+    assert shown.splitlines() == [
+        f"export {VARIABLE}=expandable_segments:True",
+        'to set it in this shell: eval "$(robust-train memory enable)"',
+    ]
+    told = json.loads(run(kept, "memory", "enable", "--json").stdout)
+    assert told["variable"] == VARIABLE
+    assert told["value"] == "expandable_segments:True"
+
+
+# --- usage --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (("memory",), "the following arguments are required: ACTION"),
+        (("memory", "shrink"), "invalid choice: 'shrink'"),
+        (("memory", "fraction", "80"), "80: accepted is a number over 0, up to 1"),
+        (("memory", "fraction", "much"), "much: accepted is a number over 0, up to 1"),
+        (("memory", "fraction"), "the following arguments are required: FRACTION"),
+        (("cleanup", "--stats-only", "--force"), "not allowed with argument"),
+    ],
+)
+def test_wrong_usage_is_told_in_a_line(arguments, line) -> None:
+    done = run(os.environ, *arguments)
+    assert done.returncode == 2
+    assert line in done.stderr.splitlines()[-1]
+    assert not done.stdout
+
+
+def test_the_commands_are_listed() -> None:
+    done = run(os.environ, "--help")
+    assert done.returncode == 0
+    assert "  memory " in done.stdout
+    assert "  cleanup " in done.stdout
+
+
+# --- no live run --------------------------------------------------------------------------------
+
+
+@needs_live_runs
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("memory", "clear"), "a process cannot empty another's cache"),
+        (("memory", "reset"), "peaks are counted inside of a process"),
+        (("memory", "fraction", "0.8"), "memory.fraction=0.8"),
+        (("memory", "snapshot"), "memory.snapshot_on_oom=true"),
+        (("cleanup", "--force"), "a process cannot empty another's cache"),
+    ],
+)
+def test_without_a_live_run_it_says_what_can_and_cannot_be_done(
+    machine_with: MachineWith, alone, arguments, sentence
+) -> None:
+    environ = alone(machine_with(Gpu()))
+    done = run(environ, *arguments)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"robust-train {' '.join(arguments[:2]).removesuffix(' --force')}: no ")
+    assert sentence in line
+    done = run(environ, *arguments, "--json")
+    assert done.returncode == 1
+    assert sentence in json.loads(done.stdout)["error"]
+    code, shown = run_at_a_terminal([*COMMAND, *arguments], environ)
+    assert code == 1
+    assert sentence.split()[0] in shown
+
+
+@needs_live_runs
+@pytest.mark.parametrize("arguments", [("memory", "info"), ("cleanup", "--stats-only")])
+def test_without_a_live_run_info_shows_the_machine(
+    machine_with: MachineWith, alone, arguments
+) -> None:
+    environ = alone(machine_with(Gpu(compute=[(2**30, 700)])))
+    done = run(environ, *arguments)
+    assert done.returncode == 0
+    assert not done.stderr
+    assert str(2**30) in done.stdout
+    told = json.loads(run(environ, *arguments, "--json").stdout)
+    assert told["live_run"] is None
+    assert told["gpus"][0]["processes"][0]["pid"] == 2**30
+    code, shown = run_at_a_terminal([*COMMAND, *arguments], environ)
+    assert code == 0
+    assert "│" in shown
+
+
+@needs_live_runs
+def test_a_run_that_was_named_and_is_not_there_is_an_error(
+    machine_with: MachineWith, alone
+) -> None:
+    environ = alone(machine_with(Gpu()))
+    for arguments in (("memory", "info"), ("memory", "clear"), ("cleanup",)):
+        done = run(environ, *arguments, "--run", "1-abcdef")
+        assert done.returncode == 1
+        assert "1-abcdef" in done.stderr.splitlines()[0]
+
+
+# --- a live run ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def live(world: World, tmp_path: Path) -> Iterator[World]:
+    """A run that trains on the CPU until it is stopped."""
+    runtime = str(tmp_path / "runtime")
+    paths = f"{TESTS / 'memory'}:{TESTS}:{ROOT / 'src'}"
+    world.with_environ({"ROBUST_TRAIN_RUNTIME_DIR": runtime, "PYTHONPATH": paths})
+    process = world.start(
+        "trainer._target_=trainer_that_holds_memory.holds_memory_until_stopped",
+        "auto_device=false",
+        "device=cpu",
+    )
+    try:
+        journal = world.run_dir / "journal.jsonl"
+        wait_until(
+            lambda: (
+                process.poll() is not None
+                or (journal.exists() and '"training_started"' in journal.read_text())
+            ),
+            "the trainer is at work",
+        )
+        assert process.poll() is None, process.communicate()
+        yield world
+    finally:
+        process.send_signal(signal.SIGTERM)
+        world.end(process)
+
+
+def asked(world: World, *arguments: str):
+    done = run(world.environ, *arguments, "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout)
+
+
+@needs_live_runs
+def test_a_live_run_does_what_it_is_asked_and_tells_before_and_after(live: World) -> None:
+    told = asked(live, "memory", "info")
+    assert told["live_run"]["after"]["allocated"] > 192 * MIB
+    # what the trainer has put out of the collector's reach stays, until force
+    plain = asked(live, "memory", "clear", "--run", str(live.run_dir))
+    assert plain["held"] == []
+    forced = asked(live, "memory", "clear", "--force", "--run", plain["run"])
+    assert forced["dropped"] >= 128 * MIB
+    assert forced["before"]["allocated"] - forced["after"]["allocated"] > 100 * MIB
+    assert "KEPT[0] (global of module trainer_that_holds_memory)" in forced["held"][0]
+    reset = asked(live, "memory", "reset")
+    assert reset["after"]["peak"] < reset["before"]["peak"]
+    limited = asked(live, "memory", "fraction", "0.9")
+    assert 0 < limited["limit"] < limited["after"]["total"]
+    shot = asked(live, "memory", "snapshot")
+    assert shot["written"] == [str(live.run_dir / "memory-tensors-1.json")]
+    tensors = json.loads(Path(shot["written"][0]).read_text())
+    assert tensors[0]["shape"] == [16 * 2**20]
+    assert asked(live, "cleanup", "--force")["run"] == plain["run"]
+    refused = run(live.environ, "memory", "fraction", "0.000001")
+    assert refused.returncode == 1
+    (line,) = refused.stderr.splitlines()
+    assert "fraction=1e-06: that is 0 MiB of host memory" in line
+
+
+@needs_live_runs
+def test_people_see_a_sentence_and_a_table(live: World) -> None:
+    done = run(live.environ, "memory", "clear")
+    assert done.returncode == 0, done.stderr
+    sentence, header, *rows = done.stdout.splitlines()
+    assert "no CUDA in this process; host memory: " in sentence
+    assert header.split() == ["MiB", "before", "after"]
+    assert [row.split()[0] for row in rows] == ["allocated", "reserved", "peak", "free"]
+    for arguments in (("memory", "info"), ("memory", "reset"), ("cleanup",)):
+        code, shown = run_at_a_terminal([*COMMAND, *arguments], live.environ)
+        assert code == 0, shown
+        assert "host memory: " in shown
+        assert "│ allocated" in shown

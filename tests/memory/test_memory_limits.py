@@ -1,0 +1,119 @@
+"""Limits and settings, each in a process of its own: they cannot be taken back."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+from robust_train.memory import set_memory_fraction
+from robust_train.memory.allocator import allocator_variable
+from simulated_nvml import MIB
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="tests/memory/test_memory_on_a_gpu.py has CUDA's"
+)
+VARIABLE = allocator_variable({})
+
+
+def python(code: str, **environ: str):
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("PYTORCH_")}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env={**kept, **environ},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_without_cuda_a_share_of_the_host_is_the_limit_and_beyond_it_memory_runs_out() -> None:
+    told = python(
+        """
+        import json, resource
+        import torch
+        from robust_train.memory import set_memory_fraction
+        from robust_train.memory.host import read_host_memory
+        total = read_host_memory().total
+        limit = set_memory_fraction((read_host_memory().data + 200 * 2**20) / total)
+        small = torch.ones(10 * 2**20)
+        try:
+            torch.ones(100 * 2**20)
+            ended = "not limited"
+        except RuntimeError as error:
+            ended = str(error)
+        from robust_train.failures import classify_failure
+        kind = classify_failure(RuntimeError(ended)).kind.value
+        lifted = set_memory_fraction(1.0)
+        torch.ones(100 * 2**20)
+        print(json.dumps([limit.description, ended, kind, limit.bytes, lifted.bytes, total]))
+        """
+    )
+    description, ended, kind, limit, lifted, total = told
+    assert description.startswith("no CUDA in this process; host memory (RLIMIT_DATA): at most ")
+    assert "not enough memory" in ended or "allocate memory" in ended
+    assert kind == "host_oom"
+    assert limit < lifted == total
+
+
+def test_a_limit_below_what_is_in_use_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"fraction=1e-09: that is 0 MiB .* already"):
+        set_memory_fraction(1e-9)
+
+
+@pytest.mark.parametrize("fraction", [0, -1, 1.5, float("nan"), "0.5", True, None])
+def test_what_is_no_share_is_refused_in_a_line(fraction) -> None:
+    with pytest.raises(ValueError, match="accepted is a number over 0, up to 1"):
+        set_memory_fraction(fraction)
+
+
+def test_expandable_segments_are_set_for_programs_started_from_here() -> None:
+    done, value = python(
+        f"""
+        import json, os, torch
+        from robust_train import enable_memory_efficient_settings
+        print(json.dumps([enable_memory_efficient_settings(), os.environ[{VARIABLE!r}]]))
+        """
+    )
+    assert value == "expandable_segments:True"
+    assert done[0] == f"{VARIABLE}=expandable_segments:True for programs started from here"
+    assert done[1] == "no CUDA in this process: nothing else to set"
+
+
+def test_what_is_exported_goes_before_and_what_is_there_beside_it_stays() -> None:
+    code = f"""
+        import json, os
+        from robust_train import enable_memory_efficient_settings
+        print(json.dumps([enable_memory_efficient_settings(), os.environ[{VARIABLE!r}]]))
+        """
+    done, value = python(code, **{VARIABLE: "expandable_segments:False"})
+    assert value == "expandable_segments:False"
+    assert "already, which stays" in done[0]
+    _, value = python(code, **{VARIABLE: "max_split_size_mb:64"})
+    assert value == "max_split_size_mb:64,expandable_segments:True"
+
+
+def test_the_allocator_of_this_torch_takes_the_setting_at_run_time() -> None:
+    from robust_train.memory.settings import _apply_to_allocator
+
+    assert _apply_to_allocator(torch, "expandable_segments:True") == (
+        "the allocator of this process: expandable_segments:True"
+    )
+    assert "torch refuses nonsense:1: " in _apply_to_allocator(torch, "nonsense:1")
+
+
+def test_a_limit_is_told_in_mib() -> None:
+    from robust_train.memory import MemoryLimit
+
+    limit = MemoryLimit("cuda:0", 0.5, 512 * MIB, 1024 * MIB, 600 * MIB)
+    assert limit.description == (
+        "cuda:0: at most 512 of 1,024 MiB (0.5), 600 MiB in use; that is more already, so the next "
+        "larger request will fail"
+    )

@@ -1,0 +1,235 @@
+"""What only CUDA shows of the memory functions; skipped where there is no GPU."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from robust_train import memory
+from robust_train.gpu.inventory import read_inventory
+from robust_train.memory.requests import perform
+from world import wait_until
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that torch can use"),
+]
+
+MIB = 1024**2
+GIB = 1024**3
+
+
+@pytest.fixture(autouse=True)
+def clean() -> Iterator[None]:
+    torch.zeros(1, device="cuda")
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    yield
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def gpu_tensor(size: int) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.uint8, device="cuda")
+
+
+def free_says_nvml() -> int:
+    uuid = f"GPU-{torch.cuda.get_device_properties(0).uuid}"
+    return next(g.free_bytes for g in read_inventory(processes=False).gpus if g.uuid == uuid)
+
+
+def test_the_cache_goes_back_to_the_driver() -> None:
+    tensor = gpu_tensor(GIB)
+    del tensor
+    before = free_says_nvml()
+    cleared = memory.clear_gpu_memory()
+    assert cleared.freed >= GIB
+    assert cleared.after.reserved < 64 * MIB
+    wait_until(lambda: free_says_nvml() - before > 0.9 * GIB, "NVML sees it free")
+
+
+def test_a_forced_clear_drops_a_cycle_that_the_collector_was_kept_from(tmp_path: Path) -> None:
+    class Node:
+        pass
+
+    gc.disable()
+    try:
+        one, other = Node(), Node()
+        one.other, other.one, one.tensor = other, one, gpu_tensor(256 * MIB)
+        gone = weakref.ref(one.tensor)
+        del one, other
+        gc.freeze()
+        assert perform("memory_clear", {}, tmp_path)["after"]["allocated"] >= 256 * MIB
+        kept = gpu_tensor(64 * MIB)
+        answer = perform("memory_clear", {"force": True}, tmp_path)
+    finally:
+        gc.enable()
+        gc.unfreeze()
+    assert gone() is None
+    assert answer["dropped"] >= 256 * MIB
+    assert answer["after"]["allocated"] < 128 * MIB
+    assert answer["held"][0].startswith("64.0 MiB uint8 (67108864,), held by kept ")
+    assert kept.numel() == 64 * MIB
+
+
+def test_a_fraction_is_a_limit_and_one_lifts_it() -> None:
+    total = torch.cuda.mem_get_info()[1]
+    limit = memory.set_memory_fraction((GIB + torch.cuda.memory_reserved()) / total)
+    assert limit.device == "cuda:0"
+    small = gpu_tensor(256 * MIB)
+    with pytest.raises(torch.OutOfMemoryError):
+        gpu_tensor(2 * GIB)
+    assert memory.get_gpu_memory_stats().oom_count >= 1
+    memory.set_memory_fraction(1.0)
+    assert gpu_tensor(2 * GIB).numel() + small.numel() > 2 * GIB
+
+
+def test_a_snapshot_can_be_opened_and_the_second_has_the_history(tmp_path: Path) -> None:
+    from torch.cuda import _memory_viz
+
+    held = gpu_tensor(32 * MIB)
+    try:
+        first = perform("memory_snapshot", {}, tmp_path)
+        passing = gpu_tensor(16 * MIB)
+        del passing
+        second = perform("memory_snapshot", {}, tmp_path)
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
+    assert "from here on the history is recorded" in first["sentence"]
+    assert "from here on" not in second["sentence"]
+    snapshots = [
+        pickle.loads(Path(answer["written"][1]).read_bytes()) for answer in (first, second)
+    ]
+    assert sum(segment["allocated_size"] for segment in snapshots[0]["segments"]) >= 32 * MIB
+    actions = [entry["action"] for entry in snapshots[1]["device_traces"][0]]
+    assert "alloc" in actions
+    assert _memory_viz.segsum(snapshots[1])
+    tensors = json.loads(Path(first["written"][0]).read_text())
+    assert tensors[0]["device"] == "cuda:0"
+    assert "held" in tensors[0]["owner"]
+    assert held.numel()
+
+
+def test_figures_of_the_allocator() -> None:
+    blocks = [gpu_tensor(64 * MIB) for _ in range(3)]
+    del blocks[1]
+    stats = memory.get_gpu_memory_stats()
+    assert stats.device == "cuda:0"
+    assert 128 * MIB <= stats.allocated < 160 * MIB
+    assert stats.peak >= 192 * MIB
+    assert stats.largest_free_block >= 64 * MIB
+    assert 0 <= stats.fragmentation < 1
+    assert stats.free + stats.reserved <= stats.total
+    assert "fragmentation" in stats.description
+    with pytest.raises(ValueError, match="this process sees"):
+        memory.get_gpu_memory_stats("cuda:99")
+
+
+def test_a_question_starts_no_cuda() -> None:
+    code = (
+        "import json, torch\n"
+        "from robust_train import get_gpu_memory_stats\n"
+        "stats = get_gpu_memory_stats()\n"
+        "print(json.dumps([stats.device, stats.total, torch.cuda.is_initialized()]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    device, total, is_initialized = json.loads(done.stdout.splitlines()[-1])
+    assert device == "cuda:0"
+    assert abs(total - torch.cuda.mem_get_info()[1]) < 0.05 * total
+    assert not is_initialized
+
+
+def test_a_block_s_peak_nested() -> None:
+    with memory.GPUMemoryContext() as outer:
+        gpu_tensor(256 * MIB)
+        with memory.GPUMemoryContext() as inner:
+            kept = gpu_tensor(64 * MIB)
+    assert outer.peak - outer.before >= 256 * MIB
+    assert 64 * MIB <= inner.peak - inner.before < 128 * MIB
+    assert inner.delta == outer.delta == kept.numel()
+
+
+def test_a_checkpoint_takes_no_second_copy_on_the_gpu(tmp_path: Path) -> None:
+    model = nn.Linear(4096, 4096, device="cuda")
+    with memory.GPUMemoryContext() as block:
+        memory.save_checkpoint({"model": model}, tmp_path / "last.pt")
+    assert block.peak == block.before
+    content = torch.load(tmp_path / "last.pt", weights_only=True, map_location="cpu")
+    assert torch.equal(content["model"]["weight"], model.weight.cpu())
+
+
+def test_a_tensor_with_gaps_comes_to_the_host_without_a_copy_on_the_gpu() -> None:
+    tensor = torch.arange(64 * MIB, device="cuda")[::2]
+    with memory.GPUMemoryContext() as plain:
+        expected = tensor.cpu()
+    with memory.GPUMemoryContext() as block:
+        moved = memory.safe_tensor_to_cpu({"a": [tensor]})
+    assert torch.equal(moved["a"][0], expected)
+    assert block.peak == block.before
+    assert plain.peak >= block.peak
+
+
+@pytest.mark.parametrize("keep_weights", [True, False])
+def test_a_model_leaves_the_gpu(keep_weights: bool) -> None:
+    model = nn.Linear(4096, 4096, device="cuda")
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(8, 4096, device="cuda")).sum().backward()
+    optimizer.step()
+    cleared = memory.cleanup_model_memory(model, keep_weights=keep_weights)
+    # weights, gradients and two moments of 64 MiB each
+    assert cleared.before.allocated - cleared.after.allocated >= 250 * MIB
+    assert cleared.after.reserved < 64 * MIB
+    assert model.weight.device.type == "cpu"
+    assert model.weight.numel() == (4096**2 if keep_weights else 0)
+
+
+def test_efficient_settings_say_what_they_did() -> None:
+    code = (
+        "import json, torch\n"
+        "from robust_train import enable_memory_efficient_settings\n"
+        "done = enable_memory_efficient_settings(fraction=0.5)\n"
+        "torch.ones(9, device='cuda')\n"
+        "segments = torch.cuda.memory_snapshot()\n"
+        "print(json.dumps([done, segments[0]['is_expandable'],\n"
+        "    torch.get_float32_matmul_precision()]))"
+    )
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("PYTORCH_")}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True
+    )
+    sentences, is_expandable, precision = json.loads(done.stdout.splitlines()[-1])
+    assert any("(0.5)" in sentence for sentence in sentences)
+    assert is_expandable
+    assert precision == "high"
+
+
+def test_kill_ends_a_process_that_holds_the_gpu() -> None:
+    code = "import signal, torch; torch.ones(9, device='cuda'); print('ready', flush=True); "
+    holder = subprocess.Popen(
+        [sys.executable, "-c", code + "signal.pause()"], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "ready\n"
+        listed = {p.pid for gpu in read_inventory().gpus for p in gpu.processes or ()}
+        if holder.pid not in listed:
+            pytest.skip("the driver tells other process ids here, those outside of a container")
+        command = [sys.executable, "-m", "robust_train.cli.main", "memory", "kill", "--yes"]
+        done = subprocess.run([*command, "--pid", str(holder.pid)], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert holder.wait(timeout=30) == -signal.SIGTERM
+    finally:
+        holder.kill()
+        holder.communicate()

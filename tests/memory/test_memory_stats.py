@@ -1,0 +1,206 @@
+"""Figures of memory, on the host, from NVML, and from the allocator's snapshot."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import robust_train
+from robust_train import memory
+from robust_train.memory.host import (
+    cgroup_rooms,
+    parse_status,
+    read_host_memory,
+    reset_peak,
+    room_within,
+)
+from robust_train.memory.stats import fragmentation, ordinal_of, unused_blocks
+from simulated_nvml import MIB, Gpu, Machine
+
+MachineWith = Callable[..., Machine]
+
+needs_no_gpu = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="what a machine without CUDA does"
+)
+
+
+def test_the_functions_can_be_imported_without_torch() -> None:
+    code = (
+        "import sys, robust_train, robust_train.memory as m\n"
+        "names = [n for n in m.__all__ if n != 'save_checkpoint']\n"
+        "[getattr(m, n) for n in names]\n"
+        "robust_train.clear_gpu_memory(force=True); m.largest_tensors()\n"
+        "m.safe_tensor_to_cpu({'a': [1]}); m.get_gpu_memory_stats(); m.reset_peak_memory_stats()\n"
+        "print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+def test_the_package_offers_what_the_room_of_memory_does() -> None:
+    for name in memory.__all__:
+        if name in robust_train.__all__:
+            assert getattr(robust_train, name) is getattr(memory, name)
+    assert robust_train.get_cuda_memory_info is robust_train.get_gpu_memory_stats
+    assert robust_train.clear_cuda_memory is robust_train.clear_gpu_memory
+    assert set(memory.__all__) <= set(dir(memory))
+    with pytest.raises(AttributeError, match="no attribute 'clear_everything'"):
+        _ = memory.clear_everything
+
+
+@needs_no_gpu
+def test_without_cuda_the_figures_are_the_hosts_and_say_so() -> None:
+    before = memory.get_gpu_memory_stats()
+    held = torch.ones(16 * MIB)
+    after = memory.get_gpu_memory_stats()
+    assert before.device == "cpu"
+    assert not before.on_gpu
+    assert after.allocated - before.allocated >= 60 * MIB
+    assert after.peak >= after.allocated
+    assert 0 < after.free < after.total
+    assert after.fragmentation is None
+    assert after.description.startswith("no CUDA in this process; host memory: ")
+    assert json.loads(json.dumps(after.as_dict()))["allocated"] == after.allocated
+    del held
+
+
+@needs_no_gpu
+def test_the_figures_are_printed_and_logged(capsys, caplog) -> None:
+    memory.print_cuda_memory_info()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["device", "cpu", "(no", "CUDA", "in", "this", "process)"]
+    assert [line.split()[0] for line in lines[1:3]] == ["allocated", "reserved"]
+    assert all(line.endswith("MiB") for line in lines[1:])
+    with caplog.at_level(logging.INFO, "robust_train"):
+        stats = memory.log_gpu_memory_stats("after epoch 3")
+    (record,) = caplog.records
+    assert record.message == f"after epoch 3: {stats.description}"
+
+
+def test_before_cuda_is_started_nvml_tells_of_the_gpu_that_would_be_used(
+    machine_with: MachineWith,
+) -> None:
+    machine = machine_with(Gpu(total_mib=1000, free_mib=900), Gpu(total_mib=2000, free_mib=300))
+    code = """
+    import json
+    from robust_train.memory import get_gpu_memory_stats
+    print(json.dumps([get_gpu_memory_stats().as_dict(), get_gpu_memory_stats("cpu").as_dict()]))
+    """
+    gpu, host = machine.python(code, CUDA_VISIBLE_DEVICES=machine.uuid(1))
+    assert (gpu["device"], gpu["free"], gpu["total"]) == ("cuda:0", 300 * MIB, 2000 * MIB)
+    assert gpu["allocated"] == gpu["reserved"] == 0
+    assert "has not started CUDA; GPU 1 " in gpu["note"]
+    assert host["device"] == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("device", "ordinal"),
+    [
+        (None, None),
+        ("cuda", None),
+        ("cuda:3", 3),
+        (2, 2),
+        ("cpu", -1),
+        (torch.device("cuda", 1), 1),
+    ],
+)
+def test_devices_are_named_as_in_torch(device, ordinal) -> None:
+    assert ordinal_of(device) == ordinal
+
+
+@pytest.mark.parametrize("device", ["gpu0", "cuda:-1", -1, "cuda:"])
+def test_what_names_no_device_is_refused_in_a_line(device) -> None:
+    with pytest.raises(ValueError, match="device"):
+        memory.get_gpu_memory_stats(device)
+
+
+def _segment(device, *blocks, pool=(0, 0)):
+    return {
+        "device": device,
+        "segment_pool_id": pool,
+        "blocks": [{"size": size, "state": state} for size, state in blocks],
+    }
+
+
+def test_only_unused_blocks_of_the_devices_common_pool_count() -> None:
+    segments = [
+        _segment(0, (5, "active_allocated"), (3, "inactive"), (9, "inactive")),
+        _segment(0, (100, "inactive"), pool=(0, 1)),
+        _segment(0, (50, "active_pending_free")),
+        _segment(1, (70, "inactive")),
+    ]
+    assert unused_blocks(segments, 0) == (9, 12)
+    assert unused_blocks(segments, 2) == (0, 0)
+
+
+@given(st.lists(st.integers(1, 2**40), max_size=20))
+def test_fragmentation_is_a_share_and_nothing_for_one_block(sizes) -> None:
+    largest, unused = unused_blocks([_segment(0, *((size, "inactive") for size in sizes))], 0)
+    share = fragmentation(largest, unused)
+    assert 0 <= share < 1
+    assert (share == 0) == (len(sizes) <= 1)
+
+
+def test_proc_s_sizes_are_read_in_bytes() -> None:
+    text = "Name:\tkB python\nVmRSS:\t     12 kB\nThreads:\t3\nVmBad:\tx kB\n"
+    assert parse_status(text) == {"VmRSS": 12 * 1024}
+
+
+def _cgroup_v2(root: Path, limit: str, current: int, inactive: int) -> None:
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/self/cgroup").write_text("0::/job/inner\n")
+    (root / "proc/self/mountinfo").write_text(
+        "30 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"
+    )
+    (root / "proc/self/status").write_text("VmRSS:\t10 kB\nVmHWM:\t20 kB\nVmData:\t5 kB\n")
+    (root / "proc/meminfo").write_text("MemTotal: 1000 kB\nMemAvailable: 900 kB\n")
+    folder = root / "sys/fs/cgroup/job"
+    (folder / "inner").mkdir(parents=True)
+    (folder / "inner/memory.max").write_text("max\n")
+    (folder / "inner/memory.current").write_text("1\n")
+    (folder / "memory.max").write_text(limit)
+    (folder / "memory.current").write_text(f"{current}\n")
+    (folder / "memory.stat").write_text(f"anon 1\ninactive_file {inactive}\n")
+
+
+def test_a_cgroup_above_limits_what_there_is(tmp_path: Path) -> None:
+    _cgroup_v2(tmp_path, f"{600 * 1024}\n", current=500 * 1024, inactive=100 * 1024)
+    host = read_host_memory(tmp_path)
+    assert (host.total, host.available) == (600 * 1024, 200 * 1024)
+    assert (host.resident, host.peak, host.data) == (10 * 1024, 20 * 1024, 5 * 1024)
+
+
+def test_a_cgroup_without_a_limit_leaves_the_machines(tmp_path: Path) -> None:
+    _cgroup_v2(tmp_path, "max\n", current=500 * 1024, inactive=0)
+    assert cgroup_rooms(tmp_path) == []
+    host = read_host_memory(tmp_path)
+    assert (host.total, host.available) == (1000 * 1024, 900 * 1024)
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        (None, "1", ""),
+        ("5", None, ""),
+        ("max", "1", ""),
+        ("5", "?", ""),
+        (str(2**63 - 4096), "1", ""),  # v1's "no limit"
+    ],
+)
+def test_files_that_tell_no_limit(files) -> None:
+    assert room_within(*files, "inactive_file") is None
+
+
+def test_a_kernel_that_keeps_its_peak_says_so(tmp_path: Path) -> None:
+    assert not reset_peak(tmp_path / "missing" / "clear_refs")
+    assert os.path.exists("/proc/self/clear_refs")
