@@ -23,6 +23,8 @@ class Sample:
         gpu_used: bytes in use on the whole GPU, by everybody.
         gpu_total: bytes that the GPU has.
         resident: bytes of host memory of this process.
+        anonymous: those of ``resident`` that are its own: no files mapped into memory, nothing
+            shared with other processes.
     """
 
     time: float
@@ -34,6 +36,7 @@ class Sample:
     gpu_used: int | None = None
     gpu_total: int | None = None
     resident: int | None = None
+    anonymous: int | None = None
 
 
 def encode(sample: Sample) -> str:
