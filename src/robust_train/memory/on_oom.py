@@ -78,7 +78,7 @@ def _write_down(run_dir: Path, attempt: int, step: int | None, failure: Failure)
     snapshot = _dump_snapshot(run_dir / f"oom-attempt-{attempt}.pickle")
     tensors = largest_tensors()
     path = run_dir / f"oom-attempt-{attempt}.json"
-    event = {
+    event: dict[str, Any] = {
         "step": step,
         "kind": failure.kind.value,
         "message": failure.message,

@@ -149,7 +149,7 @@ class SampleFile:
         self._warned = False
 
     def add(self, sample: Sample) -> None:
-        """Write one more sample; once in a while, write all anew without those that are too many."""
+        """Write one more sample; once in a while all anew, without those that are too many."""
         self._newest.append(sample)
         try:
             if self._earlier is None:

@@ -1,23 +1,27 @@
 """Whether an attempt's memory stays as it is, grows, or falls to pieces: told from its samples.
 
-Memory rises and falls within each step, jumps when a checkpoint is written, and needs some steps to
-settle, so neither its mean nor its peak tells. What a leak moves is the floor. So the steps after
-the warm-up are cut into windows, the least of each window is taken, and a line is laid through these
-floors with the Theil-Sen estimator, the median of the slopes between all pairs: nearly three tenths
-of the points may be off without moving it (Sen 1968, J. Am. Stat. Assoc. 63, 1379-1389). A leak is
-a line that rises in each third of the time, which a jump to another level does not, by more than the
-floors scatter around it.
+Memory rises and falls within each step, jumps when a checkpoint is written, and needs some steps
+to settle, so neither its mean nor its peak tells. What a leak moves is the floor. So the steps
+after the warm-up are cut into windows, the least of each window is taken, and a line is laid
+through these floors with the Theil-Sen estimator, the median of the slopes between all pairs:
+nearly three tenths of the points may be off without moving it (Sen 1968, J. Am. Stat. Assoc. 63,
+1379-1389). A leak is a line that rises in each third of the time, which a jump to another level
+does not, and by more than the floors scatter around it.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from pathlib import Path
 from statistics import median
 
-from robust_train.memory.samples import Sample
+from robust_train.memory.samples import FILE_NAME, Sample, read_samples
 from robust_train.types import MIB
+
+log = logging.getLogger("robust_train")
 
 _WARM_UP_SHARE = 0.2
 _MOST_WINDOWS = 30
@@ -43,6 +47,18 @@ class Stability:
     kind: str
     sentence: str
     mib_per_100_steps: float | None = None
+
+
+def attempt_stability(run_dir: Path, attempt: int) -> Stability | None:
+    """:func:`stability` of one attempt of a run folder, told to the log; None without samples."""
+    samples = [s for s in read_samples(run_dir / FILE_NAME) if s.attempt == attempt]
+    if not samples:
+        return None
+    found = stability(samples)
+    # a run of a few seconds need not be told that it was one
+    level = {"unknown": logging.DEBUG, "stable": logging.INFO}.get(found.kind, logging.WARNING)
+    log.log(level, "attempt %d: memory is %s", attempt, found.sentence)
+    return found
 
 
 def stability(samples: Sequence[Sample]) -> Stability:
