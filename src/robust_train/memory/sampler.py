@@ -110,10 +110,10 @@ class Sampler:
             probe = Probe(self._device)
         except OSError:  # no /proc
             return
-        with contextlib.closing(probe):
+        with contextlib.closing(probe), contextlib.closing(self._file):
             is_last = False
+            spent = time.thread_time()
             while True:
-                started = time.thread_time()
                 with _sampling:
                     sample = Sample(
                         time=round(time.time(), 4),
@@ -124,7 +124,8 @@ class Sampler:
                 self._file.add(sample)
                 if is_last:
                     return
-                cost = time.thread_time() - started
+                # waking up counts as well, which is why it is measured from one to the next
+                cost, spent = time.thread_time() - spent, time.thread_time()
                 is_last = self._ended.wait(max(self._interval_seconds, cost / _COST_SHARE))
 
 
@@ -147,6 +148,13 @@ class SampleFile:
         self._earlier: int | None = None
         self._is_torn = False
         self._warned = False
+        self._descriptor: int | None = None
+
+    def close(self) -> None:
+        """Give the file descriptor back."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
 
     def add(self, sample: Sample) -> None:
         """Write one more sample; once in a while all anew, without those that are too many."""
@@ -170,13 +178,11 @@ class SampleFile:
         data = (encode(sample) + "\n").encode()
         if self._is_torn:
             data = b"\n" + data
-        descriptor = os.open(
-            self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666
-        )
-        try:
-            self._is_torn = os.write(descriptor, data) < len(data)
-        finally:
-            os.close(descriptor)
+        if self._descriptor is None:
+            # it stays open: at each system call the thread has to wait for the interpreter anew
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+            self._descriptor = os.open(self._path, flags, 0o666)
+        self._is_torn = os.write(self._descriptor, data) < len(data)
 
     def _make_room(self) -> int:
         """Bytes of earlier attempts, after every other of their lines has gone if they are many."""
@@ -203,6 +209,7 @@ class SampleFile:
 
     def _replace(self, content: bytes) -> None:
         """Put the new file in the old one's place, whole or not at all."""
+        self.close()
         temporary = self._path.with_suffix(f".{os.getpid()}.tmp")
         try:
             temporary.write_bytes(content)

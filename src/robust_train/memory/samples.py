@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 FILE_NAME = "memory.jsonl"
@@ -41,7 +41,7 @@ class Sample:
 
 def encode(sample: Sample) -> str:
     """The sample as a line of the file, without its end."""
-    known = {name: value for name, value in asdict(sample).items() if value is not None}
+    known = {name: value for name, value in vars(sample).items() if value is not None}
     return json.dumps(known, separators=(",", ":"))
 
 

@@ -116,8 +116,8 @@ class Returned:
 class AttemptMemory:
     """Looks after the memory of one attempt: a context manager around the call of the trainer.
 
-    Clearings at the start and during training concern the CUDA cache; where there is none they would
-    cost time and give nothing back, so they are left out.
+    Clearings at the start and during training concern the CUDA cache; where there is none they
+    would cost time and give nothing back, so they are left out.
 
     Args:
         run: the attempt.
