@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 from hypothesis import given, settings
@@ -59,7 +60,7 @@ def test_a_week_is_spread_evenly():
     limits = Limits(first=20, between=100, newest=20, slack=50)
     samples = attempt(60_000, 0, gap=10.0)
     between = recorded(samples, limits).between
-    gaps = [b.time - a.time for a, b in zip(between, between[1:], strict=False)]
+    gaps = [b.time - a.time for a, b in itertools.pairwise(between)]
     assert len(between) > limits.between / 3
     assert max(gaps) < 4 * min(gaps)
     assert between[-1].time - between[0].time > 0.99 * (samples[-1].time - samples[0].time)

@@ -186,10 +186,9 @@ class SampleFile:
 
     def _make_room(self) -> int:
         """Bytes of earlier attempts, after every other of their lines has gone if they are many."""
-        try:
-            earlier = self._path.read_bytes()
-        except FileNotFoundError:
+        if not self._path.is_file():
             return 0
+        earlier = self._path.read_bytes()
         is_whole = earlier.endswith(b"\n") or not earlier
         lines = earlier.splitlines(keepends=True)
         if len(earlier) <= _EARLIER_BYTES and is_whole:

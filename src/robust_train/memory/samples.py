@@ -50,6 +50,8 @@ _NAMES = frozenset(item.name for item in fields(Sample))
 
 def read_samples(path: Path) -> list[Sample]:
     """The samples of a file in its order; none where there is no file, torn lines are skipped."""
+    if not path.is_file():
+        return []
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     except OSError:
