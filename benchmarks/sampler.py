@@ -1,11 +1,11 @@
 """What the memory sampler costs the training beside it.
 
 Blocks of the same steps are run in turn without and with a sampler, in one process; the order
-changes from pair to pair. Two kinds of steps: a small convolutional network, and Python alone,
+changes from round to round. Two kinds of steps: a small convolutional network, and Python alone,
 whose thread has to hand over the interpreter for every sample. The sampler asks NVML as well: a
 simulated library where there is no GPU (needs a C compiler then). On a GPU it asks torch too.
 
-Run: python benchmarks/sampler.py [--pairs 20] [--interval-ms 100]
+Run: python benchmarks/sampler.py [--rounds 20] [--interval-ms 100]
 Goal: at most 0.5 % of the wall time.
 """
 
@@ -25,7 +25,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-BLOCK_SECONDS = 5.0
+BLOCK_SECONDS = 1.0
 
 
 @dataclass
@@ -86,39 +86,40 @@ def block(step: Callable[[], None], count: int, device: str, interval: float | N
         return Block(wall, cpu, own)
 
 
-def measure(name: str, step: Callable[[], None], device: str, pairs: int, interval: float) -> None:
-    """Print what the pairs say."""
+def measure(name: str, step: Callable[[], None], device: str, rounds: int, interval: float) -> None:
+    """Print what the rounds say; twice without a sampler, to show how much the machine varies."""
     step()
     started = time.perf_counter()
     for _ in range(10):
         step()
     count = max(int(10 * BLOCK_SECONDS / (time.perf_counter() - started)), 1)
     block(step, count, device, interval)
-    wall, cpu, own = [], [], []
-    for number in range(pairs):
-        order = (None, interval) if number % 2 else (interval, None)
-        blocks = {how: block(step, count, device, how) for how in order}
-        without, beside = blocks[None], blocks[interval]
-        wall.append(100 * (beside.wall / without.wall - 1))
-        cpu.append(100 * (beside.cpu / without.cpu - 1))
-        own.append(100 * beside.sampler / beside.wall)
+    ratios: dict[str, list[float]] = {"with it": [], "without it once more": []}
+    own = []
+    for number in range(rounds):
+        ways = {"without": None, "with it": interval, "without it once more": None}
+        order = list(ways) if number % 2 else list(reversed(ways))
+        blocks = {way: block(step, count, device, ways[way]) for way in order}
+        for way, values in ratios.items():
+            values.append(100 * (blocks[way].cpu / blocks["without"].cpu - 1))
+        own.append(100 * blocks["with it"].sampler / blocks["with it"].wall)
+    low, median, high = statistics.quantiles(own, n=4)
     print(
-        f"{name}: the sampler's thread uses {statistics.median(own):.3f} % of the wall time "
-        f"(at most {max(own):.3f} %); with it the process's CPU time is "
-        f"{statistics.median(cpu):+.2f} % (middle half {_middle(cpu)}), wall time "
-        f"{statistics.median(wall):+.2f} % ({_middle(wall)})",
-        flush=True,
+        f"{name}: CPU time of the sampler's thread ÷ wall time: {median:.3f} % "
+        f"(middle half {low:.3f} to {high:.3f})"
     )
-
-
-def _middle(values: list[float]) -> str:
-    low, _, high = statistics.quantiles(values, n=4)
-    return f"{low:+.2f} to {high:+.2f}"
+    for way, values in ratios.items():
+        low, median, high = statistics.quantiles(values, n=4)
+        print(
+            f"  CPU time of the process {way}, against without: {median:+.2f} % "
+            f"(middle half {low:+.2f} to {high:+.2f})",
+            flush=True,
+        )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pairs", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--interval-ms", type=float, default=100)
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
@@ -127,11 +128,11 @@ def main() -> None:
         trained_on = "cpu" if os.environ.get("SIMULATED_NVML_STATE") else device
         for name, make in (("network", network), ("Python alone", python_alone)):
             step = make(trained_on)
-            measure(name, step, device, chosen.pairs, chosen.interval_ms / 1000)
+            measure(name, step, device, chosen.rounds, chosen.interval_ms / 1000)
         return
     from robust_train.gpu.inventory import read_inventory
 
-    command = [sys.executable, __file__, f"--pairs={chosen.pairs}"]
+    command = [sys.executable, __file__, f"--rounds={chosen.rounds}"]
     command += [f"--interval-ms={chosen.interval_ms}"]
     gpus = read_inventory(processes=False).gpus
     if gpus:

@@ -22,6 +22,7 @@ from robust_train.types import MIB, Failure
 log = logging.getLogger("robust_train")
 
 _TOLD = 3
+_WORTH_TELLING = 0.01
 # "several KB per entry", says torch's documentation: below 100 MiB of host memory
 _HISTORY_ENTRIES = 20_000
 
@@ -64,8 +65,8 @@ def write_down(
 
     Returns:
         What to put into the journal: ``step``, ``kind``, ``message``, ``requested_bytes``,
-        ``tensors`` and ``snapshot`` (the files' names, None where there is none); None where
-        nothing could be written.
+        ``tensors`` and ``snapshot`` (the files' names, None where there is none), and the
+        ``seconds`` that it took; None where nothing could be told.
     """
     try:
         return _write_down(run_dir, attempt, step, failure)
@@ -75,6 +76,7 @@ def write_down(
 
 
 def _write_down(run_dir: Path, attempt: int, step: int | None, failure: Failure) -> dict[str, Any]:
+    started = time.monotonic()
     snapshot = _dump_snapshot(run_dir / f"oom-attempt-{attempt}.pickle")
     tensors = largest_tensors()
     path = run_dir / f"oom-attempt-{attempt}.json"
@@ -99,7 +101,7 @@ def _write_down(run_dir: Path, attempt: int, step: int | None, failure: Failure)
         log.warning("cannot write %s: %s", path, error.strerror)
         event["tensors"] = None
     log.info("out of memory: %s", _told(tensors, event["tensors"]))
-    return event
+    return {**event, "seconds": round(time.monotonic() - started, 3)}
 
 
 def _dump_snapshot(path: Path) -> str | None:
@@ -124,6 +126,7 @@ def _told(tensors: Sequence[Mapping[str, Any]], file: str | None) -> str:
         f"{tensor['bytes'] / MIB:.1f} MiB {tensor['dtype']} {tuple(tensor['shape'])} on "
         f"{tensor['device']}, held by {tensor['owner']}"
         for tensor in tensors[:_TOLD]
+        if tensor["bytes"] >= _WORTH_TELLING * tensors[0]["bytes"]
     )
     return f"the largest tensors are {largest}" + (f"; all in {file}" if file else "")
 
