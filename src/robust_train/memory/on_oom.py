@@ -16,8 +16,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from robust_train.memory.largest import largest_tensors
-from robust_train.types import MIB, Failure
+from robust_train.memory.holders import started_torch
+from robust_train.memory.tensors import largest_tensors
+from robust_train.types import MIB, Failure, FailureKind
 
 log = logging.getLogger("robust_train")
 
@@ -78,7 +79,8 @@ def write_down(
 def _write_down(run_dir: Path, attempt: int, step: int | None, failure: Failure) -> dict[str, Any]:
     started = time.monotonic()
     snapshot = _dump_snapshot(run_dir / f"oom-attempt-{attempt}.pickle")
-    tensors = largest_tensors()
+    is_hosts = failure.kind is FailureKind.HOST_OOM
+    tensors = largest_tensors(devices={"cpu"} if is_hosts else None)
     path = run_dir / f"oom-attempt-{attempt}.json"
     event: dict[str, Any] = {
         "step": step,
@@ -106,8 +108,8 @@ def _write_down(run_dir: Path, attempt: int, step: int | None, failure: Failure)
 
 def _dump_snapshot(path: Path) -> str | None:
     """Torch's memory snapshot; the file's name, None where there is no CUDA or it cannot be had."""
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():
+    torch = started_torch()
+    if torch is None:
         return None
     try:
         torch.cuda.memory._dump_snapshot(str(path))

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import os
 import resource
-import sys
 from dataclasses import dataclass
 from typing import Any
 
 from robust_train.gpu.one import OneGpu
+from robust_train.memory.holders import started_torch
 
 _PAGE = resource.getpagesize()
 
@@ -45,17 +45,16 @@ def cached_on(index: int | None) -> Cached | None:
     """
     if index is None:
         return None
-    torch = sys.modules.get("torch")
+    torch = started_torch()
+    if torch is None:
+        return None
     try:
-        # is_initialized() may not be there yet: another thread may be importing torch
-        if torch is None or not torch.cuda.is_initialized():
-            return None
         figures = torch.cuda.memory_stats_as_nested_dict(index)
         return Cached(
             figures["allocated_bytes"]["all"]["current"],
             figures["reserved_bytes"]["all"]["current"],
         )
-    except (AttributeError, KeyError, RuntimeError):
+    except (KeyError, RuntimeError):
         return None
 
 
@@ -126,10 +125,10 @@ def _uuid_of(index: int) -> str | None:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     if index < len(visible) and visible[index].strip().startswith(("GPU-", "MIG-")):
         return visible[index].strip()
-    torch = sys.modules.get("torch")
+    torch = started_torch()
+    if torch is None:
+        return None
     try:
-        if torch is None or not torch.cuda.is_initialized():
-            return None
         return f"GPU-{torch.cuda.get_device_properties(index).uuid}"
     except (AttributeError, RuntimeError, AssertionError):
         return None
