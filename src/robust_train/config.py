@@ -49,9 +49,19 @@ class TrainingConfig:
 
 @dataclass
 class MemoryConfig:
-    """``memory``: the CUDA caching allocator's settings for each attempt."""
+    """``memory``: what each attempt does about memory. Steps are optimizer steps, 0 is never."""
 
+    clear_on_start: bool = True
+    fraction: float = 0.95
     expandable_segments: bool = True
+    empty_cache_frequency: int = 10
+    empty_cache_threshold: float = 0.5
+    clear_after_save: bool = True
+    clear_after_epoch: bool = True
+    clear_on_failure: bool = True
+    log_frequency: int = 0
+    sample_interval_ms: int = 100
+    snapshot_on_oom: bool = True
 
 
 @dataclass
@@ -245,6 +255,13 @@ def validate(cfg: DictConfig) -> None:
             _at_least(cfg, 0, training + key)
     _above(cfg, 0, training + "lr")
     _within(cfg, 0, 1, training + "label_smoothing", training + "warmup_fraction")
+    memory = "memory."
+    _at_least(cfg, 0, memory + "empty_cache_frequency", memory + "log_frequency")
+    _within(cfg, 0, 1, memory + "empty_cache_threshold")
+    _above(cfg, 0, memory + "fraction")
+    _within(cfg, 0, 1, memory + "fraction")
+    if cfg.memory.sample_interval_ms:
+        _at_least(cfg, 10, memory + "sample_interval_ms")
     device = str(cfg.device)
     if not _DEVICE.fullmatch(device):
         raise ConfigError(

@@ -29,6 +29,7 @@ from robust_train.gpu.wait import NoGpu
 from robust_train.job_control import JobControl
 from robust_train.job_settings import hydra_config, policy_settings, run_folder, target_of
 from robust_train.journal import Journal, read_earlier
+from robust_train.memory.stability import attempt_stability
 from robust_train.policy import AttemptsExhausted, decide, decide_as_asked, first_attempt
 from robust_train.report import narration
 from robust_train.report.html import write_report
@@ -297,7 +298,7 @@ class Job:
             )
         attempt = Attempt(spec, outcome)
         decision = self._decide(attempt)
-        record = AttemptRecord(attempt, decision)
+        record = AttemptRecord(attempt, decision, attempt_stability(self.run_dir, number))
         self.records.append(record)
         self.journal.write(
             "attempt_ended",

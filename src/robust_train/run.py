@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from robust_train.training.micro_batch import MicroBatcher, MicroBatches
@@ -70,6 +70,25 @@ class UserError(RuntimeError):
     """Raised by a trainer for what its user can mend: the message is shown without a traceback."""
 
 
+class MemoryKeeper(Protocol):
+    """What looks after an attempt's memory, and so is told what happens in it."""
+
+    def step_done(self, step: int) -> None:
+        """An optimizer step was reported."""
+
+    def checkpoint_saved(self) -> None:
+        """A checkpoint was written."""
+
+    def epoch_ended(self) -> None:
+        """An epoch was trained."""
+
+    def ran_out(self, error: BaseException) -> None:
+        """Memory ran out, and the step is going to be repeated."""
+
+    def clean_up(self, error: BaseException | None) -> None:
+        """The trainer has returned, or failed with ``error``."""
+
+
 class Run:
     """One attempt as its trainer sees it.
 
@@ -85,6 +104,7 @@ class Run:
         last_step: last optimizer step that was reported, None before the first.
         last_micro_batch: the smallest micro-batch that running out of memory has led to inside the
             steps of this attempt, None if it never did.
+        memory_keeper: set by whoever calls the trainer.
     """
 
     def __init__(
@@ -106,6 +126,7 @@ class Run:
         self.was_told_to_restart = False
         self.last_step: int | None = None
         self.last_micro_batch: int | None = None
+        self.memory_keeper: MemoryKeeper | None = None
         self._micro_batch_plan = MicroBatchPlan()
         self._micro_batcher: MicroBatcher | None = None
         self._steps_before = 0
@@ -190,6 +211,8 @@ class Run:
             Whether this one was passed on.
         """
         self.last_step = step
+        if self.memory_keeper is not None:
+            self.memory_keeper.step_done(step)
         if self._requests:
             self._at_boundary("progress")
         now = time.monotonic()
@@ -217,7 +240,10 @@ class Run:
             from robust_train.training.micro_batch import MicroBatcher
 
             self._micro_batcher = MicroBatcher(
-                **asdict(self.micro_batch_plan), record=self._micro_batch_event, step=self._step_now
+                **asdict(self.micro_batch_plan),
+                record=self._micro_batch_event,
+                step=self._step_now,
+                on_oom=None if self.memory_keeper is None else self.memory_keeper.ran_out,
             )
         return self._micro_batcher
 
@@ -255,8 +281,17 @@ class Run:
     def checkpoint_saved(self, path: Path, step: int) -> None:
         """Say that a complete checkpoint lies at ``path``: a later attempt resumes from it."""
         self._report({"event": "checkpoint", "path": str(path), "step": step})
+        if self.memory_keeper is not None:
+            self.memory_keeper.checkpoint_saved()
         if self._checkpoint_answers:
             self._answer_checkpoint({"answer": {"path": str(path), "step": step}})
+
+    def epoch_ended(self, epoch: int, **scalars: float) -> None:
+        """Say that epoch ``epoch`` (from 1) is done; ``scalars`` (losses …) go to the journal."""
+        step = self._steps_before if self.last_step is None else self.last_step
+        self._report({"event": "epoch", "epoch": epoch, "step": step, **scalars})
+        if self.memory_keeper is not None:
+            self.memory_keeper.epoch_ended()
 
     def memory_milestone(self, name: str) -> None:
         """Log and record how much memory is in use at a moment called ``name``."""

@@ -188,6 +188,8 @@ class Outcome:
         end_step: last optimizer step it reported, None if it reported none.
         peak_memory_bytes: of the device, or of the process where it ran on the CPU.
         memory: device memory at the end (``allocated``, ``reserved``, ``max_allocated``), bytes.
+        memory_returned: by the final clean-up: ``of`` (``reserved`` or ``resident`` memory),
+            ``before_bytes``, ``after_bytes``, ``returned_bytes``, ``seconds``; None without one.
         micro_batch: the one in use at the end where the trainer itself had changed it, else None.
         gpu_free_before_bytes: free memory of the GPU before the attempt; None where not known.
         gpu_free_after_bytes: the same when the attempt's process was gone.
@@ -203,6 +205,7 @@ class Outcome:
     end_step: int | None = None
     peak_memory_bytes: int | None = None
     memory: dict[str, int] | None = None
+    memory_returned: dict[str, Any] | None = None
     micro_batch: int | None = None
     gpu_free_before_bytes: int | None = None
     gpu_free_after_bytes: int | None = None

@@ -23,6 +23,7 @@ from robust_train.failures import classify_failure
 from robust_train.job_control import JobControl
 from robust_train.job_settings import target_of
 from robust_train.launcher import Job
+from robust_train.memory.stability import attempt_stability
 from robust_train.report.summary import Summary, objective_of
 from robust_train.run import Interrupted, Run, UserError
 from robust_train.sweep.current import (
@@ -150,6 +151,7 @@ def plain_job(cfg: DictConfig) -> Any:
         ):
             result = call_trainer(trainer, cfg, run)
             signals.raise_if_received()
+        _end_memory(run, None)
     except ConfigError as error:
         return _refused(error)
     except KeyboardInterrupt as error:
@@ -168,9 +170,16 @@ def plain_job(cfg: DictConfig) -> Any:
             print("train_robust.py would go on with a smaller batch", file=sys.stderr)
         ending.note(EXIT_FAILED)
         job_ended("failed", EXIT_FAILED, reason=classify_failure(error).message)
+        _end_memory(run, error)
         return _no_objective()
     log.info("completed; run folder: %s", run.run_dir)
     return plain(objective_of(result))
+
+
+def _end_memory(run: Run, error: Exception | None) -> None:
+    if run.memory_keeper is not None:
+        run.memory_keeper.clean_up(error)
+    attempt_stability(run.run_dir, run.attempt)
 
 
 def _torch_device(device: str) -> str:

@@ -50,6 +50,8 @@ def run_attempt(
     if run.stops_to_restart and (error is None or isinstance(error, Interrupted)):
         ending = _restart_event()
     report({**ending, "step": run.last_step, "memory": memory_in_use()})
+    if run.memory_keeper is not None:
+        run.memory_keeper.clean_up(error)
     return error
 
 
@@ -114,6 +116,13 @@ def micro_batch_in_use(event: Mapping[str, Any]) -> int | None:
     if event["event"] == "micro_batch_exhausted" and event["training"]:
         return int(event["from"])
     return None
+
+
+def finally_returned(event: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What the final clean-up has returned, where this event tells of it."""
+    if event["event"] != "memory_cleared" or event["reason"] not in ("end", "failure"):
+        return None
+    return {key: event[key] for key in event if key not in ("event", "reason", "step")}
 
 
 def failure_to_json(failure: Failure) -> dict[str, Any]:

@@ -11,7 +11,12 @@ from typing import Any
 
 from robust_train.control.attempt import AttemptRequests
 from robust_train.execution import sleep_until_readable
-from robust_train.execution.child import failure_from_json, micro_batch_in_use, run_attempt
+from robust_train.execution.child import (
+    failure_from_json,
+    finally_returned,
+    micro_batch_in_use,
+    run_attempt,
+)
 from robust_train.execution.request import AttemptRequest
 from robust_train.execution.signals import SignalWatch
 from robust_train.memory.allocator import allocator_variable
@@ -56,8 +61,10 @@ class InlineExecutor:
         """Run one attempt; ``hold`` is open in this process anyway."""
         ending: dict[str, Any] = {}
         seen: dict[str, int] = {}
+        returned: dict[str, Any] | None = None
 
         def report(event: dict[str, Any]) -> None:
+            nonlocal returned
             if event["event"] in ("finished", "failed"):
                 ending.update(event)
                 return
@@ -66,6 +73,7 @@ class InlineExecutor:
             size = micro_batch_in_use(event)
             if size is not None:
                 seen["micro_batch"] = size
+            returned = finally_returned(event) or returned
             on_event(event)
 
         run = Run(
@@ -88,7 +96,8 @@ class InlineExecutor:
         started = time.monotonic()
         with self._signals.handed_to(stop), AttemptRequests(run, channel, request.run_dir):
             error = run_attempt(request, self._trainer, run, report)
-        if error is not None:
+        # a debugger may want to look at what the frames hold
+        if error is not None and request.cfg.memory.clear_on_failure:
             left = release_and_check(error, self._memory_at_first)
             if left is not None:
                 log.warning("%s", left)
@@ -106,6 +115,7 @@ class InlineExecutor:
             end_step=ending["step"],
             peak_memory_bytes=memory["max_allocated" if on_gpu else "max_resident"],
             memory=memory if on_gpu else None,
+            memory_returned=returned,
             micro_batch=seen.get("micro_batch"),
             stopped_for=ending.get("stopped_for"),
             traceback=ending.get("traceback"),

@@ -17,7 +17,11 @@ from typing import Any
 
 from robust_train.config import ConfigError
 from robust_train.execution import fork_server, sleep_until_readable
-from robust_train.execution.child import failure_from_json, micro_batch_in_use
+from robust_train.execution.child import (
+    failure_from_json,
+    finally_returned,
+    micro_batch_in_use,
+)
 from robust_train.execution.fork_server import EventHandler, Exited, ForkServer, ServerDied
 from robust_train.execution.request import AttemptRequest, TrainerRef
 from robust_train.execution.signals import SignalWatch
@@ -175,6 +179,7 @@ class _Collector:
         self._end_step: int | None = None
         self._memory: dict[str, int] = {}
         self._micro_batch: int | None = None
+        self._returned: dict[str, Any] | None = None
 
     def __call__(self, event: dict[str, Any]) -> None:
         kind = event["event"]
@@ -192,6 +197,7 @@ class _Collector:
             figures = {k: v for k, v in event.items() if isinstance(v, int)}
             self._memory.update(figures)
         self._micro_batch = micro_batch_in_use(event) or self._micro_batch
+        self._returned = finally_returned(event) or self._returned
         self._forward(event)
 
     def outcome(
@@ -215,6 +221,7 @@ class _Collector:
             end_step=self._end_step,
             peak_memory_bytes=peak,
             memory=dict(self._memory) if on_gpu else None,
+            memory_returned=self._returned,
             micro_batch=self._micro_batch,
             stopped_for=ending.get("stopped_for"),
             traceback=ending.get("traceback") or _native_stack(tail),

@@ -15,6 +15,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from robust_train.config import ConfigError
+from robust_train.memory.steering import AttemptMemory
 from robust_train.run import MicroBatchPlan, Run
 
 MAIN_MODULE = "__robust_main__"
@@ -157,8 +158,15 @@ def call_trainer(trainer: Callable[..., Any], cfg: DictConfig, run: Any) -> Any:
 
     A second parameter counts if it is called ``run`` or has no default value.
     """
-    if isinstance(run, Run):
-        run.micro_batch_plan = MicroBatchPlan.of(cfg)
+    if not isinstance(run, Run):
+        return _call(trainer, cfg, run)
+    run.memory_keeper = keeper = AttemptMemory(run, cfg)
+    run.micro_batch_plan = MicroBatchPlan.of(cfg)
+    with keeper:
+        return _call(trainer, cfg, run)
+
+
+def _call(trainer: Callable[..., Any], cfg: DictConfig, run: Any) -> Any:
     try:
         parameters = inspect.signature(trainer).parameters
     except (TypeError, ValueError):

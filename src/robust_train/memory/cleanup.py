@@ -30,7 +30,7 @@ _TOLERATED_BYTES = 64 * 1024
 _TOP = 3
 
 
-def release_memory(error: BaseException) -> None:
+def release_memory(error: BaseException, *, thorough: bool = True) -> None:
     """Let go of everything that a failed try still holds in this process.
 
     Whoever keeps the exception (a logger, a Future, tenacity's retry state) keeps its traceback,
@@ -40,12 +40,16 @@ def release_memory(error: BaseException) -> None:
 
     Call it outside of the failed function, as soon as it has failed. Frames that still run, among
     them the caller's own, cannot be emptied.
+
+    Args:
+        error: what ended the try.
+        thorough: see :func:`return_memory`.
     """
     optimizers = _optimizers_in_their_first_step(error)
     clear_frames(error)
     for optimizer in optimizers:
         optimizer.state.clear()
-    return_memory()
+    return_memory(thorough=thorough)
 
 
 def clear_frames(error: BaseException) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 FILE_NAME = "memory.jsonl"
@@ -23,6 +23,8 @@ class Sample:
         gpu_used: bytes in use on the whole GPU, by everybody.
         gpu_total: bytes that the GPU has.
         resident: bytes of host memory of this process.
+        anonymous: those of ``resident`` that are its own: no files mapped into memory, nothing
+            shared with other processes.
     """
 
     time: float
@@ -34,11 +36,12 @@ class Sample:
     gpu_used: int | None = None
     gpu_total: int | None = None
     resident: int | None = None
+    anonymous: int | None = None
 
 
 def encode(sample: Sample) -> str:
     """The sample as a line of the file, without its end."""
-    known = {name: value for name, value in asdict(sample).items() if value is not None}
+    known = {name: value for name, value in vars(sample).items() if value is not None}
     return json.dumps(known, separators=(",", ":"))
 
 
@@ -47,6 +50,8 @@ _NAMES = frozenset(item.name for item in fields(Sample))
 
 def read_samples(path: Path) -> list[Sample]:
     """The samples of a file in its order; none where there is no file, torn lines are skipped."""
+    if not path.is_file():
+        return []
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     except OSError:

@@ -125,6 +125,10 @@ def _samples(path: Path, gaps: list[str]) -> Iterator[Sample]:
 
 def _objects(path: Path, gaps: list[str]) -> Iterator[dict[str, Any]]:
     damaged = 0
+    if path.exists() and not path.is_file():
+        # a device or a pipe may have no end
+        gaps.append(f"{path.name}: is no regular file")
+        return
     try:
         # in bytes: only b"\n" ends a line there, and texts may hold other separators
         with path.open("rb") as file:

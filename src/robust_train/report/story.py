@@ -9,6 +9,7 @@ from typing import Any
 
 from robust_train.journal import strict_json
 from robust_train.memory.samples import Sample
+from robust_train.memory.stability import stability
 from robust_train.report import guidance, wording
 from robust_train.report.attempts import (
     UNFINISHED,
@@ -179,16 +180,6 @@ def _stability(samples: Sequence[Sample], attempts: Sequence[AttemptStory]) -> s
     trained = [a for a in attempts if a.training_began is not None]
     told = trained[-1].stability if trained else None
     if trained and told is None:
-        told = _computed_stability([s for s in samples if s.attempt == trained[-1].number])
+        # its end was not recorded
+        told = stability([s for s in samples if s.attempt == trained[-1].number]).sentence
     return None if told is None or told.startswith("unknown") else told
-
-
-def _computed_stability(samples: Sequence[Sample]) -> str | None:
-    """Of an attempt whose end was not recorded."""
-    try:
-        from robust_train.memory.stability import (  # type: ignore[import-not-found,unused-ignore]
-            stability,
-        )
-    except ImportError:
-        return None
-    return str(stability(samples).sentence)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from robust_train.journal import strict_json
+from robust_train.memory.stability import Stability
 from robust_train.types import GIB, Attempt, Decision, Outcome
 
 log = logging.getLogger("robust_train")
@@ -20,10 +21,12 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class AttemptRecord:
-    """A finished attempt and what was decided after it (None after the last one)."""
+    """A finished attempt, what was decided after it (None after the last one), and whether its
+    memory was stable (None without samples)."""
 
     attempt: Attempt
     decision: Decision | None = None
+    stability: Stability | None = None
 
     def as_json(self, index: int) -> dict[str, Any]:
         """The record as ``summary.json`` has it."""
@@ -49,6 +52,8 @@ class AttemptRecord:
             "start_step": outcome.start_step,
             "end_step": outcome.end_step,
             "peak_memory_bytes": outcome.peak_memory_bytes,
+            "memory_returned": outcome.memory_returned,
+            "memory_stability": None if self.stability is None else asdict(self.stability),
         }
 
 

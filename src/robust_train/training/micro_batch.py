@@ -50,6 +50,7 @@ class MicroBatcher:
         regrow_after_steps: see :class:`.micro_batch_size.MicroBatchSize`; None: never.
         record: told of every change of the size.
         step: says which optimizer step this is, from 1; by default steps are counted here.
+        on_oom: gets the error of a part in which memory ran out, before anything is let go of.
 
     Raises:
         ValueError: a size is below 1.
@@ -64,6 +65,7 @@ class MicroBatcher:
         regrow_after_steps: int | None = None,
         record: Record | None = None,
         step: Callable[[], int] | None = None,
+        on_oom: Callable[[BaseException], None] | None = None,
     ) -> None:
         sizes = {"batch_size": batch_size or 1, "min_batch_size": min_batch_size}
         for name, value in sizes.items():
@@ -80,6 +82,7 @@ class MicroBatcher:
         )
         self._record = record or (lambda event, fields: None)
         self._step = step
+        self._on_oom = on_oom
         self._steps_begun = 0
         self._watch = Watch()
 
@@ -261,6 +264,8 @@ class MicroBatches:
         smaller = self._size.smaller_than(used)
         self._size.failed_at(used)
         if smaller is not None:
+            if self._batcher._on_oom is not None:
+                self._batcher._on_oom(error)
             micro._size, micro._failure = used, failure
             clear_frames(error)
             return True

@@ -131,17 +131,13 @@ class Reporter:
             time.monotonic() - self._epoch_started,
         )
         self._scalars(place.step, {"val/accuracy": score.accuracy, "val/loss": score.loss})
-        self._run.record(
-            "epoch",
-            {
-                "epoch": place.epoch + 1,
-                "step": place.step,
-                "train_loss": train_loss,
-                "val_loss": score.loss,
-                "val_accuracy": score.accuracy,
-            },
-        )
         self._run.memory_milestone(f"epoch {place.epoch + 1}")
+        self._run.epoch_ended(
+            place.epoch + 1,
+            train_loss=train_loss,
+            val_loss=score.loss,
+            val_accuracy=score.accuracy,
+        )
 
     def _open_bar(self, step: int) -> None:
         try:

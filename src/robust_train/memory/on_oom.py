@@ -1,0 +1,137 @@
+"""What is written down when memory runs out, before anything of the failed try is let go of.
+
+``oom-attempt-<n>.json`` names the largest live tensors and who holds them. Where CUDA is in use,
+``oom-attempt-<n>.pickle`` is torch's memory snapshot, for the viewer at pytorch.org/memory_viz.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from robust_train.memory.holders import started_torch
+from robust_train.memory.tensors import largest_tensors
+from robust_train.types import MIB, Failure, FailureKind
+
+log = logging.getLogger("robust_train")
+
+_TOLD = 3
+_WORTH_TELLING = 0.01
+# "several KB per entry", says torch's documentation: below 100 MiB of host memory
+_HISTORY_ENTRIES = 20_000
+
+
+def record_history_after_an_oom(run_dir: Path) -> bool:
+    """Record where GPU memory is allocated from now on, if it has run out in this run folder.
+
+    Torch's documentation speaks of 2 µs for each allocation and free, which thousands of them in a
+    step make a few percent: too much for a run that may never need it, worth it for one that has
+    failed before.
+
+    Returns:
+        Whether it is recorded, or will be as soon as CUDA starts.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or next(run_dir.glob("oom-attempt-*.json"), None) is None:
+        return False
+
+    def record() -> None:
+        # a private function of torch: whatever it does in another version, training goes on
+        with contextlib.suppress(Exception):
+            torch.cuda.memory._record_memory_history(stacks="python", max_entries=_HISTORY_ENTRIES)
+
+    torch.cuda._lazy_call(record)
+    return True
+
+
+def write_down(
+    run_dir: Path, *, attempt: int, step: int | None, failure: Failure
+) -> dict[str, Any] | None:
+    """Write the files, and the three largest tensors to the log.
+
+    Never raises: what happens here must not hide why it is called.
+
+    Args:
+        run_dir: where the files belong.
+        attempt: number of the attempt, for their names.
+        step: last optimizer step that was reported.
+        failure: what it was classified as.
+
+    Returns:
+        What to put into the journal: ``step``, ``kind``, ``message``, ``requested_bytes``,
+        ``tensors`` and ``snapshot`` (the files' names, None where there is none), and the
+        ``seconds`` that it took; None where nothing could be told.
+    """
+    try:
+        return _write_down(run_dir, attempt, step, failure)
+    except Exception as error:
+        log.warning("cannot write down what fills the memory: %s", _first_line(error))
+        return None
+
+
+def _write_down(run_dir: Path, attempt: int, step: int | None, failure: Failure) -> dict[str, Any]:
+    started = time.monotonic()
+    snapshot = _dump_snapshot(run_dir / f"oom-attempt-{attempt}.pickle")
+    is_hosts = failure.kind is FailureKind.HOST_OOM
+    tensors = largest_tensors(devices={"cpu"} if is_hosts else None)
+    path = run_dir / f"oom-attempt-{attempt}.json"
+    event: dict[str, Any] = {
+        "step": step,
+        "kind": failure.kind.value,
+        "message": failure.message,
+        "requested_bytes": failure.evidence.requested_bytes,
+        "tensors": path.name,
+        "snapshot": snapshot,
+    }
+    content = {
+        "time": round(time.time(), 3),
+        "attempt": attempt,
+        **event,
+        "evidence": asdict(failure.evidence),
+        "tensors": tensors,
+    }
+    try:
+        path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    except OSError as error:
+        log.warning("cannot write %s: %s", path, error.strerror)
+        event["tensors"] = None
+    log.info("out of memory: %s", _told(tensors, event["tensors"]))
+    return {**event, "seconds": round(time.monotonic() - started, 3)}
+
+
+def _dump_snapshot(path: Path) -> str | None:
+    """Torch's memory snapshot; the file's name, None where there is no CUDA or it cannot be had."""
+    torch = started_torch()
+    if torch is None:
+        return None
+    try:
+        torch.cuda.memory._dump_snapshot(str(path))
+    except Exception as error:
+        log.warning("no memory snapshot: %s", _first_line(error))
+        with contextlib.suppress(OSError):
+            path.unlink()
+        return None
+    return path.name
+
+
+def _told(tensors: Sequence[Mapping[str, Any]], file: str | None) -> str:
+    if not tensors:
+        return "Python knows no tensor that holds any"
+    largest = "; ".join(
+        f"{tensor['bytes'] / MIB:.1f} MiB {tensor['dtype']} {tuple(tensor['shape'])} on "
+        f"{tensor['device']}, held by {tensor['owner']}"
+        for tensor in tensors[:_TOLD]
+        if tensor["bytes"] >= _WORTH_TELLING * tensors[0]["bytes"]
+    )
+    return f"the largest tensors are {largest}" + (f"; all in {file}" if file else "")
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0] or type(error).__name__

@@ -1,0 +1,134 @@
+"""Reading this process's memory: the host's part, the caching allocator's, the GPU's as a whole.
+
+Nothing here starts CUDA or imports torch.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+from dataclasses import dataclass
+from typing import Any
+
+from robust_train.gpu.one import OneGpu
+from robust_train.memory.holders import started_torch
+
+_PAGE = resource.getpagesize()
+
+
+@dataclass(frozen=True)
+class Cached:
+    """What the CUDA caching allocator of this process holds, in bytes.
+
+    Attributes:
+        allocated: by tensors.
+        reserved: taken from the driver.
+    """
+
+    allocated: int
+    reserved: int
+
+    @property
+    def unused_share(self) -> float:
+        """Share of the reserved memory that no tensor uses, 0 to 1."""
+        return 1 - self.allocated / self.reserved if self.reserved else 0.0
+
+
+def cached_on(index: int | None) -> Cached | None:
+    """The caching allocator's figures for a device of this process's own numbering.
+
+    Args:
+        index: None for a process without a GPU.
+
+    Returns:
+        None where this process has not started CUDA through torch.
+    """
+    if index is None:
+        return None
+    torch = started_torch()
+    if torch is None:
+        return None
+    try:
+        figures = torch.cuda.memory_stats_as_nested_dict(index)
+        return Cached(
+            figures["allocated_bytes"]["all"]["current"],
+            figures["reserved_bytes"]["all"]["current"],
+        )
+    except (KeyError, RuntimeError):
+        return None
+
+
+def host_memory_of_this_process() -> tuple[int, int]:
+    """Bytes resident, and those of them that are its own (see proc(5), statm)."""
+    with open("/proc/self/statm", "rb") as file:
+        return _resident_and_anonymous(file.read())
+
+
+def _resident_and_anonymous(statm: bytes) -> tuple[int, int]:
+    _, resident, shared, *_ = map(int, statm.split())
+    return resident * _PAGE, (resident - shared) * _PAGE
+
+
+def device_index(device: str) -> int | None:
+    """The number in ``cuda:1`` (``cuda`` is 0), None for any other device."""
+    kind, _, number = device.partition(":")
+    return int(number or 0) if kind == "cuda" else None
+
+
+class Probe:
+    """Reads all there is about one attempt's memory, cheaply and often. For one thread.
+
+    Args:
+        device: what the attempt trains on, in this process's own numbering.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._index = device_index(device)
+        self._gpu: OneGpu | None = None
+        self._asked: str | None = None
+        self._statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+
+    def close(self) -> None:
+        """Give the file descriptor back."""
+        os.close(self._statm)
+
+    def read(self) -> dict[str, Any]:
+        """Fields of a :class:`robust_train.memory.samples.Sample`."""
+        resident, anonymous = _resident_and_anonymous(os.pread(self._statm, 256, 0))
+        fields: dict[str, Any] = {"resident": resident, "anonymous": anonymous}
+        if self._index is None:
+            return {"device": self._device, **fields}
+        self._find_gpu()
+        cached = cached_on(self._index)
+        if cached is not None:
+            fields |= {"allocated": cached.allocated, "reserved": cached.reserved}
+        whole = None if self._gpu is None else self._gpu.memory()
+        if whole is not None:
+            fields["gpu_used"], fields["gpu_total"] = whole
+        device = self._device if self._gpu is None else f"cuda:{self._gpu.index}"
+        return {"device": device, **fields}
+
+    def _find_gpu(self) -> None:
+        """Look the GPU up by the UUID that CUDA knows it by, once that is known."""
+        if self._gpu is not None:
+            return
+        assert self._index is not None
+        uuid = _uuid_of(self._index)
+        if uuid is not None and uuid != self._asked:
+            self._asked = uuid
+            self._gpu = OneGpu.find(uuid)
+
+
+def _uuid_of(index: int) -> str | None:
+    """By ``CUDA_VISIBLE_DEVICES`` where that holds UUIDs, else by torch once CUDA has started."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if index < len(visible) and visible[index].strip().startswith(("GPU-", "MIG-")):
+        return visible[index].strip()
+    torch = started_torch()
+    if torch is None:
+        return None
+    try:
+        return f"GPU-{torch.cuda.get_device_properties(index).uuid}"
+    except (AttributeError, RuntimeError, AssertionError):
+        return None

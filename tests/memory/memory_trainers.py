@@ -1,0 +1,183 @@
+"""Trainers that do with memory what the tests of it need."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+MIB = 1024**2
+
+
+def _data_bytes():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData"))
+
+
+def _trains(run, steps, leak_bytes):
+    """Real steps of a small network whose activations are large beside it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64))
+    optimizer = torch.optim.AdamW(model.parameters())
+    kept = []
+    run.started(0)
+    for step in range(1, steps + 1):
+        x = torch.randn(2048, 64)
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), x).backward()
+        optimizer.step()
+        if leak_bytes:
+            kept.append(torch.ones(leak_bytes // 4))
+        if step % 50 == 0:
+            run.checkpoint_dir.mkdir(exist_ok=True)
+            path = run.checkpoint_dir / f"{step}.pt"
+            torch.save({"model": model.state_dict()}, path)
+            run.checkpoint_saved(path, step)
+        run.progress(step)
+    return len(kept)
+
+
+def leaks(cfg, run):
+    """Keeps a quarter of a MiB of every step."""
+    return _trains(run, 400, MIB // 4)
+
+
+def is_healthy(cfg, run):
+    return _trains(run, 400, 0)
+
+
+def is_killed(cfg, run):
+    """Reports steps until it is killed by the test."""
+    for step in range(1, 10**9):
+        run.progress(step)
+        time.sleep(0.002)
+
+
+def trains_until_told(cfg, run):
+    """Reports steps until the file of the environment is there."""
+    step = 0
+    while not Path(os.environ["GO_FILE"]).exists():
+        step += 1
+        run.progress(step)
+        time.sleep(0.01)
+    return step
+
+
+def runs_out_in_a_function(cfg, run):
+    """Holds a large tensor two functions down, then asks for more than there may be."""
+    weights = torch.ones(3 * MIB)
+    run.progress(7)
+    return _outer(weights)
+
+
+def _outer(weights):
+    activations = [torch.ones(5 * MIB)]
+    return _inner(activations)
+
+
+def _inner(activations):
+    gradients = torch.ones(4 * MIB)
+    limit = _data_bytes() + 64 * MIB
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+    return torch.ones(200 * MIB), gradients, activations
+
+
+def recovers_inside_two_steps(cfg, run):
+    """Parts of more than four samples run out of memory, in both steps."""
+    for step in (1, 2):
+        for micro in run.micro_batches(torch.ones(16 * step, 4), training=True):
+            with micro:
+                held_by_the_part = torch.ones(2 * MIB)
+                if len(micro) > 4 * step:
+                    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+                del held_by_the_part
+        run.micro_batch_plan = run.micro_batch_plan
+        run.progress(step)
+    return "recovered"
+
+
+def has_a_plain_bug(cfg, run):
+    raise KeyError("no matter of memory")
+
+
+def ends_epochs(cfg, run):
+    """As the README has it for trainers of one's own."""
+    for epoch in (1, 2):
+        for step in range(1, 4):
+            run.progress(3 * (epoch - 1) + step)
+        run.epoch_ended(epoch, val_loss=0.5 / epoch)
+
+
+class _Asks(torch.utils.data.Dataset):
+    """Each sample is a look at NVML from within a worker."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        from robust_train.gpu.inventory import read_inventory
+
+        return len(read_inventory(processes=False).gpus)
+
+
+def forks_workers_that_ask_nvml(cfg, run):
+    """Forks data-loader workers time and again, beside a sampler that is always at it."""
+    seen = 0
+    for step in range(1, 9):
+        loader = torch.utils.data.DataLoader(_Asks(), num_workers=2, batch_size=4)
+        seen += sum(int(batch.sum()) for batch in loader)
+        run.progress(step)
+    return seen
+
+
+def dies_at_once(cfg, run):
+    run.progress(1)
+    time.sleep(0.3)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def has_a_spike_on_the_gpu(cfg, run):
+    """Needs a GiB once, then hardly anything."""
+    kept = torch.ones(MIB, device=cfg.device)
+    spike = torch.ones(256 * MIB, device=cfg.device)
+    run.progress(1)
+    at_spike = torch.cuda.memory_reserved(), torch.cuda.mem_get_info()[0]
+    del spike
+    for step in range(2, 21):
+        kept += 1
+        run.progress(step)
+    return {
+        "reserved_at_spike": at_spike[0],
+        "free_at_spike": at_spike[1],
+        "reserved_at_end": torch.cuda.memory_reserved(),
+        "free_at_end": torch.cuda.mem_get_info()[0],
+    }
+
+
+def takes_half_of_the_gpu(cfg, run):
+    """In sixteen pieces."""
+    total = torch.cuda.mem_get_info(cfg.device)[1]
+    kept = []
+    for step in range(1, 17):
+        kept.append(torch.empty(total // 32, dtype=torch.uint8, device=cfg.device))
+        run.progress(step)
+    return len(kept)
+
+
+def leaks_on_the_gpu(cfg, run):
+    """Keeps a MiB of every step, beneath activations of 256 MiB."""
+    kept = []
+    for step in range(1, 301):
+        activations = torch.ones(64 * MIB, device=cfg.device)
+        kept.append(torch.ones(MIB // 4, device=cfg.device))
+        torch.cuda.synchronize()
+        time.sleep(0.01)
+        del activations
+        time.sleep(0.01)
+        run.progress(step)
+    return len(kept)

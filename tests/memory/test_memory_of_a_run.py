@@ -1,0 +1,178 @@
+"""What a run does about its memory, says of it, and leaves when it runs out."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from memory_world import ON_CPU, run
+
+from world import Ended, World
+
+
+def events(ended: Ended, name: str) -> list[dict[str, Any]]:
+    return [event for event in ended.journal if event["event"] == name]
+
+
+def written_down(ended: Ended, attempt: int = 1) -> dict[str, Any]:
+    return json.loads((ended.run_dir / f"oom-attempt-{attempt}.json").read_text())
+
+
+@pytest.mark.parametrize("isolation", ["process", "none"])
+def test_the_final_clean_up_says_what_it_returned(own_trainers: World, isolation: str):
+    ended = run(own_trainers, "ends_epochs", *ON_CPU, f"isolation={isolation}")
+    assert ended.returncode == 0, ended.output
+    [cleared] = events(ended, "memory_cleared")
+    assert (cleared["reason"], cleared["of"], cleared["attempt"]) == ("end", "resident", 1)
+    returned = ended.attempts[0]["memory_returned"]
+    assert returned == {key: cleared[key] for key in returned}
+    assert returned["returned_bytes"] == max(returned["before_bytes"] - returned["after_bytes"], 0)
+    assert returned["seconds"] > 0
+    assert re.search(r"final clean-up: \d+\.\d MiB returned \(resident: ", ended.output)
+
+
+def test_epochs_of_a_trainer_of_ones_own_are_in_the_journal(own_trainers: World):
+    ended = run(own_trainers, "ends_epochs", *ON_CPU)
+    told = [(e["epoch"], e["step"], e["val_loss"]) for e in events(ended, "epoch")]
+    assert told == [(1, 3, 0.5), (2, 6, 0.25)]
+
+
+def test_memory_is_logged_every_so_many_steps(own_trainers: World):
+    ended = run(own_trainers, "ends_epochs", *ON_CPU, "memory.log_frequency=2")
+    milestones = [event["milestone"] for event in events(ended, "memory")]
+    assert milestones == ["step 2", "step 4", "step 6"]
+    assert "step 4: Host Memory - Resident: " in ended.output
+
+
+def test_a_fraction_says_once_that_it_has_no_effect_on_the_cpu(own_trainers: World):
+    ended = run(own_trainers, "ends_epochs", *ON_CPU, "memory.fraction=0.5")
+    assert ended.output.count("memory.fraction=0.5: has no effect on the CPU") == 1
+    default = run(own_trainers, "ends_epochs", *ON_CPU)
+    assert "memory.fraction" not in default.output
+
+
+@pytest.mark.parametrize("isolation", ["process", "none"])
+def test_what_fills_the_memory_is_named_by_the_variables_of_the_failed_functions(
+    own_trainers: World, isolation: str
+):
+    ended = run(
+        own_trainers,
+        "runs_out_in_a_function",
+        *ON_CPU,
+        f"isolation={isolation}",
+        "min_batch_size=64",
+        "training.num_workers=0",
+    )
+    assert ended.returncode == 1, ended.output
+    found = written_down(ended)
+    largest = found["tensors"][:3]
+    assert [t["bytes"] / 2**20 for t in largest] == [20, 16, 12]
+    assert [t["shape"] for t in largest] == [[5 * 2**20], [4 * 2**20], [3 * 2**20]]
+    assert {(t["dtype"], t["device"]) for t in largest} == {("float32", "cpu")}
+    owners = [t["owner"] for t in largest]
+    assert owners[0].startswith("activations[0] (local variable of _")
+    assert owners[1].startswith("gradients (local variable of _inner, ")
+    assert owners[2].startswith("weights (local variable of ")
+    assert (found["attempt"], found["step"], found["kind"]) == (1, 7, "host_oom")
+    [event] = events(ended, "out_of_memory")
+    assert event["tensors"] == "oom-attempt-1.json"
+    assert event["snapshot"] is None
+    assert (event["attempt"], event["step"]) == (1, 7)
+    assert (
+        "out of memory: the largest tensors are 20.0 MiB float32 (5242880,) on cpu" in ended.output
+    )
+    # the failure is the trainer's own
+    assert "can't allocate memory" in ended.attempts[0]["message"]
+    assert events(ended, "memory_cleared")[-1]["reason"] == "failure"
+
+
+def test_running_out_inside_a_step_is_written_down_once_an_attempt(own_trainers: World):
+    ended = run(own_trainers, "recovers_inside_two_steps", *ON_CPU, "training.batch_size=64")
+    assert ended.returncode == 0, ended.output
+    assert ended.summary["result"] == "recovered"
+    assert len(events(ended, "micro_batch_changed")) > 1
+    assert len(events(ended, "out_of_memory")) == 1
+    largest = written_down(ended)["tensors"][0]
+    assert largest["owner"].startswith("held_by_the_part (local variable of ")
+
+
+@pytest.mark.parametrize(
+    ("trainer", "setting"),
+    [("has_a_plain_bug", "true"), ("runs_out_in_a_function", "false")],
+)
+def test_nothing_is_written_down_for_a_bug_or_where_it_is_turned_off(
+    own_trainers: World, trainer: str, setting: str
+):
+    ended = run(
+        own_trainers, trainer, *ON_CPU, f"memory.snapshot_on_oom={setting}", "max_retries=0"
+    )
+    assert ended.returncode == 1, ended.output
+    assert list(ended.run_dir.glob("oom-*")) == []
+    assert events(ended, "out_of_memory") == []
+
+
+def test_what_cannot_be_written_does_not_hide_why_memory_ran_out(own_trainers: World):
+    (own_trainers.run_dir / "oom-attempt-1.json").mkdir(parents=True)
+    ended = run(own_trainers, "runs_out_in_a_function", *ON_CPU, "min_batch_size=64")
+    assert "cannot write " in ended.output
+    assert "oom-attempt-1.json: Is a directory" in ended.output
+    assert "out of memory: the largest tensors are 20.0 MiB" in ended.output
+    assert ended.attempts[0]["outcome"] == "host_oom"
+
+
+def test_a_leak_is_suspected_with_its_rate(own_trainers: World):
+    # a heap with holes would grow by more than what is held
+    own_trainers.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
+    ended = run(own_trainers, "leaks", *ON_CPU, "memory.sample_interval_ms=10")
+    assert ended.returncode == 0, ended.output
+    found = ended.attempts[0]["memory_stability"]
+    assert found["kind"] == "growing", found
+    assert found["mib_per_100_steps"] == pytest.approx(25, rel=0.3)
+    assert "attempt 1: memory is growing (leak suspected: " in ended.output
+
+
+def test_a_healthy_run_is_stable(own_trainers: World):
+    ended = run(own_trainers, "is_healthy", *ON_CPU, "memory.sample_interval_ms=10")
+    assert ended.returncode == 0, ended.output
+    found = ended.attempts[0]["memory_stability"]
+    assert found == {"kind": "stable", "sentence": "stable", "mib_per_100_steps": None}
+    assert "attempt 1: memory is stable" in ended.output
+
+
+def test_a_killed_attempt_is_judged_by_what_it_had_sampled(own_trainers: World):
+    ended = run(
+        own_trainers, "dies_at_once", *ON_CPU, "max_retries=0", "memory.sample_interval_ms=10"
+    )
+    assert ended.returncode == 1, ended.output
+    assert ended.attempts[0]["memory_returned"] is None
+    assert ended.attempts[0]["memory_stability"]["kind"] == "unknown"
+
+
+def test_the_frames_of_a_failed_trainer_are_left_to_a_debugger_that_asks_for_them(
+    own_trainers: World,
+):
+    for setting, reasons in (("true", ["failure"]), ("false", [])):
+        ended = run(
+            own_trainers,
+            "has_a_plain_bug",
+            *ON_CPU,
+            "isolation=none",
+            f"memory.clear_on_failure={setting}",
+            f"hydra.job.name={setting}",
+        )
+        last = [e for e in ended.journal if e["event"] == "job_started"][-1]["time"]
+        cleared = [e for e in events(ended, "memory_cleared") if e["time"] > last]
+        assert [event["reason"] for event in cleared] == reasons
+
+
+def test_every_key_is_in_the_readme():
+    readme = (Path(__file__).resolve().parents[2] / "README.md").read_text()
+    from dataclasses import fields
+
+    from robust_train.config import MemoryConfig
+
+    for item in fields(MemoryConfig):
+        assert item.name in readme

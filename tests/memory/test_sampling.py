@@ -1,0 +1,152 @@
+"""memory.jsonl of real runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from memory_world import ON_CPU, run, start
+
+from robust_train.memory.record import Limits
+from robust_train.memory.sampler import Sampler
+from robust_train.memory.samples import FILE_NAME, Sample, encode, read_samples
+from simulated_nvml import Gpu, Machine
+from two_gpu_machine import A, B
+from world import World, wait_until
+
+
+def samples_of(world: World) -> list[Sample]:
+    return read_samples(world.run_dir / FILE_NAME)
+
+
+def test_a_run_of_the_built_in_trainer_leaves_memory_over_time(world: World):
+    ended = world.run(*ON_CPU, "training.epochs=1", "memory.sample_interval_ms=20")
+    assert ended.returncode == 0, ended.output
+    samples = samples_of(world)
+    assert {(s.attempt, s.device) for s in samples} == {(1, "cpu")}
+    assert samples[-1].step == ended.attempts[0]["end_step"]
+    assert all(0 < s.anonymous <= s.resident for s in samples)
+    assert max(s.resident for s in samples) <= ended.attempts[0]["peak_memory_bytes"]
+    times = [s.time for s in samples]
+    assert times == sorted(times)
+    marks = {event["event"] for event in ended.journal}
+    assert {"attempt_started", "memory", "checkpoint", "epoch", "memory_cleared"} <= marks
+    assert all("time" in event for event in ended.journal)
+
+
+def test_the_last_sample_before_a_sigkill_is_on_disk(own_trainers: World):
+    process = start(own_trainers, "is_killed", *ON_CPU, "memory.sample_interval_ms=10")
+    journal = own_trainers.run_dir / "journal.jsonl"
+
+    def has_trained() -> bool:
+        return any((s.step or 0) >= 100 for s in samples_of(own_trainers))
+
+    wait_until(has_trained, "a hundred steps are sampled")
+    reported = [json.loads(line) for line in journal.read_text().splitlines()]
+    step = max(event.get("step") or 0 for event in reported)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(process.pid, signal.SIGKILL)
+    own_trainers.end(process)
+    wait_until(
+        lambda: not any(Path(f"/proc/{child}").exists() for child in children), "all are gone"
+    )
+    content = (own_trainers.run_dir / FILE_NAME).read_text()
+    assert content.endswith("\n")
+    assert len(samples_of(own_trainers)) == len(content.splitlines())
+    assert samples_of(own_trainers)[-1].step >= min(step, 100)
+
+
+def test_the_gpu_as_a_whole_is_sampled_under_nvmls_number(
+    own_trainers: World, cuda_machine_with: Callable[..., Machine]
+):
+    machine = cuda_machine_with(
+        Gpu(uuid=A, total_mib=24000, free_mib=5000), Gpu(uuid=B, total_mib=24000, free_mib=20000)
+    )
+    world = own_trainers.with_environ(machine.environ)
+    world.environ["GO_FILE"] = str(world.folder / "go")
+    process = start(world, "trains_until_told", "memory.sample_interval_ms=10")
+    wait_until(lambda: any(s.gpu_used for s in samples_of(world)), "the GPU is sampled")
+    machine.update(1, free_mib=1000)
+    grown = 23000 * 1024**2
+    wait_until(lambda: samples_of(world)[-1].gpu_used == grown, "the sampler sees it fill")
+    (world.folder / "go").touch()
+    ended = world.end(process)
+    assert ended.returncode == 0, ended.output
+    samples = samples_of(world)
+    assert {s.device for s in samples} == {"cuda:1"}
+    assert {s.gpu_total for s in samples} == {24000 * 1024**2}
+    # torch has not started CUDA, and the sampler must not
+    assert {s.allocated for s in samples} == {None}
+
+
+def test_workers_are_forked_beside_a_sampler_that_is_always_at_it(
+    own_trainers: World, cuda_machine_with: Callable[..., Machine]
+):
+    machine = cuda_machine_with(Gpu(uuid=A), Gpu(uuid=B))
+    world = own_trainers.with_environ(machine.environ)
+    ended = run(world, "forks_workers_that_ask_nvml", "memory.sample_interval_ms=10")
+    assert ended.returncode == 0, ended.output
+    assert ended.summary["result"] == 8 * 8 * 2
+    assert "starts a thread" not in ended.output
+
+
+def test_no_sampling_where_it_is_turned_off(own_trainers: World):
+    ended = run(own_trainers, "ends_epochs", *ON_CPU, "memory.sample_interval_ms=0")
+    assert ended.returncode == 0, ended.output
+    assert not (own_trainers.run_dir / FILE_NAME).exists()
+    assert ended.attempts[0]["memory_stability"] is None
+
+
+def test_a_disk_that_is_full_is_warned_about_once_and_the_run_goes_on(own_trainers: World):
+    own_trainers.run_dir.mkdir()
+    blocked = own_trainers.run_dir / FILE_NAME
+    blocked.symlink_to("/dev/full")
+    ended = run(own_trainers, "ends_epochs", *ON_CPU, "memory.sample_interval_ms=10")
+    assert ended.returncode == 0, ended.output
+    assert ended.output.count(f"cannot write {blocked}: No space left on device") == 1
+
+
+def test_train_py_samples_too(world: World):
+    ended = world.run(
+        "device=cpu", "training.epochs=1", "memory.sample_interval_ms=20", script="train.py"
+    )
+    assert ended.returncode == 0, ended.output
+    assert samples_of(world)[-1].step > 1
+    assert "final clean-up: " in ended.output
+
+
+def sampled(folder: Path, attempt: int, limits: Limits, until: Callable[[], bool]) -> None:
+    sampler = Sampler(folder, attempt, "cpu", 0.0, lambda: 1, limits)
+    # as fast as it can: the share of the time is what the benchmark is about
+    sampler.start()
+    wait_until(until, "enough samples")
+    sampler.stop()
+    assert not any(thread.name == "memory sampler" for thread in threading.enumerate())
+
+
+def test_the_file_stays_small_and_keeps_earlier_attempts(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("robust_train.memory.sampler._COST_SHARE", 1.0)
+    limits = Limits(first=10, between=20, newest=10, slack=20)
+    earlier = [Sample(float(number), 1, "cpu", number) for number in range(30)]
+    path = tmp_path / FILE_NAME
+    torn = encode(earlier[0])[:20]
+    path.write_text("".join(encode(sample) + "\n" for sample in earlier) + torn)
+    first_time: list[float] = []
+
+    def has_thinned() -> bool:
+        own = [sample for sample in read_samples(path) if sample.attempt == 2]
+        first_time.extend(sample.time for sample in own[:1])
+        assert len(own) <= limits.most
+        return bool(own) and own[-1].time - own[0].time > 0.3
+
+    sampled(tmp_path, 2, limits, has_thinned)
+    samples = read_samples(path)
+    assert [sample for sample in samples if sample.attempt == 1] == earlier
+    own = [sample for sample in samples if sample.attempt == 2]
+    assert len(own) <= limits.most
+    assert own[0].time == first_time[0]
+    assert list(tmp_path.iterdir()) == [path]

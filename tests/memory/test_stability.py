@@ -1,0 +1,158 @@
+"""What a series of samples tells: a leak, fragmentation, or that all is well."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from robust_train.memory.samples import Sample
+from robust_train.memory.stability import stability
+from robust_train.types import GIB, MIB
+
+
+def attempt(
+    steps: int,
+    level: Callable[[int], float],
+    *,
+    seed: int = 0,
+    sawtooth: float = 2 * GIB,
+    per_step: float = 1.0,
+    reserved: Callable[[int], float] = lambda step: 6 * GIB,
+    host: Callable[[int], float] = lambda step: 2 * GIB,
+    on_gpu: bool = True,
+) -> list[Sample]:
+    """Samples at random moments of steps whose memory rises from ``level`` by ``sawtooth``."""
+    chance = random.Random(seed)
+    samples = []
+    for number in range(int(steps * per_step)):
+        step = int(number / per_step)
+        phase = chance.choice((0.0, chance.random()))
+        warm_up = -GIB if step < steps / 20 else 0.0
+        spike = GIB if chance.random() < 0.02 else 0.0
+        allocated = int(max(level(step) + warm_up + spike + phase * sawtooth, 0))
+        samples.append(
+            Sample(
+                time=1e9 + number / 10,
+                attempt=3,
+                device="cuda:1" if on_gpu else "cpu",
+                step=step,
+                allocated=allocated if on_gpu else None,
+                reserved=int(reserved(step)) if on_gpu else None,
+                resident=int(host(step) if on_gpu else allocated),
+            )
+        )
+    return samples
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6), st.integers(100, 3000), st.floats(0.2, 20), st.booleans())
+def test_a_leak_is_found_beneath_the_sawtooth_with_its_rate(seed, steps, mib_per_step, on_gpu):
+    samples = attempt(
+        steps, lambda step: 2 * GIB + step * mib_per_step * MIB, seed=seed, on_gpu=on_gpu
+    )
+    found = stability(samples)
+    total = 0.8 * steps * mib_per_step * MIB
+    if total < 0.05 * 2 * GIB:
+        assert found.kind in ("stable", "growing")
+        return
+    assert found.kind == "growing", found
+    assert found.mib_per_100_steps == pytest.approx(100 * mib_per_step, rel=0.2)
+    assert found.sentence == (
+        f"growing (leak suspected: {found.mib_per_100_steps:+.1f} MiB per 100 steps)"
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.integers(50, 3000), st.floats(0.02, 2), st.booleans())
+def test_warm_up_sawtooth_and_spikes_are_no_leak(seed, steps, per_step, on_gpu):
+    samples = attempt(steps, lambda step: 2 * GIB, seed=seed, per_step=per_step, on_gpu=on_gpu)
+    assert stability(samples).kind in ("stable", "unknown")
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(0, 10**6),
+    st.lists(st.tuples(st.floats(0, 1), st.floats(-1, 3)), min_size=1, max_size=2),
+)
+def test_another_level_after_a_change_of_the_batch_is_no_leak(seed, changes):
+    def level(step: int) -> float:
+        return 3 * GIB + sum(by * GIB / 2 for at, by in changes if step >= 1000 * at)
+
+    assert stability(attempt(1000, level, seed=seed)).kind == "stable"
+
+
+def test_what_settles_is_no_leak():
+    samples = attempt(2000, lambda step: 2 * GIB + 500 * MIB * (1 - 0.99**step))
+    assert stability(samples).kind == "stable"
+
+
+def test_reserved_memory_that_piles_up_beside_steady_tensors_is_fragmentation():
+    found = stability(attempt(1000, lambda _: 2 * GIB, reserved=lambda s: 5 * GIB + s * MIB))
+    assert found.kind == "fragmenting"
+    assert found.mib_per_100_steps == pytest.approx(100, rel=0.1)
+    assert "reserved but not in use: +100.0 MiB per 100 steps" in found.sentence
+
+
+def test_a_leak_on_the_host_beside_a_steady_gpu_is_said_to_be_there():
+    found = stability(attempt(1000, lambda _: 2 * GIB, host=lambda s: 2 * GIB + s * MIB / 2))
+    assert found.kind == "growing"
+    assert "host memory +50.0 MiB per 100 steps" in found.sentence
+
+
+def test_a_data_set_that_is_mapped_into_memory_is_no_leak():
+    samples = [
+        Sample(
+            1e9 + step, 1, "cpu", step, resident=GIB + step * MIB, anonymous=GIB + step % 7 * MIB
+        )
+        for step in range(500)
+    ]
+    assert stability(samples).kind == "stable"
+
+
+def test_a_resumed_attempt_is_judged_by_its_own_samples():
+    earlier = attempt(1000, lambda step: 2 * GIB + step * MIB)
+    later = [
+        Sample(2e9 + step, 4, "cpu", 1000 + step, resident=GIB + step % 3) for step in range(200)
+    ]
+    assert stability([*earlier, *later]).kind == "stable"
+
+
+@pytest.mark.parametrize(
+    ("samples", "why"),
+    [
+        ([], "no samples"),
+        ([Sample(1.0, 1, "cpu", resident=1)], "the trainer reported no steps"),
+        ([Sample(1.0, 1, "cpu", step=1, resident=1)], "too few samples after the warm-up"),
+        ([Sample(1.0, 1, "cpu", step=1)] * 500, "too few samples after the warm-up"),
+    ],
+)
+def test_too_little_is_unknown_and_says_why(samples, why):
+    found = stability(samples)
+    assert (found.kind, found.sentence) == ("unknown", f"unknown ({why})")
+    assert found.mib_per_100_steps is None
+
+
+bytes_ = st.none() | st.integers(0, 2**50)
+samples_ = st.builds(
+    Sample,
+    time=st.floats(0, 2e9),
+    attempt=st.integers(1, 2),
+    device=st.sampled_from(["cpu", "cuda:0"]),
+    step=st.none() | st.integers(0, 10**9),
+    allocated=bytes_,
+    reserved=bytes_,
+    resident=bytes_,
+    anonymous=bytes_,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(samples_, max_size=60))
+def test_nothing_that_can_be_in_a_file_upsets_it(samples):
+    found = stability(samples)
+    assert found.kind in ("stable", "growing", "fragmenting", "unknown")
+    assert found.sentence.startswith(found.kind)
