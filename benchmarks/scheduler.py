@@ -99,8 +99,9 @@ def simulate(jobs: Sequence[Job], gpus: int, per_device: int, *, passing: bool) 
             free = here.free_bytes - waiter.need_bytes
             assert free >= 0, "over-committed"
             machine[gpu.uuid] = replace(here, free_bytes=free)
+            size = waiter.need_bytes
             running[granted] = Holding(
-                granted, gpu.uuid, waiter.need_bytes, waiter.need_bytes, per_device, since=now
+                granted, gpu.uuid, size, size, per_device, now, ticket=waiter.ticket
             )
             waits.append(now - one.arrives)
             heapq.heappush(events, (now + one.seconds, 1, one.number))
