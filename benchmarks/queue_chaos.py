@@ -13,6 +13,7 @@ Goal: no fault of any kind.
 from __future__ import annotations
 
 import argparse
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -51,6 +52,9 @@ def main() -> None:
             subprocess.run(command, env=environ, check=True)
             seconds = time.monotonic() - started
             verdict = witness.judge(log.read_text().splitlines())
+            if verdict.faults:
+                kept = Path(tempfile.gettempdir()) / f"queue_chaos-{seed}.jsonl"
+                print(f"log: {shutil.copy(log, kept)}")
         print(f"{per_device} a GPU, {seconds:.1f} s: {verdict}", flush=True)
         bad += verdict.faults
     print("nothing went wrong" if bad == 0 else f"{bad} faults")

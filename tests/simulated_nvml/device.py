@@ -46,7 +46,8 @@ class SharedDevice:
         self.lock = state.with_name("held.lock")
         self.returns_after_seconds = returns_after_seconds
         self.owner = owner
-        self.tell = tell
+        self._tell = tell
+        self._happened: list[tuple[str, int, str, int]] = []
 
     def allocate(self, uuid: str, mib: int) -> None:
         """Take memory for this process, on top of what it has.
@@ -58,18 +59,18 @@ class SharedDevice:
             used = sum(row["mib"] for row in held if row["uuid"] == uuid)
             total = self.totals()[uuid]
             if used + mib > total:
-                self.tell("refuses", self.owner, uuid, mib)
+                self._tell("refuses", self.owner, uuid, mib)
                 raise OutOfMemory(f"{uuid}: {used} + {mib} > {total} MiB")
             row = {"pid": os.getpid(), "owner": self.owner, "uuid": uuid, "mib": mib, "died": None}
             held.append(row)
-            self.tell("takes", self.owner, uuid, mib)
+            self._happened.append(("takes", self.owner, uuid, mib))
 
     def release(self) -> None:
         """Return what this process has."""
         with self._held() as held:
             for row in [row for row in held if row["pid"] == os.getpid()]:
                 held.remove(row)
-                self.tell("returns", self.owner, row["uuid"], row["mib"])
+                self._happened.append(("returns", self.owner, row["uuid"], row["mib"]))
 
     def collect(self) -> None:
         """What a driver does by itself: dead processes' memory comes back, with a delay."""
@@ -81,7 +82,7 @@ class SharedDevice:
             for row in list(held):
                 if row["died"] is not None and now - row["died"] >= self.returns_after_seconds:
                     held.remove(row)
-                    self.tell("dies", row["owner"], row["uuid"], row["mib"])
+                    self._happened.append(("dies", row["owner"], row["uuid"], row["mib"]))
 
     def used(self) -> dict[str, int]:
         """MiB taken by GPU."""
@@ -109,6 +110,10 @@ class SharedDevice:
                 new = self.held.with_suffix(".new")
                 new.write_text(after)
                 new.replace(self.held)
+            # only now can anybody see it
+            happened, self._happened = self._happened, []
+            for event in happened:
+                self._tell(*event)
 
     def _publish(self, held: list[dict[str, Any]]) -> None:
         """Have NVML tell it."""
