@@ -13,7 +13,8 @@ from typing import Any
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Slurm's --signal and submitit announce with one of these that the job will be taken off its node
 _WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
-_UNDER_SUBMITIT = "SUBMITIT_EXECUTOR"
+UNDER_SUBMITIT = "SUBMITIT_EXECUTOR"
+"""Set in the jobs that submitit runs."""
 
 
 class JobInterrupted(KeyboardInterrupt):
@@ -57,7 +58,7 @@ class SignalWatch:
                     continue  # nohup, or a background job of a script
                 if previous is None:
                     continue  # a handler in C, such as faulthandler's, cannot be put back
-                if signum == signal.SIGTERM and _UNDER_SUBMITIT in os.environ:
+                if signum == signal.SIGTERM and UNDER_SUBMITIT in os.environ:
                     continue  # comes with every preemption and is not its signal to requeue
                 self._previous[signum] = previous
                 signal.signal(signum, self._on_signal)

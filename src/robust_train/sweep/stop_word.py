@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from robust_train.execution.signals import JobInterrupted, stop_job
+from robust_train.execution.signals import UNDER_SUBMITIT, JobInterrupted, stop_job
 
 VARIABLE = "ROBUST_TRAIN_SWEEP_STOP_WORD"
 """Where the socket is and what it is called, for the jobs' processes."""
@@ -196,6 +196,9 @@ def job_starts() -> bool:
         except OSError:
             return True  # too many wait to be heard
         connection.setblocking(True)
+        if UNDER_SUBMITIT in os.environ and threading.current_thread() is threading.main_thread():
+            # a terminal's would come twice, once through the controller, and a second one kills
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
         _ear = _Ear(connection)
     return _ear.job_starts()
 
