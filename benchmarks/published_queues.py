@@ -1,7 +1,8 @@
 """A sweep of four jobs on two simulated GPUs, beside GPU job queues from PyPI.
 
 The same trainer for the same times: as a sweep under ``hydra/launcher=gpu_queue``, and as four
-``train.py`` commands (which start as Hydra programs do, and have no launcher) under each of
+``train.py`` commands (which start as Hydra programs do, and have no launcher) under each of the
+following, which have a second try with bare jobs that import nothing and only hold memory.
 
 - ``simple-gpu-scheduler``: hands out numbers from a fixed list and never looks at a GPU,
 - ``gpusched``: places by declared memory, looking at nvidia-smi at each poll (5 s by default).
@@ -22,6 +23,7 @@ import argparse
 import importlib.util
 import json
 import os
+import shlex
 import shutil
 import statistics
 import subprocess
@@ -46,19 +48,26 @@ esac
 """
 
 
-def train_command(machine: Machine, folder: Path, number: int, seconds: float) -> str:
-    """A job for a shell. The queues export an index, where the trainer takes a UUID."""
+BARE = "import os, sweep_trainer as t; t.hold(os.environ['CUDA_VISIBLE_DEVICES'], {seconds:g})"
+
+
+def commands(machine: Machine, folder: Path, lengths: list[float], bare: bool) -> list[str]:
+    """The jobs for a shell. The queues export an index, where the trainer takes a UUID."""
     uuids = " ".join(f"{i}) U={machine.uuid(i)};;" for i in range(ours.GPUS))
-    command = [
-        sys.executable,
-        str(ours.ROOT / "train.py"),
-        "trainer._target_=sweep_trainer.train",
-        f"+seconds={seconds:g}",
-        f"hydra.run.dir={folder}/runs/{number}",
-    ]
-    return f'case "$CUDA_VISIBLE_DEVICES" in {uuids} esac; CUDA_VISIBLE_DEVICES=$U ' + " ".join(
-        command
-    )
+    lines = []
+    for number, seconds in enumerate(lengths):
+        command = [
+            sys.executable,
+            str(ours.ROOT / "train.py"),
+            "trainer._target_=sweep_trainer.train",
+            f"+seconds={seconds:g}",
+            f"hydra.run.dir={folder}/runs/{number}",
+        ]
+        if bare:
+            command = [sys.executable, "-c", BARE.format(seconds=seconds)]
+        chosen = f'case "$CUDA_VISIBLE_DEVICES" in {uuids} esac; CUDA_VISIBLE_DEVICES=$U'
+        lines.append(f"{chosen} {shlex.join(command)}")
+    return lines
 
 
 def environment(machine: Machine, folder: Path) -> dict[str, str]:
@@ -68,9 +77,8 @@ def environment(machine: Machine, folder: Path) -> dict[str, str]:
     return environ
 
 
-def simple_gpu_scheduler(machine: Machine, folder: Path, lengths: list[float]) -> None:
+def simple_gpu_scheduler(machine: Machine, folder: Path, lines: list[str]) -> None:
     """Its list is taken from the end, and it ends with its last job."""
-    lines = [train_command(machine, folder, n, s) for n, s in enumerate(lengths)]
     subprocess.run(
         [sys.executable, "-m", "simple_gpu_scheduler.scheduler", "--gpus", "0", "1"],
         input="\n".join(lines) + "\n",
@@ -82,16 +90,14 @@ def simple_gpu_scheduler(machine: Machine, folder: Path, lengths: list[float]) -
     )
 
 
-def gpusched(machine: Machine, folder: Path, lengths: list[float]) -> None:
+def gpusched(machine: Machine, folder: Path, lines: list[str]) -> None:
     """With its own interval between two looks."""
     tools = folder / "bin"
     tools.mkdir()
     (tools / "nvidia-smi").write_text(NVIDIA_SMI)
     (tools / "nvidia-smi").chmod(0o755)
     jobs = folder / "jobs.txt"
-    need = f"[vram={ours.NEED_MB}] "
-    lines = [need + train_command(machine, folder, n, s) for n, s in enumerate(lengths)]
-    jobs.write_text("\n".join(lines) + "\n")
+    jobs.write_text("".join(f"[vram={ours.NEED_MB}] {line}\n" for line in lines))
     environ = environment(machine, folder)
     environ["PATH"] = f"{tools}{os.pathsep}{environ['PATH']}"
     subprocess.run(
@@ -103,16 +109,34 @@ def gpusched(machine: Machine, folder: Path, lengths: list[float]) -> None:
     )
 
 
-def robust_train(machine: Machine, folder: Path, lengths: list[float]) -> None:
-    """As the README has it."""
-    ours.sweep(machine, folder, lengths)
-
-
-QUEUES: dict[str, tuple[Callable[[Machine, Path, list[float]], None], str | None]] = {
-    "robust-train, hydra/launcher=gpu_queue": (robust_train, None),
+PEERS = {
     "simple-gpu-scheduler": (simple_gpu_scheduler, "simple_gpu_scheduler"),
     "gpusched": (gpusched, "gpusched"),
 }
+
+
+def contestants() -> dict[str, Callable[[Machine, Path, list[float]], object]]:
+    """Those that are installed; a line says how to get the others."""
+    found: dict[str, Callable[[Machine, Path, list[float]], object]] = {
+        "robust-train, hydra/launcher=gpu_queue": ours.sweep
+    }
+    for name, (run, module) in PEERS.items():
+        if importlib.util.find_spec(module) is None:
+            print(f"{name}: not installed (pip install {name})")
+            continue
+        for bare in (False, True):
+
+            def one(
+                machine: Machine,
+                folder: Path,
+                lengths: list[float],
+                run: Callable[[Machine, Path, list[str]], None] = run,
+                bare: bool = bare,
+            ) -> None:
+                run(machine, folder, commands(machine, folder, lengths, bare))
+
+            found[f"{name}, bare jobs" if bare else name] = one
+    return found
 
 
 def between_jobs(folder: Path) -> tuple[list[float], int]:
@@ -147,14 +171,13 @@ def main() -> None:
         sys.exit("no awk: the simulated nvidia-smi needs it")
     with tempfile.TemporaryDirectory() as name:
         libraries = build_nvml(Path(name) / "libraries").parent
-        walls: dict[str, list[float]] = {title: [] for title in QUEUES}
-        gaps: dict[str, list[float]] = {title: [] for title in QUEUES}
-        twice = dict.fromkeys(QUEUES, 0)
+        queues = contestants()
+        walls: dict[str, list[float]] = {title: [] for title in queues}
+        gaps: dict[str, list[float]] = {title: [] for title in queues}
+        twice = dict.fromkeys(queues, 0)
         for number in range(arguments.rounds):
-            for title, (run, module) in QUEUES.items():
-                if module is not None and importlib.util.find_spec(module) is None:
-                    continue
-                folder = Path(name) / f"{module or 'ours'}-{number}"
+            for place, (title, run) in enumerate(queues.items()):
+                folder = Path(name) / f"{number}-{place}"
                 folder.mkdir()
                 machine = Machine(folder, libraries, [Gpu() for _ in range(ours.GPUS)])
                 started = time.perf_counter()
@@ -167,11 +190,8 @@ def main() -> None:
                 found, held_twice = between_jobs(folder)
                 gaps[title] += found
                 twice[title] += held_twice
-        for title in QUEUES:
-            if not walls[title]:
-                print(f"{title}: not installed (pip install {title})")
-                continue
-            wall = statistics.median(walls[title])
+        for title, seconds in walls.items():
+            wall = statistics.median(seconds)
             print(
                 f"{title}: {wall:.1f} s, {wall / best:.3f} × perfect packing; a GPU idle between "
                 f"two jobs for {statistics.median(gaps[title]):.1f} s, at most "

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from robust_train.gpu.census import as_waiter, census
@@ -97,7 +97,7 @@ class Line:
         self._seen: tuple[GpuInfo, ...] = ()
         self._patience_seconds = patience_seconds
         self._signs: dict[str, tuple[int, float]] = {}  # of life: a file's time, and when I saw it
-        self._called: dict[str, float] = {}  # whom I called first when
+        self._called: dict[str, tuple[float, int]] = {}  # whom: when, and its last sign by then
         self._answered_at = -math.inf
         self._silence: Visible | None = None  # how it looks while the driver hangs
         self._settle_until = 0.0
@@ -196,10 +196,12 @@ class Line:
         mine = tuple(gpu.uuid for gpu in visible.gpus if suits(gpu))
         said = replace(me.record, only=mine, sees=tuple(gpu.uuid for gpu in self._seen))
         waiters, holdings = census(entries, without=said.id)
-        waiters = [*self._awake(waiters), as_waiter(said)]
+        names = {entry.id: entry.name for entry in entries}
+        waiters = [*self._awake(waiters, names), as_waiter(said)]
         decided = plan(waiters, holdings, self._seen, boottime())
-        called = [_bell_of(e.name) for e in entries if e.id in decided.grants and e.id != said.id]
-        self._note_called(set(decided.grants) - {said.id})
+        whom = {id_: names[id_] for id_ in decided.grants if id_ != said.id}
+        self._note_called(whom)
+        called = [_bell_of(name) for name in whom.values()]
         granted = decided.grants.get(said.id)
         if granted is not None:
             me.update(replace(said, state=JobState.RUNNING, gpu=granted.uuid, taken_bytes=None))
@@ -267,15 +269,23 @@ class Line:
             return False
         return now - seen > self._patience_seconds
 
-    def _awake(self, waiters: Iterable[Waiter]) -> list[Waiter]:
+    def _awake(self, waiters: Iterable[Waiter], names: Mapping[str, str]) -> list[Waiter]:
         """The waiters without those who did not come when I called them."""
-        late = time.monotonic() - _CALL_SECONDS
-        return [w for w in waiters if self._called.get(w.id, late + 1.0) > late]
-
-    def _note_called(self, granted: Iterable[str]) -> None:
         now = time.monotonic()
-        late = {id_: at for id_, at in self._called.items() if now - at >= _CALL_SECONDS}
-        self._called = late | {id_: self._called.get(id_, now) for id_ in granted}
+        # who came gave a sign, also where others had been faster
+        self._called = {
+            id_: (at, sign)
+            for id_, (at, sign) in self._called.items()
+            if id_ in names and self.ledger.time_of(names[id_]) == sign
+        }
+        asleep = {id_ for id_, (at, _) in self._called.items() if now - at >= _CALL_SECONDS}
+        return [waiter for waiter in waiters if waiter.id not in asleep]
+
+    def _note_called(self, whom: Mapping[str, str]) -> None:
+        now = time.monotonic()
+        for id_, name in whom.items():
+            if id_ not in self._called:
+                self._called[id_] = (now, self.ledger.time_of(name))
 
     def _add(self, name: str, events: int) -> None:
         watched = self._watch.add(name, events)
@@ -336,7 +346,7 @@ class Line:
             return 0.0  # from now on with a watch
         if time.monotonic() >= self._settle_until:
             now = time.monotonic()
-            calls = [at + _CALL_SECONDS - now for at in self._called.values()]
+            calls = [at + _CALL_SECONDS - now for at, _ in self._called.values()]
             return min((left for left in calls if left > 0), default=None)
         pause, self._pause = self._pause, min(self._pause * 2, _LONGEST_PAUSE_SECONDS)
         return pause
