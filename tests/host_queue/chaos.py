@@ -154,10 +154,11 @@ def _member(number: int, plan: dict[str, Any], chaos: Chaos, log: int) -> None:
     from robust_train.gpu.wait import GpuRequest, NoGpu
 
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    looked = 0.0
+    asked = looked = 0.0
 
     def look(processes: bool) -> Visible:
-        nonlocal looked
+        nonlocal asked, looked
+        asked = time.monotonic()
         visible = visible_gpus(read_inventory(processes=processes), os.environ)
         looked = time.monotonic()
         return visible
@@ -176,22 +177,30 @@ def _member(number: int, plan: dict[str, Any], chaos: Chaos, log: int) -> None:
     if isinstance(found, NoGpu):
         _tell(log, "error", number, text=found.reason)
         return
-    _tell(log, "served", number, gpu=found.uuid, looked=looked, file=_my_file())
+    times = {"asked": asked, "looked": looked}
+    _tell(log, "served", number, gpu=found.uuid, file=_my_file(), **times)
+    taken, its_end = os.pipe()
     trainer = os.fork()
     if trainer == 0:
-        _trainer(plan, found.uuid, _device(log, number))
+        _trainer(plan, found.uuid, _device(log, number), its_end)
+    os.close(its_end)
+    while mib := os.read(taken, 8):
+        queue.report(int.from_bytes(mib, "little") * MIB)
     os.waitpid(trainer, 0)
     queue.release()
 
 
-def _trainer(plan: dict[str, Any], uuid: str, device: SharedDevice) -> None:
+def _trainer(plan: dict[str, Any], uuid: str, device: SharedDevice, launcher: int) -> None:
     """Takes the half at once and the rest later; the reservation's descriptor is inherited."""
-    first = plan["need"] // 2
+    first, taken = plan["need"] // 2, 0
     for mib in (first, plan["need"] - first):
         try:
             device.allocate(uuid, mib)
         except OutOfMemory:
             os._exit(1)
+        taken += mib
+        with contextlib.suppress(BrokenPipeError):
+            os.write(launcher, taken.to_bytes(8, "little"))
         time.sleep(plan["seconds"] / 2)
     device.release()
     os._exit(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 
 import pytest
@@ -130,3 +131,21 @@ def test_a_driver_that_hangs_from_the_start_is_named(host_with: HostWith, functi
     )
     assert told[0] is told[2] is False
     assert "dmesg" in told[1]
+
+
+def test_ctrl_c_is_heard_while_the_driver_hangs(host_with: HostWith) -> None:
+    host = host_with(Gpu())
+    host.machine.hang("nvmlInit")
+    process = host.machine.start(
+        """
+        from robust_train.gpu import inventory
+        inventory._OPENING_SECONDS = 1e6
+        try:
+            inventory.read_inventory()
+        except KeyboardInterrupt:
+            print("heard")
+        """
+    )
+    wait_until(lambda: host.machine.calls("nvmlInit"), "it asks")
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=120) == ("heard\n", "")

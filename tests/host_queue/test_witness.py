@@ -29,7 +29,9 @@ class Story:
         return self.tell(t, "owns", member, file=f"job.{member}")
 
     def runs(self, since: float, until: float | None, member: int, gpu: str) -> Story:
-        self.tell(since + 0.2, "served", member, gpu=gpu, looked=since, file=f"job.{member}")
+        self.tell(
+            since + 0.2, "served", member, gpu=gpu, file=f"job.{member}", asked=since, looked=since
+        )
         self.tell(since + 0.3, "takes", member, gpu=gpu, mib=1)
         if until is not None:
             self.tell(until, "returns", member, gpu=gpu, mib=1)

@@ -7,8 +7,8 @@ The log is one JSON object a line, times on CLOCK_MONOTONIC, which all processes
 - ``takes``, ``returns``, ``refuses``: by the device itself, under its own lock; ``dies`` is what
   returns the memory of a dead process, some time after its death.
 - ``arrives``, ``served``, ``killed``, ``error``: by the test's own code in and around the members.
-  ``served`` carries the moment of the member's last look at the GPUs, which goes through a function
-  of the test's. Looks are made one at a time, so their order is that of the grants.
+  ``served`` carries when the member's last look at the GPUs began and ended, which goes through a
+  function of the test's. Looks are made one at a time, so their order is that of the grants.
 - ``over``: what was left at the end.
 
 A job *passes* another that was in line before it and is still in line. That is lawful where it does
@@ -18,6 +18,9 @@ not delay the turn of the one passed, which means two things.
    moment still can, with the passing job where it is.
 2. The first in line who could not start has a GPU where, from then on, it waits only for jobs that
    came there before it was the first in line: what has passed it there since leaves room for it.
+
+Who "surely could have started" is counted with what the queue may not know: what others claim is
+not free, and what they have taken beside that is not free either, since they may not have told it.
 
 Who came to a GPU while memory of dead processes was still there is not held against the second: at
 that moment nobody could count on that GPU.
@@ -42,7 +45,8 @@ class Job:
         need: MiB that it claims.
         place: its place in the order of entering the line; None if it was not seen to.
         enters: when it was seen in line.
-        decided: when it was given its GPU; never where it was not.
+        asked: when the look began after which it was given its GPU; never where it was given none.
+        decided: when that look had ended.
         gpu: which.
         leaves: when its reservation was seen to be gone.
         takes: when its trainer first took memory.
@@ -55,6 +59,7 @@ class Job:
     need: int
     place: int | None = None
     enters: float = _FOREVER
+    asked: float = _FOREVER
     decided: float = _FOREVER
     gpu: str | None = None
     leaves: float = _FOREVER
@@ -72,9 +77,9 @@ class Job:
         """Whether it surely stood in line at a moment."""
         return self.enters < when < min(self.decided, self.killed)
 
-    def may_hold_at(self, when: float) -> bool:
-        """Whether it may have been on its GPU at a moment: what ends is seen a little late."""
-        return self.decided <= when < self.gone
+    def may_hold(self, since: float, until: float) -> bool:
+        """Whether it may have been on its GPU between two moments: an end is seen a little late."""
+        return self.decided <= until and since < self.gone
 
     def holds_at(self, when: float) -> bool:
         """Whether it surely was on its GPU at a moment: its trainer had memory, and lived."""
@@ -136,10 +141,11 @@ class _Host:
         """Who was on which GPU."""
         return self._by_gpu(job for job in self.jobs.values() if job.holds_at(when))
 
-    def maybe_there(self, when: float, without: Job) -> dict[str, list[Job]]:
-        """Who may have been on which GPU, but for one."""
-        jobs = (job for job in self.jobs.values() if job is not without)
-        return self._by_gpu(job for job in jobs if job.may_hold_at(when))
+    def maybe_there(self, looking: Job) -> dict[str, list[Job]]:
+        """Who else may have been on which GPU when a job looked and was given one."""
+        jobs = (job for job in self.jobs.values() if job is not looking)
+        since, until = looking.asked, looking.decided
+        return self._by_gpu(job for job in jobs if job.may_hold(since, until))
 
     def _by_gpu(self, jobs: Iterable[Job]) -> dict[str, list[Job]]:
         found: dict[str, list[Job]] = {gpu: [] for gpu in self.totals}
@@ -152,6 +158,11 @@ class _Host:
         """Whether a job fits beside others."""
         claimed = sum(other.need for other in there)
         return len(there) < self.per_device and claimed + job.need <= self.totals[gpu]
+
+    def has_room_for_sure(self, gpu: str, there: Sequence[Job], job: Job) -> bool:
+        """Whether it does even where others took all that they claim, and told nothing of it."""
+        claimed_and_taken = 2 * sum(other.need for other in there)
+        return len(there) < self.per_device and claimed_and_taken + job.need <= self.totals[gpu]
 
     def is_draining(self, gpu: str, when: float) -> bool:
         """Whether memory of the dead was on a GPU."""
@@ -183,7 +194,7 @@ def judge(lines: Iterable[str]) -> Verdict:
         judged += bool(passed)
         if passed:
             # no doubt is held against the queue: for one what may be there, then what surely is
-            able = _able_to_start(host, passed, host.maybe_there(job.decided, without=job))
+            able = _able_to_start(host, passed, host.maybe_there(job))
             taken += not _can_all_start(host, able, _with(job, host.surely_there(job.decided)))
             head = next((other for other in passed if other not in able), None)
             delayed += head is not None and not _keeps_a_gpu(host, head, job)
@@ -229,7 +240,7 @@ def _sort_out(events: Sequence[Mapping[str, Any]]) -> _Host:
         if job is None:
             continue
         if kind == "served":
-            job.gpu, job.decided = event["gpu"], event["looked"]
+            job.gpu, job.asked, job.decided = event["gpu"], event["asked"], event["looked"]
             files[event["file"]] = job.member
         elif kind == "takes":
             job.takes = min(job.takes, when)
@@ -273,7 +284,8 @@ def _able_to_start(
     """
     able: list[Job] = []
     for job in line:
-        if sum(host.has_room(gpu, others, job) for gpu, others in there.items()) > len(able):
+        rooms = sum(host.has_room_for_sure(gpu, others, job) for gpu, others in there.items())
+        if rooms > len(able):
             able.append(job)
     return able
 

@@ -19,17 +19,9 @@ log = logging.getLogger("robust_train")
 
 _T = TypeVar("_T")
 
-# for the main thread alone, or they would not wake it; all that there are would take 50 µs
-_SIGNALS = {
-    signal.SIGINT,
-    signal.SIGTERM,
-    signal.SIGHUP,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-    signal.SIGALRM,
-    signal.SIGCHLD,
-    signal.SIGTSTP,
-}
+# The kernel gives a signal to the main thread unless that blocks it, as it does with these while it
+# holds the ledger lock: then nobody else may take them.
+_STOPS = {signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU}
 
 
 class NoAnswer(Exception):
@@ -47,7 +39,7 @@ class _Question(Generic[_T]):
         self._error: BaseException | None = None
         self._done = _thread.allocate_lock()
         self._done.acquire()
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
         try:
             _thread.start_new_thread(self._run, ())
         finally:
