@@ -6,7 +6,7 @@ the scheduler is asked. The same jobs under strict first come, first served (nob
 comparison. Utilisation is claimed memory × time over the memory of the machine, up to the last
 arrival; the packing bound is what the jobs could use at most, were memory one pool.
 
-Run: python benchmarks/scheduler.py [--jobs 10000] [--gpus 512] [--load 1.1]
+Run: python benchmarks/scheduler.py [--jobs 10000] [--gpus 512] [--load 1.1] [--doubles-every 300]
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from robust_train.gpu import scheduler
 from robust_train.gpu.scheduler import Holding, Waiter, plan
 from robust_train.types import MIB, GpuInfo
 
@@ -99,8 +100,9 @@ def simulate(jobs: Sequence[Job], gpus: int, per_device: int, *, passing: bool) 
             free = here.free_bytes - waiter.need_bytes
             assert free >= 0, "over-committed"
             machine[gpu.uuid] = replace(here, free_bytes=free)
+            size = waiter.need_bytes
             running[granted] = Holding(
-                granted, gpu.uuid, waiter.need_bytes, waiter.need_bytes, per_device, since=now
+                granted, gpu.uuid, size, size, per_device, now, ticket=waiter.ticket
             )
             waits.append(now - one.arrives)
             heapq.heappush(events, (now + one.seconds, 1, one.number))
@@ -120,7 +122,14 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=10000)
     parser.add_argument("--gpus", type=int, default=512)
     parser.add_argument("--load", type=float, default=1.1)
+    parser.add_argument(
+        "--doubles-every",
+        type=float,
+        default=scheduler._DOUBLES_EVERY_SECONDS,
+        help="seconds after which twice as many GPUs are held back for the head of the line",
+    )
     arguments = parser.parse_args()
+    scheduler._DOUBLES_EVERY_SECONDS = arguments.doubles_every
     for per_device in (1, 8):
         jobs = workload(arguments.jobs, arguments.gpus, arguments.load, per_device)
         ours = simulate(jobs, arguments.gpus, per_device, passing=True)

@@ -83,12 +83,14 @@ class Inventory:
         problem: a sentence where there is nothing to list (library missing, driver and library
             differ, no GPUs), else None.
         driver_version: of the NVIDIA driver, None where unknown.
+        answered: False where the driver hangs, so that nothing is known of the GPUs.
     """
 
     gpus: tuple[GpuInfo, ...] = ()
     skipped: tuple[SkippedGpu, ...] = ()
     problem: str | None = None
     driver_version: str | None = None
+    answered: bool = True
 
 
 class FailureKind(str, Enum):

@@ -3,28 +3,31 @@
 Run on the machine that the environment describes: ``python chaos.py JSON``. Each member stands in
 the host's line with the launcher's own code, then forks a trainer that takes what was claimed, in
 two steps, from a device that refuses to be over-committed. Launchers and trainers are killed with
-SIGKILL. Everything that happens goes into a log, one JSON object a line, and :func:`check` judges
-that log without using anything of the code under test.
+SIGKILL. What is seen of it from outside goes into a log that :mod:`witness` judges.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import fcntl
 import json
 import os
 import random
+import select
 import signal
+import struct
 import sys
 import threading
 import time
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from simulated_nvml.device import OutOfMemory, SharedDevice
 
 MIB = 1024**2
+_CREATED, _CLOSED_AFTER_WRITE = 0x100, 0x8  # inotify's IN_CREATE, IN_CLOSE_WRITE
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,10 @@ class Chaos:
         longest_seconds: a trainer's run time is up to this.
         arrive_within_seconds: they start within this time.
         seed: of all that is random.
+        sabotage: what to break in the code under test, to see whether it is found: ``order`` (the
+            last in line goes first), ``head`` (no GPU is kept for the head of the line), ``claims``
+            (what is not taken counts as free), ``locks`` (all others count as dead). Nothing by
+            default.
     """
 
     log: str
@@ -50,6 +57,7 @@ class Chaos:
     longest_seconds: float = 0.5
     arrive_within_seconds: float = 0.0
     seed: int = 1
+    sabotage: str = ""
 
 
 def main() -> None:
@@ -61,10 +69,13 @@ def main() -> None:
     from robust_train import execution  # noqa: F401
     from robust_train.gpu import host_queue, inventory, visible  # noqa: F401
 
-    device = SharedDevice(Path(os.environ["SIMULATED_NVML_STATE"]))
     rng = random.Random(chaos.seed)
     done = threading.Event()
     log = os.open(chaos.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC)
+    device = _device(log, -1)
+    queue = _queue_folder()
+    seen = _watch(queue)
+    _break(chaos.sabotage)
     plans = [
         {
             "need": rng.choice(chaos.sizes_mib),
@@ -82,7 +93,7 @@ def main() -> None:
         pid = os.fork()
         if pid == 0:
             try:
-                _member(number, member, chaos, device, log)
+                _member(number, member, chaos, log)
             except BaseException as error:
                 _tell(log, "error", number, text=repr(error))
                 os._exit(1)
@@ -108,78 +119,206 @@ def main() -> None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(trainer, signal.SIGKILL)
 
-    threads = [threading.Thread(target=collect)]
-    threads += [
+    watching = [
+        threading.Thread(target=collect),
+        threading.Thread(target=_note_files, args=(seen, queue, pids, log, done)),
+    ]
+    killing = [
         threading.Thread(target=kill, args=(n,))
         for n, member in enumerate(plans)
         if member["kill_after"] is not None
     ]
-    for thread in threads:
+    for thread in watching + killing:
         thread.start()
-    for thread in threads[1:]:  # before anybody is reaped: a process id must not be used again
+    for thread in killing:  # before anybody is reaped: a process id must not be used again
         thread.join()
     for pid in pids.values():
         os.waitpid(pid, 0)
     deadline = time.monotonic() + 30
     while device.used() and time.monotonic() < deadline:  # orphaned trainers
         time.sleep(0.02)
+    locked = sum(_is_locked(path) for path in queue.glob("job.*"))
     done.set()
-    threads[0].join()
-    _tell(log, "over", -1, left_on_device=device.used(), gpus=device.gpus())
+    for thread in watching:
+        thread.join()
+    left = {"left_on_device": device.used(), "left_locked": locked}
+    _tell(log, "over", -1, totals=device.totals(), **left)
 
 
-def _member(
-    number: int, plan: dict[str, Any], chaos: Chaos, device: SharedDevice, log: int
-) -> None:
+def _member(number: int, plan: dict[str, Any], chaos: Chaos, log: int) -> None:
     from robust_train.execution import sleep_until_readable
     from robust_train.gpu.host_queue import HostQueue
     from robust_train.gpu.inventory import read_inventory
     from robust_train.gpu.queue_dir import directory_for
-    from robust_train.gpu.visible import visible_gpus
+    from robust_train.gpu.visible import Visible, visible_gpus
     from robust_train.gpu.wait import GpuRequest, NoGpu
 
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    asked = looked = 0.0
+
+    def look(processes: bool) -> Visible:
+        nonlocal asked, looked
+        asked = time.monotonic()
+        visible = visible_gpus(read_inventory(processes=processes), os.environ)
+        looked = time.monotonic()
+        return visible
+
     time.sleep(plan["delay"])
     queue = HostQueue(
         directory_for(None, os.environ),
         name=f"member{number}",
         run_dir="/",
         jobs_per_device=chaos.per_device,
-        read=lambda processes: visible_gpus(read_inventory(processes=processes), os.environ),
+        read=look,
     )
     _tell(log, "arrives", number, need=plan["need"], per_device=chaos.per_device)
     request = GpuRequest(plan["need"] * MIB, timeout_seconds=300, interval_seconds=5.0)
-
     found = queue.wait(request, lambda status: None, sleep_until_readable)
     if isinstance(found, NoGpu):
-        _tell(log, "refused", number, reason=found.reason)
+        _tell(log, "error", number, text=found.reason)
         return
-    assert queue._tenancy is not None
-    record = queue._tenancy.reservation.record
-    said = {"need": plan["need"], "ticket": record.ticket, "decided": record.since}
-    _tell(log, "granted", number, gpu=found.uuid, **said)
+    times = {"asked": asked, "looked": looked}
+    _tell(log, "served", number, gpu=found.uuid, file=_my_file(), **times)
+    taken, its_end = os.pipe()
     trainer = os.fork()
     if trainer == 0:
-        _trainer(number, plan, found.uuid, device, log)
+        _trainer(plan, found.uuid, _device(log, number), its_end)
+    os.close(its_end)
+    while mib := os.read(taken, 8):
+        queue.report(int.from_bytes(mib, "little") * MIB)
     os.waitpid(trainer, 0)
-    _tell(log, "ends", number, gpu=found.uuid)
     queue.release()
 
 
-def _trainer(number: int, plan: dict[str, Any], uuid: str, device: SharedDevice, log: int) -> None:
+def _trainer(plan: dict[str, Any], uuid: str, device: SharedDevice, launcher: int) -> None:
     """Takes the half at once and the rest later; the reservation's descriptor is inherited."""
-    first = plan["need"] // 2
+    first, taken = plan["need"] // 2, 0
     for mib in (first, plan["need"] - first):
         try:
             device.allocate(uuid, mib)
-            _tell(log, "allocated", number, gpu=uuid, mib=mib, pid=os.getpid())
-        except OutOfMemory as error:
-            _tell(log, "overcommit", number, gpu=uuid, text=str(error))
+        except OutOfMemory:
             os._exit(1)
+        taken += mib
+        with contextlib.suppress(BrokenPipeError):
+            os.write(launcher, taken.to_bytes(8, "little"))
         time.sleep(plan["seconds"] / 2)
-    _tell(log, "trained", number, gpu=uuid)
     device.release()
     os._exit(0)
+
+
+def _break(what: str) -> None:
+    """Do harm to the code under test, in this process and those that it forks."""
+    from robust_train.gpu import line, reservations, scheduler
+
+    if what == "order":
+        right = scheduler.plan
+
+        def wrong(waiters: Any, *more: Any) -> scheduler.Plan:
+            return right([replace(w, ticket=10**9 - w.ticket) for w in waiters], *more)
+
+        line.plan = wrong
+    elif what == "head":
+        scheduler._Desk._hold_back = lambda self, waiter: ()  # type: ignore[method-assign]
+    elif what == "claims":
+        right_room = scheduler._Room.__init__
+
+        def wrong_room(self: Any, gpu: Any, *more: Any) -> None:
+            right_room(self, gpu, *more)
+            self.usable = gpu.free_bytes
+
+        scheduler._Room.__init__ = wrong_room  # type: ignore[method-assign]
+    elif what == "locks":
+        reservations._is_locked = lambda fd: False
+    else:
+        assert not what, what
+
+
+def _device(log: int, owner: int) -> SharedDevice:
+    def tell(event: str, owner: int, gpu: str, mib: int) -> None:
+        _tell(log, event, owner, gpu=gpu, mib=mib)
+
+    return SharedDevice(Path(os.environ["SIMULATED_NVML_STATE"]), owner=owner, tell=tell)
+
+
+def _queue_folder() -> Path:
+    """Made before anybody comes, so that nothing that happens there is missed."""
+    from robust_train.gpu.queue_dir import boot_name, directory_for
+    from robust_train.gpu.reservations import Ledger
+
+    base = directory_for(None, os.environ)
+    Ledger(base).close()
+    return base / boot_name()
+
+
+def _watch(folder: Path) -> int:
+    """An inotify descriptor that tells of files that appear, and whose last writer closes."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    fd = libc.inotify_init1(os.O_CLOEXEC | os.O_NONBLOCK)
+    added = libc.inotify_add_watch(fd, os.fsencode(folder), _CREATED | _CLOSED_AFTER_WRITE)
+    assert fd >= 0, os.strerror(ctypes.get_errno())
+    assert added >= 0, os.strerror(ctypes.get_errno())
+    return fd
+
+
+def _note_files(
+    seen: int, folder: Path, pids: dict[int, int], log: int, done: threading.Event
+) -> None:
+    """Tell which jobs' files come and go, and whose they are."""
+    unknown: dict[str, int] = {}
+    while True:
+        # an end that was called before the last events were read comes after them
+        ends = done.is_set()
+        select.select([seen], [], [], 0.0 if ends else 0.01)
+        with contextlib.suppress(BlockingIOError):
+            data, at = os.read(seen, 65536), 0
+            while at < len(data):
+                _, events, _, length = struct.unpack_from("iIII", data, at)
+                name = os.fsdecode(data[at + 16 : at + 16 + length].rstrip(b"\0"))
+                at += 16 + length
+                if not name.startswith("job."):
+                    continue
+                if events & _CREATED:
+                    _tell(log, "enters", -1, file=name)
+                    with contextlib.suppress(FileNotFoundError):
+                        unknown[name] = (folder / name).stat().st_ino
+                else:
+                    _tell(log, "leaves", -1, file=name)
+                    unknown.pop(name, None)
+        if unknown:
+            holders = _lock_holders()
+            members = {pid: number for number, pid in pids.items()}
+            for name, inode in list(unknown.items()):
+                if holders.get(inode) in members:
+                    _tell(log, "owns", members[holders[inode]], file=name)
+                    del unknown[name]
+        if ends:
+            return
+
+
+def _lock_holders() -> dict[int, int]:
+    """Process ids by inode, of all that hold a flock."""
+    lines = Path("/proc/locks").read_text().splitlines()
+    held = (line.split() for line in lines if " FLOCK " in line and "->" not in line)
+    return {int(words[5].rpartition(":")[2]): int(words[4]) for words in held}
+
+
+def _my_file() -> str:
+    """The name of the job file that this process has open."""
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            name = Path(os.readlink(f"/proc/self/fd/{fd}")).name
+            if name.startswith("job."):
+                return name
+    return ""
+
+
+def _is_locked(path: Path) -> bool:
+    with path.open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def _children(pid: int) -> list[int]:
@@ -190,92 +329,8 @@ def _children(pid: int) -> list[int]:
 
 
 def _tell(log: int, event: str, number: int, **fields: Any) -> None:
-    now = time.clock_gettime(time.CLOCK_BOOTTIME)
-    line = {"t": now, "event": event, "member": number, **fields}
+    line = {"t": time.monotonic(), "event": event, "member": number, **fields}
     os.write(log, (json.dumps(line) + "\n").encode())
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What the checker found; everything but ``served``, ``passed`` and ``killed`` must be 0."""
-
-    over_commits: int
-    leaked_bytes: int
-    unserved_survivors: int
-    errors: int
-    unlawful_passes: int
-    crowded: int
-    served: int
-    passed: int
-    killed: int
-
-    @property
-    def faults(self) -> int:
-        """All that must not be."""
-        wrong = self.over_commits + self.leaked_bytes + self.errors + self.unlawful_passes
-        return wrong + self.unserved_survivors + self.crowded
-
-
-def check(lines: Iterable[str]) -> Verdict:
-    """Judge a log.
-
-    The order of two grants is that of the moments in the ledger lock, which the members pass on:
-    when each of them comes to write into the log is up to the kernel. A pass is unlawful if the one
-    who was passed needs no more memory, so that he could have had the very GPU, and no other GPU
-    was left for him: each had a job, or memory of one on the way back.
-    """
-    events = sorted((json.loads(line) for line in lines), key=lambda event: event["t"])
-    of = {kind: [e for e in events if e["event"] == kind] for kind in {e["event"] for e in events}}
-    killed = {e["member"] for e in of.get("killed", ())}
-    granted = {e["member"]: e for e in of.get("granted", ())}
-    survivors = {e["member"] for e in of["arrives"]} - killed
-    per_device = of["arrives"][0]["per_device"]
-    unlawful = passes = 0
-    for later in granted.values():
-        for earlier in granted.values():
-            if earlier["ticket"] < later["ticket"] and earlier["decided"] > later["decided"]:
-                passes += 1
-                if per_device == 1 and earlier["need"] <= later["need"]:
-                    unlawful += not _left_over(later, granted.values(), events)
-    crowded = 0
-    for grant in granted.values():
-        mine = [e for e in of.get("allocated", ()) if e["member"] == grant["member"]]
-        for other in granted.values():
-            if other["member"] == grant["member"] or other["gpu"] != grant["gpu"]:
-                continue
-            ended = _end_of(other["member"], events)
-            if per_device == 1 and mine and other["t"] < mine[0]["t"] < ended:
-                crowded += 1
-    return Verdict(
-        over_commits=len(of.get("overcommit", ())),
-        leaked_bytes=sum(of["over"][0]["left_on_device"].values()),
-        unserved_survivors=len(survivors - set(granted)),
-        errors=len(of.get("error", ())) + len(of.get("refused", ())),
-        unlawful_passes=unlawful,
-        crowded=crowded,
-        served=len(granted),
-        passed=passes,
-        killed=len(killed),
-    )
-
-
-def _left_over(
-    later: dict[str, Any], granted: Iterable[dict[str, Any]], events: list[dict[str, Any]]
-) -> set[str]:
-    """GPUs without a job when ``later`` was given its own."""
-    in_use = {
-        other["gpu"]
-        for other in granted
-        if other["decided"] <= later["decided"] < _end_of(other["member"], events)
-    }
-    return set(events[-1]["gpus"]) - in_use
-
-
-def _end_of(member: int, events: list[dict[str, Any]]) -> float:
-    """Until when a member's trainer surely held its GPU."""
-    trained = [e["t"] for e in events if e["event"] == "trained" and e["member"] == member]
-    allocated = [e["t"] for e in events if e["event"] == "allocated" and e["member"] == member]
-    return max(trained, default=max(allocated, default=0.0))
 
 
 def as_argument(chaos: Chaos) -> str:

@@ -7,11 +7,19 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from hosts import Host, Member
 
+from robust_train.gpu import line as line_module
+from robust_train.gpu.line import Line, Turn
+from robust_train.gpu.reservations import Ledger, new_record
+from robust_train.gpu.visible import Visible
+from robust_train.types import MIB, GpuInfo
 from simulated_nvml import Gpu
 from world import wait_until
 
@@ -251,3 +259,32 @@ def test_a_stopped_waiter_keeps_its_ticket_but_holds_nobody_up(host_with: HostWi
     other.end()
     stopped.process.send_signal(signal.SIGCONT)
     stopped.wait_for("granted")
+
+
+def test_who_came_when_called_and_was_too_late_is_called_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long it is until the one who called looks again."""
+    monkeypatch.setattr(line_module, "_CALL_SECONDS", 0.05)
+    gpus = {
+        uuid: GpuInfo(uuid, "A100", n, uuid, 40000 * MIB, 0, 40000 * MIB)
+        for n, uuid in enumerate(("GPU-a", "GPU-b"))
+    }
+
+    def look(line: Line, *uuids: str, free: int = 0) -> Turn:
+        seen = tuple(replace(gpus[uuid], free_bytes=free * MIB) for uuid in uuids)
+        return line.look(lambda: Visible(seen, machine=seen), lambda gpu: gpu.uuid == "GPU-a")
+
+    ledgers = [Ledger(tmp_path / "queue") for _ in range(2)]
+    first, second = (Line(ledger, new_record("t", "/", 4000 * MIB, 1)) for ledger in ledgers)
+    look(first, "GPU-a")
+    look(second, "GPU-a", "GPU-b")  # it sees more, so it looks for itself
+    assert look(second, "GPU-a", "GPU-b", free=40000).gpu is None, "it calls the first"
+    assert look(first, "GPU-a").gpu is None, "somebody was faster"
+    time.sleep(0.1)
+    assert look(second, "GPU-a", "GPU-b", free=40000).gpu is None, "it calls the first again"
+    time.sleep(0.1)
+    assert look(second, "GPU-a", "GPU-b", free=40000).gpu is not None, "who sleeps is passed over"
+    for line, ledger in zip((first, second), ledgers, strict=True):
+        line.leave()
+        ledger.close()

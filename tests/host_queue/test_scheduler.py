@@ -237,8 +237,9 @@ def test_nobody_waits_for_ever_as_long_as_running_jobs_end(
             started.append(waiter.id)
             where = decided.grants[waiter.id].uuid
             size = waiter.need_bytes
+            per_device, came = waiter.jobs_per_device, waiter.ticket
             running.append(
-                Holding(waiter.id, where, size, size, waiter.jobs_per_device, since=ticket)
+                Holding(waiter.id, where, size, size, per_device, since=ticket, ticket=came)
             )
         while len(line) < len(old) + 2:
             ticket += 1
@@ -246,3 +247,43 @@ def test_nobody_waits_for_ever_as_long_as_running_jobs_end(
         if running:
             running.pop(rng.randrange(len(running)))
     assert not old - set(started)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 10**6), st.integers(2, 4))
+def test_there_is_always_a_gpu_where_nobody_who_passed_the_head_is_in_its_way(
+    seed: int, per_device: int
+) -> None:
+    """Jobs come and end at random; the head's own view of it is kept beside the scheduler's."""
+    rng = random.Random(seed)
+    line: list[Waiter] = []
+    running: list[Holding] = []
+    first_in_line, since = "", 0
+    for now in range(1, 60):
+        line.append(job(now, rng.choice((4000, 4000, 8000, 12000, 38000)), per_device=per_device))
+        used = {uuid: sum(h.claim_bytes for h in running if h.gpu == uuid) for uuid in (A, B, C)}
+        gpus = [gpu(uuid, 40000, 40000 - taken // MIB) for uuid, taken in used.items()]
+        decided = plan(line, running, gpus)
+        for waiter in [w for w in line if w.id in decided.grants]:
+            line.remove(waiter)
+            size, where = waiter.need_bytes, decided.grants[waiter.id].uuid
+            came = waiter.ticket
+            running.append(
+                Holding(waiter.id, where, size, size, per_device, since=now, ticket=came)
+            )
+        if line:
+            head = line[0]
+            if head.id != first_in_line:
+                first_in_line, since = head.id, now
+            in_the_way = {
+                uuid: [h for h in running if h.gpu == uuid and h.since > since]
+                for uuid in (A, B, C)
+            }
+            assert any(
+                len(passed) < per_device
+                and sum(h.claim_bytes for h in passed) + head.need_bytes <= 40000 * MIB
+                for passed in in_the_way.values()
+            )
+        for _ in range(rng.randrange(3)):
+            if running:
+                running.pop(rng.randrange(len(running)))

@@ -115,6 +115,7 @@ class Machine:
         self.cuda_order = cuda_order
         self.errors: dict[str, int] = {}
         self.delays: dict[str, int] = {}
+        self.hangs: dict[str, int] = {}
         self._write()
 
     @property
@@ -166,6 +167,22 @@ class Machine:
         self.delays[f"{function}.{where}"] = milliseconds
         self._write()
 
+    def hang(self, function: str, where: int | str = "system", pid: int = 0) -> None:
+        """Let a function not come back until :meth:`heal`, whatever signals come.
+
+        Args:
+            function: as for :meth:`fail`.
+            where: index of a GPU, ``I.mig.J`` for a slice, or system.
+            pid: the one process that hangs; 0 for every one.
+        """
+        self.hangs[f"{function}.{where}"] = pid
+        self._write()
+
+    def heal(self) -> None:
+        """Let what hangs go on."""
+        self.hangs.clear()
+        self._write()
+
     def calls(self, function: str) -> list[tuple[int, str]]:
         """Calls of a function so far, as (pid, where)."""
         log = self.folder / "calls"
@@ -209,6 +226,7 @@ class Machine:
             lines += self._lines_of(index, gpu)
         lines += [f"error.{where} {code}" for where, code in self.errors.items()]
         lines += [f"delay.{where} {ms}" for where, ms in self.delays.items()]
+        lines += [f"hang.{where} {pid}" for where, pid in self.hangs.items()]
         new = self.state.with_suffix(".new")
         new.write_text("\n".join(lines) + "\n")
         # a program reads the old state or the new one, never a half

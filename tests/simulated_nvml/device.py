@@ -12,7 +12,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +29,25 @@ class SharedDevice:
     Args:
         state: the machine's state file.
         returns_after_seconds: how long a dead process's memory stays taken.
+        owner: a number that stands for this process in what is told.
+        tell: is told of each thing that happens, in order: ``takes``, ``refuses``, ``returns``, or
+            ``dies`` where a dead process's memory came back; the owner, the GPU, and MiB.
     """
 
-    def __init__(self, state: Path, returns_after_seconds: float = 0.05) -> None:
+    def __init__(
+        self,
+        state: Path,
+        returns_after_seconds: float = 0.05,
+        owner: int = -1,
+        tell: Callable[[str, int, str, int], None] = lambda event, owner, gpu, mib: None,
+    ) -> None:
         self.state = state
         self.held = state.with_name("held")
         self.lock = state.with_name("held.lock")
         self.returns_after_seconds = returns_after_seconds
+        self.owner = owner
+        self._tell = tell
+        self._happened: list[tuple[str, int, str, int]] = []
 
     def allocate(self, uuid: str, mib: int) -> None:
         """Take memory for this process, on top of what it has.
@@ -45,15 +57,20 @@ class SharedDevice:
         """
         with self._held() as held:
             used = sum(row["mib"] for row in held if row["uuid"] == uuid)
-            total = self._totals()[uuid]
+            total = self.totals()[uuid]
             if used + mib > total:
+                self._tell("refuses", self.owner, uuid, mib)
                 raise OutOfMemory(f"{uuid}: {used} + {mib} > {total} MiB")
-            held.append({"pid": os.getpid(), "uuid": uuid, "mib": mib, "died": None})
+            row = {"pid": os.getpid(), "owner": self.owner, "uuid": uuid, "mib": mib, "died": None}
+            held.append(row)
+            self._happened.append(("takes", self.owner, uuid, mib))
 
     def release(self) -> None:
         """Return what this process has."""
         with self._held() as held:
-            held[:] = [row for row in held if row["pid"] != os.getpid()]
+            for row in [row for row in held if row["pid"] == os.getpid()]:
+                held.remove(row)
+                self._happened.append(("returns", self.owner, row["uuid"], row["mib"]))
 
     def collect(self) -> None:
         """What a driver does by itself: dead processes' memory comes back, with a delay."""
@@ -62,11 +79,10 @@ class SharedDevice:
             for row in held:
                 if row["died"] is None and not _lives(row["pid"]):
                     row["died"] = now
-            held[:] = [
-                row
-                for row in held
-                if row["died"] is None or now - row["died"] < self.returns_after_seconds
-            ]
+            for row in list(held):
+                if row["died"] is not None and now - row["died"] >= self.returns_after_seconds:
+                    held.remove(row)
+                    self._happened.append(("dies", row["owner"], row["uuid"], row["mib"]))
 
     def used(self) -> dict[str, int]:
         """MiB taken by GPU."""
@@ -74,9 +90,12 @@ class SharedDevice:
             uuids = {row["uuid"] for row in held}
             return {u: sum(row["mib"] for row in held if row["uuid"] == u) for u in uuids}
 
-    def gpus(self) -> list[str]:
-        """UUIDs."""
-        return sorted(self._totals())
+    def totals(self) -> dict[str, int]:
+        """MiB that there are by GPU."""
+        text = self.state.read_text()
+        uuids = dict(re.findall(r"^gpu\.(\d+)\.uuid (\S+)$", text, re.MULTILINE))
+        totals = dict(re.findall(r"^gpu\.(\d+)\.total (\d+)$", text, re.MULTILINE))
+        return {uuids[i]: int(totals[i]) // MIB for i in uuids}
 
     @contextlib.contextmanager
     def _held(self) -> Iterator[list[dict[str, Any]]]:
@@ -91,16 +110,14 @@ class SharedDevice:
                 new = self.held.with_suffix(".new")
                 new.write_text(after)
                 new.replace(self.held)
-
-    def _totals(self) -> dict[str, int]:
-        text = self.state.read_text()
-        uuids = dict(re.findall(r"^gpu\.(\d+)\.uuid (\S+)$", text, re.MULTILINE))
-        totals = dict(re.findall(r"^gpu\.(\d+)\.total (\d+)$", text, re.MULTILINE))
-        return {uuids[i]: int(totals[i]) // MIB for i in uuids}
+            # only now can anybody see it
+            happened, self._happened = self._happened, []
+            for event in happened:
+                self._tell(*event)
 
     def _publish(self, held: list[dict[str, Any]]) -> None:
         """Have NVML tell it."""
-        totals = self._totals()
+        totals = self.totals()
         lines = self.state.read_text().splitlines()
         values = {}
         for number, (uuid, total) in enumerate(totals.items()):

@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print what was found; returns the exit code.
 
     0: some GPU can be used and so can the queue directory, or the machine has no GPU. 1: otherwise,
-    or there was nothing to clear.
+    or the driver hangs, or there was nothing to clear.
     """
     parser = argparse.ArgumentParser(
         prog="robust-train doctor",
@@ -57,7 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         _print(report)
     has_gpus = bool(report["gpus"])
-    fine = not has_gpus or (problem is None and any(g["usable"] for g in report["gpus"]))
+    can_be_used = problem is None and any(gpu["usable"] for gpu in report["gpus"])
+    fine = report["driver_answers"] and (not has_gpus or can_be_used)
     return 0 if fine else EXIT_TROUBLE
 
 
@@ -102,6 +103,7 @@ def _examine(path: Path, ledger: Ledger | None, problem: str | None) -> dict[str
     ]
     return {
         "driver_version": inventory.driver_version,
+        "driver_answers": inventory.answered,
         "problem": inventory.problem,
         "mask": os.environ.get(VARIABLE),
         "mask_warning": visible.warning,

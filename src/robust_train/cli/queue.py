@@ -13,8 +13,8 @@ from typing import Any
 
 from robust_train.cli.table import print_table
 from robust_train.gpu import quarantine
+from robust_train.gpu.census import as_waiter, census
 from robust_train.gpu.inventory import read_inventory
-from robust_train.gpu.line import as_waiter, census
 from robust_train.gpu.queue_dir import QueueProblem, directory_for
 from robust_train.gpu.records import JobRecord, JobState
 from robust_train.gpu.reservations import Entry, Ledger, LedgerBusy, boottime, start_ticks
@@ -80,9 +80,10 @@ def _entries(ledger: Ledger) -> list[Entry]:
 def _jobs(ledger: Ledger | None, entries: Sequence[Entry]) -> list[dict[str, Any]]:
     if ledger is None or not entries:
         return []
-    gpus = quarantine.without_sick(
-        read_inventory(processes=False).gpus, quarantine.read_sick(ledger.directory)
-    )
+    inventory = read_inventory(processes=False)
+    if not inventory.answered:
+        print(f"warning: {inventory.problem}", file=sys.stderr)
+    gpus = quarantine.without_sick(inventory.gpus, quarantine.read_sick(ledger.directory))
     waiters, holdings = census(entries)
     position, now = 0, boottime()
     decided = plan(waiters, holdings, gpus, now)

@@ -13,7 +13,8 @@ from typing import Any
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Slurm's --signal and submitit announce with one of these that the job will be taken off its node
 _WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
-_UNDER_SUBMITIT = "SUBMITIT_EXECUTOR"
+UNDER_SUBMITIT = "SUBMITIT_EXECUTOR"
+"""Set in the jobs that submitit runs."""
 
 
 class JobInterrupted(KeyboardInterrupt):
@@ -22,6 +23,10 @@ class JobInterrupted(KeyboardInterrupt):
     def __init__(self, signum: int) -> None:
         super().__init__(f"interrupted by {signal.Signals(signum).name}")
         self.signum = signum
+
+    def __reduce__(self) -> tuple[type[JobInterrupted], tuple[int]]:
+        """For a worker that hands it to the process which gave it the job."""
+        return JobInterrupted, (self.signum,)
 
     @property
     def exit_code(self) -> int:
@@ -42,8 +47,10 @@ class SignalWatch:
         self.received: int | None = None
         self._handler: Callable[[int], None] | None = None
         self._previous: dict[int, Any] = {}
+        self._told: int | None = None
 
     def __enter__(self) -> SignalWatch:
+        global _watch
         if threading.current_thread() is threading.main_thread():
             for signum in (*_STOPS, *_WARNINGS):
                 previous = signal.getsignal(signum)
@@ -51,10 +58,13 @@ class SignalWatch:
                     continue  # nohup, or a background job of a script
                 if previous is None:
                     continue  # a handler in C, such as faulthandler's, cannot be put back
-                if signum == signal.SIGTERM and _UNDER_SUBMITIT in os.environ:
+                if signum == signal.SIGTERM and UNDER_SUBMITIT in os.environ:
                     continue  # comes with every preemption and is not its signal to requeue
                 self._previous[signum] = previous
                 signal.signal(signum, self._on_signal)
+            _watch = self
+            if _told_before is not None:
+                self.tell(_told_before)
         return self
 
     def __exit__(
@@ -63,8 +73,18 @@ class SignalWatch:
         error: BaseException | None,
         frames: TracebackType | None,
     ) -> None:
+        global _watch
+        if _watch is self:
+            _watch = None
         for signum, previous in self._previous.items():
             signal.signal(signum, previous)
+
+    def tell(self, signum: int) -> None:
+        """As if the signal had come, from any thread; nothing where one has come already."""
+        if self.received is None and self._previous:
+            self._told = signum
+            # which of them says it does not matter; under submitit it may not be this one itself
+            signal.pthread_kill(threading.main_thread().ident or 0, next(iter(self._previous)))
 
     @contextlib.contextmanager
     def handed_to(self, handler: Callable[[int], None]) -> Iterator[int]:
@@ -105,9 +125,26 @@ class SignalWatch:
             raise JobInterrupted(self.received)
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        signum, self._told = self._told or signum, None
         if self.received is None:
             self.received = signum
         if self._handler is not None:
             self._handler(signum)
         else:
             raise JobInterrupted(signum)
+
+
+_watch: SignalWatch | None = None
+_told_before: int | None = None
+
+
+def stop_job(signum: int) -> None:
+    """Have the job of this process stop, from any thread; if it has not begun, when it does.
+
+    Args:
+        signum: what it takes for the reason.
+    """
+    global _told_before
+    _told_before = signum
+    if _watch is not None:
+        _watch.tell(signum)

@@ -1,26 +1,35 @@
 """What GPUs there are and how full, read from NVML in this process.
 
-One session per process stays open: opening one costs seconds where the driver is not persistent,
-and an open session keeps the GPUs initialised for the next look. A call that fails concerns its
-own metric, or at most its own GPU.
+A call that fails concerns its own metric, or at most its own GPU. A call that hangs is given up.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from robust_train.gpu import unified
+from robust_train.gpu.bounded import NoAnswer, ask
 from robust_train.gpu.health import why_sick
+from robust_train.gpu.nvml_session import (
+    Session,
+    Static,
+    forget_session,
+    init_problem,
+    known_session,
+    open_session,
+)
 from robust_train.types import GpuInfo, GpuProcess, Inventory, SkippedGpu
 
 _T = TypeVar("_T")
 
 _HEALTH_SECONDS = 10.0
+# where nothing keeps the driver awake, the first call wakes all GPUs, which takes seconds for each
+_OPENING_SECONDS = 30.0
+_ANSWER_SECONDS = 2.0
 
 _COMPUTE_MODES = {
     0: "default",
@@ -28,82 +37,47 @@ _COMPUTE_MODES = {
     2: "prohibited",
     3: "exclusive_process",
 }
-_NO_DRIVER = (
-    "no NVIDIA driver on this machine (libnvidia-ml.so.1 was not found); "
-    "inside a container, start it with GPU access, e.g. --gpus all"
-)
-_LEGACY_BINDING = (
-    "the module pynvml is a legacy package that shadows nvidia-ml-py: "
-    "pip uninstall pynvml nvidia-ml-py3, then pip install --force-reinstall nvidia-ml-py"
-)
-_NO_BINDING = "the package nvidia-ml-py is not installed: pip install nvidia-ml-py"
-_MISMATCH = (
-    "the NVIDIA kernel module and its libraries are of different versions (a driver was upgraded "
-    "under a running system): reboot, or reload the nvidia kernel module; inside a container, "
-    "restart the container"
-)
-_NOT_LOADED = (
-    "the NVIDIA kernel module is not loaded: modprobe nvidia, or reinstall the driver; "
-    "inside a container, start it with GPU access, e.g. --gpus all"
-)
-
-
-@dataclass(frozen=True)
-class _Static:
-    """What does not change while a GPU stays in the machine, with its handle."""
-
-    handle: Any
-    uuid: str
-    name: str
-    pci_bus_id: str
-    can_be_sliced: bool
-
-
-@dataclass
-class _Session:
-    """An open NVML session of one process."""
-
-    nvml: Any
-    pid: int
-    driver_version: str | None
-    count: int = 0
-    known: dict[int, _Static] = field(default_factory=dict)
-    health: dict[int, tuple[float, str | None]] = field(default_factory=dict)
 
 
 class _Unreadable(Exception):
     """A GPU cannot be used for a reason that NVML did not raise."""
 
 
-_session: _Session | None = None
-
-
 def read_inventory(*, processes: bool = True) -> Inventory:
     """All GPUs of this machine as NVML tells of them now, whatever CUDA_VISIBLE_DEVICES says.
 
     Never raises because of a GPU or a driver: what cannot be read is in ``skipped`` with its
-    reason, and ``problem`` says why there is nothing at all.
+    reason, and ``problem`` says why there is nothing at all. Comes back within 2 s (30 s for the
+    first look of a process) also where the driver is wedged.
 
     Args:
         processes: also list who is on each GPU. That costs some milliseconds per GPU and contends
             for a lock of the driver, so leave it out when polling.
     """
-    session = _open()
+    limit_seconds = _OPENING_SECONDS if known_session() is None else _ANSWER_SECONDS
+    try:
+        return ask(lambda: _read_inventory(processes), limit_seconds)
+    except NoAnswer as silence:
+        return Inventory(problem=str(silence), answered=False)
+
+
+def _read_inventory(processes: bool) -> Inventory:
+    session = open_session()
     if isinstance(session, str):
         return Inventory(problem=session)
     try:
         count = session.nvml.nvmlDeviceGetCount()
     except session.nvml.NVMLError:
         # the driver may have been reloaded under the session
-        _forget()
-        session = _open()
+        forget_session()
+        session = open_session()
         if isinstance(session, str):
             return Inventory(problem=session)
         try:
             count = session.nvml.nvmlDeviceGetCount()
         except session.nvml.NVMLError as error:
-            _forget()
-            return Inventory(problem=_init_problem(session.nvml, error))
+            forget_session()
+            return Inventory(problem=init_problem(session.nvml, error))
     if count != session.count:
         session.known.clear()
         session.health.clear()
@@ -127,8 +101,16 @@ def legacy_slice_names() -> dict[str, str]:
     """The MIG slices' UUIDs by their old names, ``MIG-GPU-<uuid>/<gpu>/<compute instance>``.
 
     CUDA still accepts the old names, although drivers since R470 give slices UUIDs of their own.
+    Empty where the driver does not answer.
     """
-    session = _open()
+    try:
+        return ask(_legacy_slice_names, _ANSWER_SECONDS)
+    except NoAnswer:
+        return {}
+
+
+def _legacy_slice_names() -> dict[str, str]:
+    session = open_session()
     if isinstance(session, str):
         return {}
     nvml, names = session.nvml, {}
@@ -146,42 +128,7 @@ def legacy_slice_names() -> dict[str, str]:
     return names
 
 
-def _open() -> _Session | str:
-    """This process's session, or the sentence that says why there is none."""
-    global _session
-    if _session is not None and _session.pid == os.getpid():
-        return _session
-    try:
-        import pynvml
-    except ImportError:
-        return _NO_BINDING
-    if not hasattr(pynvml, "nvmlMemory_v2"):
-        return _LEGACY_BINDING
-    try:
-        # after a fork only this: a shutdown would act on the parent's session
-        pynvml.nvmlInit()
-    except pynvml.NVMLError as error:
-        return _init_problem(pynvml, error)
-    driver = _optional(pynvml, pynvml.nvmlSystemGetDriverVersion)
-    _session = _Session(pynvml, os.getpid(), None if driver is None else str(driver))
-    return _session
-
-
-def _forget() -> None:
-    global _session
-    _session = None
-
-
-def _init_problem(nvml: Any, error: Exception) -> str:
-    code = getattr(error, "value", None)
-    return {
-        nvml.NVML_ERROR_LIBRARY_NOT_FOUND: _NO_DRIVER,
-        nvml.NVML_ERROR_DRIVER_NOT_LOADED: _NOT_LOADED,
-        nvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: _MISMATCH,
-    }.get(code, f"the NVIDIA driver does not answer ({error}); see what nvidia-smi says")
-
-
-def _problem(session: _Session, gpus: list[GpuInfo], skipped: list[SkippedGpu]) -> str | None:
+def _problem(session: Session, gpus: list[GpuInfo], skipped: list[SkippedGpu]) -> str | None:
     if gpus:
         return None
     if not skipped:
@@ -198,7 +145,7 @@ def _optional(nvml: Any, call: Callable[..., _T], *arguments: Any) -> _T | None:
         return None
 
 
-def _read_gpu(session: _Session, index: int, processes: bool) -> list[GpuInfo] | SkippedGpu:
+def _read_gpu(session: Session, index: int, processes: bool) -> list[GpuInfo] | SkippedGpu:
     """One GPU, or its slices where it is cut into some."""
     nvml = session.nvml
     try:
@@ -222,7 +169,7 @@ def _transient(nvml: Any) -> tuple[int, ...]:
     )
 
 
-def _read_gpu_once(session: _Session, index: int, processes: bool) -> list[GpuInfo]:
+def _read_gpu_once(session: Session, index: int, processes: bool) -> list[GpuInfo]:
     nvml = session.nvml
     static = session.known.get(index)
     if static is None:
@@ -236,7 +183,7 @@ def _read_gpu_once(session: _Session, index: int, processes: bool) -> list[GpuIn
     return [device if sick is None else replace(device, unusable=sick)]
 
 
-def _health(session: _Session, static: _Static, index: int) -> str | None:
+def _health(session: Session, static: Static, index: int) -> str | None:
     """Why a GPU is to be left alone. It changes seldom, so it is not asked at each look."""
     now = time.monotonic()
     asked, sick = session.health.get(index, (-_HEALTH_SECONDS, None))
@@ -248,16 +195,17 @@ def _health(session: _Session, static: _Static, index: int) -> str | None:
 
 def ask_health_again() -> None:
     """Let the next look ask the GPUs for their health, however lately that was done."""
-    if _session is not None:
-        _session.health.clear()
+    session = known_session()
+    if session is not None:
+        session.health.clear()
 
 
-def _read_static(nvml: Any, index: int) -> _Static:
+def _read_static(nvml: Any, index: int) -> Static:
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
     uuid = str(nvml.nvmlDeviceGetUUID(handle))
     name = _optional(nvml, nvml.nvmlDeviceGetName, handle)
     pci = _optional(nvml, nvml.nvmlDeviceGetPciInfo, handle)
-    return _Static(
+    return Static(
         handle=handle,
         uuid=uuid,
         name="unknown GPU" if name is None else str(name),
@@ -271,7 +219,7 @@ def _is_sliced(nvml: Any, handle: Any) -> bool:
     return mode is not None and mode[0] == nvml.NVML_DEVICE_MIG_ENABLE
 
 
-def _slice_handles(nvml: Any, static: _Static) -> list[Any]:
+def _slice_handles(nvml: Any, static: Static) -> list[Any]:
     most = _optional(nvml, nvml.nvmlDeviceGetMaxMigDeviceCount, static.handle) or 0
     # an empty slot answers NOT_FOUND
     slots = (
@@ -281,7 +229,7 @@ def _slice_handles(nvml: Any, static: _Static) -> list[Any]:
     return [handle for handle in slots if handle is not None]
 
 
-def _read_slices(nvml: Any, parent: _Static, index: int, processes: bool) -> list[GpuInfo]:
+def _read_slices(nvml: Any, parent: Static, index: int, processes: bool) -> list[GpuInfo]:
     """The slices of a GPU: nothing can run on the GPU as a whole while MIG is on."""
     slices: list[GpuInfo] = []
     reason = "MIG is on but no slice has been made: nvidia-smi mig -cgi … -C"
@@ -303,7 +251,7 @@ def _read_slices(nvml: Any, parent: _Static, index: int, processes: bool) -> lis
 
 
 def _read_device(
-    nvml: Any, static: _Static, handle: Any, index: int, processes: bool, mode_of: Any = None
+    nvml: Any, static: Static, handle: Any, index: int, processes: bool, mode_of: Any = None
 ) -> GpuInfo:
     total, free, used, is_unified = _read_memory(nvml, static, handle)
     utilization = _optional(nvml, nvml.nvmlDeviceGetUtilizationRates, handle)
@@ -337,7 +285,7 @@ def _why_unusable(nvml: Any, handle: Any, compute_mode: str) -> str | None:
     return None
 
 
-def _read_memory(nvml: Any, static: _Static, handle: Any) -> tuple[int, int, int, bool]:
+def _read_memory(nvml: Any, static: Static, handle: Any) -> tuple[int, int, int, bool]:
     """Total, free and used bytes, and whether they are the host's."""
     try:
         memory = _memory_info(nvml, handle)

@@ -7,14 +7,19 @@ record before the lock is let go.
 
 A waiter that was stopped (Ctrl-Z) keeps its ticket but holds nobody up: one who looks for others
 and gives no sign of life is not relied on, and one who does not come when called is passed over.
+The same goes for one whose driver hangs: it has let go of the lock by then, and says that it sees
+nothing, so others look for themselves. Whoever has not asked the driver lately does so before it
+takes the lock, so that a driver that hangs mostly does so without it.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from robust_train.gpu.census import as_waiter, census
 from robust_train.gpu.inotify import ATTRIBUTES, CLOSED_AFTER_WRITE, LOST, MODIFIED, Watch
 from robust_train.gpu.records import JobRecord, JobState
 from robust_train.gpu.reservations import (
@@ -36,6 +41,8 @@ _FIRST_PAUSE_SECONDS = 0.02
 _LONGEST_PAUSE_SECONDS = 0.6
 _LOOK_SECONDS = 0.1
 _CALL_SECONDS = 5.0
+_TRUST_SECONDS = 5.0
+_SILENCE_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -90,7 +97,9 @@ class Line:
         self._seen: tuple[GpuInfo, ...] = ()
         self._patience_seconds = patience_seconds
         self._signs: dict[str, tuple[int, float]] = {}  # of life: a file's time, and when I saw it
-        self._called: dict[str, float] = {}  # whom I called first when
+        self._called: dict[str, tuple[float, int]] = {}  # whom: when, and its last sign by then
+        self._answered_at = -math.inf
+        self._silence: Visible | None = None  # how it looks while the driver hangs
         self._settle_until = 0.0
         self._pause = _FIRST_PAUSE_SECONDS
 
@@ -114,11 +123,16 @@ class Line:
         Raises:
             QueueProblem: the queue directory cannot be used any more.
         """
-        try:
-            with self.ledger.locked(_LOCK_SECONDS):
-                turn, called = self._decide(read, suits)
-        except LedgerBusy as error:
-            return Turn(None, obstacles=str(error), again_seconds=_LONGEST_PAUSE_SECONDS)
+        decided = None
+        while decided is None:
+            if (self._polls or self._rung) and not self._is_trusted():
+                self._note_answer(read())
+            try:
+                with self.ledger.locked(_LOCK_SECONDS):
+                    decided = self._decide(read, suits)
+            except LedgerBusy as error:
+                return Turn(None, obstacles=str(error), again_seconds=_LONGEST_PAUSE_SECONDS)
+        turn, called = decided
         for name in called:
             self.ledger.ring(name)
         return turn if turn.gpu is not None else replace(turn, again_seconds=self._again())
@@ -154,8 +168,11 @@ class Line:
 
     def _decide(
         self, read: Callable[[], Visible], suits: Callable[[GpuInfo], bool]
-    ) -> tuple[Turn, list[str]]:
-        """My turn, and the names of those whose turn it is as well; under the ledger lock."""
+    ) -> tuple[Turn, list[str]] | None:
+        """My turn, and the names of those whose turn it is as well; under the ledger lock.
+
+        None where the driver has to be asked without the lock first.
+        """
         if self.ledger.directory is not self._directory:  # it was removed and made again
             self._directory = self.ledger.directory
             self._watch.close()
@@ -171,22 +188,39 @@ class Line:
         self._known = self._without_me(entries)
         if not self._polls and not self._rung:
             return self._turn_unseen(entries, me, len(ahead)), []
+        if self._silence is None and not self._is_trusted():
+            return None
         self._rung = False
-        visible = read()
+        visible = self._note_answer(self._silence or read())
         self._seen = visible.machine or visible.gpus
         mine = tuple(gpu.uuid for gpu in visible.gpus if suits(gpu))
         said = replace(me.record, only=mine, sees=tuple(gpu.uuid for gpu in self._seen))
         waiters, holdings = census(entries, without=said.id)
-        waiters = [*self._awake(waiters), as_waiter(said)]
+        names = {entry.id: entry.name for entry in entries}
+        waiters = [*self._awake(waiters, names), as_waiter(said)]
         decided = plan(waiters, holdings, self._seen, boottime())
-        called = [_bell_of(e.name) for e in entries if e.id in decided.grants and e.id != said.id]
-        self._note_called(set(decided.grants) - {said.id})
+        whom = {id_: names[id_] for id_ in decided.grants if id_ != said.id}
+        self._note_called(whom)
+        called = [_bell_of(name) for name in whom.values()]
         granted = decided.grants.get(said.id)
         if granted is not None:
             me.update(replace(said, state=JobState.RUNNING, gpu=granted.uuid, taken_bytes=None))
             return Turn(granted), called
         me.update(said)
-        return self._turn(said, waiters, holdings, decided, len(ahead)), called
+        turn = self._turn(said, waiters, holdings, decided, len(ahead))
+        if not visible.answered:
+            turn = replace(turn, obstacles=visible.problem or "", strangers_only=False)
+        return turn, called
+
+    def _is_trusted(self) -> bool:
+        """Whether the driver answered so lately that it may be asked while others wait."""
+        return time.monotonic() < self._answered_at + _TRUST_SECONDS
+
+    def _note_answer(self, visible: Visible) -> Visible:
+        self._silence = None if visible.answered else visible
+        if visible.answered:
+            self._answered_at = time.monotonic()
+        return visible
 
     def _be_in_line(self, entries: Sequence[Entry]) -> Reservation:
         if self.reservation is None:
@@ -235,15 +269,23 @@ class Line:
             return False
         return now - seen > self._patience_seconds
 
-    def _awake(self, waiters: Iterable[Waiter]) -> list[Waiter]:
+    def _awake(self, waiters: Iterable[Waiter], names: Mapping[str, str]) -> list[Waiter]:
         """The waiters without those who did not come when I called them."""
-        late = time.monotonic() - _CALL_SECONDS
-        return [w for w in waiters if self._called.get(w.id, late + 1.0) > late]
-
-    def _note_called(self, granted: Iterable[str]) -> None:
         now = time.monotonic()
-        late = {id_: at for id_, at in self._called.items() if now - at >= _CALL_SECONDS}
-        self._called = late | {id_: self._called.get(id_, now) for id_ in granted}
+        # who came gave a sign, also where others had been faster
+        self._called = {
+            id_: (at, sign)
+            for id_, (at, sign) in self._called.items()
+            if id_ in names and self.ledger.time_of(names[id_]) == sign
+        }
+        asleep = {id_ for id_, (at, _) in self._called.items() if now - at >= _CALL_SECONDS}
+        return [waiter for waiter in waiters if waiter.id not in asleep]
+
+    def _note_called(self, whom: Mapping[str, str]) -> None:
+        now = time.monotonic()
+        for id_, name in whom.items():
+            if id_ not in self._called:
+                self._called[id_] = (now, self.ledger.time_of(name))
 
     def _add(self, name: str, events: int) -> None:
         watched = self._watch.add(name, events)
@@ -298,11 +340,13 @@ class Line:
         self._pause = _FIRST_PAUSE_SECONDS
 
     def _again(self) -> float | None:
+        if self._silence is not None:
+            return _SILENCE_SECONDS  # to see whether the driver answers again costs nothing
         if self._seen and self._leader is None:
             return 0.0  # from now on with a watch
         if time.monotonic() >= self._settle_until:
             now = time.monotonic()
-            calls = [at + _CALL_SECONDS - now for at in self._called.values()]
+            calls = [at + _CALL_SECONDS - now for at, _ in self._called.values()]
             return min((left for left in calls if left > 0), default=None)
         pause, self._pause = self._pause, min(self._pause * 2, _LONGEST_PAUSE_SECONDS)
         return pause
@@ -312,54 +356,6 @@ class Line:
 
     def _is_mine(self, name: str) -> bool:
         return self.reservation is not None and name == self.reservation.name
-
-
-def census(
-    entries: Iterable[Entry], *, without: str | None = None
-) -> tuple[list[Waiter], list[Holding]]:
-    """The living jobs as the scheduler takes them: who waits, and who holds.
-
-    Args:
-        entries: the living jobs.
-        without: id of one to leave out.
-    """
-    waiters, holdings = [], []
-    for entry in entries:
-        record = entry.record
-        if entry.id == without:
-            continue
-        if record is None:
-            holdings.append(Holding(entry.id, None, 0))
-        elif record.state is JobState.WAITING:
-            waiters.append(as_waiter(record))
-        else:
-            holdings.append(_as_holding(record))
-    return waiters, holdings
-
-
-def as_waiter(record: JobRecord) -> Waiter:
-    """A job as one that asks for a GPU."""
-    return Waiter(
-        record.id,
-        record.ticket,
-        record.claim_bytes,
-        frozenset(record.only),
-        record.jobs_per_device,
-        record.queued_at,
-    )
-
-
-def _as_holding(record: JobRecord) -> Holding:
-    return Holding(
-        id=record.id,
-        gpu=record.gpu,
-        claim_bytes=record.claim_bytes,
-        taken_bytes=record.taken_bytes,
-        jobs_per_device=record.jobs_per_device,
-        since=record.since,
-        draining=record.state is JobState.DRAINING,
-        owner=f"{record.name}, {record.user}",
-    )
 
 
 def _waits(entry: Entry) -> bool:

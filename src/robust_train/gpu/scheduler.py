@@ -58,6 +58,7 @@ class Holding:
         since: when it came there, seconds.
         draining: its memory is on the way back.
         owner: for people, ``lora_flowers102, ada``.
+        ticket: its place in line when it came.
     """
 
     id: str
@@ -68,6 +69,7 @@ class Holding:
     since: float = 0.0
     draining: bool = False
     owner: str = ""
+    ticket: int = 0
 
 
 @dataclass(frozen=True)
@@ -177,10 +179,11 @@ class _Room:
     def as_gpu(self) -> GpuInfo:
         return replace(self.gpu, free_bytes=max(self.usable, 0))
 
-    def distance(self, waiter: Waiter) -> tuple[bool, bool, int, int, float, str]:
+    def distance(self, waiter: Waiter) -> tuple[bool, bool, float, int, int, float, str]:
         """How far off its turn is here, nearest first.
 
-        Strangers end nobody knows when, our jobs do; then by what is missing, then who began first.
+        Strangers end nobody knows when, our jobs do; then by who passed it, see :meth:`_passed`;
+        then by what is missing, then who began first.
         """
         ours = sum(_in_use(holding, self.gpu) for holding in self.holdings)
         by_strangers = min(self.gpu.free_bytes + ours, self.gpu.total_bytes) < waiter.need_bytes
@@ -189,11 +192,26 @@ class _Room:
         return (
             by_strangers,
             self.gpu.unusable is not None,
+            self._passed(waiter),
             max(waiter.need_bytes - self.usable, 0),
             max(slots, 0),
             began,
             self.gpu.pci_bus_id + self.gpu.uuid,
         )
+
+    def _passed(self, waiter: Waiter) -> float:
+        """When somebody last took a place here that is in the way of one who came earlier, or 0.
+
+        A GPU that is held back gets nobody who passes, so it stays the one with the smallest value
+        until another one's is smaller still: on the GPU that is held back for the head of the line
+        nobody is in its way who passed it there.
+        """
+        later = [h for h in self.holdings if h.ticket > waiter.ticket]
+        if not later:
+            return 0.0
+        fits = sum(h.claim_bytes for h in later) + waiter.need_bytes <= self.gpu.total_bytes
+        slots = len(later) < min(waiter.jobs_per_device, *(h.jobs_per_device for h in later))
+        return 0.0 if fits and slots else max(h.since for h in later)
 
 
 class _Desk:

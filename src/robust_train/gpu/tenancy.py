@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from robust_train.gpu.line import as_waiter, census
+from robust_train.gpu.census import as_waiter, census
 from robust_train.gpu.records import JobState
 from robust_train.gpu.reservations import Ledger, LedgerBusy, Reservation, boottime
 from robust_train.gpu.scheduler import open_to
@@ -39,8 +40,8 @@ class Tenancy:
             QueueProblem: the queue directory cannot be used any more.
         """
         try:
-            with self._ledger.locked():
-                return self._open_gpus(read(), 0)
+            with self._deciding(read) as visible:
+                return self._open_gpus(visible, 0)
         except LedgerBusy:
             return ()
 
@@ -56,8 +57,8 @@ class Tenancy:
             QueueProblem: the queue directory cannot be used any more.
         """
         try:
-            with self._ledger.locked():
-                if all(gpu.uuid != uuid for gpu in self._open_gpus(read(), claim_bytes)):
+            with self._deciding(read) as visible:
+                if all(gpu.uuid != uuid for gpu in self._open_gpus(visible, claim_bytes)):
                     return False
                 self._say(JobState.RUNNING, gpu=uuid, claim_bytes=claim_bytes, taken_bytes=None)
         except LedgerBusy:
@@ -71,8 +72,8 @@ class Tenancy:
             QueueProblem: the queue directory cannot be used any more.
         """
         try:
-            with self._ledger.locked():
-                here = [gpu for gpu in self._open_gpus(read(), 0) if gpu.uuid == self.gpu]
+            with self._deciding(read) as visible:
+                here = [gpu for gpu in self._open_gpus(visible, 0) if gpu.uuid == self.gpu]
                 room = here[0].free_bytes if here else self.reservation.record.claim_bytes
                 self._say(JobState.RUNNING, claim_bytes=min(claim_bytes, room), taken_bytes=None)
         except LedgerBusy:
@@ -85,6 +86,13 @@ class Tenancy:
     def drain(self) -> None:
         """Say that the attempt is gone, and that its memory is on the way back."""
         self._try_to_say(JobState.DRAINING, taken_bytes=None)
+
+    @contextlib.contextmanager
+    def _deciding(self, read: Callable[[], Visible]) -> Iterator[Visible]:
+        """Under the ledger lock, with a fresh look at the GPUs."""
+        read()  # a driver that hangs does so before the lock is taken
+        with self._ledger.locked():
+            yield read()
 
     def _try_to_say(self, state: JobState, **changes: int | None) -> None:
         try:

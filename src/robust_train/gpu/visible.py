@@ -32,6 +32,7 @@ class Visible:
             what it shows.
         problem: a sentence where the machine itself has nothing to show, whatever the variable.
         machine: every GPU of the machine that answers, visible or not.
+        answered: False where the driver hangs, so that nothing is known of the GPUs.
     """
 
     gpus: tuple[GpuInfo, ...] = ()
@@ -39,6 +40,7 @@ class Visible:
     warning: str | None = None
     problem: str | None = None
     machine: tuple[GpuInfo, ...] = field(default=(), repr=False, compare=False)
+    answered: bool = True
 
     def ordinal(self, uuid: str) -> int | None:
         """The CUDA ordinal in a process with the same environment; None if not addressable there.
@@ -64,6 +66,9 @@ def visible_gpus(
             machine with several models that costs the start of a short process, once.
     """
     mask = environ.get(VARIABLE)
+    if not inventory.answered:
+        hides_all = mask is not None and _hides_all(mask)
+        return Visible(hidden_on_purpose=hides_all, problem=inventory.problem, answered=False)
     places = _places(inventory)
     warning = None
     counts = names_integers(mask) or (ordinals and mask is None)

@@ -241,6 +241,8 @@ def _may_use(request: GpuRequest, gpu: GpuInfo) -> bool:
 
 def _why_pointless(request: GpuRequest, visible: Visible) -> str | None:
     """Why no amount of waiting would help, or None."""
+    if not visible.answered:
+        return None  # a driver that hangs tells nothing
     gpus = _candidates(request, visible)
     if not gpus:
         if visible.gpus:

@@ -19,6 +19,7 @@ from robust_train.sweep.mask import remember_mask
 from robust_train.sweep.page import write_sweep_report
 from robust_train.sweep.record import NOT_STARTED, JobRecord, write_json
 from robust_train.sweep.rows import Row, exit_code_of, read_rows, row_of
+from robust_train.sweep.stop_word import LAUNCHERS, VARIABLE, StopWord
 from robust_train.sweep.table import SCHEMA, as_csv, as_json, screen_table, tally
 
 log = logging.getLogger("robust_train")
@@ -57,6 +58,7 @@ class Sweep:
 
 
 _sweep: Sweep | None = None
+_stop_word: StopWord | None = None
 _exit_code = 0
 _has_door = False
 
@@ -83,7 +85,7 @@ def begin(config: DictConfig) -> None:
     Raises:
         OSError: the sweep folder cannot be made.
     """
-    global _sweep
+    global _sweep, _stop_word
     folder = Path(str(config.hydra.sweep.dir)).resolve()
     folder.mkdir(parents=True, exist_ok=True)
     sweep = Sweep(
@@ -98,6 +100,10 @@ def begin(config: DictConfig) -> None:
     write_json(folder / "sweep.json", content)
     sweep.since_ns = (folder / "sweep.json").stat().st_mtime_ns
     _sweep = sweep
+    os.environ.pop(VARIABLE, None)  # of a sweep whose job this one is
+    if sweep.launcher in LAUNCHERS:
+        with contextlib.suppress(OSError):
+            _stop_word = StopWord(sweep.id)
     # a project with a door of its own gets its table also when a job's error ends the sweep
     atexit.register(finish)
 
@@ -107,10 +113,13 @@ def finish() -> int:
 
     Safe to call again, and where there was no sweep.
     """
-    global _sweep, _exit_code
+    global _sweep, _exit_code, _stop_word
     sweep, _sweep = _sweep, None
     if sweep is None or sweep.pid != os.getpid():
         return _exit_code
+    if _stop_word is not None:
+        _stop_word.close()
+        _stop_word = None
     rows = sweep.rows()
     if all(row.status == NOT_STARTED for row in rows):
         with contextlib.suppress(OSError):

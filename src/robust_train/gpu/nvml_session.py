@@ -1,0 +1,101 @@
+"""This process's NVML session, and why there may be none.
+
+One session per process stays open: opening one costs seconds where the driver is not persistent,
+and an open session keeps the GPUs initialised for the next look.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+_NO_DRIVER = (
+    "no NVIDIA driver on this machine (libnvidia-ml.so.1 was not found); "
+    "inside a container, start it with GPU access, e.g. --gpus all"
+)
+_LEGACY_BINDING = (
+    "the module pynvml is a legacy package that shadows nvidia-ml-py: "
+    "pip uninstall pynvml nvidia-ml-py3, then pip install --force-reinstall nvidia-ml-py"
+)
+_NO_BINDING = "the package nvidia-ml-py is not installed: pip install nvidia-ml-py"
+_MISMATCH = (
+    "the NVIDIA kernel module and its libraries are of different versions (a driver was upgraded "
+    "under a running system): reboot, or reload the nvidia kernel module; inside a container, "
+    "restart the container"
+)
+_NOT_LOADED = (
+    "the NVIDIA kernel module is not loaded: modprobe nvidia, or reinstall the driver; "
+    "inside a container, start it with GPU access, e.g. --gpus all"
+)
+
+
+@dataclass(frozen=True)
+class Static:
+    """What does not change while a GPU stays in the machine, with its handle."""
+
+    handle: Any
+    uuid: str
+    name: str
+    pci_bus_id: str
+    can_be_sliced: bool
+
+
+@dataclass
+class Session:
+    """An open NVML session of one process."""
+
+    nvml: Any
+    pid: int
+    driver_version: str | None
+    count: int = 0
+    known: dict[int, Static] = field(default_factory=dict)
+    health: dict[int, tuple[float, str | None]] = field(default_factory=dict)
+
+
+_session: Session | None = None
+
+
+def known_session() -> Session | None:
+    """This process's session, None where it has none yet."""
+    return _session if _session is not None and _session.pid == os.getpid() else None
+
+
+def open_session() -> Session | str:
+    """This process's session, or the sentence that says why there is none."""
+    global _session
+    if (session := known_session()) is not None:
+        return session
+    try:
+        import pynvml
+    except ImportError:
+        return _NO_BINDING
+    if not hasattr(pynvml, "nvmlMemory_v2"):
+        return _LEGACY_BINDING
+    try:
+        # after a fork only this: a shutdown would act on the parent's session
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        return init_problem(pynvml, error)
+    try:
+        driver: str | None = str(pynvml.nvmlSystemGetDriverVersion())
+    except pynvml.NVMLError:
+        driver = None
+    _session = Session(pynvml, os.getpid(), driver)
+    return _session
+
+
+def forget_session() -> None:
+    """Have the next one who asks open another one."""
+    global _session
+    _session = None
+
+
+def init_problem(nvml: Any, error: Exception) -> str:
+    """Why the driver could not be asked, and what helps."""
+    code = getattr(error, "value", None)
+    return {
+        nvml.NVML_ERROR_LIBRARY_NOT_FOUND: _NO_DRIVER,
+        nvml.NVML_ERROR_DRIVER_NOT_LOADED: _NOT_LOADED,
+        nvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: _MISMATCH,
+    }.get(code, f"the NVIDIA driver does not answer ({error}); see what nvidia-smi says")

@@ -1,0 +1,151 @@
+"""A driver that hangs: nobody else on the host is held up, and the cause is named."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+
+import pytest
+from hosts import Host, Member
+
+from robust_train.gpu.reservations import Ledger
+from simulated_nvml import Gpu
+from world import wait_until
+
+HostWith = Callable[..., Host]
+MEMORY = "nvmlDeviceGetMemoryInfo_v2"
+
+
+def sentence(member: Member) -> str:
+    return (member.heard("waiting") or {}).get("sentence", "")
+
+
+def hangs(member: Member) -> bool:
+    return "has not answered" in sentence(member)
+
+
+def test_a_waiter_whose_driver_hangs_holds_nobody_up_and_gets_its_turn_later(
+    host_with: HostWith,
+) -> None:
+    host = host_with(Gpu(total_mib=40000), Gpu(total_mib=40000))
+    running = [host.start(30000) for _ in range(2)]
+    for member in running:
+        member.wait_for("granted")
+    head = host.start(30000, interval=1)
+    head.waits_at(1)
+    behind = host.start(30000, interval=600)
+    behind.waits_at(2)
+    host.machine.hang(MEMORY, 0, pid=head.process.pid)
+    wait_until(lambda: hangs(head), "the head says that its driver hangs")
+    running[0].end()
+    behind.wait_for("granted")
+    assert head.heard("granted") is None
+    ledger = Ledger(host.base)
+    with ledger.locked(1.0):
+        assert len(ledger.entries()) == 3
+    ledger.close()
+    running[1].end()
+    host.machine.heal()
+    head.wait_for("granted")
+    head.end()
+    assert head.errors.count("has not answered") == 1
+
+
+def test_a_driver_that_hangs_while_the_lock_is_held_is_given_up(host_with: HostWith) -> None:
+    """The look before the lock is answered, the one under it is not."""
+    host = host_with(Gpu(total_mib=40000))
+    running = host.start(30000)
+    running.wait_for("granted")
+    head = host.start(30000, interval=1)
+    head.waits_at(1)
+    # each interval is shorter than the time for which an answered look is trusted
+    ledger = Ledger(host.base)
+    host.machine.hang(MEMORY, 0)
+    wait_until(lambda: ledger.who_decides() == f"pid {head.process.pid}", "it looks")
+    wait_until(lambda: hangs(head), "it gives up")
+    with ledger.locked(1.0):
+        waiting = [e.record for e in ledger.entries() if e.record and e.record.gpu is None]
+    ledger.close()
+    assert [record.sees for record in waiting] == [()], "nobody relies on its looks"
+    host.machine.heal()
+    wait_until(lambda: "reserved by job" in sentence(head), "it sees the GPUs again")
+
+
+def test_a_driver_that_hangs_for_all_stops_no_command(host_with: HostWith) -> None:
+    host = host_with(Gpu(total_mib=40000))
+    running = host.start(30000)
+    running.wait_for("granted")
+    waiting = host.start(30000, interval=1)
+    waiting.waits_at(1)
+    host.machine.hang(MEMORY, 0)
+    wait_until(lambda: hangs(waiting), "the waiter says it")
+    told = host.machine.python(
+        """
+        import contextlib, io, json
+        from robust_train.gpu import inventory
+        inventory._OPENING_SECONDS = 0.5
+        from robust_train.cli import doctor, gpus, queue
+        told = {}
+        for command in (doctor, gpus, queue):
+            out, err = io.StringIO(), io.StringIO()
+            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+                code = command.main([])
+            told[command.__name__.rpartition(".")[2]] = [code, out.getvalue() + err.getvalue()]
+        print(json.dumps(told))
+        """
+    )
+    for name, (code, text) in told.items():
+        assert "has not answered" in text, (name, text)
+        assert code == (name == "doctor"), (name, code, text)
+    assert "waiting" in told["queue"][1]
+    assert "running" in told["queue"][1]
+
+
+def test_a_job_that_moves_or_claims_does_not_hang_under_the_lock(host_with: HostWith) -> None:
+    host = host_with(Gpu(total_mib=40000), Gpu(total_mib=40000))
+    job = host.start(30000)
+    gpu = job.wait_for("granted")["gpu"]
+    other = next(uuid for uuid in map(host.machine.uuid, range(2)) if uuid != gpu)
+    host.machine.hang(MEMORY, 0)
+    assert job.tell("open", "open")["gpus"] == {}
+    assert job.tell(f"move {other}", "moved")["done"] is False
+    host.machine.heal()
+    wait_until(lambda: job.tell(f"move {other}", "moved")["done"], "it moves")
+
+
+@pytest.mark.parametrize("function", ["nvmlInit", "nvmlDeviceGetCount"])
+def test_a_driver_that_hangs_from_the_start_is_named(host_with: HostWith, function: str) -> None:
+    host = host_with(Gpu())
+    host.machine.hang(function)
+    told = host.machine.python(
+        """
+        import json
+        from robust_train.gpu import inventory
+        inventory._OPENING_SECONDS = 0.5
+        first = inventory.read_inventory()
+        # nobody else is sent where the first has not come back
+        inventory._OPENING_SECONDS = 1e6
+        second = inventory.read_inventory()
+        print(json.dumps([first.answered, first.problem, second.answered]))
+        """
+    )
+    assert told[0] is told[2] is False
+    assert "dmesg" in told[1]
+
+
+def test_ctrl_c_is_heard_while_the_driver_hangs(host_with: HostWith) -> None:
+    host = host_with(Gpu())
+    host.machine.hang("nvmlInit")
+    process = host.machine.start(
+        """
+        from robust_train.gpu import inventory
+        inventory._OPENING_SECONDS = 1e6
+        try:
+            inventory.read_inventory()
+        except KeyboardInterrupt:
+            print("heard")
+        """
+    )
+    wait_until(lambda: host.machine.calls("nvmlInit"), "it asks")
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=120) == ("heard\n", "")
