@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,12 @@ from robust_train.execution.wire import (
     read_events,
     send_message,
 )
+from robust_train.execution.zygote_handle import (
+    ForkedProcess,
+    ServerProcess,
+    ZygoteHandle,
+    for_torch,
+)
 
 EventHandler = Callable[[dict[str, Any]], None]
 
@@ -36,6 +42,14 @@ class ServerDied(Exception):
     def __init__(self, returncode: int) -> None:
         super().__init__(f"the fork server ended with {returncode}")
         self.returncode = returncode
+
+
+class ServerNeverStarted(ServerDied):
+    """The zygote did not fork the server. ``reason`` says why, as the end of a sentence."""
+
+    def __init__(self, returncode: int, reason: str) -> None:
+        super().__init__(returncode)
+        self.reason = reason
 
 
 @dataclass(frozen=True)
@@ -60,9 +74,12 @@ class ForkServer:
 
     Args:
         warm: import torch now. False for a bare interpreter in which every attempt imports afresh.
+        forked: the zygote to fork it from, and the trainer it is for; None to start an interpreter.
     """
 
-    def __init__(self, *, warm: bool = True) -> None:
+    def __init__(
+        self, *, warm: bool = True, forked: tuple[ZygoteHandle, TrainerRef] | None = None
+    ) -> None:
         control, control_there = socket.socketpair()
         events, events_there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.pump = OutputPump()
@@ -71,24 +88,33 @@ class ForkServer:
         self._unsafe: str | None = None
         self._loaded: TrainerRef | None = None
         self._is_running = False
-        with control_there, events_there:
-            self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "robust_train.execution.server",
-                    str(control_there.fileno()),
-                    str(events_there.fileno()),
-                ],
-                pass_fds=(control_there.fileno(), events_there.fileno()),
-                stdin=subprocess.DEVNULL,
-                stdout=self.pump.stdout.child_fd,
-                stderr=self.pump.stderr.child_fd,
-                start_new_session=True,
-                env=shared_machine_environment(os.environ),
-            )
+        self._is_fresh = True
+        self._environ = shared_machine_environment(os.environ)
+        self._process: ServerProcess
         path = [os.path.abspath(entry) for entry in sys.path]
-        send_message(control, {"kind": "hello", "path": path, "warm": warm})
+        hello = {"kind": "hello", "path": path, "warm": warm, "environ": None, "cwd": None}
+        with control_there, events_there:
+            channels = (control_there.fileno(), events_there.fileno())
+            if forked is None:
+                self._process = self._start(channels)
+            else:
+                zygote, trainer = forked
+                output = [stream.child_fd for stream in self.pump.streams]
+                self._process = zygote.fork_server(trainer, path, [*channels, *output])
+                hello |= {"environ": zygote.environ, "cwd": zygote.cwd}
+        with contextlib.suppress(OSError):  # known by the time that anything is wanted of it
+            send_message(control, hello)
+
+    def _start(self, channels: tuple[int, int]) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "robust_train.execution.serve", *map(str, channels)],
+            pass_fds=channels,
+            stdin=subprocess.DEVNULL,
+            stdout=self.pump.stdout.child_fd,
+            stderr=self.pump.stderr.child_fd,
+            start_new_session=True,
+            env=self._environ,
+        )
 
     @property
     def is_alive(self) -> bool:
@@ -98,6 +124,7 @@ class ForkServer:
     def begin_loading(self, trainer: TrainerRef, cfg: Any) -> None:
         """Have the trainer's module imported; :meth:`poll_loading` tells when it is."""
         self._loaded = None
+        self._is_fresh = False
         self._send({"kind": "load", "trainer": trainer, "cfg": cfg})
 
     def poll_loading(
@@ -220,20 +247,47 @@ class ForkServer:
                 self._process.wait(ORPHAN_GRACE_SECONDS + 1.0)
         self._process.kill()
         self._process.wait()
+        if isinstance(self._process, ForkedProcess):
+            self._process.close()
         self._events.close()
         self.pump.close()
+
+    def suits(self, environ: Mapping[str, str]) -> bool:
+        """Whether it can become a zygote for jobs in this environment."""
+        same = for_torch(self._environ) == for_torch(shared_machine_environment(environ))
+        return self._is_fresh and self.is_alive and same
+
+    def share(self) -> ZygoteHandle:
+        """Make a zygote of it; nothing else can be done with it then.
+
+        Raises:
+            ServerDied: it has ended.
+        """
+        assert isinstance(self._process, subprocess.Popen)
+        requests, requests_there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with requests_there:
+            self._send({"kind": "share"}, (requests_there.fileno(),))
+        self._control.close()
+        self._events.close()
+        return ZygoteHandle(self._process, requests, self.pump, self._environ)
 
     def _messages(self) -> list[Any]:
         messages = self._reader.read()
         if self._reader.closed and not messages:
-            raise ServerDied(self._process.wait())
+            raise self._death()
         return messages
 
     def _send(self, message: Any, descriptors: tuple[int, ...] = ()) -> None:
         try:
             send_message(self._control, message, descriptors)
         except OSError as error:
-            raise ServerDied(self._process.wait()) from error
+            raise self._death() from error
+
+    def _death(self) -> ServerDied:
+        returncode = self._process.wait()
+        if isinstance(self._process, ForkedProcess) and self._process.refusal is not None:
+            return ServerNeverStarted(returncode, self._process.refusal)
+        return ServerDied(returncode)
 
 
 def _sooner(one: float | None, other: float | None) -> float | None:
@@ -243,32 +297,74 @@ def _sooner(one: float | None, other: float | None) -> float | None:
 
 
 _parked: ForkServer | None = None
+_zygote: ZygoteHandle | None = None
 
 
 def warm_up() -> None:
-    """Start a fork server for this process before it is known what it will run."""
-    park(ForkServer())
+    """Start a fork server for this process before it is known what it will run.
+
+    Where there is a zygote to fork it from, that can wait until it is known.
+    """
+    if _zygote is None:
+        park(ForkServer())
 
 
-def take() -> ForkServer:
-    """The server that was parked, or a new one."""
+def take(trainer: TrainerRef) -> ForkServer:
+    """The server that was parked, or a new one, which is a fork of the zygote if there is one."""
     global _parked
     server, _parked = _parked, None
     if server is not None and server.is_alive:
         return server
-    return ForkServer()
+    return ForkServer(forked=None if _zygote is None else (_zygote, trainer))
 
 
 def park(server: ForkServer) -> None:
     """Keep a server for the next job of this process (a sweep's next one)."""
     global _parked
-    discard()
+    _discard_parked()
     _parked = server
 
 
+def share() -> None:
+    """Have a zygote from which the forks of this process get their servers.
+
+    A parked server becomes the zygote if nothing was imported in it but torch.
+    """
+    global _parked, _zygote
+    if _zygote is None or _zygote.poll() is not None or not _zygote.suits(os.environ):
+        _discard_zygote()
+        if _parked is not None and not _parked.suits(os.environ):
+            _discard_parked()
+        server, _parked = _parked or ForkServer(), None
+        with contextlib.suppress(ServerDied):  # each job will tell why
+            _zygote = server.share()
+    if _zygote is not None:
+        _zygote.environ, _zygote.cwd = shared_machine_environment(os.environ), os.getcwd()
+
+
+def lost_zygote() -> int | None:
+    """How the zygote ended, if it did; it is not asked any more then."""
+    returncode = None if _zygote is None else _zygote.poll()
+    if returncode is not None:
+        _discard_zygote()
+    return returncode
+
+
 def discard() -> None:
-    """End the parked server, if there is one."""
+    """End the parked server and the zygote; in a fork of this process, do without its zygote."""
+    _discard_parked()
+    _discard_zygote()
+
+
+def _discard_parked() -> None:
     global _parked
     server, _parked = _parked, None
     if server is not None:
         server.close()
+
+
+def _discard_zygote() -> None:
+    global _zygote
+    zygote, _zygote = _zygote, None
+    if zygote is not None:
+        zygote.close()

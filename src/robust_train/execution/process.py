@@ -22,7 +22,13 @@ from robust_train.execution.child import (
     finally_returned,
     micro_batch_in_use,
 )
-from robust_train.execution.fork_server import EventHandler, Exited, ForkServer, ServerDied
+from robust_train.execution.fork_server import (
+    EventHandler,
+    Exited,
+    ForkServer,
+    ServerDied,
+    ServerNeverStarted,
+)
 from robust_train.execution.request import AttemptRequest, TrainerRef
 from robust_train.execution.signals import SignalWatch
 from robust_train.failures import classify_exit
@@ -58,7 +64,7 @@ class ProcessExecutor:
         self._stop_grace_seconds = stop_grace_seconds
         self._server: ForkServer | None = None
         self._fork_is_safe = True
-        self._start(fork_server.take())
+        self._start(fork_server.take(trainer))
 
     def sleep(self, seconds: float, wake: int | None = None) -> None:
         """Wait, but not for a trainer that cannot be imported, nor past a readable ``wake``.
@@ -69,7 +75,7 @@ class ProcessExecutor:
         until = time.monotonic() + seconds
         with contextlib.suppress(ServerDied):  # told by the attempt, with its output
             if self._server is not None:
-                self._server.poll_loading(self.trainer, seconds, wake)
+                self._poll_loading(seconds, wake)
         sleep_until_readable(max(until - time.monotonic(), 0), wake)
 
     def prepare(self) -> None:
@@ -139,15 +145,13 @@ class ProcessExecutor:
             server.begin_loading(self.trainer, self._cfg)
 
     def _ready_server(self) -> ForkServer:
-        if self._server is None:
-            # a trainer that must not be forked after its import gets a bare interpreter each time
-            self._server = ForkServer(warm=self._fork_is_safe)
-            if self._fork_is_safe:
-                self._server.begin_loading(self.trainer, self._cfg)
-        server = self._server
         if not self._fork_is_safe:
-            return server
-        server.poll_loading(self.trainer, None)
+            # a trainer that must not be forked after its import gets a bare interpreter each time
+            self._server = self._server or ForkServer(warm=False)
+            return self._server
+        if self._server is None:
+            self._start(fork_server.take(self.trainer))
+        server = self._poll_loading(None)
         if server.unsafe is None:
             return server
         log.warning(
@@ -158,6 +162,19 @@ class ProcessExecutor:
         self._fork_is_safe = False
         self._end_server()
         return self._ready_server()
+
+    def _poll_loading(self, seconds: float | None, wake: int | None = None) -> ForkServer:
+        """As the server's own; one that never was forked is replaced by an interpreter of ours."""
+        assert self._server is not None
+        try:
+            self._server.poll_loading(self.trainer, seconds, wake)
+        except ServerNeverStarted as death:
+            log.warning("%s: this job imports torch and its trainer by itself", death.reason)
+            self._end_server()
+            server = ForkServer()
+            self._start(server)
+            server.poll_loading(self.trainer, seconds, wake)
+        return self._server
 
     def _end_server(self) -> str:
         """End the server; what it or its attempt printed last."""

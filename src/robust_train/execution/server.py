@@ -1,15 +1,9 @@
-"""The fork server's own process: import torch and the trainer once, then fork an attempt at a time.
-
-Started as ``python -m robust_train.execution.server CONTROL_FD EVENTS_FD``. It lives in a session
-of its own, so that a terminal's Ctrl-C reaches only the launcher, and it ends when the launcher
-does: the control socket's other end closes however the launcher dies.
-"""
+"""The fork server from the inside: import torch and the trainer once, fork an attempt at a time."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import faulthandler
 import gc
 import importlib
@@ -20,7 +14,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -29,6 +23,7 @@ from robust_train.config import ConfigError
 from robust_train.control.attempt import AttemptRequests
 from robust_train.execution.child import adopt_hydra, run_attempt
 from robust_train.execution.cuda_guard import why_not_fork
+from robust_train.execution.prctl import signal_at_parents_death
 from robust_train.execution.request import AttemptRequest, TrainerRef
 from robust_train.execution.wire import (
     ORPHAN_GRACE_SECONDS,
@@ -39,18 +34,21 @@ from robust_train.execution.wire import (
 from robust_train.run import Interrupted, Run
 
 DUMP_STACKS = signal.SIGRTMAX - 1  # trainers and schedulers have uses for SIGUSR1 and SIGUSR2
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
 
 
 class Server:
     """Serves one launcher over its control socket.
 
-    Messages in: ``hello`` (the launcher's ``sys.path``, and whether to import torch now), ``load``
-    (a trainer), ``fork`` (run an attempt in a child, which keeps open the descriptors that came
-    with the message; the first may be its channel for requests), ``signal``, ``dump_stacks``,
-    ``kill``.
+    Messages in: ``hello`` (the launcher's ``sys.path``, and whether to import torch now; for a fork
+    of a zygote also its environment and working directory), ``share`` (become a zygote, which is
+    asked over the socket that came with the message), ``load`` (a trainer), ``fork`` (run an
+    attempt in a child, which keeps open the descriptors that came with the message; the first may
+    be its channel for requests), ``signal``, ``dump_stacks``, ``kill``.
     Messages out: ``loaded``, ``refused``, ``started``, ``exited``.
+
+    Attributes:
+        requests: the socket that came with ``share``, None before.
+        unsafe: why an attempt must not be forked from here; None where that is safe or unknown.
     """
 
     def __init__(self, control: socket.socket, events: socket.socket) -> None:
@@ -59,33 +57,52 @@ class Server:
         self._reader = MessageReader(control)
         self._trainer: Callable[..., Any] | None = None
         self._child: int | None = None
+        self.requests: socket.socket | None = None
+        self.unsafe: str | None = None
 
     def serve(self) -> None:
-        """Until the launcher is gone."""
-        wakeup_read, wakeup_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        with selectors.DefaultSelector() as selector:
+        """Until the launcher is gone or shares this process."""
+        self._serve_until(lambda: self.requests is not None)
+        if self.requests is None:
+            self._end_orphan()
+
+    def serve_until_loaded(self) -> bool:
+        """Until a trainer is imported; False where that failed or the launcher went away."""
+        self._serve_until(lambda: self._trainer is not None)
+        return self._trainer is not None
+
+    def close(self) -> None:
+        """Let go of the launcher in this process; another one may serve it."""
+        self._control.close()
+        self._events.close()
+
+    def _serve_until(self, is_done: Callable[[], bool]) -> None:
+        with _woken_by_children() as wakeup, selectors.DefaultSelector() as selector:
             selector.register(self._control, selectors.EVENT_READ)
-            selector.register(wakeup_read, selectors.EVENT_READ)
-            while not self._reader.closed:
+            selector.register(wakeup, selectors.EVENT_READ)
+            while not self._reader.closed and not is_done():
                 selector.select()
                 with contextlib.suppress(BlockingIOError):
-                    os.read(wakeup_read, 4096)
+                    os.read(wakeup, 4096)
                 self._reap()
                 for message in self._reader.read():
                     self._handle(message)
-        self._end_orphan()
 
     def _handle(self, message: dict[str, Any]) -> None:
         kind = message["kind"]
         if kind == "hello":
             sys.path[:] = message["path"]
+            if message["environ"] is not None:  # this process was forked, not started
+                os.environ.clear()
+                os.environ.update(message["environ"])
+                os.chdir(message["cwd"])
             if message["warm"]:
                 with contextlib.suppress(ImportError):  # a trainer need not use torch
                     importlib.import_module("torch")
                 # none of it becomes garbage: attempts need not look through it, nor copy its pages
                 gc.freeze()
+        elif kind == "share":
+            self.requests = socket.socket(fileno=self._reader.descriptors.pop())
         elif kind == "load":
             self._load(message["trainer"], message["cfg"])
         elif kind == "fork":
@@ -99,13 +116,12 @@ class Server:
 
     def _load(self, ref: TrainerRef, cfg: Any) -> None:
         """Import the trainer and what it will need; find out whether forks are still possible."""
-        unsafe: str | None = None
+        self.unsafe = None
 
         def blame(module: str) -> None:
-            nonlocal unsafe
             reason = why_not_fork()
-            if unsafe is None and reason is not None:
-                unsafe = f"{module} {reason}"
+            if self.unsafe is None and reason is not None:
+                self.unsafe = f"{module} {reason}"
 
         blame("torch")
         try:
@@ -119,7 +135,7 @@ class Server:
         except ConfigError as error:
             send_message(self._control, {"kind": "refused", "reason": str(error)})
             return
-        send_message(self._control, {"kind": "loaded", "unsafe": unsafe})
+        send_message(self._control, {"kind": "loaded", "unsafe": self.unsafe})
 
     def _fork(self, request: AttemptRequest, *, has_channel: bool) -> None:
         server = os.getpid()
@@ -131,7 +147,7 @@ class Server:
             for descriptor in self._reader.descriptors:  # a reservation: what the attempt starts
                 os.set_inheritable(descriptor, True)  # holds it as well
             os.setpgid(0, 0)
-            _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            signal_at_parents_death(signal.SIGKILL)
             if os.getppid() != server:
                 os._exit(1)
             self._control.close()
@@ -214,6 +230,21 @@ class Server:
         _kill_all(_children_of(os.getpid()), group=child)
 
 
+@contextlib.contextmanager
+def _woken_by_children() -> Iterator[int]:
+    """A descriptor that becomes readable when a child ends."""
+    read_end, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    try:
+        yield read_end
+    finally:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.close(read_end)
+        os.close(write_end)
+
+
 def _stop_on_sigterm(run: Run) -> None:
     """SIGTERM asks the trainer to stop; one that never looks is interrupted, and so at the second.
 
@@ -245,23 +276,3 @@ def _kill_all(pids: Iterable[int], *, group: int) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
-
-
-def _prctl(option: int, value: int) -> None:
-    """Best effort: kernels and sandboxes without it lose a safety net, not the function."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
-
-
-def main() -> None:
-    """Entry of the process."""
-    control = socket.socket(fileno=int(sys.argv[1]))
-    events = socket.socket(fileno=int(sys.argv[2]))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    with contextlib.suppress(ConnectionError, BrokenPipeError):
-        Server(control, events).serve()
-
-
-if __name__ == "__main__":
-    main()

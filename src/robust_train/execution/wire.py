@@ -3,7 +3,8 @@
 Control messages are pickled objects with a length in front, on a stream socket between two
 processes of one user. Events are JSON, one per packet on a sequenced-packet socket: several
 processes may write to it, a packet arrives whole or not at all, and a writer that is killed
-half-way leaves no torn message behind.
+half-way leaves no torn message behind. Requests to a zygote are pickled objects on such a socket,
+for the same reason.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ ORPHAN_GRACE_SECONDS = 5.0
 
 _LENGTH = struct.Struct("!I")
 _DESCRIPTOR = struct.Struct("i")
-_MOST_DESCRIPTORS = 4
+_MOST_DESCRIPTORS = 5
 _MAX_EVENT_BYTES = 60_000
 _MAX_TEXT = 12_000
+_MAX_PACKET_BYTES = 1 << 18
 
 
 def send_message(channel: socket.socket, message: Any, descriptors: Sequence[int] = ()) -> None:
@@ -56,17 +58,8 @@ class MessageReader:
         """Every message that has arrived completely, oldest first."""
         while not self.closed:
             try:
-                # socket.recv_fds would ignore the flags
-                data, extras, _, _ = self._channel.recvmsg(
-                    1 << 16,
-                    socket.CMSG_SPACE(_MOST_DESCRIPTORS * _DESCRIPTOR.size),
-                    socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC,
-                )
-                for level, kind, content in extras:
-                    if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                        whole = len(content) - len(content) % _DESCRIPTOR.size
-                        found = _DESCRIPTOR.iter_unpack(content[:whole])
-                        self.descriptors += (descriptor for (descriptor,) in found)
+                data, descriptors = _receive(self._channel, 1 << 16, socket.MSG_DONTWAIT)
+                self.descriptors += descriptors
             except BlockingIOError:
                 break
             except ConnectionError:
@@ -82,6 +75,41 @@ class MessageReader:
             messages.append(pickle.loads(self._buffer[_LENGTH.size : end]))
             self._buffer = self._buffer[end:]
         return messages
+
+
+def send_packet(channel: socket.socket, message: Any, descriptors: Sequence[int]) -> None:
+    """Send one object and copies of open descriptors as one packet.
+
+    Raises OSError when the other side is gone or the packet is too large.
+    """
+    socket.send_fds(channel, [pickle.dumps(message)], list(descriptors))
+
+
+def receive_packet(channel: socket.socket) -> tuple[Any, list[int]] | None:
+    """The next packet and the descriptors that came with it, which the caller closes.
+
+    Waits for one; None when nobody can send any more.
+    """
+    try:
+        data, descriptors = _receive(channel, _MAX_PACKET_BYTES, 0)
+    except ConnectionError:
+        return None
+    return (pickle.loads(data), descriptors) if data else None
+
+
+def _receive(channel: socket.socket, size: int, flags: int) -> tuple[bytes, list[int]]:
+    # socket.recv_fds would not close the descriptors on exec
+    data, extras, _, _ = channel.recvmsg(
+        size,
+        socket.CMSG_SPACE(_MOST_DESCRIPTORS * _DESCRIPTOR.size),
+        flags | socket.MSG_CMSG_CLOEXEC,
+    )
+    descriptors: list[int] = []
+    for level, kind, content in extras:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            whole = len(content) - len(content) % _DESCRIPTOR.size
+            descriptors += (number for (number,) in _DESCRIPTOR.iter_unpack(content[:whole]))
+    return data, descriptors
 
 
 def send_event(channel: socket.socket, event: dict[str, Any]) -> None:

@@ -37,7 +37,7 @@ from robust_train.execution import fork_server
 from robust_train.execution.signals import SignalWatch
 from robust_train.sweep import current, session
 from robust_train.sweep.capacity import count_cpus, count_gpus, jobs_at_once
-from robust_train.sweep.endings import ending_line, ending_of_process
+from robust_train.sweep.endings import ending_line, ending_of_process, zygote_line
 from robust_train.sweep.job_process import JobProcess
 from robust_train.sweep.live_table import REFRESH_SECONDS, LiveRow, LiveTable
 from robust_train.sweep.plugins_of_others import no_objective
@@ -129,8 +129,10 @@ class GpuQueue:
         setup_globals()
         configure_log(self._config.hydra.hydra_logging, self._config.hydra.verbose)
         Path(str(self._config.hydra.sweep.dir)).mkdir(parents=True, exist_ok=True)
-        # forked jobs would hold its sockets open; each has a server of its own
-        fork_server.discard()
+        if OmegaConf.select(self._config, "isolation") == "process":
+            fork_server.share()
+        else:
+            fork_server.discard()
         shown = differing_overrides([filter_overrides(own) for own in job_overrides])
         self._jobs = [
             _Job(initial_job_idx + index, overrides, " ".join(shown[index]))
@@ -165,6 +167,9 @@ class GpuQueue:
             if not self._running:
                 return
             self._wait(wakeup, table)
+            returncode = fork_server.lost_zygote()
+            if returncode is not None:
+                table.say(zygote_line(returncode), level=logging.WARNING)
 
     def _fill(self, slots: int, table: LiveTable) -> None:
         """Start as many jobs as may run, and one more that waits with torch imported already."""
@@ -245,9 +250,12 @@ class GpuQueue:
         return result, 1
 
     def _detach(self) -> None:
-        """Runs in the job's process: the sweep's handlers are not the job's."""
+        """Runs in the job's process: the sweep's handlers and the other jobs are not its own."""
         signal.set_wakeup_fd(-1)
         self._signals.__exit__(None, None, None)
+        for job in self._jobs:
+            if job.process is not None:
+                job.process.close()
 
     def _wait(self, wakeup: int, table: LiveTable) -> None:
         """Until something happens; then see which jobs have ended."""

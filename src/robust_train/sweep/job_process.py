@@ -7,7 +7,6 @@ is loaded already: the job starts in milliseconds.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import logging
 import os
@@ -20,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from robust_train.execution import fork_server
+from robust_train.execution.prctl import signal_at_parents_death
 from robust_train.execution.signals import JobInterrupted
 
-_PR_SET_PDEATHSIG = 1
 _SIGNALS = (
     signal.SIGINT,
     signal.SIGTERM,
@@ -42,7 +41,8 @@ class JobProcess:
     Args:
         work: what to do; it runs in the process.
         log_path: where everything goes that the process prints.
-        warm: begin to import torch while waiting to be told.
+        warm: the job will want a fork server: without a zygote to fork it from, begin to import
+            torch while waiting to be told.
         detach: undoes in the process what the launcher had set up for itself.
     """
 
@@ -52,6 +52,7 @@ class JobProcess:
         self._go_read, self._go_write = os.pipe()
         # in memory: the result may be larger than a pipe holds, and nobody reads until the end
         self._result_fd = os.memfd_create("job-result")
+        self._descriptors = [self._go_write, self._result_fd]
         self.returncode: int | None = None
         self.is_working = False
         _flush()
@@ -105,10 +106,10 @@ class JobProcess:
                 return None
 
     def close(self) -> None:
-        """Release what belongs to an ended process."""
-        for descriptor in (self._go_write, self._result_fd):
+        """Release what belongs to an ended process; in a sibling, what it inherited of this one."""
+        while self._descriptors:
             with contextlib.suppress(OSError):
-                os.close(descriptor)
+                os.close(self._descriptors.pop())
 
     def _be_the_job(
         self,
@@ -131,6 +132,8 @@ class JobProcess:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
             if warm:
                 fork_server.warm_up()
+            else:
+                fork_server.discard()
             if os.read(self._go_read, 1):
                 result, code = work()
                 self._send(result)
@@ -161,8 +164,7 @@ class JobProcess:
 
 def _end_with_parent(parent: int) -> None:
     """Be told to stop, with a last checkpoint, when the launcher dies however it does."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    signal_at_parents_death(signal.SIGTERM)
     if os.getppid() != parent:
         os._exit(1)
 
