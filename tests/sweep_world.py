@@ -27,12 +27,16 @@ class SweepWorld:
         world.environ["PYTHONPATH"] += f":{TESTS / 'sweeper_plugin'}"
 
     def arguments(self, trainer: str, *more: str, n_jobs: int | None = 2) -> list[str]:
-        """Of a sweep under our launcher; attempts in the jobs' own processes start soonest."""
+        """Of a sweep under our launcher; attempts in the jobs' own processes start soonest.
+
+        ``trainer`` is one of :mod:`sweep_trainers`, or a dotted path.
+        """
+        target = trainer if "." in trainer else f"sweep_trainers.{trainer}"
         at_once = [] if n_jobs is None else [f"hydra.launcher.n_jobs={n_jobs}"]
         launcher = [] if any(o.startswith("hydra/launcher=") for o in more) else ["gpu_queue"]
         return [
             "-m",
-            f"trainer._target_=sweep_trainers.{trainer}",
+            f"trainer._target_={target}",
             f"hydra.sweep.dir={self.folder}",
             "isolation=none",
             *[f"hydra/launcher={name}" for name in launcher],

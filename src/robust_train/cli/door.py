@@ -22,9 +22,9 @@ def open_robust() -> None:
     """``python train_robust.py``: run a job, or with ``-m`` a sweep, under the launcher."""
     if _will_train_in_a_process(sys.argv[1:]):
         # torch is imported over there while Hydra is imported and composes here
-        from robust_train.execution import fork_server
+        from robust_train.execution import at_hand
 
-        fork_server.warm_up()
+        at_hand.warm_up()
     from robust_train.cli import jobs
 
     _open(jobs.robust_job, "train_robust", "robust", jobs.ending)
@@ -44,7 +44,7 @@ def _open(job: Callable[[Any], Any], name: str, config_name: str, ending: Any) -
     import hydra
 
     from robust_train.cli.refusals import REFUSALS, explain
-    from robust_train.execution import fork_server
+    from robust_train.execution import at_hand
     from robust_train.execution.signals import JobInterrupted
     from robust_train.sweep import session
     from robust_train.sweep.plugins_of_others import known_problem
@@ -74,7 +74,7 @@ def _open(job: Callable[[Any], Any], name: str, config_name: str, ending: Any) -
         print(problem, file=sys.stderr)
         code = ending.code or EXIT_FAILED
     finally:
-        fork_server.discard()
+        at_hand.discard()
     try:
         # jobs in processes of their own leave their exit codes in their run folders
         of_the_sweep = session.finish()

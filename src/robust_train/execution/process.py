@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from robust_train.config import ConfigError
-from robust_train.execution import fork_server, sleep_until_readable
+from robust_train.execution import at_hand, sleep_until_readable
 from robust_train.execution.child import (
     failure_from_json,
     finally_returned,
@@ -64,7 +64,7 @@ class ProcessExecutor:
         self._stop_grace_seconds = stop_grace_seconds
         self._server: ForkServer | None = None
         self._fork_is_safe = True
-        self._start(fork_server.take(trainer))
+        self._start(at_hand.take(trainer))
 
     def sleep(self, seconds: float, wake: int | None = None) -> None:
         """Wait, but not for a trainer that cannot be imported, nor past a readable ``wake``.
@@ -135,7 +135,7 @@ class ProcessExecutor:
         if server is None:
             return
         if keep_server and self._fork_is_safe and server.is_alive:
-            fork_server.park(server)
+            at_hand.park(server)
         else:
             server.close()
 
@@ -150,7 +150,7 @@ class ProcessExecutor:
             self._server = self._server or ForkServer(warm=False)
             return self._server
         if self._server is None:
-            self._start(fork_server.take(self.trainer))
+            self._start(at_hand.take(self.trainer))
         server = self._poll_loading(None)
         if server.unsafe is None:
             return server

@@ -1,7 +1,8 @@
-"""Entry of a fork server's process: ``python -m robust_train.execution.serve CONTROL_FD EVENTS_FD``.
+"""Entry of a fork server's process.
 
-It lives in a session of its own, so that a terminal's Ctrl-C reaches only the launcher, and it ends
-when the launcher does: the control socket's other end closes however the launcher dies.
+Started as ``python -m robust_train.execution.serve CONTROL_FD EVENTS_FD``. It lives in a session
+of its own, so that a terminal's Ctrl-C reaches only the launcher, and it ends when the launcher
+does: the control socket's other end closes however the launcher dies.
 """
 
 from __future__ import annotations

@@ -42,6 +42,9 @@ class Server:
     Messages in: ``hello`` (the launcher's ``sys.path``, and whether to import torch now; for a fork
     of a zygote also its environment and working directory), ``share`` (become a zygote, which is
     asked over the socket that came with the message), ``load`` (a trainer), ``fork`` (run an
+    Messages in: ``hello`` (the launcher's ``sys.path``, and whether to import torch now; for a fork
+    of a zygote also its environment and working directory), ``share`` (become a zygote, which is
+    asked over the socket that came with the message), ``load`` (a trainer), ``fork`` (run an
     attempt in a child, which keeps open the descriptors that came with the message; the first may
     be its channel for requests), ``signal``, ``dump_stacks``, ``kill``.
     Messages out: ``loaded``, ``refused``, ``started``, ``exited``.

@@ -7,9 +7,9 @@ imported that as well; the fork servers of the jobs are forks of those:
                    │                         └ fork server of job 2 ─ attempt
                    └ nest (torch, trainer b) ─ fork server of job 1 ─ attempt
 
-What a trainer's module does when it is imported (default types, seeds, patches) is thus seen by that
-trainer's jobs alone, and a module that must not be forked after its import spoils only its nest. The
-zygote sees no reservation, and of what it passes on for a job nothing stays open in it or in a nest.
+What a trainer's module does when it is imported (default types, seeds, patches) is thus seen by
+that trainer's jobs alone, and a module that must not be forked after its import spoils only its
+nest. The zygote never sees a reservation; of what it passes on for a job nothing stays open in it.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def serve(requests: socket.socket) -> None:
     numbers = _numpy_numbers()
     reason = _why_not_serve()
     gc.freeze()
-    nests: dict[Any, socket.socket] = {}
+    nests: dict[Any, socket.socket] = {}  # by trainer and sys.path
     while (packet := receive_packet(requests)) is not None:
         _reap()
         wanted, descriptors = packet

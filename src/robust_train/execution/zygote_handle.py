@@ -1,4 +1,4 @@
-"""The launcher's side of a sweep's zygote: ask it for a fork server, and know what becomes of that."""
+"""The launcher's side of a sweep's zygote: ask it for fork servers, know what became of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import socket
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from robust_train.execution.environment import shared_machine_environment
@@ -33,14 +32,6 @@ class ServerProcess(Protocol):
 
     def kill(self) -> None:
         """SIGKILL, if it still runs."""
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """A fork server is wanted in which ``trainer`` was imported from this ``sys.path``."""
-
-    trainer: TrainerRef
-    path: tuple[str, ...]
 
 
 class ForkedProcess:
@@ -151,6 +142,16 @@ class ZygoteHandle:
         """The zygote's exit code, None while it runs; for the process that started it."""
         return self._process.poll()
 
+    @property
+    def output(self) -> tuple[int, ...]:
+        """Where its output can be read."""
+        return tuple(stream.read_fd for stream in self._pump.streams)
+
+    def read(self) -> str:
+        """What it printed: warnings of torch's import, as a rule nothing."""
+        data = b"".join(stream.read() for stream in self._pump.streams)
+        return data.decode(errors="replace")
+
     def fork_server(
         self, trainer: TrainerRef, path: Sequence[str], descriptors: Sequence[int]
     ) -> ForkedProcess:
@@ -164,8 +165,8 @@ class ZygoteHandle:
         answer, answer_there = socket.socketpair()
         # one that cannot be asked lets go of its end of the answer without a word
         with answer_there, contextlib.suppress(OSError):
-            wanted = Wanted(trainer, tuple(path))
-            send_packet(self._requests, wanted, [*descriptors, answer_there.fileno()])
+            given = [*descriptors, answer_there.fileno()]
+            send_packet(self._requests, (trainer, tuple(path)), given)
         return ForkedProcess(answer)
 
     def close(self) -> None:

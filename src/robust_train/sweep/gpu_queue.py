@@ -6,7 +6,6 @@ Which GPU a job gets is not decided here: every job waits for its own, as it wou
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
 import os
 import selectors
@@ -21,7 +20,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import (
     JobReturn,
     JobStatus,
@@ -33,11 +31,12 @@ from hydra.core.utils import (
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from robust_train.execution import fork_server
+from robust_train.execution import at_hand
 from robust_train.execution.signals import SignalWatch
 from robust_train.sweep import current, session
 from robust_train.sweep.capacity import count_cpus, count_gpus, jobs_at_once
 from robust_train.sweep.endings import ending_line, ending_of_process, zygote_line
+from robust_train.sweep.folders import LOG_FILE, remove_untouched, run_folder
 from robust_train.sweep.job_process import JobProcess
 from robust_train.sweep.live_table import REFRESH_SECONDS, LiveRow, LiveTable
 from robust_train.sweep.plugins_of_others import no_objective
@@ -57,7 +56,6 @@ from robust_train.sweep.table import differing_overrides
 
 log = logging.getLogger("robust_train")
 
-LOG_FILE = "output.log"
 _LOOK_ANYWAY_SECONDS = 5.0
 _CALM_AFTER_SECONDS = 10.0
 _LOOK_WITHOUT_SIGNALS_SECONDS = 0.2
@@ -130,9 +128,9 @@ class GpuQueue:
         configure_log(self._config.hydra.hydra_logging, self._config.hydra.verbose)
         Path(str(self._config.hydra.sweep.dir)).mkdir(parents=True, exist_ok=True)
         if OmegaConf.select(self._config, "isolation") == "process":
-            fork_server.share()
+            at_hand.share()
         else:
-            fork_server.discard()
+            at_hand.discard()
         shown = differing_overrides([filter_overrides(own) for own in job_overrides])
         self._jobs = [
             _Job(initial_job_idx + index, overrides, " ".join(shown[index]))
@@ -167,9 +165,6 @@ class GpuQueue:
             if not self._running:
                 return
             self._wait(wakeup, table)
-            returncode = fork_server.lost_zygote()
-            if returncode is not None:
-                table.say(zygote_line(returncode), level=logging.WARNING)
 
     def _fill(self, slots: int, table: LiveTable) -> None:
         """Start as many jobs as may run, and one more that waits with torch imported already."""
@@ -198,7 +193,7 @@ class GpuQueue:
         while self._pending and not self._received:
             job = self._pending.popleft()
             job.config = self._compose(job)
-            job.folder = _run_folder(job.config)
+            job.folder = run_folder(job.config)
             if any(job.folder == other.folder for other in self._jobs if other is not job):
                 self._refuse(job, table)
                 continue
@@ -265,10 +260,12 @@ class GpuQueue:
         if threading.current_thread() is not threading.main_thread():
             timeout = _LOOK_WITHOUT_SIGNALS_SECONDS
         with selectors.DefaultSelector() as selector:
-            selector.register(wakeup, selectors.EVENT_READ)
+            for descriptor in (wakeup, *at_hand.zygote_output()):
+                selector.register(descriptor, selectors.EVENT_READ)
             selector.select(timeout)
             with contextlib.suppress(BlockingIOError):
                 os.read(wakeup, 4096)
+        _look_after_zygote(table)
         self._pass_on_signals()
         for job in [job for job in self._running if job.process and job.process.poll() is not None]:
             self._running.remove(job)
@@ -320,7 +317,7 @@ class GpuQueue:
         """Leave no job behind, whatever the reason for the end."""
         if self._on_deck is not None and self._on_deck.process is not None:
             self._on_deck.process.discard()
-            _remove_untouched(self._on_deck.folder)
+            remove_untouched(self._on_deck.folder)
             self._on_deck.folder = None
             self._on_deck.status = "pending"
         if self._running and self._stopping is None:
@@ -357,6 +354,14 @@ class GpuQueue:
             )
 
 
+def _look_after_zygote(table: LiveTable) -> None:
+    printed, returncode = at_hand.watch_zygote()
+    for line in printed.splitlines():
+        table.say(line)
+    if returncode is not None:
+        table.say(zygote_line(returncode), level=logging.WARNING)
+
+
 @contextlib.contextmanager
 def _child_signals() -> Any:
     """The end of a job's process wakes the launcher, as every signal with a handler does."""
@@ -368,26 +373,3 @@ def _child_signals() -> Any:
         yield
     finally:
         signal.signal(signal.SIGCHLD, previous)
-
-
-def _run_folder(config: DictConfig) -> Path:
-    """The run folder of a job, as Hydra will make it."""
-    config = copy.deepcopy(config)
-    before = HydraConfig.instance().cfg
-    try:
-        HydraConfig.instance().set_config(config)  # ``${hydra:…}`` looks there
-        folder = str(OmegaConf.select(config, "hydra.sweep.dir"))
-        return Path(os.path.abspath(os.path.join(folder, str(config.hydra.sweep.subdir))))
-    finally:
-        HydraConfig.instance().cfg = before
-
-
-def _remove_untouched(folder: Path | None) -> None:
-    """A job that was ready and never begun leaves no folder with an empty log."""
-    if folder is None:
-        return
-    with contextlib.suppress(OSError):
-        log_file = folder / LOG_FILE
-        if log_file.stat().st_size == 0:
-            log_file.unlink()
-        folder.rmdir()

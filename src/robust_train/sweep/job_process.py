@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from robust_train.execution import fork_server
+from robust_train.execution import at_hand
 from robust_train.execution.prctl import signal_at_parents_death
 from robust_train.execution.signals import JobInterrupted
 
@@ -131,9 +131,9 @@ class JobProcess:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
             if warm:
-                fork_server.warm_up()
+                at_hand.warm_up()
             else:
-                fork_server.discard()
+                at_hand.discard()
             if os.read(self._go_read, 1):
                 result, code = work()
                 self._send(result)
@@ -147,7 +147,7 @@ class JobProcess:
             traceback.print_exc()
         finally:
             with contextlib.suppress(BaseException):
-                fork_server.discard()
+                at_hand.discard()
                 logging.shutdown()
                 _flush()
             os._exit(code)

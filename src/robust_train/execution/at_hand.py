@@ -1,0 +1,91 @@
+"""What this process has ready before it is known what it will run: a fork server, or a zygote."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+from robust_train.execution.environment import shared_machine_environment
+from robust_train.execution.fork_server import ForkServer, ServerDied
+from robust_train.execution.request import TrainerRef
+from robust_train.execution.zygote_handle import ZygoteHandle
+
+_parked: ForkServer | None = None
+_zygote: ZygoteHandle | None = None
+
+
+def warm_up() -> None:
+    """Start a fork server for this process before it is known what it will run.
+
+    Where there is a zygote to fork it from, that can wait until it is known.
+    """
+    if _zygote is None:
+        park(ForkServer())
+
+
+def take(trainer: TrainerRef) -> ForkServer:
+    """The server that was parked, or a new one, which is a fork of the zygote if there is one."""
+    global _parked
+    server, _parked = _parked, None
+    if server is not None and server.is_alive:
+        return server
+    return ForkServer(forked=None if _zygote is None else (_zygote, trainer))
+
+
+def park(server: ForkServer) -> None:
+    """Keep a server for the next job of this process (a sweep's next one)."""
+    global _parked
+    _discard_parked()
+    _parked = server
+
+
+def share() -> None:
+    """Have a zygote from which the forks of this process get their servers.
+
+    A parked server becomes the zygote if nothing was imported in it but torch.
+    """
+    global _parked, _zygote
+    if _zygote is None or _zygote.poll() is not None or not _zygote.suits(os.environ):
+        _discard_zygote()
+        if _parked is not None and not _parked.suits(os.environ):
+            _discard_parked()
+        server, _parked = _parked or ForkServer(), None
+        with contextlib.suppress(ServerDied):  # each job will tell why
+            _zygote = server.share()
+    if _zygote is not None:
+        _zygote.environ, _zygote.cwd = shared_machine_environment(os.environ), os.getcwd()
+
+
+def zygote_output() -> tuple[int, ...]:
+    """Descriptors that become readable when the zygote prints; :func:`watch_zygote` reads them."""
+    return () if _zygote is None else _zygote.output
+
+
+def watch_zygote() -> tuple[str, int | None]:
+    """What the zygote printed, and how it ended if it did; it is not asked any more then."""
+    if _zygote is None:
+        return "", None
+    printed, returncode = _zygote.read(), _zygote.poll()
+    if returncode is not None:
+        _discard_zygote()
+    return printed, returncode
+
+
+def discard() -> None:
+    """End the parked server and the zygote; in a fork of this process, do without its zygote."""
+    _discard_parked()
+    _discard_zygote()
+
+
+def _discard_parked() -> None:
+    global _parked
+    server, _parked = _parked, None
+    if server is not None:
+        server.close()
+
+
+def _discard_zygote() -> None:
+    global _zygote
+    zygote, _zygote = _zygote, None
+    if zygote is not None:
+        zygote.close()
