@@ -13,6 +13,8 @@ from pathlib import Path
 import numpy
 import torch
 
+from trainers import openmp_settings
+
 IMPORTED_BY = os.getpid()
 PATIENCE_SECONDS = 60
 
@@ -31,7 +33,7 @@ def where_it_came_from(cfg):
         "session": os.getsid(server),
         "gradient": weight.grad.tolist(),
         "cwd": os.getcwd(),
-        "openmp": [os.environ.get("OMP_WAIT_POLICY"), os.environ.get("GOMP_SPINCOUNT")],
+        "openmp": openmp_settings(cfg),
         "own": os.environ.get("OF_THIS_JOB"),
     }
 

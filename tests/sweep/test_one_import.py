@@ -56,7 +56,7 @@ def test_each_job_has_a_fork_server_and_a_session_of_its_own(sweeps: SweepWorld)
     ended = sweeps.sweep(
         "forked_trainers.where_it_came_from",
         "training.seed=1,2,3",
-        "+hydra.job.env_set.OF_THIS_JOB=job-${training.seed}",
+        "+hydra.job.env_set.OF_THIS_JOB=job-${hydra.job.num}",
         IN_PROCESSES,
     )
     assert ended.returncode == 0, ended.output
@@ -64,9 +64,10 @@ def test_each_job_has_a_fork_server_and_a_session_of_its_own(sweeps: SweepWorld)
     assert len({result["imported_by"] for result in results}) == 1
     assert len({result["server"] for result in results}) == 3
     assert all(result["session"] == result["server"] for result in results)
-    assert [result["own"] for result in results] == ["job-1", "job-2", "job-3"]
+    assert [result["own"] for result in results] == ["job-0", "job-1", "job-2"]
     assert {result["cwd"] for result in results} == {str(sweeps.world.folder)}
-    assert {tuple(result["openmp"]) for result in results} == {("PASSIVE", "1000")}
+    short = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
+    assert [result["openmp"] for result in results] == [short] * 3
 
 
 def test_no_descriptor_of_a_job_is_open_in_another_or_in_what_they_are_forked_from(
@@ -89,7 +90,7 @@ def test_no_descriptor_of_a_job_is_open_in_another_or_in_what_they_are_forked_fr
         assert not descriptors(server, queue) & elsewhere
         its_own = descriptors(launcher, queue) - of_all
         assert held & its_own, "its output and its reservation"
-        assert not its_own & elsewhere
+        assert its_own & elsewhere == set()
     results = [
         {name for name in descriptors(pid, queue) if "job-result" in name} for pid in launchers
     ]
@@ -117,11 +118,11 @@ def target(link: Path) -> str:
 
 
 def descriptors(pid: int, queue: str) -> set[str]:
-    """Pipes, sockets, memory files and files of the queue that a process has open."""
+    """Pipes, sockets, memory files and reservations that a process has open."""
     found = set()
     for link in Path(f"/proc/{pid}/fd").iterdir():
         name = target(link)
-        if name.startswith(("pipe:", "socket:", queue)):
+        if name.startswith(("pipe:", "socket:")) or (name.startswith(queue) and "/job." in name):
             found.add(name)
         elif name.startswith("/memfd:"):
             found.add(f"{name}:{link.stat().st_ino}")
