@@ -16,6 +16,7 @@ import argparse
 import itertools
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -124,6 +125,12 @@ def plain_poll(machine: Machine, folder: Path, lengths: list[float], every: floa
     return time.perf_counter() - started
 
 
+def cpu_seconds() -> float:
+    """User and system time of every program that was run so far."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def what_the_log_says(folder: Path, started: float, ended: float) -> str:
     """Where the time went, and how often a GPU was taken while another job held it."""
     events = [json.loads(line) for line in (folder / "held.jsonl").read_text().splitlines()]
@@ -163,8 +170,13 @@ def main() -> None:
         folder = Path(name) / "one"
         folder.mkdir()
         machine = Machine(folder, libraries, [Gpu() for _ in range(GPUS)])
-        starts = [one_job(machine, folder) for _ in range(4)][1:]
-        print(f"a single job that takes no time: {statistics.median(starts):.1f} s")
+        one_job(machine, folder)  # warms the disk cache
+        before = cpu_seconds()
+        starts = [one_job(machine, folder) for _ in range(3)]
+        cpu = (cpu_seconds() - before) / len(starts)
+        print(
+            f"a single job that takes no time: {statistics.median(starts):.1f} s, {cpu:.1f} s CPU"
+        )
         variants = {
             "sweep, a job for each GPU at once": lambda m, f: sweep(m, f, lengths),
             "sweep, all jobs in line at once": lambda m, f: sweep(
@@ -179,14 +191,14 @@ def main() -> None:
             folder = Path(name) / str(number)
             folder.mkdir()
             machine = Machine(folder, libraries, [Gpu() for _ in range(GPUS)])
-            started = time.time()
+            started, before = time.time(), cpu_seconds()
             try:
                 seconds = variant(machine, folder)
             except subprocess.CalledProcessError as error:
                 print(error.stdout.decode(), error.stderr.decode(), file=sys.stderr)
                 raise
             ratio = f"{seconds / best:.3f} × perfect packing (goal: 1.05 or less)"
-            print(f"{title}: {seconds:.1f} s, {ratio}")
+            print(f"{title}: {seconds:.1f} s, {ratio}; {cpu_seconds() - before:.1f} s CPU")
             print(f"  {what_the_log_says(folder, started, time.time())}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 
 import pytest
@@ -36,6 +37,22 @@ def test_the_attempt_sees_the_chosen_gpu_and_no_other(world: World):
     ended = world.train("sees_through_torch")
     assert ended.returncode == 0, ended.output
     assert ended.summary["result"] == {"uuid": ended.attempts[0]["gpu_uuid"], "count": 1}
+
+
+def test_jobs_of_a_sweep_that_imports_torch_once_use_the_gpu(world: World):
+    sweep = world.folder / "sweep"
+    ended = world.train(
+        "sees_through_torch",
+        "-m",
+        "hydra/launcher=gpu_queue",
+        "hydra.launcher.n_jobs=2",
+        "gpu_jobs_per_device=2",
+        "training.seed=1,2",
+        f"hydra.sweep.dir={sweep}",
+    )
+    assert ended.returncode == 0, ended.output
+    jobs = json.loads((sweep / "sweep.json").read_text())["jobs"]
+    assert [job["result"]["count"] for job in jobs] == [1, 1]
 
 
 def test_memory_that_runs_out_on_the_gpu_halves_the_batch(world: World):

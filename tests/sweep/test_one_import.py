@@ -161,13 +161,20 @@ def test_what_an_attempt_detached_ends_with_it(sweeps: SweepWorld):
     assert sweeps.column("result") == [True, False]
 
 
-def test_a_module_that_must_not_be_forked_gets_fresh_interpreters(sweeps: SweepWorld):
-    ended = sweeps.sweep("trainer_that_starts_a_thread.train", "training.seed=1,2", IN_PROCESSES)
+@pytest.mark.parametrize(
+    ("module", "does"),
+    [("trainer_that_starts_a_thread", "a thread"), ("trainer_that_starts_cuda", "CUDA")],
+)
+def test_a_module_that_must_not_be_forked_gets_fresh_interpreters(
+    sweeps: SweepWorld, machine_with, module: str, does: str
+):
+    sweeps.world.with_environ(machine_with(Gpu(), Gpu()).environ)
+    ended = sweeps.sweep(f"{module}.train", "training.seed=1,2", IN_PROCESSES)
     assert ended.returncode == 0, ended.output
-    assert sweeps.column("result") == ["trained", "trained"]
+    assert sweeps.column("status") == ["completed", "completed"]
     for number in (0, 1):
         log = (sweeps.folder / str(number) / "output.log").read_text()
-        assert "trainer_that_starts_a_thread starts a thread when it is imported" in log
+        assert f"{module} starts {does} when it is imported" in log
 
 
 def test_an_import_that_crashes_is_told_by_each_job(sweeps: SweepWorld):

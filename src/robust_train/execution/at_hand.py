@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 
 from robust_train.execution.environment import shared_machine_environment
@@ -50,8 +49,10 @@ def share() -> None:
         if _parked is not None and not _parked.suits(os.environ):
             _discard_parked()
         server, _parked = _parked or ForkServer(), None
-        with contextlib.suppress(ServerDied):  # each job will tell why
+        try:
             _zygote = server.share()
+        except ServerDied:  # each job's own server will tell why
+            server.close()
     if _zygote is not None:
         _zygote.environ, _zygote.cwd = shared_machine_environment(os.environ), os.getcwd()
 

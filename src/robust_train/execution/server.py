@@ -42,9 +42,6 @@ class Server:
     Messages in: ``hello`` (the launcher's ``sys.path``, and whether to import torch now; for a fork
     of a zygote also its environment and working directory), ``share`` (become a zygote, which is
     asked over the socket that came with the message), ``load`` (a trainer), ``fork`` (run an
-    Messages in: ``hello`` (the launcher's ``sys.path``, and whether to import torch now; for a fork
-    of a zygote also its environment and working directory), ``share`` (become a zygote, which is
-    asked over the socket that came with the message), ``load`` (a trainer), ``fork`` (run an
     attempt in a child, which keeps open the descriptors that came with the message; the first may
     be its channel for requests), ``signal``, ``dump_stacks``, ``kill``.
     Messages out: ``loaded``, ``refused``, ``started``, ``exited``.
@@ -70,8 +67,9 @@ class Server:
             self._end_orphan()
 
     def serve_until_loaded(self) -> bool:
-        """Until a trainer is imported; False where that failed or the launcher went away."""
-        self._serve_until(lambda: self._trainer is not None)
+        """Until a trainer is imported; False where that failed or the launcher went away before."""
+        with contextlib.suppress(ConnectionError):  # it went away meanwhile
+            self._serve_until(lambda: self._trainer is not None)
         return self._trainer is not None
 
     def close(self) -> None:

@@ -39,7 +39,7 @@ from robust_train.execution.wire import (
 )
 
 MOST_NESTS = 4
-"""Trainers of one sweep that are kept imported; beyond, the one that was not asked for longest."""
+"""Trainers of one sweep that are kept imported; the one goes that was not asked for longest."""
 
 
 class _Job:
@@ -180,7 +180,7 @@ class _Nest:
             is_loaded = first.server.serve_until_loaded()
         if not is_loaded or first.server.unsafe is not None:
             # the first job was told; those that asked meanwhile find out for themselves
-            self._refuse_all(first.server.unsafe or "the trainer could not be imported")
+            self._refuse_all(first.server.unsafe or "the trainer was not imported for another job")
             return
         gc.freeze()
         self._fork_server(first)

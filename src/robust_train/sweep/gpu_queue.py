@@ -167,7 +167,7 @@ class GpuQueue:
             self._wait(wakeup, table)
 
     def _fill(self, slots: int, table: LiveTable) -> None:
-        """Start as many jobs as may run, and one more that waits with torch imported already."""
+        """Start as many jobs as may run, and one more that waits for its turn."""
         while self._stopping is None and not self._received:
             is_full = len(self._running) >= slots
             if self._on_deck is None and (not is_full or self._is_calm()):
@@ -183,7 +183,7 @@ class GpuQueue:
             table.say(f"job {job.number} starts: {job.shown}; {job.folder}/{LOG_FILE}")
 
     def _is_calm(self) -> bool:
-        """Whether one more import of torch keeps no job from starting."""
+        """Whether one more process, which may import torch, keeps no job from starting."""
         if time.monotonic() >= self._last_start + _CALM_AFTER_SECONDS:
             return True
         return all(job.row().progress.status == "running" for job in self._running)
