@@ -166,9 +166,9 @@ def test_what_an_attempt_detached_ends_with_it(sweeps: SweepWorld):
     [("trainer_that_starts_a_thread", "a thread"), ("trainer_that_starts_cuda", "CUDA")],
 )
 def test_a_module_that_must_not_be_forked_gets_fresh_interpreters(
-    sweeps: SweepWorld, machine_with, module: str, does: str
+    sweeps: SweepWorld, cuda_machine_with, module: str, does: str
 ):
-    sweeps.world.with_environ(machine_with(Gpu(), Gpu()).environ)
+    sweeps.world.with_environ(cuda_machine_with(Gpu(), Gpu()).environ)
     ended = sweeps.sweep(f"{module}.train", "training.seed=1,2", IN_PROCESSES)
     assert ended.returncode == 0, ended.output
     assert sweeps.column("status") == ["completed", "completed"]

@@ -8,6 +8,7 @@ does: the control socket's other end closes however the launcher dies.
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import socket
 import sys
@@ -29,6 +30,7 @@ def main() -> None:
         if server.requests is not None:
             server.close()
             zygote.serve(server.requests)
+            os._exit(0)  # to take torch down in good order takes time, and the sweep waits
 
 
 if __name__ == "__main__":

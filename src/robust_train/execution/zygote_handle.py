@@ -89,13 +89,10 @@ class ForkedProcess:
 
     def kill(self) -> None:
         """SIGKILL; one that is not forked yet will find that it is no longer wanted."""
-        if self.poll() is not None:
-            return
-        if self._pidfd is None:
-            self._reader.closed = True
-        else:
+        if self.poll() is None and self._pidfd is not None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        self._reader.closed = True  # no need to be told how it ended
 
     def close(self) -> None:
         """Release what belongs to an ended process."""
