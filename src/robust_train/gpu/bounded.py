@@ -35,6 +35,7 @@ class _Question(Generic[_T]):
         self.pid = os.getpid()  # a forked child has neither the thread nor what it holds
         self.since = time.monotonic()
         self._call = call
+        self._began: float | None = None
         self._answer: _T | None = None
         self._error: BaseException | None = None
         self._done = _thread.allocate_lock()
@@ -46,6 +47,7 @@ class _Question(Generic[_T]):
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
     def _run(self) -> None:
+        self._began = time.monotonic()
         try:
             self._answer = self._call()
         except BaseException as error:
@@ -53,11 +55,16 @@ class _Question(Generic[_T]):
         self._done.release()
 
     def is_answered(self, within_seconds: float) -> bool:
-        # once more without waiting: a process that was stopped (Ctrl-Z) finds its time used up
-        if self._done.acquire(timeout=within_seconds) or self._done.acquire(blocking=False):
-            self._done.release()
-            return True
-        return False
+        left = within_seconds
+        # on a busy machine it may be long until the thread runs at all; and a process that was
+        # stopped (Ctrl-Z) finds its time used up, so once more without waiting
+        while not self._done.acquire(timeout=max(left, 0.0)):
+            if left <= 0 and self._began is not None:
+                return False
+            began = time.monotonic() if self._began is None else self._began
+            left = began + within_seconds - time.monotonic()
+        self._done.release()
+        return True
 
     def answer(self) -> _T:
         if self._error is not None:

@@ -29,7 +29,7 @@ _T = TypeVar("_T")
 _HEALTH_SECONDS = 10.0
 # where nothing keeps the driver awake, the first call wakes all GPUs, which takes seconds for each
 _OPENING_SECONDS = 30.0
-_ANSWER_SECONDS = 2.0
+_ANSWER_SECONDS = 5.0
 
 _COMPUTE_MODES = {
     0: "default",
@@ -47,7 +47,7 @@ def read_inventory(*, processes: bool = True) -> Inventory:
     """All GPUs of this machine as NVML tells of them now, whatever CUDA_VISIBLE_DEVICES says.
 
     Never raises because of a GPU or a driver: what cannot be read is in ``skipped`` with its
-    reason, and ``problem`` says why there is nothing at all. Comes back within 2 s (30 s for the
+    reason, and ``problem`` says why there is nothing at all. Comes back within 5 s (30 s for the
     first look of a process) also where the driver is wedged.
 
     Args:
