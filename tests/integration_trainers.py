@@ -1,4 +1,4 @@
-"""The examples' trainers under a real limit of memory, which only smaller micro-batches fit into."""
+"""The examples' trainers under a real limit of memory, stopped, and killed."""
 
 from __future__ import annotations
 
@@ -87,3 +87,12 @@ def _after_step(run, action):
             action()
 
     run.progress = then
+
+
+def out_of_memory_between_steps(cfg, run):
+    """After a given step of the first attempt, torch is asked for more than there can be."""
+    import torch
+
+    if run.resume_checkpoint is None:
+        _after_step(run, lambda: torch.empty(2**46))
+    return example(cfg, run)

@@ -25,7 +25,7 @@ class SampleOrder(Sampler[Any]):
         sampler: of a map-style data set; it must have a length.
         seed: of the order.
         limit: samples in an epoch at most; None: all.
-        generator: the loader's, which gives its workers their seeds; they follow seed and epoch too.
+        generator: the loader's, which gives its workers their seeds, by seed and epoch too.
     """
 
     def __init__(
@@ -102,7 +102,8 @@ def take_over(loader: Any, *, name: str, batch_size: int, multiple: int, seed: i
             "earlier attempt stopped"
         )
     batches = loader.batch_sampler
-    if type(batches) is not BatchSampler or not hasattr(batches.sampler, "__len__"):
+    sampler: Any = getattr(batches, "sampler", None)
+    if type(batches) is not BatchSampler or not hasattr(sampler, "__len__"):
         raise UserError(
             f"{name}: needs a map-style data set and batches made by batch_size=…; with a batch "
             "sampler of its own or an iterable data set nobody can tell where to go on"
@@ -114,13 +115,13 @@ def take_over(loader: Any, *, name: str, batch_size: int, multiple: int, seed: i
         )
     if loader.generator is None:
         loader.generator = torch.Generator()
-    samples = len(batches.sampler)
+    samples = len(sampler)
     limit = samples // multiple * multiple if batches.drop_last else samples
     if not limit:
         raise UserError(
             f"{name}: {samples} samples make no step of {multiple} with drop_last; lower "
             "training.batch_size or training.gradient_accumulation_steps"
         )
-    order = SampleOrder(batches.sampler, seed=seed, limit=limit, generator=loader.generator)
+    order = SampleOrder(sampler, seed=seed, limit=limit, generator=loader.generator)
     batches.sampler = order
     return order

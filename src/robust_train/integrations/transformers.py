@@ -115,7 +115,10 @@ class _StoppedInEvaluation(Exception):
     """The run was asked to stop while the Trainer evaluates."""
 
 
-class RobustCallback(_transformers.TrainerCallback):  # type: ignore[misc]
+_TrainerCallback: Any = _transformers.TrainerCallback
+
+
+class RobustCallback(_TrainerCallback):  # type: ignore[misc]
     """What :func:`fit` adds to a trainer: checkpoints, journal, and stopping.
 
     Args:
