@@ -173,8 +173,13 @@ def test_accelerates_own_backward_gives_the_same_if_the_loss_is_weighted(tmp_pat
     torch.testing.assert_close(weight, expected)
 
 
-def test_autocast_reaches_the_parts_of_a_step(tmp_path: Path):
+def test_autocast_reaches_the_parts_of_a_step(tmp_path: Path, request: pytest.FixtureRequest):
     exact, _, _ = _train(tmp_path / "float32", _cfg(2, 4))
+    # accelerate keeps its settings for as long as the process lives
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    request.addfinalizer(
+        lambda: accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    )
     coarse, _, _ = _train(tmp_path / "bfloat16", _cfg(2, 4), mixed_precision="bf16")
     assert not torch.equal(exact, coarse)
     torch.testing.assert_close(exact, coarse, rtol=0.1, atol=0.1)

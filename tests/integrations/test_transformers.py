@@ -202,3 +202,48 @@ def test_what_would_change_the_training_is_refused_in_one_line(
     with pytest.raises(UserError, match=said) as refused:
         _fit(tmp_path, _cfg(8), **option)
     assert "\n" not in str(refused.value)
+
+
+class _AsksToStop(transformers.TrainerCallback):
+    """As the launcher does on SIGTERM, in the middle of an evaluation."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def on_prediction_step(self, args, state, control, **others):
+        self.run.request_stop()
+
+
+def test_a_stop_during_evaluation_waits_for_no_more_of_it(tmp_path: Path):
+    from robust_train.integrations.transformers import fit, training_arguments
+    from robust_train.run import Interrupted
+
+    cfg = _cfg(8)
+    cfg.training.checkpoint_every_steps = None
+    reports: list[dict] = []
+    run = Run(run_dir=tmp_path, report=reports.append)
+    arguments = transformers.TrainingArguments(
+        **training_arguments(cfg, run),
+        num_train_epochs=3,
+        eval_strategy="epoch",
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    samples = [{"x": [i / 22], "labels": [1.0]} for i in range(22)]
+    trainer = transformers.Trainer(
+        _Line(),
+        arguments,
+        train_dataset=samples,
+        eval_dataset=samples,
+        callbacks=[_AsksToStop(run)],
+    )
+    with pytest.raises(Interrupted):
+        fit(trainer, cfg=cfg, run=run)
+    assert [e["step"] for e in reports if e["event"] == "checkpoint"] == [3]
+    assert not [e for e in reports if e["event"] == "metrics" and "eval_loss" in e]
+
+    saved = Path(next(e["path"] for e in reports if e["event"] == "checkpoint"))
+    rest, _, _ = _fit(tmp_path / "rest", _cfg(8), saved)
+    whole, _, _ = _fit(tmp_path / "whole", _cfg(8))
+    assert rest.seen == whole.seen[22:]

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,12 @@ def fit(
     is_module = hasattr(data, "train_dataloader")
     options |= {"datamodule": data} if is_module else {"train_dataloaders": data}
     try:
-        trainer.fit(model, ckpt_path=_existing(run), **options)
+        with warnings.catch_warnings():
+            # Lightning cannot know that this loader goes on where it was
+            warnings.filterwarnings(
+                "ignore", message="You're resuming from a checkpoint that ended"
+            )
+            trainer.fit(model, ckpt_path=_existing(run), **options)
     except Stopped as stopped:
         raise Interrupted(str(stopped)) from None
     except SystemExit:

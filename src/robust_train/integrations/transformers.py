@@ -97,9 +97,10 @@ def fit(trainer: Any, *, cfg: DictConfig, run: Run, metric: str | None = None) -
             log.info("training was complete already")
         return _result(trainer, metric)
     except _StoppedInEvaluation:
-        # nothing was trained since the last step: its state is all here
-        trainer._save_checkpoint(trainer.model, trial=None)
-        callback.saved(trainer.args, trainer.state)
+        if not (_folder(trainer.args, trainer.state) / _MARK).exists():
+            # nothing was trained since the last step: its state is all here
+            trainer._save_checkpoint(trainer.model, trial=None)
+            callback.saved(trainer.args, trainer.state)
         raise Interrupted(f"stopped after step {trainer.state.global_step}") from None
     except Exception as error:
         if classify_failure(error).kind in MEMORY_FAILURES:
@@ -161,13 +162,18 @@ class RobustCallback(_TrainerCallback):  # type: ignore[misc]
         self._loss = {}
         if is_first:
             self.run.memory_milestone("first step done")
+        saves_soon = args.save_strategy == "epoch" and state.epoch == round(state.epoch)
         if self.run.stop_requested:
             control.should_evaluate = False
             control.should_save = True
-        elif self._clock.is_due(state.global_step):
+        elif self._clock.is_due(state.global_step) and not saves_soon:
             control.should_save = True
-        self._save_began = time.monotonic()
+        self._before_saving(args, state, control)
         return control
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """The Trainer may save and evaluate once more."""
+        self._before_saving(args, state, control)
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Evaluation may last; what it has computed so far is not kept."""
@@ -191,13 +197,23 @@ class RobustCallback(_TrainerCallback):  # type: ignore[misc]
         if self.run.stop_requested:
             raise Interrupted(f"stopped after step {state.global_step}")
 
+    def _before_saving(self, args: Any, state: Any, control: Any) -> None:
+        """A checkpoint of this very step would be written over, file by file."""
+        self._save_began = time.monotonic()
+        if control.should_save:
+            (_folder(args, state) / _MARK).unlink(missing_ok=True)
+
     def saved(self, args: Any, state: Any) -> None:
         """Announce the checkpoint of this step."""
-        path = Path(args.output_dir).absolute() / f"checkpoint-{state.global_step}"
+        path = _folder(args, state)
         mark = {"effective_batch_size": _effective(self._training)}
         (path / _MARK).write_text(json.dumps(mark))
         self._clock.saved(time.monotonic() - self._save_began, state.global_step)
         self.run.checkpoint_saved(path, state.global_step)
+
+
+def _folder(args: Any, state: Any) -> Path:
+    return Path(args.output_dir).absolute() / f"checkpoint-{state.global_step}"
 
 
 def _check(args: Any, cfg: DictConfig) -> None:
