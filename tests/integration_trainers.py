@@ -81,10 +81,11 @@ def _after_step(run, action):
     progress, done = run.progress, []
 
     def then(step, **scalars):
-        progress(step, **scalars)
+        is_passed_on = progress(step, **scalars)
         if step >= int(os.environ["AT_STEP"]) and not done:
             done.append(step)
             action()
+        return is_passed_on
 
     run.progress = then
 

@@ -118,13 +118,15 @@ def _cfg(batch_size: int = 8, accumulation: int = 1):
     )
 
 
-def _train(folder: Path, cfg, resume: Path | None = None, backward=None, **options):
+def _train(folder: Path, cfg, resume: Path | None = None, backward=None, asks=None, **options):
     from robust_train.integrations.accelerate import RobustLoop, effective_batch_size
 
     torch.manual_seed(0)
     reports: list[dict] = []
     run = Run(run_dir=folder, resume_checkpoint=resume, report=reports.append)
     run.micro_batch_plan = MicroBatchPlan.of(cfg)
+    if asks is not None:
+        run.request_checkpoint(asks.append)
     accelerator = accelerate.Accelerator(cpu=True, **options)
     data = TensorDataset(torch.arange(22.0)[:, None] / 22)
     model = torch.nn.Linear(1, 1)
@@ -211,3 +213,20 @@ def test_a_loader_of_micro_batches_is_refused(tmp_path: Path):
             cfg=_cfg(8, 2),
             run=Run(run_dir=tmp_path),
         )
+
+
+def test_a_checkpoint_that_somebody_asks_for_is_saved_and_answered(tmp_path: Path):
+    cfg = _cfg(8)
+    cfg.training.checkpoint_every_steps = None
+    answers: list[dict] = []
+    _train(tmp_path, cfg, asks=answers)
+    assert [answer["answer"]["step"] for answer in answers] == [1]
+
+
+def test_a_checkpoint_that_cannot_be_written_costs_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    (tmp_path / "checkpoints").write_text("a file where a folder should be")
+    _, _, reports = _train(tmp_path, _cfg(8))
+    assert "training goes on" in caplog.text
+    assert not [e for e in reports if e["event"] == "checkpoint"]

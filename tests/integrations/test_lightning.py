@@ -248,3 +248,59 @@ def test_what_would_change_the_effective_batch_is_refused_in_one_line(
 def test_a_loader_with_a_batch_size_of_its_own_is_refused(tmp_path: Path):
     with pytest.raises(UserError, match=r"makes batches of 5, but this attempt is to use 4"):
         _fit(tmp_path, _cfg(4), _loader(5))
+
+
+class _Validated(_Line):
+    """Asks to stop in the middle of its first validation, as the launcher does on SIGTERM."""
+
+    run: Run | None = None
+
+    def validation_step(self, batch):
+        self.log("right", 1.0)
+        if self.run is not None:
+            self.run.request_stop()
+
+
+def test_a_stop_during_validation_waits_for_no_more_of_it(tmp_path: Path):
+    from robust_train.integrations.lightning import fit
+    from robust_train.run import Interrupted
+
+    cfg = _cfg(8, epochs=2)
+    cfg.training.checkpoint_every_steps = None
+    reports: list[dict] = []
+    run = Run(run_dir=tmp_path, report=reports.append)
+    model = _Validated()
+    model.run = run
+    trainer = _trainer(tmp_path, max_epochs=2, num_sanity_val_steps=0)
+    with pytest.raises(Interrupted):
+        fit(trainer, model, _loader(8), cfg=cfg, run=run, val_dataloaders=_loader(8))
+    assert [e["step"] for e in reports if e["event"] == "checkpoint"] == [3]
+    assert not [e for e in reports if e["event"] == "validation"]
+
+    saved = Path(next(e["path"] for e in reports if e["event"] == "checkpoint"))
+    rest, _, _ = _fit(tmp_path / "rest", cfg, resume=saved)
+    whole, _, _ = _fit(tmp_path / "whole", cfg)
+    assert rest.seen == whole.seen[22:]
+
+
+def test_a_checkpoint_that_somebody_asks_for_is_saved_and_answered(tmp_path: Path):
+    from robust_train.integrations.lightning import fit
+
+    cfg = _cfg(8)
+    cfg.training.checkpoint_every_steps = None
+    answers: list[dict] = []
+    run = Run(run_dir=tmp_path)
+    run.request_checkpoint(answers.append)
+    fit(_trainer(tmp_path), _Line(), _loader(8), cfg=cfg, run=run)
+    assert [answer["answer"]["step"] for answer in answers] == [1]
+    assert run.looks_for_checkpoint_requests
+
+
+def test_a_checkpoint_that_cannot_be_written_costs_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    (tmp_path / "checkpoints").write_text("a file where a folder should be")
+    _, result, reports = _fit(tmp_path, _cfg(8))
+    assert "training goes on" in caplog.text
+    assert "train_loss" in result
+    assert not [e for e in reports if e["event"] == "checkpoint"]

@@ -123,12 +123,14 @@ def _cfg(batch_size: int = 8, accumulation: int = 1):
     )
 
 
-def _fit(folder: Path, cfg, resume: Path | None = None, stop_at: int | None = None, **more):
+def _fit(folder: Path, cfg, resume: Path | None = None, asks=None, **more):
     from robust_train.integrations.transformers import fit, training_arguments
 
     torch.manual_seed(0)
     reports: list[dict] = []
     run = Run(run_dir=folder, resume_checkpoint=resume, report=reports.append)
+    if asks is not None:
+        run.request_checkpoint(asks.append)
     arguments = transformers.TrainingArguments(
         **{
             **training_arguments(cfg, run),
@@ -247,3 +249,11 @@ def test_a_stop_during_evaluation_waits_for_no_more_of_it(tmp_path: Path):
     rest, _, _ = _fit(tmp_path / "rest", _cfg(8), saved)
     whole, _, _ = _fit(tmp_path / "whole", _cfg(8))
     assert rest.seen == whole.seen[22:]
+
+
+def test_a_checkpoint_that_somebody_asks_for_is_saved_and_answered(tmp_path: Path):
+    cfg = _cfg(8)
+    cfg.training.checkpoint_every_steps = None
+    answers: list[dict] = []
+    _fit(tmp_path, cfg, asks=answers)
+    assert [answer["answer"]["step"] for answer in answers] == [1]

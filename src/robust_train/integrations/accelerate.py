@@ -92,6 +92,7 @@ class RobustLoop:
         self._saved_step: int | None = None
         self._total: int | None = None
         self._parts: MicroBatches | None = None
+        self._loss: dict[str, float] = {}
         accelerator.register_for_checkpointing(self)
         if run.stop_requested:
             raise Interrupted("stopped before the first step")
@@ -129,16 +130,28 @@ class RobustLoop:
         self._parts = self.run.micro_batches(batch, self.model, **options)
         return self._parts
 
-    def save(self) -> Path:
-        """Save a checkpoint, and remove those that are too many."""
+    def save(self) -> Path | None:
+        """Save a checkpoint, and remove those that are too many.
+
+        Returns:
+            Where it lies; None where it could not be written, which a warning tells.
+        """
         started = time.monotonic()
         folder = self.run.checkpoint_dir
         path = folder / f"{_SAVED}{self.step:08d}"
         unfinished = folder / f".{path.name}.tmp"
+        if path.exists() and self._saved_step == self.step:
+            return path
         for leftover in (unfinished, path):
             shutil.rmtree(leftover, ignore_errors=True)
-        self.accelerator.save_state(str(unfinished))
-        unfinished.rename(path)
+        try:
+            self.accelerator.save_state(str(unfinished))
+            unfinished.rename(path)
+        except OSError as error:
+            log.warning("checkpoint: %s; training goes on, earlier ones are kept", error)
+            self._clock.saved(time.monotonic() - started, self.step)
+            self.run.checkpoint_failed(str(error))
+            return None
         self._saved_step = self.step
         self._clock.saved(time.monotonic() - started, self.step)
         self.run.checkpoint_saved(path, self.step)
@@ -179,19 +192,19 @@ class RobustLoop:
 
     def _step_done(self) -> None:
         is_first = self.run.last_step is None
-        scalars = {}
         # reading it waits for the GPU
         if self._parts is not None and self.step % max(self._cfg.log_every_steps, 1) == 0:
-            scalars["loss"] = float(self._parts.loss)
+            self._loss = {"loss": float(self._parts.loss)}
         self._parts = None
-        self.run.progress(self.step, total_steps=self._total, **scalars)
+        if self.run.progress(self.step, total_steps=self._total, **self._loss):
+            self._loss = {}
         if is_first:
             self.run.memory_milestone("first step done")
         if self.run.stop_requested:
             if self._saved_step != self.step:
                 self.save()
             raise Interrupted(f"stopped after step {self.step}")
-        if self._clock.is_due(self.step):
+        if self.run.checkpoint_requested or self._clock.is_due(self.step):
             self.save()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
 import time
@@ -20,6 +21,8 @@ from robust_train.training.checkpoint import SaveClock
 from robust_train.training.extras import require
 from robust_train.training.rng import capture_rng, restore_rng
 from robust_train.types import MEMORY_FAILURES
+
+log = logging.getLogger("robust_train.training")
 
 _NEEDED_BY = "robust_train.integrations.lightning"
 _Checkpoint: Any = require("lightning.pytorch.callbacks", _NEEDED_BY, extra="lightning").Checkpoint
@@ -59,6 +62,7 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
         self._seen = 0  # samples of this epoch, those of the step in progress included
         self._group = self.accumulation  # micro-batches in the step in progress
         self._sigterm: Any = signal.SIG_DFL
+        self._loss: dict[str, float] = {}
 
     def own_loader(self, loader: Any, name: str) -> Any:
         """Have the training samples come in an order that a resumed run can go on with."""
@@ -162,7 +166,7 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
         if is_first:
             self.run.memory_milestone("first step done")
         self._stop_if_asked(trainer)
-        if self._seen < self.place.epoch_samples and self._clock.is_due(self.place.step):
+        if self._seen < self.place.epoch_samples and self._is_due():
             self.save(trainer)
 
     def on_validation_batch_end(self, trainer: Any, *arguments: Any) -> None:
@@ -181,7 +185,7 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
         if self._saved_step == step:
             return
         is_last = step == trainer.estimated_stepping_batches
-        if is_last or self._clock.is_due(step) or self._clock.is_due_after_epoch():
+        if is_last or self._is_due() or self._clock.is_due_after_epoch():
             self.save(trainer)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
@@ -191,8 +195,14 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
 
     def save(self, trainer: Any) -> None:
         """Save a checkpoint into the run folder, and remove those that are too many."""
-        folder = self.run.checkpoint_dir
-        trainer.save_checkpoint(folder / f"step-{self.place.step:08d}.ckpt")
+        folder, started = self.run.checkpoint_dir, time.monotonic()
+        try:
+            trainer.save_checkpoint(folder / f"step-{self.place.step:08d}.ckpt")
+        except OSError as error:
+            log.warning("checkpoint: %s; training goes on, earlier ones are kept", error)
+            self._clock.saved(time.monotonic() - started, self.place.step)
+            self.run.checkpoint_failed(str(error))
+            return
         for old in sorted(folder.glob("step-*.ckpt"))[: -self._cfg.keep_checkpoints]:
             old.unlink(missing_ok=True)
 
@@ -201,6 +211,9 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
         self._saved_step = step
         self._clock.saved(seconds, step)
         self.run.checkpoint_saved(path, step)
+
+    def _is_due(self) -> bool:
+        return self.run.checkpoint_requested or self._clock.is_due(self.place.step)
 
     def _begin_group(self) -> None:
         self._group = self.accumulation - self._batches % self.accumulation
@@ -211,12 +224,13 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
     def _tell(self, trainer: Any, outputs: Any) -> None:
         step = self.place.step
         total = trainer.estimated_stepping_batches
-        scalars = {}
         # reading it waits for the GPU
         if step % max(self._cfg.log_every_steps, 1) == 0 and isinstance(outputs, Mapping):
             # Lightning has divided it
-            scalars["loss"] = float(outputs["loss"]) * self.accumulation
-        self.run.progress(step, total_steps=None if total == float("inf") else total, **scalars)
+            self._loss = {"loss": float(outputs["loss"]) * self.accumulation}
+        total_steps = None if total == float("inf") else total
+        if self.run.progress(step, total_steps=total_steps, **self._loss):
+            self._loss = {}
 
     def _stop_if_asked(self, trainer: Any) -> None:
         if not self.run.stop_requested:

@@ -158,15 +158,17 @@ class RobustCallback(_TrainerCallback):  # type: ignore[misc]
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> Any:
         """After an optimizer step: save if it is time, or if asked to stop."""
         is_first = self.run.last_step is None
-        self.run.progress(state.global_step, total_steps=state.max_steps, **self._loss)
-        self._loss = {}
+        if self.run.progress(state.global_step, total_steps=state.max_steps, **self._loss):
+            self._loss = {}
         if is_first:
             self.run.memory_milestone("first step done")
         saves_soon = args.save_strategy == "epoch" and state.epoch == round(state.epoch)
         if self.run.stop_requested:
             control.should_evaluate = False
             control.should_save = True
-        elif self._clock.is_due(state.global_step) and not saves_soon:
+        elif not saves_soon and (
+            self.run.checkpoint_requested or self._clock.is_due(state.global_step)
+        ):
             control.should_save = True
         self._before_saving(args, state, control)
         return control
