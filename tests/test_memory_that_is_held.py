@@ -55,6 +55,13 @@ def test_an_attribute_is_named_with_its_class():
     assert name.endswith(", in Owner.value")
 
 
+def test_an_optimizer_s_state_is_named_without_the_numbers_of_its_parameter():
+    weight = nn.Parameter(torch.zeros(3))
+    table = {weight: {"momentum": new_tensor()}}
+    name = the_holder(lambda: table[weight]["momentum"])
+    assert name.startswith("table[Parameter]['momentum'] (")
+
+
 def test_a_module_s_weight_is_named_as_its_user_writes_it():
     model = nn.Sequential(nn.Linear(2, 2))
     assert "Linear.weight" in the_holder(lambda: model[0].weight)

@@ -96,17 +96,17 @@ class InlineExecutor:
         started = time.monotonic()
         with self._signals.handed_to(stop), AttemptRequests(run, channel, request.run_dir):
             error = run_attempt(request, self._trainer, run, report)
-        # a debugger may want to look at what the frames hold
-        if error is not None and request.cfg.memory.clear_on_failure:
-            left = release_and_check(error, self._memory_at_first)
-            if left is not None:
-                log.warning("%s", left)
-                on_event({"event": "memory_held", "description": left})
         memory = {k: v for k, v in ending["memory"].items() if isinstance(v, int)}
         on_gpu = "max_allocated" in memory
         failed = ending["event"] == "failed"
         failure = failure_from_json(ending["failure"]) if failed else None
         was_bug = failure is not None and failure.kind is FailureKind.BUG
+        # a debugger may want to look at what the frames hold
+        if error is not None and request.cfg.memory.clear_on_failure:
+            left = release_and_check(error, self._memory_at_first, keep_traceback=was_bug)
+            if left is not None:
+                log.warning("%s", left)
+                on_event({"event": "memory_held", "description": left})
         return Outcome(
             failure=failure,
             result=ending.get("result"),

@@ -20,6 +20,9 @@ from robust_train.run import MicroBatchPlan, Run
 
 MAIN_MODULE = "__robust_main__"
 
+_EXTRAS = frozenset({"accelerate", "lightning", "transformers"})
+"""Packages that an extra of the same name brings along."""
+
 
 @dataclass(frozen=True)
 class TrainerRef:
@@ -105,9 +108,11 @@ class TrainerRef:
             *_, last = inspect.getinnerframes(error.__traceback__)
             where = f" ({last.filename}, line {last.lineno})"
         text = (str(error).splitlines() or [""])[0]
+        extra = error.name if isinstance(error, ModuleNotFoundError) else None
+        remedy = f'; pip install "robust-train[{extra}]"' if extra in _EXTRAS else ""
         return ConfigError(
             f"trainer._target_={self.path}: cannot be imported: "
-            f"{type(error).__name__}: {text}{where}"
+            f"{type(error).__name__}: {text}{where}{remedy}"
         )
 
 

@@ -150,18 +150,26 @@ class StartingMemory:
         )
 
 
-def release_and_check(error: BaseException, start: StartingMemory | None) -> str | None:
+def release_and_check(
+    error: BaseException, start: StartingMemory | None, *, keep_traceback: bool = True
+) -> str | None:
     """:func:`release_memory`, drop the try's gradients, and say what is left.
 
     Args:
         error: what ended the try.
         start: from before the first try; None skips the check.
+        keep_traceback: False where nobody will show it again. An emptied frame still keeps its
+            function, and with it the variables of a closure.
 
     Returns:
         A sentence for the log where more than one percent is left, with the largest tensors and
         who holds them.
     """
     release_memory(error)
+    if not keep_traceback:
+        for current in _with_causes(error):
+            current.__traceback__ = None
+        return_memory()
     if start is None:
         return None
     start.drop_new_gradients()

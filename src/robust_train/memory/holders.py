@@ -241,6 +241,11 @@ def _with_nearest(name: str, nearest: str) -> str:
     return _MODULE_TABLES.sub(r".\1", said)
 
 
+def _shown(key: Any) -> str:
+    """A key as it is written; of an optimizer's state, whose keys are parameters, their type."""
+    return repr(key) if isinstance(key, (str, int, float, bool)) else type(key).__name__
+
+
 def _step(referrer: Any, way: _Way) -> tuple[str | None, _Way | None]:
     """From what ``way`` begins with to ``referrer``: a finished name, a longer way, or neither."""
     target, path = way.owner, way.path
@@ -254,7 +259,7 @@ def _step(referrer: Any, way: _Way) -> tuple[str | None, _Way | None]:
         module = sys.modules.get(str(referrer.get("__name__", "")))
         if module is not None and vars(module) is referrer:
             return f"{key}{path} (global of module {module.__name__})", None
-        return None, _Way(referrer, f"[{key!r}]{path}", key=(key, path))
+        return None, _Way(referrer, f"[{_shown(key)}]{path}", key=(key, path))
     if isinstance(referrer, (list, tuple)):
         index = next((i for i, value in enumerate(referrer) if value is target), None)
         return None, None if index is None else _Way(referrer, f"[{index}]{path}", (index, path))

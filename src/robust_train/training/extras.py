@@ -10,12 +10,13 @@ from robust_train.config import ConfigError
 _DISTRIBUTIONS = {"sklearn": "scikit-learn", "PIL": "pillow"}
 
 
-def require(module: str, key: str) -> Any:
-    """Import ``module`` of the extra ``[vision]``.
+def require(module: str, key: str, *, extra: str = "vision") -> Any:
+    """Import ``module``, which an extra of ours brings along.
 
     Args:
         module: dotted name, e.g. ``sklearn.datasets``.
-        key: the override that asked for it, e.g. ``dataset=digits``; named in the error.
+        key: what asked for it, e.g. the override ``dataset=digits``; named in the error.
+        extra: name of the extra.
 
     Raises:
         ConfigError: it is not installed.
@@ -26,5 +27,5 @@ def require(module: str, key: str) -> Any:
         package = (error.name or module).partition(".")[0]
         raise ConfigError(
             f"{key}: needs {_DISTRIBUTIONS.get(package, package)}, which is not installed; "
-            'pip install "robust-train[vision]"'
+            f'pip install "robust-train[{extra}]"'
         ) from error

@@ -1,0 +1,194 @@
+"""Lightning under the launcher: :func:`fit` in place of ``trainer.fit``.
+
+::
+
+    def train(cfg, run):
+        trainer = L.Trainer(**trainer_arguments(cfg, run), max_epochs=cfg.training.epochs)
+        return fit(trainer, Net(cfg), Digits(cfg), cfg=cfg, run=run, metric="val_accuracy")
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+
+from robust_train.integrations.lightning_callback import RobustCallback, Stopped, logged
+from robust_train.run import Interrupted, Run, UserError
+from robust_train.training.extras import require
+
+_NEEDED_BY = "robust_train.integrations.lightning"
+_pytorch = require("lightning.pytorch", _NEEDED_BY, extra="lightning")
+_callbacks = require("lightning.pytorch.callbacks", _NEEDED_BY, extra="lightning")
+
+log = logging.getLogger("robust_train.training")
+
+__all__ = ["RobustCallback", "fit", "trainer_arguments"]
+
+
+def trainer_arguments(cfg: DictConfig, run: Run) -> dict[str, Any]:
+    """Arguments for ``Trainer``: the attempt's device, and the run folder for what it writes."""
+    device = torch.device(cfg.device)
+    on_gpu = device.type == "cuda"
+    return {
+        "accelerator": "gpu" if on_gpu else "cpu",
+        "devices": [device.index or 0] if on_gpu else 1,
+        "default_root_dir": str(run.run_dir),
+    }
+
+
+def fit(
+    trainer: Any,
+    model: Any,
+    data: Any,
+    *,
+    cfg: DictConfig,
+    run: Run,
+    metric: str | None = None,
+    **options: Any,
+) -> Any:
+    """``trainer.fit`` as an attempt: it goes on from the last checkpoint and stops when asked to.
+
+    Args:
+        trainer: a ``lightning.Trainer`` for one device; ``accumulate_grad_batches`` is set here.
+        model: the ``LightningModule``, with automatic optimization.
+        data: a ``LightningDataModule``, or a ``DataLoader`` of training samples. A data module's
+            ``batch_size`` (attribute or hyperparameter) is set here; a loader has to be made with
+            ``cfg.training.batch_size``.
+        cfg: the config that the launcher gave to the trainer function.
+        run: the run that it gave.
+        metric: name of a logged value, which becomes the job's result; None: all of them.
+        options: for ``trainer.fit``, such as ``val_dataloaders`` or ``weights_only``.
+
+    Returns:
+        The value of ``metric`` as a float, or all logged values as a dictionary.
+
+    Raises:
+        UserError: trainer, model or data cannot keep the effective batch; the message says why.
+        Interrupted: the run was asked to stop; a checkpoint was saved.
+    """
+    _check(trainer, model, cfg)
+    if run.stop_requested:
+        raise Interrupted("stopped before the first step")
+    trainer.accumulate_grad_batches = cfg.training.gradient_accumulation_steps
+    callback = RobustCallback(cfg, run)
+    _give_batch_size(data, cfg.training.batch_size)
+    _hand_over_loaders(data, callback)
+    trainer.callbacks.append(callback)
+    is_module = hasattr(data, "train_dataloader")
+    options |= {"datamodule": data} if is_module else {"train_dataloaders": data}
+    try:
+        with warnings.catch_warnings():
+            # Lightning cannot know that this loader goes on where it was
+            warnings.filterwarnings(
+                "ignore", message="You're resuming from a checkpoint that ended"
+            )
+            trainer.fit(model, ckpt_path=_existing(run), **options)
+    except Stopped as stopped:
+        raise Interrupted(str(stopped)) from None
+    except SystemExit:
+        # what Lightning makes of a KeyboardInterrupt and of SIGTERM
+        if run.stop_requested:
+            raise Interrupted(f"stopped after step {trainer.global_step}") from None
+        raise
+    return _result(trainer, model, data, metric, options.get("val_dataloaders"))
+
+
+def _check(trainer: Any, model: Any, cfg: DictConfig) -> None:
+    accumulation = cfg.training.gradient_accumulation_steps
+    if trainer.world_size != 1:
+        raise UserError(
+            f"Trainer: uses {trainer.world_size} devices; an attempt has one: devices=1, or "
+            "Trainer(**trainer_arguments(cfg, run))"
+        )
+    if not model.automatic_optimization:
+        raise UserError(
+            f"{type(model).__name__}.automatic_optimization=False: Lightning accumulates no "
+            "gradients there, so a smaller micro-batch would be another training; use a plain loop "
+            "with run.micro_batches"
+        )
+    if trainer.accumulate_grad_batches not in (1, accumulation) or any(
+        isinstance(callback, _callbacks.GradientAccumulationScheduler)
+        for callback in trainer.callbacks
+    ):
+        raise UserError(
+            "Trainer: has an accumulation of its own; leave accumulate_grad_batches out and set "
+            "training.gradient_accumulation_steps"
+        )
+    if trainer.limit_train_batches != 1.0 and not trainer.fast_dev_run:
+        raise UserError(
+            f"Trainer: limit_train_batches={trainer.limit_train_batches} counts micro-batches, "
+            "which become smaller when memory runs out; shorten the data set instead "
+            "(torch.utils.data.Subset)"
+        )
+    if isinstance(trainer.val_check_interval, int):
+        log.warning(
+            "val_check_interval=%d counts micro-batches: validation comes more often when they "
+            "become smaller; a fraction of the epoch does not change",
+            trainer.val_check_interval,
+        )
+
+
+def _give_batch_size(data: Any, batch_size: int) -> None:
+    """Where Lightning's own batch size finder looks for it as well."""
+    if not hasattr(data, "train_dataloader"):
+        return
+    if hasattr(data, "batch_size"):
+        data.batch_size = batch_size
+    if "batch_size" in getattr(data, "hparams", {}):
+        data.hparams["batch_size"] = batch_size
+
+
+def _hand_over_loaders(data: Any, callback: RobustCallback) -> None:
+    """Every loader of training samples goes through the callback when Lightning asks for it."""
+    if not hasattr(data, "train_dataloader"):
+        callback.own_loader(data, "train_dataloaders")
+        return
+    made = data.train_dataloader
+
+    @wraps(made)
+    def train_dataloader() -> Any:
+        return callback.own_loader(made(), f"{type(data).__name__}.train_dataloader")
+
+    data.train_dataloader = train_dataloader
+
+
+def _existing(run: Run) -> str | None:
+    """The checkpoint to go on from, or where somebody removed it, the newest that is left."""
+    path = run.resume_checkpoint
+    if path is None or Path(path).exists():
+        return None if path is None else str(path)
+    left = sorted(run.checkpoint_dir.glob("step-*.ckpt"))
+    log.warning(
+        "the checkpoint %s is gone: training goes on from %s",
+        path,
+        left[-1] if left else "the beginning",
+    )
+    return str(left[-1]) if left else None
+
+
+def _result(trainer: Any, model: Any, data: Any, metric: str | None, validation: Any) -> Any:
+    found = logged(trainer)
+    if metric not in found and _can_validate(trainer, data, validation):
+        # an attempt that resumes after the last step trains nothing and so logs nothing
+        loaders = {"dataloaders": validation} if validation is not None else {"datamodule": data}
+        trainer.validate(model, **loaders, verbose=False)
+        found |= logged(trainer)
+    if metric is None:
+        return found
+    if metric not in found:
+        raise UserError(
+            f"metric={metric}: was not logged; there are {', '.join(sorted(found)) or 'none'}"
+        )
+    return found[metric]
+
+
+def _can_validate(trainer: Any, data: Any, validation: Any) -> bool:
+    own = getattr(type(data), "val_dataloader", _pytorch.LightningDataModule.val_dataloader)
+    has_data = own is not _pytorch.LightningDataModule.val_dataloader
+    return bool(trainer.enable_validation and (validation is not None or has_data))

@@ -1,0 +1,232 @@
+"""A loop with accelerate as an attempt: ``examples/accelerate_digits``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from jobs import Example, events
+from omegaconf import OmegaConf
+from torch.utils.data import DataLoader, TensorDataset
+
+from robust_train.run import MicroBatchPlan, Run, UserError
+from world import Ended
+
+accelerate = pytest.importorskip("accelerate", reason="the extra [accelerate] is not installed")
+
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory: pytest.TempPathFactory) -> Example:
+    return Example(
+        "examples.accelerate_digits.train.train",
+        (
+            "training.epochs=3",
+            "training.batch_size=512",
+            "training.num_workers=0",
+            "training.checkpoint_every_steps=2",
+            "training.mixed_precision=false",
+            "model.width=64",
+            "model.dropout=0",
+        ),
+        at_step=4,
+        folder=tmp_path_factory.mktemp("accelerate"),
+    )
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(example: Example) -> Ended:
+    ended = example.run("measured", "uninterrupted")
+    assert ended.returncode == 0, ended.output
+    return ended
+
+
+def weights(ended: Ended) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    last = events(ended, "checkpoint")[-1]
+    assert last["step"] == 9
+    return load_file(Path(last["path"]) / "model.safetensors")
+
+
+def same_weights(one: Ended, other: Ended) -> None:
+    for name, weight in weights(one).items():
+        torch.testing.assert_close(weights(other)[name], weight, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("isolation", ["process", "none"])
+def test_where_memory_runs_out_in_a_step_only_the_step_is_repeated(
+    example: Example, uninterrupted: Ended, isolation: str
+):
+    ended = example.run_limited(f"limited-{isolation}", f"isolation={isolation}")
+    assert ended.returncode == 0, ended.output
+    assert [a["outcome"] for a in ended.attempts] == ["completed"]
+    changes = events(ended, "micro_batch_changed")
+    assert changes[0]["from"] == 512
+    assert changes[0]["step"] > example.at_step
+    assert "allocate memory" in changes[0]["reason"]
+    same_weights(uninterrupted, ended)
+
+
+def test_where_it_runs_out_outside_of_a_step_the_next_attempt_goes_on_with_half(
+    example: Example, uninterrupted: Ended
+):
+    ended = example.run("out_of_memory_between_steps", "between")
+    assert ended.returncode == 0, ended.output
+    assert [(a["batch_size"], a["effective_batch_size"]) for a in ended.attempts] == [
+        (512, 512),
+        (256, 512),
+    ]
+    assert "allocate memory" in ended.attempts[0]["message"]
+    started = [event["step"] for event in events(ended, "training_started")]
+    assert started[0] == 0
+    assert started[1] > 0
+    same_weights(uninterrupted, ended)
+
+
+def test_sigterm_leaves_a_checkpoint_to_go_on_from_to_the_very_same_weights(example: Example):
+    """With dropout, so with the random numbers as well."""
+    others = ("training.checkpoint_every_steps=null", "model.dropout=0.3")
+    whole = example.run("example", "whole", *others)
+    assert whole.returncode == 0, whole.output
+
+    ended = example.run_stopped("stopped", *others)
+    assert ended.returncode == 143, ended.output
+    stopped_after = events(ended, "checkpoint")[-1]["step"]
+    assert example.at_step <= stopped_after < 9
+
+    ended = example.run_stopped("stopped", *others)
+    assert ended.returncode == 0, ended.output
+    assert events(ended, "training_started")[-1]["step"] == stopped_after
+    for name, weight in weights(whole).items():
+        assert torch.equal(weights(ended)[name], weight)
+
+
+def _cfg(batch_size: int = 8, accumulation: int = 1):
+    return OmegaConf.create(
+        {
+            "training": {
+                "batch_size": batch_size,
+                "gradient_accumulation_steps": accumulation,
+                "seed": 3,
+                "checkpoint_every_minutes": 60,
+                "checkpoint_every_steps": 1,
+                "keep_checkpoints": 20,
+                "log_every_steps": 1,
+            },
+        }
+    )
+
+
+def _train(folder: Path, cfg, resume: Path | None = None, backward=None, asks=None, **options):
+    from robust_train.integrations.accelerate import RobustLoop, effective_batch_size
+
+    torch.manual_seed(0)
+    reports: list[dict] = []
+    run = Run(run_dir=folder, resume_checkpoint=resume, report=reports.append)
+    run.micro_batch_plan = MicroBatchPlan.of(cfg)
+    if asks is not None:
+        run.request_checkpoint(asks.append)
+    accelerator = accelerate.Accelerator(cpu=True, **options)
+    data = TensorDataset(torch.arange(22.0)[:, None] / 22)
+    model = torch.nn.Linear(1, 1)
+    model, optimizer, loader = accelerator.prepare(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=0.1),
+        DataLoader(data, effective_batch_size(cfg), shuffle=True),
+    )
+    loop = RobustLoop(accelerator, model, loader, cfg=cfg, run=run)
+    seen: list[float] = []
+    for _ in loop.epochs(3):
+        for batch in loop.batches():
+            for micro in loop.micro_batches(batch):
+                with micro:
+                    (x,) = micro.data
+                    seen += x.flatten().tolist()
+                    loss = (model(x) ** 2).mean()
+                    if backward is None:
+                        micro.backward(loss, scaler=accelerator.scaler)
+                    else:
+                        backward(accelerator, micro, loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    return accelerator.unwrap_model(model).weight.detach(), seen, reports
+
+
+def test_every_checkpoint_can_be_gone_on_from_with_another_micro_batch(tmp_path: Path):
+    """At any step of three epochs, the samples that follow and the weights are the same."""
+    whole, seen, reports = _train(tmp_path / "whole", _cfg(8))
+    saved = {e["step"]: Path(e["path"]) for e in reports if e["event"] == "checkpoint"}
+    assert set(saved) == set(range(1, 10))
+    for step, path in saved.items():
+        weight, rest, again = _train(tmp_path / f"from-{step}", _cfg(2, 4), path)
+        behind = (step - 1) // 3 * 22 + min(((step - 1) % 3 + 1) * 8, 22)
+        assert rest == seen[behind:], step
+        assert [e["step"] for e in again if e["event"] == "training_started"] == [step]
+        torch.testing.assert_close(weight, whole)
+
+
+def test_accelerates_own_backward_gives_the_same_if_the_loss_is_weighted(tmp_path: Path):
+    def own(accelerator, micro, loss):
+        accelerator.backward(loss * micro.weight)
+
+    expected, _, _ = _train(tmp_path / "ours", _cfg(2, 4))
+    weight, _, _ = _train(tmp_path / "own", _cfg(2, 4), backward=own)
+    torch.testing.assert_close(weight, expected)
+
+
+def test_autocast_reaches_the_parts_of_a_step(tmp_path: Path, request: pytest.FixtureRequest):
+    exact, _, _ = _train(tmp_path / "float32", _cfg(2, 4))
+    # accelerate keeps its settings for as long as the process lives
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    request.addfinalizer(
+        lambda: accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    )
+    coarse, _, _ = _train(tmp_path / "bfloat16", _cfg(2, 4), mixed_precision="bf16")
+    assert not torch.equal(exact, coarse)
+    torch.testing.assert_close(exact, coarse, rtol=0.1, atol=0.1)
+
+
+def test_a_checkpoint_half_written_by_a_killed_attempt_is_in_nobodys_way(tmp_path: Path):
+    leftover = tmp_path / "checkpoints" / ".step-00000002.tmp"
+    leftover.mkdir(parents=True)
+    (leftover / "model.safetensors").write_bytes(b"half")
+    _, _, reports = _train(tmp_path, _cfg(8))
+    assert not leftover.exists()
+    assert len([e for e in reports if e["event"] == "checkpoint"]) == 9
+
+
+def test_an_accumulation_of_accelerates_own_is_refused(tmp_path: Path):
+    with pytest.raises(UserError, match=r"set training.gradient_accumulation_steps"):
+        _train(tmp_path, _cfg(8), gradient_accumulation_steps=2)
+
+
+def test_a_loader_of_micro_batches_is_refused(tmp_path: Path):
+    from robust_train.integrations.accelerate import RobustLoop
+
+    loader = DataLoader(TensorDataset(torch.zeros(20, 1)), 8)
+    with pytest.raises(UserError, match=r"makes batches of 8, but this attempt is to use 16"):
+        RobustLoop(
+            accelerate.Accelerator(cpu=True),
+            torch.nn.Linear(1, 1),
+            loader,
+            cfg=_cfg(8, 2),
+            run=Run(run_dir=tmp_path),
+        )
+
+
+def test_a_checkpoint_that_somebody_asks_for_is_saved_and_answered(tmp_path: Path):
+    cfg = _cfg(8)
+    cfg.training.checkpoint_every_steps = None
+    answers: list[dict] = []
+    _train(tmp_path, cfg, asks=answers)
+    assert [answer["answer"]["step"] for answer in answers] == [1]
+
+
+def test_a_checkpoint_that_cannot_be_written_costs_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    (tmp_path / "checkpoints").write_text("a file where a folder should be")
+    _, _, reports = _train(tmp_path, _cfg(8))
+    assert "training goes on" in caplog.text
+    assert not [e for e in reports if e["event"] == "checkpoint"]

@@ -1,0 +1,306 @@
+"""Lightning's Trainer as an attempt: ``examples/lightning_digits``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from jobs import Example, events, went_on
+from omegaconf import OmegaConf
+from torch.utils.data import DataLoader, TensorDataset
+
+from robust_train.run import Run, UserError
+from world import Ended
+
+lightning = pytest.importorskip("lightning", reason="the extra [lightning] is not installed")
+
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory: pytest.TempPathFactory) -> Example:
+    return Example(
+        "examples.lightning_digits.train.train",
+        (
+            "training.epochs=2",
+            "training.batch_size=256",
+            "training.num_workers=0",
+            "training.checkpoint_every_steps=3",
+            "model.width=64",
+        ),
+        at_step=9,
+        folder=tmp_path_factory.mktemp("lightning"),
+    )
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(example: Example) -> Ended:
+    ended = example.run("measured", "uninterrupted")
+    assert ended.returncode == 0, ended.output
+    return ended
+
+
+def weights(ended: Ended) -> dict[str, torch.Tensor]:
+    last = events(ended, "checkpoint")[-1]
+    assert last["step"] == 12
+    return torch.load(last["path"], weights_only=True)["state_dict"]
+
+
+def test_an_epoch_of_the_example_is_in_the_journal(uninterrupted: Ended):
+    assert uninterrupted.summary["result"] == pytest.approx(
+        events(uninterrupted, "validation")[-1]["val_accuracy"]
+    )
+    assert [e["step"] for e in events(uninterrupted, "validation")] == [6, 12]
+    assert {e["total_steps"] for e in events(uninterrupted, "progress")} == {12}
+    assert {"fit begins", "first step done"} <= {
+        e["milestone"] for e in events(uninterrupted, "memory")
+    }
+    saved = [event["step"] for event in events(uninterrupted, "checkpoint")]
+    assert saved == sorted(set(saved))
+    assert saved[-1] == 12
+
+
+@pytest.mark.parametrize("isolation", ["process", "none"])
+def test_where_memory_runs_out_it_goes_on_with_half_the_micro_batch_to_the_same_weights(
+    example: Example, uninterrupted: Ended, isolation: str
+):
+    ended = example.run_limited(f"limited-{isolation}", f"isolation={isolation}")
+    went_on(ended)
+    assert not events(ended, "memory_held")
+    assert "out of memory" in {e["milestone"] for e in events(ended, "memory")}
+    for name, weight in weights(uninterrupted).items():
+        torch.testing.assert_close(weights(ended)[name], weight, rtol=1e-4, atol=1e-6)
+
+
+def test_sigterm_leaves_a_checkpoint_to_go_on_from_to_the_very_same_weights(
+    example: Example, uninterrupted: Ended
+):
+    periodic = "training.checkpoint_every_steps=null"
+    ended = example.run_stopped("stopped", periodic)
+    assert ended.returncode == 143, ended.output
+    stopped_after = events(ended, "checkpoint")[-1]["step"]
+    assert example.at_step <= stopped_after < 12
+    assert stopped_after != 6
+
+    ended = example.run_stopped("stopped", periodic)
+    assert ended.returncode == 0, ended.output
+    assert events(ended, "training_started")[-1]["step"] == stopped_after
+    for name, weight in weights(uninterrupted).items():
+        assert torch.equal(weights(ended)[name], weight)
+
+
+class _Line(lightning.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.seen: list[float] = []
+
+    def training_step(self, batch):
+        self.seen += batch[0].flatten().tolist()
+        loss = self.layer(batch[0]).mean()
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _cfg(batch_size: int = 4, accumulation: int = 1, epochs: int = 1):
+    return OmegaConf.create(
+        {
+            "device": "cpu",
+            "training": {
+                "batch_size": batch_size,
+                "gradient_accumulation_steps": accumulation,
+                "epochs": epochs,
+                "seed": 1,
+                "checkpoint_every_minutes": 60,
+                "checkpoint_every_steps": 1,
+                "keep_checkpoints": 20,
+                "log_every_steps": 1,
+            },
+        }
+    )
+
+
+def _trainer(folder: Path, **more):
+    quiet = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+        "max_epochs": 1,
+    }
+    return lightning.Trainer(
+        accelerator="cpu", devices=1, default_root_dir=str(folder), **{**quiet, **more}
+    )
+
+
+def _loader(batch_size: int, samples: int = 22, **more):
+    data = TensorDataset(torch.arange(float(samples))[:, None])
+    return DataLoader(data, batch_size, shuffle=True, **more)
+
+
+def _fit(folder: Path, cfg, loader=None, trainer=None, resume=None, model=None, seen=None):
+    from robust_train.integrations.lightning import fit
+
+    torch.manual_seed(0)
+    model = model or _Line()
+    reports: list[dict] = [] if seen is None else seen
+    run = Run(run_dir=folder, resume_checkpoint=resume, report=reports.append)
+    trainer = trainer or _trainer(folder, max_epochs=cfg.training.epochs)
+    loader = loader or _loader(cfg.training.batch_size)
+    result = fit(trainer, model, loader, cfg=cfg, run=run)
+    return model, result, reports
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_every_checkpoint_can_be_gone_on_from_with_another_micro_batch(
+    tmp_path: Path, drop_last: bool
+):
+    """At any step of three epochs, the samples that follow and the weights are the same."""
+    whole, _, reports = _fit(tmp_path / "whole", _cfg(8, 1, 3), _loader(8, drop_last=drop_last))
+    steps = 6 if drop_last else 9
+    saved = {e["step"]: Path(e["path"]) for e in reports if e["event"] == "checkpoint"}
+    per_epoch = 16 if drop_last else 22
+    behind = {
+        step: (step - 1) // (steps // 3) * per_epoch
+        + min(((step - 1) % (steps // 3) + 1) * 8, per_epoch)
+        for step in range(1, steps + 1)
+    }
+    assert set(saved) == set(behind)
+    for step, path in saved.items():
+        rest, _, again = _fit(
+            tmp_path / f"from-{step}", _cfg(2, 4, 3), _loader(2, drop_last=drop_last), resume=path
+        )
+        assert rest.seen == whole.seen[behind[step] :], step
+        started = [e["step"] for e in again if e["event"] == "training_started"]
+        assert started in ([step], [] if step == steps else None)
+        torch.testing.assert_close(rest.layer.weight, whole.layer.weight)
+
+
+def test_by_max_steps_it_ends_where_an_uninterrupted_run_does(tmp_path: Path):
+    cfg = _cfg(8, 1, 1)
+    whole, _, reports = _fit(
+        tmp_path / "whole", cfg, trainer=_trainer(tmp_path, max_epochs=-1, max_steps=8)
+    )
+    saved = {e["step"]: Path(e["path"]) for e in reports if e["event"] == "checkpoint"}
+    for step in (2, 3, 5):
+        rest, _, _ = _fit(
+            tmp_path / f"from-{step}",
+            _cfg(4, 2, 1),
+            trainer=_trainer(tmp_path, max_epochs=-1, max_steps=8),
+            resume=saved[step],
+        )
+        torch.testing.assert_close(rest.layer.weight, whole.layer.weight)
+        assert rest.seen == whole.seen[-len(rest.seen) :]
+
+
+def test_weights_alone_are_not_announced(tmp_path: Path):
+    cfg = _cfg()
+    cfg.training.checkpoint_every_steps = None
+    only_weights = lightning.pytorch.callbacks.ModelCheckpoint(
+        dirpath=tmp_path / "weights", save_weights_only=True, every_n_train_steps=1, save_top_k=-1
+    )
+    trainer = _trainer(tmp_path, enable_checkpointing=True, callbacks=[only_weights])
+    _, _, reports = _fit(tmp_path, cfg, trainer=trainer)
+    assert len(list((tmp_path / "weights").iterdir())) == 6
+    announced = [e["path"] for e in reports if e["event"] == "checkpoint"]
+    assert len(announced) == 1  # our own, after the epoch
+    assert Path(announced[0]).parent == tmp_path / "checkpoints"
+
+
+def test_a_checkpoint_that_somebody_removed_costs_steps_and_not_the_job(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    _, _, reports = _fit(tmp_path, _cfg())
+    saved = [Path(e["path"]) for e in reports if e["event"] == "checkpoint"]
+    saved[-1].unlink()
+    _, _, again = _fit(tmp_path, _cfg(), resume=saved[-1])
+    assert [e["step"] for e in again if e["event"] == "training_started"] == [5]
+    assert "is gone: training goes on from" in caplog.text
+
+
+class _Manual(_Line):
+    automatic_optimization = False
+
+
+@pytest.mark.parametrize(
+    ("options", "model", "said"),
+    [
+        ({"accumulate_grad_batches": 3}, None, "training.gradient_accumulation_steps"),
+        ({"limit_train_batches": 2}, None, "limit_train_batches=2 counts micro-batches"),
+        ({}, _Manual, "automatic_optimization=False"),
+    ],
+)
+def test_what_would_change_the_effective_batch_is_refused_in_one_line(
+    tmp_path: Path, options: dict, model: type | None, said: str
+):
+    with pytest.raises(UserError, match=said) as refused:
+        _fit(
+            tmp_path,
+            _cfg(),
+            trainer=_trainer(tmp_path, **options),
+            model=None if model is None else model(),
+        )
+    assert "\n" not in str(refused.value)
+
+
+def test_a_loader_with_a_batch_size_of_its_own_is_refused(tmp_path: Path):
+    with pytest.raises(UserError, match=r"makes batches of 5, but this attempt is to use 4"):
+        _fit(tmp_path, _cfg(4), _loader(5))
+
+
+class _Validated(_Line):
+    """Asks to stop in the middle of its first validation, as the launcher does on SIGTERM."""
+
+    run: Run | None = None
+
+    def validation_step(self, batch):
+        self.log("right", 1.0)
+        if self.run is not None:
+            self.run.request_stop()
+
+
+def test_a_stop_during_validation_waits_for_no_more_of_it(tmp_path: Path):
+    from robust_train.integrations.lightning import fit
+    from robust_train.run import Interrupted
+
+    cfg = _cfg(8, epochs=2)
+    cfg.training.checkpoint_every_steps = None
+    reports: list[dict] = []
+    run = Run(run_dir=tmp_path, report=reports.append)
+    model = _Validated()
+    model.run = run
+    trainer = _trainer(tmp_path, max_epochs=2, num_sanity_val_steps=0)
+    with pytest.raises(Interrupted):
+        fit(trainer, model, _loader(8), cfg=cfg, run=run, val_dataloaders=_loader(8))
+    assert [e["step"] for e in reports if e["event"] == "checkpoint"] == [3]
+    assert not [e for e in reports if e["event"] == "validation"]
+
+    saved = Path(next(e["path"] for e in reports if e["event"] == "checkpoint"))
+    rest, _, _ = _fit(tmp_path / "rest", cfg, resume=saved)
+    whole, _, _ = _fit(tmp_path / "whole", cfg)
+    assert rest.seen == whole.seen[22:]
+
+
+def test_a_checkpoint_that_somebody_asks_for_is_saved_and_answered(tmp_path: Path):
+    from robust_train.integrations.lightning import fit
+
+    cfg = _cfg(8)
+    cfg.training.checkpoint_every_steps = None
+    answers: list[dict] = []
+    run = Run(run_dir=tmp_path)
+    run.request_checkpoint(answers.append)
+    fit(_trainer(tmp_path), _Line(), _loader(8), cfg=cfg, run=run)
+    assert [answer["answer"]["step"] for answer in answers] == [1]
+    assert run.looks_for_checkpoint_requests
+
+
+def test_a_checkpoint_that_cannot_be_written_costs_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    (tmp_path / "checkpoints").write_text("a file where a folder should be")
+    _, result, reports = _fit(tmp_path, _cfg(8))
+    assert "training goes on" in caplog.text
+    assert "train_loss" in result
+    assert not [e for e in reports if e["event"] == "checkpoint"]

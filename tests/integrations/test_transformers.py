@@ -1,0 +1,259 @@
+"""transformers' Trainer as an attempt: ``examples/transformers_sonnets``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from jobs import Example, events, went_on
+from omegaconf import OmegaConf
+
+from robust_train.run import Run, UserError
+from world import Ended
+
+transformers = pytest.importorskip(
+    "transformers", reason="the extra [transformers] is not installed"
+)
+pytest.importorskip("accelerate", reason="the extra [transformers] is not installed")
+
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory: pytest.TempPathFactory) -> Example:
+    return Example(
+        "examples.transformers_sonnets.train.train",
+        (
+            "training.epochs=2",
+            "training.batch_size=128",
+            "training.num_workers=0",
+            "training.checkpoint_every_steps=2",
+            "training.keep_checkpoints=9",
+            "model.width=16",
+            "model.dropout=0",
+        ),
+        at_step=9,
+        folder=tmp_path_factory.mktemp("transformers"),
+    )
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(example: Example) -> Ended:
+    ended = example.run("measured", "uninterrupted")
+    assert ended.returncode == 0, ended.output
+    return ended
+
+
+def weights(ended: Ended) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    last = events(ended, "checkpoint")[-1]
+    assert last["step"] == 12
+    return load_file(Path(last["path"]) / "model.safetensors")
+
+
+def test_what_the_trainer_logs_is_in_the_journal(uninterrupted: Ended):
+    evaluated = [e for e in events(uninterrupted, "metrics") if "eval_loss" in e]
+    assert [e["step"] for e in evaluated] == [6, 12]
+    assert uninterrupted.summary["result"] == pytest.approx(evaluated[-1]["eval_loss"])
+    assert {e["total_steps"] for e in events(uninterrupted, "progress")} == {12}
+    assert [e["step"] for e in events(uninterrupted, "checkpoint")] == [2, 4, 6, 8, 10, 12]
+    assert {"training begins", "first step done"} <= {
+        e["milestone"] for e in events(uninterrupted, "memory")
+    }
+
+
+@pytest.mark.parametrize("isolation", ["process", "none"])
+def test_where_memory_runs_out_it_goes_on_with_half_the_micro_batch_to_the_same_weights(
+    example: Example, uninterrupted: Ended, isolation: str
+):
+    ended = example.run_limited(f"limited-{isolation}", f"isolation={isolation}")
+    went_on(ended)
+    assert not events(ended, "memory_held")
+    assert "out of memory" in {e["milestone"] for e in events(ended, "memory")}
+    for name, weight in weights(uninterrupted).items():
+        torch.testing.assert_close(weights(ended)[name], weight, rtol=1e-3, atol=1e-5)
+
+
+def test_sigterm_leaves_a_checkpoint_to_go_on_from_to_the_very_same_weights(
+    example: Example, uninterrupted: Ended
+):
+    periodic = "training.checkpoint_every_steps=null"
+    ended = example.run_stopped("stopped", periodic)
+    assert ended.returncode == 143, ended.output
+    stopped_after = events(ended, "checkpoint")[-1]["step"]
+    assert example.at_step <= stopped_after < 12
+
+    ended = example.run_stopped("stopped", periodic)
+    assert ended.returncode == 0, ended.output
+    assert events(ended, "training_started")[-1]["step"] == stopped_after
+    for name, weight in weights(uninterrupted).items():
+        assert torch.equal(weights(ended)[name], weight)
+
+
+class _Line(torch.nn.Module):
+    """Takes the count of a step's items, as causal language models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.seen: list[float] = []
+
+    def forward(self, x, labels=None, num_items_in_batch=None, **kwargs):
+        if self.training:
+            self.seen += x.flatten().tolist()
+        errors = (self.layer(x) - labels) ** 2
+        return {"loss": errors.sum() / (num_items_in_batch or len(x))}
+
+
+def _cfg(batch_size: int = 8, accumulation: int = 1):
+    return OmegaConf.create(
+        {
+            "device": "cpu",
+            "training": {
+                "batch_size": batch_size,
+                "gradient_accumulation_steps": accumulation,
+                "num_workers": 0,
+                "prefetch_factor": 2,
+                "seed": 3,
+                "checkpoint_every_minutes": 60,
+                "checkpoint_every_steps": 1,
+                "keep_checkpoints": 20,
+            },
+        }
+    )
+
+
+def _fit(folder: Path, cfg, resume: Path | None = None, asks=None, **more):
+    from robust_train.integrations.transformers import fit, training_arguments
+
+    torch.manual_seed(0)
+    reports: list[dict] = []
+    run = Run(run_dir=folder, resume_checkpoint=resume, report=reports.append)
+    if asks is not None:
+        run.request_checkpoint(asks.append)
+    arguments = transformers.TrainingArguments(
+        **{
+            **training_arguments(cfg, run),
+            "num_train_epochs": 3,
+            "learning_rate": 0.01,
+            "save_strategy": "no",
+            "report_to": "none",
+            "disable_tqdm": True,
+            **more,
+        }
+    )
+    samples = [{"x": [i / 22], "labels": [1.0]} for i in range(22)]
+    model = _Line()
+    trainer = transformers.Trainer(model, arguments, train_dataset=samples, eval_dataset=samples)
+    result = fit(trainer, cfg=cfg, run=run)
+    return model, result, reports
+
+
+def test_every_checkpoint_can_be_gone_on_from_with_another_micro_batch(tmp_path: Path):
+    """At any step of three epochs, the samples that follow and the weights are the same."""
+    whole, _, reports = _fit(tmp_path / "whole", _cfg(8))
+    saved = {e["step"]: Path(e["path"]) for e in reports if e["event"] == "checkpoint"}
+    assert set(saved) == set(range(1, 10))
+    for step, path in saved.items():
+        rest, _, _ = _fit(tmp_path / f"from-{step}", _cfg(2, 4), path)
+        behind = (step - 1) // 3 * 22 + min(((step - 1) % 3 + 1) * 8, 22)
+        assert rest.seen == whole.seen[behind:], step
+        torch.testing.assert_close(rest.layer.weight, whole.layer.weight)
+
+
+def test_a_job_whose_last_step_is_done_makes_no_step_more(tmp_path: Path):
+    whole, result, reports = _fit(tmp_path / "whole", _cfg(8), max_steps=4)
+    last = Path([e["path"] for e in reports if e["event"] == "checkpoint"][-1])
+    rest, again, _ = _fit(tmp_path / "rest", _cfg(4, 2), last, max_steps=4)
+    assert not rest.seen
+    assert torch.equal(rest.layer.weight, whole.layer.weight)
+    assert again["eval_loss"] == pytest.approx(result["eval_loss"])
+
+
+def test_an_incomplete_checkpoint_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    folder = tmp_path / "job"
+    _, _, reports = _fit(folder, _cfg(8))
+    saved = [Path(e["path"]) for e in reports if e["event"] == "checkpoint"]
+    (saved[-1] / "robust_train.json").unlink()
+    _, _, again = _fit(folder, _cfg(8), saved[-1])
+    assert [e["step"] for e in again if e["event"] == "training_started"] == [8]
+    assert "gone or incomplete" in caplog.text
+
+
+def test_another_effective_batch_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    _, _, reports = _fit(tmp_path / "job", _cfg(8))
+    first = Path(next(e["path"] for e in reports if e["event"] == "checkpoint"))
+    _fit(tmp_path / "other", _cfg(3, 2), first)
+    assert "effective batch size of 8, now it is 6" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ({"per_device_train_batch_size": 4}, "per_device_train_batch_size=4.* to use 8"),
+        ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps=2.* to use 1"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size=True"),
+        ({"ignore_data_skip": True}, "ignore_data_skip=True"),
+        ({"save_only_model": True}, "save_only_model=True"),
+        ({"dataloader_drop_last": True}, "dataloader_drop_last=True"),
+    ],
+)
+def test_what_would_change_the_training_is_refused_in_one_line(
+    tmp_path: Path, option: dict, said: str
+):
+    with pytest.raises(UserError, match=said) as refused:
+        _fit(tmp_path, _cfg(8), **option)
+    assert "\n" not in str(refused.value)
+
+
+class _AsksToStop(transformers.TrainerCallback):
+    """As the launcher does on SIGTERM, in the middle of an evaluation."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def on_prediction_step(self, args, state, control, **others):
+        self.run.request_stop()
+
+
+def test_a_stop_during_evaluation_waits_for_no_more_of_it(tmp_path: Path):
+    from robust_train.integrations.transformers import fit, training_arguments
+    from robust_train.run import Interrupted
+
+    cfg = _cfg(8)
+    cfg.training.checkpoint_every_steps = None
+    reports: list[dict] = []
+    run = Run(run_dir=tmp_path, report=reports.append)
+    arguments = transformers.TrainingArguments(
+        **training_arguments(cfg, run),
+        num_train_epochs=3,
+        eval_strategy="epoch",
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    samples = [{"x": [i / 22], "labels": [1.0]} for i in range(22)]
+    trainer = transformers.Trainer(
+        _Line(),
+        arguments,
+        train_dataset=samples,
+        eval_dataset=samples,
+        callbacks=[_AsksToStop(run)],
+    )
+    with pytest.raises(Interrupted):
+        fit(trainer, cfg=cfg, run=run)
+    assert [e["step"] for e in reports if e["event"] == "checkpoint"] == [3]
+    assert not [e for e in reports if e["event"] == "metrics" and "eval_loss" in e]
+
+    saved = Path(next(e["path"] for e in reports if e["event"] == "checkpoint"))
+    rest, _, _ = _fit(tmp_path / "rest", _cfg(8), saved)
+    whole, _, _ = _fit(tmp_path / "whole", _cfg(8))
+    assert rest.seen == whole.seen[22:]
+
+
+def test_a_checkpoint_that_somebody_asks_for_is_saved_and_answered(tmp_path: Path):
+    cfg = _cfg(8)
+    cfg.training.checkpoint_every_steps = None
+    answers: list[dict] = []
+    _fit(tmp_path, cfg, asks=answers)
+    assert [answer["answer"]["step"] for answer in answers] == [1]
