@@ -225,10 +225,10 @@ def register() -> None:
     OmegaConf.register_new_resolver("robust_job", _short_name, replace=True)
 
 
-def _short_name(*choices: str) -> str:
-    """``lora_flowers102``: the chosen model and data set; the trainer where it has neither."""
-    *parts, trainer = choices
-    return "_".join(part for part in parts if part != "none") or trainer
+def _short_name(job_name: str | None, model: str, dataset: str, trainer: str) -> str:
+    """What a run folder is called: ``job_name``, else ``lora_flowers102``, else the trainer."""
+    name = job_name or "_".join(part for part in (model, dataset) if part != "none") or trainer
+    return re.sub(r"[^\w.-]+", "_", name)
 
 
 def complete(cfg: Mapping[str, Any] | DictConfig) -> DictConfig:

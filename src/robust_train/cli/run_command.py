@@ -14,11 +14,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from robust_train.cli.door import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_NO_DEVICE
 from robust_train.command.values import PLACEHOLDERS, literal, placeholders_in
 
 log = logging.getLogger("robust_train")
-
-EXIT_BAD_CONFIG = 2
 
 _EPILOG = f"""
 placeholders in the program's arguments, the resume arguments and the checkpoint pattern:
@@ -173,9 +172,8 @@ def name_of(program: Sequence[str]) -> str:
         name = Path(word).name
         if re.search(r"\w\.(?:py|sh|bash|pl|R|r|jl|rb|js|lua|m)$", name):
             return Path(name).stem
-    for before, word in zip(program, program[1:], strict=False):
-        if before == "-m":
-            return word
+    if "-m" in program[1:-1]:
+        return program[program.index("-m", 1) + 1]
     return Path(program[0]).name or "script"
 
 
@@ -183,7 +181,7 @@ def _run(overrides: Sequence[str], texts: Mapping[str, Any], run_dir: Path | Non
     from hydra import compose, initialize_config_module
     from omegaconf import OmegaConf
 
-    from robust_train.cli.jobs import EXIT_FAILED, EXIT_NO_DEVICE, say_why
+    from robust_train.cli.jobs import say_why
     from robust_train.cli.refusals import REFUSALS, explain
     from robust_train.command.settings import CommandSettings
     from robust_train.config import ConfigError, validate
