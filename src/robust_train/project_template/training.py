@@ -43,10 +43,10 @@ def train(cfg: DictConfig, run: Run) -> float:
 def two_spirals(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Points of two interleaved spirals, and which one each belongs to."""
     labels = torch.arange(samples) % 2
-    angle = torch.rand(samples) * 9 + 1
+    angle = torch.rand(samples) * 6 + 1
     turned = angle + labels * torch.pi
-    points = torch.stack([turned.cos(), turned.sin()], dim=1) * angle[:, None] / 10
-    return points + torch.randn_like(points) * 0.01, labels
+    points = torch.stack([turned.cos(), turned.sin()], dim=1) * angle[:, None] / 4
+    return points + torch.randn_like(points) * 0.02, labels
 
 
 def save(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
