@@ -11,6 +11,7 @@ PREFIX = "ROBUST_TRAIN_"
 EVENTS_VARIABLE = PREFIX + "EVENTS"
 
 _PLACEHOLDER = re.compile(r"\{([a-z_]+|\$)\}")
+_INTERPOLATION = re.compile(r"\$(?=\$*\{)")
 _ALMOST = 0.75
 
 
@@ -56,7 +57,7 @@ PLACEHOLDERS = tuple(field.name for field in fields(ScriptValues))
 
 def literal(text: str) -> str:
     """``text`` for a config, without interpolations: :meth:`ScriptValues.fill` gives it back."""
-    return text.replace("${", "{$}{")
+    return _INTERPOLATION.sub("{$}", text)
 
 
 def placeholders_in(text: str) -> set[str]:
