@@ -23,7 +23,7 @@ commands:
 """
 
 COMMANDS = ("gpus", "queue", "run", "init", "doctor", "report", "memory", "cleanup")
-_OF_LIVE_RUNS = ("list", "status", "checkpoint", "halve-batch", "stop")
+OF_LIVE_RUNS = ("list", "status", "checkpoint", "halve-batch", "stop")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _module_of(command: str, rest: Sequence[str]) -> str:
     """``run`` starts the program after ``--``; with a verb and no program it talks to live runs."""
-    is_verb = rest[:1] and rest[0] in _OF_LIVE_RUNS and "--" not in rest
+    is_verb = rest[:1] and rest[0] in OF_LIVE_RUNS and "--" not in rest
     return "run_command" if command == "run" and not is_verb else command
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from robust_train.cli.door import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_NO_DEVICE
+from robust_train.cli.main import OF_LIVE_RUNS
 from robust_train.command.values import PLACEHOLDERS, literal, placeholders_in
 
 log = logging.getLogger("robust_train")
@@ -48,7 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not program:
         parser.error(
             "no program to run; put -- before it: robust-train run --batch-size 128 -- "
-            "python train.py --batch_size {batch_size}"
+            "python train.py --batch_size {batch_size} (live runs are talked to with "
+            f"{', '.join(OF_LIVE_RUNS)})"
         )
     try:
         overrides = _overrides(options, program)
