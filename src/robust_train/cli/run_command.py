@@ -57,13 +57,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         texts = _texts(options, program)
     except ValueError as error:
         parser.error(str(error))
-    from robust_train.execution import fork_server
+    from robust_train.execution import at_hand
 
-    fork_server.warm_up(warm=False)
+    at_hand.warm_up(warm=False)
     try:
         return _run(overrides, texts, options.run_dir)
     finally:
-        fork_server.discard()
+        at_hand.discard()
 
 
 def _parser() -> _Parser:

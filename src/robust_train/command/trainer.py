@@ -57,6 +57,8 @@ def train(cfg: DictConfig, run: Run) -> Any:
         Interrupted: it was asked to stop, however it ended then.
     """
     settings = CommandSettings.of(cfg)
+    # nothing is held here, and what is logged here would be read as the end of the output
+    run.memory_keeper = None
     values = _values(cfg, run)
     pattern = settings.checkpoint_glob
     pattern = pattern and str(settings.cwd / values.fill(pattern))
