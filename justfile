@@ -25,6 +25,15 @@ report path *args:
 browser:
     npm install --no-save --no-audit --no-fund --prefix build/browser @sparticuz/chromium@147.0.0
 
+# A script in any language: just run --batch-size 64 -- python train.py --batch_size {batch_size}
+[positional-arguments]
+run *args:
+    @{{ python }} -m robust_train.cli.main run "$@"
+
+# A new project that trains at once: just init my_project
+init dir:
+    @{{ python }} -m robust_train.cli.main init {{ dir }}
+
 # The default job: a small network on digits
 train *overrides:
     {{ python }} train_robust.py {{ overrides }}

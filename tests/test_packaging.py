@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -9,39 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from world import ROOT, World
-
-PROJECT_CONFIG = """
-defaults:
-  - robust
-  - _self_
-
-experiment: mine
-min_batch_size: 2
-training:
-  batch_size: 8
-trainer:
-  _target_: my_training.train
-"""
-
-PROJECT_MAIN = """
-import hydra
-from robust_train import launch
-
-@hydra.main(version_base="1.3", config_path="conf", config_name="config")
-def main(cfg):
-    return launch(None, cfg).result
-
-if __name__ == "__main__":
-    main()
-"""
-
-PROJECT_TRAINER = """
-import robust_train
-
-def train(cfg):
-    return [cfg.experiment, cfg.training.batch_size, cfg.max_retries, robust_train.__file__]
-"""
+from world import ROOT, Ended, World
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +32,9 @@ def test_the_wheel_carries_configs_types_and_hydra_plugins(wheel: Path):
     names = set(zipfile.ZipFile(wheel).namelist())
     configs = {f"robust_train/{p.relative_to(ROOT)}" for p in (ROOT / "configs").rglob("*.yaml")}
     assert configs <= names
+    template = ROOT / "src" / "robust_train" / "project_template"
+    files = (p for p in template.rglob("*") if p.is_file() and "__pycache__" not in p.parts)
+    assert {str(p.relative_to(ROOT / "src")) for p in files} <= names
     assert "robust_train/py.typed" in names
     templates = (ROOT / "src" / "robust_train" / "report" / "templates").iterdir()
     assert {f"robust_train/report/templates/{path.name}" for path in templates} <= names
@@ -72,25 +44,44 @@ def test_the_wheel_carries_configs_types_and_hydra_plugins(wheel: Path):
     assert "hydra_plugins/__init__.py" not in names
 
 
-def test_another_hydra_project_builds_on_robust(wheel: Path, world: World):
-    installed = world.folder / "installed"
-    zipfile.ZipFile(wheel).extractall(installed)
-    project = world.folder / "project"
-    (project / "conf").mkdir(parents=True)
-    (project / "conf" / "config.yaml").write_text(PROJECT_CONFIG)
-    (project / "main.py").write_text(PROJECT_MAIN)
-    (project / "my_training.py").write_text(PROJECT_TRAINER)
+@pytest.fixture
+def installed(wheel: Path, world: World) -> Path:
+    """Where the wheel's content lies, and nothing else of ours."""
+    folder = world.folder / "installed"
+    zipfile.ZipFile(wheel).extractall(folder)
+    world.environ["PYTHONPATH"] = str(folder)
+    return folder
+
+
+def _python(world: World, folder: Path, *words: str) -> None:
     process = subprocess.run(
-        [sys.executable, "main.py", "max_retries=7", f"hydra.run.dir={world.run_dir}"],
-        cwd=project,
-        env={**world.environ, "PYTHONPATH": str(installed)},
+        [sys.executable, *words],
+        cwd=folder,
+        env=world.environ,
         capture_output=True,
         text=True,
         check=False,
     )
     assert process.returncode == 0, process.stdout + process.stderr
-    from world import Ended
 
+
+def test_another_hydra_project_builds_on_robust(installed: Path, world: World):
+    project = world.folder / "project"
+    shutil.copytree(ROOT / "examples" / "own_project", project)
+    (project / "where.py").write_text("import robust_train\ndef is_it(cfg):\n")
+    with (project / "where.py").open("a") as file:
+        file.write("    return [cfg.data.test_every, cfg.max_retries, robust_train.__file__]\n")
+    run_dir = f"hydra.run.dir={world.run_dir}"
+    _python(world, project, "main.py", "max_retries=7", "trainer._target_=where.is_it", run_dir)
     result = Ended(0, "", "", world.run_dir).summary["result"]
-    assert result[:3] == ["mine", 8, 7]
-    assert result[3].startswith(str(installed))
+    assert result[:2] == [5, 7]
+    assert result[2].startswith(str(installed))
+
+
+def test_init_writes_its_project_from_the_wheel(installed: Path, world: World):
+    _python(world, world.folder, "-m", "robust_train.cli.main", "init", "mine")
+    written = {p.name for p in (world.folder / "mine").rglob("*") if p.is_file()}
+    assert written == {"main.py", "training.py", "config.yaml", "justfile", "README.md"}
+    run_dir = f"hydra.run.dir={world.run_dir}"
+    _python(world, world.folder / "mine", "main.py", "spirals.steps=5", run_dir)
+    assert Ended(0, "", "", world.run_dir).summary["status"] == "completed"

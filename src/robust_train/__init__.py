@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from robust_train.command.script import current_run
     from robust_train.config import ConfigError
     from robust_train.devices import NoDevice
     from robust_train.execution.signals import JobInterrupted
@@ -59,6 +60,7 @@ __all__ = [
     "cleanup_model_memory",
     "clear_cuda_memory",
     "clear_gpu_memory",
+    "current_run",
     "enable_memory_efficient_settings",
     "find_best_device",
     "get_cuda_memory_info",
@@ -96,6 +98,7 @@ _HOMES = {
     "clear_cuda_memory": "memory",
     "clear_gpu_memory": "memory",
     "enable_memory_efficient_settings": "memory",
+    "current_run": "command.script",
     "find_best_device": "gpu.best",
     "get_cuda_memory_info": "memory",
     "get_gpu_memory_stats": "memory",

@@ -139,6 +139,17 @@ class ImageFolderConfig(DatasetConfig):
 
 
 @dataclass
+class CommandConfig:
+    """``trainer=command``: a script in any language."""
+
+    _target_: str = MISSING
+    argv: list[str] = MISSING
+    resume_argv: list[str] = field(default_factory=list)
+    checkpoint_glob: str | None = None
+    cwd: str | None = None
+
+
+@dataclass
 class PlainConfig:
     """The root of ``configs/config.yaml``, which serves ``train.py``."""
 
@@ -155,6 +166,7 @@ class PlainConfig:
 class RobustConfig(PlainConfig):
     """The root of ``configs/robust.yaml``, which serves ``train_robust.py``."""
 
+    job_name: str | None = None
     auto_device: bool = True
     wait_for_gpu: bool = True
     min_gpu_memory_mb: int = 4000
@@ -205,10 +217,18 @@ def register() -> None:
         ("model", "full_finetune", FullFinetuneConfig),
         ("dataset", "dataset", DatasetConfig),
         ("dataset", "image_folder", ImageFolderConfig),
+        ("trainer", "command", CommandConfig),
     ):
         store.store(group=f"schema/{group}", name=name, node=schema, provider="robust_train")
     # cached like Hydra's ``now``: jobs that run in other processes belong to the same sweep folder
     OmegaConf.register_new_resolver("robust_pid", os.getpid, use_cache=True, replace=True)
+    OmegaConf.register_new_resolver("robust_job", _short_name, replace=True)
+
+
+def _short_name(job_name: str | None, model: str, dataset: str, trainer: str) -> str:
+    """What a run folder is called: ``job_name``, else ``lora_flowers102``, else the trainer."""
+    name = job_name or "_".join(part for part in (model, dataset) if part != "none") or trainer
+    return re.sub(r"[^\w.-]+", "_", name)
 
 
 def complete(cfg: Mapping[str, Any] | DictConfig) -> DictConfig:
@@ -297,6 +317,8 @@ def _validate_launcher(cfg: DictConfig) -> None:
         )
     if cfg.isolation not in ISOLATIONS:
         raise ConfigError(f"isolation={cfg.isolation}: accepted are {', '.join(ISOLATIONS)}")
+    if cfg.isolation == "none" and OmegaConf.select(cfg, "trainer.argv") is not None:
+        raise ConfigError("isolation=none: a script (trainer.argv) has a process of its own anyway")
 
 
 def _number(cfg: DictConfig, key: str) -> float:

@@ -252,7 +252,10 @@ def _queue_directory(cfg: DictConfig, environ: Mapping[str, str]) -> Path | None
 
 
 def job_name(cfg: DictConfig, run_dir: Path) -> str:
-    """``lora_flowers102`` where the config tells, else the run folder's name."""
+    """``job_name``, or ``lora_flowers102`` where the config tells, else the run folder's name."""
+    chosen = OmegaConf.select(cfg, "job_name")  # train.py's config has none
+    if chosen:
+        return str(chosen)
     parts = (OmegaConf.select(cfg, f"{group}.name") for group in ("model", "dataset"))
     return "_".join(str(part) for part in parts if part) or run_dir.name
 

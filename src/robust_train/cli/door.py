@@ -24,7 +24,7 @@ def open_robust() -> None:
         # torch is imported over there while Hydra is imported and composes here
         from robust_train.execution import at_hand
 
-        at_hand.warm_up()
+        at_hand.warm_up(warm="trainer=command" not in sys.argv)
     from robust_train.cli import jobs
 
     _open(jobs.robust_job, "train_robust", "robust", jobs.ending)

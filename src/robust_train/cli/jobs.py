@@ -83,7 +83,7 @@ def robust_job(cfg: DictConfig) -> Any:
         raise
     if summary.status == "completed":
         return summary.objective
-    _say_why(summary)
+    say_why(summary)
     code = EXIT_NO_DEVICE if summary.status == "no_device" else EXIT_FAILED
     ending.note(code)
     job_ended(summary.status, code, reason=summary.reason)
@@ -108,7 +108,7 @@ def _no_objective() -> float | None:
     return no_objective(hydra) if hydra.mode == RunMode.MULTIRUN else None
 
 
-def _say_why(summary: Summary) -> None:
+def say_why(summary: Summary) -> None:
     """The trainer's traceback where it explains more than a sentence; else, or also, the reason."""
     outcome = summary.attempts[-1].attempt.outcome if summary.attempts else None
     kind = None if outcome is None or outcome.failure is None else outcome.failure.kind

@@ -11,8 +11,10 @@ USAGE = """usage: robust-train COMMAND [OPTIONS]
 commands:
   gpus    table of this machine's GPUs and who holds them  [--json]
   queue   jobs that run and wait on this host, and why     [--json] [cancel ID]
+  run     a script under the launcher                      [OPTIONS] -- PROGRAM [ARGUMENT …]
   run     your live runs: list, status, checkpoint,        [--json] [--run ID|PATH|PID]
           halve-batch, stop
+  init    a new project that trains at once                DIR
   doctor  each GPU usable or why not, and the queue        [--json] [--clear GPU]
   report  report.html of a run or sweep, made anew         PATH [--open] [--json]
   memory  of GPUs and of a live run: info, clear, reset,   [--json] [--run ID|PATH|PID]
@@ -20,7 +22,8 @@ commands:
   cleanup show it, and have a run give back what it can    [--json] [--stats-only | --force]
 """
 
-COMMANDS = ("gpus", "queue", "run", "doctor", "report", "memory", "cleanup")
+COMMANDS = ("gpus", "queue", "run", "init", "doctor", "report", "memory", "cleanup")
+OF_LIVE_RUNS = ("list", "status", "checkpoint", "halve-batch", "stop")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,13 +37,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         accepted = ", ".join(COMMANDS)
         print(f"robust-train {command}: no such command; accepted are {accepted}", file=sys.stderr)
         return 2
-    module = importlib.import_module(f"robust_train.cli.{command}")
+    module = importlib.import_module(f"robust_train.cli.{_module_of(command, rest)}")
     try:
         code: int = module.main(rest)
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
     return code
+
+
+def _module_of(command: str, rest: Sequence[str]) -> str:
+    """``run`` starts the program after ``--``; with a verb and no program it talks to live runs."""
+    is_verb = rest[:1] and rest[0] in OF_LIVE_RUNS and "--" not in rest
+    return "run_command" if command == "run" and not is_verb else command
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ _FULL_KEY = re.compile(r"full_key: (\S+)")
 _WRONG_TYPE = re.compile(
     r"Value '(.*?)' (?:of type '\w+' could not be converted to|is not a valid) (\w+)", re.DOTALL
 )
+_NO_LIST = re.compile(r"Invalid value assigned: \w+ is not a ListConfig")
 _UNKNOWN_OPTION = re.compile(r"Could not find '([^']+)/([^'/]+)'")
 _OPTIONS = re.compile(r"Available options in '[^']+':\n((?:\t.*\n?)+)")
 
@@ -82,6 +83,10 @@ def explain(error: BaseException, config_name: str, arguments: Sequence[str]) ->
         key = found[1] if found else "?"
         accepted = _ACCEPTED.get(match[2], f"a value of type {match[2]}")
         return f"{key}={match[1]}: accepted is {accepted}"
+    if _NO_LIST.search(chain):
+        found = _FULL_KEY.search(chain)
+        key = found[1] if found else "?"
+        return f"{key}: accepted is a list, '{key}=[one, \"two words\"]'"
     if match := _UNKNOWN_KEY.search(chain):
         full = _FULL_KEY.search(chain)
         key = match[1] or (full[1] if full else match[2])

@@ -9,17 +9,22 @@ from robust_train.execution.fork_server import ForkServer, ServerDied
 from robust_train.execution.request import TrainerRef
 from robust_train.execution.zygote_handle import ZygoteHandle
 
+_COMMAND = "robust_train.command.trainer.train"
+
 _parked: ForkServer | None = None
 _zygote: ZygoteHandle | None = None
 
 
-def warm_up() -> None:
+def warm_up(*, warm: bool = True) -> None:
     """Start a fork server for this process before it is known what it will run.
 
     Where there is a zygote to fork it from, that can wait until it is known.
+
+    Args:
+        warm: have it import torch, for which a script (``trainer=command``) has no use.
     """
     if _zygote is None:
-        park(ForkServer())
+        park(ForkServer(warm=warm))
 
 
 def take(trainer: TrainerRef) -> ForkServer:
@@ -28,6 +33,8 @@ def take(trainer: TrainerRef) -> ForkServer:
     server, _parked = _parked, None
     if server is not None and server.is_alive:
         return server
+    if trainer.path == _COMMAND:  # a script's own process imports what it needs
+        return ForkServer(warm=False)
     return ForkServer(forked=None if _zygote is None else (_zygote, trainer))
 
 

@@ -7,6 +7,7 @@ import contextlib
 import io
 import logging
 import pickle
+import shlex
 import signal
 import socket
 import sys
@@ -15,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from robust_train.command.ending import last_words, script_failure
 from robust_train.config import ConfigError
 from robust_train.execution import at_hand, sleep_until_readable
 from robust_train.execution.child import (
@@ -120,13 +122,16 @@ class ProcessExecutor:
             exited = Exited(None, death.returncode)
             tail = self._end_server()
         seconds = time.monotonic() - started
-        stacks = _stacks(request)
+        stacks = _stacks(request, keep=not collector.runs_script)
         if exited.stalled:
             on_event({"event": "stalled", "seconds": request.stall_timeout_seconds, **stacks})
         was_stopped = self._signals.received is not None
         outcome = collector.outcome(exited, tail, seconds, was_stopped)
+        if collector.runs_script and outcome.failure is not None:
+            outcome = replace(outcome, traceback=last_words(tail, log_path.name), error=None)
         if exited.stalled and outcome.failure is not None and not was_stopped:
-            return replace(outcome, failure=_stalled(request), traceback=stacks["stacks"])
+            failure = _stalled(request, has_stacks=bool(stacks["stacks"]))
+            return replace(outcome, failure=failure, traceback=stacks["stacks"] or None)
         return outcome
 
     def close(self, *, keep_server: bool) -> None:
@@ -197,6 +202,8 @@ class _Collector:
         self._memory: dict[str, int] = {}
         self._micro_batch: int | None = None
         self._returned: dict[str, Any] | None = None
+        self.runs_script = False
+        self._script_ended: dict[str, Any] | None = None
 
     def __call__(self, event: dict[str, Any]) -> None:
         kind = event["event"]
@@ -213,6 +220,12 @@ class _Collector:
         elif kind == "memory":
             figures = {k: v for k, v in event.items() if isinstance(v, int)}
             self._memory.update(figures)
+        elif kind == "script_started":
+            self.runs_script = True
+            # said here, because what the attempt prints is evidence
+            log.info("running %s", shlex.join(event["argv"]))
+        elif kind == "script_ended":
+            self._script_ended = event
         self._micro_batch = micro_batch_in_use(event) or self._micro_batch
         self._returned = finally_returned(event) or self._returned
         self._forward(event)
@@ -257,23 +270,29 @@ class _Collector:
             return classify_exit(exited.returncode, tail, oom_killed=oom_killed)
         if self._ending["event"] == "finished":
             return None
-        return failure_from_json(self._ending["failure"])
+        failure = failure_from_json(self._ending["failure"])
+        if self._script_ended is None or failure.kind is FailureKind.INTERRUPTED:
+            return failure
+        return script_failure(self._script_ended, tail, self._oom_kills.killed)
 
 
-def _stalled(request: AttemptRequest) -> Failure:
+def _stalled(request: AttemptRequest, *, has_stacks: bool) -> Failure:
     minutes = request.stall_timeout_seconds / 60
     return Failure(
         FailureKind.COMM,
         f"stalled: no progress for {minutes:g} min (stall_timeout_minutes)",
         Evidence(library="robust_train"),
-        (f"see what the threads were doing in {request.stacks_file}",),
+        (f"see what the threads were doing in {request.stacks_file}",) if has_stacks else (),
     )
 
 
-def _stacks(request: AttemptRequest) -> dict[str, str]:
-    """What the attempt wrote when it was asked what its threads do; the file goes if empty."""
+def _stacks(request: AttemptRequest, *, keep: bool) -> dict[str, str]:
+    """What the attempt wrote when it was asked what its threads do; the file goes if empty.
+
+    Not kept of an attempt that only waits for a script.
+    """
     try:
-        text = request.stacks_file.read_text(errors="replace")
+        text = request.stacks_file.read_text(errors="replace") if keep else ""
         if not text:
             request.stacks_file.unlink()
     except OSError:

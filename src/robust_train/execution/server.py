@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -34,6 +34,7 @@ from robust_train.execution.wire import (
 from robust_train.run import Interrupted, Run
 
 DUMP_STACKS = signal.SIGRTMAX - 1  # trainers and schedulers have uses for SIGUSR1 and SIGUSR2
+_KILL_SECONDS = 5.0
 
 
 class Server:
@@ -205,7 +206,7 @@ class Server:
                 if pid != self._child:
                     continue
                 self._child = None
-                _kill_all(_children_of(os.getpid()), group=pid)
+                _kill_all(group=pid)
                 send_message(
                     self._control,
                     {
@@ -228,7 +229,7 @@ class Server:
                 os.kill(child, signal.SIGKILL)
             time.sleep(0.02)
         # only now are processes that it had detached children of this one
-        _kill_all(_children_of(os.getpid()), group=child)
+        _kill_all(group=child)
 
 
 @contextlib.contextmanager
@@ -271,9 +272,15 @@ def _children_of(pid: int) -> list[int]:
         return []
 
 
-def _kill_all(pids: Iterable[int], *, group: int) -> None:
+def _kill_all(*, group: int) -> None:
+    """Until nobody is left: who is killed leaves its own children to this process."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, signal.SIGKILL)
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + _KILL_SECONDS  # one may hang in the kernel
+    while (pids := _children_of(os.getpid())) and time.monotonic() < deadline:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+        time.sleep(0.002)

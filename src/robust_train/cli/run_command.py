@@ -1,0 +1,246 @@
+"""``robust-train run [OPTIONS] -- PROGRAM [ARGUMENT …]``: a script under the launcher."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import re
+import shlex
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from robust_train.cli.door import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_NO_DEVICE
+from robust_train.cli.main import OF_LIVE_RUNS
+from robust_train.command.values import PLACEHOLDERS, literal, placeholders_in
+
+log = logging.getLogger("robust_train")
+
+_EPILOG = f"""
+placeholders in the program's arguments, the resume arguments and the checkpoint pattern:
+  {" ".join("{" + name + "}" for name in PLACEHOLDERS[:4])}
+  {" ".join("{" + name + "}" for name in PLACEHOLDERS[4:])}
+The script has the same in environment variables: ROBUST_TRAIN_BATCH_SIZE and so on.
+
+exit codes: 0 completed, 1 the script failed, 2 cannot be run as asked, 75 no device in time,
+129/130/143 stopped by SIGHUP, Ctrl-C, SIGTERM
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        print(f"{self.prog}: {message}", file=sys.stderr)
+        sys.exit(EXIT_BAD_CONFIG)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the script to its end; returns the exit code of the job."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    split = arguments.index("--") if "--" in arguments else len(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments[:split])
+    program = arguments[split + 1 :]
+    if not program:
+        parser.error(
+            "no program to run; put -- before it: robust-train run --batch-size 128 -- "
+            "python train.py --batch_size {batch_size} (live runs are talked to with "
+            f"{', '.join(OF_LIVE_RUNS)})"
+        )
+    try:
+        overrides = _overrides(options, program)
+        texts = _texts(options, program)
+    except ValueError as error:
+        parser.error(str(error))
+    from robust_train.execution import at_hand
+
+    at_hand.warm_up(warm=False)
+    try:
+        return _run(overrides, texts, options.run_dir)
+    finally:
+        at_hand.discard()
+
+
+def _parser() -> _Parser:
+    parser = _Parser(
+        prog="robust-train run",
+        usage="robust-train run [OPTIONS] [KEY=VALUE …] -- PROGRAM [ARGUMENT …]",
+        description="Run a script in any language: picks and waits for a GPU, and starts it again "
+        "with a smaller batch when memory runs out.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--batch-size", type=_one_or_more, metavar="N", help="micro-batch of the first attempt")
+    add("--gradient-accumulation", type=_one_or_more, metavar="N", help="micro-batches a step (1)")
+    add("--min-batch-size", type=_one_or_more, metavar="N", help="never smaller than this (4)")
+    add("--min-gpu-memory-mb", type=_zero_or_more, metavar="MIB", help="free on a GPU to take it")
+    add("--max-retries", type=_zero_or_more, metavar="N", help="smaller batches tried a device (3)")
+    add("--device", metavar="DEVICE", help="cpu, cuda:1 or a GPU's UUID instead of the best GPU")
+    add("--no-wait", action="store_true", help="do not wait for a GPU")
+    add("--no-cpu", action="store_true", help="never fall back to the CPU")
+    add("--name", help="how queue and tables call the job (the script's name)")
+    add("--run-dir", type=Path, metavar="DIR", help="run folder; an unfinished job in it goes on")
+    add("--checkpoint", metavar="GLOB", help="the script's own checkpoints, as 'ckpt/*.pt'")
+    add(
+        "--resume-argv",
+        metavar="ARGUMENTS",
+        help="appended where there is a checkpoint, as '--resume {checkpoint}'",
+    )
+    add("overrides", nargs="*", metavar="KEY=VALUE", help="any other key of configs/robust.yaml")
+    return parser
+
+
+def _one_or_more(text: str) -> int:
+    return _whole_number(text, 1)
+
+
+def _zero_or_more(text: str) -> int:
+    return _whole_number(text, 0)
+
+
+def _whole_number(text: str, least: int) -> int:
+    if not re.fullmatch(r"-?\d+", text) or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of {least} or more")
+    return int(text)
+
+
+def _overrides(options: argparse.Namespace, program: Sequence[str]) -> list[str]:
+    """The command line as overrides of ``configs/robust.yaml``.
+
+    Raises:
+        ValueError: they do not make a job; says why.
+    """
+    for override in options.overrides:
+        if not re.match(r"[+~]{0,2}[\w./@]+=", override):
+            raise ValueError(
+                f"{override}: accepted before -- are options and key=value; the program comes after"
+            )
+    batch_size = options.batch_size
+    least = options.min_batch_size
+    is_given = batch_size or any(o.startswith("training.batch_size=") for o in options.overrides)
+    if not is_given:
+        used = set().union(*(placeholders_in(word) for word in program))
+        if used & {"batch_size", "min_batch_size"} or least is not None:
+            raise ValueError("the batch size is used but not given; add --batch-size N")
+        batch_size = least = 1  # the script's own: no use in starting it again with less
+    if batch_size is not None and least is None:
+        least = min(4, batch_size)
+    if batch_size is not None and least is not None and least > batch_size:
+        raise ValueError(f"--min-batch-size {least}: must not be above --batch-size {batch_size}")
+    pairs = {
+        "training.batch_size": batch_size,
+        "training.gradient_accumulation_steps": options.gradient_accumulation,
+        "min_batch_size": least,
+        "min_gpu_memory_mb": options.min_gpu_memory_mb,
+        "max_retries": options.max_retries,
+        "auto_device": None if options.device in (None, "auto") else False,
+        "wait_for_gpu": False if options.no_wait else None,
+        "allow_cpu_fallback": False if options.no_cpu else None,
+    }
+    own = [f"{key}={str(value).lower()}" for key, value in pairs.items() if value is not None]
+    return ["trainer=command", *own, *options.overrides]
+
+
+def _texts(options: argparse.Namespace, program: Sequence[str]) -> dict[str, Any]:
+    """What goes into the config as it stands, past the grammar of overrides.
+
+    Raises:
+        ValueError: the resume arguments' quotes do not match.
+    """
+    try:
+        resume = shlex.split(options.resume_argv or "")
+    except ValueError as error:
+        raise ValueError(f"--resume-argv {options.resume_argv!r}: {error}") from None
+    texts = {
+        "trainer.argv": [literal(word) for word in program],
+        "trainer.resume_argv": [literal(word) for word in resume] or None,
+        "trainer.checkpoint_glob": options.checkpoint and literal(options.checkpoint),
+        "job_name": literal(options.name or name_of(program)),
+        "device": options.device,
+    }
+    return {key: value for key, value in texts.items() if value is not None}
+
+
+def name_of(program: Sequence[str]) -> str:
+    """What people would call it: ``train_clip`` of ``python -u src/train_clip.py --lr 1``."""
+    for word in program:
+        name = Path(word).name
+        if re.search(r"\w\.(?:py|sh|bash|pl|R|r|jl|rb|js|lua|m)$", name):
+            return Path(name).stem
+    if "-m" in program[1:-1]:
+        return program[program.index("-m", 1) + 1]
+    return Path(program[0]).name or "script"
+
+
+def _run(overrides: Sequence[str], texts: Mapping[str, Any], run_dir: Path | None) -> int:
+    from hydra import compose, initialize_config_module
+    from omegaconf import OmegaConf
+
+    from robust_train.cli.jobs import say_why
+    from robust_train.cli.refusals import REFUSALS, explain
+    from robust_train.command.settings import CommandSettings
+    from robust_train.config import ConfigError, validate
+    from robust_train.execution.signals import JobInterrupted
+    from robust_train.job_settings import run_folder
+    from robust_train.launcher import Job
+
+    try:
+        with initialize_config_module("robust_train.configs", version_base="1.3"):
+            cfg = compose("robust", overrides=list(overrides))
+        for key, value in texts.items():
+            OmegaConf.update(cfg, key, value)
+        validate(cfg)
+        CommandSettings.of(cfg)
+        folder = run_folder(run_dir or _new_folder(cfg.job_name))
+        _log_into(folder)
+        _keep_config(folder, OmegaConf.to_yaml(cfg), overrides)
+        summary = Job(None, cfg, folder).run()
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return EXIT_BAD_CONFIG
+    except JobInterrupted as error:
+        return error.exit_code
+    except REFUSALS as error:
+        print(explain(error, "robust", overrides), file=sys.stderr)
+        return EXIT_BAD_CONFIG
+    if summary.status == "completed":
+        return 0
+    say_why(summary)
+    return EXIT_NO_DEVICE if summary.status == "no_device" else EXIT_FAILED
+
+
+def _keep_config(run_dir: Path, config: str, overrides: Sequence[str]) -> None:
+    """As Hydra does; a full disk costs the record, not the training."""
+    folder = run_dir / ".hydra"
+    try:
+        folder.mkdir(exist_ok=True)
+        (folder / "config.yaml").write_text(config)
+        (folder / "overrides.yaml").write_text(json.dumps(list(overrides), indent=1) + "\n")
+    except OSError as error:
+        log.warning("cannot write %s: %s", folder, error.strerror)
+
+
+def _new_folder(name: str) -> Path:
+    plain = re.sub(r"[^\w.-]+", "_", name)
+    return Path("outputs") / time.strftime(f"%Y-%m-%d/%H-%M-%S_{plain}_{os.getpid()}")
+
+
+def _log_into(run_dir: Path) -> None:
+    """Log as Hydra has it set up for ``train_robust.py``: to the screen and to a file."""
+    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stdout)]
+    try:
+        handlers.append(logging.FileHandler(run_dir / "train_robust.log"))
+    except OSError as error:
+        print(f"warning: no log file in {run_dir}: {error.strerror}", file=sys.stderr)
+    logging.basicConfig(
+        level=logging.INFO,
+        format="[%(asctime)s][%(name)s][%(levelname)s] - %(message)s",
+        handlers=handlers,
+    )

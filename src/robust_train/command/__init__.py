@@ -1,0 +1,1 @@
+"""``trainer=command``: a script in any language or framework as the trainer."""

@@ -1,0 +1,80 @@
+"""What a script is told about its attempt: placeholders in its arguments, and its environment."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+
+PREFIX = "ROBUST_TRAIN_"
+EVENTS_VARIABLE = PREFIX + "EVENTS"
+
+_PLACEHOLDER = re.compile(r"\{([a-z_]+|\$)\}")
+_INTERPOLATION = re.compile(r"\$(?=\$*\{)")
+_ALMOST = 0.75
+
+
+@dataclass(frozen=True)
+class ScriptValues:
+    """The values of one attempt; each field is a placeholder, and a variable in upper case.
+
+    Attributes:
+        batch_size: micro-batch.
+        gradient_accumulation_steps: micro-batches per optimizer step.
+        min_batch_size: no attempt uses a smaller micro-batch.
+        num_workers: data-loader workers.
+        device: ``cuda:0`` (the only GPU that the script sees) or ``cpu``.
+        attempt: number of the attempt, counted from 1.
+        checkpoint: to go on from; empty for a fresh start.
+        run_dir: the job's run folder.
+    """
+
+    batch_size: int
+    gradient_accumulation_steps: int
+    min_batch_size: int
+    num_workers: int
+    device: str
+    attempt: int
+    checkpoint: str
+    run_dir: str
+
+    def fill(self, text: str) -> str:
+        """``text`` with its placeholders replaced; other braces (JSON, shell) stay as they are.
+
+        ``{$}`` is a dollar sign: in a config ``${…}`` is an interpolation.
+        """
+        values = {**asdict(self), "$": "$"}
+        return _PLACEHOLDER.sub(lambda m: str(values.get(m[1], m[0])), text)
+
+    def environment(self) -> dict[str, str]:
+        """The same as environment variables, ``ROBUST_TRAIN_BATCH_SIZE`` and so on."""
+        return {PREFIX + name.upper(): str(value) for name, value in asdict(self).items()}
+
+
+PLACEHOLDERS = tuple(field.name for field in fields(ScriptValues))
+
+
+def literal(text: str) -> str:
+    """``text`` for a config, without interpolations: :meth:`ScriptValues.fill` gives it back."""
+    return _INTERPOLATION.sub("{$}", text)
+
+
+def placeholders_in(text: str) -> set[str]:
+    """Our placeholders that ``text`` uses."""
+    return set(_PLACEHOLDER.findall(text)).intersection(PLACEHOLDERS)
+
+
+def near_misses_in(text: str) -> list[tuple[str, str]]:
+    """What stands in braces and is nearly a placeholder of ours, with the one it is near to."""
+    misses = []
+    for name in _PLACEHOLDER.findall(text):
+        close = difflib.get_close_matches(name, PLACEHOLDERS, n=1, cutoff=_ALMOST)
+        if close and name not in PLACEHOLDERS:
+            misses.append((name, close[0]))
+    return misses
+
+
+def value_from(environ: Mapping[str, str], name: str) -> str | None:
+    """A value out of a script's environment; None where it is not run by the launcher."""
+    return environ.get(PREFIX + name.upper())

@@ -1,0 +1,16 @@
+"""Train: python main.py training.batch_size=32"""
+
+import hydra
+from omegaconf import DictConfig
+
+from robust_train import launch
+
+
+@hydra.main(version_base="1.3", config_path="conf", config_name="config")
+def main(cfg: DictConfig) -> object:
+    """One job: picks a device, runs ``trainer._target_``, recovers when memory runs out."""
+    return launch(None, cfg).objective
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""The trainer. Replace data and model with yours; what stays is how the launcher is spoken to."""
+
+import torch
+from omegaconf import DictConfig
+from torch import nn
+
+from robust_train import Run
+
+
+def train(cfg: DictConfig, run: Run) -> float:
+    """Learn to tell two spirals apart; returns the accuracy, which a sweep would optimise."""
+    device = torch.device(cfg.device)
+    torch.manual_seed(cfg.seed)
+    points, labels = two_spirals(cfg.spirals.samples)
+    width = cfg.spirals.width
+    model = nn.Sequential(
+        nn.Linear(2, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 2)
+    ).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.training.lr)
+    criterion = nn.CrossEntropyLoss()
+    first = load(run, model, optimizer)
+    run.started(first)
+    # samples per optimizer step: stays the same when the launcher makes micro-batches smaller
+    samples = cfg.training.batch_size * cfg.training.gradient_accumulation_steps
+    for step in range(first + 1, cfg.spirals.steps + 1):
+        chosen = torch.randint(len(points), (samples,))
+        optimizer.zero_grad()
+        for micro in run.micro_batches((points[chosen], labels[chosen]), model):
+            with micro:
+                x, y = micro.data
+                micro.backward(criterion(model(x.to(device)), y.to(device)))
+        optimizer.step()
+        run.progress(step, total_steps=cfg.spirals.steps)
+        if step % cfg.spirals.checkpoint_every == 0 or run.stop_requested:
+            save(run, model, optimizer, step)
+        if run.stop_requested:
+            break
+    with torch.no_grad():
+        guessed = model(points.to(device)).argmax(1).cpu()
+    return float((guessed == labels).float().mean())
+
+
+def two_spirals(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Points of two interleaved spirals, and which one each belongs to."""
+    labels = torch.arange(samples) % 2
+    angle = torch.rand(samples) * 6 + 1
+    turned = angle + labels * torch.pi
+    points = torch.stack([turned.cos(), turned.sin()], dim=1) * angle[:, None] / 4
+    return points + torch.randn_like(points) * 0.02, labels
+
+
+def save(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Write a checkpoint, whole or not at all, and tell the launcher."""
+    run.checkpoint_dir.mkdir(exist_ok=True)
+    path = run.checkpoint_dir / "last.pt"
+    state = {"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(state, path.with_suffix(".tmp"))
+    path.with_suffix(".tmp").replace(path)
+    run.checkpoint_saved(path, step)
+
+
+def load(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Go on from the last checkpoint, if there is one; returns the steps done so far."""
+    if run.resume_checkpoint is None:
+        return 0
+    state = torch.load(run.resume_checkpoint, weights_only=True)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    return int(state["step"])

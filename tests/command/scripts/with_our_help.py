@@ -1,0 +1,28 @@
+"""A Python script that uses ``robust_train.current_run``."""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import robust_train
+
+run = robust_train.current_run()
+if "until-stopped" in sys.argv:
+    Path(sys.argv[1]).write_text(str(os.getpid()))
+    while not run.stop_requested:
+        time.sleep(0.01)
+    path = run.run_dir / "mine.txt"
+    path.write_text("saved")
+    run.checkpoint_saved(path, 7)
+    sys.exit(0)
+run.started(0)
+run.progress(3, loss=0.5)
+run.result(
+    {
+        "objective": 0.5,
+        "batch": run.batch_size,
+        "device": run.device,
+        "torch": "torch" in sys.modules,
+    }
+)

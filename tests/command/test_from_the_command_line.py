@@ -1,0 +1,162 @@
+"""``robust-train run``: what may be typed, what it makes of it, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from command_world import CommandWorld, script
+from robust_train.cli.run_command import name_of
+
+EVERYTHING = [
+    "it's",
+    "${x}",
+    "$HOME",
+    "a\\",
+    '\\"',
+    "a,b [c]",
+    "",
+    '{"json": 1}',
+    "null",
+    "x=1",
+    "--",
+]
+
+
+def test_the_batch_is_filled_in_and_halved(scripts: CommandWorld):
+    words = script("hungry.py", "--batch_size", "{batch_size}")
+    words += ["--accumulate", "{gradient_accumulation_steps}"]
+    ended = scripts.run("--batch-size", "64", "--gradient-accumulation", "2", "--", *words)
+    assert ended.returncode == 0, ended.output
+    assert "trained 16 x 8" in ended.stdout
+    record = [(a["batch_size"], a["effective_batch_size"]) for a in ended.attempts]
+    assert record == [(64, 128), (32, 128), (16, 128)]
+    kept = yaml.safe_load((scripts.run_dir / ".hydra" / "config.yaml").read_text())
+    assert kept["job_name"] == "hungry"
+    assert kept["training"]["batch_size"] == 64
+    assert "running" in (scripts.run_dir / "train_robust.log").read_text()
+
+
+def test_the_programs_arguments_reach_it_as_they_were_typed(scripts: CommandWorld):
+    code = "import json, sys; print(json.dumps(sys.argv[1:]))"
+    ended = scripts.run("--", "python3", "-c", code, *EVERYTHING)
+    assert ended.returncode == 0, ended.output
+    assert json.dumps(EVERYTHING) in ended.stdout.splitlines()
+
+
+def test_with_the_batch_left_to_the_script_it_is_not_started_again_with_less(
+    scripts: CommandWorld,
+):
+    ended = scripts.run("--", "sh", "-c", "echo MemoryError: no more; exit 1")
+    assert ended.returncode == 1
+    assert [a["outcome"] for a in ended.attempts] == ["host_oom"]
+
+
+def test_options_and_keys_reach_the_launcher(scripts: CommandWorld):
+    ended = scripts.run(
+        "--batch-size=8",
+        "--min-batch-size=2",
+        "--max-retries=1",
+        "--min-gpu-memory-mb=77",
+        "--device=cpu",
+        "--no-wait",
+        "--no-cpu",
+        "--name=my job",
+        "training.num_workers=3",
+        "--",
+        "sh",
+        "-c",
+        "echo $ROBUST_TRAIN_MIN_BATCH_SIZE {num_workers} {min_batch_size}",
+    )
+    assert ended.returncode == 0, ended.output
+    assert "2 3 2" in ended.stdout.splitlines()
+    kept = yaml.safe_load((scripts.run_dir / ".hydra" / "config.yaml").read_text())
+    expected = {
+        "auto_device": False,
+        "device": "cpu",
+        "job_name": "my job",
+        "max_retries": 1,
+        "min_gpu_memory_mb": 77,
+        "wait_for_gpu": False,
+        "allow_cpu_fallback": False,
+    }
+    assert {key: kept[key] for key in expected} == expected
+
+
+def test_no_device_is_exit_code_75(scripts: CommandWorld):
+    ended = scripts.run("--no-cpu", "--no-wait", "--", "true")
+    assert ended.returncode == 75
+    assert "allow_cpu_fallback is false" in ended.stderr
+
+
+def test_the_run_folder_is_named_after_the_script(scripts: CommandWorld):
+    subprocess.run(
+        [sys.executable, "-m", "robust_train.cli.main", "run", "--name", "a/b c", "--", "true"],
+        cwd=scripts.folder,
+        env=scripts.world.environ,
+        check=True,
+    )
+    (folder,) = scripts.folder.glob("outputs/*/*")
+    assert folder.name.split("_", 1)[1].startswith("a_b_c_")
+    assert (folder / "summary.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("typed", "words"),
+    [
+        ([], ["no program to run", "--"]),
+        (["--batch-size", "8"], ["no program to run"]),
+        (["--batch-size", "8", "--"], ["no program to run"]),
+        (["python3", "train.py"], ["no program to run"]),
+        (["python3", "--", "train.py"], ["python3", "key=value"]),
+        (["--batch-size", "0", "--", "ls"], ["--batch-size", "0", "1 or more"]),
+        (["--batch-size", "many", "--", "ls"], ["--batch-size", "many", "whole number"]),
+        (["--max-retries", "-1", "--", "ls"], ["--max-retries"]),
+        (["--nosuch", "--", "ls"], ["--nosuch"]),
+        (["--", "ls", "{batch_size}"], ["batch size", "--batch-size N"]),
+        (["--batch-size", "8", "--min-batch-size", "9", "--", "ls"], ["9", "--batch-size 8"]),
+        (["--resume-argv", "'x", "--", "ls"], ["--resume-argv", "quotation"]),
+        (["max_retrys=3", "--", "ls"], ["did you mean max_retries?"]),
+        (["training.batch_size=x", "--", "ls"], ["training.batch_size=x", "a whole number"]),
+        (["--device", "gpu7", "--", "ls"], ["device=gpu7", "cuda:<number>"]),
+        (["--", "no_such_program"], ["no_such_program", "PATH"]),
+        (["--batch-size", "8", "--", "ls", "{batchsize}"], ["did you mean {batch_size}?"]),
+    ],
+    ids=lambda value: " ".join(value),
+)
+def test_is_refused_in_one_line(scripts: CommandWorld, typed: list[str], words: list[str]):
+    ended = scripts.run(*typed)
+    assert ended.returncode == 2, ended.output
+    message = ended.stderr.strip()
+    assert len(message.splitlines()) == 1, message
+    for word in words:
+        assert word in message
+    assert not scripts.run_dir.exists()
+
+
+@pytest.mark.parametrize(
+    ("program", "name"),
+    [
+        (["python", "-u", "src/train_clip.py", "--lr", "1"], "train_clip"),
+        (["./fit.sh"], "fit"),
+        (["python", "-m", "pkg.train", "x"], "pkg.train"),
+        (["torchrun", "--nproc", "2", "a.py"], "a"),
+        (["/usr/bin/julia"], "julia"),
+        (["/"], "script"),
+    ],
+)
+def test_a_job_is_called_after_its_script(program: list[str], name: str):
+    assert name_of(program) == name
+
+
+def test_a_run_folder_that_cannot_be_made_is_refused(scripts: CommandWorld):
+    scripts.run_dir.write_text("a file")
+    ended = scripts.run("--", "true")
+    assert ended.returncode == 2
+    assert f"run folder {scripts.run_dir}" in ended.stderr
+    assert os.linesep not in ended.stderr.strip()

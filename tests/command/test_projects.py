@@ -1,0 +1,126 @@
+"""Projects outside our tree: the one that ``robust-train init`` writes, and the example."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from world import ROOT, World
+
+
+def _run(world: World, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run a command in a project's folder, as on a machine where robust-train is installed."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{world.environ['PATH']}"
+    return subprocess.run(
+        words,
+        cwd=folder,
+        env={**world.environ, "PYTHONPATH": str(ROOT / "src"), "PATH": path},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def _init(world: World, folder: str) -> subprocess.CompletedProcess[str]:
+    return _run(world, world.folder, sys.executable, "-m", "robust_train.cli.main", "init", folder)
+
+
+def _summaries(folder: Path) -> list[dict[str, object]]:
+    return [json.loads(path.read_text()) for path in folder.glob("outputs/*/*/summary.json")]
+
+
+@pytest.fixture
+def project(world: World) -> Path:
+    """What ``robust-train init`` writes."""
+    made = _init(world, "deep/mine")
+    assert made.returncode == 0, made.stderr
+    return world.folder / "deep" / "mine"
+
+
+def test_a_new_project_trains_at_once(world: World, project: Path):
+    ended = _run(world, project, sys.executable, "main.py")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    (summary,) = _summaries(project)
+    assert summary["status"] == "completed"
+    assert summary["result"] > 0.95
+    assert str(summary["checkpoint"]).endswith("last.pt")
+    (folder,) = project.glob("outputs/*/*")
+    assert "_spirals_" in folder.name
+
+
+def test_its_recipe_trains_and_its_checkpoint_is_resumed_from(world: World, project: Path):
+    if shutil.which("just", path=str(Path(sys.executable).parent)) is None:
+        pytest.skip("just is not installed (pip install rust-just)")
+    run_dir = f"hydra.run.dir={project / 'run'}"
+    ended = _run(world, project, "just", "train", "spirals.steps=100", run_dir)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    # as if it had been killed after the checkpoint: without the line that says that it completed
+    journal = project / "run" / "journal.jsonl"
+    lines = [line for line in journal.read_text().splitlines() if '"job_ended"' not in line]
+    journal.write_text("\n".join(lines) + "\n")
+    ended = _run(world, project, "just", "train", "spirals.steps=120", run_dir)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    (attempt,) = json.loads((project / "run" / "summary.json").read_text())["attempts"]
+    assert (attempt["start_step"], attempt["end_step"]) == (100, 120)
+
+
+def test_nothing_is_overwritten(world: World, project: Path):
+    (project / "main.py").write_text("mine")
+    shutil.rmtree(project / "conf")
+    again = _init(world, "deep/mine")
+    assert again.returncode == 2
+    assert len(again.stderr.strip().splitlines()) == 1
+    assert "exists already" in again.stderr
+    assert (project / "main.py").read_text() == "mine"
+    assert not (project / "conf").exists()
+
+
+def test_a_place_that_cannot_be_written_is_refused(world: World):
+    (world.folder / "file").write_text("")
+    refused = _init(world, "file/mine")
+    assert refused.returncode == 2
+    assert "Not a directory" in refused.stderr
+    assert len(refused.stderr.strip().splitlines()) == 1
+
+
+@pytest.fixture
+def own_project(tmp_path: Path) -> Path:
+    """A copy of ``examples/own_project``, outside of our tree."""
+    copied = tmp_path / "elsewhere"
+    shutil.copytree(
+        ROOT / "examples" / "own_project",
+        copied,
+        ignore=shutil.ignore_patterns("outputs", "multirun", "__pycache__"),
+    )
+    return copied
+
+
+def test_a_hydra_project_of_ones_own_builds_on_robust(world: World, own_project: Path):
+    ended = _run(world, own_project, sys.executable, "main.py", "training.batch_size=60")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    (summary,) = _summaries(own_project)
+    assert summary["result"]["objective"] > 0.9
+    assert summary["attempts"][0]["batch_size"] == 60
+    (folder,) = own_project.glob("outputs/*/*")
+    assert "_iris_small_" in folder.name
+
+
+def test_its_own_groups_are_chosen_on_the_command_line(world: World, own_project: Path):
+    words = ("-m", "model=linear,small", "training.epochs=20", "hydra.sweep.dir=sweep")
+    ended = _run(world, own_project, sys.executable, "main.py", *words)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    table = json.loads((own_project / "sweep" / "sweep.json").read_text())
+    assert [job["status"] for job in table["jobs"]] == ["completed", "completed"]
+    assert all(job["result"] > 0.5 for job in table["jobs"])
+    models = {
+        json.loads(path.read_text())["result"]["model"]
+        for path in own_project.glob("sweep/*/summary.json")
+    }
+    assert models == {"linear", "small"}

@@ -1,0 +1,100 @@
+"""A script's own checkpoints: found by pattern or told, given to the next attempt."""
+
+from __future__ import annotations
+
+import signal
+import zipfile
+
+import pytest
+
+from command_world import CommandWorld, script
+from world import wait_until
+
+RESUME = ("--checkpoint", "ckpt/*.pt", "--resume-argv", "--resume {checkpoint}")
+
+
+@pytest.fixture
+def ckpt(scripts: CommandWorld) -> list[str]:
+    """A batch size, the resume arguments, and the script that goes with them."""
+    return ["--batch-size", "64", *RESUME, "--", *script("resuming.py", "ckpt")]
+
+
+def test_the_next_attempt_goes_on_from_the_newest_whole_checkpoint(
+    scripts: CommandWorld, ckpt: list[str]
+):
+    ended = scripts.run(*ckpt)
+    assert ended.returncode == 0, ended.output
+    assert [a["outcome"] for a in ended.attempts] == ["host_oom", "completed"]
+    assert "from step 0" in (scripts.run_dir / "attempt-1.log").read_text()
+    assert "from step 6" in (scripts.run_dir / "attempt-2.log").read_text()
+    assert ended.summary["checkpoint"] == str(scripts.folder / "ckpt" / "step-10.pt")
+
+
+def test_what_lay_there_before_the_job_is_not_the_jobs(scripts: CommandWorld, ckpt: list[str]):
+    (scripts.folder / "ckpt").mkdir()
+    with zipfile.ZipFile(scripts.folder / "ckpt" / "step-8.pt", "w") as old:
+        old.writestr("step", "8")
+    ended = scripts.run(*ckpt)
+    assert ended.returncode == 0, ended.output
+    assert "from step 0" in (scripts.run_dir / "attempt-1.log").read_text()
+    assert "from step 6" in (scripts.run_dir / "attempt-2.log").read_text()
+
+
+def test_a_completed_job_in_the_same_folder_starts_afresh(scripts: CommandWorld, ckpt: list[str]):
+    assert scripts.run(*ckpt).returncode == 0
+    ended = scripts.run(*ckpt)
+    assert ended.returncode == 0, ended.output
+    assert "from step 0" in (scripts.run_dir / "attempt-3.log").read_text()
+
+
+@pytest.mark.parametrize(("resume", "step"), [("true", "3"), ("false", "")])
+def test_the_same_command_goes_on_after_its_launcher_was_killed(
+    scripts: CommandWorld, resume: str, step: str
+):
+    (scripts.folder / "ckpt").mkdir()
+    code = (
+        "echo from <$ROBUST_TRAIN_CHECKPOINT>; [ $ROBUST_TRAIN_ATTEMPT = 2 ] && exit; "
+        "echo 3 > ckpt/3.pt; touch ready; exec sleep 1000"
+    )
+    code = code.replace("<", "'<'").replace(">;", "'>';", 1)
+    arguments = [f"resume={resume}", "--checkpoint", "ckpt/*.pt", "--", "sh", "-c", code]
+    process = scripts.start(*arguments)
+    wait_until((scripts.folder / "ready").exists, "the script has saved")
+    process.send_signal(signal.SIGKILL)
+    scripts.world.end(process)
+    ended = scripts.run(*arguments)
+    assert ended.returncode == 0, ended.output
+    path = scripts.folder / "ckpt" / f"{step}.pt"
+    expected = f"from <{path if step else ''}>"
+    assert expected in (scripts.run_dir / "attempt-2.log").read_text()
+
+
+def test_a_checkpoint_that_the_script_names_needs_no_pattern(scripts: CommandWorld):
+    code = (
+        "echo with $*; [ $ROBUST_TRAIN_ATTEMPT = 2 ] && exit; touch mine; "
+        'echo \'{"event": "checkpoint", "path": "mine", "step": 4}\' >> "$ROBUST_TRAIN_EVENTS"; '
+        "echo MemoryError: no more; exit 1"
+    )
+    ended = scripts.run(
+        "--batch-size", "8", "--resume-argv", "--from {checkpoint}", "--", "sh", "-c", code, "x"
+    )
+    # an empty file is no checkpoint, whoever says so
+    assert "is gone or torn" in ended.output
+    code = code.replace("touch mine", "echo 4 > mine")
+    scripts.run_dir.rename(scripts.folder / "first")
+    ended = scripts.run(
+        "--batch-size", "8", "--resume-argv", "--from {checkpoint}", "--", "sh", "-c", code, "x"
+    )
+    assert ended.returncode == 0, ended.output
+    assert f"with --from {scripts.folder / 'mine'}" in ended.stdout
+    assert next(e for e in ended.journal if e["event"] == "checkpoint")["step"] == 4
+
+
+def test_through_hydra_as_well(scripts: CommandWorld):
+    ended = scripts.train(
+        script("resuming.py", "${hydra:runtime.output_dir}/ckpt"),
+        "trainer.checkpoint_glob='{run_dir}/ckpt/*.pt'",
+        "trainer.resume_argv=[--resume,'{checkpoint}']",
+    )
+    assert ended.returncode == 0, ended.output
+    assert "from step 6" in (scripts.run_dir / "attempt-2.log").read_text()

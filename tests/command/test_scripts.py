@@ -1,0 +1,303 @@
+"""A script as the trainer: what it is given, what it may tell, and what its end means."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+from collections.abc import Callable
+
+import pytest
+
+from command_world import SCRIPTS, CommandWorld, argv, script
+from simulated_nvml import Gpu, Machine
+from two_gpu_machine import A, B
+from world import ROOT, is_running
+
+
+def test_a_real_lack_of_memory_halves_the_batch_until_it_fits(scripts: CommandWorld):
+    words = script(
+        "hungry.py",
+        "--batch_size",
+        "${training.batch_size}",
+        "--accumulate",
+        "${training.gradient_accumulation_steps}",
+    )
+    ended = scripts.train(words)
+    assert ended.returncode == 0, ended.output
+    assert [(a["outcome"], a["batch_size"]) for a in ended.attempts] == [
+        ("host_oom", 64),
+        ("host_oom", 32),
+        ("completed", 16),
+    ]
+    assert "trained 16 x 4" in ended.stdout
+    assert "trained 16 x 4" in (ended.run_dir / "attempt-3.log").read_text().splitlines()
+    assert "MemoryError" in (ended.run_dir / "attempt-1.log").read_text()
+    assert {a["effective_batch_size"] for a in ended.attempts} == {64}
+
+
+def test_a_bug_is_not_tried_again_and_its_traceback_ends_the_output(scripts: CommandWorld):
+    ended = scripts.train(script("hungry.py", "--batch_size", "1"))
+    assert ended.returncode == 1
+    assert [a["outcome"] for a in ended.attempts] == ["bug"]
+    assert ended.summary["reason"].startswith("ended with exit code 1: ValueError: '--accumulate'")
+    last = ended.stderr.rpartition("the end of the script's output (attempt-1.log):")[2]
+    assert last.strip().startswith("Traceback")
+    assert last.strip().endswith("ValueError: '--accumulate' is not in list")
+    frames = [line for line in ended.output.splitlines() if line.strip().startswith("File ")]
+    assert frames
+    assert all("hungry.py" in frame for frame in frames), "frames of the launcher are shown"
+
+
+def test_a_shell_script_knows_and_tells_as_much_as_any_trainer(scripts: CommandWorld):
+    ended = scripts.train(script("shell.sh"), "training.batch_size=12")
+    assert ended.returncode == 0, ended.output
+    assert "batch 12 on cpu, attempt 1" in ended.stdout
+    assert f"sees <> checkpoint <> in {scripts.run_dir}" in ended.stdout
+    assert ended.summary["result"] == {"objective": 0.75}
+    assert (ended.attempts[0]["start_step"], ended.attempts[0]["end_step"]) == (2, 5)
+    events = {event["event"]: event for event in ended.journal}
+    assert events["progress"]["loss"] == 0.25
+    assert events["progress"]["attempt"] == 1
+    assert events["mine"]["note"] == "kept"
+    assert [e["event"] for e in ended.journal].count("job_ended") == 1
+    assert ended.output.count("not JSON") == 1
+
+
+def test_a_python_script_may_use_our_run_and_needs_no_torch_for_it(scripts: CommandWorld):
+    ended = scripts.train(script("with_our_help.py"), "training.batch_size=12")
+    assert ended.returncode == 0, ended.output
+    assert ended.summary["result"] == {
+        "objective": 0.5,
+        "batch": 12,
+        "device": "cpu",
+        "torch": False,
+    }
+    assert ended.attempts[0]["end_step"] == 3
+
+
+def test_our_run_works_without_a_launcher_too(scripts: CommandWorld):
+    process = subprocess.run(
+        script("with_our_help.py"),
+        env=scripts.world.environ,
+        cwd=scripts.folder,
+        check=False,
+    )
+    assert process.returncode == 0
+    assert list(scripts.folder.iterdir()) == []
+
+
+def test_neither_launcher_nor_attempt_import_torch_for_a_script(scripts: CommandWorld):
+    ended = scripts.train(["sh", "-c", "grep -c libtorch /proc/$PPID/maps; true"])
+    assert ended.returncode == 0, ended.output
+    assert (scripts.run_dir / "attempt-1.log").read_text().split() == ["0"]
+
+
+def test_a_script_can_say_itself_what_failed(scripts: CommandWorld):
+    told = (
+        'if [ {batch_size} -gt 16 ]; then echo \'{"event": "failed", "kind": "device_oom", '
+        '"message": "the accelerator is full"}\' >> "{$}ROBUST_TRAIN_EVENTS"; exit 9; fi'
+    )
+    ended = scripts.train(["sh", "-c", told])
+    assert ended.returncode == 0, ended.output
+    assert [a["outcome"] for a in ended.attempts] == ["device_oom", "device_oom", "completed"]
+    assert ended.attempts[0]["message"] == "the accelerator is full"
+
+
+@pytest.mark.parametrize(
+    ("words", "outcome", "message"),
+    [
+        ("exit 3", "bug", "exit code 3"),
+        ("kill -SEGV $$", "bug", "SIGSEGV"),
+        ("kill -KILL $$", "interrupted", "SIGKILL"),
+        ("exit 137", "interrupted", "SIGKILL"),
+        ("kill -TERM $$", "interrupted", "SIGTERM"),
+        (
+            "echo 'slurmstepd: error: Detected 1 oom_kill event in step'; exit 137",
+            "host_oom",
+            "oom",
+        ),
+    ],
+)
+def test_an_end_without_a_word_is_judged_by_the_exit_status(
+    scripts: CommandWorld, words: str, outcome: str, message: str
+):
+    ended = scripts.train(["bash", "-c", words], "min_batch_size=64")
+    assert ended.returncode == 1, ended.output
+    assert [a["outcome"] for a in ended.attempts] == [outcome]
+    assert message in ended.attempts[0]["message"]
+
+
+def test_progress_bars_and_colours_reach_the_terminal_and_do_not_hide_the_error(
+    scripts: CommandWorld,
+):
+    shown = scripts.world.run_in_terminal("trainer=command", argv(*script("bars.py", "fails")))
+    assert "\x1b[32mterminal\x1b[0m" in shown
+    assert "\r 20%|##\r 40%|####" in shown
+    summary = json.loads((scripts.run_dir / "summary.json").read_text())
+    assert [a["outcome"] for a in summary["attempts"]] == ["host_oom", "completed"]
+    assert summary["attempts"][0]["message"] == "ended with exit code 1: MemoryError: no more"
+    log = (scripts.run_dir / "attempt-1.log").read_text()
+    assert "100%|##########" in log
+    assert " 20%" not in log, "a rewritten line is kept as it was in the end"
+
+
+def test_without_a_terminal_it_has_a_pipe(scripts: CommandWorld):
+    ended = scripts.train(script("bars.py"))
+    assert ended.returncode == 0, ended.output
+    assert "\npipe\n" in ended.stdout
+
+
+def test_output_comes_while_the_script_runs(scripts: CommandWorld):
+    """Python's buffer would hold back what is printed to a pipe."""
+    go = scripts.folder / "go"
+    code = (
+        "import os, sys, time\nprint('first words')\n"
+        f"while not os.path.exists({str(go)!r}): time.sleep(0.01)\n"
+    )
+    process = scripts.start("--", "python3", "-c", code)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line == "first words\n":
+            go.touch()
+            break
+    assert scripts.world.end(process).returncode == 0
+
+
+@pytest.fixture
+def gpus(scripts: CommandWorld, cuda_machine_with: Callable[..., Machine]) -> Machine:
+    """GPU 0 (A) has 20000 MiB free, GPU 1 (B) has 10000."""
+    machine = cuda_machine_with(
+        Gpu(uuid=A, total_mib=24000, free_mib=20000),
+        Gpu(uuid=B, total_mib=24000, free_mib=10000),
+    )
+    scripts.world.with_environ(machine.environ)
+    return machine
+
+
+def test_torchs_words_in_the_output_halve_the_batch_on_the_gpu_that_is_reserved(
+    scripts: CommandWorld, gpus: Machine
+):
+    attempts = scripts.folder / "attempts"
+    scripts.world.environ |= {"BATCH_BUDGETS": f'{{"{A}": 8}}', "ATTEMPTS_FILE": str(attempts)}
+    ended = scripts.train(
+        script("within_a_budget.py", "{batch_size}", "{device}"), "training.batch_size=32"
+    )
+    assert ended.returncode == 0, ended.output
+    told = [json.loads(line) for line in attempts.read_text().splitlines()]
+    assert [(gpu, device, size) for gpu, device, size, _ in told] == [
+        (A, "cuda:0", 32),
+        (A, "cuda:0", 16),
+        (A, "cuda:0", 8),
+    ]
+    assert all(held for *_, held in told), "the script does not hold the reservation"
+    assert [a["outcome"] for a in ended.attempts] == ["device_oom", "device_oom", "completed"]
+    assert "CUDA out of memory" in ended.attempts[0]["message"]
+    evidence = next(e for e in ended.journal if e["event"] == "attempt_ended")["evidence"]
+    assert evidence["requested_bytes"] == 2 * 1024**3
+
+
+def test_a_script_that_reports_progress_and_then_hangs_is_ended_and_tried_again(
+    scripts: CommandWorld,
+):
+    code = (
+        'echo \'{"event": "progress", "step": 1}\' >> "{$}ROBUST_TRAIN_EVENTS"; '
+        "echo {$}{$} >> pids; [ {attempt} = 2 ] || exec sleep 1000"
+    )
+    ended = scripts.train(
+        ["sh", "-c", code], "stall_timeout_minutes=0.02", "retry_pause_seconds=0.1"
+    )
+    assert ended.returncode == 0, ended.output
+    assert [a["outcome"] for a in ended.attempts] == ["comm", "completed"]
+    assert "stalled" in ended.attempts[0]["message"]
+    assert "trainer.py" not in ended.output
+    assert not list(scripts.run_dir.glob("*.stacks"))
+    assert not any(is_running(int(pid)) for pid in (scripts.folder / "pids").read_text().split())
+
+
+def test_a_sweep_of_scripts_has_their_objectives(scripts: CommandWorld):
+    code = 'echo \'{"event": "result", "value": ${training.lr}}\' >> "{$}ROBUST_TRAIN_EVENTS"'
+    ended = scripts.world.run(
+        "-m",
+        "trainer=command",
+        argv("sh", "-c", code),
+        "training.lr=0.5,0.25",
+        f"hydra.sweep.dir={scripts.folder / 'sweep'}",
+    )
+    assert ended.returncode == 0, ended.output
+    table = json.loads((scripts.folder / "sweep" / "sweep.json").read_text())
+    assert [job["result"] for job in table["jobs"]] == [0.5, 0.25]
+
+
+def test_train_py_runs_a_script_once(scripts: CommandWorld):
+    words = argv(*script("hungry.py", "--batch_size", "{batch_size}", "--accumulate", "1"))
+    ended = scripts.world.run("trainer=command", words, script="train.py")
+    assert ended.returncode == 1
+    assert ended.stderr.strip().endswith("failed: the script ended with exit code 1")
+    ended = scripts.world.run("trainer=command", words, "training.batch_size=2", script="train.py")
+    assert ended.returncode == 0, ended.output
+    assert "trained 2 x 1" in ended.stdout
+
+
+def test_a_run_folder_is_named_after_the_trainer_where_it_brings_model_and_data(
+    scripts: CommandWorld,
+):
+    process = subprocess.run(
+        [*scripts.world.command("trainer=command", argv("true"))[:-1]],
+        cwd=scripts.folder,
+        env=scripts.world.environ,
+        check=False,
+        capture_output=True,
+    )
+    assert process.returncode == 0
+    (folder,) = scripts.folder.glob("outputs/*/*")
+    assert folder.name.split("_")[1] == "command"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ([], ["trainer.argv", "must be given"]),
+        (["trainer.argv=[]"], ["trainer.argv", "must name a program"]),
+        (["trainer.argv=python"], ["trainer.argv", "accepted is a list"]),
+        (["trainer.argv=[no_such_program]"], ["'no_such_program'", "PATH"]),
+        (["trainer.argv=[./no_such_file]"], ["'./no_such_file'", "executable"]),
+        (["trainer.argv=[ls,'{batchsize}']"], ["{batchsize}", "did you mean {batch_size}?"]),
+        (["trainer.argv=[ls]", "trainer.cwd=/no/such"], ["trainer.cwd=/no/such", "no such folder"]),
+        (["trainer.argv=[ls]", "isolation=none"], ["isolation=none", "process of its own"]),
+        (["trainer.argv=[ls]", "trainer.argvs=1"], ["trainer.argvs", "did you mean argv?"]),
+        ([f"trainer.argv=[{SCRIPTS}/no_first_line]"], ["is not an executable file"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_is_refused_in_one_line(scripts: CommandWorld, overrides: list[str], words: list[str]):
+    ended = scripts.world.run("trainer=command", *overrides)
+    assert ended.returncode == 2, ended.output
+    assert "Traceback" not in ended.output
+    message = ended.stderr.strip()
+    assert len(message.splitlines()) == 1, message
+    for word in words:
+        assert word in message
+
+
+def test_a_file_that_is_no_program_is_refused_in_one_line(scripts: CommandWorld):
+    file = scripts.folder / "no_program"
+    file.write_text("words")
+    file.chmod(0o755)
+    ended = scripts.train([str(file)])
+    assert ended.returncode == 2, ended.output
+    assert "is its first line #!" in ended.stderr
+    assert len(ended.stderr.strip().splitlines()) == 1, ended.stderr
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/bring-your-own.md"])
+def test_the_command_line_in_the_documentation_is_one(scripts: CommandWorld, page: str):
+    text = (ROOT / page).read_text()
+    (typed,) = re.findall(r"^python train_robust\.py (trainer=command .+)$", text, re.MULTILINE)
+    home = scripts.folder / "scripts"
+    home.mkdir()
+    (home / "train_car_clip.py").write_text("import sys; print(*sys.argv[1:])")
+    ended = scripts.world.run(*shlex.split(typed), "training.batch_size=12")
+    assert ended.returncode == 0, ended.output
+    assert "--batch_size 12 --gradient_accumulation 1" in ended.stdout.splitlines()

@@ -1,0 +1,148 @@
+"""However the job ends, the script ends with it, and all that it started."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from command_world import CommandWorld, all_gone, argv, script
+from world import parent_of, wait_until
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_script_that_saves_and_ends_when_asked_to_counts_as_interrupted(
+    scripts: CommandWorld, signum: signal.Signals
+):
+    ready, saved = scripts.folder / "ready", scripts.folder / "saved"
+    process = scripts.start("--checkpoint", "save?", "--", *script("polite.py", ready, saved))
+    pid = scripts.started_script(ready)
+    process.send_signal(signum)
+    ended = scripts.world.end(process)
+    assert ended.returncode == 128 + signum, ended.output
+    assert ended.summary["status"] == "interrupted"
+    assert ended.attempts[0]["outcome"] == "interrupted"
+    assert "ended with exit code 0" in ended.attempts[0]["message"]
+    assert ended.summary["checkpoint"] == str(saved)
+    assert "saved" in ended.stdout
+    all_gone([pid])
+
+
+def test_the_program_behind_a_shell_is_asked_to_stop_as_well(scripts: CommandWorld):
+    """The shell itself ends at once, and does not hand the signal on."""
+    ready, saved = scripts.folder / "ready", scripts.folder / "saved"
+    words = " ".join(script("polite.py", str(ready), str(saved)))
+    process = scripts.start("--", "sh", "-c", f"{words}; echo never; exit 0")
+    pid = scripts.started_script(ready)
+    process.terminate()
+    ended = scripts.world.end(process)
+    assert ended.returncode == 143, ended.output
+    assert saved.read_text() == "saved"
+    assert "never" not in (scripts.run_dir / "attempt-1.log").read_text()
+    all_gone([pid])
+
+
+def test_our_run_tells_a_python_script_to_stop(scripts: CommandWorld):
+    ready = scripts.folder / "ready"
+    process = scripts.start("--", *script("with_our_help.py", str(ready), "until-stopped"))
+    scripts.started_script(ready)
+    process.terminate()
+    ended = scripts.world.end(process)
+    assert ended.returncode == 143, ended.output
+    assert ended.summary["checkpoint"] == str(scripts.run_dir / "mine.txt")
+    assert next(e for e in ended.journal if e["event"] == "checkpoint")["step"] == 7
+
+
+def _stubborn(scripts: CommandWorld, *options: str) -> tuple[subprocess.Popen[str], list[int]]:
+    pids = scripts.folder / "pids"
+    process = scripts.start(*options, "--", *script("stubborn.py", str(pids)))
+    wait_until(pids.with_suffix(".ready").exists, "all are at work")
+    return process, [int(pid) for pid in pids.read_text().split()]
+
+
+def test_who_ignores_sigterm_is_killed_after_the_grace_time(scripts: CommandWorld):
+    process, pids = _stubborn(scripts, "stop_grace_seconds=0.5")
+    assert len(pids) == 5
+    process.terminate()
+    ended = scripts.world.end(process)
+    assert ended.returncode == 143, ended.output
+    assert ended.attempts[0]["outcome"] == "interrupted"
+    all_gone(pids)
+
+
+def test_a_second_signal_kills_at_once(scripts: CommandWorld):
+    process, pids = _stubborn(scripts, "stop_grace_seconds=1000")
+    process.send_signal(signal.SIGINT)
+    wait_until((scripts.folder / "pids.asked").exists, "the script got SIGTERM")
+    process.send_signal(signal.SIGINT)
+    ended = scripts.world.end(process)
+    assert ended.returncode == 130, ended.output
+    all_gone(pids)
+
+
+@pytest.mark.parametrize("victim", ["launcher", "server", "attempt", "script"])
+def test_no_process_of_the_script_outlives_a_kill(scripts: CommandWorld, victim: str):
+    process, pids = _stubborn(scripts, "stop_grace_seconds=0.5")
+    attempt = parent_of(pids[0])
+    server = parent_of(attempt)
+    whom = {"launcher": process.pid, "server": server, "attempt": attempt, "script": pids[0]}
+    os.kill(whom[victim], signal.SIGKILL)
+    ended = scripts.world.end(process)
+    # the server's own death ends the script (parent-death signals) but not what it had detached
+    all_gone(pids if victim != "server" else pids[:1])
+    if victim == "server":
+        for pid in pids[1:]:
+            os.kill(pid, signal.SIGKILL)
+    if victim == "script":
+        assert ended.returncode == 1
+        assert [a["outcome"] for a in ended.attempts] == ["interrupted"]
+
+
+def test_what_a_script_leaves_running_when_it_completes_is_ended(scripts: CommandWorld):
+    pids = scripts.folder / "pids"
+    code = f"setsid sleep 1000 & echo $! >> {pids}; sleep 1000 & echo $! >> {pids}"
+    ended = scripts.run("--", "sh", "-c", code)
+    assert ended.returncode == 0, ended.output
+    left = [int(pid) for pid in pids.read_text().split()]
+    assert len(left) == 2
+    all_gone(left)
+
+
+def test_train_py_hands_sigterm_on(scripts: CommandWorld):
+    ready, saved = scripts.folder / "ready", scripts.folder / "saved"
+    words = argv(*script("polite.py", str(ready), str(saved)))
+    process = scripts.world.start("trainer=command", words, script="train.py")
+    pid = scripts.started_script(ready)
+    process.terminate()
+    ended = scripts.world.end(process)
+    assert ended.returncode == 143, ended.output
+    assert saved.read_text() == "saved"
+    all_gone([pid])
+
+
+def test_half_the_batch_can_be_asked_for_while_a_script_runs(scripts: CommandWorld):
+    """``robust-train run halve-batch`` talks to live runs, ``run … --`` starts one."""
+    ready, saved = scripts.folder / "ready", scripts.folder / "saved"
+    words = " ".join(script("polite.py", str(ready), str(saved)))
+    code = (
+        f"if [ {{batch_size}} = 8 ]; then echo goes on with {{checkpoint}}; else exec {words}; fi"
+    )
+    options = ["--batch-size", "16", "--checkpoint", "save?", "--name", "halved"]
+    process = scripts.start(*options, "--", "sh", "-c", code)
+    scripts.started_script(ready)
+    main = [sys.executable, "-m", "robust_train.cli.main", "run"]
+    asked = subprocess.run(
+        [*main, "halve-batch", str(scripts.run_dir)],
+        env=scripts.world.environ,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    ended = scripts.world.end(process)
+    assert asked.returncode == 0, asked.stdout + asked.stderr
+    assert ended.returncode == 0, ended.output
+    assert [a["batch_size"] for a in ended.attempts] == [16, 8]
+    assert f"goes on with {saved}" in ended.stdout

@@ -1,0 +1,196 @@
+"""The pure parts: messages, placeholders, checkpoints on disk, last words."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import tempfile
+import zipfile
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from robust_train.command.checkpoints import CheckpointWatch, is_whole, stamps
+from robust_train.command.ending import last_words, script_failure, without_escapes
+from robust_train.command.messages import LineReader, NotUnderstood, parse
+from robust_train.command.values import ScriptValues, literal, near_misses_in, placeholders_in
+from robust_train.types import FailureKind
+
+VALUES = ScriptValues(
+    batch_size=16,
+    gradient_accumulation_steps=4,
+    min_batch_size=2,
+    num_workers=0,
+    device="cuda:0",
+    attempt=3,
+    checkpoint="/c k/last.pt",
+    run_dir="/run",
+)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=8,
+)
+EVENTS = st.sampled_from(
+    ["progress", "started", "checkpoint", "result", "failed", "micro_batch_changed", "mine"]
+)
+FIELDS = st.dictionaries(
+    st.sampled_from(["step", "path", "value", "kind", "from", "to", "total_steps", "attempt"]),
+    JSON,
+)
+
+
+@given(st.one_of(st.text(), JSON.map(json.dumps)))
+def test_any_line_is_a_message_or_is_refused(line: str):
+    try:
+        message = parse(line)
+    except NotUnderstood:
+        return
+    assert json.loads(line)["event"] == message.event
+
+
+@given(EVENTS, FIELDS)
+def test_what_is_understood_has_what_the_launcher_reads(event: str, fields: dict[str, object]):
+    try:
+        message = parse(json.dumps({"event": event, **fields}))
+    except NotUnderstood:
+        return
+    assert not {"attempt", "time", "event"} & set(message.fields)
+    if event in ("progress", "started"):
+        assert message.fields["step"] >= 0
+    if event == "failed":
+        FailureKind(message.fields["kind"])
+    if event == "checkpoint":
+        assert message.fields["path"]
+
+
+@pytest.mark.parametrize("event", ["job_ended", "attempt_started", "finished", "script_ended"])
+def test_the_launchers_own_events_cannot_be_forged(event: str):
+    with pytest.raises(NotUnderstood, match="own"):
+        parse(json.dumps({"event": event}))
+
+
+@given(st.lists(st.integers(1, 7)))
+def test_lines_come_whole_however_they_are_written(cuts: list[int]):
+    data = b'{"a": 1}\n{"b": 2}\n\n{"c": 3}'
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "events"
+        reader, lines = LineReader(path), []
+        assert reader.read() == []
+        with path.open("ab", buffering=0) as file:
+            for cut in [*cuts, len(data)]:
+                file.write(data[:cut])
+                data = data[cut:]
+                lines += reader.read()
+        lines += reader.read(to_the_end=True)
+    assert lines == ['{"a": 1}', '{"b": 2}', '{"c": 3}']
+
+
+def test_placeholders_are_filled_in_and_other_braces_stay():
+    text = 'x={batch_size} {"lr": 1} ${HOME} {other} {checkpoint} {$}{batch_size}'
+    assert VALUES.fill(text) == 'x=16 {"lr": 1} ${HOME} {other} /c k/last.pt $16'
+
+
+@given(st.text(st.sampled_from("${}\\'ab _")))
+@example("$${HOME}")
+def test_a_literal_comes_back_as_it_was(text: str):
+    if "{$}" not in text:
+        assert "${" not in literal(text)
+        assert VALUES.fill(literal(text)) == text
+
+
+def test_the_environment_has_every_placeholder():
+    environ = VALUES.environment()
+    assert environ["ROBUST_TRAIN_BATCH_SIZE"] == "16"
+    assert environ["ROBUST_TRAIN_CHECKPOINT"] == "/c k/last.pt"
+    text = " ".join("{" + name.removeprefix("ROBUST_TRAIN_").lower() + "}" for name in environ)
+    assert len(placeholders_in(text)) == len(environ)
+
+
+def test_a_near_miss_is_told():
+    assert near_misses_in("{batchsize} {lr} {batch_size}") == [("batchsize", "batch_size")]
+
+
+@given(st.binary(min_size=1, max_size=200), st.data())
+def test_a_zip_that_was_cut_short_is_not_whole(content: bytes, data: st.DataObject):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "a.pt"
+        with zipfile.ZipFile(path, "w") as file:
+            file.writestr("data", content)
+        assert is_whole(path)
+        size = path.stat().st_size
+        os.truncate(path, data.draw(st.integers(0, size - 22)))  # 22: the record at its end
+        assert not is_whole(path) or path.stat().st_size < 4
+
+
+def test_safetensors_tell_their_length(tmp_path: Path):
+    header = json.dumps({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(struct.pack("<Q", len(header)) + header + b"12345678")
+    assert is_whole(path)
+    os.truncate(path, path.stat().st_size - 1)
+    assert not is_whole(path)
+    os.truncate(path, 12)
+    assert not is_whole(path)
+    os.truncate(path, 4)
+    assert not is_whole(path)
+
+
+def test_a_folder_is_whole_if_all_in_it_is(tmp_path: Path):
+    folder = tmp_path / "checkpoint-5"
+    (folder / "inner").mkdir(parents=True)
+    assert not is_whole(folder)
+    (folder / "inner" / "config.json").write_text("{}")
+    assert is_whole(folder)
+    (folder / "weights.bin").write_bytes(b"PK\x03\x04 torn")
+    assert not is_whole(folder)
+
+
+def test_only_what_is_new_and_at_rest_is_found(tmp_path: Path):
+    pattern = str(tmp_path / "*.ckpt*")
+    old, new = tmp_path / "1.ckpt", tmp_path / "2.ckpt"
+    old.write_text("old")
+    watch = CheckpointWatch(pattern, stamps(pattern))
+    assert watch.newest(at_rest=True) is None
+    new.write_text("half")
+    (tmp_path / "3.ckpt.tmp").write_text("unfinished by its name")
+    assert watch.newest(at_rest=False) is None, "seen only once"
+    new.write_text("half and more")
+    assert watch.newest(at_rest=False) is None, "changed since"
+    assert watch.newest(at_rest=False) == new
+    old.write_text("written again")
+    os.utime(old, ns=(0, new.stat().st_mtime_ns + 1))
+    assert watch.newest(at_rest=True) == old
+    old.write_bytes(b"")
+    assert watch.newest(at_rest=True) == new
+
+
+def test_a_kill_by_the_kernel_is_asked_for_only_after_sigkill():
+    asked: list[int] = []
+
+    def killed(pid: int) -> bool:
+        asked.append(pid)
+        return True
+
+    event = {"returncode": -9, "pid": 5, "failure": None}
+    assert script_failure(event, "", killed).kind is FailureKind.HOST_OOM
+    assert script_failure({**event, "returncode": 137}, "", killed).kind is FailureKind.HOST_OOM
+    assert script_failure({**event, "returncode": 1}, "", killed).kind is FailureKind.BUG
+    assert asked == [5, 5]
+
+
+def test_last_words_are_the_last_traceback_as_a_terminal_shows_it():
+    tail = "10%\r50%\r100%\nTraceback (most recent call last):\n  a\n\x1b[31mValueError\x1b[0m: b\n"
+    text = last_words(tail, "attempt-1.log")
+    assert text.splitlines()[1:] == ["Traceback (most recent call last):", "  a", "ValueError: b"]
+    assert last_words("1%\r2%\n", "x").splitlines()[1:] == ["2%"]
+    assert "nothing" in last_words("", "x")
+
+
+@given(st.text())
+def test_a_text_without_escapes_stays(text: str):
+    if "\x1b" not in text:
+        assert without_escapes(text) == text

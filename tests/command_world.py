@@ -1,0 +1,65 @@
+"""Scripts under the launcher, through either door, in a folder of their own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from world import Ended, World, is_running, wait_until
+
+SCRIPTS = Path(__file__).parent / "command" / "scripts"
+
+
+def script(name: str, *arguments: str) -> list[str]:
+    """The command line of one of ``tests/command/scripts``."""
+    program = "sh" if name.endswith(".sh") else sys.executable
+    return [program, str(SCRIPTS / name), *arguments]
+
+
+def argv(*words: str) -> str:
+    """The override that makes these words the command."""
+    return f"trainer.argv={json.dumps(list(words))}"
+
+
+class CommandWorld:
+    """Starts scripts; ``world`` is the machine."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.folder = world.folder
+        self.run_dir = world.run_dir
+
+    def train(self, words: list[str], *overrides: str) -> Ended:
+        """``train_robust.py trainer=command``, to its end."""
+        return self.world.run("trainer=command", argv(*words), *overrides)
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        """Start ``robust-train run``; the caller waits for it."""
+        main = [sys.executable, "-m", "robust_train.cli.main", "run"]
+        return subprocess.Popen(
+            [*main, "--run-dir", str(self.run_dir), *arguments],
+            cwd=self.folder,
+            env=self.world.environ,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, *arguments: str) -> Ended:
+        """``robust-train run``, to its end."""
+        return self.world.end(self.start(*arguments))
+
+    def started_script(self, file: Path) -> int:
+        """Wait until a script has written its process id to ``file``."""
+        return int(wait_until(lambda: file.is_file() and file.read_text().strip(), "it is at work"))
+
+
+def all_gone(pids: list[int]) -> Any:
+    """Wait until none of these processes runs any more."""
+    return wait_until(
+        lambda: not any(is_running(pid) for pid in pids), "every process of the script is gone"
+    )
