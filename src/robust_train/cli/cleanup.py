@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 
 from robust_train.cli.live_run import add_run_argument, request
 from robust_train.cli.machine_memory import print_machine_memory, read_machine_memory
 from robust_train.cli.memory import WITHOUT_A_RUN, info
+from robust_train.cli.parser import Parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -15,7 +15,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     0: done. 1: there is no live run to clean up, or it refused. 2: wrong usage.
     """
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="robust-train cleanup",
         description="Shows who holds memory, and has the live run give back what it does not use.",
     )

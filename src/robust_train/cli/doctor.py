@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -11,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from robust_train.cli.parser import Parser
 from robust_train.cli.table import print_table
 from robust_train.gpu import quarantine
 from robust_train.gpu.inventory import read_inventory
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     0: some GPU can be used and so can the queue directory, or the machine has no GPU. 1: otherwise,
     or the driver hangs, or there was nothing to clear.
     """
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="robust-train doctor",
         description="For each GPU usable or why not; driver, mask, queue directory, GPUs avoided.",
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -10,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from robust_train.cli.parser import Parser
 from robust_train.cli.table import print_table
 from robust_train.gpu.holders import Holder, find_holders
 from robust_train.gpu.inventory import read_inventory
@@ -33,7 +33,7 @@ _RIGHT = {"index", "used MiB", "free MiB", "total MiB", "util", "processes"}
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table; returns the exit code, 0 also where there is no GPU."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="robust-train gpus",
         description="GPUs of this machine: index, name, UUID, used/free/total MiB, "
         "utilisation, processes and who holds them.",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from robust_train.cli.parser import Parser
 
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
@@ -18,7 +19,7 @@ _TEMPLATE = "project_template"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the project; returns the exit code. 2: something of it is there already."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="robust-train init",
         description="Write a minimal project: config, trainer, justfile, README.",
     )

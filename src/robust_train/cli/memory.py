@@ -18,6 +18,7 @@ from robust_train.cli.live_run import (
     request,
 )
 from robust_train.cli.machine_memory import print_machine_memory, read_machine_memory
+from robust_train.cli.parser import Parser
 from robust_train.memory.allocator import (
     allocator_settings,
     allocator_variable,
@@ -113,17 +114,17 @@ def _enable(environ: Mapping[str, str], *, as_json: bool) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="robust-train memory",
         description="Memory of GPUs and of live runs. What only a process itself can do is asked "
         "of the live run, which does it at its next step boundary.",
     )
-    common = argparse.ArgumentParser(add_help=False)
+    common = Parser(add_help=False)
     common.add_argument("--json", action="store_true", help="for programs; sizes in bytes")
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
 
-    def action(name: str, help: str) -> argparse.ArgumentParser:
+    def action(name: str, help: str) -> Parser:
         return actions.add_parser(name, help=help, description=help, parents=[common])
 
     add_run_argument(action("info", "who holds memory on each GPU, and a live run's own figures"))

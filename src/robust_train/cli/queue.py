@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
@@ -11,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from robust_train.cli.parser import Parser
 from robust_train.cli.table import print_table
 from robust_train.gpu import quarantine
 from robust_train.gpu.census import as_waiter, census
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     0: done, also where there is no job. 1: the job to cancel is not there or not the caller's.
     2: the queue directory cannot be used.
     """
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="robust-train queue",
         description="Jobs on this host: those that run, with their GPU, and those that wait, with "
         "their place in line and the reason.",

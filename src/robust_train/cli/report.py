@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
 
+from robust_train.cli.parser import Parser
 from robust_train.report.html import FILE_NAME, job_page, save
 from robust_train.report.sources import read_sources
 from robust_train.report.story import story_of
@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     0: done. 1: the report could not be written. 2: PATH is no run folder and no sweep folder.
     """
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="robust-train report",
         description="Make report.html of a run or a sweep from its journals: while it runs, after "
         "its end, and of one that died.",

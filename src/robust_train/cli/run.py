@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from robust_train.cli.parser import Parser
 from robust_train.cli.table import print_table
 from robust_train.control.client import (
     ControlError,
@@ -38,9 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     0: done. 1: there is no such run, or it does not do it, or not yet; one line says which.
     """
-    parser = argparse.ArgumentParser(
-        prog="robust-train run", description="Talk to a run that is alive."
-    )
+    parser = Parser(prog="robust-train run", description="Talk to a run that is alive.")
     commands = parser.add_subparsers(dest="command", required=True)
     for verb, meaning in _VERBS.items():
         command = commands.add_parser(verb, help=meaning, description=meaning)

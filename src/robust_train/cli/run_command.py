@@ -12,10 +12,11 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from robust_train.cli.door import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_NO_DEVICE
 from robust_train.cli.main import OF_LIVE_RUNS
+from robust_train.cli.parser import Parser
 from robust_train.command.values import PLACEHOLDERS, literal, placeholders_in
 
 log = logging.getLogger("robust_train")
@@ -29,14 +30,6 @@ The script has the same in environment variables: ROBUST_TRAIN_BATCH_SIZE and so
 exit codes: 0 completed, 1 the script failed, 2 cannot be run as asked, 75 no device in time,
 129/130/143 stopped by SIGHUP, Ctrl-C, SIGTERM
 """
-
-
-class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        print(f"{self.prog}: {message}", file=sys.stderr)
-        sys.exit(EXIT_BAD_CONFIG)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,8 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         at_hand.discard()
 
 
-def _parser() -> _Parser:
-    parser = _Parser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="robust-train run",
         usage="robust-train run [OPTIONS] [KEY=VALUE …] -- PROGRAM [ARGUMENT …]",
         description="Run a script in any language: picks and waits for a GPU, and starts it again "
