@@ -49,7 +49,7 @@ def _addressable_gpus() -> tuple[dict[GpuInfo, int], str | None]:
     started = order_in_this_process()
     if started is not None:
         # what the environment says now no longer counts
-        inventory = read_inventory(processes=False)
+        inventory = read_inventory(processes=False, waits_for_ever=True)
         ordinals = {uuid: ordinal for ordinal, uuid in enumerate(started)}
         known = {gpu: ordinals.get(gpu.uuid.partition("-")[2]) for gpu in inventory.gpus}
         found = {gpu: ordinal for gpu, ordinal in known.items() if ordinal is not None}
@@ -57,7 +57,7 @@ def _addressable_gpus() -> tuple[dict[GpuInfo, int], str | None]:
     if VARIABLE not in os.environ:
         # a mask of numbers would mean other GPUs under another order, so not beside a mask
         os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-    visible = visible_gpus(read_inventory(processes=False), os.environ)
+    visible = visible_gpus(read_inventory(processes=False, waits_for_ever=True), os.environ)
     if visible.warning is not None:
         log.warning("%s", visible.warning)
     if visible.hidden_on_purpose:
