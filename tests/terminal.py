@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pty
+import select
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -42,13 +43,23 @@ def run_at_a_terminal(
     os.close(theirs)
     shown = b""
     with contextlib.suppress(OSError):  # EIO: the last writer is gone
-        while data := os.read(ours, 65536):
-            shown += data
-            if ask and ask.encode() in shown:
+        while data := _read(ours, again=answer if ask.encode() in shown else ""):
+            shown_before, shown = shown, shown + data
+            if ask and ask.encode() in shown and ask.encode() not in shown_before:
                 os.write(ours, answer.encode())
-                ask = ""
     os.close(ours)
     return process.wait(timeout=60), shown.decode()
+
+
+def _read(terminal: int, *, again: str) -> bytes:
+    """What is shown next. A control character is typed again while nothing is: Python's ``input``
+    misses a Ctrl-C that comes after the question and before it has begun to read.
+    """
+    while again and not again.isprintable() and len(again) == 1:
+        if select.select([terminal], [], [], 1.0)[0]:
+            break
+        os.write(terminal, again.encode())
+    return os.read(terminal, 65536)
 
 
 def _take_terminal() -> None:

@@ -19,14 +19,23 @@ def _data_bytes():
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData"))
 
 
+def _number_of_samples(run):
+    path = run.run_dir / "memory.jsonl"
+    return len(path.read_bytes().splitlines()) if path.exists() else 0
+
+
 def _trains(run, steps, leak_bytes):
-    """Real steps of a small network whose activations are large beside it."""
+    """Real steps of a small network whose activations are large beside it: so many, and on until
+    there are samples enough, which on a busy machine come rarely.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64))
     optimizer = torch.optim.AdamW(model.parameters())
     kept = []
     run.started(0)
-    for step in range(1, steps + 1):
+    step = 0
+    while step < steps or (step < 20 * steps and _number_of_samples(run) < 100):
+        step += 1
         x = torch.randn(2048, 64)
         optimizer.zero_grad()
         nn.functional.mse_loss(model(x), x).backward()
