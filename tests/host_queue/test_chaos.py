@@ -85,7 +85,9 @@ def test_a_scheduler_that_is_broken_on_purpose_is_found_out(
         per_device=per_device,
         # a large job now and then, and many that could pass it
         sizes_mib=(4000, 8000, 8000, 8000, 8000, 8000, 8000, 8000, 12000, 12000, 12000, 38000),
-        longest_seconds=0.3,
+        # in this order the large jobs come early, and have many behind them
+        seed=2,
+        longest_seconds=0.4,
         sabotage=sabotage,
     )
     assert asdict(verdict)[found] > 0, verdict

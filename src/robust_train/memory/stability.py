@@ -91,11 +91,11 @@ def stability(samples: Sequence[Sample]) -> Stability:
     if slope := _growth(known.get("allocated"), _GPU_BYTES):
         return _growing(slope, "")
     if slope := _growth(known.get("reserved"), _GPU_BYTES):
-        rate = slope * 100 / MIB
+        rate = _mib_per_100_steps(slope)
         return Stability(
             "fragmenting",
             f"fragmenting (reserved but not in use: {rate:+.1f} MiB per 100 steps)",
-            round(rate, 3),
+            rate,
         )
     if slope := _growth(known.get("host"), _HOST_BYTES):
         return _growing(slope, "host memory " if on_gpu else "")
@@ -119,9 +119,14 @@ def _unknown(why: str) -> Stability:
 
 
 def _growing(slope: float, what: str) -> Stability:
-    rate = slope * 100 / MIB
+    rate = _mib_per_100_steps(slope)
     sentence = f"growing (leak suspected: {what}{rate:+.1f} MiB per 100 steps)"
-    return Stability("growing", sentence, round(rate, 3))
+    return Stability("growing", sentence, rate)
+
+
+def _mib_per_100_steps(slope: float) -> float:
+    # rounded before it is put into words, so that sentence and figure agree to the last digit
+    return round(slope * 100 / MIB, 3)
 
 
 _Point = tuple[float, float]
