@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import os
 import shlex
 import shutil
@@ -139,25 +138,6 @@ def contestants() -> dict[str, Callable[[Machine, Path, list[float]], object]]:
     return found
 
 
-def between_jobs(folder: Path) -> tuple[list[float], int]:
-    """Seconds from each job's end to the next one on the same GPU; GPUs taken while held."""
-    held: dict[str, int] = {}
-    given: dict[str, float] = {}
-    gaps, twice = [], 0
-    for line in (folder / "held.jsonl").read_text().splitlines():
-        event = json.loads(line)
-        gpu = event["gpu"]
-        if event["event"] == "take":
-            twice += held.get(gpu, 0) > 0
-            if gpu in given and not held.get(gpu):
-                gaps.append(event["time"] - given[gpu])
-            held[gpu] = held.get(gpu, 0) + 1
-        else:
-            given[gpu] = event["time"]
-            held[gpu] -= 1
-    return gaps, twice
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--job-seconds", type=float, default=30)
@@ -187,7 +167,7 @@ def main() -> None:
                     print(error.stdout, error.stderr, file=sys.stderr)
                     raise
                 walls[title].append(time.perf_counter() - started)
-                found, held_twice = between_jobs(folder)
+                found, held_twice = ours.between_jobs(folder)
                 gaps[title] += found
                 twice[title] += held_twice
         for title, seconds in walls.items():

@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -131,22 +132,34 @@ def cpu_seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def what_the_log_says(folder: Path, started: float, ended: float) -> str:
-    """Where the time went, and how often a GPU was taken while another job held it."""
-    events = [json.loads(line) for line in (folder / "held.jsonl").read_text().splitlines()]
+def held_by_jobs(folder: Path) -> list[dict[str, Any]]:
+    """What the jobs wrote down when they took a GPU and gave it back, in order."""
+    return [json.loads(line) for line in (folder / "held.jsonl").read_text().splitlines()]
+
+
+def between_jobs(folder: Path) -> tuple[list[float], int]:
+    """Seconds from each job's end to the next one on the same GPU; GPUs taken while held."""
     held: dict[str, int] = {}
     given: dict[str, float] = {}
-    idle, times = [], 0
-    for event in events:
+    gaps: list[float] = []
+    twice = 0
+    for event in held_by_jobs(folder):
         gpu = event["gpu"]
         if event["event"] == "take":
-            times += held.get(gpu, 0) > 0
+            twice += held.get(gpu, 0) > 0
             if gpu in given and not held.get(gpu):
-                idle.append(event["time"] - given[gpu])
+                gaps.append(event["time"] - given[gpu])
             held[gpu] = held.get(gpu, 0) + 1
         else:
             given[gpu] = event["time"]
             held[gpu] -= 1
+    return gaps, twice
+
+
+def what_the_log_says(folder: Path, started: float, ended: float) -> str:
+    """Where the time went, and how often a GPU was taken while another job held it."""
+    events = held_by_jobs(folder)
+    idle, times = between_jobs(folder)
     longest = max(idle, default=0.0)
     return (
         f"first job at work after {events[0]['time'] - started:.1f} s, a GPU idle between two jobs "

@@ -67,6 +67,25 @@ class Example:
         return world.end(process)
 
 
+def stopped_and_resumed(example: Example, *more: str) -> tuple[int, Ended]:
+    """Stop it with SIGTERM in the midst of an epoch, and let the same command end it.
+
+    Returns:
+        The step at which it was stopped, and the job that went on from there.
+    """
+    periodic = "training.checkpoint_every_steps=null"
+    ended = example.run_stopped("stopped", periodic, *more)
+    assert ended.returncode == 143, ended.output
+    stopped_after = events(ended, "checkpoint")[-1]["step"]
+    assert stopped_after >= example.at_step
+
+    ended = example.run_stopped("stopped", periodic, *more)
+    assert ended.returncode == 0, ended.output
+    assert events(ended, "training_started")[-1]["step"] == stopped_after
+    assert stopped_after < events(ended, "checkpoint")[-1]["step"]
+    return stopped_after, ended
+
+
 def went_on(ended: Ended) -> None:
     """Assert that the job halved its micro-batch at least once, and lost only a few steps."""
     assert ended.returncode == 0, ended.output

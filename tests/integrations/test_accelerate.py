@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from jobs import Example, events
+from jobs import Example, events, stopped_and_resumed
 from omegaconf import OmegaConf
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -32,13 +32,6 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Example:
         at_step=4,
         folder=tmp_path_factory.mktemp("accelerate"),
     )
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(example: Example) -> Ended:
-    ended = example.run("measured", "uninterrupted")
-    assert ended.returncode == 0, ended.output
-    return ended
 
 
 def weights(ended: Ended) -> dict[str, torch.Tensor]:
@@ -86,18 +79,10 @@ def test_where_it_runs_out_outside_of_a_step_the_next_attempt_goes_on_with_half(
 
 def test_sigterm_leaves_a_checkpoint_to_go_on_from_to_the_very_same_weights(example: Example):
     """With dropout, so with the random numbers as well."""
-    others = ("training.checkpoint_every_steps=null", "model.dropout=0.3")
-    whole = example.run("example", "whole", *others)
+    dropout = "model.dropout=0.3"
+    whole = example.run("example", "whole", dropout)
     assert whole.returncode == 0, whole.output
-
-    ended = example.run_stopped("stopped", *others)
-    assert ended.returncode == 143, ended.output
-    stopped_after = events(ended, "checkpoint")[-1]["step"]
-    assert example.at_step <= stopped_after < 9
-
-    ended = example.run_stopped("stopped", *others)
-    assert ended.returncode == 0, ended.output
-    assert events(ended, "training_started")[-1]["step"] == stopped_after
+    _, ended = stopped_and_resumed(example, dropout)
     for name, weight in weights(whole).items():
         assert torch.equal(weights(ended)[name], weight)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from jobs import Example, events, went_on
+from jobs import Example, events, stopped_and_resumed, went_on
 from omegaconf import OmegaConf
 
 from robust_train.run import Run, UserError
@@ -34,13 +34,6 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Example:
         at_step=9,
         folder=tmp_path_factory.mktemp("transformers"),
     )
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(example: Example) -> Ended:
-    ended = example.run("measured", "uninterrupted")
-    assert ended.returncode == 0, ended.output
-    return ended
 
 
 def weights(ended: Ended) -> dict[str, torch.Tensor]:
@@ -77,15 +70,7 @@ def test_where_memory_runs_out_it_goes_on_with_half_the_micro_batch_to_the_same_
 def test_sigterm_leaves_a_checkpoint_to_go_on_from_to_the_very_same_weights(
     example: Example, uninterrupted: Ended
 ):
-    periodic = "training.checkpoint_every_steps=null"
-    ended = example.run_stopped("stopped", periodic)
-    assert ended.returncode == 143, ended.output
-    stopped_after = events(ended, "checkpoint")[-1]["step"]
-    assert example.at_step <= stopped_after < 12
-
-    ended = example.run_stopped("stopped", periodic)
-    assert ended.returncode == 0, ended.output
-    assert events(ended, "training_started")[-1]["step"] == stopped_after
+    _, ended = stopped_and_resumed(example)
     for name, weight in weights(uninterrupted).items():
         assert torch.equal(weights(ended)[name], weight)
 

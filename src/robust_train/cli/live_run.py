@@ -37,22 +37,11 @@ def request(
         alone: what can and cannot be done without a live run, for where there is none.
         options: of the verb.
     """
-    from robust_train.control.client import (
-        ControlError,
-        NoLiveRun,
-        ask,
-        choose_run,
-        find_live_runs,
-    )
-
-    if which is None and not find_live_runs():
-        message = f"no run of yours is alive on this machine; {alone}"
+    asked, problem = ask_run(which, verb, **options)
+    if asked is None:
+        message = problem or f"no run of yours is alive on this machine; {alone}"
         return fail(command, message, as_json)
-    try:
-        run = choose_run(which)
-        answer = ask(run, verb, **options)
-    except (NoLiveRun, ControlError) as problem:
-        return fail(command, str(problem), as_json)
+    run, answer = asked
     if as_json:
         print(json.dumps({"run": run.id, **answer}, indent=2))
     else:
@@ -60,11 +49,15 @@ def request(
     return 0
 
 
-def figures_of(which: str | None) -> tuple[tuple[Any, dict[str, Any]] | None, str | None]:
-    """A live run and its own figures, or why there are none; neither where no run is alive.
+def ask_run(
+    which: str | None, verb: str, **options: Any
+) -> tuple[tuple[Any, dict[str, Any]] | None, str | None]:
+    """A live run and its answer, or why there is none; neither where no run is alive.
 
     Args:
         which: the run that was named, None for the only one.
+        verb: of :func:`robust_train.memory.requests.perform`.
+        options: of the verb.
     """
     from robust_train.control.client import (
         ControlError,
@@ -78,7 +71,7 @@ def figures_of(which: str | None) -> tuple[tuple[Any, dict[str, Any]] | None, st
         return None, None
     try:
         run = choose_run(which)
-        return (run, ask(run, "memory_info")), None
+        return (run, ask(run, verb, **options)), None
     except (NoLiveRun, ControlError) as problem:
         return None, str(problem)
 

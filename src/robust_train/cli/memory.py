@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from robust_train.cli import kill
 from robust_train.cli.live_run import (
     add_run_argument,
+    ask_run,
     fail,
-    figures_of,
     print_answer,
     request,
 )
@@ -73,7 +73,7 @@ def info(command: str, which: str | None, *, as_json: bool) -> int:
     Where no run was named, none or several are no error: the machine's part stands alone.
     """
     machine = read_machine_memory()
-    told, problem = figures_of(which)
+    told, problem = ask_run(which, "memory_info")
     if problem is not None and which is not None:
         return fail(command, problem, as_json)
     if problem is not None:

@@ -16,6 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from robust_train.files import replacing
+
 _UNFINISHED = (".tmp", ".temp", ".part", ".partial", ".incomplete", "~")
 _ZIP = b"PK\x03\x04"
 _LARGEST_HEADER_BYTES = 100_000_000  # what safetensors itself accepts
@@ -137,10 +139,9 @@ def _files_in(folder: Path) -> list[Path]:
 
 def write_stamps(path: Path, found: Mapping[str, Stamp]) -> None:
     """Remember what was found, whole or not at all."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     rows = {name: [stamp.changed_ns, stamp.size] for name, stamp in found.items()}
-    temporary.write_text(json.dumps(rows))
-    temporary.replace(path)
+    with replacing(path) as temporary:
+        temporary.write_text(json.dumps(rows))
 
 
 def read_stamps(path: Path) -> dict[str, Stamp] | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import select
 import shlex
@@ -16,12 +15,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from robust_train.config import ConfigError
+from robust_train.execution.prctl import become_subreaper, children, signal_at_parents_death
 from robust_train.run import Run
 
 TICK_SECONDS = 0.5
 _KILL_SECONDS = 5.0
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
 
 
 class Script:
@@ -40,17 +38,16 @@ class Script:
     """
 
     def __init__(self, argv: Sequence[str], environ: Mapping[str, str], cwd: Path) -> None:
-        libc = ctypes.CDLL(None)
         parent = os.getpid()
 
         def in_child() -> None:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # the fork server ignores it
-            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            signal_at_parents_death(signal.SIGKILL)
             if os.getppid() != parent:
                 os._exit(1)
 
-        libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        self._not_ours = set(_children())
+        become_subreaper()
+        self._not_ours = set(children())
         try:
             self._process = subprocess.Popen(
                 list(argv),
@@ -108,7 +105,7 @@ class Script:
         """The script and orphans of what it started; the dead among them are collected."""
         self._process.poll()
         running = []
-        for pid in _children():
+        for pid in children():
             if pid in self._not_ours:
                 continue
             if pid == self.pid:
@@ -163,14 +160,6 @@ def _woken_by_signals() -> Iterator[Callable[[float], None]]:
         signal.signal(signal.SIGCHLD, old_handler)
         os.close(read_end)
         os.close(write_end)
-
-
-def _children() -> list[int]:
-    try:
-        pid = os.getpid()
-        return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except OSError:
-        return []
 
 
 def _files_to_inherit() -> list[int]:

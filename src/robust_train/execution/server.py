@@ -23,7 +23,7 @@ from robust_train.config import ConfigError
 from robust_train.control.attempt import AttemptRequests
 from robust_train.execution.child import adopt_hydra, run_attempt
 from robust_train.execution.cuda_guard import why_not_fork
-from robust_train.execution.prctl import signal_at_parents_death
+from robust_train.execution.prctl import children, signal_at_parents_death
 from robust_train.execution.request import AttemptRequest, TrainerRef
 from robust_train.execution.wire import (
     ORPHAN_GRACE_SECONDS,
@@ -264,20 +264,12 @@ def _stop_on_sigterm(run: Run) -> None:
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 
 
-def _children_of(pid: int) -> list[int]:
-    """Direct children, orphans of the attempt included: this process is their subreaper."""
-    try:
-        return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except OSError:
-        return []
-
-
 def _kill_all(*, group: int) -> None:
     """Until nobody is left: who is killed leaves its own children to this process."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, signal.SIGKILL)
     deadline = time.monotonic() + _KILL_SECONDS  # one may hang in the kernel
-    while (pids := _children_of(os.getpid())) and time.monotonic() < deadline:
+    while (pids := children()) and time.monotonic() < deadline:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 from robust_train.gpu import unified
 from robust_train.gpu.bounded import NoAnswer, ask
@@ -20,11 +19,12 @@ from robust_train.gpu.nvml_session import (
     forget_session,
     init_problem,
     known_session,
+    memory_info,
     open_session,
+    optional,
+    slice_handles,
 )
 from robust_train.types import GpuInfo, GpuProcess, Inventory, SkippedGpu
-
-_T = TypeVar("_T")
 
 _HEALTH_SECONDS = 10.0
 # where nothing keeps the driver awake, the first call wakes all GPUs, which takes seconds for each
@@ -121,7 +121,7 @@ def _legacy_slice_names() -> dict[str, str]:
     for static in list(session.known.values()):
         if not static.can_be_sliced or not _is_sliced(nvml, static.handle):
             continue
-        for handle in _slice_handles(nvml, static):
+        for handle in slice_handles(nvml, static.handle):
             try:
                 gpu_instance = nvml.nvmlDeviceGetGpuInstanceId(handle)
                 compute_instance = nvml.nvmlDeviceGetComputeInstanceId(handle)
@@ -139,14 +139,6 @@ def _problem(session: Session, gpus: list[GpuInfo], skipped: list[SkippedGpu]) -
         return f"no NVIDIA GPU on this machine (driver {session.driver_version or 'unknown'})"
     reasons = "; ".join(f"GPU {gpu.index}: {gpu.reason}" for gpu in skipped)
     return f"none of the {len(skipped)} GPUs here can be used: {reasons}"
-
-
-def _optional(nvml: Any, call: Callable[..., _T], *arguments: Any) -> _T | None:
-    """A metric that a GPU may lack: None on any error."""
-    try:
-        return call(*arguments)
-    except nvml.NVMLError:
-        return None
 
 
 def _read_gpu(session: Session, index: int, processes: bool) -> list[GpuInfo] | SkippedGpu:
@@ -207,42 +199,32 @@ def ask_health_again() -> None:
 def _read_static(nvml: Any, index: int) -> Static:
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
     uuid = str(nvml.nvmlDeviceGetUUID(handle))
-    name = _optional(nvml, nvml.nvmlDeviceGetName, handle)
-    pci = _optional(nvml, nvml.nvmlDeviceGetPciInfo, handle)
+    name = optional(nvml, nvml.nvmlDeviceGetName, handle)
+    pci = optional(nvml, nvml.nvmlDeviceGetPciInfo, handle)
     return Static(
         handle=handle,
         uuid=uuid,
         name="unknown GPU" if name is None else str(name),
         pci_bus_id="" if pci is None else f"{pci.domain:08x}:{pci.bus:02x}:{pci.device:02x}.0",
-        can_be_sliced=_optional(nvml, nvml.nvmlDeviceGetMigMode, handle) is not None,
+        can_be_sliced=optional(nvml, nvml.nvmlDeviceGetMigMode, handle) is not None,
     )
 
 
 def _is_sliced(nvml: Any, handle: Any) -> bool:
-    mode = _optional(nvml, nvml.nvmlDeviceGetMigMode, handle)
+    mode = optional(nvml, nvml.nvmlDeviceGetMigMode, handle)
     return mode is not None and mode[0] == nvml.NVML_DEVICE_MIG_ENABLE
-
-
-def _slice_handles(nvml: Any, static: Static) -> list[Any]:
-    most = _optional(nvml, nvml.nvmlDeviceGetMaxMigDeviceCount, static.handle) or 0
-    # an empty slot answers NOT_FOUND
-    slots = (
-        _optional(nvml, nvml.nvmlDeviceGetMigDeviceHandleByIndex, static.handle, slot)
-        for slot in range(most)
-    )
-    return [handle for handle in slots if handle is not None]
 
 
 def _read_slices(nvml: Any, parent: Static, index: int, processes: bool) -> list[GpuInfo]:
     """The slices of a GPU: nothing can run on the GPU as a whole while MIG is on."""
     slices: list[GpuInfo] = []
     reason = "MIG is on but no slice has been made: nvidia-smi mig -cgi … -C"
-    for handle in _slice_handles(nvml, parent):
+    for handle in slice_handles(nvml, parent.handle):
         try:
             static = replace(
                 parent,
                 uuid=str(nvml.nvmlDeviceGetUUID(handle)),
-                name=str(_optional(nvml, nvml.nvmlDeviceGetName, handle) or f"{parent.name} MIG"),
+                name=str(optional(nvml, nvml.nvmlDeviceGetName, handle) or f"{parent.name} MIG"),
             )
             info = _read_device(nvml, static, handle, index, processes, mode_of=parent.handle)
         except (nvml.NVMLError, _Unreadable) as error:
@@ -258,8 +240,8 @@ def _read_device(
     nvml: Any, static: Static, handle: Any, index: int, processes: bool, mode_of: Any = None
 ) -> GpuInfo:
     total, free, used, is_unified = _read_memory(nvml, static, handle)
-    utilization = _optional(nvml, nvml.nvmlDeviceGetUtilizationRates, handle)
-    mode = _optional(nvml, nvml.nvmlDeviceGetComputeMode, mode_of or handle)
+    utilization = optional(nvml, nvml.nvmlDeviceGetUtilizationRates, handle)
+    mode = optional(nvml, nvml.nvmlDeviceGetComputeMode, mode_of or handle)
     compute_mode = _COMPUTE_MODES.get(mode or 0, "default")
     return GpuInfo(
         uuid=static.uuid,
@@ -292,7 +274,7 @@ def _why_unusable(nvml: Any, handle: Any, compute_mode: str) -> str | None:
 def _read_memory(nvml: Any, static: Static, handle: Any) -> tuple[int, int, int, bool]:
     """Total, free and used bytes, and whether they are the host's."""
     try:
-        memory = _memory_info(nvml, handle)
+        memory = memory_info(nvml, handle)
     except nvml.NVMLError_NotSupported:
         memory = None
         if not unified.is_integrated(static.name):
@@ -306,18 +288,6 @@ def _read_memory(nvml: Any, static: Static, handle: Any) -> tuple[int, int, int,
         raise _Unreadable("it shares the host's memory, and /proc/meminfo cannot be read")
     total, available = host
     return total, available, total - available, True
-
-
-def _memory_info(nvml: Any, handle: Any) -> Any:
-    """Memory as version 2 of the call tells it, else as version 1 does.
-
-    Version 2 keeps what the driver reserves apart from what is used; ``free`` is the same. Some
-    drivers have the symbol of version 2 and still answer it with an unknown error (seen on WSL).
-    """
-    try:
-        return nvml.nvmlDeviceGetMemoryInfo(handle, nvml.nvmlMemory_v2)
-    except nvml.NVMLError:
-        return nvml.nvmlDeviceGetMemoryInfo(handle)
 
 
 def _read_processes(nvml: Any, handle: Any) -> tuple[GpuProcess, ...] | None:

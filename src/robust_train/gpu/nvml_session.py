@@ -7,8 +7,11 @@ and an open session keeps the GPUs initialised for the next look.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
+
+_T = TypeVar("_T")
 
 _NO_DRIVER = (
     "no NVIDIA driver on this machine (libnvidia-ml.so.1 was not found); "
@@ -99,3 +102,34 @@ def init_problem(nvml: Any, error: Exception) -> str:
         nvml.NVML_ERROR_DRIVER_NOT_LOADED: _NOT_LOADED,
         nvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: _MISMATCH,
     }.get(code, f"the NVIDIA driver does not answer ({error}); see what nvidia-smi says")
+
+
+def optional(nvml: Any, call: Callable[..., _T], *arguments: Any) -> _T | None:
+    """A metric that a GPU may lack: None on any error."""
+    try:
+        return call(*arguments)
+    except nvml.NVMLError:
+        return None
+
+
+def memory_info(nvml: Any, handle: Any) -> Any:
+    """Memory as version 2 of the call tells it, else as version 1 does.
+
+    Version 2 keeps what the driver reserves apart from what is used; ``free`` is the same. Some
+    drivers have the symbol of version 2 and still answer it with an unknown error (seen on WSL).
+    """
+    try:
+        return nvml.nvmlDeviceGetMemoryInfo(handle, nvml.nvmlMemory_v2)
+    except nvml.NVMLError:
+        return nvml.nvmlDeviceGetMemoryInfo(handle)
+
+
+def slice_handles(nvml: Any, parent: Any) -> list[Any]:
+    """Handles of the MIG slices of the GPU with the handle ``parent``."""
+    most = optional(nvml, nvml.nvmlDeviceGetMaxMigDeviceCount, parent) or 0
+    # an empty slot answers NOT_FOUND
+    slots = (
+        optional(nvml, nvml.nvmlDeviceGetMigDeviceHandleByIndex, parent, slot)
+        for slot in range(most)
+    )
+    return [handle for handle in slots if handle is not None]

@@ -19,6 +19,7 @@ import torch
 from omegaconf import DictConfig
 
 from robust_train.integrations.lightning_callback import RobustCallback, Stopped, logged
+from robust_train.integrations.result import chosen
 from robust_train.run import Interrupted, Run, UserError
 from robust_train.training.extras import require
 
@@ -179,13 +180,7 @@ def _result(trainer: Any, model: Any, data: Any, metric: str | None, validation:
         loaders = {"dataloaders": validation} if validation is not None else {"datamodule": data}
         trainer.validate(model, **loaders, verbose=False)
         found |= logged(trainer)
-    if metric is None:
-        return found
-    if metric not in found:
-        raise UserError(
-            f"metric={metric}: was not logged; there are {', '.join(sorted(found)) or 'none'}"
-        )
-    return found[metric]
+    return chosen(metric, found)
 
 
 def _can_validate(trainer: Any, data: Any, validation: Any) -> bool:

@@ -20,6 +20,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from robust_train.failures import classify_failure
+from robust_train.integrations.result import chosen
 from robust_train.run import Interrupted, Run, UserError
 from robust_train.training.checkpoint import SaveClock
 from robust_train.training.extras import require
@@ -294,10 +295,4 @@ def _result(trainer: Any, metric: str | None) -> Any:
     is_evaluated = any(name.startswith("eval_") for name in found)
     if trainer.eval_dataset is not None and not is_evaluated:
         found |= _numbers(trainer.evaluate())
-    if metric is None:
-        return found
-    if metric not in found:
-        raise UserError(
-            f"metric={metric}: was not logged; there are {', '.join(sorted(found)) or 'none'}"
-        )
-    return found[metric]
+    return chosen(metric, found)

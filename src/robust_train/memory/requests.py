@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from robust_train.files import replacing
 from robust_train.memory.clearing import clear_gpu_memory
 from robust_train.memory.holders import started_torch
 from robust_train.memory.peaks import reset_peak_memory_stats
@@ -88,7 +88,8 @@ def _snapshot(options: Mapping[str, Any], run_dir: Path) -> Answer:
     while (tensors_path := run_dir / f"memory-tensors-{number}.json").exists():
         number += 1
     tensors = largest_tensors()
-    _replace(tensors_path, lambda path: path.write_text(json.dumps(tensors, indent=2) + "\n"))
+    with replacing(tensors_path) as path:
+        path.write_text(json.dumps(tensors, indent=2) + "\n")
     written = [tensors_path]
     sentences = [f"the {len(tensors)} largest live tensors are in {tensors_path}"]
     torch = started_torch()
@@ -96,7 +97,8 @@ def _snapshot(options: Mapping[str, Any], run_dir: Path) -> Answer:
         sentences.append("no CUDA in this process, so there is no snapshot of its allocator")
     else:
         snapshot_path = run_dir / f"memory-snapshot-{number}.pickle"
-        _replace(snapshot_path, lambda path: torch.cuda.memory._dump_snapshot(str(path)))
+        with replacing(snapshot_path) as path:
+            torch.cuda.memory._dump_snapshot(str(path))
         written.append(snapshot_path)
         sentences.append(
             f"torch's snapshot is in {snapshot_path}, for https://pytorch.org/memory_viz"
@@ -108,16 +110,6 @@ def _snapshot(options: Mapping[str, Any], run_dir: Path) -> Answer:
                 "next snapshot"
             )
     return {"sentence": "; ".join(sentences), "written": [str(path) for path in written]}
-
-
-def _replace(path: Path, write: Callable[[Path], object]) -> None:
-    """Such that ``path`` is there whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        write(temporary)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 _VERBS: dict[str, tuple[Callable[[Mapping[str, Any], Path], Answer], tuple[str, ...]]] = {

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from robust_train.files import replacing
 from robust_train.memory.probe import Probe
 from robust_train.memory.record import Kept, Limits, thinned
 from robust_train.memory.samples import FILE_NAME, Sample, encode
@@ -209,11 +210,5 @@ class SampleFile:
     def _replace(self, content: bytes) -> None:
         """Put the new file in the old one's place, whole or not at all."""
         self.close()
-        temporary = self._path.with_suffix(f".{os.getpid()}.tmp")
-        try:
+        with replacing(self._path) as temporary:
             temporary.write_bytes(content)
-            temporary.replace(self._path)
-        except OSError:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
-            raise

@@ -6,12 +6,12 @@ import base64
 import functools
 import hashlib
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
+from robust_train.files import replacing
 from robust_train.report import figures, units, wording
 from robust_train.report.attempts import AttemptStory
 from robust_train.report.sources import finite, read_sources
@@ -53,14 +53,9 @@ def save(path: Path, text: str) -> Path:
     Raises:
         OSError: it cannot be written.
     """
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    try:
+    with replacing(path) as temporary:
         # a path may hold bytes that are no text
         temporary.write_bytes(text.encode("utf-8", "replace"))
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
     return path
 
 

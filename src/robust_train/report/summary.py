@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from robust_train.files import replacing
 from robust_train.journal import strict_json
 from robust_train.memory.stability import Stability
 from robust_train.types import GIB, Attempt, Decision, Outcome
@@ -103,13 +103,12 @@ class Summary:
     def write(self) -> None:
         """Put ``summary.json`` into the run folder, whole or not at all."""
         path = self.run_dir / "summary.json"
-        temporary = path.with_suffix(f".{os.getpid()}.tmp")
+        text = json.dumps(self.as_json(), indent=2, ensure_ascii=False) + "\n"
         try:
-            temporary.write_text(json.dumps(self.as_json(), indent=2, ensure_ascii=False) + "\n")
-            temporary.replace(path)
+            with replacing(path) as temporary:
+                temporary.write_text(text)
         except OSError as error:
             log.warning("cannot write %s: %s", path, error.strerror)
-            temporary.unlink(missing_ok=True)
 
 
 def objective_of(result: Any) -> Any:

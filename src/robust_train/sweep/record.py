@@ -6,16 +6,15 @@ later launch of the same sweep which overrides the folder was used with.
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import json
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from robust_train.files import replacing
 from robust_train.journal import strict_json
 
 FILE = "sweep_job.json"
@@ -166,12 +165,6 @@ def write_json(path: Path, content: Any) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    try:
-        text = json.dumps(strict_json(content), indent=2, ensure_ascii=False, default=str)
+    text = json.dumps(strict_json(content), indent=2, ensure_ascii=False, default=str)
+    with replacing(path) as temporary:
         temporary.write_text(text + "\n", encoding="utf-8")
-        temporary.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise

@@ -21,6 +21,7 @@ from types import FrameType
 from typing import Any
 
 from robust_train.execution.signals import UNDER_SUBMITIT, JobInterrupted, stop_job
+from robust_train.gpu.queue_dir import boot_name
 
 VARIABLE = "ROBUST_TRAIN_SWEEP_STOP_WORD"
 """Where the socket is and what it is called, for the jobs' processes."""
@@ -245,7 +246,6 @@ def _address(sweep: str) -> str:
 def _place() -> str:
     """Where the names of sockets are the same as here: this boot, this network namespace."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{os.readlink('/proc/self/ns/net')}"
+        return f"{boot_name()}/{os.readlink('/proc/self/ns/net')}"
     except OSError:
         return "unknown"

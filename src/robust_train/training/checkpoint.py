@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import re
@@ -15,6 +14,7 @@ from typing import IO, Any
 import torch
 
 from robust_train.failures import classify_failure
+from robust_train.files import replacing
 from robust_train.types import MEMORY_FAILURES
 
 log = logging.getLogger("robust_train.training")
@@ -91,20 +91,15 @@ def write_atomically(content: Mapping[str, Any], path: Path) -> None:
     Raises:
         CheckpointError: no space, no permission, too large …; nothing of the attempt is left.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("wb") as file:
+        with replacing(path) as temporary, temporary.open("wb") as file:
             _save(content, file)
             file.flush()
             os.fsync(file.fileno())
-        temporary.replace(path)
         _sync_folder(path.parent)
     except OSError as error:
         raise CheckpointError(f"cannot write {path}: {error.strerror or error}") from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
 
 
 class _RecordingFile:
