@@ -37,7 +37,7 @@ def run_to_the_end(
     fails: list[FailureKind] | FailureKind = FailureKind.DEVICE_OOM,
 ) -> tuple[list[AttemptSpec], list[str], GiveUp]:
     """Every attempt fails; returns what was tried, the actions between, and the end."""
-    spec = first_attempt(settings, gpus[0] if gpus else None)
+    spec = first_attempt(settings, gpus[:1])
     history: tuple[Attempt, ...] = ()
     specs, actions = [spec], []
     while True:
@@ -121,7 +121,7 @@ def test_accumulation_keeps_the_effective_batch_where_half_does_not_divide():
 
 def test_warns_when_no_micro_batch_divides_the_effective_batch():
     settings = PolicySettings(batch_size=7, min_batch_size=2)
-    decision = decide(settings, (failed(first_attempt(settings, gpu(0, 1))),), ())
+    decision = decide(settings, (failed(first_attempt(settings, (gpu(0, 1),))),), ())
     assert isinstance(decision, Retry)
     assert (decision.spec.batch_size, decision.spec.gradient_accumulation_steps) == (3, 3)
     assert decision.warning is not None
@@ -130,7 +130,7 @@ def test_warns_when_no_micro_batch_divides_the_effective_batch():
 
 def test_effective_batch_shrinks_with_a_warning_where_it_need_not_be_preserved():
     settings = PolicySettings(batch_size=8, preserve_effective_batch_size=False)
-    decision = decide(settings, (failed(first_attempt(settings, None)),), ())
+    decision = decide(settings, (failed(first_attempt(settings, ())),), ())
     assert isinstance(decision, Retry)
     assert decision.spec.effective_batch_size == 4
     assert decision.warning is not None
@@ -210,6 +210,6 @@ def test_effective_batch_is_exact_wherever_a_divisor_lies_in_range(settings):
     st.integers(0, 3),
 )
 def test_bugs_and_interruptions_are_never_retried(settings, gpus, kind, memory_failures_before):
-    spec = first_attempt(settings, gpus[0] if gpus else None)
+    spec = first_attempt(settings, gpus[:1])
     history = (failed(spec),) * memory_failures_before + (failed(spec, kind),)
     assert isinstance(decide(settings, history, gpus), GiveUp)

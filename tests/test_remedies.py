@@ -58,7 +58,7 @@ def taken(gib: float) -> dict[str, int]:
 
 
 def test_fragmentation_is_met_with_expandable_segments_at_the_same_batch_and_only_once():
-    spec = first_attempt(replace(SETTINGS, expandable_segments=False), gpu(0, 20))
+    spec = first_attempt(replace(SETTINGS, expandable_segments=False), (gpu(0, 20),))
     first = failed(spec, FailureKind.DEVICE_OOM, FRAGMENTED)
     retry = after(first)
     assert retry.action == "expandable_segments"
@@ -70,13 +70,13 @@ def test_fragmentation_is_met_with_expandable_segments_at_the_same_batch_and_onl
 
 def test_expandable_segments_are_not_tried_against_the_users_own_setting():
     settings = replace(SETTINGS, expandable_segments=False, may_use_expandable_segments=False)
-    spec = first_attempt(settings, gpu(0, 20))
+    spec = first_attempt(settings, (gpu(0, 20),))
     retry = after(failed(spec, FailureKind.DEVICE_OOM, FRAGMENTED), settings=settings)
     assert retry.action == "halve_batch"
 
 
 def test_memory_that_others_took_means_the_same_batch_where_there_is_room():
-    spec = first_attempt(SETTINGS, gpu(0, 20))
+    spec = first_attempt(SETTINGS, (gpu(0, 20),))
     failure = failed(spec, FailureKind.DEVICE_OOM, **taken(6))
     retry = after(failure, gpus=(gpu(1, 30), gpu(0, 14)))
     assert retry.action == "switch_gpu"
@@ -85,38 +85,38 @@ def test_memory_that_others_took_means_the_same_batch_where_there_is_room():
 
 
 def test_memory_that_others_took_is_waited_for_where_no_other_gpu_has_as_much():
-    spec = first_attempt(SETTINGS, gpu(0, 20))
+    spec = first_attempt(SETTINGS, (gpu(0, 20),))
     failure = failed(spec, FailureKind.DEVICE_OOM, **taken(6))
     retry = after(failure, gpus=(gpu(1, 15), gpu(0, 14)))
     assert retry.action == "wait"
     assert retry.spec == spec
     assert retry.room is not None
-    assert (retry.room.gpu_uuid, retry.room.free_bytes) == ("GPU-0", 20 * GIB)
+    assert (retry.room.gpu_uuids, retry.room.free_bytes) == (("GPU-0",), 20 * GIB)
     assert isinstance(retry.otherwise, Retry)
     assert retry.otherwise.action == "halve_batch"
 
 
 def test_memory_that_others_took_is_not_waited_for_by_a_job_that_does_not_wait():
     settings = replace(SETTINGS, may_wait=False)
-    failure = failed(first_attempt(settings, gpu(0, 20)), FailureKind.DEVICE_OOM, **taken(6))
+    failure = failed(first_attempt(settings, (gpu(0, 20),)), FailureKind.DEVICE_OOM, **taken(6))
     assert after(failure, settings=settings).action == "halve_batch"
 
 
 def test_a_request_too_big_even_with_what_others_took_goes_down_the_ladder():
     evidence = Evidence(requested_bytes=9 * GIB, free_bytes=GIB)
-    spec = first_attempt(SETTINGS, gpu(0, 20))
+    spec = first_attempt(SETTINGS, (gpu(0, 20),))
     failure = failed(spec, FailureKind.DEVICE_OOM, evidence, **taken(6))
     assert after(failure).action == "halve_batch"
 
 
 def test_waiting_for_memory_that_others_take_again_and_again_comes_to_an_end():
-    failure = failed(first_attempt(SETTINGS, gpu(0, 20)), FailureKind.DEVICE_OOM, **taken(6))
+    failure = failed(first_attempt(SETTINGS, (gpu(0, 20),)), FailureKind.DEVICE_OOM, **taken(6))
     actions = [after(*[failure] * n).action for n in range(1, 6)]
     assert actions == ["wait"] * 3 + ["halve_batch"] * 2
 
 
 def test_the_next_attempt_starts_at_the_micro_batch_that_the_trainer_had_come_down_to():
-    spec = first_attempt(SETTINGS, gpu(0, 20))
+    spec = first_attempt(SETTINGS, (gpu(0, 20),))
     failure = failed(spec, FailureKind.DEVICE_OOM, micro_batch=16)
     retry = after(failure)
     assert (retry.spec.batch_size, retry.spec.gradient_accumulation_steps) == (8, 8)
@@ -134,7 +134,7 @@ def as_asked(*history: Attempt) -> Retry:
 
 
 def test_a_batch_that_is_halved_on_request_keeps_the_effective_batch_and_costs_no_retry():
-    first = first_attempt(SETTINGS, gpu(0, 20))
+    first = first_attempt(SETTINGS, (gpu(0, 20),))
     stopped = failed(first, FailureKind.INTERRUPTED, stopped_for="halve_batch")
     asked = as_asked(stopped)
     assert asked.action == "halve_batch_on_request"
@@ -146,13 +146,13 @@ def test_a_batch_that_is_halved_on_request_keeps_the_effective_batch_and_costs_n
 
 
 def test_a_batch_is_not_halved_below_the_minimum_on_request():
-    least = replace(first_attempt(SETTINGS, None), batch_size=8, gradient_accumulation_steps=8)
+    least = replace(first_attempt(SETTINGS, ()), batch_size=8, gradient_accumulation_steps=8)
     asked = as_asked(failed(least, FailureKind.INTERRUPTED, stopped_for="halve_batch"))
     assert asked.spec == least
 
 
 def test_host_memory_is_freed_by_fewer_workers_with_less_ahead_before_smaller_batches():
-    spec = first_attempt(SETTINGS, gpu(0, 20))
+    spec = first_attempt(SETTINGS, (gpu(0, 20),))
     history: tuple[Attempt, ...] = ()
     seen = []
     for _ in range(4):
@@ -170,7 +170,7 @@ def test_host_memory_is_freed_by_fewer_workers_with_less_ahead_before_smaller_ba
 
 
 def test_a_worker_that_died_means_fewer_workers_down_to_none_and_then_the_end():
-    spec = first_attempt(SETTINGS, None)
+    spec = first_attempt(SETTINGS, ())
     history: tuple[Attempt, ...] = ()
     workers = []
     while True:
@@ -188,7 +188,7 @@ def test_a_worker_that_died_means_fewer_workers_down_to_none_and_then_the_end():
 
 
 def test_a_device_fault_goes_on_at_the_same_batch_on_another_gpu_and_avoids_the_sick_one():
-    spec = first_attempt(SETTINGS, gpu(0, 70))
+    spec = first_attempt(SETTINGS, (gpu(0, 70),))
     first = failed(spec, FailureKind.DEVICE_FAULT, end_step=40)
     retry = after(first, gpus=(gpu(0, 70), gpu(1, 10), gpu(2, 5)))
     assert (retry.spec.device, retry.spec.batch_size) == ("cuda:1", 64)
@@ -199,21 +199,21 @@ def test_a_device_fault_goes_on_at_the_same_batch_on_another_gpu_and_avoids_the_
 
 
 def test_a_device_fault_without_another_gpu_goes_on_on_the_cpu():
-    failure = failed(first_attempt(SETTINGS, gpu(0, 70)), FailureKind.DEVICE_FAULT, end_step=4)
+    failure = failed(first_attempt(SETTINGS, (gpu(0, 70),)), FailureKind.DEVICE_FAULT, end_step=4)
     assert after(failure, gpus=(gpu(0, 70),)).action == "cpu_fallback"
 
 
 @pytest.mark.parametrize("step", [40, None])
 def test_the_same_fault_at_the_same_step_on_two_devices_is_not_the_devices(step: int | None):
-    one = failed(first_attempt(SETTINGS, gpu(0, 9)), FailureKind.DEVICE_FAULT, end_step=step)
-    other = failed(first_attempt(SETTINGS, gpu(1, 9)), FailureKind.DEVICE_FAULT, end_step=step)
+    one = failed(first_attempt(SETTINGS, (gpu(0, 9),)), FailureKind.DEVICE_FAULT, end_step=step)
+    other = failed(first_attempt(SETTINGS, (gpu(1, 9),)), FailureKind.DEVICE_FAULT, end_step=step)
     decision = decide(SETTINGS, (one, other), (gpu(2, 70),))
     assert isinstance(decision, GiveUp)
     assert "on two devices (cuda:0 and cuda:1) is not the device's" in decision.reason
 
 
 def test_a_device_that_is_not_to_be_had_means_the_next_one_and_in_the_end_the_cpu():
-    spec = first_attempt(SETTINGS, gpu(0, 70))
+    spec = first_attempt(SETTINGS, (gpu(0, 70),))
     history: tuple[Attempt, ...] = ()
     devices = []
     for _ in range(3):
@@ -227,7 +227,7 @@ def test_a_device_that_is_not_to_be_had_means_the_next_one_and_in_the_end_the_cp
 
 
 def test_peers_are_tried_again_after_growing_pauses_and_not_for_ever():
-    failure = failed(first_attempt(SETTINGS, gpu(0, 20)), FailureKind.COMM, end_step=3)
+    failure = failed(first_attempt(SETTINGS, (gpu(0, 20),)), FailureKind.COMM, end_step=3)
     retries = [after(*[failure] * n) for n in range(1, 4)]
     assert [r.action for r in retries] == ["retry"] * 3
     assert [r.pause_seconds for r in retries] == [10, 20, 40]
@@ -262,7 +262,7 @@ def test_any_series_of_failures_ends_keeps_the_effective_batch_and_never_returns
         may_wait=data.draw(st.booleans()),
     )
     gpus = tuple(gpu(i, free) for i, free in enumerate(data.draw(st.lists(st.floats(1, 80)))))
-    spec = first_attempt(settings, gpus[0] if gpus else None)
+    spec = first_attempt(settings, gpus[:1])
     history: tuple[Attempt, ...] = ()
     visited = [spec.device_key]
     while True:
@@ -292,3 +292,60 @@ def test_any_series_of_failures_ends_keeps_the_effective_batch_and_never_returns
             assert spec.device_key not in visited
             visited.append(spec.device_key)
         assert len(history) < 400, "does not end"
+
+
+def of_rank(spec: AttemptSpec, rank: int, kind: FailureKind = FailureKind.DEVICE_OOM) -> Attempt:
+    return Attempt(spec, Outcome(Failure(kind, "out of memory", rank=rank)))
+
+
+def test_a_group_halves_for_all_and_exchanges_every_gpu_that_has_no_more_than_the_failed_one():
+    settings = PolicySettings(batch_size=8, gradient_accumulation_steps=2, ranks=2, max_retries=1)
+    small, smaller, big, bigger = gpu(0, 10), gpu(1, 9), gpu(2, 18), gpu(3, 20)
+    first = first_attempt(settings, (small, smaller))
+    assert (first.ranks, first.effective_batch_size) == (2, 32)
+    assert first.device == "cuda:0,cuda:1"
+    second = decide(settings, (of_rank(first, 0),), ())
+    assert isinstance(second, Retry)
+    assert (second.action, second.spec.batch_size, second.spec.gpus) == (
+        "halve_batch",
+        4,
+        (small, smaller),
+    )
+    assert second.spec.effective_batch_size == 32
+    assert "cuda:0 (rank 0)" in second.reason
+    history = (of_rank(first, 0), of_rank(second.spec, 0))
+    # the other one has even less: one better GPU alone would not help
+    few = decide(settings, history, (bigger,))
+    assert isinstance(few, Retry)
+    assert (few.action, few.spec.ranks, few.spec.effective_batch_size) == ("cpu_fallback", 1, 32)
+    assert (few.spec.batch_size, few.spec.gradient_accumulation_steps) == (8, 4)
+    both = decide(settings, history, (bigger, big))
+    assert isinstance(both, Retry)
+    assert (both.action, both.spec.gpus) == ("switch_gpu", (bigger, big))
+    assert both.spec.effective_batch_size == 32
+    # where only the failed one is short, only that one goes
+    last = replace(second.spec, gpus=(small, big))
+    one = decide(settings, (of_rank(first, 0), of_rank(last, 0)), (bigger,))
+    assert isinstance(one, Retry)
+    assert (one.action, one.spec.gpus) == ("switch_gpu", (bigger, big))
+
+
+def test_a_sick_gpu_of_a_group_is_exchanged_and_the_others_stay():
+    settings = PolicySettings(batch_size=8, ranks=2)
+    spec = first_attempt(settings, (gpu(0, 20), gpu(1, 20)))
+    decision = decide(settings, (of_rank(spec, 1, FailureKind.DEVICE_FAULT),), (gpu(2, 20),))
+    assert isinstance(decision, Retry)
+    assert [g.index for g in decision.spec.gpus] == [0, 2]
+    assert "cuda:1 is avoided" in decision.reason
+
+
+def test_the_cpu_in_place_of_several_gpus_halves_by_the_whole_effective_batch():
+    settings = PolicySettings(batch_size=16, ranks=3, min_batch_size=1)
+    spec = first_attempt(settings, ())
+    assert (spec.ranks, spec.gradient_accumulation_steps, spec.effective_batch_size) == (1, 3, 48)
+    decision = decide(settings, (failed(spec, FailureKind.HOST_OOM),), ())
+    assert isinstance(decision, Retry)
+    assert (decision.spec.batch_size, decision.spec.gradient_accumulation_steps) == (8, 6)
+    # unless the CPU is what the user has asked for
+    asked = first_attempt(replace(settings, cpu_ranks=3), ())
+    assert (asked.ranks, asked.gradient_accumulation_steps) == (3, 1)

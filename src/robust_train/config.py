@@ -168,6 +168,7 @@ class RobustConfig(PlainConfig):
 
     job_name: str | None = None
     auto_device: bool = True
+    num_gpus: int = 1
     wait_for_gpu: bool = True
     min_gpu_memory_mb: int = 4000
     gpu_wait_timeout_minutes: float = 60.0
@@ -309,7 +310,7 @@ def _validate_launcher(cfg: DictConfig) -> None:
     _at_least(cfg, 0, "min_gpu_memory_mb", "gpu_wait_timeout_minutes", "max_retries")
     _at_least(cfg, 0, "stop_grace_seconds", "stall_timeout_minutes", "retry_pause_seconds")
     _above(cfg, 0, "gpu_check_interval_seconds")
-    _at_least(cfg, 1, "min_batch_size", "gpu_jobs_per_device")
+    _at_least(cfg, 1, "min_batch_size", "gpu_jobs_per_device", "num_gpus")
     if cfg.min_batch_size > cfg.training.batch_size:
         raise ConfigError(
             f"min_batch_size={cfg.min_batch_size}: must not be above "

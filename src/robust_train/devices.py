@@ -19,12 +19,12 @@ from robust_train.gpu.queue_dir import directory_for
 from robust_train.gpu.select import rank
 from robust_train.gpu.visible import Visible, visible_gpus
 from robust_train.gpu.wait import GpuRequest, NoGpu, WaitStatus, wait_for_gpu
-from robust_train.types import MIB, FailureKind, GpuInfo, Outcome, Room
+from robust_train.types import MIB, FailureKind, GpuInfo, Group, Outcome, Room
 
 log = logging.getLogger("robust_train")
 
-Device = GpuInfo | None
-"""A GPU, or None for the CPU."""
+FreeBytes = tuple[int | None, ...]
+"""Free memory of each GPU of a group, in its order; None for one that does not answer."""
 
 _SETTLE_SECONDS = 5.0
 _SETTLE_BAND_BYTES = 256 * MIB
@@ -85,8 +85,11 @@ class Devices:
         """The descriptor that keeps the reservation alive; None where there is none."""
         return self._queue.hold
 
-    def acquire(self) -> Device:
-        """The device to start on: waits for a GPU as the config says, falls back as it allows.
+    def acquire(self) -> Group:
+        """The GPUs to start on: waits for them as the config says, falls back as it allows.
+
+        Returns:
+            ``num_gpus`` of them, or none at all for the CPU.
 
         Raises:
             NoDevice: nothing suitable, and the CPU is not allowed.
@@ -94,7 +97,9 @@ class Devices:
         """
         cfg = self._cfg
         if not cfg.auto_device and cfg.device == "cpu":
-            return None
+            return ()
+        if cfg.num_gpus > 1:
+            raise ConfigError(f"num_gpus={cfg.num_gpus}: only one GPU can be reserved yet")
         if cfg.auto_device and cfg.device not in ("auto", "cuda"):
             log.warning("device=%s is not used because auto_device=true", cfg.device)
         visible = self._look(False)
@@ -107,19 +112,19 @@ class Devices:
         if isinstance(found, NoGpu):
             return _cpu_or_nothing(cfg, found.reason)
         log.info("using GPU %d (%s, %s)", found.index, found.name, found.uuid)
-        return found
+        return (found,)
 
     def candidates(self) -> tuple[GpuInfo, ...]:
         """The GPUs that could be taken right now, best first; ``free_bytes`` as usable."""
         return tuple(rank(self._queue.open_gpus(), self._cfg.min_gpu_memory_mb * MIB))
 
-    def take(self, gpu: Device) -> bool:
-        """Reserve the next attempt's device in place of the last one's.
+    def take(self, group: Group) -> bool:
+        """Reserve the next attempt's GPUs in place of the last one's.
 
         Returns:
-            False where another job has it by now, and a new choice has to be made.
+            False where another job has one by now, and a new choice has to be made.
         """
-        return self._queue.take(None if gpu is None else gpu.uuid, self._claim_bytes)
+        return self._queue.take(group[0].uuid if group else None, self._claim_bytes)
 
     def hear(self, event: Mapping[str, object]) -> None:
         """Pass on what an attempt's event tells of the memory that it has allocated."""
@@ -127,11 +132,11 @@ class Devices:
         if event.get("event") == "memory" and isinstance(taken, int):
             self._queue.report(taken)
 
-    def ended(self, gpu: Device, outcome: Outcome, free_before: int | None) -> int | None:
+    def ended(self, group: Group, outcome: Outcome, free_before: FreeBytes) -> FreeBytes:
         """Note that an attempt's processes are gone, and let its memory come back if it failed.
 
         Returns:
-            Bytes that are free on its GPU after that, None where not known or not asked.
+            Bytes that are free on each of its GPUs after that; empty where it did not fail.
         """
         shown = outcome.memory or {}
         peak = max(shown.get("max_allocated", 0), shown.get("reserved", 0))
@@ -139,30 +144,33 @@ class Devices:
             least = self._cfg.min_gpu_memory_mb * MIB
             self._claim_bytes = max(least, int(peak * _MARGIN) + _CONTEXT_BYTES)
         if outcome.failure is None:
-            return None
+            return ()
         self._queue.drain()
-        if gpu is not None and outcome.failure.kind is FailureKind.DEVICE_FAULT:
+        if outcome.failure.kind is FailureKind.DEVICE_FAULT:
             ask_health_again()
-            # most faults are a kernel's mistake, and the next job's kernels are others
-            if _HARDWARE.search(outcome.failure.message) or free_bytes(gpu) is None:
-                self._queue.put_aside(gpu.uuid, outcome.failure.message)
-        return settle(gpu, free_before, sleep=self._sleep)
+            for gpu in group_part(group, outcome.failure.rank):
+                # most faults are a kernel's mistake, and the next job's kernels are others
+                if _HARDWARE.search(outcome.failure.message) or free_bytes((gpu,)) == (None,):
+                    self._queue.put_aside(gpu.uuid, outcome.failure.message)
+        return settle(group, free_before, sleep=self._sleep)
 
-    def wait_for_room(self, room: Room) -> GpuInfo | NoGpu:
+    def wait_for_room(self, room: Room) -> Group | NoGpu:
         """Wait for free memory, as long as the config allows.
 
-        On any GPU: back in line, in the old place. On the job's own GPU: that is reserved already,
+        On any GPUs: back in line, in the old place. On the job's own: these are reserved already,
         so there is nobody to stand in line behind.
 
         Returns:
-            The GPU that has it, else why the waiting ended.
+            The GPUs that have it, else why the waiting ended.
         """
-        request = self._request(room.free_bytes, room.gpu_uuid)
+        request = self._request(room.free_bytes, room.gpu_uuids[0] if room.gpu_uuids else None)
         with LiveLine() as line:
-            if room.gpu_uuid is None:
-                return self._queue.wait(request, self._tell(line), self._sleep)
             tell = self._tell(line)
-            return wait_for_gpu(request, read=self._look, announce=tell, sleep=self._sleep)
+            if not room.gpu_uuids:
+                found = self._queue.wait(request, tell, self._sleep)
+            else:
+                found = wait_for_gpu(request, read=self._look, announce=tell, sleep=self._sleep)
+        return found if isinstance(found, NoGpu) else (found,)
 
     def release(self) -> None:
         """Give back what is reserved."""
@@ -193,51 +201,58 @@ class Devices:
         return visible_gpus(read_inventory(processes=processes), self._environ)
 
 
-def free_bytes(gpu: Device) -> int | None:
-    """What NVML says is free on the GPU now; None for the CPU or a GPU that does not answer."""
-    if gpu is None:
-        return None
-    now = {g.uuid: g for g in read_inventory(processes=False).gpus}.get(gpu.uuid)
-    return None if now is None else now.free_bytes
+def free_bytes(group: Group) -> FreeBytes:
+    """What NVML says is free on each of the GPUs now; None for one that does not answer."""
+    if not group:
+        return ()
+    now = {gpu.uuid: gpu.free_bytes for gpu in read_inventory(processes=False).gpus}
+    return tuple(now.get(gpu.uuid) for gpu in group)
 
 
-def settle(gpu: Device, free_before: int | None, *, sleep: Callable[[float], None]) -> int | None:
+def settle(group: Group, free_before: FreeBytes, *, sleep: Callable[[float], None]) -> FreeBytes:
     """Wait until the memory of an attempt that ended is back, for some seconds at most.
 
     The driver may return it some hundred milliseconds after the process is gone.
 
     Args:
-        gpu: where the attempt ran.
-        free_before: bytes that were free there before it; None where not known.
+        group: where the attempt ran.
+        free_before: bytes that were free there before it; empty where not known.
         sleep: how to wait.
 
     Returns:
-        Bytes that are free now, None where not known.
+        Bytes that are free now on each GPU.
     """
     deadline = time.monotonic() + _SETTLE_SECONDS
     while True:
-        now = free_bytes(gpu)
-        if now is None or free_before is None or now >= free_before - _SETTLE_BAND_BYTES:
-            return now
-        if time.monotonic() >= deadline:
+        now = free_bytes(group)
+        is_back = all(
+            after is None or before is None or after >= before - _SETTLE_BAND_BYTES
+            for before, after in zip(free_before, now, strict=False)
+        )
+        if is_back or time.monotonic() >= deadline:
             return now
         sleep(0.05)
 
 
-def name_for_trainer(gpu: Device, environ: Mapping[str, str], *, own_process: bool) -> str:
+def group_part(group: Group, rank: int | None) -> Group:
+    """The GPU of ``rank``; all of them where it is not known which is meant."""
+    return group if rank is None else group[rank : rank + 1]
+
+
+def name_for_trainer(group: Group, environ: Mapping[str, str], *, own_process: bool) -> str:
     """What ``cfg.device`` says to the trainer.
 
     Args:
-        gpu: the attempt's GPU.
+        group: the attempt's GPUs; each rank's own is set in its process.
         environ: the launcher's environment.
-        own_process: the trainer's process sees only this GPU, so that there it is the first.
+        own_process: the trainer's process sees only these GPUs, so that there they are the first.
     """
-    if gpu is None:
+    if not group:
         return "cpu"
     if own_process:
         return "cuda:0"
     visible = visible_gpus(read_inventory(processes=False), environ)
-    return f"cuda:{visible.ordinal(gpu.uuid) or 0}"
+    return f"cuda:{visible.ordinal(group[0].uuid) or 0}"
 
 
 def _queue_directory(cfg: DictConfig, environ: Mapping[str, str]) -> Path | None:
@@ -282,8 +297,8 @@ def _why_no_gpu(visible: Visible) -> str:
     return visible.problem or visible.warning or "no usable GPU"
 
 
-def _cpu_or_nothing(cfg: DictConfig, reason: str) -> Device:
+def _cpu_or_nothing(cfg: DictConfig, reason: str) -> Group:
     if not cfg.allow_cpu_fallback:
         raise NoDevice(f"{reason}, and allow_cpu_fallback is false")
     log.info("%s: training on the CPU", reason)
-    return None
+    return ()

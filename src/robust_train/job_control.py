@@ -157,7 +157,7 @@ class JobControl:
         attempt = dict(self._attempt)
         size, steps = attempt.get("batch_size"), attempt.get("gradient_accumulation_steps")
         if size is not None and steps is not None:
-            attempt["effective_batch_size"] = size * steps
+            attempt["effective_batch_size"] = size * steps * attempt.get("ranks", 1)
         return {
             "id": job_id,
             "earlier_ids": [] if job_id == own_id else [own_id],

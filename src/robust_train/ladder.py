@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -11,8 +11,10 @@ class PolicySettings:
     """What the user asked for, as far as decisions depend on it.
 
     Attributes:
-        batch_size: requested micro-batch.
-        gradient_accumulation_steps: requested accumulation.
+        batch_size: requested micro-batch of each rank.
+        gradient_accumulation_steps: requested accumulation of each rank.
+        ranks: requested processes that share a step, one for each GPU.
+        cpu_ranks: processes on the CPU.
         num_workers: requested data-loader workers.
         min_batch_size: no attempt uses a smaller micro-batch.
         max_retries: smaller micro-batches tried on one device before it is given up, and tries of
@@ -30,6 +32,8 @@ class PolicySettings:
 
     batch_size: int
     gradient_accumulation_steps: int = 1
+    ranks: int = 1
+    cpu_ranks: int = 1
     num_workers: int = 0
     min_batch_size: int = 4
     max_retries: int = 3
@@ -46,31 +50,41 @@ class PolicySettings:
     @property
     def effective_batch_size(self) -> int:
         """Samples per optimizer step that the user asked for."""
-        return self.batch_size * self.gradient_accumulation_steps
+        return self.batch_size * self.gradient_accumulation_steps * self.ranks
+
+    def for_ranks(self, ranks: int) -> PolicySettings:
+        """The same effective batch shared by another number of processes."""
+        steps = self.gradient_accumulation_steps
+        if ranks == self.ranks or not self.preserve_effective_batch_size:
+            return replace(self, ranks=ranks)
+        share = self.batch_size * ranks
+        steps = -(-self.effective_batch_size // share)
+        return replace(self, ranks=ranks, gradient_accumulation_steps=steps)
 
 
 def next_rung(settings: PolicySettings, batch_size: int) -> tuple[int, int]:
     """The next smaller micro-batch and its accumulation.
 
     At most half of ``batch_size`` but not below ``min_batch_size``; among those the largest divisor
-    of the effective batch, so that the product stays exact. Where no divisor lies in that range the
-    accumulation is rounded up, and the effective batch is no longer exact.
+    of a rank's share of the effective batch, so that the product stays exact. Where no divisor lies
+    in that range the accumulation is rounded up, and the effective batch is no longer exact.
     """
     at_most = max(batch_size // 2, settings.min_batch_size)
     if not settings.preserve_effective_batch_size:
         return at_most, settings.gradient_accumulation_steps
-    effective = settings.effective_batch_size
+    share = settings.batch_size * settings.gradient_accumulation_steps
     for candidate in range(at_most, settings.min_batch_size - 1, -1):
-        if effective % candidate == 0:
-            return candidate, effective // candidate
-    return at_most, -(-effective // at_most)
+        if share % candidate == 0:
+            return candidate, share // candidate
+    return at_most, -(-share // at_most)
 
 
 def at_micro_batch(settings: PolicySettings, batch_size: int) -> tuple[int, int]:
     """``batch_size`` and the accumulation that makes up the effective batch with it."""
     if not settings.preserve_effective_batch_size:
         return batch_size, settings.gradient_accumulation_steps
-    return batch_size, -(-settings.effective_batch_size // batch_size)
+    share = settings.batch_size * settings.gradient_accumulation_steps
+    return batch_size, -(-share // batch_size)
 
 
 def ladder(settings: PolicySettings) -> Iterator[tuple[int, int]]:

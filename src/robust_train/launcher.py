@@ -47,7 +47,9 @@ from robust_train.types import (
     Decision,
     FailureKind,
     GiveUp,
+    Group,
     Retry,
+    device_name,
 )
 
 log = logging.getLogger("robust_train")
@@ -167,11 +169,11 @@ class Job:
         healthy = False
         try:
             try:
-                gpu = self._acquire_device()
+                group = self._acquire_device()
             except NoDevice as error:
                 return self._summary("no_device", str(error))
             executor.prepare()
-            spec = first_attempt(self.settings, gpu)
+            spec = first_attempt(self.settings, group)
             last = self._attempt_until_done(executor, spec)
             healthy = True
         finally:
@@ -200,20 +202,21 @@ class Job:
             self.cfg.stop_grace_seconds,
         )
 
-    def _acquire_device(self) -> devices.Device:
+    def _acquire_device(self) -> Group:
         started = time.monotonic()
         try:
-            device = self.devices.acquire()
+            group = self.devices.acquire()
         finally:
             self.wait_seconds = time.monotonic() - started
         self.control.goes_on()
         self.journal.write(
             "device_acquired",
-            device="cpu" if device is None else f"cuda:{device.index}",
-            gpu=None if device is None else asdict(device),
+            device=device_name(group),
+            gpu=asdict(group[0]) if group else None,
+            gpus=[asdict(gpu) for gpu in group],
             wait_seconds=round(self.wait_seconds, 3),
         )
-        return device
+        return group
 
     def _attempt_until_done(self, executor: Executor, spec: AttemptSpec) -> AttemptRecord:
         """The retry loop: it goes on as long as the policy's decision is a Retry."""
@@ -226,7 +229,7 @@ class Job:
                 record = self._when_ready(record, record.decision, executor)
             while isinstance(record.decision, Retry):
                 next_spec = record.decision.spec
-                if self.devices.take(next_spec.gpu):
+                if self.devices.take(next_spec.gpus):
                     break
                 record = self._decide_again(record, record.decision)
             return record
@@ -250,8 +253,8 @@ class Job:
         if isinstance(found, NoGpu):
             problem = found.reason
             return self._decided_otherwise(record, retry.otherwise, "waited_in_vain", problem)
-        if retry.room.gpu_uuid is None:
-            record = replace(record, decision=replace(retry, spec=replace(retry.spec, gpu=found)))
+        if not retry.room.gpu_uuids:
+            record = replace(record, decision=replace(retry, spec=replace(retry.spec, gpus=found)))
             self.records[-1] = record
         return record
 
@@ -285,16 +288,19 @@ class Job:
             **given,
             resume_checkpoint=None if self.checkpoint is None else str(self.checkpoint),
         )
-        free_before = devices.free_bytes(spec.gpu)
+        free_before = devices.free_bytes(spec.gpus)
         request, hold = self._request(number, spec), self.devices.hold
         with self.control.attempt(number, given) as channel:
             outcome = executor.run(request, self._on_event, hold=hold, channel=channel)
         # in this process its memory does not come back
-        expected = None if self.cfg.isolation == "none" else free_before
-        free_after = self.devices.ended(spec.gpu, outcome, expected)
-        if outcome.failure is not None and self.cfg.isolation != "none":
+        expected = () if self.cfg.isolation == "none" else free_before
+        free_after = self.devices.ended(spec.gpus, outcome, expected)
+        if outcome.failure is not None and spec.gpus and self.cfg.isolation != "none":
+            where = outcome.failure.rank or 0
             outcome = replace(
-                outcome, gpu_free_before_bytes=free_before, gpu_free_after_bytes=free_after
+                outcome,
+                gpu_free_before_bytes=free_before[where],
+                gpu_free_after_bytes=free_after[where],
             )
         attempt = Attempt(spec, outcome)
         decision = self._decide(attempt)
@@ -319,7 +325,7 @@ class Job:
             return decide_as_asked(self.settings, history)
         if failure.kind is FailureKind.INTERRUPTED or self.signals.received is not None:
             return GiveUp("interrupted")
-        gpus = self.devices.candidates() if attempt.spec.gpu is not None else ()
+        gpus = self.devices.candidates() if attempt.spec.gpus else ()
         decision = decide(self.settings, history, gpus)
         if isinstance(decision, GiveUp) and failure.kind is FailureKind.BUG:
             return replace(decision, reason=failure.message)
@@ -329,7 +335,7 @@ class Job:
         inline = self.cfg.isolation == "none"
         cfg = self.cfg.copy()
         with open_dict(cfg):
-            cfg.device = devices.name_for_trainer(spec.gpu, os.environ, own_process=not inline)
+            cfg.device = devices.name_for_trainer(spec.gpus, os.environ, own_process=not inline)
             cfg.training.batch_size = spec.batch_size
             cfg.training.gradient_accumulation_steps = spec.gradient_accumulation_steps
             cfg.training.num_workers = spec.num_workers
@@ -343,7 +349,7 @@ class Job:
             run_dir=self.run_dir,
             resume_checkpoint=self.checkpoint,
             environ=attempt_environment(
-                os.environ, spec.gpu, expandable_segments=spec.expandable_segments
+                os.environ, spec.gpus, expandable_segments=spec.expandable_segments
             ),
             cwd=os.getcwd(),
             stall_timeout_seconds=60 * self.cfg.stall_timeout_minutes,

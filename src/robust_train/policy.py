@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from robust_train.case import Case
 from robust_train.ladder import PolicySettings, ladder, next_rung
 from robust_train.remedies import (
-    Case,
     Rule,
     back_in_line,
     cpu_fallback,
@@ -33,6 +33,7 @@ from robust_train.types import (
     FailureKind,
     GiveUp,
     GpuInfo,
+    Group,
 )
 
 __all__ = [
@@ -70,10 +71,12 @@ REMEDIES: dict[FailureKind, tuple[Rule, ...]] = {
 _BLAMED_ON_THE_DEVICE = frozenset({FailureKind.DEVICE_FAULT, FailureKind.COMM})
 
 
-def first_attempt(settings: PolicySettings, gpu: GpuInfo | None) -> AttemptSpec:
-    """The requested batch on the device that was found."""
+def first_attempt(settings: PolicySettings, gpus: Group) -> AttemptSpec:
+    """The requested batch on the GPUs that were found, or the CPU."""
+    settings = settings.for_ranks(len(gpus) or settings.cpu_ranks)
     return AttemptSpec(
-        gpu=gpu,
+        gpus=gpus,
+        ranks=settings.ranks,
         batch_size=settings.batch_size,
         gradient_accumulation_steps=settings.gradient_accumulation_steps,
         num_workers=settings.num_workers,

@@ -92,7 +92,7 @@ class OOMHandler:
             preserve_effective_batch_size=preserve_effective_batch_size,
         )
         self._batch_argument = batch_argument
-        self._spec: AttemptSpec = first_attempt(self._settings, gpu=None)
+        self._spec: AttemptSpec = first_attempt(self._settings, ())
         self._history: tuple[Attempt, ...] = ()
         self._start = StartingMemory.now() if check_memory else None
 

@@ -3,87 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from robust_train.ladder import PolicySettings, at_micro_batch, ladder, next_rung
+from robust_train.case import Case, exchanged, failed_gpus, uuids
+from robust_train.ladder import PolicySettings, ladder, next_rung
 from robust_train.types import (
     MIB,
-    Attempt,
     AttemptSpec,
     Evidence,
-    Failure,
     FailureKind,
     GpuInfo,
     Retry,
     Room,
+    device_name,
 )
 
 _NOTABLE_BYTES = 256 * MIB
-
-
-@dataclass(frozen=True)
-class Case:
-    """All that a rule may look at: settings, every attempt so far, and the GPUs now, best first."""
-
-    settings: PolicySettings
-    history: tuple[Attempt, ...]
-    gpus: tuple[GpuInfo, ...]
-
-    @property
-    def last(self) -> AttemptSpec:
-        """What the attempt that just failed was using when it failed.
-
-        A trainer that splits its batches further by itself tells; then the next attempt need not
-        find that size out again.
-        """
-        attempt = self.history[-1]
-        reached = attempt.outcome.micro_batch
-        if reached is None or reached >= attempt.spec.batch_size:
-            return attempt.spec
-        batch_size, accumulation = at_micro_batch(self.settings, reached)
-        return replace(
-            attempt.spec, batch_size=batch_size, gradient_accumulation_steps=accumulation
-        )
-
-    @property
-    def failure(self) -> Failure:
-        """Why it failed."""
-        failure = self.history[-1].outcome.failure
-        assert failure is not None, "a completed attempt needs no decision"
-        return failure
-
-    @property
-    def evidence(self) -> Evidence:
-        """The figures of the failure."""
-        return self.failure.evidence
-
-    @property
-    def tried_devices(self) -> frozenset[str]:
-        """UUIDs of the GPUs that have had an attempt, and ``cpu`` if it has."""
-        return frozenset(attempt.spec.device_key for attempt in self.history)
-
-    @property
-    def smaller_batches_tried_here(self) -> int:
-        """How often a failure reduced the micro-batch on the device that failed last."""
-        sizes = {
-            a.spec.batch_size
-            for a in self.history
-            if a.spec.device_key == self.last.device_key and a.outcome.stopped_for is None
-        }
-        return len(sizes) - 1
-
-    @property
-    def taken_by_others_bytes(self) -> int:
-        """By how much the GPU's free memory fell without us, 0 where that is not known."""
-        outcome = self.history[-1].outcome
-        if outcome.gpu_free_before_bytes is None or outcome.gpu_free_after_bytes is None:
-            return 0
-        return max(outcome.gpu_free_before_bytes - outcome.gpu_free_after_bytes, 0)
-
-    def failures_of(self, kind: FailureKind) -> int:
-        """How many attempts failed in this way."""
-        outcomes = (attempt.outcome for attempt in self.history)
-        return sum(o.failure is not None and o.failure.kind is kind for o in outcomes)
 
 
 Rule = Callable[[Case], "Retry | None"]
@@ -91,9 +26,9 @@ Rule = Callable[[Case], "Retry | None"]
 
 def room_taken_by_others(case: Case) -> Retry | None:
     """Somebody else took the memory: the same batch where there is room, or when there is again."""
-    gpu, settings, evidence = case.last.gpu, case.settings, case.evidence
+    settings, evidence = case.settings, case.evidence
     taken = case.taken_by_others_bytes
-    if gpu is None or taken < _NOTABLE_BYTES or not _would_have_fitted(evidence, taken):
+    if not case.last.gpus or taken < _NOTABLE_BYTES or not _would_have_fitted(evidence, taken):
         return None
     if _same_tried_here(case) > settings.max_retries:
         return None
@@ -101,28 +36,30 @@ def room_taken_by_others(case: Case) -> Retry | None:
     assert needed is not None
     said = f"{_what_failed(case)}, but others took {taken // MIB} MiB of it meanwhile"
     if settings.may_switch_gpu:
-        for other in _untried(case):
-            if other.free_bytes >= needed:
-                return Retry(
-                    replace(case.last, gpu=other),
-                    action="switch_gpu",
-                    reason=f"{said}; {_named(other)} has {other.free_bytes // MIB} MiB free: "
-                    "same batch there",
-                )
+        offers = [gpu for gpu in _untried(case) if gpu.free_bytes >= needed]
+        group = exchanged(case.last.gpus, case.failed_gpus, offers)
+        if group is not None:
+            least = min(gpu.free_bytes for gpu in case.new_in(group))
+            return Retry(
+                replace(case.last, gpus=group),
+                action="switch_gpu",
+                reason=f"{said}; {device_name(case.new_in(group))} has {least // MIB} MiB free: "
+                "same batch there",
+            )
     if not settings.may_wait:
         return None
     return Retry(
         case.last,
         action="wait",
         reason=f"{said}: same batch when {needed // MIB} MiB are free there again",
-        room=Room(gpu.uuid, needed),
+        room=Room(uuids(case.failed_gpus), needed),
     )
 
 
 def expandable_segments(case: Case) -> Retry | None:
     """The allocator held enough memory in pieces too small: the same batch without pieces."""
     last, settings = case.last, case.settings
-    if last.gpu is None or last.expandable_segments or not settings.may_use_expandable_segments:
+    if not last.gpus or last.expandable_segments or not settings.may_use_expandable_segments:
         return None
     if not case.evidence.fragmented:
         return None
@@ -157,7 +94,7 @@ def halve_batch(case: Case) -> Retry | None:
         return None
     if case.smaller_batches_tried_here >= settings.max_retries:
         return None
-    batch_size, accumulation = next_rung(settings, last.batch_size)
+    batch_size, accumulation = next_rung(case.sizes, last.batch_size)
     spec = replace(last, batch_size=batch_size, gradient_accumulation_steps=accumulation)
     return Retry(
         spec,
@@ -173,7 +110,7 @@ def halve_batch_on_request(case: Case) -> Retry:
     settings, last = case.settings, case.last
     spec, size = last, "as small as may be"
     if last.batch_size > settings.min_batch_size:
-        batch_size, accumulation = next_rung(settings, last.batch_size)
+        batch_size, accumulation = next_rung(case.sizes, last.batch_size)
         spec = replace(last, batch_size=batch_size, gradient_accumulation_steps=accumulation)
         size = (
             f"{last.batch_size} → {batch_size}, accumulation "
@@ -188,43 +125,50 @@ def halve_batch_on_request(case: Case) -> Retry:
 
 
 def switch_gpu(case: Case) -> Retry | None:
-    """The best GPU not tried yet, if it offers more memory than the one that failed did."""
-    failed_gpu = case.last.gpu
-    if failed_gpu is None or not case.settings.may_switch_gpu:
+    """The best GPU not tried yet, if it offers more memory than the one that failed did.
+
+    Of several GPUs that share a step all that offer no more than the failed one are exchanged:
+    the next one of them would run out at the same size.
+    """
+    if not case.last.gpus or not case.settings.may_switch_gpu:
         return None
-    for gpu in _untried(case):
-        if gpu.free_bytes <= failed_gpu.free_bytes:
-            continue
-        batch_size, accumulation = _rung_that_should_fit(case, gpu)
-        spec = replace(
-            case.last,
-            gpu=gpu,
-            batch_size=batch_size,
-            gradient_accumulation_steps=accumulation,
-        )
-        return Retry(
-            spec,
-            action="switch_gpu",
-            reason=f"{_what_failed(case)} at micro-batch {case.last.batch_size}; "
-            f"{spec.device} has {gpu.free_bytes // MIB} MiB free "
-            f"({failed_gpu.free_bytes // MIB} were free on {case.last.device})",
-            warning=_effective_batch_warning(case.settings, spec),
-        )
-    return None
+    had = min(gpu.free_bytes for gpu in case.failed_gpus)
+    short = tuple(gpu for gpu in case.last.gpus if gpu.free_bytes <= had)
+    offers = [gpu for gpu in _untried(case) if gpu.free_bytes > had]
+    group = exchanged(case.last.gpus, short, offers)
+    if group is None:
+        return None
+    offered = min(gpu.free_bytes for gpu in group)
+    batch_size, accumulation = _rung_that_should_fit(case, had=had, offered=offered)
+    spec = replace(
+        case.last,
+        gpus=group,
+        batch_size=batch_size,
+        gradient_accumulation_steps=accumulation,
+    )
+    return Retry(
+        spec,
+        action="switch_gpu",
+        reason=f"{_what_failed(case)} at micro-batch {case.last.batch_size}; "
+        f"{spec.device} has {offered // MIB} MiB free "
+        f"({had // MIB} were free on {device_name(case.failed_gpus)})",
+        warning=_effective_batch_warning(case.settings, spec),
+    )
 
 
 def other_gpu(case: Case) -> Retry | None:
     """The same batch on the best GPU not tried yet: this one is sick, or not to be had."""
-    if case.last.gpu is None or not case.settings.may_switch_gpu:
+    if not case.last.gpus or not case.settings.may_switch_gpu:
         return None
-    for gpu in _untried(case):
-        return Retry(
-            replace(case.last, gpu=gpu),
-            action="switch_gpu",
-            reason=f"{_what_failed(case)}: same batch on {_named(gpu)}; "
-            f"{_named(case.last.gpu)} is avoided from now on",
-        )
-    return None
+    group = exchanged(case.last.gpus, case.failed_gpus, _untried(case))
+    if group is None:
+        return None
+    return Retry(
+        replace(case.last, gpus=group),
+        action="switch_gpu",
+        reason=f"{_what_failed(case)}: same batch on {device_name(case.new_in(group))}; "
+        f"{device_name(case.failed_gpus)} is avoided from now on",
+    )
 
 
 def back_in_line(case: Case) -> Retry | None:
@@ -232,8 +176,8 @@ def back_in_line(case: Case) -> Retry | None:
 
     Only where the GPUs themselves show it, since a device may be unavailable for good as well.
     """
-    gpu, settings = case.last.gpu, case.settings
-    if gpu is None or not settings.may_wait or any(now.uuid == gpu.uuid for now in case.gpus):
+    settings, ours = case.settings, uuids(case.last.gpus)
+    if not ours or not settings.may_wait or {gpu.uuid for gpu in case.gpus}.issuperset(ours):
         return None
     if case.failures_of(FailureKind.DEVICE_UNAVAILABLE) > settings.max_retries:
         return None
@@ -241,7 +185,7 @@ def back_in_line(case: Case) -> Retry | None:
         case.last,
         action="wait",
         reason=f"{_what_failed(case)}, and somebody else has it: same batch when its turn comes",
-        room=Room(None if settings.may_switch_gpu else gpu.uuid, settings.min_gpu_memory_bytes),
+        room=Room(() if settings.may_switch_gpu else ours, settings.min_gpu_memory_bytes),
     )
 
 
@@ -263,11 +207,13 @@ def cpu_fallback(case: Case) -> Retry | None:
     """The CPU at the requested batch, once, where the user allows it."""
     if not case.settings.allow_cpu_fallback or "cpu" in case.tried_devices:
         return None
+    sizes = case.settings.for_ranks(case.settings.cpu_ranks)
     spec = replace(
         case.last,
-        gpu=None,
-        batch_size=case.settings.batch_size,
-        gradient_accumulation_steps=case.settings.gradient_accumulation_steps,
+        gpus=(),
+        ranks=sizes.ranks,
+        batch_size=sizes.batch_size,
+        gradient_accumulation_steps=sizes.gradient_accumulation_steps,
     )
     if case.failure.kind is FailureKind.DEVICE_OOM:
         why = f"{_what_failed(case)} at micro-batch {case.last.batch_size} and no GPU has more"
@@ -282,8 +228,9 @@ def cpu_fallback(case: Case) -> Retry | None:
 def same_failure_elsewhere(case: Case) -> str | None:
     """Why the device is not to blame: the same failure at the same step on two devices."""
     attempt, failure = case.history[-1], case.failure
+    here = uuids(case.failed_gpus)
     for earlier in case.history[:-1]:
-        if earlier.outcome.failure is None or earlier.spec.device_key == attempt.spec.device_key:
+        if earlier.outcome.failure is None or uuids(failed_gpus(earlier)) == here:
             continue
         if earlier.outcome.failure.kind is not failure.kind:
             continue
@@ -291,8 +238,8 @@ def same_failure_elsewhere(case: Case) -> str | None:
             step = attempt.outcome.end_step
             where = "before the first step" if step is None else f"at step {step}"
             return (
-                f"the same failure {where} on two devices ({earlier.spec.device} and "
-                f"{attempt.spec.device}) is not the device's: {failure.message}"
+                f"the same failure {where} on two devices ({device_name(failed_gpus(earlier))} "
+                f"and {device_name(case.failed_gpus)}) is not the device's: {failure.message}"
             )
     return None
 
@@ -320,16 +267,14 @@ def _same_tried_here(case: Case) -> int:
     return sum((a.spec.device_key, a.spec.batch_size) == here for a in case.history)
 
 
-def _rung_that_should_fit(case: Case, gpu: GpuInfo) -> tuple[int, int]:
-    """The largest rung within the share by which ``gpu`` offers more than the failed one did.
+def _rung_that_should_fit(case: Case, *, had: int, offered: int) -> tuple[int, int]:
+    """The largest rung within the share by which ``offered`` bytes are more than the failed GPU's.
 
     Memory is near-affine in the micro-batch with a constant part above zero, so ``k`` times the
     memory holds at least ``k`` times the micro-batch that almost fitted.
     """
-    failed_gpu = case.last.gpu
-    assert failed_gpu is not None
-    growth = gpu.free_bytes / max(failed_gpu.free_bytes, 1)
-    rungs = list(ladder(case.settings))
+    growth = offered / max(had, 1)
+    rungs = list(ladder(case.sizes))
     fitting = [rung for rung in rungs if rung[0] <= case.last.batch_size * growth]
     return fitting[0] if fitting else rungs[-1]
 
@@ -349,12 +294,10 @@ def _effective_batch_warning(settings: PolicySettings, spec: AttemptSpec) -> str
     )
 
 
-def _named(gpu: GpuInfo) -> str:
-    return f"cuda:{gpu.index}"
-
-
 def _what_failed(case: Case) -> str:
-    kind, device = case.failure.kind, case.last.device
+    kind, device = case.failure.kind, device_name(case.failed_gpus)
+    if case.last.ranks > 1 and case.failure.rank is not None:
+        device += f" (rank {case.failure.rank})"
     if kind is FailureKind.DEVICE_OOM:
         return f"out of memory on {device}"
     if kind is FailureKind.HOST_OOM:

@@ -64,6 +64,10 @@ class GpuInfo:
     unusable: str | None = None
 
 
+Group = tuple[GpuInfo, ...]
+"""The GPUs that an attempt has together, one for each rank; empty for the CPU."""
+
+
 @dataclass(frozen=True)
 class SkippedGpu:
     """A GPU that could not be read: its NVML index, its UUID where known, and why."""
@@ -134,12 +138,16 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why an attempt failed: its kind, one line of message, the evidence and ordered advice."""
+    """Why an attempt failed: its kind, one line of message, the evidence and ordered advice.
+
+    ``rank`` is that of the process in which it began, None where there was one or it is not known.
+    """
 
     kind: FailureKind
     message: str
     evidence: Evidence = field(default_factory=Evidence)
     advice: tuple[str, ...] = ()
+    rank: int | None = None
 
 
 @dataclass(frozen=True)
@@ -147,17 +155,19 @@ class AttemptSpec:
     """What one attempt is to use.
 
     Attributes:
-        gpu: the GPU, or None for the CPU.
-        batch_size: micro-batch, samples in one forward and backward pass.
-        gradient_accumulation_steps: micro-batches per optimizer step.
-        num_workers: data-loader workers.
+        gpus: the GPUs, that of rank 0 first; empty for the CPU.
+        batch_size: micro-batch, samples in one forward and backward pass of one rank.
+        gradient_accumulation_steps: micro-batches of each rank per optimizer step.
+        ranks: processes that share an optimizer step; one for each GPU.
+        num_workers: data-loader workers of each rank.
         prefetch_factor: batches that each worker prepares ahead.
         expandable_segments: the CUDA allocator's setting against fragmentation.
     """
 
-    gpu: GpuInfo | None
+    gpus: Group
     batch_size: int
     gradient_accumulation_steps: int
+    ranks: int = 1
     num_workers: int = 0
     prefetch_factor: int = 2
     expandable_segments: bool = True
@@ -165,17 +175,27 @@ class AttemptSpec:
     @property
     def effective_batch_size(self) -> int:
         """Samples per optimizer step."""
-        return self.batch_size * self.gradient_accumulation_steps
+        return self.batch_size * self.gradient_accumulation_steps * self.ranks
+
+    @property
+    def gpu(self) -> GpuInfo | None:
+        """The GPU of rank 0, None for the CPU."""
+        return self.gpus[0] if self.gpus else None
 
     @property
     def device(self) -> str:
-        """The device's name for people: ``cuda:<NVML index>`` or ``cpu``."""
-        return "cpu" if self.gpu is None else f"cuda:{self.gpu.index}"
+        """The device's name for people: ``cuda:<NVML index>``, with commas, or ``cpu``."""
+        return device_name(self.gpus)
 
     @property
     def device_key(self) -> str:
-        """The device's identity: its UUID, or ``cpu``."""
-        return "cpu" if self.gpu is None else self.gpu.uuid
+        """The device's identity, whatever the order of the GPUs: their UUIDs, or ``cpu``."""
+        return ",".join(sorted(gpu.uuid for gpu in self.gpus)) or "cpu"
+
+
+def device_name(gpus: Group) -> str:
+    """``cuda:0,cuda:1`` as ``nvidia-smi`` counts, ``cpu`` where there are none."""
+    return ",".join(f"cuda:{gpu.index}" for gpu in gpus) or "cpu"
 
 
 @dataclass(frozen=True)
@@ -193,7 +213,8 @@ class Outcome:
         memory_returned: by the final clean-up: ``of`` (``reserved`` or ``resident`` memory),
             ``before_bytes``, ``after_bytes``, ``returned_bytes``, ``seconds``; None without one.
         micro_batch: the one in use at the end where the trainer itself had changed it, else None.
-        gpu_free_before_bytes: free memory of the GPU before the attempt; None where not known.
+        gpu_free_before_bytes: free memory, before the attempt, of the GPU on which it failed; None
+            where not known.
         gpu_free_after_bytes: the same when the attempt's process was gone.
         stopped_for: what it was asked to stop for, so that another attempt can go on; else None.
         traceback: the trainer's own traceback as text, None where there is none.
@@ -231,9 +252,10 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Room:
-    """Free memory that must be there first: on which GPU (None: any), and how many bytes."""
+    """Free memory that must be there first: on which GPUs (empty: any), and how many bytes on
+    each."""
 
-    gpu_uuid: str | None
+    gpu_uuids: tuple[str, ...]
     free_bytes: int
 
 

@@ -5,24 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from robust_train.memory.allocator import allocator_settings, allocator_variable
-from robust_train.types import GpuInfo
+from robust_train.types import Group
 
 
 def attempt_environment(
-    environ: Mapping[str, str], gpu: GpuInfo | None, *, expandable_segments: bool
+    environ: Mapping[str, str], gpus: Group, *, expandable_segments: bool
 ) -> dict[str, str]:
     """The launcher's environment with the attempt's own settings.
 
-    The attempt sees one GPU, named by UUID because indices depend on who counts, or none.
+    The attempt sees its own GPUs, named by UUID because indices depend on who counts, or none.
 
     Args:
         environ: the launcher's environment.
-        gpu: the GPU of the attempt, None for the CPU.
+        gpus: the GPUs of the attempt, empty for the CPU.
         expandable_segments: wish for the allocator; what the user has exported goes before it.
     """
     return {
         **environ,
-        "CUDA_VISIBLE_DEVICES": "" if gpu is None else gpu.uuid,
+        "CUDA_VISIBLE_DEVICES": ",".join(gpu.uuid for gpu in gpus),
         # so that a program that prints or parses indices agrees with nvidia-smi
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         allocator_variable(environ): allocator_settings(

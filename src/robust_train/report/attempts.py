@@ -40,7 +40,7 @@ class AttemptStory:
         number: counted from 1 through all launches of the run folder.
         device: ``cuda:<index>`` or ``cpu``.
         gpu_uuid: of the GPU, None on the CPU.
-        batch_size, gradient_accumulation_steps: what it was to use.
+        batch_size, gradient_accumulation_steps, ranks: what it was to use.
         started, ended: seconds since the epoch; the end is the last sign of life where it died.
         outcome: ``completed``, a failure's kind, or ``unfinished``.
         message: of the failure.
@@ -61,6 +61,7 @@ class AttemptStory:
     gpu_uuid: str | None = None
     batch_size: int | None = None
     gradient_accumulation_steps: int | None = None
+    ranks: int = 1
     started: float = 0.0
     ended: float = 0.0
     outcome: str = UNFINISHED
@@ -87,7 +88,7 @@ class AttemptStory:
         """Samples per optimizer step, None where it is not known."""
         if self.batch_size is None or self.gradient_accumulation_steps is None:
             return None
-        return self.batch_size * self.gradient_accumulation_steps
+        return self.batch_size * self.gradient_accumulation_steps * self.ranks
 
     @property
     def place(self) -> str:
@@ -203,4 +204,5 @@ def _what_it_used(story: AttemptStory, event: Event) -> dict[str, Any]:
         "gpu_uuid": event.text("gpu_uuid") or story.gpu_uuid,
         "batch_size": event.whole("batch_size") or story.batch_size,
         "gradient_accumulation_steps": accumulation or story.gradient_accumulation_steps,
+        "ranks": event.whole("ranks") or story.ranks,
     }

@@ -132,9 +132,10 @@ def use_legend(spans: Iterable[Span]) -> tuple[Key, ...]:
 
 
 def size_text(attempt: AttemptStory) -> str:
-    """``16 × 4``: micro-batch times accumulation."""
+    """``16 × 4``: micro-batch times accumulation, and times processes where there are several."""
     size, accumulation = attempt.batch_size, attempt.gradient_accumulation_steps
-    return "?" if size is None else f"{size} × {accumulation or '?'}"
+    ranks = f" × {attempt.ranks}" if attempt.ranks != 1 else ""
+    return "?" if size is None else f"{size} × {accumulation or '?'}{ranks}"
 
 
 def memory_figures(story: Story) -> list[Figure]:

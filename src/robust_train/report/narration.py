@@ -15,6 +15,8 @@ def spec_fields(spec: AttemptSpec) -> dict[str, Any]:
     return {
         "device": spec.device,
         "gpu_uuid": None if spec.gpu is None else spec.gpu.uuid,
+        "gpu_uuids": [gpu.uuid for gpu in spec.gpus],
+        "ranks": spec.ranks,
         "batch_size": spec.batch_size,
         "gradient_accumulation_steps": spec.gradient_accumulation_steps,
         "num_workers": spec.num_workers,
@@ -26,12 +28,14 @@ def spec_fields(spec: AttemptSpec) -> dict[str, Any]:
 def announce(number: int, spec: AttemptSpec) -> None:
     """Attempt ``number`` begins."""
     where = "the CPU" if spec.gpu is None else f"{spec.device} ({spec.gpu.name})"
+    processes = "" if spec.ranks == 1 else f" × {spec.ranks} processes"
     log.info(
-        "attempt %d on %s: batch size %d × accumulation %d, effective batch size %d",
+        "attempt %d on %s: batch size %d × accumulation %d%s, effective batch size %d",
         number,
         where,
         spec.batch_size,
         spec.gradient_accumulation_steps,
+        processes,
         spec.effective_batch_size,
     )
 

@@ -40,6 +40,8 @@ class AttemptRecord:
             "index": index,
             "device": spec.device,
             "gpu_uuid": spec.gpu.uuid if spec.gpu is not None else None,
+            "gpu_uuids": [gpu.uuid for gpu in spec.gpus],
+            "ranks": spec.ranks,
             "batch_size": spec.batch_size,
             "gradient_accumulation_steps": spec.gradient_accumulation_steps,
             "effective_batch_size": spec.effective_batch_size,

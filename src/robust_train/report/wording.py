@@ -61,11 +61,14 @@ def sentence_of(
 
 
 def setting(attempt: AttemptStory) -> str:
-    """``batch size 16 × accumulation 4``."""
+    """``batch size 16 × accumulation 4 × 2 processes``."""
     size, accumulation = attempt.batch_size, attempt.gradient_accumulation_steps
     if size is None:
         return "an unknown batch size"
-    return f"batch size {size}" + (f" × accumulation {accumulation}" if accumulation != 1 else "")
+    steps = f" × accumulation {accumulation}" if accumulation != 1 else ""
+    return f"batch size {size}{steps}" + (
+        f" × {attempt.ranks} processes" if attempt.ranks != 1 else ""
+    )
 
 
 def _ending(status: str, reason: str | None, attempts: Sequence[AttemptStory], wall: float) -> str:
