@@ -318,6 +318,11 @@ def _validate_launcher(cfg: DictConfig) -> None:
         )
     if cfg.isolation not in ISOLATIONS:
         raise ConfigError(f"isolation={cfg.isolation}: accepted are {', '.join(ISOLATIONS)}")
+    if cfg.isolation == "none" and cfg.num_gpus > 1:
+        raise ConfigError(
+            f"num_gpus={cfg.num_gpus}: every GPU needs a process of its own; leave isolation=none "
+            "out, or use num_gpus=1"
+        )
     if cfg.isolation == "none" and OmegaConf.select(cfg, "trainer.argv") is not None:
         raise ConfigError("isolation=none: a script (trainer.argv) has a process of its own anyway")
 

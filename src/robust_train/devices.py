@@ -66,6 +66,7 @@ class Devices:
         self._sleep = sleep
         self._on_wait = on_wait
         self._claim_bytes = cfg.min_gpu_memory_mb * MIB
+        self._taken: dict[object, int] = {}
         self._queue = HostQueue(
             _queue_directory(cfg, environ),
             name=job_name(cfg, run_dir),
@@ -130,7 +131,9 @@ class Devices:
         """Pass on what an attempt's event tells of the memory that it has allocated."""
         taken = event.get("reserved")
         if event.get("event") == "memory" and isinstance(taken, int):
-            self._queue.report(taken)
+            # told of each GPU of a group alike: no more than all of them have
+            self._taken[event.get("rank", 0)] = taken
+            self._queue.report(min(self._taken.values()))
 
     def ended(self, group: Group, outcome: Outcome, free_before: FreeBytes) -> FreeBytes:
         """Note that an attempt's processes are gone, and let its memory come back if it failed.
@@ -145,6 +148,7 @@ class Devices:
             self._claim_bytes = max(least, int(peak * _MARGIN) + _CONTEXT_BYTES)
         if outcome.failure is None:
             return ()
+        self._taken = {}
         self._queue.drain()
         if outcome.failure.kind is FailureKind.DEVICE_FAULT:
             ask_health_again()

@@ -328,7 +328,8 @@ class Job:
         gpus = self.devices.candidates() if attempt.spec.gpus else ()
         decision = decide(self.settings, history, gpus)
         if isinstance(decision, GiveUp) and failure.kind is FailureKind.BUG:
-            return replace(decision, reason=failure.message)
+            where = "" if failure.rank is None else f" (rank {failure.rank})"
+            return replace(decision, reason=failure.message + where)
         return decision
 
     def _request(self, number: int, spec: AttemptSpec) -> AttemptRequest:
@@ -336,6 +337,7 @@ class Job:
         cfg = self.cfg.copy()
         with open_dict(cfg):
             cfg.device = devices.name_for_trainer(spec.gpus, os.environ, own_process=not inline)
+            cfg.num_gpus = spec.ranks
             cfg.training.batch_size = spec.batch_size
             cfg.training.gradient_accumulation_steps = spec.gradient_accumulation_steps
             cfg.training.num_workers = spec.num_workers
@@ -353,6 +355,9 @@ class Job:
             ),
             cwd=os.getcwd(),
             stall_timeout_seconds=60 * self.cfg.stall_timeout_minutes,
+            # a script starts its processes itself
+            ranks=1 if OmegaConf.select(cfg, "trainer.argv") else spec.ranks,
+            stop_grace_seconds=self.cfg.stop_grace_seconds,
         )
 
     def _number(self) -> int:

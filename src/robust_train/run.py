@@ -70,6 +70,20 @@ class UserError(RuntimeError):
     """Raised by a trainer for what its user can mend: the message is shown without a traceback."""
 
 
+STOP, RESTART, CHECKPOINT = "stop", "restart", "checkpoint"
+"""What several ranks have to do at the same step."""
+
+
+class Flags(Protocol):
+    """How several ranks see at the same step what they are asked for."""
+
+    def look(self, flag: str, rank: int) -> int:
+        """Which raising of ``flag`` is due at this look of ``rank``, 0 for none."""
+
+    def raise_flag(self, flag: str) -> None:
+        """Have every rank see ``flag``."""
+
+
 class MemoryKeeper(Protocol):
     """What looks after an attempt's memory, and so is told what happens in it."""
 
@@ -105,6 +119,9 @@ class Run:
         last_micro_batch: the smallest micro-batch that running out of memory has led to inside the
             steps of this attempt, None if it never did.
         memory_keeper: set by whoever calls the trainer.
+        rank: number of this process among those that share the optimizer steps, from 0.
+        world_size: how many these are. Only rank 0's progress, checkpoints, epochs and result
+            count; the others may report them as well.
     """
 
     def __init__(
@@ -115,6 +132,9 @@ class Run:
         resume_checkpoint: Path | None = None,
         report: Report | None = None,
         can_restart: bool = True,
+        rank: int = 0,
+        world_size: int = 1,
+        flags: Flags | None = None,
     ) -> None:
         self.attempt = attempt
         self.run_dir = run_dir
@@ -127,6 +147,10 @@ class Run:
         self.last_step: int | None = None
         self.last_micro_batch: int | None = None
         self.memory_keeper: MemoryKeeper | None = None
+        self.rank = rank
+        self.world_size = world_size
+        self._flags = flags
+        self._checkpoint_flag_seen = 0
         self._micro_batch_plan = MicroBatchPlan()
         self._micro_batcher: MicroBatcher | None = None
         self._steps_before = 0
@@ -143,26 +167,44 @@ class Run:
         self._requests, self._at_boundary = requests, at_boundary
 
     @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which saves the checkpoints and reports."""
+        return self.rank == 0
+
+    @property
     def stop_requested(self) -> bool:
         """Whether to save a checkpoint now and raise :class:`Interrupted`.
 
         A trainer that reads this is trusted to stop by itself; one that never does gets a
-        KeyboardInterrupt instead.
+        KeyboardInterrupt instead. Of several ranks all have to read it, once a step: then they see
+        it at the same step.
         """
         self.is_cooperative = True
         if self._requests:
             self._at_boundary("stop_requested")
+        if self._flags is not None:
+            return self._stop_is_due(self._flags)
         if self._restart_requested:
             self.was_told_to_restart = True
         return self._restart_requested or self._stop.is_set()
 
+    def _stop_is_due(self, flags: Flags) -> bool:
+        stops, restarts = flags.look(STOP, self.rank), flags.look(RESTART, self.rank)
+        if restarts:
+            self.was_told_to_restart = True
+        return bool(stops or restarts)
+
     def request_stop(self) -> None:
         """Ask the trainer to stop at its next step boundary."""
         self._stop.set()
+        if self._flags is not None:
+            self._flags.raise_flag(STOP)
 
     def request_restart(self) -> None:
         """Ask it to stop so that another attempt can go on with other settings."""
         self._restart_requested = True
+        if self._flags is not None:
+            self._flags.raise_flag(RESTART)
 
     @property
     def stops_to_restart(self) -> bool:
@@ -177,6 +219,12 @@ class Run:
         self.looks_for_checkpoint_requests = True
         if self._requests:
             self._at_boundary("checkpoint_requested")
+        if self._flags is not None:
+            if self._checkpoint_answers:
+                self._flags.raise_flag(CHECKPOINT)
+            before = self._checkpoint_flag_seen
+            self._checkpoint_flag_seen = self._flags.look(CHECKPOINT, self.rank)
+            return self._checkpoint_flag_seen > before
         return bool(self._checkpoint_answers)
 
     def request_checkpoint(self, answer: Answer) -> None:

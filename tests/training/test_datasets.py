@@ -225,7 +225,7 @@ def test_a_truncated_image_is_an_error_of_one_line_that_names_the_file(tmp_path,
     dataset = ImageDataset(splits.train, RGB_16)
     loading = Loading(workers, 2, torch.device("cpu"))
     with pytest.raises(ConfigError) as refusal:
-        list(loading.batches(dataset, in_order(16, 4), epoch=0))
+        list(loading.batches(dataset, in_order(range(16), 4), epoch=0))
     assert str(broken) in str(refusal.value)
     assert "truncated" in str(refusal.value)
     assert "\n" not in str(refusal.value)

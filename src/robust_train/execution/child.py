@@ -7,10 +7,12 @@ import logging
 import logging.config
 import os
 import pickle
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from types import FrameType
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
@@ -25,6 +27,10 @@ from robust_train.types import Evidence, Failure, FailureKind
 
 HALVE_BATCH = "halve_batch"
 """Why an attempt was asked to stop, as :attr:`robust_train.types.Outcome.stopped_for` has it."""
+
+_TOLD_BY_ERRORS = ("others_know", "heard_of_rank")
+"""What an exception of one of several ranks may say: the others have been told of it; it stands for
+the failure of that other rank."""
 
 
 def run_attempt(
@@ -86,6 +92,7 @@ def _event(failure: Failure, error: BaseException) -> dict[str, Any]:
         "config_error": str(error) if isinstance(error, ConfigError) else None,
         "traceback": None if isinstance(error, UserError) else trainer_traceback(error),
         "error": _pickled(error),
+        **{name: getattr(error, name) for name in _TOLD_BY_ERRORS if hasattr(error, name)},
     }
 
 
@@ -137,6 +144,7 @@ def failure_from_json(data: Mapping[str, Any]) -> Failure:
         message=data["message"],
         evidence=Evidence(**data["evidence"]),
         advice=tuple(data["advice"]),
+        rank=data.get("rank"),
     )
 
 
@@ -179,3 +187,20 @@ def adopt_hydra(hydra_cfg: DictConfig | None) -> None:
         settings = OmegaConf.to_container(logging_cfg, resolve=True)
         assert isinstance(settings, dict)
         logging.config.dictConfig({str(key): value for key, value in settings.items()})
+
+
+def stop_on_sigterm(run: Run) -> None:
+    """SIGTERM asks the trainer to stop; one that never looks is interrupted, and so at the second.
+
+    Processes that the trainer forks (data-loader workers) get the default action back, or their
+    parent could not end them.
+    """
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        is_second = run._stop.is_set()
+        run.request_stop()
+        if is_second or not run.is_cooperative:
+            raise Interrupted("stopped by SIGTERM")
+
+    signal.signal(signal.SIGTERM, stop)
+    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))

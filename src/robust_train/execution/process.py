@@ -204,6 +204,7 @@ class _Collector:
         self._returned: dict[str, Any] | None = None
         self.runs_script = False
         self._script_ended: dict[str, Any] | None = None
+        self._rank_died: dict[str, Any] | None = None
 
     def __call__(self, event: dict[str, Any]) -> None:
         kind = event["event"]
@@ -213,11 +214,14 @@ class _Collector:
             if event["step"] is not None:
                 self._end_step = event["step"]
             return
-        if kind == "training_started":
+        if kind == "rank_died":
+            self._rank_died = event
+            self._memory.update(event["memory"])
+        elif kind == "training_started":
             self._start_step = event["step"]
         elif kind == "progress":
             self._end_step = event["step"]
-        elif kind == "memory":
+        elif kind == "memory" and "rank" not in event:
             figures = {k: v for k, v in event.items() if isinstance(v, int)}
             self._memory.update(figures)
         elif kind == "script_started":
@@ -262,18 +266,25 @@ class _Collector:
         if self._ending is None:
             if was_stopped:
                 return Failure(FailureKind.INTERRUPTED, "did not stop in time and was killed")
-            if exited.returncode == 0:
-                return Failure(FailureKind.BUG, "the trainer ended its process without returning")
-            oom_killed = None
-            if exited.returncode == -signal.SIGKILL and exited.pid is not None:
-                oom_killed = self._oom_kills.killed(exited.pid)
-            return classify_exit(exited.returncode, tail, oom_killed=oom_killed)
+            died = self._rank_died
+            if died is None:
+                return self._death(exited.pid, exited.returncode, tail)
+            return replace(self._death(died["pid"], died["returncode"], tail), rank=died["rank"])
         if self._ending["event"] == "finished":
             return None
         failure = failure_from_json(self._ending["failure"])
         if self._script_ended is None or failure.kind is FailureKind.INTERRUPTED:
             return failure
         return script_failure(self._script_ended, tail, self._oom_kills.killed)
+
+    def _death(self, pid: int | None, returncode: int, tail: str) -> Failure:
+        """Of a process that gave no account of its end."""
+        if returncode == 0:
+            return Failure(FailureKind.BUG, "the trainer ended its process without returning")
+        oom_killed = None
+        if returncode == -signal.SIGKILL and pid is not None:
+            oom_killed = self._oom_kills.killed(pid)
+        return classify_exit(returncode, tail, oom_killed=oom_killed)
 
 
 def _stalled(request: AttemptRequest, *, has_stacks: bool) -> Failure:

@@ -140,6 +140,9 @@ class AttemptRequest:
         environ: the whole environment of the attempt's process.
         cwd: its working directory.
         stall_timeout_seconds: without progress for so long it is ended; 0 for never.
+        ranks: processes that run the trainer together.
+        stop_grace_seconds: time that they have for a last checkpoint when one of them has ended in
+            a way that the others know of.
     """
 
     trainer: TrainerRef
@@ -151,6 +154,8 @@ class AttemptRequest:
     environ: dict[str, str]
     cwd: str
     stall_timeout_seconds: float = 0.0
+    ranks: int = 1
+    stop_grace_seconds: float = 20.0
 
     @property
     def stacks_file(self) -> Path:

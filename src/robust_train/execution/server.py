@@ -16,24 +16,23 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from robust_train.config import ConfigError
 from robust_train.control.attempt import AttemptRequests
-from robust_train.execution.child import adopt_hydra, run_attempt
+from robust_train.execution.child import adopt_hydra, run_attempt, stop_on_sigterm
 from robust_train.execution.cuda_guard import why_not_fork
 from robust_train.execution.prctl import children, signal_at_parents_death
 from robust_train.execution.request import AttemptRequest, TrainerRef
+from robust_train.execution.stall import DUMP_STACKS
 from robust_train.execution.wire import (
     ORPHAN_GRACE_SECONDS,
     MessageReader,
     send_event,
     send_message,
 )
-from robust_train.run import Interrupted, Run
+from robust_train.run import Run
 
-DUMP_STACKS = signal.SIGRTMAX - 1  # trainers and schedulers have uses for SIGUSR1 and SIGUSR2
 _KILL_SECONDS = 5.0
 
 
@@ -130,7 +129,10 @@ class Server:
             module, self._trainer = ref.load()
             blame(module.__name__)
             preload = getattr(module, "preload_modules", None)
-            for name in preload(cfg) if preload is not None else ():
+            names = list(preload(cfg)) if preload is not None else []
+            if cfg is not None and cfg.get("num_gpus", 1) > 1:
+                names.append("robust_train.execution.elastic")
+            for name in names:
                 with contextlib.suppress(ImportError):  # the trainer says itself what it lacks
                     importlib.import_module(name)
                 blame(name)
@@ -172,16 +174,13 @@ class Server:
             if request.stall_timeout_seconds > 0:
                 faulthandler.register(DUMP_STACKS, file=request.stacks_file.open("w"))
             adopt_hydra(request.hydra_cfg)
-            run = Run(
-                run_dir=Path(request.run_dir),
-                attempt=request.attempt,
-                resume_checkpoint=request.resume_checkpoint,
-                report=self._report,
-            )
-            _stop_on_sigterm(run)
-            trainer = self._trainer or request.trainer.load()[1]
-            with AttemptRequests(run, channel, run.run_dir):
-                status = 0 if run_attempt(request, trainer, run, self._report) is None else 1
+            if request.ranks > 1:
+                # it brings much of torch along that one process does without
+                from robust_train.execution.elastic import run_ranks
+
+                status = run_ranks(request, self._trainer, channel, self._report)
+            else:
+                status = self._run_alone(request, channel)
             # what a normal interpreter exit would do, without the server's own frames above us
             threading._shutdown()  # type: ignore[attr-defined]
             atexit._run_exitfuncs()
@@ -192,6 +191,18 @@ class Server:
                 sys.stdout.flush()
                 sys.stderr.flush()
             os._exit(status)
+
+    def _run_alone(self, request: AttemptRequest, channel: socket.socket | None) -> int:
+        run = Run(
+            run_dir=Path(request.run_dir),
+            attempt=request.attempt,
+            resume_checkpoint=request.resume_checkpoint,
+            report=self._report,
+        )
+        stop_on_sigterm(run)
+        trainer = self._trainer or request.trainer.load()[1]
+        with AttemptRequests(run, channel, run.run_dir):
+            return 0 if run_attempt(request, trainer, run, self._report) is None else 1
 
     def _report(self, event: dict[str, Any]) -> None:
         send_event(self._events, event)
@@ -245,23 +256,6 @@ def _woken_by_children() -> Iterator[int]:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.close(read_end)
         os.close(write_end)
-
-
-def _stop_on_sigterm(run: Run) -> None:
-    """SIGTERM asks the trainer to stop; one that never looks is interrupted, and so at the second.
-
-    Processes that the trainer forks (data-loader workers) get the default action back, or their
-    parent could not end them.
-    """
-
-    def stop(signum: int, frame: FrameType | None) -> None:
-        is_second = run._stop.is_set()
-        run.request_stop()
-        if is_second or not run.is_cooperative:
-            raise Interrupted("stopped by SIGTERM")
-
-    signal.signal(signal.SIGTERM, stop)
-    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 
 
 def _kill_all(*, group: int) -> None:

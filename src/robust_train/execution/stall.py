@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
+
+DUMP_STACKS = signal.SIGRTMAX - 1
+"""Asks an attempt for that; trainers and schedulers have uses for SIGUSR1 and SIGUSR2."""
 
 STACKS_SECONDS = 1.0
 """Time that a stalled attempt gets to write down what its threads are doing."""

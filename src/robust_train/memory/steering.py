@@ -160,7 +160,8 @@ class AttemptMemory:
         frames: TracebackType | None,
     ) -> None:
         try:
-            if isinstance(error, Exception):
+            # what another rank has run out of is written down over there
+            if isinstance(error, Exception) and not hasattr(error, "heard_of_rank"):
                 failure = classify_failure(error)
                 if failure.kind in MEMORY_FAILURES:
                     self._write_down(failure)

@@ -11,13 +11,15 @@ import itertools
 import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from robust_train.config import ConfigError
 from robust_train.training.images import ImageDataset, collate
+
+T = TypeVar("T")
 
 Batch = tuple[Tensor, Tensor]
 """Images B×C×H×W and labels B."""
@@ -29,36 +31,55 @@ class BatchPlan:
 
     Attributes:
         num_samples: in the data set.
-        micro_batch: samples in one forward and backward pass.
-        accumulation_steps: micro-batches in one optimizer step.
+        micro_batch: samples in one forward and backward pass of one rank.
+        accumulation_steps: micro-batches of one rank in one optimizer step.
         seed: of the shuffling; with the epoch it fixes the order.
+        ranks: processes that share a step.
+        rank: this one.
     """
 
     num_samples: int
     micro_batch: int
     accumulation_steps: int
     seed: int
+    ranks: int = 1
+    rank: int = 0
 
     @property
     def effective_batch(self) -> int:
         """Samples in one optimizer step; the last step of an epoch may have fewer."""
-        return self.micro_batch * self.accumulation_steps
+        return self.micro_batch * self.accumulation_steps * self.ranks
 
     def order(self, epoch: int) -> list[int]:
         """The shuffled sample indices of an epoch."""
         generator = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % 2**63)
         return torch.randperm(self.num_samples, generator=generator).tolist()
 
-    def steps(self, epoch: int, start: int = 0) -> Iterator[list[list[int]]]:
-        """An epoch's optimizer steps from sample ``start`` on, each a list of micro-batches."""
+    def steps(self, epoch: int, start: int = 0) -> Iterator[list[Sequence[int]]]:
+        """An epoch's optimizer steps from sample ``start`` on: of each this rank's micro-batches.
+
+        The samples of a step, and their order, depend on the effective batch alone; each rank has
+        a stretch of them, in the last step of an epoch perhaps none.
+        """
         order = self.order(epoch)
         for first in range(start, self.num_samples, self.effective_batch):
-            group = order[first : first + self.effective_batch]
+            group = share_of(order[first : first + self.effective_batch], self.rank, self.ranks)
             yield [group[i : i + self.micro_batch] for i in range(0, len(group), self.micro_batch)]
+
+    def samples_in_step(self, start: int) -> int:
+        """Samples of all ranks in the step that begins at sample ``start`` of its epoch."""
+        return min(self.effective_batch, self.num_samples - start)
 
     def steps_left(self, start: int) -> int:
         """Optimizer steps from sample ``start`` to the end of its epoch."""
         return -(-(self.num_samples - start) // self.effective_batch)
+
+
+def share_of(samples: Sequence[T], rank: int, ranks: int) -> Sequence[T]:
+    """The stretch of ``samples`` that ``rank`` has; the first ranks have one more than the last."""
+    least, more = divmod(len(samples), ranks)
+    start = rank * least + min(rank, more)
+    return samples[start : start + least + (rank < more)]
 
 
 @dataclass(frozen=True)
@@ -158,6 +179,6 @@ def _settle_worker(worker: int) -> None:
     torch.set_num_threads(1)
 
 
-def in_order(num_samples: int, micro_batch: int) -> list[range]:
-    """Micro-batches over a data set as it lies: for evaluation."""
-    return [range(i, min(i + micro_batch, num_samples)) for i in range(0, num_samples, micro_batch)]
+def in_order(samples: Sequence[int], micro_batch: int) -> list[Sequence[int]]:
+    """Micro-batches over samples as they lie: for evaluation."""
+    return [samples[i : i + micro_batch] for i in range(0, len(samples), micro_batch)]

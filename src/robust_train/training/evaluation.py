@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from robust_train.training import ranks
 from robust_train.training.batches import Batch
 from robust_train.training.micro_batch import MicroBatcher
 from robust_train.training.precision import Precision
@@ -31,12 +33,24 @@ def evaluate(
     precision: Precision,
     device: torch.device,
     should_stop: Callable[[], bool] = lambda: False,
+    rounds: int = 0,
 ) -> Score | None:
     """Score ``model``; it is left in evaluation mode.
+
+    Of several ranks each scores its share, and all get the score of the whole.
 
     Memory: without autograd and with training's micro-batches it needs less than a training step;
     of each batch only two sums are kept. Where it runs out all the same, the part of the batch that
     failed is scored again in smaller parts.
+
+    Args:
+        model: on ``device``; no wrapper, or the ranks would wait for each other in it.
+        batches: of this rank.
+        batcher: splits them.
+        precision: number format.
+        device: where to compute.
+        should_stop: asked after each batch.
+        rounds: at least so often, for ranks with fewer batches than others.
 
     Returns:
         The score, None if ``should_stop`` said so between two batches.
@@ -58,6 +72,15 @@ def evaluate(
             loss_sum += loss
             correct += hits
         samples += parts.samples
+        rounds -= 1
         if should_stop():
             return None
-    return Score(correct.item() / samples, loss_sum.item() / samples)
+    if any(should_stop() for _ in range(rounds)):
+        return None
+    sums = torch.stack(
+        [loss_sum.double(), correct.double(), torch.full_like(loss_sum, samples).double()]
+    )
+    if ranks.here() is not None:
+        dist.all_reduce(sums)
+    total_loss, total_correct, total = sums.tolist()
+    return Score(total_correct / total, total_loss / total)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -29,8 +29,11 @@ from robust_train.failures import classify_failure
 from robust_train.memory.cleanup import clear_frames, return_memory
 from robust_train.training import splitting
 from robust_train.training.micro_batch_size import MicroBatchSize
-from robust_train.training.rewind import Models, StepStart, Watch, cut_graphs, sequence_number
+from robust_train.training.part import MicroBatch
+from robust_train.training.ranks import ran_out_elsewhere
+from robust_train.training.rewind import Models, StepStart, Watch, cut_graphs
 from robust_train.training.rng import GeneratorStates
+from robust_train.training.shared_step import SharedStep
 from robust_train.types import GIB, MEMORY_FAILURES, Failure
 
 log = logging.getLogger("robust_train")
@@ -179,6 +182,7 @@ class MicroBatches:
         self._number = 0
         self._loss: Tensor | None = None
         self._start: StepStart | None = None
+        self._shared = SharedStep()
 
     @property
     def loss(self) -> Tensor:
@@ -190,19 +194,22 @@ class MicroBatches:
         return self._training() if self._is_training else self._once_each()
 
     def _training(self) -> Iterator[MicroBatch]:
-        self._start = start = self._batcher._watch.begin(self._model)
+        watch = self._batcher._watch
+        self._start = start = watch.begin(self._model)
         try:
-            waiting = self._bounds(0)
-            while waiting:
-                micro = self._next(waiting)
-                yield micro
-                micro._must_have_been_used()
-                if micro._failure is not None:
-                    self._recover(micro)
+            self._shared = shared = SharedStep.begin(watch.resolve(self._model)[0])
+            with shared.without_collectives():
+                while True:
+                    failed = yield from self._all_parts()
+                    if failed is not None:
+                        self._recover(failed)
+                    if not self._must_repeat(failed):
+                        break
                     start.rewind()
                     self.kept, self._loss = [], None
-                    waiting = self._bounds(0)
+            self._loss = shared.sum_gradients(self._loss)
             start.end(is_complete=True)
+            shared.share_buffers()
         finally:
             # also when the loop is left early
             start.end()
@@ -210,6 +217,32 @@ class MicroBatches:
         if grown is not None:
             reason = "memory has sufficed for long enough to try the larger size again"
             self._batcher._tell_changed(self._number, *grown, reason)
+
+    def _all_parts(self) -> Generator[MicroBatch, None, MicroBatch | None]:
+        """The parts, up to the one in which memory runs out, if any: that one."""
+        waiting = self._bounds(0)
+        while waiting:
+            micro = self._next(waiting)
+            yield micro
+            micro._must_have_been_used()
+            if micro._failure is not None:
+                return micro
+        return None
+
+    def _must_repeat(self, failed: MicroBatch | None) -> bool:
+        """Whether the step has to start over, here or on another rank."""
+        failure = None if failed is None else failed._failure
+        used = 0 if failed is None else failed._size
+        verdict = self._shared.agree(self._size, self._parts.items, failure, used)
+        if verdict is None:
+            return failed is not None
+        if verdict.state.is_exhausted:
+            assert self._start is not None
+            self._start.rewind()
+            raise ran_out_elsewhere(verdict)
+        is_known = failed is not None
+        self._size.agree(verdict.size, failed=verdict.failed_size, is_known=is_known)
+        return verdict.rank is not None
 
     def _once_each(self) -> Iterator[MicroBatch]:
         waiting = self._bounds(0)
@@ -277,6 +310,7 @@ class MicroBatches:
         if self._start is not None:
             self._start.rewind()
         self._leave()
+        self._shared.exhausted(self._size, self._parts.items, failure, used, error)
         tried = ", ".join(map(str, self._size.tried))
         note = f"step {self._number}: memory ran out at every micro-batch tried ({tried})"
         log.error("%s", note)
@@ -304,100 +338,3 @@ class MicroBatches:
                 **more,
             },
         )
-
-
-class MicroBatch:
-    """One part of a batch. Use it as ``with micro:`` around all that is to be repeated.
-
-    Attributes:
-        data: the samples, in the structure of the batch.
-        start: of the first sample in the batch.
-        stop: of the sample after the last one.
-        done: the body went through; False after memory ran out in it.
-    """
-
-    def __init__(
-        self, batches: MicroBatches, data: Any, weight: float, start: int, stop: int
-    ) -> None:
-        self.data = data
-        self.start = start
-        self.stop = stop
-        self.done = False
-        self._batches = batches
-        self._weight = weight
-        self._is_weighted = False
-        self._loss: Tensor | None = None
-        self._kept: list[Any] = []
-        self._entered = False
-        self._since: int | None = None
-        self._failure: Failure | None = None
-        self._size = stop - start
-
-    def __len__(self) -> int:
-        """Samples in this part."""
-        return self.stop - self.start
-
-    @property
-    def weight(self) -> float:
-        """Share of this part in the mean over the batch: multiply the mean loss by it."""
-        self._is_weighted = True
-        return self._weight
-
-    def backward(self, loss: Tensor, *, scaler: torch.amp.GradScaler | None = None) -> None:
-        """The backward pass of ``loss``, weighted so that the parts add up to the batch's mean.
-
-        Args:
-            loss: mean over this part's samples (or over what ``count`` counts), a scalar.
-            scaler: the loss scaling of mixed precision.
-        """
-        weight = self.weight
-        # a mean over nothing is no number, whatever it is multiplied by
-        if not weight:
-            return
-        share = loss if weight == 1.0 else loss * weight
-        torch.autograd.backward(share if scaler is None else scaler.scale(share))
-        self._loss = share.detach()
-
-    def keep(self, value: Any) -> None:
-        """Put a result of this part into :attr:`MicroBatches.kept`, if the body goes through."""
-        self._kept.append(value)
-
-    def __enter__(self) -> MicroBatch:
-        self._entered = True
-        self._since = sequence_number()
-        return self
-
-    def __exit__(self, kind: Any, error: BaseException | None, frames: Any) -> bool:
-        batches = self._batches
-        if error is None:
-            self._check_weighted()
-            self.done = True
-            batches.kept += self._kept
-            if self._loss is not None:
-                before = batches._loss
-                batches._loss = self._loss if before is None else before + self._loss
-            return False
-        if not isinstance(error, Exception):
-            batches._leave()
-            return False
-        is_taken = batches._take(self, error)
-        self.data, self._loss, self._kept = None, None, []
-        return is_taken
-
-    def _check_weighted(self) -> None:
-        """The first part tells whether the loop weights its losses; a wrong one must not go on."""
-        start = self._batches._start
-        if self._is_weighted or self.start or start is None or not start.has_gradients():
-            return
-        self._batches._leave()
-        raise RuntimeError(
-            "a backward pass without weight: the gradients of several micro-batches would add up "
-            "wrongly; use micro.backward(loss), or multiply the loss by micro.weight"
-        )
-
-    def _must_have_been_used(self) -> None:
-        if not self._entered:
-            raise RuntimeError(
-                "a micro-batch was not used as a context manager; write `with micro:` around the "
-                "loop's body, so that running out of memory can be repaired"
-            )

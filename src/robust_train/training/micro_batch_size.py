@@ -84,6 +84,23 @@ class MicroBatchSize:
         self._clean_steps = 0
         return before, smaller
 
+    def agree(self, size: int | None, *, failed: int = 0, is_known: bool = False) -> None:
+        """Take over what several ranks have agreed on.
+
+        Args:
+            size: no more than so many samples in a part from now on; None: the whole batch.
+            failed: the size at which memory ran out on some rank, 0 where it did not.
+            is_known: that was here, and :meth:`failed_at` has been told.
+        """
+        if failed and not is_known:
+            self._failures[failed] = self._failures.get(failed, 0) + 1
+            self._clean_steps = 0
+        if size is not None and (self.current is None or size < self.current):
+            self.current = size
+            if not failed:  # somebody wishes it, on another rank
+                self._limit = size
+                self._clean_steps = 0
+
     def step_done(self) -> tuple[int, int] | None:
         """An optimizer step went through. Returns (from, to) if the size grows for the next one."""
         if not self._regrow_after or self.current is None:

@@ -82,6 +82,8 @@ class Reporter:
         """Training goes on from ``place``."""
         self._total_steps = total_steps
         self._run.started(place.step)
+        if not self._run.is_main:
+            return
         self._board = _open_board(self._run.run_dir / "tensorboard", purge_step=place.step + 1)
         if self._board is not None:
             self._open.callback(self._close_board)

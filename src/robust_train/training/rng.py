@@ -18,6 +18,15 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
+def seed_rank(seed: int, step: int, rank: int) -> None:
+    """Have each rank but the first draw numbers of its own from step ``step`` on.
+
+    A checkpoint holds the state of the first; the others' follow from where the run is.
+    """
+    if rank:
+        seed_everything((seed * 1_000_003 + step * 1009 + rank) % 2**63)
+
+
 def capture_rng(device: torch.device) -> dict[str, Any]:
     """All states, as tensors and plain values: ``torch.load(weights_only=True)`` takes them."""
     version, internal, gauss = random.getstate()

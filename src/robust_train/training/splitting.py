@@ -88,6 +88,9 @@ class Parts:
         samples: how many there are.
         split: in place of :func:`part_of`.
         count: of how many items the loss over some data is a mean; None for the samples.
+
+    Attributes:
+        items: of how many the loss over the whole batch is a mean.
     """
 
     def __init__(
@@ -97,7 +100,7 @@ class Parts:
         self.samples = samples
         self._split = split
         self._count = count
-        self._items = float(samples if count is None else count(batch))
+        self.items = float(samples if count is None else count(batch))
 
     def part(self, start: int, stop: int) -> tuple[Any, float]:
         """The data from ``start`` to ``stop``, and its share in the mean over the batch."""
@@ -107,9 +110,9 @@ class Parts:
         else:
             data = self.batch if is_whole else part_of(self.batch, start, stop)
         if is_whole:
-            return data, 1.0 if self._items else 0.0
+            return data, 1.0 if self.items else 0.0
         items = stop - start if self._count is None else float(self._count(data))
-        return data, items / self._items if self._items else 0.0
+        return data, items / self.items if self.items else 0.0
 
 
 def _collect_lengths(batch: Any, name: str, lengths: dict[str, int]) -> None:

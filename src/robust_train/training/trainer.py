@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from robust_train.failures import classify_failure
 from robust_train.run import Interrupted, MicroBatchPlan, Run, UserError
-from robust_train.training.batches import BatchPlan, Loading, StepSamples, in_order
+from robust_train.training.batches import BatchPlan, Loading, StepSamples, in_order, share_of
 from robust_train.training.checkpoint import (
     CheckpointError,
     CheckpointFolder,
@@ -41,7 +43,7 @@ from robust_train.training.models import (
 from robust_train.training.precision import Precision
 from robust_train.training.prepare import check_config, preload_modules
 from robust_train.training.reporting import Reporter, checked_loss
-from robust_train.training.rng import seed_everything
+from robust_train.training.rng import seed_everything, seed_rank
 from robust_train.training.schedule import CosineSchedule, make_optimizer
 from robust_train.training.state import (
     REQUIRED,
@@ -84,6 +86,8 @@ def train(cfg: DictConfig, run: Run) -> dict[str, Any]:
         torch.cuda.init()  # type: ignore[no-untyped-call]
     seed_everything(cfg.training.seed)
     run.memory_milestone("start")
+    if run.world_size > 1:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
         with Reporter(
             run, log_every_steps=cfg.training.log_every_steps, epochs=cfg.training.epochs
@@ -91,11 +95,15 @@ def train(cfg: DictConfig, run: Run) -> dict[str, Any]:
             training = Training(cfg, run, reporter, device)
             training.resume()
             training.fit()
-            return training.finish()
+            result = training.finish()
     except Exception as error:
         if classify_failure(error).kind in MEMORY_FAILURES:
             run.memory_milestone("out of memory")
         raise
+    # not after a failure: it would wait for ranks that have gone
+    if run.world_size > 1:
+        dist.destroy_process_group()
+    return result
 
 
 class Training:
@@ -125,6 +133,8 @@ class Training:
             micro_batch=cfg.training.batch_size,
             accumulation_steps=cfg.training.gradient_accumulation_steps,
             seed=cfg.training.seed,
+            ranks=run.world_size,
+            rank=run.rank,
         )
         self.loading = Loading(cfg.training.num_workers, cfg.training.prefetch_factor, device)
         self.schedule = CosineSchedule(
@@ -133,6 +143,7 @@ class Training:
             cfg.training.warmup_fraction,
         )
         self.state = self._prepare(built)
+        self.model: nn.Module = self.state.model
         self.folder = CheckpointFolder(run.checkpoint_dir, keep=cfg.training.keep_checkpoints)
         self.clock = SaveClock(
             60 * cfg.training.checkpoint_every_minutes,
@@ -169,7 +180,8 @@ class Training:
 
     def resume(self) -> None:
         """Go on from the last intact checkpoint, if there is one."""
-        self.folder.remove_leftovers()
+        if self.run.is_main:
+            self.folder.remove_leftovers()
         if self.run.resume_checkpoint is not None:
             found = read_newest(Path(self.run.resume_checkpoint), REQUIRED)
             if found is None:
@@ -178,6 +190,10 @@ class Training:
                 path, content = found
                 self.state.restore(content, path)
                 log.info("resumed from %s, step %d", path, self.state.place.step)
+        if self.run.world_size > 1:
+            # all ranks have read the checkpoint when this returns, and hold the same weights
+            self.model = DistributedDataParallel(self.state.model)
+            seed_rank(self.cfg.training.seed, self.state.place.step, self.run.rank)
         self.reporter.begin(self.state.place, self._total_steps())
 
     def _total_steps(self) -> int:
@@ -213,7 +229,7 @@ class Training:
         for micro_batches in steps:
             self._stop_if_asked()
             step = StepSamples(batches, [len(chunk) for chunk in micro_batches])
-            samples = len(step)
+            samples = self.plan.samples_in_step(place.samples)
             seen = place.epoch * self.plan.num_samples + place.samples
             lr = self.schedule.apply(self.state.optimizer, seen, samples)
             loss = self._gradients_of(step)
@@ -228,17 +244,17 @@ class Training:
                 place.step += 1
                 self.state.epoch_loss.add(loss, samples)
                 self.reporter.step(place, loss, samples, lr)
-            if self.clock.is_due(place.step) or self.run.checkpoint_requested:
+            # ranks ask equally often; only the first has a clock that counts
+            is_wanted = self.run.checkpoint_requested
+            if self.clock.is_due(place.step) or is_wanted:
                 self._save()
 
     def _gradients_of(self, step: StepSamples) -> Tensor:
         """The gradients of one optimizer step; its mean loss."""
-        parts = self.batcher.micro_batches(
-            step, self.state.model, length=len, split=StepSamples.part
-        )
+        parts = self.batcher.micro_batches(step, self.model, length=len, split=StepSamples.part)
         try:
             return accumulate_gradients(
-                self.state.model,
+                self.model,
                 parts,
                 device=self.device,
                 precision=self.state.precision,
@@ -254,14 +270,17 @@ class Training:
 
     def _evaluate(self, source: ImageSource) -> Score:
         dataset = ImageDataset(source, self.images)
-        chunks = in_order(len(dataset), self.cfg.training.batch_size)
+        run, size = self.run, self.cfg.training.batch_size
+        chunks = in_order(share_of(range(len(dataset)), run.rank, run.world_size), size)
+        most = len(share_of(range(len(dataset)), 0, run.world_size))
         score = evaluate(
             self.state.model,
             self.loading.batches(dataset, chunks, epoch=0),
             self.batcher,
             precision=self.state.precision,
             device=self.device,
-            should_stop=lambda: self.run.stop_requested,
+            should_stop=lambda: run.stop_requested,
+            rounds=len(in_order(range(most), size)),
         )
         if score is None:
             self._stop_if_asked()
@@ -277,6 +296,8 @@ class Training:
         """Save a checkpoint; where that fails, training is worth more than the checkpoint."""
         place = self.state.place
         checked_loss(self.state.epoch_loss, place.step)
+        if not self.run.is_main:
+            return
         started = time.monotonic()
         try:
             path = self.folder.save(self.state.content(), place.step)
@@ -301,7 +322,8 @@ class Training:
         }
         log.info("Test accuracy: %.2f %%", 100 * self.score.accuracy)
         try:
-            write_atomically(weights, path)
+            if self.run.is_main:
+                write_atomically(weights, path)
         except CheckpointError as error:
             raise UserError(
                 f"{error}; training is complete, its weights are not saved: make room and repeat "
