@@ -2,34 +2,108 @@
 
 from __future__ import annotations
 
+import resource
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from robust_train.run import Interrupted
+
+WIDE = 1 << 18
+"""Numbers of one sample's activation: 1 MiB."""
 
 
-def says_who_it_is(cfg, run):
-    """The sum of all ranks' numbers, by a real collective."""
+def limit_memory(growth_mib):
+    data = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+    limit = data + (growth_mib << 20)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
+
+
+def splits_in_its_own_loop(cfg, run):
+    """Trains at ease, then again with memory for half a batch on rank 1: the weights of both."""
     dist.init_process_group("gloo")
-    total = torch.tensor(float(run.rank))
-    dist.all_reduce(total)
-    given = {
-        "rank": run.rank,
-        "world_size": run.world_size,
-        "num_gpus": cfg.num_gpus,
-        "device": cfg.device,
-        "batch_size": cfg.training.batch_size,
-    }
+    run.started(0)
+    at_ease = _train(cfg, run)
+    if run.rank == 1:
+        limit_memory(cfg.training.batch_size + 10)  # and what it takes to look for what is held
+    short_of_memory = _train(cfg, run)
     dist.destroy_process_group()
-    return {**given, "sum": total.item()}
+    return {"at_ease": at_ease, "short_of_memory": short_of_memory, "size": run.micro_batcher.size}
+
+
+def _train(cfg, run):
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(4, 1))
+    for step in range(1, 4):
+        generator = torch.Generator().manual_seed(10 * step + run.rank)
+        x = torch.randn(cfg.training.batch_size, 4, generator=generator)
+        for micro in run.micro_batches(x, model):
+            with micro:
+                wide = model(micro.data).repeat(1, WIDE)
+                micro.backward((wide * 2).mean())
+        with torch.no_grad():  # an optimizer's import would be most of the test's time
+            for parameter in model.parameters():
+                parameter -= 0.1 * parameter.grad
+                parameter.grad = None
+        run.progress(step)
+    return [p.item() for p in model.module.weight[0]]
+
+
+def does_not_split(cfg, run):
+    """Four steps with a checkpoint after each; in the third rank 2 needs room for its batch."""
+    dist.init_process_group("gloo")
+    start = 0
+    if run.resume_checkpoint is not None:
+        start = int(Path(run.resume_checkpoint).read_text())
+    run.started(start)
+    starts = torch.tensor([start, cfg.training.batch_size])
+    dist.all_reduce(starts)
+    if run.rank == 2:  # now that the collective's threads have their stacks
+        limit_memory(24)
+    for step in range(start + 1, 5):
+        batch = torch.ones(cfg.training.batch_size if step >= 3 else 1, WIDE)
+        total = batch[:, 0].sum()
+        dist.all_reduce(total)
+        run.progress(step)
+        if run.is_main:
+            run.checkpoint_dir.mkdir(exist_ok=True)
+            path = run.checkpoint_dir / str(step)
+            path.write_text(str(step))
+            run.checkpoint_saved(path, step)
+    dist.destroy_process_group()
+    return {"sum_of_starts_and_sizes": starts.tolist(), "total": total.item()}
+
+
+def stops_when_asked(cfg, run):
+    """Each rank writes down at which step it stopped; some look sooner after a step than others."""
+    dist.init_process_group("gloo")
+    run.started(0)
+    step = 0
+    while True:
+        if run.stop_requested:
+            (run.run_dir / f"rank-{run.rank}-stopped").write_text(str(step))
+            if run.is_main:
+                time.sleep(1.5)  # longer than what is left to ranks after a failure
+                run.checkpoint_dir.mkdir()
+                (run.checkpoint_dir / "last").write_text(str(step))
+                run.checkpoint_saved(run.checkpoint_dir / "last", step)
+            raise Interrupted(f"stopped after step {step}")
+        step += 1
+        dist.all_reduce(torch.ones(1))
+        time.sleep(0.003 * run.rank)
+        run.progress(step)
 
 
 def has_a_bug_on_rank_1(cfg, run):
-    """The others wait in a collective, as they would in a backward pass, and never give up."""
-    if run.is_main:
-        run.started(0)
-        run.progress(1)
+    """The others never come back by themselves, like ranks that hang in a collective."""
     if run.rank == 1:
         return {}["a key that is not there"]
-    time.sleep(600)
-    return None
+    while True:
+        try:
+            time.sleep(600)
+        except BaseException:
+            continue

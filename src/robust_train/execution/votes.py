@@ -47,12 +47,17 @@ class Votes:
             self._lock.release()
 
     def raise_flag(self, flag: str) -> None:
-        """Have all ranks see ``flag``; nothing where some have still to see it."""
+        """Have all ranks see ``flag``.
+
+        Nothing where some have still to see it: those that have would see it a second time. Only
+        checkpoints are wished for again and again; what ends the attempt is due for good.
+        """
         place = self._place(flag)
         self._acquire()
         try:
             looks = self._words[place + 1 : place + 1 + self._ranks]
-            if not self._words[place] or min(looks) >= self._words[place]:
+            due = self._words[place]
+            if not due or (flag == CHECKPOINT and min(looks) >= due):
                 self._words[place] = max(looks) + 1
         finally:
             self._lock.release()

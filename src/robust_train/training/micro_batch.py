@@ -241,6 +241,7 @@ class MicroBatches:
             self._start.rewind()
             raise ran_out_elsewhere(verdict)
         is_known = failed is not None
+        self.repeats += verdict.rank is not None and not is_known
         self._size.agree(verdict.size, failed=verdict.failed_size, is_known=is_known)
         return verdict.rank is not None
 

@@ -136,11 +136,11 @@ class Ranks:
     """This process among those of torch's default process group."""
 
     def __init__(self) -> None:
-        self.world = dist.group.WORLD
+        self.world: Any = dist.group.WORLD
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         # on the host: a message over the GPU would have to wait for all that is queued there
         is_on_host = dist.get_backend() == "gloo"
-        self._group = None if is_on_host else dist.new_group(backend="gloo")
+        self._group: Any = None if is_on_host else dist.new_group(backend="gloo")
         self._checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def agree(self, told: Told) -> Verdict:

@@ -1,0 +1,83 @@
+"""What several ranks of one attempt agree on, and which of their ends is the reason."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from robust_train.execution.root_cause import RankEnd, root_cause
+from robust_train.execution.votes import Votes
+from robust_train.run import CHECKPOINT, STOP, Run
+
+
+def failed(rank: int, kind: str, at: float, **more: Any) -> RankEnd:
+    account = {"event": "failed", "failure": {"kind": kind, "message": ""}, **more}
+    return RankEnd(rank, 100 + rank, account, at, 1)
+
+
+def died(rank: int, at: float, signum: int = signal.SIGKILL, **more: Any) -> RankEnd:
+    return RankEnd(rank, 100 + rank, None, at, -signum, **more)
+
+
+FINISHED = RankEnd(0, 100, {"event": "finished"}, 9.0)
+
+
+@pytest.mark.parametrize(
+    ("ends", "rank"),
+    [
+        pytest.param([FINISHED], None, id="none failed"),
+        pytest.param([failed(0, "bug", 2), failed(1, "bug", 1)], 1, id="the first of its kind"),
+        pytest.param(
+            [failed(0, "comm", 1), failed(1, "device_oom", 2)], 1, id="a lost peer is told first"
+        ),
+        pytest.param(
+            [failed(0, "comm", 1), died(1, 2), failed(2, "bug", 1)],
+            1,
+            id="the kernel's kill, which says nothing",
+        ),
+        pytest.param(
+            [died(0, 2, was_killed=True), failed(1, "host_oom", 1)], 1, id="not whom we killed"
+        ),
+        pytest.param(
+            [failed(0, "device_oom", 1, heard_of_rank=1), failed(1, "device_oom", 2)],
+            1,
+            id="not who has heard of it",
+        ),
+        pytest.param(
+            [died(0, 1, signal.SIGABRT), failed(1, "bug", 0)], 1, id="a crash counts by its time"
+        ),
+        pytest.param([failed(0, "comm", 2), failed(1, "comm", 1)], 1, id="only lost connections"),
+    ],
+)
+def test_the_reason_is_what_the_others_follow_from(ends: list[RankEnd], rank: int | None):
+    root = root_cause(ends)
+    assert (None if root is None else root.rank) == rank
+
+
+@given(st.lists(st.one_of(st.integers(0, 2), st.sampled_from(["stop", "checkpoint"])), max_size=80))
+def test_a_flag_is_seen_at_the_same_look_by_all_ranks(happenings: list[int | str]):
+    """Ranks look in any order, and flags are raised at any moment."""
+    votes = Votes(3)
+    runs = [Run(run_dir=Path(), rank=rank, world_size=3, flags=votes) for rank in range(3)]
+    seen: list[list[tuple[bool, bool]]] = [[], [], []]
+    raised = False
+    for happening in happenings:
+        if isinstance(happening, str):
+            raised = raised or happening == STOP
+            votes.raise_flag(STOP if happening == STOP else CHECKPOINT)
+        else:
+            run = runs[happening]
+            seen[happening].append((run.stop_requested, run.checkpoint_requested))
+    shortest = min(map(len, seen))
+    assert seen[0][:shortest] == seen[1][:shortest] == seen[2][:shortest]
+    for run, looks in zip(runs, seen, strict=True):
+        stops = [stop for stop, _ in looks]
+        assert stops == sorted(stops), "it stays due"
+        most = max(map(len, seen))
+        stops += [run.stop_requested for _ in range(most + 1 - len(looks))]
+        assert stops[-1] is raised

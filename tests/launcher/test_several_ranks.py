@@ -1,0 +1,95 @@
+"""One job in several processes, on the CPU over gloo: the real launcher, agent and collectives."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import pytest
+
+from world import World, wait_until
+
+ON_THE_CPU = ("auto_device=false", "device=cpu")
+
+
+def ranks(number: int, trainer: str, *more: str) -> tuple[str, ...]:
+    target = f"trainer._target_=rank_trainers.{trainer}"
+    return target, f"num_gpus={number}", *ON_THE_CPU, *more
+
+
+@pytest.fixture
+def tight_world(world: World) -> World:
+    """Freed blocks go back at once, so that what is held is what counts against a limit."""
+    return world.with_environ({"MALLOC_MMAP_THRESHOLD_": "65536"})
+
+
+def test_memory_that_runs_out_on_one_rank_splits_the_step_of_both(tight_world: World):
+    ended = tight_world.run(
+        *ranks(2, "splits_in_its_own_loop", "training.batch_size=32", "min_batch_size=2")
+    )
+    assert ended.returncode == 0, ended.output
+    (attempt,) = ended.attempts
+    assert (attempt["ranks"], attempt["effective_batch_size"]) == (2, 64)
+    result = ended.summary["result"]
+    assert result["short_of_memory"] == pytest.approx(result["at_ease"], abs=1e-6)
+    changes = [e for e in ended.journal if e["event"] == "micro_batch_changed"]
+    assert {change["rank"] for change in changes} == {1}, "told by the rank that ran out"
+    assert changes[-1]["to"] == result["size"] < 32, "and taken over by the first"
+    assert changes[0]["kind"] == "host_oom"
+    # the first rank's progress alone
+    steps = [e["step"] for e in ended.journal if e["event"] == "progress"]
+    assert all("rank" not in e for e in ended.journal if e["event"] == "progress")
+    assert len(steps) <= 6
+    assert "[rank 1]" in ended.output
+
+
+def test_all_go_on_with_half_the_batch_from_the_same_checkpoint(tight_world: World):
+    ended = tight_world.run(
+        *ranks(4, "does_not_split", "training.batch_size=32", "training.num_workers=0")
+    )
+    assert ended.returncode == 0, ended.output
+    first, second = ended.attempts
+    assert (first["outcome"], first["action"]) == ("host_oom", "halve_batch")
+    assert "rank 2" in first["reason"]
+    assert (first["batch_size"], second["batch_size"]) == (32, 16)
+    assert first["effective_batch_size"] == second["effective_batch_size"] == 128
+    assert (second["start_step"], second["end_step"]) == (2, 4)
+    result = ended.summary["result"]
+    assert result["sum_of_starts_and_sizes"] == [4 * 2, 4 * 16], "all four from there, with half"
+    assert result["total"] == 4 * 16
+    failure = next(e for e in ended.journal if e["event"] == "attempt_ended")
+    assert "MemoryError" in failure["evidence"]["traceback"] or "allocate" in first["message"]
+
+
+def test_ctrl_c_stops_all_ranks_at_the_same_step_with_a_checkpoint(world: World):
+    process = world.start(*ranks(3, "stops_when_asked"))
+    journal = world.run_dir / "journal.jsonl"
+    wait_until(lambda: journal.is_file() and '"progress"' in journal.read_text(), "training")
+    process.send_signal(signal.SIGINT)
+    ended = world.end(process)
+    assert ended.returncode == 130, ended.output
+    stopped = [int((world.run_dir / f"rank-{rank}-stopped").read_text()) for rank in range(3)]
+    assert len(set(stopped)) == 1
+    assert ended.summary["status"] == "interrupted"
+    assert ended.summary["checkpoint"] == str(world.run_dir / "checkpoints" / "last")
+    assert (world.run_dir / "checkpoints" / "last").read_text() == str(stopped[0])
+
+
+def test_a_bug_on_one_rank_ends_the_group_with_its_traceback_and_is_not_retried(world: World):
+    started = time.monotonic()
+    ended = world.run(*ranks(3, "has_a_bug_on_rank_1"))
+    assert ended.returncode == 1, ended.output
+    (attempt,) = ended.attempts
+    assert (attempt["outcome"], attempt["action"]) == ("bug", "give_up")
+    assert "(rank 1)" in ended.summary["reason"]
+    assert "KeyError: 'a key that is not there'" in ended.stderr
+    frames = [line for line in ended.stderr.splitlines() if line.strip().startswith("File ")]
+    assert frames
+    assert all("rank_trainers.py" in frame for frame in frames), "nothing of the agent is shown"
+    assert time.monotonic() - started < 300, "the others never end by themselves"
+
+
+def test_several_ranks_need_processes_of_their_own(world: World):
+    ended = world.run(*ranks(2, "has_a_bug_on_rank_1"), "isolation=none")
+    assert ended.returncode == 2
+    assert ended.stderr.strip().splitlines()[-1].startswith("num_gpus=2: every GPU needs a process")

@@ -1,0 +1,159 @@
+"""Four processes that share optimizer steps over gloo, then two: prints what each has seen.
+
+Run as a script; the processes are forks of one interpreter, so torch is imported once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from robust_train.run import UserError
+from robust_train.training.micro_batch import MicroBatcher
+
+WIDE = 1 << 18
+"""Numbers that one sample's activation holds: 1 MiB."""
+
+STEPS = ((13, 7), (2, 3), (16, 1))
+"""Samples in a step, and the seed of its data: with four ranks the second leaves two without."""
+
+
+class Net(nn.Module):
+    """Wide for a moment, so that a batch needs memory; statistics, and a parameter never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(4, 8)
+        self.register_buffer("mean", torch.zeros(8))
+        self.last = nn.Linear(8, 1)
+        self.unused = nn.Parameter(torch.ones(3))
+        self.only_of_first = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        if self.training:
+            self.mean.lerp_(hidden.detach().mean(dim=0), 0.5)
+        wide = hidden.repeat(1, WIDE // 8) * 2
+        return self.last(wide[:, :8])
+
+
+def data(samples: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(samples, 4, generator=generator)
+    return x, x.sum(dim=1, keepdim=True)
+
+
+def limit_memory(growth_mib: int) -> None:
+    data_bytes = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+    limit = data_bytes + (growth_mib << 20)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
+
+
+def lift_limit() -> None:
+    resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
+def train(batcher: MicroBatcher, net: nn.Module, rank: int, ranks: int, *, own: bool = False):
+    """Three steps; returns weights, statistics, losses and how often a step was repeated."""
+    model = net if ranks == 1 else DistributedDataParallel(net)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    losses, repeats = [], []
+    for samples, seed in STEPS:
+        x, y = data(samples, seed)
+        least, more = divmod(samples, ranks)
+        start = rank * least + min(rank, more)
+        mine = slice(start, start + least + (rank < more))
+        parts = batcher.micro_batches((x[mine], y[mine]), model)
+        optimizer.zero_grad()
+        for micro in parts:
+            with micro:
+                inputs, wanted = micro.data
+                loss = nn.functional.mse_loss(model(inputs), wanted)
+                if own and rank == 0:
+                    loss = loss + net.only_of_first.sum()
+                micro.backward(loss)
+        optimizer.step()
+        losses.append(parts.loss.item())
+        repeats.append(parts.repeats)
+    return {
+        "weights": torch.cat([p.detach().reshape(-1) for p in net.parameters()]).tolist(),
+        "unused_has_gradient": net.unused.grad is not None,
+        "only_of_first": net.only_of_first.item(),
+        "statistics": net.mean.tolist(),
+        "losses": losses,
+        "repeats": repeats,
+        "size": batcher.size,
+    }
+
+
+def exhausted(batcher: MicroBatcher, net: Net) -> list[object]:
+    try:
+        train(batcher, net, dist.get_rank(), dist.get_world_size())
+    except Exception as error:
+        has_gradients = any(p.grad is not None for p in net.parameters())
+        heard = getattr(error, "heard_of_rank", None)
+        return [type(error).__name__, heard, getattr(error, "others_know", None), has_gradients]
+    return []
+
+
+def refused(batcher: MicroBatcher) -> str:
+    model = nn.Sequential(nn.Linear(4, 2), nn.SyncBatchNorm(2))
+    try:
+        next(iter(batcher.micro_batches(data(2, 0), model)))
+    except UserError as error:
+        return str(error)
+    return "not refused"
+
+
+def be_rank(rank: int, ranks: int, folder: str) -> dict[str, object]:
+    store = dist.FileStore(f"{folder}/store-{ranks}", ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    seen: dict[str, object] = {"at_ease": train(MicroBatcher(), Net(), rank, ranks)}
+    seen["own"] = train(MicroBatcher(), Net(), rank, ranks, own=True)
+    batcher, net = MicroBatcher(), Net()
+    if rank == 1:
+        limit_memory(3 if ranks == 4 else 9)
+    seen["short_of_memory"] = train(batcher, net, rank, ranks)
+    seen["exhausted"] = exhausted(MicroBatcher(min_batch_size=100), Net())
+    lift_limit()
+    batcher = MicroBatcher(batch_size=4)
+    if rank == 0:
+        batcher.shrink("a test wishes it")
+    seen["wished"] = train(batcher, Net(), rank, ranks)["size"]
+    seen["refused"] = refused(MicroBatcher())
+    dist.destroy_process_group()
+    return seen
+
+
+def main() -> None:
+    folder = sys.argv[1]
+    alone = train(MicroBatcher(), Net(), 0, 1)
+    pipes = []
+    for rank in range(4):
+        read_end, write_end = os.pipe()
+        if os.fork() == 0:
+            seen = {4: be_rank(rank, 4, folder)}
+            if rank < 2:
+                seen[2] = be_rank(rank, 2, folder)
+            with os.fdopen(write_end, "w") as file:
+                json.dump(seen, file)
+            os._exit(0)
+        os.close(write_end)
+        pipes.append(read_end)
+    told = [json.loads(os.fdopen(pipe).read() or "{}") for pipe in pipes]
+    print(json.dumps({"alone": alone, "ranks": told}))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    main()

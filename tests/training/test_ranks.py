@@ -1,0 +1,153 @@
+"""Several processes share an optimizer step: real gloo groups of four and of two."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from robust_train.training.batches import BatchPlan, share_of
+from robust_train.training.micro_batch_size import MicroBatchSize
+from robust_train.training.ranks import State, Told, verdict
+
+
+@pytest.fixture(scope="module")
+def group(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What four processes have seen, two of them also as a group of two; and one alone."""
+    ended = subprocess.run(
+        [sys.executable, "group_of_ranks.py", str(tmp_path_factory.mktemp("group"))],
+        # freed blocks go back at once, so that what is held is what counts against the limit
+        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"},
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    seen = json.loads(ended.stdout)
+    assert all(seen["ranks"]), ended.stderr
+    return seen
+
+
+def members(group: dict[str, Any], ranks: int) -> list[dict[str, Any]]:
+    return [seen[str(ranks)] for seen in group["ranks"][:ranks]]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_any_number_of_ranks_trains_as_one_does(group: dict[str, Any], ranks: int):
+    alone = group["alone"]
+    for seen in members(group, ranks):
+        shared = seen["at_ease"]
+        assert shared["weights"] == pytest.approx(alone["weights"], abs=1e-6)
+        assert shared["losses"] == pytest.approx(alone["losses"], abs=1e-5), "of all ranks' samples"
+        assert shared["unused_has_gradient"] is False, "an optimizer would decay what nobody uses"
+        # the buffers of the first rank are kept
+        assert shared["statistics"] == members(group, ranks)[0]["at_ease"]["statistics"]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_memory_that_runs_out_on_one_rank_splits_the_step_of_all(group: dict[str, Any], ranks: int):
+    seen = [member["short_of_memory"] for member in members(group, ranks)]
+    assert [one["repeats"] for one in seen] == [[1, 0, 0]] * ranks
+    sizes = {one["size"] for one in seen}
+    assert len(sizes) == 1
+    assert sizes < {1, 2, 3}
+    for one in seen:
+        assert one["weights"] == pytest.approx(group["alone"]["weights"], abs=1e-6)
+        assert one["statistics"] == seen[0]["statistics"]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_parameter_that_one_rank_uses_is_the_same_on_all(group: dict[str, Any], ranks: int):
+    values = {member["own"]["only_of_first"] for member in members(group, ranks)}
+    assert len(values) == 1
+    assert values != {1.0}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_where_one_rank_cannot_go_on_all_give_up_with_the_step_taken_back(
+    group: dict[str, Any], ranks: int
+):
+    for rank, seen in enumerate(members(group, ranks)):
+        error, heard_of, others_know, has_gradients = seen["exhausted"]
+        assert error == ("RuntimeError" if rank == 1 else "MemoryError")
+        assert heard_of == (None if rank == 1 else 1)
+        assert others_know is True
+        assert has_gradients is False
+
+
+def test_a_wish_for_smaller_parts_on_one_rank_reaches_all(group: dict[str, Any]):
+    assert {member["wished"] for member in members(group, 4)} == {2}
+
+
+def test_a_model_that_talks_in_its_passes_is_refused(group: dict[str, Any]):
+    assert {m["refused"].split(" talks")[0] for m in members(group, 4)} == {
+        "run.micro_batches: 1 (SyncBatchNorm)"
+    }
+
+
+TOLD = st.builds(
+    Told,
+    st.sampled_from(State),
+    st.integers(0, 2**20),
+    st.integers(0, 2**20),
+    st.floats(0, 2**40),
+    st.lists(st.booleans(), min_size=100, max_size=100).map(tuple),
+)
+
+
+@given(st.lists(TOLD, min_size=1, max_size=5))
+def test_what_ranks_tell_survives_as_numbers_and_one_verdict_holds_for_all(told: list[Told]):
+    assert [Told.from_row(one.row(), 100) for one in told] == told
+    judged = verdict(told)
+    assert (judged.rank is None) == all(one.state is State.THROUGH for one in told)
+    if judged.rank is not None:
+        assert told[judged.rank].state is judged.state
+        assert judged.state.is_exhausted == any(one.state.is_exhausted for one in told)
+    assert judged.size == min((one.size for one in told if one.size), default=None)
+    assert judged.has_gradient == tuple(
+        any(one.has_gradient[i] for one in told) for i in range(100)
+    )
+
+
+def test_sizes_agreed_upon_are_the_same_wherever_memory_ran_out():
+    here, there = MicroBatchSize(16, regrow_after_steps=2), MicroBatchSize(16, regrow_after_steps=2)
+    here.failed_at(16)
+    here.agree(8, failed=16, is_known=True)
+    there.agree(8, failed=16)
+    assert here.state() == there.state()
+    assert [here.step_done() for _ in range(2)] == [there.step_done() for _ in range(2)]
+    there.shrink()
+    here.agree(there.current)
+    assert here.state() == there.state(), "nor does it grow again where it was wished elsewhere"
+
+
+@given(
+    samples=st.integers(1, 60),
+    size=st.integers(1, 9),
+    accumulation=st.integers(1, 3),
+    ranks=st.integers(1, 5),
+)
+def test_ranks_share_the_samples_of_the_step_that_one_process_would_make(
+    samples: int, size: int, accumulation: int, ranks: int
+):
+    alone = BatchPlan(samples, size * accumulation * ranks, 1, seed=3)
+    plans = [BatchPlan(samples, size, accumulation, 3, ranks, rank) for rank in range(ranks)]
+    assert {plan.effective_batch for plan in plans} == {alone.effective_batch}
+    start = 0
+    for whole, *shares in zip(alone.steps(1), *(plan.steps(1) for plan in plans), strict=True):
+        assert [i for share in shares for chunk in share for i in chunk] == list(whole[0])
+        assert all(len(chunk) <= size for share in shares for chunk in share)
+        assert plans[0].samples_in_step(start) == len(whole[0])
+        start += len(whole[0])
+    lengths = [len(share_of(range(samples), rank, ranks)) for rank in range(ranks)]
+    assert max(lengths) - min(lengths) <= 1
+    assert lengths == sorted(lengths, reverse=True)
