@@ -296,12 +296,11 @@ def _effective_batch_warning(settings: PolicySettings, spec: AttemptSpec) -> str
 
 def _what_failed(case: Case) -> str:
     kind, device = case.failure.kind, device_name(case.failed_gpus)
-    if case.last.ranks > 1 and case.failure.rank is not None:
-        device += f" (rank {case.failure.rank})"
+    rank = "" if case.failure.rank is None else f" (rank {case.failure.rank})"
     if kind is FailureKind.DEVICE_OOM:
-        return f"out of memory on {device}"
+        return f"out of memory on {device}{rank}"
     if kind is FailureKind.HOST_OOM:
-        return "out of memory on the host"
+        return f"out of memory on the host{rank}"
     if kind is FailureKind.DEVICE_FAULT:
         return f"{device} failed ({case.failure.message})"
     if kind is FailureKind.DEVICE_UNAVAILABLE:
