@@ -139,7 +139,7 @@ class JobControl:
         elif kind == "checkpoint":
             self._known["checkpoint"] = event["path"]
             self._known["checkpoint_step"] = event["step"]
-        elif kind == "memory":
+        elif kind == "memory" and "rank" not in event:
             self._attempt["memory"] = {k: v for k, v in event.items() if isinstance(v, int)}
         elif kind == "micro_batch_changed" and event["training"]:
             self._attempt["micro_batch"] = event["to"]

@@ -22,6 +22,7 @@ from robust_train.types import FailureKind
 VALUES = ScriptValues(
     batch_size=16,
     gradient_accumulation_steps=4,
+    num_gpus=2,
     min_batch_size=2,
     num_workers=0,
     device="cuda:0",

@@ -5,18 +5,23 @@ Run as a script; the processes are forks of one interpreter, so torch is importe
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
 import sys
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from training_world import config, write_image_folder
 
-from robust_train.run import UserError
+from robust_train.run import Interrupted, Run, UserError
+from robust_train.training import trainer
 from robust_train.training.micro_batch import MicroBatcher
 
 WIDE = 1 << 18
@@ -134,23 +139,106 @@ def be_rank(rank: int, ranks: int, folder: str) -> dict[str, object]:
     return seen
 
 
+class Watched(Run):
+    """One rank of the built-in trainer, which stops at a step of which it is told."""
+
+    stop_at: int | None = None
+
+    def progress(self, step: int, **more: object) -> bool:
+        if step == self.stop_at:
+            self.request_stop()
+        return super().progress(step, **more)
+
+
+def built_in(folder: Path, rank: int, ranks: int, resume: Path | None, stop_at: int | None):
+    """One attempt of the built-in trainer at 24 samples a step; what this rank told and returned.
+
+    The last step of an epoch has 8 samples, and the effective batch is the same for 1, 2, 4 ranks.
+    """
+    cfg = config(
+        "dataset=image_folder",
+        f"dataset.root={folder.parent / 'images'}",
+        "model.image_size=16",
+        "model.width=4",
+        "model.dropout=0",
+        "training.epochs=2",
+        "training.num_workers=0",
+        "training.mixed_precision=false",
+        f"training.batch_size={24 // ranks}",
+    )
+    events: list[dict[str, object]] = []
+    run = Watched(
+        run_dir=folder,
+        resume_checkpoint=resume,
+        report=events.append,
+        rank=rank,
+        world_size=ranks,
+    )
+    run.stop_at = stop_at
+    result = None
+    with contextlib.suppress(Interrupted):
+        result = trainer.train(cfg, run)
+    saved = [event["path"] for event in events if event["event"] == "checkpoint"]
+    return {
+        "result": result,
+        "saved": saved,
+        "epochs": [e for e in events if e["event"] == "epoch"],
+    }
+
+
+def of_forks(ranks: int, work: Callable[[int], object]) -> list[object]:
+    """What ``work(rank)`` returns in a fork for each rank."""
+    pipes = []
+    for rank in range(ranks):
+        read_end, write_end = os.pipe()
+        if os.fork() == 0:
+            try:
+                with os.fdopen(write_end, "w") as file:
+                    json.dump(work(rank), file)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(0)
+        os.close(write_end)
+        pipes.append(read_end)
+    return [json.loads(os.fdopen(pipe).read() or "null") for pipe in pipes]
+
+
+def attempt(folder: Path, ranks: int, *, resume: Path | None = None, stop_at: int | None = None):
+    """An attempt of the built-in trainer with so many ranks, set up as the elastic agent does."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "WORLD_SIZE": str(ranks),
+    }
+
+    def be(rank: int) -> object:
+        os.environ["RANK"] = str(rank)
+        return built_in(folder, rank, ranks, resume, stop_at)
+
+    return of_forks(ranks, be)
+
+
 def main() -> None:
     folder = sys.argv[1]
     alone = train(MicroBatcher(), Net(), 0, 1)
-    pipes = []
-    for rank in range(4):
-        read_end, write_end = os.pipe()
-        if os.fork() == 0:
-            seen = {4: be_rank(rank, 4, folder)}
-            if rank < 2:
-                seen[2] = be_rank(rank, 2, folder)
-            with os.fdopen(write_end, "w") as file:
-                json.dump(seen, file)
-            os._exit(0)
-        os.close(write_end)
-        pipes.append(read_end)
-    told = [json.loads(os.fdopen(pipe).read() or "{}") for pipe in pipes]
-    print(json.dumps({"alone": alone, "ranks": told}))
+
+    def share_steps(rank: int) -> object:
+        seen = {4: be_rank(rank, 4, folder)}
+        if rank < 2:
+            seen[2] = be_rank(rank, 2, folder)
+        return seen
+
+    told = of_forks(4, share_steps)
+    write_image_folder(Path(folder) / "images", per_class=16)
+    one = attempt(Path(folder) / "one", 1)
+    first = attempt(Path(folder) / "several", 2, stop_at=1)
+    saved = Path(first[0]["saved"][-1])
+    rest = attempt(Path(folder) / "several", 4, resume=saved)
+    print(json.dumps({"alone": alone, "ranks": told, "one": one, "first": first, "rest": rest}))
 
 
 if __name__ == "__main__":

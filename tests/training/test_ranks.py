@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from training_world import difference, trained_weights
 
 from robust_train.training.batches import BatchPlan, share_of
 from robust_train.training.micro_batch_size import MicroBatchSize
@@ -92,6 +93,22 @@ def test_a_model_that_talks_in_its_passes_is_refused(group: dict[str, Any]):
     assert {m["refused"].split(" talks")[0] for m in members(group, 4)} == {
         "run.micro_batches: 1 (SyncBatchNorm)"
     }
+
+
+def test_the_built_in_trainer_gives_the_same_on_any_number_of_ranks_also_resumed(
+    group: dict[str, Any],
+):
+    """Two ranks stop in the first epoch, and four go on; against one that was left alone."""
+    one, first, rest = group["one"][0], group["first"], group["rest"]
+    assert [bool(rank["saved"]) for rank in first] == [True, False], "by the first alone"
+    assert [bool(rank["saved"]) for rank in rest] == [True, False, False, False]
+    expected = trained_weights(one["result"])
+    assert difference(trained_weights(rest[0]["result"]), expected) < 1e-4
+    accuracies = [rank["result"]["test_accuracy"] for rank in rest]
+    assert accuracies == [one["result"]["test_accuracy"]] * 4, "of the whole test set, on each"
+    for epoch, alone in zip(rest[0]["epochs"], one["epochs"], strict=True):
+        assert epoch["train_loss"] == pytest.approx(alone["train_loss"], abs=1e-4)
+        assert epoch["val_loss"] == pytest.approx(alone["val_loss"], abs=1e-4)
 
 
 TOLD = st.builds(

@@ -41,6 +41,9 @@ class ScriptRun(Run):
             attempt=int(value_from(environ, "attempt") or 1),
             resume_checkpoint=Path(checkpoint) if checkpoint else None,
             report=report,
+            # of torchrun, where that is what the launcher has started
+            rank=int(environ.get("RANK", 0)),
+            world_size=int(environ.get("WORLD_SIZE", 1)),
         )
         self._tell = report or (lambda event: None)
         self.batch_size = _number(environ, "batch_size")

@@ -165,6 +165,7 @@ def _values(cfg: DictConfig, run: Run, checkpoint: Path | None = None) -> Script
     return ScriptValues(
         batch_size=training.batch_size,
         gradient_accumulation_steps=training.gradient_accumulation_steps,
+        num_gpus=cfg.get("num_gpus") or 1,
         min_batch_size=cfg.get("min_batch_size") or 1,
         num_workers=training.num_workers,
         device=str(cfg.device),

@@ -21,10 +21,11 @@ class ScriptValues:
 
     Attributes:
         batch_size: micro-batch.
-        gradient_accumulation_steps: micro-batches per optimizer step.
+        gradient_accumulation_steps: micro-batches of each process per optimizer step.
+        num_gpus: processes that it is to start, one for each GPU that it sees.
         min_batch_size: no attempt uses a smaller micro-batch.
         num_workers: data-loader workers.
-        device: ``cuda:0`` (the only GPU that the script sees) or ``cpu``.
+        device: ``cuda:0`` (the first GPU that the script sees, and mostly the only one) or ``cpu``.
         attempt: number of the attempt, counted from 1.
         checkpoint: to go on from; empty for a fresh start.
         run_dir: the job's run folder.
@@ -32,6 +33,7 @@ class ScriptValues:
 
     batch_size: int
     gradient_accumulation_steps: int
+    num_gpus: int
     min_batch_size: int
     num_workers: int
     device: str

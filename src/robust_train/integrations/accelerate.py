@@ -29,6 +29,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from robust_train.integrations.one_process import refuse_ranks
 from robust_train.integrations.sample_order import take_over
 from robust_train.run import Interrupted, Run, UserError
 from robust_train.training.checkpoint import SaveClock
@@ -70,6 +71,7 @@ class RobustLoop:
     def __init__(
         self, accelerator: Any, model: Any, loader: Any, *, cfg: DictConfig, run: Run
     ) -> None:
+        refuse_ranks(run, "accelerate")
         _check(accelerator)
         self.accelerator = accelerator
         self.model = model

@@ -19,6 +19,7 @@ import torch
 from omegaconf import DictConfig
 
 from robust_train.integrations.lightning_callback import RobustCallback, Stopped, logged
+from robust_train.integrations.one_process import refuse_ranks
 from robust_train.integrations.result import chosen
 from robust_train.run import Interrupted, Run, UserError
 from robust_train.training.extras import require
@@ -34,6 +35,7 @@ __all__ = ["RobustCallback", "fit", "trainer_arguments"]
 
 def trainer_arguments(cfg: DictConfig, run: Run) -> dict[str, Any]:
     """Arguments for ``Trainer``: the attempt's device, and the run folder for what it writes."""
+    refuse_ranks(run, "Lightning")
     device = torch.device(cfg.device)
     on_gpu = device.type == "cuda"
     return {
@@ -73,6 +75,7 @@ def fit(
         UserError: trainer, model or data cannot keep the effective batch; the message says why.
         Interrupted: the run was asked to stop; a checkpoint was saved.
     """
+    refuse_ranks(run, "Lightning")
     _check(trainer, model, cfg)
     if run.stop_requested:
         raise Interrupted("stopped before the first step")

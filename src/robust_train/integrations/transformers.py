@@ -20,6 +20,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from robust_train.failures import classify_failure
+from robust_train.integrations.one_process import refuse_ranks
 from robust_train.integrations.result import chosen
 from robust_train.run import Interrupted, Run, UserError
 from robust_train.training.checkpoint import SaveClock
@@ -44,6 +45,7 @@ def training_arguments(cfg: DictConfig, run: Run) -> dict[str, Any]:
     Device, micro-batch, accumulation, data-loader workers, seeds, the folder of the checkpoints,
     how many of them are kept, and the one to go on from. Everything else is the trainer's own.
     """
+    refuse_ranks(run, "transformers")
     training = cfg.training
     workers = training.num_workers
     checkpoint = _existing(run)
@@ -83,6 +85,7 @@ def fit(trainer: Any, *, cfg: DictConfig, run: Run, metric: str | None = None) -
         UserError: the trainer cannot keep the effective batch; the message says why.
         Interrupted: the run was asked to stop; a checkpoint was saved.
     """
+    refuse_ranks(run, "transformers")
     _check(trainer.args, cfg)
     if run.stop_requested:
         raise Interrupted("stopped before the first step")

@@ -150,7 +150,8 @@ def marks_of(events: Sequence[Event], attempts: Sequence[AttemptStory]) -> tuple
 
 def _as_sample(event: Event, devices: dict[int, str]) -> Sample | None:
     attempt = event.whole("attempt")
-    if event.name != "memory" or attempt not in devices:
+    # of several processes the first one's memory is drawn
+    if event.name != "memory" or attempt not in devices or event.whole("rank"):
         return None
     names = ("allocated", "reserved", "resident")
     figures: dict[str, int | None] = {name: event.whole(name) for name in names}
@@ -188,7 +189,7 @@ def _told(event: Event) -> Iterator[tuple[str, str]]:
         yield "oom", f"inside a step{at}: {event.text('reason') or 'out of memory'}"
     elif event.name == "checkpoint":
         yield "checkpoint", f"checkpoint{at}"
-    elif event.name == "memory":
+    elif event.name == "memory" and not event.whole("rank"):
         yield "milestone", event.text("milestone") or "memory reported"
     elif event.name == "memory_cleared":
         yield "cleared", _cleared(event)

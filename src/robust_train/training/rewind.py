@@ -191,12 +191,17 @@ def cut_graphs(since: int | None) -> None:
     if since is None:
         return
     computed = []
-    for item in gc.get_objects():
+    try:
+        everything = gc.get_objects()
+    except MemoryError:  # the list itself is some megabytes: smaller parts may fit all the same
+        return
+    for item in everything:
         # type(), not isinstance(): proxies may compute their __class__
         if issubclass(type(item), Tensor):
             number = _graph_number(item)
             if number >= since:
                 computed.append((number, item))
+    everything = []
     # the last result first: earlier ones are free to go once no graph above refers to them
     computed.sort(key=lambda pair: -pair[0])
     tensors = [item for _, item in computed]
