@@ -1,0 +1,83 @@
+"""What agreeing on memory costs a step that several processes share: DistributedDataParallel's own
+step against one with ``run.micro_batches``, side by side.
+
+Run: python benchmarks/ranks_overhead.py [--ranks 2] [--steps 100]   (gloo, on the CPU)
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from micro_batch_overhead import small_cnn
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from robust_train.training import ranks
+from robust_train.training.micro_batch import MicroBatcher
+
+
+def be_rank(rank: int, chosen: argparse.Namespace, port: int) -> None:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=chosen.ranks)
+    torch.manual_seed(0)
+    model = DistributedDataParallel(small_cnn())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    x, y = torch.randn(64, 3, 32, 32), torch.randint(10, (64,))
+    batcher = MicroBatcher(64)
+    group = ranks.here()
+    assert group is not None
+    told = ranks.Told(ranks.State.THROUGH, 0, 64, 64.0, (True,) * len(list(model.parameters())))
+
+    def plain() -> None:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+    def split() -> None:
+        optimizer.zero_grad()
+        for micro in batcher.micro_batches((x, y), model):
+            with micro:
+                part, labels = micro.data
+                micro.backward(nn.functional.cross_entropy(model(part), labels))
+        optimizer.step()
+
+    def seconds(step: Callable[[], object]) -> float:
+        dist.barrier()
+        started = time.perf_counter()
+        step()
+        return time.perf_counter() - started
+
+    for _ in range(5):
+        plain(), split()
+    pairs = [(seconds(plain), seconds(split)) for _ in range(chosen.steps)]
+    before, after = (statistics.median(times) for times in zip(*pairs, strict=True))
+    alone = statistics.median(seconds(lambda: group.agree(told)) for _ in range(chosen.steps))
+    if rank == 0:
+        print(f"{chosen.ranks} ranks, median of {chosen.steps} steps, interleaved")
+        print(f"the wrapper's own step: {before * 1e3:.3f} ms")
+        print(f"with micro_batches: {after * 1e3:.3f} ms (× {after / before:.3f})")
+        print(f"the agreement alone: {alone * 1e6:.0f} µs (× {alone / before:.4f} of a step)")
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=100)
+    chosen = parser.parse_args()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    torch.multiprocessing.start_processes(
+        be_rank, (chosen, store.port), nprocs=chosen.ranks, start_method="fork"
+    )
+
+
+if __name__ == "__main__":
+    main()
