@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import resource
 import time
 from pathlib import Path
@@ -24,15 +25,31 @@ def limit_memory(growth_mib):
 
 
 def splits_in_its_own_loop(cfg, run):
-    """Trains at ease, then again with memory for half a batch on rank 1: the weights of both."""
+    """Trains at ease, then with memory for half a batch on rank 1, then with next to none there.
+
+    The first rank takes its time to save what has come of it; the next attempt returns that.
+    """
+    if run.resume_checkpoint is not None:
+        return json.loads(Path(run.resume_checkpoint).read_text())
     dist.init_process_group("gloo")
     run.started(0)
-    at_ease = _train(cfg, run)
+    told = {"at_ease": _train(cfg, run)}
     if run.rank == 1:
         limit_memory(cfg.training.batch_size + 10)  # and what it takes to look for what is held
-    short_of_memory = _train(cfg, run)
-    dist.destroy_process_group()
-    return {"at_ease": at_ease, "short_of_memory": short_of_memory, "size": run.micro_batcher.size}
+    told |= {"short_of_memory": _train(cfg, run), "size": run.micro_batcher.size}
+    if run.rank == 1:
+        limit_memory(6)
+    try:
+        _train(cfg, run)
+    except (MemoryError, RuntimeError) as error:
+        if run.is_main:
+            time.sleep(1.5)  # longer than what is left to ranks after other failures
+            run.checkpoint_dir.mkdir()
+            path = run.checkpoint_dir / "told"
+            path.write_text(json.dumps({**told, "heard": str(error)}))
+            run.checkpoint_saved(path, 6)
+        raise
+    raise AssertionError("memory sufficed")
 
 
 def _train(cfg, run):
