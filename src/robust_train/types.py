@@ -209,7 +209,8 @@ class Outcome:
         start_step: optimizer step it started from (0 for a fresh start).
         end_step: last optimizer step it reported, None if it reported none.
         peak_memory_bytes: of the device, or of the process where it ran on the CPU.
-        memory: device memory at the end (``allocated``, ``reserved``, ``max_allocated``), bytes.
+        memory: device memory at the end (``allocated``, ``reserved``, ``max_allocated``), bytes;
+            of several ranks that of the one with the highest peak.
         memory_returned: by the final clean-up: ``of`` (``reserved`` or ``resident`` memory),
             ``before_bytes``, ``after_bytes``, ``returned_bytes``, ``seconds``; None without one.
         micro_batch: the one in use at the end where the trainer itself had changed it, else None.

@@ -210,26 +210,28 @@ def without_collectives(models: Sequence[DistributedDataParallel]) -> Iterator[N
 
 @torch.no_grad()
 def sum_gradients(
-    models: Sequence[DistributedDataParallel], verdict: Verdict, share: float, loss: Tensor | None
-) -> Tensor | None:
+    parameters: Sequence[nn.Parameter],
+    has_gradient: Sequence[bool],
+    share: float,
+    loss: Tensor | None,
+    group: dist.ProcessGroup,
+) -> Tensor:
     """Sum the ranks' gradients, each by its share in the items of all.
 
     A parameter without a gradient on any rank keeps none, so that optimizers pass it over.
 
     Args:
-        models: whose parameters.
-        verdict: what has been agreed on.
+        parameters: one or more, the same on all ranks.
+        has_gradient: for each of them whether any rank has one.
         share: of this rank in the items of all.
         loss: this rank's mean loss, None without one.
+        group: the ranks.
 
     Returns:
-        The mean loss over all ranks' items; None where there is nothing to sum.
+        The mean loss over all ranks' items.
     """
-    parameters = shared_parameters(models)
-    if not parameters:
-        return None
-    for parameter, has_gradient in zip(parameters, verdict.has_gradient, strict=True):
-        if has_gradient and parameter.grad is None:
+    for parameter, is_wanted in zip(parameters, has_gradient, strict=True):
+        if is_wanted and parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
     total = torch.zeros((), dtype=torch.float32, device=parameters[0].device)
     if loss is not None:
@@ -238,7 +240,7 @@ def sum_gradients(
     tensors = [p.grad for p in parameters if p.grad is not None] + [total]
     for bucket in _buckets(tensors):
         flat = _flattened(bucket).mul_(share)
-        dist.all_reduce(flat, group=models[0].process_group)
+        dist.all_reduce(flat, group=group)
         _spread(flat, bucket)
     return total
 
@@ -254,12 +256,14 @@ def share_buffers(models: Sequence[DistributedDataParallel]) -> None:
             for name, buffer in model.module.named_buffers()
             if name not in model.parameters_to_ignore
         ]
-        for bucket in _buckets(buffers):
-            flat = _flattened(bucket)
-            source = dist.get_global_rank(model.process_group, 0)
-            dist.broadcast(flat, source, group=model.process_group)
-            # the same buffers as far as autograd and the rewinding of steps are concerned
-            with _unsafe_preserve_version_counter(tuple(bucket)):
+        source = dist.get_global_rank(model.process_group, 0)
+        with contextlib.ExitStack() as stack:
+            for buffer in buffers:
+                # the same as far as autograd and the rewinding of steps are concerned
+                stack.enter_context(_unsafe_preserve_version_counter(buffer))
+            for bucket in _buckets(buffers):
+                flat = _flattened(bucket)
+                dist.broadcast(flat, source, group=model.process_group)
                 _spread(flat, bucket)
 
 
@@ -267,10 +271,13 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Tensors that can be sent as one."""
     filling: dict[Any, tuple[list[Tensor], int]] = {}
     for tensor in tensors:
-        key = tensor.dtype, tensor.device
+        key, size = (tensor.dtype, tensor.device), tensor.numel() * tensor.element_size()
+        if size >= _BUCKET_BYTES:
+            yield [tensor]
+            continue
         bucket, filled = filling.get(key, ([], 0))
         bucket.append(tensor)
-        filled += tensor.numel() * tensor.element_size()
+        filled += size
         filling[key] = bucket, filled
         if filled >= _BUCKET_BYTES:
             yield bucket
@@ -279,10 +286,15 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _flattened(bucket: Sequence[Tensor]) -> Tensor:
+    """As one tensor; a single one as it is where that goes, for it may be large."""
+    if len(bucket) == 1 and bucket[0].is_contiguous():
+        return bucket[0].view(-1)
     return torch.cat([tensor.reshape(-1) for tensor in bucket])
 
 
 def _spread(flat: Tensor, bucket: Sequence[Tensor]) -> None:
+    if flat.data_ptr() == bucket[0].data_ptr():
+        return
     parts = torch.split(flat, [tensor.numel() for tensor in bucket])
     for tensor, part in zip(bucket, parts, strict=True):
         tensor.copy_(part.view_as(tensor))

@@ -22,12 +22,14 @@ class SharedStep:
     Attributes:
         group: the ranks, None for one alone.
         models: those whose gradients are shared.
+        parameters: what is trained in them.
         verdict: the last one that was agreed on.
         items: this rank's.
     """
 
     group: Ranks | None = None
     models: Sequence[DistributedDataParallel] = ()
+    parameters: Sequence[nn.Parameter] = ()
     verdict: Verdict | None = None
     items: float = 0.0
 
@@ -43,7 +45,8 @@ class SharedStep:
             return cls()
         models = list(models)
         group.check(models)
-        return cls(group, ranks.replicas(models))
+        replicas = ranks.replicas(models)
+        return cls(group, replicas, ranks.shared_parameters(replicas))
 
     @contextlib.contextmanager
     def without_collectives(self) -> Iterator[None]:
@@ -77,10 +80,11 @@ class SharedStep:
 
     def sum_gradients(self, loss: Tensor | None) -> Tensor | None:
         """One gradient for all; the mean loss over all ranks' samples."""
-        if self.verdict is None or not self.models or not self.verdict.items:
+        verdict = self.verdict
+        if verdict is None or not self.parameters or not verdict.items:
             return loss
-        share = self.items / self.verdict.items
-        return ranks.sum_gradients(self.models, self.verdict, share, loss)
+        share, group = self.items / verdict.items, self.models[0].process_group
+        return ranks.sum_gradients(self.parameters, verdict.has_gradient, share, loss, group)
 
     def share_buffers(self) -> None:
         """Every rank goes on with the buffers of the first."""
@@ -91,8 +95,7 @@ class SharedStep:
     ) -> Verdict | None:
         if self.group is None:
             return None
-        parameters = ranks.shared_parameters(self.models)
-        present = tuple(parameter.grad is not None for parameter in parameters)
+        present = tuple(parameter.grad is not None for parameter in self.parameters)
         self.items = items
         told = Told(state, failed_size, size.current or 0, items, present)
         self.verdict = self.group.agree(told)
