@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from typing import Any
 
 import pytest
@@ -24,7 +25,9 @@ from robust_train.planning.tracker import (
 )
 
 FLOAT = 4
-kinds = pytest.mark.parametrize("mode", [contextlib.nullcontext, FakeTensorMode], ids=["real", "fake"])
+kinds = pytest.mark.parametrize(
+    "mode", [contextlib.nullcontext, FakeTensorMode], ids=["real", "fake"]
+)
 
 
 @kinds
@@ -60,12 +63,10 @@ def test_a_stack_of_linear_layers_takes_what_was_worked_out_by_hand(
     def size(*numbers: int) -> int:
         return sum(-(-number * FLOAT // block) * block for number in numbers)
 
-    weights = [a * b for a, b in zip(widths, widths[1:], strict=False)]
+    weights = [a * b for a, b in itertools.pairwise(widths)]
     with mode(), StorageTracker(block_bytes=block) as tracker:
         with tracker.taking_for(WEIGHTS):
-            layers = [
-                nn.Linear(a, b, bias=False) for a, b in zip(widths, widths[1:], strict=False)
-            ]
+            layers = [nn.Linear(a, b, bias=False) for a, b in itertools.pairwise(widths)]
             network = nn.Sequential(*layers)
         assert tracker.current == size(*weights)
         tracker.reset_peak()

@@ -107,13 +107,11 @@ def _show(plan: MemoryPlan) -> None:
         {"batch", "tensors", "allocated", "on the GPU", "measured", "error"},
     )
     asked = next((r for r in plan.rows if r.peak.batch_size == plan.batch_size), plan.rows[0])
-    parts = ", ".join(
-        f"{name} {size / MIB:.1f}" for name, size in asked.peak.parts.items() if size
-    )
+    parts = ", ".join(f"{name} {size / MIB:.1f}" for name, size in asked.peak.parts.items() if size)
     print(f"at the peak with batch {asked.peak.batch_size}: {parts}")
     print(
-        "allocated: tensors and cuBLAS (64 MiB); on the GPU: a tenth more for the allocator's cache, "
-        "and a CUDA context (512 MiB)"
+        "allocated: tensors and cuBLAS (64 MiB); on the GPU: a tenth more for the allocator's "
+        "cache, and a CUDA context (512 MiB)"
     )
     print(_about_truth(plan))
     print()
@@ -166,7 +164,9 @@ def _about_truth(plan: MemoryPlan) -> str:
     if error is not None:
         count = sum(row.measured is not None for row in plan.rows)
         rows = "1 size" if count == 1 else f"{count} sizes"
-        return f"measured: by earlier runs, {rows}; the prediction is off by {error:.1f} % on average"
+        return (
+            f"measured: by earlier runs, {rows}; the prediction is off by {error:.1f} % on average"
+        )
     note = ""
     if plan.truth.on_cpu:
         note = (

@@ -2,8 +2,8 @@
 
 Fake tensors on a fake GPU would choose all this by themselves, but their backward pass asks the
 driver for its contexts (``hasPrimaryContext``) and fails where there is no GPU; where there is one,
-it makes a context of hundreds of MiB. So they are on a fake CPU, and this module makes CUDA's choices
-for them, those of compute capability 8.0 and higher.
+a context of hundreds of MiB is made. So they are on a fake CPU, and this module makes CUDA's
+choices for them, those of compute capability 8.0 and higher.
 """
 
 from __future__ import annotations
@@ -24,11 +24,14 @@ BLOCK_BYTES = 512
 
 # "CUDA Ops that can autocast to float32" in torch's documentation of amp, as far as images need
 # them; the CPU's autocast computes them in the format that their input has
-_IN_FLOAT32 = frozenset(
-    "layer_norm group_norm softmax softmin log_softmax cross_entropy nll_loss cosine_similarity "
-    "normalize norm pow __pow__ exp expm1 log log1p log2 log10 rsqrt reciprocal softplus cumsum "
-    "cumprod prod mse_loss l1_loss smooth_l1_loss kl_div dist cdist renorm".split()
-)
+# fmt: off
+_IN_FLOAT32 = frozenset((
+    "layer_norm", "group_norm", "softmax", "softmin", "log_softmax", "cross_entropy", "nll_loss",
+    "cosine_similarity", "normalize", "norm", "pow", "__pow__", "exp", "expm1", "log", "log1p",
+    "log2", "log10", "rsqrt", "reciprocal", "softplus", "cumsum", "cumprod", "prod", "mse_loss",
+    "l1_loss", "smooth_l1_loss", "kl_div", "dist", "cdist", "renorm",
+))
+# fmt: on
 _FLASH_ROUNDS_LENGTH_TO = 128
 _LARGEST_FLASH_HEAD = 256
 
@@ -51,34 +54,36 @@ class AsOnCuda(TorchFunctionMode):
         return func(*args, **options)
 
 
-class CudaTracker(StorageTracker):
-    """Counts as CUDA's allocator does what fake tensors on the CPU stand for.
+class FakeTracker(StorageTracker):  # type: ignore[no-untyped-call]
+    """Counts what fake tensors on the CPU stand for.
 
     No value is computed, so questions for one get an answer that no size depends on.
+
+    Args:
+        on_cuda: they stand for tensors on a GPU, and sizes are those of its allocator.
     """
 
-    def __init__(self) -> None:
-        super().__init__(block_bytes=BLOCK_BYTES, scratch=_scratch)
+    def __init__(self, *, on_cuda: bool) -> None:
+        if on_cuda:
+            super().__init__(block_bytes=BLOCK_BYTES, scratch=_scratch)
+        else:
+            super().__init__()
+        self._on_cuda = on_cuda
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        answer = answer_without_values(func, args)
-        return super().__torch_dispatch__(func, types, args, kwargs) if answer is None else answer
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return 1.0
+        if func is torch.ops.aten.equal.default:
+            # the trainer asks which buffers a step has changed: running statistics, not indices
+            return not args[0].is_floating_point()
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
     def counts(self, operation: Any, options: Mapping[str, Any]) -> bool:
-        """Not what is copied to the host by its name, as the trainer does with buffers."""
-        return not (operation is torch.ops.aten._to_copy.default and options.get("device"))
-
-
-def answer_without_values(func: Any, args: tuple[Any, ...]) -> Any:
-    """An answer where a program asks a tensor without values for one; None for all other calls."""
-    if func is torch.ops.aten._local_scalar_dense.default:
-        return 1.0
-    if func is torch.ops.aten.equal.default:
-        # the trainer asks which buffers a step has changed: running statistics, not indices
-        return not args[0].is_floating_point()
-    return None
+        """Not what a GPU copies to the host by its name, as the trainer does with buffers."""
+        is_copy = operation is torch.ops.aten._to_copy.default and options.get("device")
+        return not (self._on_cuda and is_copy)
 
 
 def _float32(item: Any) -> Any:
@@ -86,9 +91,7 @@ def _float32(item: Any) -> Any:
     return item.float() if is_half else item
 
 
-def _dropout(
-    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-) -> Tensor:
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     """One kernel that keeps its mask as bytes; on the CPU the mask is as large as the input."""
     if not training or not 0 < p < 1 or inplace:
         return functional.dropout(input, p, training, inplace)
@@ -124,10 +127,10 @@ def _attention(
         missing = -head % 8
         if missing:
             query, key, value = (functional.pad(x, (0, missing)) for x in (query, key, value))
-        result: Tensor = ops._scaled_dot_product_flash_attention(
+        padded: Tensor = ops._scaled_dot_product_flash_attention(
             query, key, value, dropout_p, is_causal, False, scale=scale
         )[0]
-        return result[..., :head] if missing else result
+        return padded[..., :head] if missing else padded
     if query.ndim != 4:
         return functional.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale
@@ -137,10 +140,10 @@ def _attention(
     needs_gradient = torch.is_grad_enabled() and any(
         item.requires_grad for item in (query, key, value)
     )
-    result = ops._scaled_dot_product_efficient_attention(
+    results = ops._scaled_dot_product_efficient_attention(
         query, key, value, attn_mask, needs_gradient, dropout_p, is_causal, scale=scale
-    )[0]
-    return result
+    )
+    return results[0]  # type: ignore[no-any-return]
 
 
 def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:

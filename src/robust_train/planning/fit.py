@@ -9,8 +9,8 @@ from robust_train.gpu.footprint import CACHE_FACTOR, footprint
 from robust_train.types import GIB, MIB
 
 WORKSPACE_BYTES = 2 * 32 * MIB
-"""cuBLAS's workspaces, one for the thread of the forward and one for that of the backward pass: 32 MiB
-each on Hopper and Blackwell, 8.1 MiB on earlier GPUs (``parseChosenWorkspaceSize`` in torch's
+"""cuBLAS's workspaces, one for the thread of the forward and one for that of the backward pass: 32
+MiB each on Hopper and Blackwell, 8.1 MiB on earlier GPUs (``parseChosenWorkspaceSize`` in torch's
 CublasHandlePool.cpp)."""
 
 LARGEST_BATCH = 1 << 16

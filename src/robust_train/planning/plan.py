@@ -12,6 +12,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from robust_train.config import ConfigError, complete, validate
+from robust_train.gpu.footprint import CACHE_FACTOR, CONTEXT_BYTES
 from robust_train.job_settings import target_of
 from robust_train.planning.fit import (
     TYPICAL_SIZES,
@@ -23,11 +24,10 @@ from robust_train.planning.fit import (
 )
 from robust_train.planning.machine import GpuRoom, machine_now
 from robust_train.planning.truth import ROOTS, Measured, Truth, find_truth
-from robust_train.gpu.footprint import CACHE_FACTOR, CONTEXT_BYTES
 
 SCHEMA = 1
 BUILT_IN = "robust_train.training.trainer.train"
-_ROWS = 5
+_ROWS = 4
 
 
 @dataclass(frozen=True)
@@ -174,6 +174,8 @@ def plan_memory(
     fraction = cfg.memory.fraction
 
     def fit_on(free_bytes: int, total_bytes: int) -> int | None:
+        if not free_bytes:
+            return None
         return largest_batch(
             lambda size: predict(size, _accumulates(cfg, size)),
             lambda peak: fits(peak, free_bytes, total_bytes, fraction),

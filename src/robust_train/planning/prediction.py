@@ -14,10 +14,13 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from robust_train.config import ConfigError
-from robust_train.planning.as_on_cuda import AsOnCuda, CudaTracker, answer_without_values
+from robust_train.planning.as_on_cuda import AsOnCuda, FakeTracker
 from robust_train.planning.fit import Peak
 from robust_train.planning.tracker import (
     ACTIVATIONS,
@@ -61,7 +64,7 @@ class StepPredictor:
         self._cfg = cfg
         self._on_cuda = device == "cuda"
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self._tracker: StorageTracker = CudaTracker() if self._on_cuda else _CpuTracker()
+        self._tracker = FakeTracker(on_cuda=self._on_cuda)
         built = _build(cfg)
         self._images, self._model = built.images, built.module
         training = cfg.training
@@ -94,19 +97,27 @@ class StepPredictor:
                 the second one's backward pass.
 
         Raises:
-            ConfigError: the model refuses such a batch.
+            ConfigError: the model refuses such a batch, or its steps depend on values.
         """
-        if not self._is_warm:
-            self._step(_WARM_UP, 1)
-            state = self._optimizer.state.values()
-            self._tracker.label((t for entry in state for t in _device_tensors(entry)), OPTIMIZER)
-            self._is_warm = True
-        self._tracker.reset_peak()
         try:
+            if not self._is_warm:
+                self._warm_up()
+            self._tracker.reset_peak()
             self._step(batch_size, 2 if accumulates else 1)
-        except ValueError as error:
-            raise ConfigError(f"batch size {batch_size}: {str(error).splitlines()[0]}") from error
+        except (ValueError, RuntimeError) as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise ConfigError(
+                f"model.name={self._cfg.model.name}: a step with {batch_size} samples cannot be "
+                f"done with fake tensors ({reason})"
+            ) from error
         return Peak(batch_size, accumulates, self._tracker.peak, dict(self._tracker.at_peak))
+
+    def _warm_up(self) -> None:
+        """A first step, in which the optimizer makes its state."""
+        self._step(_WARM_UP, 1)
+        state = self._optimizer.state.values()
+        self._tracker.label((t for entry in state for t in _device_tensors(entry)), OPTIMIZER)
+        self._is_warm = True
 
     def _step(self, batch_size: int, parts: int) -> None:
         training = self._cfg.training
@@ -154,17 +165,9 @@ class StepPredictor:
             module.register_forward_hook(leave, always_call=True)
         for parameter in self._model.parameters():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(note_gradient)
-
-
-class _CpuTracker(StorageTracker):
-    """Counts fake tensors as what they are, tensors of the CPU."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        answer = answer_without_values(func, args)
-        return super().__torch_dispatch__(func, types, args, kwargs) if answer is None else answer
+                parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                    note_gradient
+                )
 
 
 class _FakeSamples:
@@ -192,7 +195,8 @@ def _build(cfg: DictConfig) -> BuiltModel:
     if "pretrained" in model:
         model.pretrained = False
     shape = shape_of_data(cfg.dataset)
-    with _parameters_on_meta():
+
+    def build() -> BuiltModel:
         return build_model(
             model,
             num_classes=shape.num_classes,
@@ -200,25 +204,39 @@ def _build(cfg: DictConfig) -> BuiltModel:
             native_channels=shape.channels,
         )
 
+    try:
+        with _what_modules_have_on_meta():
+            return build()
+    except RuntimeError:
+        # it needs values while it is built: random ones, for once
+        return build()
+
 
 @contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """Every parameter of a module that is made in this block goes to ``meta`` at once.
+def _what_modules_have_on_meta() -> Iterator[None]:
+    """Every parameter and buffer of a module that is made in this block goes to ``meta`` at once.
 
-    Only parameters: models compute with small tensors of other kinds while they are built
-    (depths of stochastic depth, positions), and these need their values.
+    Nothing else does: models compute with small tensors while they are built (rates of stochastic
+    depth, positions), and these need their values.
     """
 
-    def move(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        if parameter is None or parameter.device.type == "meta":
+    def parameter(module: nn.Module, name: str, given: nn.Parameter | None) -> Any:
+        if given is None or given.is_meta:
             return None
-        return nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+        return nn.Parameter(given.detach().to("meta"), given.requires_grad)
 
-    hook = register_module_parameter_registration_hook(move)
+    def buffer(module: nn.Module, name: str, given: Tensor | None) -> Any:
+        return None if given is None or given.is_meta else given.to("meta")
+
+    hooks = (
+        register_module_parameter_registration_hook(parameter),
+        register_module_buffer_registration_hook(buffer),
+    )
     try:
         yield
     finally:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
 
 
 def _replace_by_fakes(model: nn.Module) -> None:

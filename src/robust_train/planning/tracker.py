@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -27,7 +28,7 @@ def no_scratch(operation: Any, arguments: tuple[Any, ...], result: Any) -> int:
     return 0
 
 
-class StorageTracker(TorchDispatchMode):
+class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of live storages, and remembers the most there were at once.
 
     Views share a storage, which counts once; it stops counting when its last tensor is gone,
@@ -48,7 +49,7 @@ class StorageTracker(TorchDispatchMode):
     """
 
     def __init__(self, *, block_bytes: int = 1, scratch: Scratch = no_scratch) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.current = self.peak = 0
         self.at_peak: Mapping[str, int] = dict.fromkeys(CATEGORIES, 0)
         self.category = TEMPORARIES
@@ -109,11 +110,11 @@ class StorageTracker(TorchDispatchMode):
                 self._count(known[2], size - known[1])
             return
         # the storage's Python object lives as long as the storage itself
-        gone = weakref.ref(storage, lambda _, key=key: self._forget(key))
+        gone = weakref.ref(storage, partial(self._forget, key))
         self._live[key] = (gone, size, self.category)
         self._count(self.category, size)
 
-    def _forget(self, key: int) -> None:
+    def _forget(self, key: int, reference: Any) -> None:
         _, size, category = self._live.pop(key)
         self._count(category, -size)
 

@@ -120,7 +120,7 @@ def _attempts(path: Path) -> list[Mapping[str, Any]]:
 
 
 def _measured(attempt: Mapping[str, Any], folder: Path, time: float) -> Measured | None:
-    """None for an attempt that tells nothing: it ran out of memory, or never had its second step."""
+    """None for an attempt that tells nothing: it ran out of memory, or had no second step."""
     peak, batch = attempt.get("peak_memory_bytes"), attempt.get("batch_size")
     steps = (attempt.get("end_step") or 0) - (attempt.get("start_step") or 0)
     if attempt.get("outcome") not in ("completed", "interrupted") or steps < _LEAST_STEPS:
