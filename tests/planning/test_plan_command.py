@@ -117,6 +117,8 @@ def test_without_a_gpu_common_sizes_are_shown_as_a_hint(
         (["model=lorra"], "model=lorra: no such option"),
         (["training.epochs=many"], "training.epochs=many: accepted is a whole number"),
         (["trainer._target_=my.trainer"], "only the built-in trainer can be planned"),
+        (["training.batch_size=8,16"], "training.batch_size=8,16: one value at a time"),
+        (["training.batch_size"], "training.batch_size: cannot be read as an override"),
         (["--batch-sizes", "8,x"], "robust-train plan: argument --batch-sizes: 8,x"),
         (["--batch-sizes", "0"], "accepted are whole numbers of 1 or more"),
         (["--runs", "absent"], "argument --runs: absent: there is no such folder"),

@@ -89,8 +89,17 @@ def _folder(text: str) -> Path:
 
 def _plan(arguments: argparse.Namespace) -> MemoryPlan:
     from hydra import compose, initialize_config_module
+    from hydra.core.override_parser.overrides_parser import OverridesParser
 
+    from robust_train.config import ConfigError
     from robust_train.planning.plan import plan_memory
+
+    for override in OverridesParser.create().parse_overrides(list(arguments.overrides)):
+        if override.is_sweep_override():
+            raise ConfigError(
+                f"{override.input_line}: one value at a time; --batch-sizes 8,16 is for several "
+                "micro-batches"
+            )
 
     # what the trainer logs while it builds a model is about training
     logging.getLogger("robust_train").setLevel(logging.WARNING)
