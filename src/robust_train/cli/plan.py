@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 from robust_train.cli.door import EXIT_BAD_CONFIG
 from robust_train.cli.parser import Parser
 from robust_train.cli.table import print_table
+from robust_train.gpu.visible import VARIABLE
 from robust_train.types import GIB, MIB
 
 if TYPE_CHECKING:
@@ -105,7 +107,10 @@ def _plan(arguments: argparse.Namespace) -> MemoryPlan:
     logging.getLogger("robust_train").setLevel(logging.WARNING)
     with initialize_config_module("robust_train.configs", version_base="1.3"):
         cfg = compose("robust", overrides=list(arguments.overrides))
-    return plan_memory(cfg, batch_sizes=arguments.batch_sizes, runs=arguments.runs)
+    environ = dict(os.environ)
+    # NVML tells of the GPUs; torch has no business on them here
+    os.environ[VARIABLE] = ""
+    return plan_memory(cfg, batch_sizes=arguments.batch_sizes, runs=arguments.runs, environ=environ)
 
 
 def _show(plan: MemoryPlan) -> None:
@@ -178,9 +183,9 @@ def _about_truth(plan: MemoryPlan) -> str:
         )
     note = ""
     if plan.truth.on_cpu:
+        runs = "1 was" if plan.truth.on_cpu == 1 else f"{plan.truth.on_cpu} were"
         note = (
-            f" ({plan.truth.on_cpu} were on the CPU: they measured whole processes, which tells "
-            "nothing of a GPU)"
+            f" ({runs} on the CPU: there whole processes are measured, which tells nothing of it)"
         )
     return f"measured: no earlier run of this job on a GPU was found{note}"
 
@@ -203,4 +208,4 @@ def _largest(batch: int | None) -> str:
 
     if batch is None:
         return "none"
-    return f"{batch} or more" if batch == LARGEST_BATCH else str(batch)
+    return f"{batch}+" if batch == LARGEST_BATCH else str(batch)
