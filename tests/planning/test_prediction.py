@@ -16,8 +16,8 @@ from robust_train.planning.tracker import GRADIENTS, OPTIMIZER, WEIGHTS
 TINY = ("dataset=flowers102", "model.backbone=test_vit", "model.pretrained=false")
 SMALL = (*TINY, "model.image_size=32")
 
-# oneDNN turns weights and maps round in memory of its own, by as much as the network is small
-OF_CONVOLUTIONS = 0.12
+# oneDNN turns weights and maps round in memory of its own; how much depends on the processor
+OF_CONVOLUTIONS = 0.25
 
 
 @pytest.mark.parametrize(
