@@ -9,6 +9,10 @@ _default:
 check *args:
     @{{ python }} -m robust_train.cli.main gpus {{ args }}
 
+# Memory that a job will take, and where it fits: just plan model=lora dataset=flowers102
+plan *overrides:
+    @{{ python }} -m robust_train.cli.main plan {{ overrides }}
+
 # Who runs and who waits on this host, and why
 queue *args:
     @{{ python }} -m robust_train.cli.main queue {{ args }}
@@ -101,3 +105,4 @@ bench:
     {{ python }} benchmarks/gpu_queue.py
     {{ python }} benchmarks/scheduler.py
     {{ python }} benchmarks/recovery.py
+    {{ python }} benchmarks/plan_accuracy.py

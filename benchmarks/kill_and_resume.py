@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from hydra import compose, initialize_config_module
 
+from robust_train.execution import at_hand
 from robust_train.execution.process import ProcessExecutor
 from robust_train.execution.request import AttemptRequest, TrainerRef
 from robust_train.execution.signals import SignalWatch
@@ -124,7 +125,7 @@ def job(run_dir: Path, epochs: int, workers: int, kills: int, seed: int) -> dict
         if "SIGKILL" not in outcome.failure.message:
             raise RuntimeError(f"{outcome.failure.message}\n{outcome.traceback}")
         killed += 1
-    executor.close(keep_server=False)
+    executor.close(keep_server=True)
     return {**outcome.result, "kills": killed}
 
 
@@ -144,6 +145,7 @@ def main() -> None:
             torch.load(result["checkpoint"], weights_only=True)["model"]
             for result in (whole, killed)
         )
+    at_hand.discard()
     same = one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
     print(
         json.dumps(

@@ -26,6 +26,24 @@ def _own_control_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("ROBUST_TRAIN_RUNTIME_DIR", str(tmp_path / "runtime"))
 
 
+_LONG = (
+    "test_recovery_benchmark.py",
+    "test_memory_runs_out.py",
+    "test_the_same_result.py",
+    "test_accelerate.py",
+    "test_transformers.py",
+    "test_lightning.py",
+    "test_one_import.py",
+    "test_stopping_launchers_of_others.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that take long for their number of tests go first: at the end, one worker would be at
+    work on them while the other had nothing left to do."""
+    items.sort(key=lambda item: item.path.name not in _LONG)
+
+
 def pytest_configure() -> None:
     """Let commands be interrupted also where the tests run in the background or under nohup.
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shared_torch import requests_of
+
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = ROOT / "tests"
 
@@ -71,7 +73,13 @@ class Ended:
 
 
 class World:
-    """A folder to run commands in. ``environ`` is what every command gets."""
+    """A folder to run commands in. ``environ`` is what every command gets.
+
+    Attributes:
+        alone: launchers import torch themselves, as users' do, and share it with no other test's.
+    """
+
+    alone = False
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -92,8 +100,15 @@ class World:
         self, *arguments: str, script: str = "train_robust.py", **options: Any
     ) -> subprocess.Popen[str]:
         """Start a command; the caller waits for it."""
+        command = self.command(*arguments, script=script)
+        # what holds for the launcher's process, a limit for example, must hold for its attempts
+        alone = self.alone or "preexec_fn" in options
+        if script == "train_robust.py" and not alone:
+            zygote = requests_of(self.environ)
+            command[1:1] = [str(TESTS / "shared_torch.py"), str(zygote)]
+            options["pass_fds"] = (*options.get("pass_fds", ()), zygote)
         return subprocess.Popen(
-            self.command(*arguments, script=script),
+            command,
             cwd=self.folder,
             env=self.environ,
             stdin=subprocess.DEVNULL,

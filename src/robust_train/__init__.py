@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         save_checkpoint,
         set_memory_fraction,
     )
+    from robust_train.planning.plan import MemoryPlan, plan_memory
     from robust_train.policy import AttemptsExhausted
     from robust_train.recovery import OOMHandler, adaptive_batch_training, retry_on_oom
     from robust_train.report.summary import Summary
@@ -47,6 +48,7 @@ __all__ = [
     "GPUMemoryContext",
     "Interrupted",
     "JobInterrupted",
+    "MemoryPlan",
     "MicroBatcher",
     "NoDevice",
     "OOMHandler",
@@ -67,6 +69,7 @@ __all__ = [
     "get_gpu_memory_stats",
     "launch",
     "log_gpu_memory_stats",
+    "plan_memory",
     "print_cuda_memory_info",
     "reset_peak_memory_stats",
     "retry_on_oom",
@@ -84,6 +87,7 @@ _HOMES = {
     "GPUMemoryContext": "memory",
     "Interrupted": "run",
     "JobInterrupted": "execution.signals",
+    "MemoryPlan": "planning.plan",
     "MicroBatcher": "training.micro_batch",
     "NoDevice": "devices",
     "OOMHandler": "recovery",
@@ -104,6 +108,7 @@ _HOMES = {
     "get_gpu_memory_stats": "memory",
     "launch": "launcher",
     "log_gpu_memory_stats": "memory",
+    "plan_memory": "planning.plan",
     "print_cuda_memory_info": "memory",
     "reset_peak_memory_stats": "memory",
     "retry_on_oom": "recovery",

@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from robust_train.config import ConfigError
 from robust_train.gpu.allocation import allocated_by
+from robust_train.gpu.footprint import footprint
 from robust_train.gpu.host_queue import HostQueue, Sleep
 from robust_train.gpu.inventory import ask_health_again, read_inventory
 from robust_train.gpu.live_line import LiveLine
@@ -28,8 +29,6 @@ FreeBytes = tuple[int | None, ...]
 
 _SETTLE_SECONDS = 5.0
 _SETTLE_BAND_BYTES = 256 * MIB
-_CONTEXT_BYTES = 512 * MIB
-_MARGIN = 1.1
 _HARDWARE = re.compile(
     r"\becc\b|uncorrectable|nvlink|(?:gpu|device) is lost|fallen off the bus|\bxid\b|hardware",
     re.IGNORECASE,
@@ -145,7 +144,7 @@ class Devices:
         peak = max(shown.get("max_allocated", 0), shown.get("reserved", 0))
         if peak:
             least = self._cfg.min_gpu_memory_mb * MIB
-            self._claim_bytes = max(least, int(peak * _MARGIN) + _CONTEXT_BYTES)
+            self._claim_bytes = max(least, footprint(peak))
         if outcome.failure is None:
             return ()
         self._taken = {}

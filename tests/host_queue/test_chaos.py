@@ -77,17 +77,19 @@ def test_a_scheduler_that_is_broken_on_purpose_is_found_out(
     machine_with: MachineWith, tmp_path: Path, sabotage: str, per_device: int, found: str
 ) -> None:
     machine = machine_with(*(Gpu(total_mib=40000) for _ in range(3)))
-    verdict = let_loose(
-        machine,
-        tmp_path / "log",
-        launchers=60,
-        killed_share=0.0,
-        per_device=per_device,
-        # a large job now and then, and many that could pass it
-        sizes_mib=(4000, 8000, 8000, 8000, 8000, 8000, 8000, 8000, 12000, 12000, 12000, 38000),
-        # in this order the large jobs come early, and have many behind them
-        seed=2,
-        longest_seconds=0.4,
-        sabotage=sabotage,
-    )
-    assert asdict(verdict)[found] > 0, verdict
+    for seed in (2, 3, 4, 5):  # in which order they come, and so what harm is done, is chance
+        verdict = let_loose(
+            machine,
+            tmp_path / f"log{seed}",
+            launchers=60,
+            killed_share=0.0,
+            per_device=per_device,
+            # a large job now and then, and many that could pass it
+            sizes_mib=(4000, 8000, 8000, 8000, 8000, 12000, 38000),
+            seed=seed,
+            longest_seconds=0.4,
+            sabotage=sabotage,
+        )
+        if asdict(verdict)[found] > 0:
+            return
+    pytest.fail(f"not found out: {verdict}")

@@ -1,4 +1,4 @@
-"""The examples as jobs: run to the end, under a limit of memory, stopped, and killed."""
+"""The examples as jobs: run to the end, under a limit of memory, and stopped."""
 
 from __future__ import annotations
 
@@ -48,9 +48,8 @@ class Example:
 
     def run(self, how: str, name: str, *more: str) -> Ended:
         """Run it to the job's end; ``how`` is one of ``integration_trainers``."""
-        return self.world(name).run(
-            f"trainer._target_=integration_trainers.{how}", *self.arguments, *more
-        )
+        world = self.world(name).with_environ({"HOW": how})
+        return world.run("trainer._target_=integration_trainers.as_told", *self.arguments, *more)
 
     def run_limited(self, name: str, *more: str) -> Ended:
         """With seven tenths of the memory that a step was seen to need."""
@@ -59,9 +58,9 @@ class Example:
 
     def run_stopped(self, name: str, *more: str) -> Ended:
         """Its launcher gets SIGTERM."""
-        world = self.world(name)
+        world = self.world(name).with_environ({"HOW": "stopped"})
         process = world.start(
-            "trainer._target_=integration_trainers.stopped", *self.arguments, *more
+            "trainer._target_=integration_trainers.as_told", *self.arguments, *more
         )
         Path(world.environ["LAUNCHER_FILE"]).write_text(str(process.pid))
         return world.end(process)

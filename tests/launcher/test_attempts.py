@@ -14,6 +14,12 @@ import pytest
 from world import ROOT, World, is_running, parent_of, wait_until
 
 
+@pytest.fixture(autouse=True)
+def _alone(world: World) -> None:
+    """Started as users start it: nothing is there before."""
+    world.alone = True
+
+
 def test_a_function_of_cfg_is_enough_and_its_result_is_the_jobs_result(world: World):
     ended = world.train("what_it_was_given", "training.batch_size=12", "training.lr=0.5")
     assert ended.returncode == 0, ended.output

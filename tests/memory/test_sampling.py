@@ -14,6 +14,7 @@ from memory_world import ON_CPU, run, start
 from robust_train.memory.record import Limits
 from robust_train.memory.sampler import Sampler
 from robust_train.memory.samples import FILE_NAME, Sample, encode, read_samples
+from robust_train.types import MIB
 from simulated_nvml import Gpu, Machine
 from two_gpu_machine import A, B
 from world import World, wait_until
@@ -30,7 +31,8 @@ def test_a_run_of_the_built_in_trainer_leaves_memory_over_time(world: World):
     assert {(s.attempt, s.device) for s in samples} == {(1, "cpu")}
     assert samples[-1].step == ended.attempts[0]["end_step"]
     assert all(0 < s.anonymous <= s.resident for s in samples)
-    assert max(s.resident for s in samples) <= ended.attempts[0]["peak_memory_bytes"]
+    # the kernel counts in batches of pages, and so a little late
+    assert max(s.resident for s in samples) < ended.attempts[0]["peak_memory_bytes"] + MIB
     times = [s.time for s in samples]
     assert times == sorted(times)
     marks = {event["event"] for event in ended.journal}

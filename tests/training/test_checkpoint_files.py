@@ -1,12 +1,12 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+import preloaded
 from robust_train.training.checkpoint import (
     CheckpointError,
     CheckpointFolder,
@@ -36,14 +36,9 @@ print("STEPS", run.last_step, "CHECKPOINTS", len(run.of("checkpoint")))
 
 
 def in_a_limited_process(folder: Path, limit_bytes: int) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", LIMITED, str(folder), str(limit_bytes)],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
+    ended = preloaded.run(LIMITED, str(folder), str(limit_bytes), cwd=Path(__file__).parent)
+    assert ended.returncode == 0, ended.stderr
+    return ended
 
 
 def test_training_goes_on_when_a_checkpoint_is_too_large_and_says_so_at_the_end(tmp_path):

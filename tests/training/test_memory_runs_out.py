@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from training_world import difference, write_image_folder
+
+import preloaded
 
 # One attempt in a process of its own. It measures the data segment (what RLIMIT_DATA limits) after
 # every layer, which is when activations pile up, and reports the growth since training began.
@@ -104,17 +103,7 @@ class Machine:
             "resume": resume,
             "stop_at_step": stop_at_step,
         }
-        ended = subprocess.run(
-            [sys.executable, "-c", ATTEMPT, json.dumps(request)],
-            # freed blocks go back at once: what is measured is what is held, not what a heap with
-            # holes has kept
-            env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"},
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            timeout=200,
-            check=False,
-        )
+        ended = preloaded.run(ATTEMPT, json.dumps(request), cwd=Path(__file__).parent)
         assert ended.returncode == 0, ended.stderr
         return json.loads(ended.stdout.splitlines()[-1])
 

@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
+import preloaded
+
 ROOT = Path(__file__).resolve().parents[2]
 
-# A user's loop. Samples grow longer: from step 40 on all 32 at once are more than fits.
+# A user's loop. Samples grow longer: from step 40 on, for some steps, all 32 at once are more than
+# fits.
 GROWING_SAMPLES = """
 import json, sys, tempfile
 from pathlib import Path
+
+import preloaded
 import torch
 from torch import nn
 from robust_train.run import Run
 from trainers_of_their_own import limit_growth
 
 torch.set_num_threads(1)
-STEPS, LONG_FROM, BATCH, CHANNELS = 60, 40, 32, 48
+STEPS, LONG, BATCH, CHANNELS = 60, range(40, 44), 32, 48
 
 def batch_of(step):
     generator = torch.Generator().manual_seed(step)
-    length = 4000 if step >= LONG_FROM else 20 + step
+    length = 4000 if step in LONG else 20 + step
     x = torch.randn(BATCH, length, 8, generator=generator)
     return x, torch.randint(4, (BATCH,), generator=generator)
 
@@ -72,16 +76,7 @@ print(json.dumps({
 
 
 def test_samples_that_outgrow_memory_at_step_40_of_60_cost_one_step_and_change_nothing():
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), *sys.path])}
-    ended = subprocess.run(
-        [sys.executable, "-c", GROWING_SAMPLES],
-        # freed blocks go back at once, so that the limit is one on what is held
-        env={**environ, "MALLOC_MMAP_THRESHOLD_": "65536"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    ended = preloaded.run(GROWING_SAMPLES, cwd=ROOT / "tests")
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout)
     assert all(sizes == [32] for sizes in found["whole"].values())

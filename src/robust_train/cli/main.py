@@ -15,6 +15,7 @@ commands:
   run     your live runs: list, status, checkpoint,        [--json] [--run ID|PATH|PID]
           halve-batch, stop
   init    a new project that trains at once                DIR
+  plan    memory that a job will take, and where it fits   [OVERRIDE …] [--json]
   doctor  each GPU usable or why not, and the queue        [--json] [--clear GPU]
   report  report.html of a run or sweep, made anew         PATH [--open] [--json]
   memory  of GPUs and of a live run: info, clear, reset,   [--json] [--run ID|PATH|PID]
@@ -22,7 +23,7 @@ commands:
   cleanup show it, and have a run give back what it can    [--json] [--stats-only | --force]
 """
 
-COMMANDS = ("gpus", "queue", "run", "init", "doctor", "report", "memory", "cleanup")
+COMMANDS = ("gpus", "queue", "run", "init", "plan", "doctor", "report", "memory", "cleanup")
 OF_LIVE_RUNS = ("list", "status", "checkpoint", "halve-batch", "stop")
 
 

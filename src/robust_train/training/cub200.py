@@ -15,12 +15,13 @@ from robust_train.config import ConfigError
 from robust_train.training.download import fetch
 from robust_train.training.extras import require
 from robust_train.training.images import ImageFiles
-from robust_train.training.splits import Splits
+from robust_train.training.splits import Shape, Splits
 
 _URL = "https://data.caltech.edu/records/65de6-vp158/files/CUB_200_2011.tgz"
 _MD5 = "97eceeb196236b17998738112f37df78"
-_NUM_CLASSES = 200
 _LISTS = ("images.txt", "image_class_labels.txt", "train_test_split.txt")
+
+SHAPE = Shape(num_classes=200)
 
 
 def open_cub200(cfg: Any) -> Splits:
@@ -38,7 +39,7 @@ def open_cub200(cfg: Any) -> Splits:
     if folder is None:
         raise ConfigError(f"dataset.root={cfg.root}: cub200 was fetched but is not there")
     paths = _paths(folder)
-    labels = _numbers(folder / "image_class_labels.txt", 1, _NUM_CLASSES)
+    labels = _numbers(folder / "image_class_labels.txt", 1, SHAPE.num_classes)
     parts = _numbers(folder / "train_test_split.txt", 0, 1)
     for name, found in (("image_class_labels.txt", labels), ("train_test_split.txt", parts)):
         absent = next((image for image in paths if image not in found), None)
@@ -51,7 +52,7 @@ def open_cub200(cfg: Any) -> Splits:
         )
         for part in (1, 0)
     )
-    return Splits(train, test, test, num_classes=_NUM_CLASSES)
+    return Splits(train, test, test, num_classes=SHAPE.num_classes)
 
 
 def _folder(root: Path) -> Path | None:

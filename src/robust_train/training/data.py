@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -11,13 +11,20 @@ from omegaconf import OmegaConf
 from robust_train.config import ConfigError
 from robust_train.training import cub200, digits, flowers102, image_folder
 from robust_train.training.images import AUGMENTATIONS, ImageSource
-from robust_train.training.splits import Splits
+from robust_train.training.splits import Shape, Splits
 
 DATASETS: Mapping[str, Callable[[Any], Splits]] = {
     "digits": digits.open_digits,
     "flowers102": flowers102.open_flowers102,
     "cub200": cub200.open_cub200,
     "image_folder": image_folder.open_image_folder,
+}
+
+
+_SHAPES = {
+    "digits": digits.SHAPE,
+    "flowers102": flowers102.SHAPE,
+    "cub200": cub200.SHAPE,
 }
 
 
@@ -54,6 +61,21 @@ def check_data(cfg: Any) -> None:
         raise ConfigError(
             f"dataset.test_fraction={fraction:g}: must be more than 0 and less than 1"
         )
+
+
+def shape_of_data(cfg: Any) -> Shape:
+    """What a model has to know of the data set that ``cfg`` names, without fetching or opening it.
+
+    Args:
+        cfg: the config group ``dataset``, checked by :func:`check_data`.
+
+    Raises:
+        ConfigError: only its files could tell, and they are not there.
+    """
+    shape = _SHAPES.get(cfg.name)
+    if shape is None:
+        return image_folder.image_folder_shape(cfg)
+    return shape if cfg.num_classes is None else replace(shape, num_classes=cfg.num_classes)
 
 
 def open_data(cfg: Any) -> Data:

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from robust_train.training.extras import require
-from robust_train.training.splits import Splits, stratified_split
+from robust_train.training.splits import Shape, Splits, stratified_split
 
 _SIZE = 8
 _WHITE = 16
 _TEST_FRACTION = 0.2
+
+SHAPE = Shape(num_classes=10, size=_SIZE, channels=1)
 
 
 @dataclass(frozen=True)
@@ -45,4 +47,11 @@ def open_digits(cfg: Any) -> Splits:
         )
 
     train, test = (part(numbers) for numbers in stratified_split(labels, _TEST_FRACTION))
-    return Splits(train, test, test, num_classes=10, size=_SIZE, channels=1)
+    return Splits(
+        train,
+        test,
+        test,
+        num_classes=SHAPE.num_classes,
+        size=SHAPE.size,
+        channels=SHAPE.channels,
+    )

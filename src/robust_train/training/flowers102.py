@@ -16,10 +16,11 @@ from robust_train.config import ConfigError
 from robust_train.training.download import fetch
 from robust_train.training.extras import require
 from robust_train.training.images import ImageFiles
-from robust_train.training.splits import Splits
+from robust_train.training.splits import Shape, Splits
 
 _URL = "https://www.robots.ox.ac.uk/~vgg/data/flowers/102/"
-_NUM_CLASSES = 102
+
+SHAPE = Shape(num_classes=102)
 
 
 def open_flowers102(cfg: Any) -> Splits:
@@ -40,7 +41,7 @@ def open_flowers102(cfg: Any) -> Splits:
     train, validation, test = (
         _part(folder, labels, set_id) for set_id in ("trnid", "valid", "tstid")
     )
-    return Splits(train, validation, test, num_classes=_NUM_CLASSES)
+    return Splits(train, validation, test, num_classes=SHAPE.num_classes)
 
 
 def _folder(root: Path) -> Path | None:

@@ -8,7 +8,7 @@ from typing import Any
 from robust_train.config import ConfigError
 from robust_train.training.extras import require
 from robust_train.training.images import ImageFiles
-from robust_train.training.splits import Splits, stratified_split
+from robust_train.training.splits import Shape, Splits, stratified_split
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 
@@ -22,6 +22,30 @@ def open_image_folder(cfg: Any) -> Splits:
     require("PIL.Image", "dataset=image_folder")
     root = Path(cfg.root).expanduser()
     train_folder, test_folder = root / cfg.train, root / cfg.test
+    classes = _classes(cfg, train_folder)
+    everything = _read(train_folder, classes)
+    if test_folder.is_dir():
+        test = _read(test_folder, classes)
+        return Splits(everything, test, test, num_classes=len(classes))
+    train_part, test_part = (
+        ImageFiles([everything.paths[i] for i in part], [everything.labels[i] for i in part])
+        for part in stratified_split(everything.labels, cfg.test_fraction)
+    )
+    return Splits(train_part, test_part, test_part, num_classes=len(classes))
+
+
+def image_folder_shape(cfg: Any) -> Shape:
+    """What a model has to know of it; the number of classes is looked up, unless it is given.
+
+    Raises:
+        ConfigError: there is no such folder.
+    """
+    if cfg.num_classes is not None:
+        return Shape(num_classes=cfg.num_classes)
+    return Shape(num_classes=len(_classes(cfg, Path(cfg.root).expanduser() / cfg.train)))
+
+
+def _classes(cfg: Any, train_folder: Path) -> list[str]:
     if not train_folder.is_dir():
         raise ConfigError(
             f"dataset.root={cfg.root}: there is no folder {train_folder}; expected are "
@@ -33,15 +57,7 @@ def open_image_folder(cfg: Any) -> Splits:
             f"dataset.root={cfg.root}: {train_folder} has {len(classes)} class folders, "
             "at least 2 are needed"
         )
-    everything = _read(train_folder, classes)
-    if test_folder.is_dir():
-        test = _read(test_folder, classes)
-        return Splits(everything, test, test, num_classes=len(classes))
-    train_part, test_part = (
-        ImageFiles([everything.paths[i] for i in part], [everything.labels[i] for i in part])
-        for part in stratified_split(everything.labels, cfg.test_fraction)
-    )
-    return Splits(train_part, test_part, test_part, num_classes=len(classes))
+    return classes
 
 
 def _read(folder: Path, classes: list[str]) -> ImageFiles:

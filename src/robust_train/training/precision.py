@@ -21,16 +21,14 @@ class Precision:
     Args:
         device: that the model is on.
         mixed: ``training.mixed_precision``.
+        dtype: number format of the forward pass; None for what the device is best at.
     """
 
-    def __init__(self, device: torch.device, *, mixed: bool) -> None:
+    def __init__(
+        self, device: torch.device, *, mixed: bool, dtype: torch.dtype | None = None
+    ) -> None:
         self._device_type = device.type
-        self.dtype = torch.float32
-        if mixed and device.type == "cuda":
-            has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-            self.dtype = torch.bfloat16 if has_bf16 else torch.float16
-        elif mixed:
-            log.info("training.mixed_precision has no effect on the CPU: float32 is used")
+        self.dtype = _best_of(device, mixed) if dtype is None else dtype
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.dtype is torch.float16)
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -38,3 +36,12 @@ class Precision:
         if self.dtype is torch.float32:
             return nullcontext()
         return torch.autocast(self._device_type, dtype=self.dtype)
+
+
+def _best_of(device: torch.device, mixed: bool) -> torch.dtype:
+    if mixed and device.type == "cuda":
+        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        return torch.bfloat16 if has_bf16 else torch.float16
+    if mixed:
+        log.info("training.mixed_precision has no effect on the CPU: float32 is used")
+    return torch.float32

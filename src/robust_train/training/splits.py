@@ -14,6 +14,21 @@ _SPLIT_SEED = 0
 
 
 @dataclass(frozen=True)
+class Shape:
+    """What a model has to know of a data set; known without opening it.
+
+    Attributes:
+        num_classes: number of classes.
+        size: rows and columns of every image, None where images differ.
+        channels: of the images as they are stored.
+    """
+
+    num_classes: int
+    size: int | None = None
+    channels: int = 3
+
+
+@dataclass(frozen=True)
 class Splits:
     """A data set's parts.
 

@@ -1,0 +1,211 @@
+"""``robust-train plan [OVERRIDE …]``: how much memory a job will take, and where it fits."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from robust_train.cli.door import EXIT_BAD_CONFIG
+from robust_train.cli.parser import Parser
+from robust_train.cli.table import print_table
+from robust_train.gpu.visible import VARIABLE
+from robust_train.types import GIB, MIB
+
+if TYPE_CHECKING:
+    from robust_train.planning.plan import Fit, MemoryPlan, Row
+
+_EPILOG = """
+exit codes: 0 planned, 2 cannot be planned as asked
+
+examples:
+  robust-train plan model=lora dataset=flowers102
+  robust-train plan model=full_finetune training.mixed_precision=false --batch-sizes 8,16,32
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the plan; returns the exit code."""
+    arguments = _parser().parse_intermixed_args(argv)
+    from robust_train.cli.refusals import REFUSALS, explain
+
+    try:
+        plan = _plan(arguments)
+    except REFUSALS as error:
+        print(explain(error, "robust", arguments.overrides), file=sys.stderr)
+        return EXIT_BAD_CONFIG
+    if arguments.json:
+        print(json.dumps(plan.as_json(), indent=2))
+    else:
+        _show(plan)
+    return 0
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="robust-train plan",
+        usage="robust-train plan [OVERRIDE …] [OPTIONS]",
+        description="How much GPU memory a job of the built-in trainer will take for each "
+        "micro-batch, predicted without a GPU; where it fits now; and what earlier runs measured.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="OVERRIDE", help="as for train_robust.py: model=lora"
+    )
+    parser.add_argument(
+        "--batch-sizes",
+        type=_sizes,
+        metavar="N,N…",
+        help="micro-batches to predict (training.batch_size, twice that, and halves)",
+    )
+    parser.add_argument(
+        "--runs",
+        action="append",
+        type=_folder,
+        metavar="DIR",
+        help="look for earlier runs in it (outputs and multirun); may be given several times",
+    )
+    parser.add_argument("--json", action="store_true", help="for programs; sizes in bytes")
+    return parser
+
+
+def _sizes(text: str) -> list[int]:
+    if not re.fullmatch(r"0*[1-9]\d{0,5}(,0*[1-9]\d{0,5})*", text):
+        raise argparse.ArgumentTypeError(f"{text}: accepted are whole numbers of 1 or more, 8,16")
+    return [int(part) for part in text.split(",")]
+
+
+def _folder(text: str) -> Path:
+    if not Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: there is no such folder")
+    return Path(text)
+
+
+def _plan(arguments: argparse.Namespace) -> MemoryPlan:
+    from hydra import compose, initialize_config_module
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    from robust_train.config import ConfigError
+    from robust_train.planning.plan import plan_memory
+
+    for override in OverridesParser.create().parse_overrides(list(arguments.overrides)):
+        if override.is_sweep_override():
+            raise ConfigError(
+                f"{override.input_line}: one value at a time; --batch-sizes 8,16 is for several "
+                "micro-batches"
+            )
+
+    # what the trainer logs while it builds a model is about training
+    logging.getLogger("robust_train").setLevel(logging.WARNING)
+    with initialize_config_module("robust_train.configs", version_base="1.3"):
+        cfg = compose("robust", overrides=list(arguments.overrides))
+    environ = dict(os.environ)
+    # NVML tells of the GPUs; torch has no business on them here
+    os.environ[VARIABLE] = ""
+    return plan_memory(cfg, batch_sizes=arguments.batch_sizes, runs=arguments.runs, environ=environ)
+
+
+def _show(plan: MemoryPlan) -> None:
+    print(f"{plan.model} on {plan.dataset}, {_precision(plan.precision)}; sizes in MiB")
+    print_table(
+        ("batch", "accumulates", "tensors", "allocated", "on the GPU", *_last_columns(plan)),
+        [_row(row, plan) for row in plan.rows],
+        {"batch", "tensors", "allocated", "on the GPU", "measured", "error"},
+    )
+    asked = next((r for r in plan.rows if r.peak.batch_size == plan.batch_size), plan.rows[0])
+    parts = ", ".join(f"{name} {size / MIB:.1f}" for name, size in asked.peak.parts.items() if size)
+    print(f"at the peak with batch {asked.peak.batch_size}: {parts}")
+    print(
+        "allocated: tensors and cuBLAS (64 MiB); on the GPU: a tenth more for the allocator's "
+        "cache, and a CUDA context (512 MiB)"
+    )
+    print(_about_truth(plan))
+    print()
+    if plan.gpus:
+        print_table(
+            ("GPU", "name", "usable", "total", "largest batch now", "if it were empty", "note"),
+            [_gpu(fit) for fit in plan.gpus],
+            {"GPU", "usable", "total", "largest batch now", "if it were empty"},
+        )
+    else:
+        print(f"{plan.problem}: no GPU to fit it to; the largest batch on one that is empty:")
+        print_table(
+            [f"{size // GIB} GB" for size in plan.sizes],
+            [[_largest(batch) for batch in plan.sizes.values()]],
+            {f"{size // GIB} GB" for size in plan.sizes},
+        )
+    print(f"planned in {plan.seconds:.1f} s")
+
+
+def _precision(name: str) -> str:
+    # both halves are two bytes
+    return "bfloat16 (float16 takes the same)" if name == "bfloat16" else name
+
+
+def _last_columns(plan: MemoryPlan) -> tuple[str, ...]:
+    fit = ("fits now on GPU",) if plan.gpus else ()
+    return (*fit, "measured", "error") if plan.truth.measured else fit
+
+
+def _row(row: Row, plan: MemoryPlan) -> list[str]:
+    peak = row.peak
+    cells = [
+        str(peak.batch_size),
+        "yes" if peak.accumulates else "no",
+        f"{peak.tensors_bytes / MIB:.0f}",
+        f"{peak.allocated_bytes / MIB:.0f}",
+        f"{peak.gpu_bytes / MIB:.0f}",
+    ]
+    if plan.gpus:
+        cells.append(", ".join(map(str, row.fits_on)) or "none")
+    if plan.truth.measured:
+        measured, error = row.measured, row.error_percent
+        cells.append("-" if measured is None else f"{measured.peak_bytes / MIB:.0f}")
+        cells.append("-" if error is None else f"{error:+.1f} %")
+    return cells
+
+
+def _about_truth(plan: MemoryPlan) -> str:
+    error = plan.mean_error_percent
+    if error is not None:
+        count = sum(row.measured is not None for row in plan.rows)
+        rows = "1 size" if count == 1 else f"{count} sizes"
+        return (
+            f"measured: by earlier runs, {rows}; the prediction is off by {error:.1f} % on average"
+        )
+    note = ""
+    if plan.truth.on_cpu:
+        runs = "1 was" if plan.truth.on_cpu == 1 else f"{plan.truth.on_cpu} were"
+        note = (
+            f" ({runs} on the CPU: there whole processes are measured, which tells nothing of it)"
+        )
+    return f"measured: no earlier run of this job on a GPU was found{note}"
+
+
+def _gpu(fit: Fit) -> list[str]:
+    gpu = fit.room.gpu
+    return [
+        str(gpu.index),
+        gpu.name,
+        str(fit.room.usable_bytes // MIB),
+        str(gpu.total_bytes // MIB),
+        _largest(fit.now),
+        _largest(fit.empty),
+        fit.room.why_not or "-",
+    ]
+
+
+def _largest(batch: int | None) -> str:
+    from robust_train.planning.fit import LARGEST_BATCH
+
+    if batch is None:
+        return "none"
+    return f"{batch}+" if batch == LARGEST_BATCH else str(batch)

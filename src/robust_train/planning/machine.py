@@ -1,0 +1,109 @@
+"""The GPUs that a new job of this machine could have now."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from omegaconf import DictConfig
+
+from robust_train.gpu import quarantine
+from robust_train.gpu.allocation import allocated_by
+from robust_train.gpu.census import census
+from robust_train.gpu.inventory import read_inventory
+from robust_train.gpu.queue_dir import QueueProblem, directory_for
+from robust_train.gpu.reservations import Ledger, boottime
+from robust_train.gpu.scheduler import Holding, Waiter, open_to
+from robust_train.gpu.visible import VARIABLE, visible_gpus
+from robust_train.types import MIB, GpuInfo
+
+_BEHIND_ALL = 10**15
+
+
+@dataclass(frozen=True)
+class GpuRoom:
+    """A GPU and what a new job can count on there.
+
+    Attributes:
+        gpu: as NVML tells of it.
+        usable_bytes: free, less what others have reserved and not taken yet; 0 where no new job
+            may start now.
+        why_not: in that case the reason.
+    """
+
+    gpu: GpuInfo
+    usable_bytes: int
+    why_not: str | None = None
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The GPUs that are visible here; where there are none, why."""
+
+    gpus: tuple[GpuRoom, ...] = ()
+    problem: str | None = None
+
+
+def machine_now(cfg: DictConfig, environ: Mapping[str, str]) -> Machine:
+    """What the machine has to offer to a job with this config, were it to start now.
+
+    Args:
+        cfg: a complete config: ``gpu_queue``, ``gpu_queue_dir``, ``gpu_jobs_per_device`` and
+            ``min_gpu_memory_mb`` count.
+        environ: whose CUDA_VISIBLE_DEVICES bounds the choice.
+    """
+    visible = visible_gpus(read_inventory(processes=False), environ)
+    if not visible.gpus:
+        hidden = f"{VARIABLE} hides every GPU" if visible.hidden_on_purpose else None
+        return Machine(problem=hidden or visible.problem or visible.warning or "no usable GPU")
+    if not cfg.gpu_queue or allocated_by(environ) is not None:
+        return Machine(tuple(_rooms(visible.gpus, cfg, [], [])))
+    path = directory_for(cfg.gpu_queue_dir, environ)
+    try:
+        ledger = Ledger(path) if path.exists() else None
+    except QueueProblem:
+        # jobs go on without reservations there
+        ledger = None
+    if ledger is None:
+        return Machine(tuple(_rooms(visible.gpus, cfg, [], [])))
+    try:
+        gpus = quarantine.without_sick(visible.gpus, quarantine.read_sick(ledger.directory))
+        waiters, holdings = census(ledger.entries())
+    finally:
+        ledger.close()
+    return Machine(tuple(_rooms(gpus, cfg, waiters, holdings)))
+
+
+def _rooms(
+    gpus: Sequence[GpuInfo],
+    cfg: DictConfig,
+    waiters: Sequence[Waiter],
+    holdings: Sequence[Holding],
+) -> list[GpuRoom]:
+    now = boottime()
+    me = Waiter(
+        "",
+        _BEHIND_ALL,
+        cfg.min_gpu_memory_mb * MIB,
+        frozenset(gpu.uuid for gpu in gpus),
+        cfg.gpu_jobs_per_device,
+        now,
+    )
+    usable = {gpu.uuid: gpu.free_bytes for gpu in open_to(me, waiters, holdings, gpus, now)}
+    return [
+        GpuRoom(gpu, usable[gpu.uuid])
+        if gpu.uuid in usable
+        else GpuRoom(gpu, 0, _why_not(gpu, me, holdings))
+        for gpu in gpus
+    ]
+
+
+def _why_not(gpu: GpuInfo, me: Waiter, holdings: Sequence[Holding]) -> str:
+    if gpu.unusable is not None:
+        return gpu.unusable
+    owners = [holding.owner or holding.id for holding in holdings if holding.gpu == gpu.uuid]
+    if owners:
+        return f"reserved by {'; '.join(owners)}"
+    if gpu.free_bytes < me.need_bytes:
+        return f"less than min_gpu_memory_mb={me.need_bytes // MIB} is free"
+    return "kept for jobs that came earlier"

@@ -1,0 +1,264 @@
+"""The memory of the built-in trainer's steps, from a run of them with fake tensors.
+
+The trainer's own functions build the model and do the steps; only the tensors have no memory behind
+them (torch's FakeTensorMode), so neither a GPU nor data nor weights are needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from robust_train.config import ConfigError
+from robust_train.planning.as_on_cuda import AsOnCuda, FakeTracker
+from robust_train.planning.fit import Peak
+from robust_train.planning.tracker import (
+    ACTIVATIONS,
+    GRADIENTS,
+    OPTIMIZER,
+    WEIGHTS,
+    StorageTracker,
+)
+from robust_train.training.batches import Batch
+from robust_train.training.data import shape_of_data
+from robust_train.training.images import ImageSpec
+from robust_train.training.micro_batch import MicroBatcher
+from robust_train.training.models import (
+    BuiltModel,
+    build_model,
+    enable_gradient_checkpointing,
+    set_train_mode,
+)
+from robust_train.training.precision import Precision
+from robust_train.training.prepare import check_config
+from robust_train.training.schedule import make_optimizer
+from robust_train.training.step import accumulate_gradients, apply_gradients
+
+_CPU = torch.device("cpu")
+_WARM_UP = 2  # samples; BatchNorm may refuse a single one
+
+
+class StepPredictor:
+    """Steps of the job that ``cfg`` describes, with tensors that take no memory.
+
+    Args:
+        cfg: a validated config of the built-in trainer.
+        device: ``cuda``, for a GPU of compute capability 8.0 or higher, or ``cpu``.
+
+    Raises:
+        ConfigError: the model cannot be built as configured.
+    """
+
+    def __init__(self, cfg: DictConfig, device: str = "cuda") -> None:
+        check_config(cfg)
+        self._cfg = cfg
+        self._on_cuda = device == "cuda"
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._tracker = FakeTracker(on_cuda=self._on_cuda)
+        built = _build(cfg)
+        self._images, self._model = built.images, built.module
+        training = cfg.training
+        mixed = self._on_cuda and training.mixed_precision
+        self._precision = Precision(
+            _CPU, mixed=False, dtype=torch.bfloat16 if mixed else torch.float32
+        )
+        if training.gradient_checkpointing:
+            enable_gradient_checkpointing(self._model)
+        with self._fake, self._tracker:
+            _replace_by_fakes(self._model)
+            self._optimizer = make_optimizer(
+                self._model.parameters(), lr=training.lr, weight_decay=training.weight_decay
+            )
+        self._tracker.label(self._model.state_dict(keep_vars=True).values(), WEIGHTS)
+        self._tracker.label(self._model.buffers(), WEIGHTS)
+        if self._on_cuda:
+            for group in self._optimizer.param_groups:
+                # torch's own choice on a GPU, which it does not make for fake tensors
+                group["foreach"] = True
+        self._watch()
+        self._is_warm = False
+
+    def predict(self, batch_size: int, *, accumulates: bool = False) -> Peak:
+        """The peak of a step that others have gone before, so that the optimizer has its state.
+
+        Args:
+            batch_size: micro-batch, samples.
+            accumulates: the step has several micro-batches, so that gradients are there already in
+                the second one's backward pass.
+
+        Raises:
+            ConfigError: the model refuses such a batch, or its steps depend on values.
+        """
+        try:
+            if not self._is_warm:
+                self._warm_up()
+            self._tracker.reset_peak()
+            self._step(batch_size, 2 if accumulates else 1)
+        except (ValueError, RuntimeError) as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise ConfigError(
+                f"model.name={self._cfg.model.name}: a step with {batch_size} samples cannot be "
+                f"done with fake tensors ({reason})"
+            ) from error
+        return Peak(batch_size, accumulates, self._tracker.peak, dict(self._tracker.at_peak))
+
+    def _warm_up(self) -> None:
+        """A first step, in which the optimizer makes its state."""
+        self._step(_WARM_UP, 1)
+        state = self._optimizer.state.values()
+        self._tracker.label((t for entry in state for t in _device_tensors(entry)), OPTIMIZER)
+        self._is_warm = True
+
+    def _step(self, batch_size: int, parts: int) -> None:
+        training = self._cfg.training
+        samples = _FakeSamples(batch_size * parts, self._images, self._tracker)
+        with self._fake, self._tracker:
+            set_train_mode(self._model)
+            batcher = MicroBatcher(batch_size)
+            accumulate_gradients(
+                self._model,
+                batcher.micro_batches(samples, self._model, length=len, split=_FakeSamples.part),
+                device=_CPU,
+                precision=self._precision,
+                label_smoothing=training.label_smoothing,
+            )
+            apply_gradients(
+                self._model,
+                self._optimizer,
+                precision=self._precision,
+                max_grad_norm=training.max_grad_norm,
+            )
+
+    def _watch(self) -> None:
+        """Tell activations and gradients apart from what only passes by, and let modules compute as
+        on a GPU. Every module has to be watched, not the model alone: a backward pass recomputes
+        single ones, and torch runs it with modes for functions put aside."""
+        tracker = self._tracker
+        open_modes: list[ExitStack] = []
+
+        def enter(module: nn.Module, inputs: Any) -> None:
+            stack = ExitStack()
+            if not open_modes:
+                stack.enter_context(tracker.taking_for(ACTIVATIONS))
+                if self._on_cuda:
+                    stack.enter_context(AsOnCuda())
+            open_modes.append(stack)
+
+        def leave(module: nn.Module, inputs: Any, output: Any) -> None:
+            open_modes.pop().close()
+
+        def note_gradient(parameter: Tensor) -> None:
+            tracker.label([parameter.grad], GRADIENTS)
+
+        for module in self._model.modules():
+            module.register_forward_pre_hook(enter)
+            module.register_forward_hook(leave, always_call=True)
+        for parameter in self._model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                    note_gradient
+                )
+
+
+class _FakeSamples:
+    """The samples of a step, which are on the device as soon as they are asked for."""
+
+    def __init__(self, samples: int, images: ImageSpec, tracker: StorageTracker) -> None:
+        self._samples = samples
+        self._images = images
+        self._tracker = tracker
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def part(self, start: int, stop: int) -> Batch:
+        """Images and labels."""
+        count, size = stop - start, self._images.size
+        with self._tracker.taking_for(ACTIVATIONS):
+            images_BCHW = torch.empty(count, self._images.channels, size, size)
+            return images_BCHW, torch.empty(count, dtype=torch.long)
+
+
+def _build(cfg: DictConfig) -> BuiltModel:
+    """The trainer's model on the device ``meta``: no weights are made, read or fetched."""
+    model = OmegaConf.merge(cfg.model, {"weights": None})
+    if "pretrained" in model:
+        model.pretrained = False
+    shape = shape_of_data(cfg.dataset)
+
+    def build() -> BuiltModel:
+        return build_model(
+            model,
+            num_classes=shape.num_classes,
+            native_size=shape.size,
+            native_channels=shape.channels,
+        )
+
+    try:
+        with _what_modules_have_on_meta():
+            return build()
+    except RuntimeError:
+        # it needs values while it is built: random ones, for once
+        return build()
+
+
+@contextmanager
+def _what_modules_have_on_meta() -> Iterator[None]:
+    """Every parameter and buffer of a module that is made in this block goes to ``meta`` at once.
+
+    Nothing else does: models compute with small tensors while they are built (rates of stochastic
+    depth, positions), and these need their values.
+    """
+
+    def parameter(module: nn.Module, name: str, given: nn.Parameter | None) -> Any:
+        if given is None or given.is_meta:
+            return None
+        return nn.Parameter(given.detach().to("meta"), given.requires_grad)
+
+    def buffer(module: nn.Module, name: str, given: Tensor | None) -> Any:
+        return None if given is None or given.is_meta else given.to("meta")
+
+    hooks = (
+        register_module_parameter_registration_hook(parameter),
+        register_module_buffer_registration_hook(buffer),
+    )
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _replace_by_fakes(model: nn.Module) -> None:
+    """Parameters and buffers as fake tensors of the CPU, one for each however often it is used."""
+    made: dict[int, Tensor] = {}
+
+    def fake(tensor: Tensor) -> Tensor:
+        if id(tensor) not in made:
+            empty = torch.empty_strided(
+                tensor.size(), tensor.stride(), dtype=tensor.dtype, device=_CPU
+            )
+            is_parameter = isinstance(tensor, nn.Parameter)
+            made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+        return made[id(tensor)]
+
+    for module in model.modules():
+        for home in (module._parameters, module._buffers):
+            for name, tensor in home.items():
+                if tensor is not None:
+                    home[name] = fake(tensor)  # type: ignore[assignment]
+
+
+def _device_tensors(state: Mapping[str, Any]) -> Iterator[Tensor]:
+    """An optimizer's state of one parameter, without the step's number, which is on the host."""
+    return (item for item in state.values() if isinstance(item, Tensor) and item.ndim)
