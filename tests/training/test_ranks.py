@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from training_world import difference, trained_weights
 
+import preloaded
 from robust_train.training.batches import BatchPlan, share_of
 from robust_train.training.micro_batch_size import MicroBatchSize
 from robust_train.training.ranks import State, Told, verdict
@@ -22,16 +20,9 @@ from robust_train.training.ranks import State, Told, verdict
 @pytest.fixture(scope="module")
 def group(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What four processes have seen, two of them also as a group of two; and one alone."""
-    ended = subprocess.run(
-        [sys.executable, "group_of_ranks.py", str(tmp_path_factory.mktemp("group"))],
-        # freed blocks go back at once, so that what is held is what counts against the limit
-        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"},
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    program = Path(__file__).with_name("group_of_ranks.py").read_text()
+    folder = tmp_path_factory.mktemp("group")
+    ended = preloaded.run(program, str(folder), cwd=Path(__file__).parent)
     assert ended.returncode == 0, ended.stderr
     seen = json.loads(ended.stdout)
     assert all(seen["ranks"]), ended.stderr
