@@ -276,7 +276,7 @@ def test_loading_does_not_draw_from_the_generator_that_dropout_uses(tmp_path):
     source = open_data(config("dataset=digits").dataset).splits.train
     dataset = ImageDataset(source, ImageSpec(8, 1, (0.5,), (0.5,)), augment="shift")
     before = torch.get_rng_state()
-    batches = list(Loading(0, 2, torch.device("cpu")).batches(dataset, in_order(100, 8), 0))
+    batches = list(Loading(0, 2, torch.device("cpu")).batches(dataset, in_order(range(100), 8), 0))
     assert sum(len(labels) for _, labels in batches) == 100
     assert torch.equal(torch.get_rng_state(), before)
 
