@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
@@ -65,7 +65,6 @@ class Devices:
         self._sleep = sleep
         self._on_wait = on_wait
         self._claim_bytes = cfg.min_gpu_memory_mb * MIB
-        self._taken: dict[object, int] = {}
         self._queue = HostQueue(
             _queue_directory(cfg, environ),
             name=job_name(cfg, run_dir),
@@ -93,13 +92,18 @@ class Devices:
 
         Raises:
             NoDevice: nothing suitable, and the CPU is not allowed.
-            ConfigError: ``device`` names a GPU that this machine does not have.
+            ConfigError: ``device`` names a GPU that this machine does not have, or one GPU for a
+                job of several.
         """
         cfg = self._cfg
         if not cfg.auto_device and cfg.device == "cpu":
             return ()
-        if cfg.num_gpus > 1:
-            raise ConfigError(f"num_gpus={cfg.num_gpus}: only one GPU can be reserved yet")
+        if cfg.num_gpus > 1 and not cfg.auto_device and cfg.device != "auto":
+            raise ConfigError(
+                f"num_gpus={cfg.num_gpus} does not go with auto_device=false "
+                f"device={cfg.device}, which is one GPU: leave device out, and name the GPUs that "
+                "may be taken in CUDA_VISIBLE_DEVICES"
+            )
         if cfg.auto_device and cfg.device not in ("auto", "cuda"):
             log.warning("device=%s is not used because auto_device=true", cfg.device)
         visible = self._look(False)
@@ -108,11 +112,11 @@ class Devices:
         if not visible.gpus:
             return _cpu_or_nothing(cfg, _why_no_gpu(visible))
         only = None if cfg.auto_device else _named(str(cfg.device), visible)
-        found = self._wait_in_line(only)
-        if isinstance(found, NoGpu):
-            return _cpu_or_nothing(cfg, found.reason)
-        log.info("using GPU %d (%s, %s)", found.index, found.name, found.uuid)
-        return (found,)
+        group = self._wait_in_line(only)
+        if isinstance(group, NoGpu):
+            return _cpu_or_nothing(cfg, group.reason)
+        log.info("using %s", ", ".join(f"GPU {g.index} ({g.name}, {g.uuid})" for g in group))
+        return group
 
     def candidates(self) -> tuple[GpuInfo, ...]:
         """The GPUs that could be taken right now, best first; ``free_bytes`` as usable."""
@@ -124,15 +128,13 @@ class Devices:
         Returns:
             False where another job has one by now, and a new choice has to be made.
         """
-        return self._queue.take(group[0].uuid if group else None, self._claim_bytes)
+        return self._queue.take(tuple(gpu.uuid for gpu in group), self._claim_bytes)
 
     def hear(self, event: Mapping[str, object]) -> None:
         """Pass on what an attempt's event tells of the memory that it has allocated."""
-        taken = event.get("reserved")
-        if event.get("event") == "memory" and isinstance(taken, int):
-            # told of each GPU of a group alike: no more than all of them have
-            self._taken[event.get("rank", 0)] = taken
-            self._queue.report(min(self._taken.values()))
+        taken, of_rank = event.get("reserved"), event.get("rank", 0)
+        if event.get("event") == "memory" and isinstance(taken, int) and isinstance(of_rank, int):
+            self._queue.report(taken, of_rank)
 
     def ended(self, group: Group, outcome: Outcome, free_before: FreeBytes) -> FreeBytes:
         """Note that an attempt's processes are gone, and let its memory come back if it failed.
@@ -147,14 +149,12 @@ class Devices:
             self._claim_bytes = max(least, footprint(peak))
         if outcome.failure is None:
             return ()
-        self._taken = {}
         self._queue.drain()
         if outcome.failure.kind is FailureKind.DEVICE_FAULT:
             ask_health_again()
-            for gpu in group_part(group, outcome.failure.rank):
-                # most faults are a kernel's mistake, and the next job's kernels are others
-                if _HARDWARE.search(outcome.failure.message) or free_bytes((gpu,)) == (None,):
-                    self._queue.put_aside(gpu.uuid, outcome.failure.message)
+            suspects = group_part(group, outcome.failure.rank)
+            for gpu in to_put_aside(suspects, outcome.failure.message, free_bytes(suspects)):
+                self._queue.put_aside(gpu.uuid, outcome.failure.message)
         return settle(group, free_before, sleep=self._sleep)
 
     def wait_for_room(self, room: Room) -> Group | NoGpu:
@@ -166,22 +166,21 @@ class Devices:
         Returns:
             The GPUs that have it, else why the waiting ended.
         """
-        request = self._request(room.free_bytes, room.gpu_uuids[0] if room.gpu_uuids else None)
+        request = self._request(room.free_bytes, room.gpu_uuids)
         with LiveLine() as line:
             tell = self._tell(line)
             if not room.gpu_uuids:
-                found = self._queue.wait(request, tell, self._sleep)
-            else:
-                found = wait_for_gpu(request, read=self._look, announce=tell, sleep=self._sleep)
-        return found if isinstance(found, NoGpu) else (found,)
+                return self._queue.wait(request, tell, self._sleep)
+            return wait_for_gpu(request, read=self._look, announce=tell, sleep=self._sleep)
 
     def release(self) -> None:
         """Give back what is reserved."""
         self._queue.release()
 
-    def _wait_in_line(self, only: str | None) -> GpuInfo | NoGpu:
+    def _wait_in_line(self, only: str | None) -> Group | NoGpu:
         with LiveLine() as line:
-            request = self._request(self._cfg.min_gpu_memory_mb * MIB, only)
+            least = self._cfg.min_gpu_memory_mb * MIB
+            request = self._request(least, () if only is None else (only,))
             return self._queue.wait(request, self._tell(line), self._sleep)
 
     def _tell(self, line: LiveLine) -> Callable[[WaitStatus], None]:
@@ -191,13 +190,15 @@ class Devices:
 
         return tell
 
-    def _request(self, min_bytes: int, only: str | None) -> GpuRequest:
+    def _request(self, min_bytes: int, only: Sequence[str]) -> GpuRequest:
+        """For all GPUs of ``only``; for as many as the job needs where it names none."""
         return GpuRequest(
             min_bytes=min_bytes,
             wait=self._cfg.wait_for_gpu,
             timeout_seconds=self._cfg.gpu_wait_timeout_minutes * 60,
             interval_seconds=self._cfg.gpu_check_interval_seconds,
-            only=only,
+            only=frozenset(only) if only else None,
+            count=len(only) or self._cfg.num_gpus,
         )
 
     def _look(self, processes: bool) -> Visible:
@@ -210,6 +211,22 @@ def free_bytes(group: Group) -> FreeBytes:
         return ()
     now = {gpu.uuid: gpu.free_bytes for gpu in read_inventory(processes=False).gpus}
     return tuple(now.get(gpu.uuid) for gpu in group)
+
+
+def to_put_aside(suspects: Group, message: str, free: FreeBytes) -> Group:
+    """The GPUs that the host's jobs are to avoid after a fault.
+
+    Those that no longer answer; and the one on which the hardware failed, if it is known which.
+    Most other faults are a kernel's mistake, and the next job's kernels are others.
+
+    Args:
+        suspects: on which it may have been.
+        message: of the fault.
+        free: what is free on each of them now, None where it does not answer.
+    """
+    if len(suspects) == 1 and _HARDWARE.search(message):
+        return suspects
+    return tuple(gpu for gpu, now in zip(suspects, free, strict=True) if now is None)
 
 
 def settle(group: Group, free_before: FreeBytes, *, sleep: Callable[[float], None]) -> FreeBytes:

@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = Parser(
         prog="robust-train queue",
-        description="Jobs on this host: those that run, with their GPU, and those that wait, with "
+        description="Jobs on this host: those that run, with their GPUs, and those that wait, with "
         "their place in line and the reason.",
     )
     parser.add_argument("--json", action="store_true", help="for programs; sizes in bytes")
@@ -111,6 +111,7 @@ def _as_json(
     now: float,
     gpus: Sequence[GpuInfo],
 ) -> dict[str, Any]:
+    indexes = {gpu.uuid: gpu.index for gpu in gpus}
     return {
         "id": record.id,
         "state": record.state.value,
@@ -120,10 +121,12 @@ def _as_json(
         "pid": record.pid,
         "run_dir": record.run_dir,
         "claim_bytes": record.claim_bytes,
-        "taken_bytes": record.taken_bytes,
+        "num_gpus": record.count,
         "jobs_per_device": record.jobs_per_device,
-        "gpu": record.gpu,
-        "gpu_index": next((gpu.index for gpu in gpus if gpu.uuid == record.gpu), None),
+        "gpus": [
+            {"uuid": uuid, "index": indexes.get(uuid), "taken_bytes": taken_bytes}
+            for uuid, taken_bytes in zip(record.gpus, record.taken_bytes, strict=True)
+        ],
         "seconds_in_state": round(max(now - record.since, 0.0), 1),
         "seconds_since_queued": round(max(now - record.queued_at, 0.0), 1),
         "reason": reason,
@@ -133,19 +136,26 @@ def _as_json(
 def _row(job: dict[str, Any]) -> list[str]:
     if job["state"] == "unreadable":
         return [job["id"], "-", "?", "-", str(job["owner_uid"]), "?", "?", "?", "unreadable record"]
-    index = job["gpu_index"]
-    gpu = "-" if job["gpu"] is None else job["gpu"] if index is None else f"GPU {index}"
+    many, claim = job["num_gpus"], str(job["claim_bytes"] // MIB)
     return [
         job["id"],
         "-" if job["position"] is None else str(job["position"]),
         job["state"],
         job["name"],
         job["user"],
-        str(job["claim_bytes"] // MIB),
-        gpu,
+        claim if many == 1 else f"{many} × {claim}",
+        _gpus(job["gpus"]),
         _clock(job["seconds_in_state"]),
         job["reason"] or "-",
     ]
+
+
+def _gpus(gpus: Sequence[dict[str, Any]]) -> str:
+    """``GPU 0``, ``GPU 0, 1, 3``; in place of a number that is not known the UUID."""
+    if not gpus:
+        return "-"
+    names = [gpu["uuid"] if gpu["index"] is None else str(gpu["index"]) for gpu in gpus]
+    return ("" if gpus[0]["index"] is None else "GPU ") + ", ".join(names)
 
 
 def _cancel(entries: Sequence[Entry], job_id: str) -> int:

@@ -28,12 +28,12 @@ def census(
         elif record.state is JobState.WAITING:
             waiters.append(as_waiter(record))
         else:
-            holdings.append(_as_holding(record))
+            holdings += _as_holdings(record)
     return waiters, holdings
 
 
 def as_waiter(record: JobRecord) -> Waiter:
-    """A job as one that asks for a GPU."""
+    """A job as one that asks for GPUs."""
     return Waiter(
         record.id,
         record.ticket,
@@ -41,18 +41,22 @@ def as_waiter(record: JobRecord) -> Waiter:
         frozenset(record.only),
         record.jobs_per_device,
         record.queued_at,
+        record.count,
     )
 
 
-def _as_holding(record: JobRecord) -> Holding:
-    return Holding(
-        id=record.id,
-        gpu=record.gpu,
-        claim_bytes=record.claim_bytes,
-        taken_bytes=record.taken_bytes,
-        jobs_per_device=record.jobs_per_device,
-        since=record.since,
-        draining=record.state is JobState.DRAINING,
-        owner=f"{record.name}, {record.user}",
-        ticket=record.ticket,
-    )
+def _as_holdings(record: JobRecord) -> list[Holding]:
+    return [
+        Holding(
+            id=record.id,
+            gpu=gpu,
+            claim_bytes=record.claim_bytes,
+            taken_bytes=taken_bytes,
+            jobs_per_device=record.jobs_per_device,
+            since=record.since,
+            draining=record.state is JobState.DRAINING,
+            owner=f"{record.name}, {record.user}",
+            ticket=record.ticket,
+        )
+        for gpu, taken_bytes in zip(record.gpus, record.taken_bytes, strict=True)
+    ]

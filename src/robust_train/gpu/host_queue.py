@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -41,7 +41,7 @@ class HostQueue:
         directory: the queue directory; None for no reservations at all.
         name: what people know the job by.
         run_dir: its run folder.
-        jobs_per_device: how many jobs it suffers on its GPU, itself included.
+        jobs_per_device: how many jobs it suffers on a GPU of its own, itself included.
         read: looks at the GPUs; its argument says whether to list processes.
         token: the last part of the job's id, six hexadecimal digits; empty: any.
     """
@@ -78,8 +78,8 @@ class HostQueue:
 
     def wait(
         self, request: GpuRequest, announce: Callable[[WaitStatus], None], sleep: Sleep
-    ) -> GpuInfo | NoGpu:
-        """Stand in line for a GPU and reserve it; a job that comes back keeps its ticket."""
+    ) -> tuple[GpuInfo, ...] | NoGpu:
+        """Stand in line for GPUs and reserve them; a job that comes back keeps its ticket."""
         tenancy, self._tenancy = self._tenancy, None
         try:
             ledger = self._open()
@@ -99,25 +99,26 @@ class HostQueue:
             self._do_without(problem)
         return self._read_memory().gpus
 
-    def take(self, uuid: str | None, claim_bytes: int) -> bool:
-        """Make sure that the reservation is for the next attempt's GPU, if there is one.
+    def take(self, uuids: Sequence[str], claim_bytes: int) -> bool:
+        """Make sure that the reservation is for the next attempt's GPUs, if there are any.
 
         Args:
-            uuid: of the GPU, None for the CPU: then everything is given back.
-            claim_bytes: memory that the attempt needs.
+            uuids: of the GPUs, in the order of the ranks; none for the CPU: then everything is
+                given back.
+            claim_bytes: memory that the attempt needs on each of them.
 
         Returns:
-            False where another job has the GPU by now, and a new choice has to be made.
+            False where another job has one of them by now, and a new choice has to be made.
         """
         if self._tenancy is None:
             return True
-        if uuid is None:
+        if not uuids:
             self.release()
             return True
         try:
-            if uuid != self._tenancy.gpu:
-                return self._tenancy.move(uuid, claim_bytes, self._read_memory)
-            self._tenancy.claim(claim_bytes, self._read_memory)
+            if set(uuids) != set(self._tenancy.gpus):
+                return self._tenancy.move(uuids, claim_bytes, self._read_memory)
+            self._tenancy.claim(uuids, claim_bytes, self._read_memory)
         except QueueProblem as problem:
             self._do_without(problem)
         return True
@@ -127,11 +128,11 @@ class HostQueue:
         if self._ledger is not None:
             quarantine.put_aside(self._ledger.directory, uuid, reason)
 
-    def report(self, taken_bytes: int) -> None:
-        """Tell the others how much the attempt has allocated."""
+    def report(self, taken_bytes: int, rank: int = 0) -> None:
+        """Tell the others how much the attempt has allocated on the GPU of one of its ranks."""
         if self._tenancy is not None:
             with contextlib.suppress(QueueProblem):
-                self._tenancy.report(taken_bytes)
+                self._tenancy.report(taken_bytes, rank)
 
     def drain(self) -> None:
         """Tell the others that the attempt is gone and its memory on the way back."""
@@ -140,7 +141,7 @@ class HostQueue:
                 self._tenancy.drain()
 
     def release(self) -> None:
-        """Give everything back; what still lives of an attempt keeps its GPU."""
+        """Give everything back; what still lives of an attempt keeps its GPUs."""
         tenancy, self._tenancy = self._tenancy, None
         if tenancy is not None:
             tenancy.reservation.release()
@@ -160,8 +161,10 @@ class HostQueue:
         request: GpuRequest,
         announce: Callable[[WaitStatus], None],
         sleep: Sleep,
-    ) -> GpuInfo | NoGpu:
-        record = new_record(self._name, self._run_dir, request.min_bytes, self._jobs_per_device)
+    ) -> tuple[GpuInfo, ...] | NoGpu:
+        record = new_record(
+            self._name, self._run_dir, request.min_bytes, self._jobs_per_device, request.count
+        )
         record = replace(record, id=self._token)
         line = Line(ledger, record, place, 2 * request.interval_seconds + 5)
 

@@ -3,7 +3,7 @@
 One waiter looks at the GPUs for all who see no more than it does; the others sleep until the one
 before them moves on, or until somebody rings because the plan has a GPU for them. Every grant is
 decided by the job that gets it, inside the ledger lock, on a fresh look at the GPUs, and is in its
-record before the lock is let go.
+record before the lock is let go: all the GPUs of a job in one write.
 
 A waiter that was stopped (Ctrl-Z) keeps its ticket but holds nobody up: one who looks for others
 and gives no sign of life is not relied on, and one who does not come when called is passed over.
@@ -50,18 +50,18 @@ class Turn:
     """How a job stands after a look.
 
     Attributes:
-        gpu: what it may take, ``free_bytes`` as far as it can count on them; None: wait on.
+        gpus: what it has now, ``free_bytes`` as far as it can count on them; none: wait on.
         position: its place in line, 1 for the first.
         obstacles: why it waits, in one sentence.
-        frees_next: the GPU that is kept for the head of the line, ``GPU 1``.
+        frees_next: NVML's numbers of the GPUs that the head of the line waits for.
         strangers_only: no other job of ours has anything to do with it.
         again_seconds: when to look again, though nothing tells; None: at the usual interval.
     """
 
-    gpu: GpuInfo | None
+    gpus: tuple[GpuInfo, ...] = ()
     position: int = 1
     obstacles: str = ""
-    frees_next: str | None = None
+    frees_next: tuple[int, ...] = ()
     strangers_only: bool = False
     again_seconds: float | None = None
 
@@ -114,7 +114,7 @@ class Line:
         return 3600.0 if self._watch.fd is not None else _LOOK_SECONDS
 
     def look(self, read: Callable[[], Visible], suits: Callable[[GpuInfo], bool]) -> Turn:
-        """Take the GPU whose turn it is, or tell why there is none.
+        """Take the GPUs if it is this job's turn, or tell why it is not.
 
         Args:
             read: looks at the GPUs.
@@ -131,11 +131,11 @@ class Line:
                 with self.ledger.locked(_LOCK_SECONDS):
                     decided = self._decide(read, suits)
             except LedgerBusy as error:
-                return Turn(None, obstacles=str(error), again_seconds=_LONGEST_PAUSE_SECONDS)
+                return Turn(obstacles=str(error), again_seconds=_LONGEST_PAUSE_SECONDS)
         turn, called = decided
         for name in called:
             self.ledger.ring(name)
-        return turn if turn.gpu is not None else replace(turn, again_seconds=self._again())
+        return turn if turn.gpus else replace(turn, again_seconds=self._again())
 
     def woken(self) -> bool:
         """Whether something happened that makes a look worth while."""
@@ -156,7 +156,7 @@ class Line:
         return due
 
     def leave(self) -> None:
-        """Give the place up, or, with a GPU, just stop watching the line."""
+        """Give the place up, or, with GPUs, just stop watching the line."""
         self._watch.close()
         reservation = self.reservation
         if reservation is None:
@@ -199,12 +199,12 @@ class Line:
         names = {entry.id: entry.name for entry in entries}
         waiters = [*self._awake(waiters, names), as_waiter(said)]
         decided = plan(waiters, holdings, self._seen, boottime())
-        whom = {id_: names[id_] for id_ in decided.grants if id_ != said.id}
+        whom = {id_: names[id_] for id_ in decided.groups if id_ != said.id}
         self._note_called(whom)
         called = [_bell_of(name) for name in whom.values()]
-        granted = decided.grants.get(said.id)
+        granted = decided.groups.get(said.id)
         if granted is not None:
-            me.update(replace(said, state=JobState.RUNNING, gpu=granted.uuid, taken_bytes=None))
+            me.update(said.on([gpu.uuid for gpu in granted]))
             return Turn(granted), called
         me.update(said)
         turn = self._turn(said, waiters, holdings, decided, len(ahead))
@@ -228,10 +228,7 @@ class Line:
         elif self.reservation.record.state is not JobState.WAITING or not any(
             entry.id == self.reservation.record.id for entry in entries
         ):
-            record = self.reservation.record
-            self.reservation.update(
-                replace(record, state=JobState.WAITING, gpu=None, taken_bytes=None)
-            )
+            self.reservation.update(self.reservation.record.on(()))
         return self.reservation
 
     def _follow(self, ahead: Sequence[Entry], me: Reservation) -> bool:
@@ -318,12 +315,10 @@ class Line:
     ) -> Turn:
         mine = set(me.only)
         alone = ahead == 0 and not any(h.gpu is None or h.gpu in mine for h in holdings)
-        frees = next((gpu for gpu in self._seen if gpu.uuid in decided.held_back[:1]), None)
         return Turn(
-            None,
             position=ahead + 1,
             obstacles=why_not(as_waiter(me), holdings, self._seen, decided),
-            frees_next=None if frees is None else f"GPU {frees.index}",
+            frees_next=tuple(gpu.index for gpu in self._seen if gpu.uuid in decided.awaited),
             strangers_only=alone,
         )
 

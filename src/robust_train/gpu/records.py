@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import zlib
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from enum import Enum
 from typing import Any
 
@@ -19,7 +20,7 @@ _CHECKSUM = 9  # eight digits and a space
 
 
 class JobState(str, Enum):
-    """How a job stands: in line, on a GPU, or leaving one whose memory is not back yet."""
+    """How a job stands: in line, on its GPUs, or leaving some whose memory is not back yet."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -40,12 +41,14 @@ class JobRecord:
         start_ticks: when that process started, in clock ticks since boot, against reused ids.
         name: what people know the job by.
         run_dir: its run folder.
-        claim_bytes: memory that it needs on its GPU.
-        jobs_per_device: how many jobs it suffers on its GPU, itself included.
+        claim_bytes: memory that it needs on each of its GPUs.
+        count: GPUs that it needs at once.
+        jobs_per_device: how many jobs it suffers on a GPU of its own, itself included.
         only: UUIDs of the GPUs that it may use.
         sees: UUIDs of the GPUs that it can look at for others.
-        gpu: UUID of the GPU that it has, None while it waits.
-        taken_bytes: what its attempt has allocated there at least; None where not known.
+        gpus: UUIDs of the GPUs that it has, in the order of its ranks; none while it waits, and
+            never some of those that it needs.
+        taken_bytes: what its attempt has allocated at least on each of them; None where not known.
         queued_at: when it came, in seconds since boot (CLOCK_BOOTTIME).
         since: when it came into this state.
     """
@@ -60,13 +63,32 @@ class JobRecord:
     name: str
     run_dir: str
     claim_bytes: int
+    count: int = 1
     jobs_per_device: int = 1
     only: tuple[str, ...] = ()
     sees: tuple[str, ...] = ()
-    gpu: str | None = None
-    taken_bytes: int | None = None
+    gpus: tuple[str, ...] = ()
+    taken_bytes: tuple[int | None, ...] = ()
     queued_at: float = 0.0
     since: float = 0.0
+
+    def on(
+        self, gpus: Sequence[str], claim_bytes: int | None = None, state: JobState | None = None
+    ) -> JobRecord:
+        """The same job with these GPUs, of which nothing is known to be taken.
+
+        Args:
+            gpus: their UUIDs.
+            claim_bytes: memory that it needs there; None: as before.
+            state: how it stands there; running if not said, or waiting without GPUs.
+        """
+        return replace(
+            self,
+            state=state or (JobState.RUNNING if gpus else JobState.WAITING),
+            gpus=tuple(gpus),
+            taken_bytes=(None,) * len(gpus),
+            claim_bytes=self.claim_bytes if claim_bytes is None else claim_bytes,
+        )
 
 
 def encode(record: JobRecord) -> bytes:
@@ -93,35 +115,41 @@ def decode(data: bytes) -> JobRecord | None:
 
 
 _NAMES = tuple(item.name for item in fields(JobRecord))
-_SIZES = ("ticket", "claim_bytes", "jobs_per_device", "uid", "pid", "start_ticks")
+_SIZES = ("ticket", "claim_bytes", "count", "jobs_per_device", "uid", "pid", "start_ticks")
 
 
 def _from_values(values: dict[str, Any]) -> JobRecord:
     """Checks every value: a checksum shows an accident, not a lie."""
     given = {name: values[name] for name in _NAMES}
     for name in _SIZES:
-        if type(given[name]) is not int or not 0 <= given[name] < 2**62:
+        if not _is_size(given[name]):
             raise ValueError(name)
-    taken = given["taken_bytes"]
-    if taken is not None and (type(taken) is not int or not 0 <= taken < 2**62):
-        raise ValueError("taken_bytes")
-    if given["jobs_per_device"] < 1:
-        raise ValueError("jobs_per_device")
+    for name in ("count", "jobs_per_device"):
+        if given[name] < 1:
+            raise ValueError(name)
     for name in ("id", "user", "name", "run_dir"):
         if not isinstance(given[name], str):
             raise ValueError(name)
         # what is shown on a terminal must not steer it
         given[name] = "".join(c if c.isprintable() else "?" for c in given[name])
-    for name in ("only", "sees"):
+    for name in ("only", "sees", "gpus"):
         uuids = given[name]
         if not isinstance(uuids, list) or not all(isinstance(uuid, str) for uuid in uuids):
             raise ValueError(name)
         given[name] = tuple(uuids)
-    if not (given["gpu"] is None or isinstance(given["gpu"], str)):
-        raise ValueError("gpu")
+    taken = given["taken_bytes"]
+    if not isinstance(taken, list) or not all(t is None or _is_size(t) for t in taken):
+        raise ValueError("taken_bytes")
+    given["taken_bytes"] = tuple(taken)
     for name in ("queued_at", "since"):
         given[name] = float(given[name])
     given["state"] = JobState(given["state"])
-    if (given["gpu"] is None) != (given["state"] is JobState.WAITING):
-        raise ValueError("a job has a GPU unless it waits")
+    gpus = given["gpus"]
+    needs = 0 if given["state"] is JobState.WAITING else given["count"]
+    if not len(gpus) == len(set(gpus)) == len(taken) == needs:
+        raise ValueError("a job has all its GPUs unless it waits, and then none")
     return JobRecord(**given)
+
+
+def _is_size(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**62

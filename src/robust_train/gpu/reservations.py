@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import pwd
 import random
 import re
 import signal
@@ -23,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from robust_train.gpu.holders import user_name
 from robust_train.gpu.queue_dir import QueueDir, QueueProblem, open_queue_dir, read_small
 from robust_train.gpu.records import LIMIT_BYTES, JobRecord, JobState, decode, encode
 
@@ -234,7 +234,7 @@ class Ledger:
 
 
 class Reservation:
-    """This job's own file: its place in line, and later its claim on a GPU.
+    """This job's own file: its place in line, and later its claim on its GPUs.
 
     Attributes:
         record: what the file says.
@@ -327,24 +327,23 @@ class Reservation:
             raise _unwritable(self._ledger.directory, error) from error
 
 
-def new_record(name: str, run_dir: str, claim_bytes: int, jobs_per_device: int) -> JobRecord:
+def new_record(
+    name: str, run_dir: str, claim_bytes: int, jobs_per_device: int, count: int = 1
+) -> JobRecord:
     """A record of this process, not yet in line."""
     uid = os.geteuid()
-    try:
-        user = pwd.getpwuid(uid).pw_name
-    except KeyError:
-        user = str(uid)
     return JobRecord(
         id="",
         ticket=0,
         state=JobState.WAITING,
-        user=user,
+        user=user_name(uid),
         uid=uid,
         pid=os.getpid(),
         start_ticks=start_ticks(os.getpid()) or 0,
         name=name,
         run_dir=run_dir,
         claim_bytes=claim_bytes,
+        count=count,
         jobs_per_device=jobs_per_device,
     )
 

@@ -6,6 +6,10 @@ later. So the head waits only for jobs that already run, then the next is head, 
 ever. The longer it waits, the more GPUs are held back, since nobody knows which of them will be
 free first. A job that passes takes a GPU that the head could not use, where there is one.
 
+A job of several GPUs gets all of them in one decision or none, so nobody holds some while it waits
+for others, and two such jobs cannot wait for each other. As many as it needs are held back for it.
+It gets GPUs of one model where there are enough: all wait for the slowest at every step.
+
 Memory that a newcomer can count on is what NVML says is free, less what reservations claim and have
 not taken yet. What a job has taken is at least what it told; a job that told nothing has taken
 nothing. Claims never add up to more than a GPU has.
@@ -17,7 +21,7 @@ import heapq
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from robust_train.gpu.select import could_ever_fit, label, mib
+from robust_train.gpu.select import choose_group, could_ever_fit, label, mib, needed
 from robust_train.types import GpuInfo
 
 _GPUS_TOLD = 4
@@ -31,10 +35,11 @@ class Waiter:
     Attributes:
         id: of the job.
         ticket: its place; lower goes first.
-        need_bytes: free memory that it needs on one GPU.
+        need_bytes: free memory that it needs on each of its GPUs.
         only: UUIDs of the GPUs that it may use.
-        jobs_per_device: how many jobs it suffers on its GPU, itself included.
+        jobs_per_device: how many jobs it suffers on a GPU of its own, itself included.
         queued_at: when it came, seconds.
+        count: GPUs that it needs at once.
     """
 
     id: str
@@ -43,11 +48,12 @@ class Waiter:
     only: frozenset[str]
     jobs_per_device: int = 1
     queued_at: float = 0.0
+    count: int = 1
 
 
 @dataclass(frozen=True)
 class Holding:
-    """A reservation.
+    """A reservation on one GPU; a job of several GPUs has as many.
 
     Attributes:
         id: of the job.
@@ -77,15 +83,23 @@ class Plan:
     """What the scheduler decided.
 
     Attributes:
-        grants: GPUs by job id, each with ``free_bytes`` as far as the job can count on them.
+        groups: by job id all the GPUs that a job gets, the best first, each with ``free_bytes``
+            as far as the job can count on them.
         head: the first job in line that gets nothing now, None if there is no such job.
         held_back: UUIDs of the GPUs that are kept for it, the one that suits it first in front;
-            none where none could ever suit it.
+            none where no end of a job could give it enough.
+        awaited: of as many of these as it needs, those that do not suit it yet.
     """
 
-    grants: Mapping[str, GpuInfo] = field(default_factory=dict)
+    groups: Mapping[str, tuple[GpuInfo, ...]] = field(default_factory=dict)
     head: str | None = None
     held_back: tuple[str, ...] = ()
+    awaited: tuple[str, ...] = ()
+
+    @property
+    def grants(self) -> dict[str, GpuInfo]:
+        """The first GPU of each job that gets any: for a job of one GPU all there is to know."""
+        return {id_: group[0] for id_, group in self.groups.items()}
 
 
 def plan(
@@ -105,7 +119,8 @@ def plan(
     desk = _Desk(holdings, gpus, now)
     for waiter in sorted(waiters, key=lambda waiter: (waiter.ticket, waiter.id)):
         desk.serve(waiter)
-    return Plan(desk.grants, None if desk.head is None else desk.head.id, desk.held_back)
+    head = None if desk.head is None else desk.head.id
+    return Plan(desk.groups, head, desk.held_back, desk.awaited)
 
 
 def open_to(
@@ -116,6 +131,8 @@ def open_to(
     now: float = 0.0,
 ) -> tuple[GpuInfo, ...]:
     """The GPUs that a job may take now, after those who came before it; ``free_bytes`` as usable.
+
+    Each of them suits by itself, so a job of several GPUs may take any of them together.
 
     Args:
         me: the job; it keeps the ticket that it once took, also while it runs.
@@ -139,14 +156,19 @@ def why_not(waiter: Waiter, holdings: Sequence[Holding], gpus: Sequence[GpuInfo]
         parts.append(f"the record of job {', '.join(hidden)} cannot be read")
     rooms = _rooms(holdings, gpus)
     mine = [room for room in rooms.values() if room.gpu.uuid in waiter.only]
+    kept = () if now.head in (None, waiter.id) else now.held_back
     for room in mine[:_GPUS_TOLD]:
         told = _told(room)
-        if room.gpu.uuid in now.held_back and now.head not in (None, waiter.id):
+        if room.gpu.uuid in kept:
             told += f", and is kept for job {now.head}, which came earlier"
         parts.append(told)
     if len(mine) > _GPUS_TOLD:
         parts.append(f"and {len(mine) - _GPUS_TOLD} more")
-    return f"needs {mib(waiter.need_bytes)}; {'; '.join(parts) or 'none of its GPUs is there'}"
+    need = f"needs {needed(waiter.need_bytes, waiter.count)}"
+    if waiter.count > 1:
+        could = sum(room.suits(waiter) and room.gpu.uuid not in kept for room in mine)
+        need += f", {could} could be had now"
+    return f"{need}; {'; '.join(parts) or 'none of its GPUs is there'}"
 
 
 class _Room:
@@ -176,6 +198,10 @@ class _Room:
         self.count += 1
         self.limit = min(self.limit, waiter.jobs_per_device)
 
+    def is_sick(self) -> bool:
+        """Whether no end of a job makes it usable; in exclusive mode that of its owner's does."""
+        return self.gpu.unusable is not None and not self.gpu.compute_mode.startswith("exclusive")
+
     def as_gpu(self) -> GpuInfo:
         return replace(self.gpu, free_bytes=max(self.usable, 0))
 
@@ -202,9 +228,9 @@ class _Room:
     def _passed(self, waiter: Waiter) -> float:
         """When somebody last took a place here that is in the way of one who came earlier, or 0.
 
-        A GPU that is held back gets nobody who passes, so it stays the one with the smallest value
-        until another one's is smaller still: on the GPU that is held back for the head of the line
-        nobody is in its way who passed it there.
+        A GPU that is held back gets nobody who passes, so it stays among those with the smallest
+        values until another one's is smaller still: on the GPUs that are held back for the head of
+        the line nobody is in its way who passed it there.
         """
         later = [h for h in self.holdings if h.ticket > waiter.ticket]
         if not later:
@@ -222,22 +248,25 @@ class _Desk:
         self._rooms = _rooms(holdings, gpus)
         self._open = [room for room in self._rooms.values() if room.count < room.limit]
         self._find_largest()
-        self.grants: dict[str, GpuInfo] = {}
+        self.groups: dict[str, tuple[GpuInfo, ...]] = {}
         self.head: Waiter | None = None
         self.held_back: tuple[str, ...] = ()
+        self.awaited: tuple[str, ...] = ()
 
     def serve(self, waiter: Waiter) -> None:
-        found = self.suitable(waiter)
-        if found:
-            room = found[0]
-            self.grants[waiter.id] = room.as_gpu()
-            room.take(waiter)
-            if room.count >= room.limit:
-                self._open.remove(room)
+        group = self._choose(waiter)
+        if group:
+            self.groups[waiter.id] = tuple(room.as_gpu() for room in group)
+            for room in group:
+                room.take(waiter)
+                if room.count >= room.limit:
+                    self._open.remove(room)
             self._find_largest()
         elif self.head is None:
             self.head = waiter
             self.held_back = self._hold_back(waiter)
+            nearest = self.held_back[: waiter.count]
+            self.awaited = tuple(uuid for uuid in nearest if not self._rooms[uuid].suits(waiter))
             self._open = [room for room in self._open if room.gpu.uuid not in self.held_back]
             self._find_largest()
 
@@ -251,6 +280,18 @@ class _Desk:
             return sorted(found, key=lambda room: (self._head_could(room), room.usable, _tie(room)))
         return sorted(found, key=lambda room: (self._head_could(room), -room.usable, _tie(room)))
 
+    def _choose(self, waiter: Waiter) -> Sequence[_Room]:
+        """All the GPUs that it needs, or none."""
+        found = self.suitable(waiter)
+        if waiter.count == 1:
+            return found[:1]
+        apart = [room for room in found if not self._head_could(room)]
+        for rooms in (apart, found):
+            group = choose_group([room.gpu for room in rooms], waiter.count)
+            if group:
+                return [self._rooms[gpu.uuid] for gpu in group]
+        return ()
+
     def _head_could(self, room: _Room) -> bool:
         head = self.head
         return (
@@ -260,14 +301,19 @@ class _Desk:
         )
 
     def _hold_back(self, waiter: Waiter) -> tuple[str, ...]:
-        """One GPU at first, twice as many every five minutes, in the end all that could suit."""
+        """As many as it needs at first, twice as many every five minutes, in the end all.
+
+        None while too few are well: then others may as well use those that are.
+        """
         possible = [
             room
             for room in self._rooms.values()
             if room.gpu.uuid in waiter.only and could_ever_fit(room.gpu, waiter.need_bytes)
         ]
+        if sum(not room.is_sick() for room in possible) < waiter.count:
+            return ()
         doublings = max(self._now - waiter.queued_at, 0.0) / _DOUBLES_EVERY_SECONDS
-        count = 1 << min(int(doublings), 20)
+        count = waiter.count << min(int(doublings), 20)
         nearest = heapq.nsmallest(count, possible, key=lambda room: room.distance(waiter))
         return tuple(room.gpu.uuid for room in nearest)
 

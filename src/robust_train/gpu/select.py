@@ -49,6 +49,25 @@ def select(
     return ranked[0] if ranked else None
 
 
+def choose_group(gpus: Sequence[GpuInfo], count: int) -> tuple[GpuInfo, ...]:
+    """So many of the GPUs, of one model where there are enough; none where there are too few.
+
+    A group does each step together and so is as slow as its slowest GPU. Among several models it
+    is the one of which there are enough first, going down the list.
+
+    Args:
+        gpus: those that suit, best first; the group keeps their order.
+        count: how many are needed.
+    """
+    alike: dict[tuple[str, int], list[GpuInfo]] = {}
+    for gpu in gpus:
+        group = alike.setdefault((gpu.name, gpu.total_bytes), [])
+        group.append(gpu)
+        if len(group) == count:
+            return tuple(group)
+    return tuple(gpus[:count]) if len(gpus) >= count else ()
+
+
 def could_ever_fit(gpu: GpuInfo, min_bytes: int) -> bool:
     """Whether waiting for this GPU makes sense: large enough, readable, and open to computing."""
     return gpu.compute_mode != "prohibited" and 0 < gpu.total_bytes >= min_bytes
@@ -125,3 +144,8 @@ def _told(processes: tuple[GpuProcess, ...] | None, holders: Mapping[int, Holder
 def mib(size_bytes: int) -> str:
     """A size for people, in MiB."""
     return f"{size_bytes // MIB} MiB"
+
+
+def needed(size_bytes: int, count: int = 1) -> str:
+    """What a job needs, for people: ``6000 MiB``, ``2 GPUs with 6000 MiB each``."""
+    return mib(size_bytes) if count == 1 else f"{count} GPUs with {mib(size_bytes)} each"

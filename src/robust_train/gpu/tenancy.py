@@ -1,4 +1,4 @@
-"""What a job with a GPU does in the host's queue: move, claim, tell what it took, give back."""
+"""What a job with GPUs does in the host's queue: move, claim, tell what it took, give back."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from robust_train.gpu.census import as_waiter, census
-from robust_train.gpu.records import JobState
+from robust_train.gpu.records import JobRecord, JobState
 from robust_train.gpu.reservations import Ledger, LedgerBusy, Reservation, boottime
 from robust_train.gpu.scheduler import open_to
 from robust_train.gpu.visible import Visible
@@ -17,11 +17,11 @@ _PATIENCE_SECONDS = 1.0
 
 
 class Tenancy:
-    """A job's reservation on a GPU.
+    """A job's reservation on its GPUs.
 
     Args:
         ledger: the host's jobs.
-        reservation: of this job, with a GPU.
+        reservation: of this job, with GPUs.
     """
 
     def __init__(self, ledger: Ledger, reservation: Reservation) -> None:
@@ -29,9 +29,9 @@ class Tenancy:
         self.reservation = reservation
 
     @property
-    def gpu(self) -> str | None:
-        """UUID of the GPU."""
-        return self.reservation.record.gpu
+    def gpus(self) -> tuple[str, ...]:
+        """UUIDs of the GPUs, in the order of the ranks."""
+        return self.reservation.record.gpus
 
     def open_gpus(self, read: Callable[[], Visible]) -> tuple[GpuInfo, ...]:
         """The GPUs that the job could have now, its own included; ``free_bytes`` as usable.
@@ -45,12 +45,13 @@ class Tenancy:
         except LedgerBusy:
             return ()
 
-    def move(self, uuid: str, claim_bytes: int, read: Callable[[], Visible]) -> bool:
-        """Take another GPU in place of this one, if it is still to be had; else nothing changes.
+    def move(self, uuids: Sequence[str], claim_bytes: int, read: Callable[[], Visible]) -> bool:
+        """Take other GPUs in place of these, if all are still to be had; else nothing changes.
 
         Args:
-            uuid: of the other GPU.
-            claim_bytes: what is needed there.
+            uuids: of all the GPUs that it is to have then, in the order of the ranks; some may be
+                its own already.
+            claim_bytes: what is needed on each of them.
             read: looks at the GPUs.
 
         Raises:
@@ -58,34 +59,51 @@ class Tenancy:
         """
         try:
             with self._deciding(read) as visible:
-                if all(gpu.uuid != uuid for gpu in self._open_gpus(visible, claim_bytes)):
+                to_be_had = {gpu.uuid for gpu in self._open_gpus(visible, claim_bytes)}
+                if not to_be_had.issuperset(uuids):
                     return False
-                self._say(JobState.RUNNING, gpu=uuid, claim_bytes=claim_bytes, taken_bytes=None)
+                self._say(self.reservation.record.on(uuids, claim_bytes))
         except LedgerBusy:
             return False
         return True
 
-    def claim(self, claim_bytes: int, read: Callable[[], Visible]) -> None:
-        """Say what the next attempt on the same GPU will need, as far as others leave it.
+    def claim(self, uuids: Sequence[str], claim_bytes: int, read: Callable[[], Visible]) -> None:
+        """Say what the next attempt on the same GPUs will need, as far as others leave it.
+
+        Args:
+            uuids: of the GPUs, in the order of the ranks.
+            claim_bytes: what is needed on each of them.
+            read: looks at the GPUs.
 
         Raises:
             QueueProblem: the queue directory cannot be used any more.
         """
         try:
             with self._deciding(read) as visible:
-                here = [gpu for gpu in self._open_gpus(visible, 0) if gpu.uuid == self.gpu]
-                room = here[0].free_bytes if here else self.reservation.record.claim_bytes
-                self._say(JobState.RUNNING, claim_bytes=min(claim_bytes, room), taken_bytes=None)
+                here = [gpu for gpu in self._open_gpus(visible, 0) if gpu.uuid in uuids]
+                room = self.reservation.record.claim_bytes
+                if len(here) == len(uuids):
+                    room = min(gpu.free_bytes for gpu in here)
+                self._say(self.reservation.record.on(uuids, min(claim_bytes, room)))
         except LedgerBusy:
             return
 
-    def report(self, taken_bytes: int) -> None:
-        """Say how much the attempt has allocated; left out where others decide just now."""
-        self._try_to_say(self.reservation.record.state, taken_bytes=taken_bytes)
+    def report(self, taken_bytes: int, rank: int = 0) -> None:
+        """Say how much the attempt has allocated; left out where others decide just now.
+
+        Args:
+            taken_bytes: on one of the GPUs.
+            rank: which of them; a rank that has no GPU of its own is not heard.
+        """
+        record = self.reservation.record
+        if 0 <= rank < len(record.gpus):
+            taken = (*record.taken_bytes[:rank], taken_bytes, *record.taken_bytes[rank + 1 :])
+            self._try_to_say(replace(record, taken_bytes=taken))
 
     def drain(self) -> None:
         """Say that the attempt is gone, and that its memory is on the way back."""
-        self._try_to_say(JobState.DRAINING, taken_bytes=None)
+        record = self.reservation.record
+        self._try_to_say(record.on(record.gpus, state=JobState.DRAINING))
 
     @contextlib.contextmanager
     def _deciding(self, read: Callable[[], Visible]) -> Iterator[Visible]:
@@ -94,15 +112,15 @@ class Tenancy:
         with self._ledger.locked():
             yield read()
 
-    def _try_to_say(self, state: JobState, **changes: int | None) -> None:
+    def _try_to_say(self, record: JobRecord) -> None:
         try:
             with self._ledger.locked(_PATIENCE_SECONDS):
-                self._say(state, **changes)
+                self._say(record)
         except LedgerBusy:
             return
 
-    def _say(self, state: JobState, **changes: int | str | None) -> None:
-        self.reservation.update(replace(self.reservation.record, state=state, **changes))  # type: ignore[arg-type]
+    def _say(self, record: JobRecord) -> None:
+        self.reservation.update(record)
 
     def _open_gpus(self, visible: Visible, claim_bytes: int) -> tuple[GpuInfo, ...]:
         record = self.reservation.record

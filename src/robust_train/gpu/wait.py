@@ -1,4 +1,4 @@
-"""Waiting until a GPU has room: a tenacity loop over looking and choosing."""
+"""Waiting until there is room on GPUs: a tenacity loop over looking and choosing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,16 @@ import tenacity
 
 from robust_train.gpu.holders import Holder, find_holders
 from robust_train.gpu.line import Line, Turn
-from robust_train.gpu.select import could_ever_fit, label, largest_possible, mib, obstacles, select
+from robust_train.gpu.select import (
+    choose_group,
+    could_ever_fit,
+    label,
+    largest_possible,
+    mib,
+    needed,
+    obstacles,
+    rank,
+)
 from robust_train.gpu.visible import Visible
 from robust_train.types import GpuInfo
 
@@ -24,12 +33,13 @@ class GpuRequest:
     """What a job asks for.
 
     Attributes:
-        min_bytes: free memory that it needs.
-        wait: whether to wait if no GPU has that much now.
+        min_bytes: free memory that it needs on each GPU.
+        wait: whether to wait if there is not that much now.
         timeout_seconds: how long at most.
         interval_seconds: between two looks at the GPUs.
         exclude: UUIDs that are out of the question.
-        only: UUID of the one GPU that will do, None for any.
+        only: UUIDs of the GPUs that will do, None for any.
+        count: GPUs that it needs at once.
     """
 
     min_bytes: int
@@ -37,12 +47,13 @@ class GpuRequest:
     timeout_seconds: float = 3600.0
     interval_seconds: float = 30.0
     exclude: frozenset[str] = frozenset()
-    only: str | None = None
+    only: frozenset[str] | None = None
+    count: int = 1
 
 
 @dataclass(frozen=True)
 class NoGpu:
-    """There is no GPU for the job: why, and whether that is because time was up."""
+    """There are no GPUs for the job: why, and whether that is because time was up."""
 
     reason: str
     timed_out: bool = False
@@ -53,12 +64,13 @@ class WaitStatus:
     """How the waiting stands.
 
     Attributes:
-        min_bytes: free memory that is waited for.
+        min_bytes: free memory that is waited for on each GPU.
         seconds_left: until the waiting is given up.
         checks: how often the GPUs have been looked at; grows by one with each look.
         obstacles: why no GPU does now, with who holds them.
         position: place in the line of the host's jobs, 1 for the first.
-        frees_next: the GPU that the line waits for, ``GPU 1``; None where that is not known.
+        frees_next: NVML's numbers of the GPUs that the line waits for; none where not known.
+        count: GPUs that are waited for.
     """
 
     min_bytes: int
@@ -66,21 +78,30 @@ class WaitStatus:
     checks: int
     obstacles: str
     position: int = 1
-    frees_next: str | None = None
+    frees_next: tuple[int, ...] = ()
+    count: int = 1
 
     def sentence(self) -> str:
         """One line for people."""
-        if self.position > 1 or self.frees_next is not None:
+        if self.position > 1 or self.frees_next:
             # what matters most comes first: a narrow terminal cuts the end off
-            frees = "" if self.frees_next is None else f", {self.frees_next} frees next"
             return (
-                f"{_ordinal(self.position)} in line, needs {mib(self.min_bytes)}{frees}, "
-                f"{_clock(self.seconds_left)} left; {self.obstacles}"
+                f"{_ordinal(self.position)} in line, needs {needed(self.min_bytes, self.count)}"
+                f"{self._frees()}, {_clock(self.seconds_left)} left; {self.obstacles}"
             )
+        gpus = "a GPU" if self.count == 1 else f"{self.count} GPUs"
+        each = "" if self.count == 1 else " each"
         return (
-            f"waiting for a GPU with {mib(self.min_bytes)} free, "
+            f"waiting for {gpus} with {mib(self.min_bytes)} free{each}, "
             f"{_clock(self.seconds_left)} left; {self.obstacles}"
         )
+
+    def _frees(self) -> str:
+        if not self.frees_next:
+            return ""
+        if len(self.frees_next) == 1:
+            return f", GPU {self.frees_next[0]} frees next"
+        return f", GPUs {', '.join(map(str, self.frees_next))} free next"
 
 
 def wait_for_gpu(
@@ -92,11 +113,11 @@ def wait_for_gpu(
     clock: Callable[[], float] = time.monotonic,
     name_holders: Callable[[Sequence[GpuInfo]], Mapping[int, Holder]] = find_holders,
     line: Line | None = None,
-) -> GpuInfo | NoGpu:
-    """The best GPU with enough free memory, as soon as there is one.
+) -> tuple[GpuInfo, ...] | NoGpu:
+    """The best GPUs with enough free memory, as soon as there are as many as are asked for.
 
-    Comes back at once where waiting is pointless: no GPU at all, or none that could ever meet the
-    request. GPUs that vanish later are waited for, since they may come back.
+    Comes back at once where waiting is pointless: no GPU at all, or too few that could ever meet
+    the request. GPUs that vanish later are waited for, since they may come back.
 
     Args:
         request: what is asked for.
@@ -138,9 +159,11 @@ class _Waiting:
         self.next_check = clock()
         self.pause_seconds = request.interval_seconds
         self.deadline = clock() + request.timeout_seconds
-        self.status = WaitStatus(request.min_bytes, request.timeout_seconds, 0, "")
+        self.status = WaitStatus(
+            request.min_bytes, request.timeout_seconds, 0, "", count=request.count
+        )
 
-    def run(self) -> GpuInfo | NoGpu:
+    def run(self) -> tuple[GpuInfo, ...] | NoGpu:
         retrying = tenacity.Retrying(
             retry=tenacity.retry_if_result(lambda found: found is None),
             stop=lambda state: self.clock() >= self.deadline,
@@ -151,14 +174,15 @@ class _Waiting:
         if self.line is not None and (pointless := _why_pointless(self.request, self.read(False))):
             return NoGpu(pointless)  # and no ticket taken
         # the loop ends with a result or with that of the callback
-        return cast("GpuInfo | NoGpu", retrying(self._look))
+        return cast("tuple[GpuInfo, ...] | NoGpu", retrying(self._look))
 
-    def _look(self) -> GpuInfo | NoGpu | None:
+    def _look(self) -> tuple[GpuInfo, ...] | NoGpu | None:
         if self.line is not None:
             return self._look_in(self.line)
         visible = self.read(False)
-        found = select(_candidates(self.request, visible), self.request.min_bytes)
-        if found is not None:
+        suitable = rank(_candidates(self.request, visible), self.request.min_bytes)
+        found = choose_group(suitable, self.request.count)
+        if found:
             return found
         if self.status.checks == 0:
             pointless = _why_pointless(self.request, visible)
@@ -167,24 +191,20 @@ class _Waiting:
         self.status = replace(
             self.status, checks=self.status.checks + 1, obstacles=self._obstacles()
         )
-        if not self.request.wait:
-            return NoGpu(f"no GPU has {self._need()} free now: {self.status.obstacles}")
-        return None
+        return None if self.request.wait else self._not_now()
 
-    def _look_in(self, line: Line) -> GpuInfo | NoGpu | None:
+    def _look_in(self, line: Line) -> tuple[GpuInfo, ...] | NoGpu | None:
         """A look out of the line. It may be early, so what is told does not count each of them."""
         turn = line.look(lambda: self.read(False), lambda gpu: _may_use(self.request, gpu))
-        if turn.gpu is not None:
-            return turn.gpu
+        if turn.gpus:
+            return turn.gpus
         moved = turn.position != self.status.position
         self.pause_seconds = self.request.interval_seconds
         if turn.again_seconds is not None:
             self.pause_seconds = min(self.pause_seconds, turn.again_seconds)
         if moved or self.clock() >= self.next_check or not self.request.wait:
             self._note(turn)
-        if not self.request.wait:
-            return NoGpu(f"no GPU has {self._need()} free now: {self.status.obstacles}")
-        return None
+        return None if self.request.wait else self._not_now()
 
     def _note(self, turn: Turn) -> None:
         self.next_check = self.clock() + self.request.interval_seconds
@@ -194,7 +214,7 @@ class _Waiting:
             # who else is on the GPUs matters where none of ours is
             obstacles=self._obstacles() if turn.strangers_only else turn.obstacles,
             position=turn.position,
-            frees_next=None if turn.strangers_only else turn.frees_next,
+            frees_next=() if turn.strangers_only else turn.frees_next,
         )
 
     def _obstacles(self) -> str:
@@ -220,15 +240,20 @@ class _Waiting:
     def _seconds_left(self) -> float:
         return max(self.deadline - self.clock(), 0.0)
 
-    def _need(self) -> str:
-        return mib(self.request.min_bytes)
+    def _not_now(self) -> NoGpu:
+        count, need = self.request.count, mib(self.request.min_bytes)
+        what = f"no GPU has {need} free now"
+        if count > 1:
+            what = f"there are no {count} GPUs that have {need} free each now"
+        return NoGpu(f"{what}: {self.status.obstacles}")
 
     def _time_is_up(self) -> NoGpu:
+        count, need = self.request.count, mib(self.request.min_bytes)
+        what = f"no GPU had {need} free"
+        if count > 1:
+            what = f"there were no {count} GPUs that had {need} free each"
         waited = _clock(self.request.timeout_seconds)
-        return NoGpu(
-            f"no GPU had {self._need()} free within {waited}: {self.status.obstacles}",
-            timed_out=True,
-        )
+        return NoGpu(f"{what} within {waited}: {self.status.obstacles}", timed_out=True)
 
 
 def _candidates(request: GpuRequest, visible: Visible) -> list[GpuInfo]:
@@ -236,7 +261,7 @@ def _candidates(request: GpuRequest, visible: Visible) -> list[GpuInfo]:
 
 
 def _may_use(request: GpuRequest, gpu: GpuInfo) -> bool:
-    return gpu.uuid not in request.exclude and request.only in (None, gpu.uuid)
+    return gpu.uuid not in request.exclude and (request.only is None or gpu.uuid in request.only)
 
 
 def _why_pointless(request: GpuRequest, visible: Visible) -> str | None:
@@ -247,13 +272,22 @@ def _why_pointless(request: GpuRequest, visible: Visible) -> str | None:
     if not gpus:
         if visible.gpus:
             if request.only is not None:
-                return f"{request.only} is not among the GPUs that may be used here"
+                return (
+                    f"{', '.join(sorted(request.only))} is not among the GPUs that may be used here"
+                )
             return "every GPU here was given up earlier in this job"
         if visible.hidden_on_purpose:
             return "CUDA_VISIBLE_DEVICES hides every GPU"
         return visible.problem or visible.warning or "no GPU is visible"
-    if any(could_ever_fit(gpu, request.min_bytes) for gpu in gpus):
+    possible = sum(could_ever_fit(gpu, request.min_bytes) for gpu in gpus)
+    if possible >= request.count:
         return None
+    if possible:
+        only = f"only {possible} GPU{'s' if possible > 1 else ''} here"
+        return (
+            f"num_gpus={request.count}: {only} could ever give {mib(request.min_bytes)}; "
+            "ask for fewer GPUs (num_gpus) or less memory (min_gpu_memory_mb)"
+        )
     largest = largest_possible(gpus)
     if largest is None:
         barred = "; ".join(f"{label(gpu)}: {gpu.unusable}" for gpu in gpus)
