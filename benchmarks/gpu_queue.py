@@ -82,7 +82,7 @@ def measure(rounds: int) -> None:
         started = time.process_time()
         turn = lines[0].look(lambda: look(False), lambda gpu: True)
         cpu.append(time.process_time() - started)
-        assert turn.gpu is None
+        assert not turn.gpus
     print(f"a look by the head of a line of 20: {statistics.median(cpu) * 1000:.2f} ms of CPU")
     bare = []
     for _ in range(rounds):

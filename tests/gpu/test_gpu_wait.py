@@ -57,7 +57,7 @@ class Story:
         assert seconds > 0
         self.now += seconds
 
-    def wait(self, request: GpuRequest) -> GpuInfo | NoGpu:
+    def wait(self, request: GpuRequest) -> tuple[GpuInfo, ...] | NoGpu:
         return wait_for_gpu(
             request,
             read=self.read,
@@ -73,13 +73,13 @@ def always(*gpus: GpuInfo) -> Story:
 
 def test_a_free_gpu_is_taken_at_once() -> None:
     story = always(FULL, FREE)
-    assert story.wait(REQUEST) == FREE
+    assert story.wait(REQUEST) == (FREE,)
     assert (story.now, story.said, story.process_lists) == (0, [], 0)
 
 
 def test_a_gpu_is_taken_at_the_first_look_after_it_became_free() -> None:
     story = Story({0: Visible((FULL,)), 45: Visible((FREE,))})
-    assert story.wait(REQUEST) == FREE
+    assert story.wait(REQUEST) == (FREE,)
     assert story.looks == [0, 30, 60]
 
 
@@ -142,7 +142,7 @@ def test_prohibited_gpus_are_not_waited_for() -> None:
 def test_an_exclusive_gpu_with_an_owner_is_waited_for() -> None:
     owned = replace(FREE, compute_mode="exclusive_process", unusable="pid 7 owns it")
     story = Story({0: Visible((owned,)), 30: Visible((FREE,))})
-    assert story.wait(REQUEST) == FREE
+    assert story.wait(REQUEST) == (FREE,)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_a_machine_with_no_gpu_is_not_waited_on(visible: Visible, reason: str) -
 
 def test_gpus_that_vanish_while_waiting_may_come_back() -> None:
     story = Story({0: Visible((FULL,)), 20: Visible(problem="driver reset"), 50: Visible((FREE,))})
-    assert story.wait(REQUEST) == FREE
+    assert story.wait(REQUEST) == (FREE,)
     assert any("driver reset" in status.sentence() for status in story.said)
 
 
@@ -179,9 +179,9 @@ def test_without_waiting_the_answer_is_there_at_once_and_says_who_holds_the_gpus
 
 def test_excluded_gpus_and_all_but_the_one_asked_for_are_left_alone() -> None:
     other = replace(FREE, uuid="GPU-other", free_bytes=60 * MIB)
-    assert always(FREE, other).wait(replace(REQUEST, exclude=frozenset({FREE.uuid}))) == other
-    assert always(FREE, other).wait(replace(REQUEST, only=other.uuid)) == other
-    refused = always(FREE).wait(replace(REQUEST, only="GPU-absent"))
+    assert always(FREE, other).wait(replace(REQUEST, exclude=frozenset({FREE.uuid}))) == (other,)
+    assert always(FREE, other).wait(replace(REQUEST, only=frozenset({other.uuid}))) == (other,)
+    refused = always(FREE).wait(replace(REQUEST, only=frozenset({"GPU-absent"})))
     assert isinstance(refused, NoGpu)
     assert "GPU-absent" in refused.reason
     given_up = always(FREE).wait(replace(REQUEST, exclude=frozenset({FREE.uuid})))
@@ -204,7 +204,7 @@ try:
             read=lambda processes: visible_gpus(read_inventory(processes=processes), os.environ),
             announce=line.show,
         )
-    print(found.uuid)
+    print(found[0].uuid)
 except KeyboardInterrupt:
     print("left")
 """

@@ -27,6 +27,7 @@ from typing import Any
 from simulated_nvml.device import OutOfMemory, SharedDevice
 
 MIB = 1024**2
+_TOLD = struct.Struct("<qq")  # rank, MiB
 _CREATED, _CLOSED_AFTER_WRITE = 0x100, 0x8  # inotify's IN_CREATE, IN_CLOSE_WRITE
 
 
@@ -39,14 +40,16 @@ class Chaos:
         launchers: how many.
         killed_share: of them, killed at a random moment.
         per_device: jobs that may share a GPU.
-        sizes_mib: what they may need.
+        sizes_mib: what they may need on each GPU.
+        counts: how many GPUs they may need at once.
         longest_seconds: a trainer's run time is up to this.
         arrive_within_seconds: they start within this time.
         seed: of all that is random.
         sabotage: what to break in the code under test, to see whether it is found: ``order`` (the
-            last in line goes first), ``head`` (no GPU is kept for the head of the line), ``claims``
-            (what is not taken counts as free), ``locks`` (all others count as dead). Nothing by
-            default.
+            last in line goes first), ``head`` (no GPU is kept for the head of the line), ``one``
+            (only one is, however many it needs), ``parts`` (it gets what there is of them),
+            ``claims`` (what is not taken counts as free), ``locks`` (all others count as dead).
+            Nothing by default.
     """
 
     log: str
@@ -54,6 +57,7 @@ class Chaos:
     killed_share: float = 0.33
     per_device: int = 1
     sizes_mib: tuple[int, ...] = (4000, 8000, 16000, 30000)
+    counts: tuple[int, ...] = (1,)
     longest_seconds: float = 0.5
     arrive_within_seconds: float = 0.0
     seed: int = 1
@@ -62,7 +66,7 @@ class Chaos:
 
 def main() -> None:
     told = json.loads(sys.argv[1])
-    chaos = Chaos(**{**told, "sizes_mib": tuple(told["sizes_mib"])})
+    chaos = Chaos(**told)
     # imported once, before the forks
     import pynvml  # noqa: F401
 
@@ -85,6 +89,7 @@ def main() -> None:
             "kill_after": rng.uniform(0.0, 3 * chaos.longest_seconds)
             if rng.random() < chaos.killed_share
             else None,
+            "count": rng.choice(chaos.counts) if len(chaos.counts) > 1 else chaos.counts[0],
         }
         for _ in range(chaos.launchers)
     ]
@@ -171,36 +176,40 @@ def _member(number: int, plan: dict[str, Any], chaos: Chaos, log: int) -> None:
         jobs_per_device=chaos.per_device,
         read=look,
     )
-    _tell(log, "arrives", number, need=plan["need"], per_device=chaos.per_device)
-    request = GpuRequest(plan["need"] * MIB, timeout_seconds=300, interval_seconds=5.0)
+    need, count = plan["need"], plan["count"]
+    _tell(log, "arrives", number, need=need, count=count, per_device=chaos.per_device)
+    request = GpuRequest(need * MIB, timeout_seconds=300, interval_seconds=5.0, count=count)
     found = queue.wait(request, lambda status: None, sleep_until_readable)
     if isinstance(found, NoGpu):
         _tell(log, "error", number, text=found.reason)
         return
     times = {"asked": asked, "looked": looked}
-    _tell(log, "served", number, gpu=found.uuid, file=_my_file(), **times)
+    uuids = [gpu.uuid for gpu in found]
+    _tell(log, "served", number, gpus=uuids, file=_my_file(), **times)
     taken, its_end = os.pipe()
     trainer = os.fork()
     if trainer == 0:
-        _trainer(plan, found.uuid, _device(log, number), its_end)
+        _trainer(plan, uuids, _device(log, number), its_end)
     os.close(its_end)
-    while mib := os.read(taken, 8):
-        queue.report(int.from_bytes(mib, "little") * MIB)
+    while told := os.read(taken, _TOLD.size):
+        rank, mib = _TOLD.unpack(told)
+        queue.report(mib * MIB, rank)
     os.waitpid(trainer, 0)
     queue.release()
 
 
-def _trainer(plan: dict[str, Any], uuid: str, device: SharedDevice, launcher: int) -> None:
+def _trainer(plan: dict[str, Any], uuids: list[str], device: SharedDevice, launcher: int) -> None:
     """Takes the half at once and the rest later; the reservation's descriptor is inherited."""
     first, taken = plan["need"] // 2, 0
     for mib in (first, plan["need"] - first):
-        try:
-            device.allocate(uuid, mib)
-        except OutOfMemory:
-            os._exit(1)
         taken += mib
-        with contextlib.suppress(BrokenPipeError):
-            os.write(launcher, taken.to_bytes(8, "little"))
+        for rank, uuid in enumerate(uuids):
+            try:
+                device.allocate(uuid, mib)
+            except OutOfMemory:
+                os._exit(1)
+            with contextlib.suppress(BrokenPipeError):
+                os.write(launcher, _TOLD.pack(rank, taken))
         time.sleep(plan["seconds"] / 2)
     device.release()
     os._exit(0)
@@ -219,6 +228,19 @@ def _break(what: str) -> None:
         line.plan = wrong
     elif what == "head":
         scheduler._Desk._hold_back = lambda self, waiter: ()  # type: ignore[method-assign]
+    elif what == "one":
+        right_many = scheduler._Desk._hold_back
+
+        def wrong_many(self: Any, waiter: Any) -> tuple[str, ...]:
+            return right_many(self, waiter)[:1]
+
+        scheduler._Desk._hold_back = wrong_many  # type: ignore[method-assign]
+    elif what == "parts":
+
+        def wrong_group(self: Any, waiter: Any) -> Any:
+            return self.suitable(waiter)[: waiter.count]
+
+        scheduler._Desk._choose = wrong_group  # type: ignore[method-assign]
     elif what == "claims":
         right_room = scheduler._Room.__init__
 

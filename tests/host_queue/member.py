@@ -1,9 +1,9 @@
 """A light launcher for tests: stands in the host's line, holds a GPU with a child, and obeys.
 
 Run as ``python member.py NEED_MIB [key=value …]``; it prints one JSON object a line: ``waiting``
-with the sentence of each status, ``granted`` with the GPU and the child's pid, ``refused``. A line
-on its standard input makes it act: ``move UUID``, ``drain``, ``report MIB``, ``rejoin``, ``open``,
-``end``.
+with the sentence of each status, ``granted`` with the GPUs and the child's pid, ``refused``. A line
+on its standard input makes it act: ``move UUID…``, ``drain``, ``report MIB [RANK]``, ``rejoin``,
+``open``, ``end``.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def main() -> None:
         wait=options.get("wait", "yes") == "yes",
         timeout_seconds=float(options.get("timeout", 300)),
         interval_seconds=float(options.get("interval", 600)),
-        only=options.get("only"),
+        only=frozenset({options["only"]}) if "only" in options else None,
+        count=int(options.get("count", 1)),
     )
 
     def announce(status: WaitStatus) -> None:
@@ -64,7 +65,9 @@ def main() -> None:
             stdout=subprocess.DEVNULL,
         )
         children.append(child)
-        say("granted", gpu=found.uuid, free=found.free_bytes // MIB, child=child.pid)
+        uuids = [gpu.uuid for gpu in found]
+        free = min(gpu.free_bytes for gpu in found) // MIB
+        say("granted", gpu=uuids[0], gpus=uuids, free=free, child=child.pid)
         return True
 
     children: list[subprocess.Popen[bytes]] = []
@@ -73,11 +76,11 @@ def main() -> None:
     for line in sys.stdin:
         command, *arguments = line.split()
         if command == "move":
-            say("moved", done=queue.take(arguments[0], need))
+            say("moved", done=queue.take(arguments, need))
         elif command == "open":
             say("open", gpus={gpu.uuid: gpu.free_bytes // MIB for gpu in queue.open_gpus()})
         elif command == "report":
-            queue.report(int(arguments[0]) * MIB)
+            queue.report(int(arguments[0]) * MIB, *map(int, arguments[1:]))
             say("done")
         elif command == "drain":
             queue.drain()

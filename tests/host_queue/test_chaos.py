@@ -39,9 +39,11 @@ def let_loose(machine: Machine, log: Path, **options: object) -> Verdict:
     return judge(log.read_text().splitlines())
 
 
-@pytest.mark.parametrize(("per_device", "seed"), [(1, 1), (1, 2), (3, 3)])
+@pytest.mark.parametrize(
+    ("per_device", "counts", "seed"), [(1, (1,), 1), (1, (1, 1, 2, 4), 2), (3, (1, 1, 1, 2, 4), 3)]
+)
 def test_nothing_is_over_committed_or_leaked_and_every_survivor_is_served(
-    machine_with: MachineWith, tmp_path: Path, per_device: int, seed: int
+    machine_with: MachineWith, tmp_path: Path, per_device: int, counts: tuple[int, ...], seed: int
 ) -> None:
     machine = machine_with(*(Gpu(total_mib=40000) for _ in range(8)))
     verdict = let_loose(
@@ -49,6 +51,7 @@ def test_nothing_is_over_committed_or_leaked_and_every_survivor_is_served(
         tmp_path / "log",
         launchers=64,
         per_device=per_device,
+        counts=counts,
         seed=seed,
         longest_seconds=0.4,
     )
@@ -64,28 +67,36 @@ def test_nothing_is_over_committed_or_leaked_and_every_survivor_is_served(
 
 
 @pytest.mark.parametrize(
-    ("sabotage", "per_device", "found"),
+    ("sabotage", "per_device", "counts", "found"),
     [
-        ("order", 1, "places_taken"),
-        ("order", 3, "places_taken"),
-        ("head", 3, "heads_delayed"),
-        ("claims", 3, "over_commits"),
-        ("locks", 1, "crowded"),
+        ("order", 1, (1,), "places_taken"),
+        ("order", 3, (1,), "places_taken"),
+        ("head", 3, (1,), "heads_delayed"),
+        ("one", 1, (1, 1, 1, 3), "heads_delayed"),
+        ("parts", 1, (1, 1, 1, 3), "torn"),
+        ("claims", 3, (1,), "over_commits"),
+        ("locks", 1, (1,), "crowded"),
     ],
 )
 def test_a_scheduler_that_is_broken_on_purpose_is_found_out(
-    machine_with: MachineWith, tmp_path: Path, sabotage: str, per_device: int, found: str
+    machine_with: MachineWith,
+    tmp_path: Path,
+    sabotage: str,
+    per_device: int,
+    counts: tuple[int, ...],
+    found: str,
 ) -> None:
     machine = machine_with(*(Gpu(total_mib=40000) for _ in range(3)))
     for seed in (2, 3, 4, 5):  # in which order they come, and so what harm is done, is chance
         verdict = let_loose(
             machine,
             tmp_path / f"log{seed}",
-            launchers=60,
+            launchers=60 if counts == (1,) else 24,
             killed_share=0.0,
             per_device=per_device,
             # a large job now and then, and many that could pass it
             sizes_mib=(4000, 8000, 8000, 8000, 8000, 12000, 38000),
+            counts=counts,
             seed=seed,
             longest_seconds=0.4,
             sabotage=sabotage,

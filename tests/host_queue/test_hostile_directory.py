@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import random
 import shutil
 import subprocess
 import sys
 import tempfile
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hosts import Host
@@ -226,6 +229,44 @@ def test_a_living_job_whose_record_is_damaged_shuts_all_gpus_and_heals(
     running.tell("report 100", "done")
     after = host.start(4000)
     after.wait_for("granted")
+
+
+JOB = JobRecord("1-aa", 1, JobState.WAITING, "ada", 1, 2, 3, "job", "/run", 4000, count=2)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"count": 0},
+        {"count": True},
+        {"count": 3},
+        {"gpus": ["GPU-a"], "taken_bytes": [None]},
+        {"gpus": ["GPU-a", "GPU-a"]},
+        {"gpus": ["GPU-a", 7]},
+        {"gpus": "ab"},
+        {"gpus": [], "taken_bytes": []},
+        {"state": "waiting"},
+        {"taken_bytes": [5]},
+        {"taken_bytes": [5, -1]},
+        {"taken_bytes": None},
+        {"taken_bytes": [5, 1.5]},
+    ],
+)
+def test_a_record_with_a_part_of_its_gpus_or_other_nonsense_is_none(wrong: dict[str, Any]) -> None:
+    running = JOB.on(("GPU-a", "GPU-b"))
+    assert decode(encode(running)) == running
+    line = encode(running)[9:].rstrip()
+    assert decode(b"%08x %s" % (zlib.crc32(line), line)) == running
+    told = json.dumps(json.loads(line) | wrong).encode()
+    assert decode(b"%08x %s" % (zlib.crc32(told), told)) is None
+
+
+def test_a_record_of_an_earlier_version_is_none() -> None:
+    told = json.loads(encode(JOB)[9:])
+    for name in ("gpus", "count"):
+        del told[name]
+    line = json.dumps(told | {"gpu": None, "taken_bytes": None}).encode()
+    assert decode(b"%08x %s" % (zlib.crc32(line), line)) is None
 
 
 def test_a_record_that_claims_another_jobs_name_is_not_believed(ledger: Ledger) -> None:

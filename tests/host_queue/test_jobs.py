@@ -230,7 +230,7 @@ def test_a_job_in_the_launchers_own_process_holds_its_gpu(shared: Callable[..., 
     world.environ["READY_FILE"] = str(ready)
     process = world.start("trainer._target_=trainers.never_looks_whether_to_stop", "isolation=none")
     wait_until(ready.exists, "it trains")
-    assert [job["gpu"] for job in host.jobs()] == [A]
+    assert [[gpu["uuid"] for gpu in job["gpus"]] for job in host.jobs()] == [[A]]
     process.kill()
     process.communicate()
     assert host.jobs() == []
@@ -295,13 +295,13 @@ def test_jobs_started_together_share_out_the_gpus_though_one_launcher_is_killed(
 
     wait_until(lambda: len(by_state("running")) == len(by_state("waiting")) == 2, "two and two")
     running, waiting = by_state("running"), by_state("waiting")
-    assert {job["gpu"] for job in running} == {A, B}
+    assert {job["gpus"][0]["uuid"] for job in running} == {A, B}
     pids = [process.pid for process in processes]
     killed = processes[pids.index(running[0]["pid"])]
     killed.kill()
     killed.communicate()
     wait_until(
-        lambda: [job["gpu"] for job in by_state("running") if job["id"] == waiting[0]["id"]],
+        lambda: [job for job in by_state("running") if job["id"] == waiting[0]["id"]],
         "the first in line has the dead job's GPU",
     )
     assert [job["id"] for job in by_state("waiting")] == [waiting[1]["id"]]
@@ -321,7 +321,9 @@ def test_a_reservation_follows_what_the_attempts_show(shared: Callable[..., Shar
     process = world.start("trainer._target_=trainers.tells_its_memory", NEVER)
 
     def shows(claim: int, taken: int) -> bool:
-        return [(j["claim_bytes"], j["taken_bytes"]) for j in host.jobs()] == [(claim, taken)]
+        return [(j["claim_bytes"], j["gpus"][0]["taken_bytes"]) for j in host.jobs()] == [
+            (claim, taken)
+        ]
 
     wait_until(lambda: shows(4000 * 1024**2, 3 * 1024**3), "what it took is known")
     go.with_name("go.1").touch()

@@ -17,6 +17,7 @@ from hosts import Host, Member
 
 from robust_train.gpu import line as line_module
 from robust_train.gpu.line import Line, Turn
+from robust_train.gpu.records import decode
 from robust_train.gpu.reservations import Ledger, new_record
 from robust_train.gpu.visible import Visible
 from robust_train.types import MIB, GpuInfo
@@ -201,6 +202,63 @@ def test_a_request_that_nothing_could_meet_takes_no_ticket(host_with: HostWith) 
     assert not host.base.exists() or host.job_files() == []
 
 
+def test_two_jobs_that_want_every_gpu_go_one_after_the_other(host_with: HostWith) -> None:
+    host = host_with(Gpu(), Gpu(), Gpu())
+    every = {host.machine.uuid(n) for n in range(3)}
+    both = [host.start(4000, count=3), host.start(4000, count=3)]
+    wait_until(lambda: any(m.heard("granted") for m in both), "one has all of them")
+    first, second = sorted(both, key=lambda m: m.heard("granted") is None)
+    second.waits_at(1)
+    sentence = second.wait_for("waiting")["sentence"]
+    assert sentence.startswith(
+        "1st in line, needs 3 GPUs with 4000 MiB each, GPUs 0, 1, 2 free next, "
+    )
+    assert "needs 3 GPUs with 4000 MiB each, 0 could be had now; GPU 0 (" in sentence
+    small = host.start(4000)
+    small.waits_at(2)
+    records = [decode(path.read_bytes()) for path in host.job_files()]
+    assert [record and set(record.gpus) for record in records] == [every, set(), set()]
+    first.end()
+    assert set(second.wait_for("granted")["gpus"]) == every
+    assert small.heard("granted") is None
+    second.end()
+    small.wait_for("granted")
+
+
+def test_a_job_of_two_gpus_moves_to_two_others_at_once_or_not_at_all(host_with: HostWith) -> None:
+    host = host_with(Gpu(), Gpu(), Gpu(free_mib=20000))
+    a, b, c = (host.machine.uuid(n) for n in range(3))
+    pair = host.start(4000, count=2)
+    assert set(pair.wait_for("granted")["gpus"]) == {a, b}
+    other = host.start(4000)
+    assert other.wait_for("granted")["gpu"] == c
+    assert not pair.tell(f"move {b} {c}", "moved")["done"], "one of the two is taken"
+    ours = host.job_files()[0]
+    record = decode(ours.read_bytes())
+    assert record is not None
+    assert set(record.gpus) == {a, b}
+    pair.tell("report 3000 1", "done")
+    pair.tell("report 9000 7", "done")  # there is no such rank
+    told = decode(ours.read_bytes())
+    assert told is not None
+    assert told.taken_bytes == (None, 3000 * MIB)
+    other.end()
+    assert pair.tell(f"move {c} {b}", "moved")["done"]
+    moved = decode(ours.read_bytes())
+    assert moved is not None
+    assert (moved.gpus, moved.taken_bytes) == ((c, b), (None, None))
+    assert host.start(4000).wait_for("granted")["gpu"] == a
+
+
+def test_too_many_gpus_are_refused_at_once_in_one_line(host_with: HostWith) -> None:
+    host = host_with(Gpu(), Gpu(), Gpu(total_mib=2000))
+    refused = host.start(4000, count=4).wait_for("refused")
+    assert refused["reason"].startswith(
+        "num_gpus=4: only 2 GPUs here could ever give 4000 MiB; ask for fewer GPUs (num_gpus)"
+    )
+    assert not host.base.exists() or host.job_files() == []
+
+
 def test_time_up_leaves_the_line(host_with: HostWith) -> None:
     host = host_with(Gpu())
     running = host.start(4000)
@@ -279,12 +337,12 @@ def test_who_came_when_called_and_was_too_late_is_called_again(
     first, second = (Line(ledger, new_record("t", "/", 4000 * MIB, 1)) for ledger in ledgers)
     look(first, "GPU-a")
     look(second, "GPU-a", "GPU-b")  # it sees more, so it looks for itself
-    assert look(second, "GPU-a", "GPU-b", free=40000).gpu is None, "it calls the first"
-    assert look(first, "GPU-a").gpu is None, "somebody was faster"
+    assert look(second, "GPU-a", "GPU-b", free=40000).gpus == (), "it calls the first"
+    assert look(first, "GPU-a").gpus == (), "somebody was faster"
     time.sleep(0.1)
-    assert look(second, "GPU-a", "GPU-b", free=40000).gpu is None, "it calls the first again"
+    assert look(second, "GPU-a", "GPU-b", free=40000).gpus == (), "it calls the first again"
     time.sleep(0.1)
-    assert look(second, "GPU-a", "GPU-b", free=40000).gpu is not None, "who sleeps is passed over"
+    assert look(second, "GPU-a", "GPU-b", free=40000).gpus, "who sleeps is passed over"
     for line, ledger in zip((first, second), ledgers, strict=True):
         line.leave()
         ledger.close()

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 import pytest
 from witness import Verdict, judge
 
-A, B = "GPU-a", "GPU-b"
+A, B, C = "GPU-a", "GPU-b", "GPU-c"
 
 
 class Story:
@@ -23,18 +23,19 @@ class Story:
         self.events.append({"t": t, "event": event, "member": member, **more})
         return self
 
-    def enters(self, t: float, member: int, need: int) -> Story:
-        self.tell(t, "arrives", member, need=need, per_device=self.per_device)
+    def enters(self, t: float, member: int, need: int, count: int = 1) -> Story:
+        self.tell(t, "arrives", member, need=need, count=count, per_device=self.per_device)
         self.tell(t, "enters", -1, file=f"job.{member}")
         return self.tell(t, "owns", member, file=f"job.{member}")
 
-    def runs(self, since: float, until: float | None, member: int, gpu: str) -> Story:
-        self.tell(
-            since + 0.2, "served", member, gpu=gpu, file=f"job.{member}", asked=since, looked=since
-        )
-        self.tell(since + 0.3, "takes", member, gpu=gpu, mib=1)
+    def runs(self, since: float, until: float | None, member: int, *gpus: str) -> Story:
+        times = {"asked": since, "looked": since}
+        self.tell(since + 0.2, "served", member, gpus=gpus, file=f"job.{member}", **times)
+        for gpu in gpus:
+            self.tell(since + 0.3, "takes", member, gpu=gpu, mib=1)
         if until is not None:
-            self.tell(until, "returns", member, gpu=gpu, mib=1)
+            for gpu in gpus:
+                self.tell(until, "returns", member, gpu=gpu, mib=1)
             self.tell(until + 0.1, "leaves", -1, file=f"job.{member}")
         return self
 
@@ -83,6 +84,43 @@ def test_small_jobs_on_every_gpu_of_a_large_one_are_found() -> None:
     story.enters(3, 3, 38000).enters(4, 4, 4000).enters(5, 5, 4000)
     story.runs(5, 50, 4, A).runs(6, 50, 5, B).runs(51, 60, 3, A)
     assert faults(story.verdict()) == {"heads_delayed": 1}
+
+
+def test_a_job_that_is_given_a_part_of_its_gpus_or_one_twice_is_found() -> None:
+    def given(*gpus: str) -> dict[str, int]:
+        return faults(Story().enters(1, 1, 4000, 2).runs(2, 9, 1, *gpus).verdict())
+
+    assert given(A, B) == {}
+    assert given(A) == {"torn": 1}
+    assert given(A, A) == {"torn": 1}
+    story = Story().enters(1, 1, 4000).runs(2, 9, 1, A)
+    assert faults(story.tell(3, "takes", 1, gpu=B, mib=1).verdict()) == {"torn": 1}
+
+
+def three() -> Story:
+    """1 has A, and 2 waits for two GPUs of three; then 3, 4 and 5 come, in this order."""
+    story = Story(gpus=(A, B, C)).enters(1, 1, 30000).runs(1.1, 20, 1, A)
+    story.enters(1.2, 6, 30000).runs(1.3, 20, 6, B).enters(2, 2, 30000, 2)
+    return story.enters(3, 3, 30000).enters(4, 4, 4000, 2)
+
+
+def test_a_small_job_on_a_gpu_that_a_large_one_was_to_have_is_found() -> None:
+    story = three().runs(5, 30, 3, C).runs(31, 40, 2, A, B).runs(41, 50, 4, A, B)
+    assert faults(story.verdict()) == {}, "A and B are left, which come free by themselves"
+    story = three().runs(5, 60, 3, C).runs(21, 60, 4, A, B).runs(61, 70, 2, A, B)
+    assert "places_taken" in faults(story.verdict()), "two were free, and it was not its turn"
+    story = Story(gpus=(A, B, C)).enters(1, 1, 30000).runs(1.1, 20, 1, A)
+    story.enters(2, 2, 30000, 3).enters(3, 3, 30000).runs(5, 30, 3, B).runs(31, 40, 2, A, B, C)
+    assert faults(story.verdict()) == {"heads_delayed": 1}, "it needs every one"
+
+
+def test_who_could_not_start_beside_what_may_be_kept_for_the_first_in_line_is_passed() -> None:
+    """2 waits for A, B and C, of which C is kept; D is too little for 3, but enough for 4."""
+    story = Story(gpus=(A, B, C, "GPU-d")).enters(1, 1, 30000, 2).runs(1.1, 20, 1, A, B)
+    story.enters(2, 2, 30000, 3).enters(3, 3, 30000, 2).enters(4, 4, 30000)
+    story.runs(5, 30, 4, "GPU-d").runs(21, 40, 2, A, B, C).runs(41, 50, 3, A, B)
+    verdict = story.verdict()
+    assert (faults(verdict), verdict.passes) == ({}, 2)
 
 
 def test_a_crowd_and_an_over_commit_are_found() -> None:

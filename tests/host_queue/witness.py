@@ -16,11 +16,16 @@ not delay the turn of the one passed, which means two things.
 
 1. Nobody's place is taken: all who were before it in line and could surely have started at that
    moment still can, with the passing job where it is.
-2. The first in line who could not start has a GPU where, from then on, it waits only for jobs that
-   came there before it was the first in line: what has passed it there since leaves room for it.
+2. The first in line who could not start has as many GPUs as it needs where, from then on, it waits
+   only for jobs that came there before it was the first in line: what has passed it there since
+   leaves room for it.
 
 Who "surely could have started" is counted with what the queue may not know: what others claim is
 not free, and what they have taken beside that is not free either, since they may not have told it.
+Nor is it known which GPUs are kept for those who were before and perhaps could not start; only that
+those which the passing job has taken were not.
+
+A job of several GPUs is given all of them in the moment in which it is served, or it is *torn*.
 
 Who came to a GPU while memory of dead processes was still there is not held against the second: at
 that moment nobody could count on that GPU.
@@ -28,6 +33,7 @@ that moment nobody could count on that GPU.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -42,12 +48,14 @@ class Job:
 
     Attributes:
         member: its number.
-        need: MiB that it claims.
+        need: MiB that it claims on each of its GPUs.
+        count: GPUs that it needs at once.
         place: its place in the order of entering the line; None if it was not seen to.
         enters: when it was seen in line.
-        asked: when the look began after which it was given its GPU; never where it was given none.
+        asked: when the look began after which it was given its GPUs; never if it was given none.
         decided: when that look had ended.
-        gpu: which.
+        gpus: which; none where it was not served.
+        used: on which its trainer took memory.
         leaves: when its reservation was seen to be gone.
         takes: when its trainer first took memory.
         returned: when the last of its memory was back.
@@ -57,11 +65,13 @@ class Job:
 
     member: int
     need: int
+    count: int = 1
     place: int | None = None
     enters: float = _FOREVER
     asked: float = _FOREVER
     decided: float = _FOREVER
-    gpu: str | None = None
+    gpus: tuple[str, ...] = ()
+    used: set[str] = field(default_factory=set)
     leaves: float = _FOREVER
     takes: float = _FOREVER
     returned: float = 0.0
@@ -78,11 +88,11 @@ class Job:
         return self.enters < when < min(self.decided, self.killed)
 
     def may_hold(self, since: float, until: float) -> bool:
-        """Whether it may have been on its GPU between two moments: an end is seen a little late."""
+        """Whether it may have been on its GPUs between two moments: an end is seen a bit late."""
         return self.decided <= until and since < self.gone
 
     def holds_at(self, when: float) -> bool:
-        """Whether it surely was on its GPU at a moment: its trainer had memory, and lived."""
+        """Whether it surely was on its GPUs at a moment: its trainer had memory, and lived."""
         until = min(self.returned if self.takes < _FOREVER else self.leaves, self.killed)
         return self.decided <= when < until
 
@@ -94,13 +104,14 @@ class Verdict:
     Attributes:
         over_commits: allocations that a device refused, and moments with claims beyond its memory.
         crowded: jobs that came to a GPU which had all the jobs it may have.
+        torn: jobs that were given fewer GPUs than they need, or some twice, or used others.
         leaked_bytes: MiB on devices at the end.
         leaked_locks: reservations that somebody still held at the end.
-        unserved: jobs that nobody killed and that never got a GPU.
+        unserved: jobs that nobody killed and that never got their GPUs.
         places_taken: passes against the first rule.
         heads_delayed: passes against the second rule.
         errors: members that failed or were refused.
-        served: jobs that got a GPU.
+        served: jobs that got their GPUs.
         killed: jobs of which a process was killed.
         passes: pairs of a job and one that it passed.
         judged: grants that passed somebody.
@@ -109,6 +120,7 @@ class Verdict:
 
     over_commits: int = 0
     crowded: int = 0
+    torn: int = 0
     leaked_bytes: int = 0
     leaked_locks: int = 0
     unserved: int = 0
@@ -150,8 +162,8 @@ class _Host:
     def _by_gpu(self, jobs: Iterable[Job]) -> dict[str, list[Job]]:
         found: dict[str, list[Job]] = {gpu: [] for gpu in self.totals}
         for job in jobs:
-            if job.gpu is not None:
-                found[job.gpu].append(job)
+            for gpu in job.gpus:
+                found[gpu].append(job)
         return found
 
     def has_room(self, gpu: str, there: Sequence[Job], job: Job) -> bool:
@@ -176,14 +188,21 @@ def judge(lines: Iterable[str]) -> Verdict:
     over = next(event for event in events if event["event"] == "over")
     count = {name: sum(e["event"] == name for e in events) for name in ("refuses", "error")}
     jobs = list(host.jobs.values())
-    taken = delayed = passes = judged = crowded = overclaims = 0
+    taken = delayed = passes = judged = crowded = overclaims = torn = 0
     for job in jobs:
-        if job.gpu is None:
+        if not job.gpus:
             continue
+        torn += (
+            not job.used <= set(job.gpus) or not len(job.gpus) == len(set(job.gpus)) == job.count
+        )
         # a reservation that is seen to go later than it did is not held against the next
-        there = [o for o in jobs if o is not job and o.gpu == job.gpu and _surely_there(o, job)]
-        crowded += len(there) >= host.per_device
-        overclaims += sum(o.need for o in there) + job.need > host.totals[job.gpu]
+        others = [o for o in jobs if o is not job and _surely_there(o, job)]
+        there = {gpu: [o for o in others if gpu in o.gpus] for gpu in job.gpus}
+        crowded += any(len(beside) >= host.per_device for beside in there.values())
+        overclaims += any(
+            sum(o.need for o in beside) + job.need > host.totals[gpu]
+            for gpu, beside in there.items()
+        )
         if job.place is None:
             continue
         passed = sorted(
@@ -194,20 +213,21 @@ def judge(lines: Iterable[str]) -> Verdict:
         judged += bool(passed)
         if passed:
             # no doubt is held against the queue: for one what may be there, then what surely is
-            able = _able_to_start(host, passed, host.maybe_there(job))
+            able = _able_to_start(host, passed, host.maybe_there(job), job)
             taken += not _can_all_start(host, able, _with(job, host.surely_there(job.decided)))
             head = next((other for other in passed if other not in able), None)
-            delayed += head is not None and not _keeps_a_gpu(host, head, job)
+            delayed += head is not None and not _keeps_its_gpus(host, head, job)
     return Verdict(
         over_commits=count["refuses"] + overclaims,
         crowded=crowded,
+        torn=torn,
         leaked_bytes=sum(over["left_on_device"].values()),
         leaked_locks=over["left_locked"],
-        unserved=sum(job.gpu is None and job.killed == _FOREVER for job in jobs),
+        unserved=sum(not job.gpus and job.killed == _FOREVER for job in jobs),
         places_taken=taken,
         heads_delayed=delayed,
         errors=count["error"],
-        served=sum(job.gpu is not None for job in jobs),
+        served=sum(bool(job.gpus) for job in jobs),
         killed=sum(job.killed < _FOREVER for job in jobs),
         passes=passes,
         judged=judged,
@@ -225,7 +245,7 @@ def _sort_out(events: Sequence[Mapping[str, Any]]) -> _Host:
         kind, when = event["event"], event["t"]
         job = host.jobs.get(event["member"])
         if kind == "arrives":
-            host.jobs[event["member"]] = Job(event["member"], event["need"])
+            host.jobs[event["member"]] = Job(event["member"], event["need"], event["count"])
             host.per_device = event["per_device"]
         elif kind == "enters":
             entered[event["file"]] = (len(entered), when)
@@ -240,10 +260,11 @@ def _sort_out(events: Sequence[Mapping[str, Any]]) -> _Host:
         if job is None:
             continue
         if kind == "served":
-            job.gpu, job.asked, job.decided = event["gpu"], event["asked"], event["looked"]
+            job.gpus, job.asked, job.decided = tuple(event["gpus"]), event["asked"], event["looked"]
             files[event["file"]] = job.member
         elif kind == "takes":
             job.takes = min(job.takes, when)
+            job.used.add(event["gpu"])
         elif kind in ("returns", "dies"):
             job.returned = when
         elif kind == "killed":
@@ -264,29 +285,35 @@ def _is_before(other: Job, job: Job) -> bool:
 
 
 def _surely_there(other: Job, job: Job) -> bool:
-    """Whether another had memory on the GPU before this job took any, and lived and had it then."""
+    """Whether another had memory on its GPUs before this job took any, and lived and had it."""
     return other.takes < job.takes < min(other.returned, other.trainer_killed)
 
 
 def _with(job: Job, there: dict[str, list[Job]]) -> dict[str, list[Job]]:
-    """The same, with a job on its GPU."""
-    assert job.gpu is not None
-    return {**there, job.gpu: [*(o for o in there[job.gpu] if o is not job), job]}
+    """The same, with a job on its GPUs."""
+    return there | {gpu: [*(o for o in there[gpu] if o is not job), job] for gpu in job.gpus}
 
 
 def _able_to_start(
-    host: _Host, line: Sequence[Job], there: Mapping[str, Sequence[Job]]
+    host: _Host, line: Sequence[Job], there: Mapping[str, Sequence[Job]], passing: Job
 ) -> list[Job]:
     """Of a line, those that could surely start, who comes first going before.
 
-    Where those before it go is for the queue to choose; so there have to be more GPUs with room for
-    it than there are jobs before it that start, each of which might take another one of them.
+    Where those before it go is for the queue to choose; so there have to be as many more GPUs with
+    room for it as those before it that start might take, each of them others. Those before it of
+    which it is not sure might have as many kept for them, but not what the passing job has taken.
     """
     able: list[Job] = []
+    kept = 0
     for job in line:
-        rooms = sum(host.has_room_for_sure(gpu, others, job) for gpu, others in there.items())
-        if rooms > len(able):
+        rooms = {gpu for gpu, others in there.items() if host.has_room_for_sure(gpu, others, job)}
+        open_to_it = len(rooms.intersection(passing.gpus)) + max(
+            len(rooms.difference(passing.gpus)) - kept, 0
+        )
+        if open_to_it >= job.count + sum(other.count for other in able):
             able.append(job)
+        else:
+            kept += job.count
     return able
 
 
@@ -295,21 +322,26 @@ def _can_all_start(host: _Host, jobs: Sequence[Job], there: Mapping[str, Sequenc
     if not jobs:
         return True
     job, rest = jobs[0], jobs[1:]
+    rooms = [gpu for gpu, others in there.items() if host.has_room(gpu, others, job)]
     tried = set()
-    for gpu, others in there.items():
-        like = (host.totals[gpu], len(others), sum(other.need for other in others))
-        if like not in tried and host.has_room(gpu, others, job):
-            tried.add(like)  # another GPU in the same state would give the same answer
-            if _can_all_start(host, rest, {**there, gpu: [*others, job]}):
-                return True
+    for group in itertools.combinations(rooms, job.count):
+        like = tuple(
+            sorted((host.totals[g], len(there[g]), sum(o.need for o in there[g])) for g in group)
+        )
+        if like in tried:
+            continue  # other GPUs in the same state would give the same answer
+        tried.add(like)
+        if _can_all_start(host, rest, {**there, **{gpu: [*there[gpu], job] for gpu in group}}):
+            return True
     return False
 
 
-def _keeps_a_gpu(host: _Host, head: Job, passing: Job) -> bool:
-    """Whether on some GPU the first in line waits only for those who were there before it was."""
+def _keeps_its_gpus(host: _Host, head: Job, passing: Job) -> bool:
+    """Whether the first in line has enough GPUs where it waits only for who was there before."""
     when = passing.decided
     before = [job for job in host.jobs.values() if _is_before(job, head)]
     first_since = max([head.enters, *(min(j.decided, j.killed) for j in before)])
+    kept = 0
     for gpu, there in _with(passing, host.surely_there(when)).items():
         passers = [
             job
@@ -318,6 +350,5 @@ def _keeps_a_gpu(host: _Host, head: Job, passing: Job) -> bool:
             and job.decided > first_since
             and not host.is_draining(gpu, job.decided)
         ]
-        if host.has_room(gpu, passers, head):
-            return True
-    return False
+        kept += host.has_room(gpu, passers, head)
+    return kept >= head.count
