@@ -3,7 +3,8 @@
 Each launcher stands in the host's line and then runs a trainer that takes memory of a device which
 refuses to be over-committed. What inotify, the kernel's locks, the device and the members' own
 clocks saw is judged by a checker that shares no code with the queue, and that says what a lawful
-pass is (tests/host_queue/witness.py). Every other round has up to three jobs a GPU.
+pass is (tests/host_queue/witness.py). Every other round has up to three jobs a GPU; half of the
+rounds have jobs of one, two and four GPUs.
 Needs a C compiler, no GPU.
 
 Run: python benchmarks/queue_chaos.py [--launchers 64] [--gpus 8] [--rounds 5]
@@ -39,6 +40,7 @@ def main() -> None:
     bad = 0
     for seed in range(arguments.rounds):
         per_device = 1 if seed % 2 == 0 else 3
+        counts = (1,) if seed % 4 < 2 else (1, 1, 2, 4)
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             gpus = [Gpu(total_mib=40000) for _ in range(arguments.gpus)]
@@ -46,7 +48,9 @@ def main() -> None:
             environ = machine.environment(PYTHONPATH=f"{ROOT / 'tests'}:{ROOT / 'src'}")
             del environ["SIMULATED_NVML_CALLS"]
             log = folder / "log"
-            told = chaos.Chaos(str(log), arguments.launchers, per_device=per_device, seed=seed)
+            told = chaos.Chaos(
+                str(log), arguments.launchers, per_device=per_device, counts=counts, seed=seed
+            )
             started = time.monotonic()
             command = [sys.executable, chaos.__file__, chaos.as_argument(told)]
             subprocess.run(command, env=environ, check=True)
@@ -55,7 +59,8 @@ def main() -> None:
             if verdict.faults:
                 kept = Path(tempfile.gettempdir()) / f"queue_chaos-{seed}.jsonl"
                 print(f"log: {shutil.copy(log, kept)}")
-        print(f"{per_device} a GPU, {seconds:.1f} s: {verdict}", flush=True)
+        sizes = "/".join(str(count) for count in sorted(set(counts)))
+        print(f"{per_device} a GPU, of {sizes} GPUs, {seconds:.1f} s: {verdict}", flush=True)
         bad += verdict.faults
     print("nothing went wrong" if bad == 0 else f"{bad} faults")
     sys.exit(bad != 0)

@@ -189,6 +189,21 @@ def test_excluded_gpus_and_all_but_the_one_asked_for_are_left_alone() -> None:
     assert "given up" in given_up.reason
 
 
+def test_several_gpus_are_found_together_and_waited_for_in_one_sentence() -> None:
+    other, third = (replace(FREE, uuid=f"GPU-{n}", index=n, pci_bus_id=n) for n in ("1", "2"))
+    busy = replace(third, free_bytes=10 * MIB)
+    story = Story({0: Visible((FREE, busy)), 45: Visible((FREE, busy, other))})
+    assert story.wait(replace(REQUEST, count=2)) == (FREE, other)
+    assert story.now == 60
+    start = "waiting for 2 GPUs with 50 MiB free each, 1:40 left; GPU 0 ("
+    assert story.said[0].sentence().startswith(start)
+    late = always(FREE, busy).wait(replace(REQUEST, count=2, timeout_seconds=1))
+    assert isinstance(late, NoGpu)
+    assert late.reason.startswith("there were no 2 GPUs that had 50 MiB free each within 0:01: GPU")
+    line = WaitStatus(50 * MIB, 7, 1, "", position=2, frees_next=(1, 3), count=4).sentence()
+    assert line.startswith("2nd in line, needs 4 GPUs with 50 MiB each, GPUs 1, 3 free next, 0:07")
+
+
 WAIT = """
 import logging, os, sys
 logging.basicConfig(level="INFO", format="%(message)s", stream=sys.stderr)

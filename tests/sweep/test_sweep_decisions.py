@@ -51,19 +51,27 @@ def test_what_happens_to_a_job_follows_from_what_its_folder_holds(
 
 
 @pytest.mark.parametrize(
-    ("n_jobs", "jobs", "gpus", "per_gpu", "cpus", "at_once"),
+    ("n_jobs", "jobs", "gpus", "per_gpu", "per_job", "cpus", "at_once"),
     [
-        (3, 10, 8, 1, 64, 3),
-        (20, 10, 8, 1, 64, 10),
-        (None, 10, 8, 1, 64, 8),
-        (None, 10, 2, 3, 64, 6),
-        (None, 4, 8, 1, 64, 4),
-        (None, 100, 0, 1, 16, 8),
-        (None, 100, 0, 1, 1, 1),
+        (3, 10, 8, 1, 1, 64, 3),
+        (20, 10, 8, 1, 1, 64, 10),
+        (None, 10, 8, 1, 1, 64, 8),
+        (None, 10, 2, 3, 1, 64, 6),
+        (None, 4, 8, 1, 1, 64, 4),
+        (None, 10, 8, 1, 3, 64, 2),
+        (None, 10, 8, 2, 4, 64, 4),
+        (None, 10, 2, 1, 4, 64, 1),
+        (None, 100, 0, 1, 1, 16, 8),
+        (None, 100, 0, 1, 1, 1, 1),
     ],
 )
-def test_as_many_jobs_at_once_as_there_is_room_for(n_jobs, jobs, gpus, per_gpu, cpus, at_once):
-    assert jobs_at_once(n_jobs, jobs=jobs, gpus=gpus, jobs_per_gpu=per_gpu, cpus=cpus) == at_once
+def test_as_many_jobs_at_once_as_there_is_room_for(
+    n_jobs, jobs, gpus, per_gpu, per_job, cpus, at_once
+):
+    found = jobs_at_once(
+        n_jobs, jobs=jobs, gpus=gpus, jobs_per_gpu=per_gpu, gpus_per_job=per_job, cpus=cpus
+    )
+    assert found == at_once
 
 
 def row(status: str, exit_code: int):

@@ -21,7 +21,7 @@ from robust_train.gpu.reservations import Ledger, Reservation, new_record
 from robust_train.gpu.tenancy import Tenancy
 from robust_train.gpu.visible import Visible
 from robust_train.gpu.wait import GpuRequest, NoGpu, WaitStatus, wait_for_gpu
-from robust_train.types import GpuInfo
+from robust_train.types import GpuInfo, Group
 
 log = logging.getLogger("robust_train")
 
@@ -78,7 +78,7 @@ class HostQueue:
 
     def wait(
         self, request: GpuRequest, announce: Callable[[WaitStatus], None], sleep: Sleep
-    ) -> tuple[GpuInfo, ...] | NoGpu:
+    ) -> Group | NoGpu:
         """Stand in line for GPUs and reserve them; a job that comes back keeps its ticket."""
         tenancy, self._tenancy = self._tenancy, None
         try:
@@ -161,7 +161,7 @@ class HostQueue:
         request: GpuRequest,
         announce: Callable[[WaitStatus], None],
         sleep: Sleep,
-    ) -> tuple[GpuInfo, ...] | NoGpu:
+    ) -> Group | NoGpu:
         record = new_record(
             self._name, self._run_dir, request.min_bytes, self._jobs_per_device, request.count
         )

@@ -33,7 +33,7 @@ from robust_train.gpu.reservations import (
 )
 from robust_train.gpu.scheduler import Holding, Plan, Waiter, plan, why_not
 from robust_train.gpu.visible import Visible
-from robust_train.types import GpuInfo
+from robust_train.types import GpuInfo, Group
 
 _LOCK_SECONDS = 2.0
 _SETTLE_SECONDS = 5.0
@@ -58,7 +58,7 @@ class Turn:
         again_seconds: when to look again, though nothing tells; None: at the usual interval.
     """
 
-    gpus: tuple[GpuInfo, ...] = ()
+    gpus: Group = ()
     position: int = 1
     obstacles: str = ""
     frees_next: tuple[int, ...] = ()

@@ -22,7 +22,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from robust_train.gpu.select import choose_group, could_ever_fit, label, mib, needed
-from robust_train.types import GpuInfo
+from robust_train.types import GpuInfo, Group
 
 _GPUS_TOLD = 4
 _DOUBLES_EVERY_SECONDS = 300.0
@@ -91,7 +91,7 @@ class Plan:
         awaited: of as many of these as it needs, those that do not suit it yet.
     """
 
-    groups: Mapping[str, tuple[GpuInfo, ...]] = field(default_factory=dict)
+    groups: Mapping[str, Group] = field(default_factory=dict)
     head: str | None = None
     held_back: tuple[str, ...] = ()
     awaited: tuple[str, ...] = ()
@@ -248,7 +248,7 @@ class _Desk:
         self._rooms = _rooms(holdings, gpus)
         self._open = [room for room in self._rooms.values() if room.count < room.limit]
         self._find_largest()
-        self.groups: dict[str, tuple[GpuInfo, ...]] = {}
+        self.groups: dict[str, Group] = {}
         self.head: Waiter | None = None
         self.held_back: tuple[str, ...] = ()
         self.awaited: tuple[str, ...] = ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from robust_train.gpu.holders import Holder
-from robust_train.types import MIB, GpuInfo, GpuProcess
+from robust_train.types import MIB, GpuInfo, GpuProcess, Group
 
 _BUSIER_THAN_ANY_PERCENT = 101
 _PROCESSES_TOLD = 3
@@ -49,7 +49,7 @@ def select(
     return ranked[0] if ranked else None
 
 
-def choose_group(gpus: Sequence[GpuInfo], count: int) -> tuple[GpuInfo, ...]:
+def choose_group(gpus: Sequence[GpuInfo], count: int) -> Group:
     """So many of the GPUs, of one model where there are enough; none where there are too few.
 
     A group does each step together and so is as slow as its slowest GPU. Among several models it

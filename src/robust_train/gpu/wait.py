@@ -23,7 +23,7 @@ from robust_train.gpu.select import (
     rank,
 )
 from robust_train.gpu.visible import Visible
-from robust_train.types import GpuInfo
+from robust_train.types import GpuInfo, Group
 
 _TICK_SECONDS = 1.0
 
@@ -113,7 +113,7 @@ def wait_for_gpu(
     clock: Callable[[], float] = time.monotonic,
     name_holders: Callable[[Sequence[GpuInfo]], Mapping[int, Holder]] = find_holders,
     line: Line | None = None,
-) -> tuple[GpuInfo, ...] | NoGpu:
+) -> Group | NoGpu:
     """The best GPUs with enough free memory, as soon as there are as many as are asked for.
 
     Comes back at once where waiting is pointless: no GPU at all, or too few that could ever meet
@@ -163,7 +163,7 @@ class _Waiting:
             request.min_bytes, request.timeout_seconds, 0, "", count=request.count
         )
 
-    def run(self) -> tuple[GpuInfo, ...] | NoGpu:
+    def run(self) -> Group | NoGpu:
         retrying = tenacity.Retrying(
             retry=tenacity.retry_if_result(lambda found: found is None),
             stop=lambda state: self.clock() >= self.deadline,
@@ -174,9 +174,9 @@ class _Waiting:
         if self.line is not None and (pointless := _why_pointless(self.request, self.read(False))):
             return NoGpu(pointless)  # and no ticket taken
         # the loop ends with a result or with that of the callback
-        return cast("tuple[GpuInfo, ...] | NoGpu", retrying(self._look))
+        return cast("Group | NoGpu", retrying(self._look))
 
-    def _look(self) -> tuple[GpuInfo, ...] | NoGpu | None:
+    def _look(self) -> Group | NoGpu | None:
         if self.line is not None:
             return self._look_in(self.line)
         visible = self.read(False)
@@ -193,7 +193,7 @@ class _Waiting:
         )
         return None if self.request.wait else self._not_now()
 
-    def _look_in(self, line: Line) -> tuple[GpuInfo, ...] | NoGpu | None:
+    def _look_in(self, line: Line) -> Group | NoGpu | None:
         """A look out of the line. It may be early, so what is told does not count each of them."""
         turn = line.look(lambda: self.read(False), lambda gpu: _may_use(self.request, gpu))
         if turn.gpus:

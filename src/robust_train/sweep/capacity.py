@@ -9,11 +9,17 @@ from omegaconf import DictConfig, OmegaConf
 
 
 def jobs_at_once(
-    n_jobs: int | None, *, jobs: int, gpus: int, jobs_per_gpu: int = 1, cpus: int = 1
+    n_jobs: int | None,
+    *,
+    jobs: int,
+    gpus: int,
+    jobs_per_gpu: int = 1,
+    gpus_per_job: int = 1,
+    cpus: int = 1,
 ) -> int:
     """How many of a sweep's jobs run side by side.
 
-    Without ``n_jobs`` there is one for each place on a GPU: more would only stand in line behind
+    Without ``n_jobs`` as many as there are places for on GPUs: more would only stand in line behind
     their own siblings, each with torch in memory and its ``gpu_wait_timeout_minutes`` running.
     Without GPUs it is half the CPU cores, because a job on the CPU uses several.
 
@@ -22,9 +28,10 @@ def jobs_at_once(
         jobs: how many the sweep has.
         gpus: GPUs that a job may take.
         jobs_per_gpu: ``gpu_jobs_per_device``.
+        gpus_per_job: ``num_gpus``.
         cpus: cores that this process may use.
     """
-    wished = n_jobs or (gpus * jobs_per_gpu if gpus else cpus // 2)
+    wished = n_jobs or (gpus * jobs_per_gpu // gpus_per_job if gpus else cpus // 2)
     return max(1, min(wished, jobs))
 
 

@@ -156,6 +156,7 @@ class GpuQueue:
             jobs=len(self._jobs),
             gpus=0 if self._n_jobs else count_gpus(self._config),
             jobs_per_gpu=OmegaConf.select(self._config, "gpu_jobs_per_device", default=1),
+            gpus_per_job=OmegaConf.select(self._config, "num_gpus", default=1),
             cpus=count_cpus(),
         )
 

@@ -1,0 +1,142 @@
+"""Several GPUs for one job, as the launcher has them: on simulated machines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from simulated_nvml import Gpu, Machine
+
+MachineWith = Callable[..., Machine]
+
+PROGRAM = """
+import json, logging, os, sys
+from pathlib import Path
+from robust_train.config import ConfigError, complete
+from robust_train.devices import Devices, NoDevice, free_bytes
+from robust_train.execution import sleep_until_readable
+from robust_train.gpu.quarantine import read_sick
+from robust_train.gpu.queue_dir import directory_for
+from robust_train.gpu.reservations import Ledger
+from robust_train.types import Failure, FailureKind, Outcome, Room
+
+def devices(environ={}, **keys):
+    cfg = complete({"num_gpus": 2, **keys})
+    return Devices(cfg, {**os.environ, **environ}, Path("run"), sleep_until_readable)
+
+def indexes(group):
+    return [gpu.index for gpu in group]
+
+def answer(*arguments, **keys):
+    job = devices(*arguments, **keys)
+    try:
+        return indexes(job.acquire())
+    except (ConfigError, NoDevice) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        job.release()
+
+def records():
+    ledger = Ledger(directory_for(None, os.environ))
+    try:
+        return [entry.record for entry in ledger.entries()]
+    finally:
+        ledger.close()
+
+"""
+
+
+def test_a_job_takes_exchanges_and_gives_back_its_gpus_together(machine_with: MachineWith) -> None:
+    gpus = [Gpu(), Gpu(total_mib=16000, name="V100"), Gpu(free_mib=30000), Gpu(free_mib=20000)]
+    machine = machine_with(*gpus)
+    told = machine.python(
+        PROGRAM
+        + """
+seen = {}
+job = devices()
+group = job.acquire()
+seen["acquired"] = indexes(group)
+for event in ({"reserved": 10}, {"reserved": 20, "rank": 1}, {"reserved": 30, "rank": 5}):
+    job.hear({"event": "memory", **event})
+(record,) = records()
+seen["recorded"] = record.gpus == tuple(gpu.uuid for gpu in group)
+seen["taken"] = record.taken_bytes
+seen["others"] = answer(num_gpus=3, wait_for_gpu=False, allow_cpu_fallback=False)
+ecc = Failure(FailureKind.DEVICE_FAULT, "CUDA error: uncorrectable ECC error", rank=1)
+outcome = Outcome(ecc, memory={"max_allocated": 8 * 1024**3})
+after = job.ended(group, outcome, free_bytes(group))
+seen["free_after"] = [size // 1024**2 for size in after]
+ledger = Ledger(directory_for(None, os.environ))
+seen["sick"] = [sick.uuid for sick in read_sick(ledger.directory)] == [group[1].uuid]
+seen["state"] = records()[0].state.value
+offers = job.candidates()
+seen["candidates"] = indexes(offers)
+exchanged = (group[0], next(gpu for gpu in offers if gpu.index == 3))
+seen["took"] = job.take(exchanged)
+(record,) = records()
+seen["moved"] = record.gpus == tuple(gpu.uuid for gpu in exchanged)
+seen["claim"] = record.claim_bytes == int(8 * 1024**3 * 1.1) + 512 * 1024**2
+own = tuple(gpu.uuid for gpu in exchanged)
+seen["room"] = sorted(indexes(job.wait_for_room(Room(own, 15000 * 1024**2))))
+seen["to_cpu"] = job.take(())
+seen["left"] = records()
+print(json.dumps(seen))
+"""
+    )
+    others = told.pop("others")
+    assert told == {
+        "acquired": [0, 2],  # the small one is of another model
+        "recorded": True,
+        "taken": [10, 20],
+        "free_after": [40960, 30000],
+        "sick": True,
+        "state": "draining",
+        "candidates": [0, 3, 1],
+        "took": True,
+        "moved": True,
+        "claim": True,
+        "room": [0, 3],
+        "to_cpu": True,
+        "left": [],
+    }
+    assert others.startswith(
+        "NoDevice: there are no 3 GPUs that have 4000 MiB free each now: "
+        "needs 3 GPUs with 4000 MiB each, 2 could be had now; GPU 0 ("
+    )
+
+
+def test_a_group_is_bounded_by_masks_and_allocations_and_refused_in_one_line(
+    machine_with: MachineWith,
+) -> None:
+    machine = machine_with(Gpu(), Gpu(), Gpu(), Gpu(total_mib=2000))
+    told = machine.python(
+        PROGRAM
+        + """
+mask = {"CUDA_VISIBLE_DEVICES": "2,1"}
+slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_GPUS": "1,2", "CUDA_VISIBLE_DEVICES": "1,2"}
+free = {"gpu_queue": False}
+print(json.dumps({
+    "mask": sorted(answer(mask)),
+    "mask_without_queue": sorted(answer(mask, **free)),
+    "slurm": sorted(answer(slurm)),
+    "too_many": answer(num_gpus=4, allow_cpu_fallback=False),
+    "too_many_without_queue": answer(num_gpus=4, allow_cpu_fallback=False, **free),
+    "too_many_for_the_mask": answer(mask, num_gpus=3, allow_cpu_fallback=False),
+    "cpu": answer(num_gpus=4),
+    "one_gpu": answer(auto_device=False, device="cuda:1"),
+    "any": sorted(answer(auto_device=False, device="auto", num_gpus=3)),
+    "the_cpu": answer(auto_device=False, device="cpu"),
+}))
+"""
+    )
+    assert told["mask"] == told["mask_without_queue"] == told["slurm"] == [1, 2]
+    assert told["any"] == [0, 1, 2]
+    assert told["cpu"] == told["the_cpu"] == []
+    too_many = (
+        "NoDevice: num_gpus=4: only 3 GPUs here could ever give 4000 MiB; ask for fewer GPUs "
+        "(num_gpus) or less memory (min_gpu_memory_mb), and allow_cpu_fallback is false"
+    )
+    assert told["too_many"] == told["too_many_without_queue"] == too_many
+    assert told["too_many_for_the_mask"].startswith("NoDevice: num_gpus=3: only 2 GPUs here could")
+    assert told["one_gpu"].startswith("ConfigError: num_gpus=2 does not go with auto_device=false")
+    assert "device=cuda:1" in told["one_gpu"]
+    assert "CUDA_VISIBLE_DEVICES" in told["one_gpu"]
