@@ -4,7 +4,8 @@ A simulation in its own time: jobs come at random so that the machine is about f
 of GPUs with 40 GB, and run for minutes to hours; every arrival and every end is an event at which
 the scheduler is asked. The same jobs under strict first come, first served (nobody passes) are the
 comparison. Utilisation is claimed memory × time over the memory of the machine, up to the last
-arrival; the packing bound is what the jobs could use at most, were memory one pool.
+arrival; the packing bound is what the jobs could use at most, were memory one pool. Three rounds:
+one job a GPU, up to eight, and one a GPU where every fourth job needs 2, 4 or 8 GPUs at once.
 
 Run: python benchmarks/scheduler.py [--jobs 10000] [--gpus 512] [--load 1.1] [--doubles-every 300]
 """
@@ -28,25 +29,38 @@ TOTAL = 40000
 
 @dataclass(frozen=True)
 class Job:
-    """One job: when it comes, what it needs (MiB), how long it runs (seconds)."""
+    """One job: when it comes, what it needs (MiB a GPU, GPUs), how long it runs (seconds)."""
 
     number: int
     arrives: float
     need: int
     seconds: float
+    count: int = 1
+
+    @property
+    def memory(self) -> int:
+        """MiB on all its GPUs."""
+        return self.need * self.count
 
 
-def workload(jobs: int, gpus: int, load: float, per_device: int) -> list[Job]:
+def workload(
+    jobs: int, gpus: int, load: float, per_device: int, counts: Sequence[int]
+) -> list[Job]:
     rng = random.Random(7)
     sizes = (4000, 4000, 8000, 8000, 16000, 24000, 40000)
     drawn = [(rng.choice(sizes), min(rng.lognormvariate(7.5, 1.0), 36000.0)) for _ in range(jobs)]
+    many = [rng.choice(counts) if len(counts) > 1 else counts[0] for _ in range(jobs)]
+    each = [*zip(drawn, many, strict=True)]
     if per_device == 1:
-        work = sum(seconds for _, seconds in drawn) / gpus
+        work = sum(seconds * count for (_, seconds), count in each) / gpus
     else:
-        work = sum(need * seconds for need, seconds in drawn) / (gpus * TOTAL)
+        work = sum(need * seconds * count for (need, seconds), count in each) / (gpus * TOTAL)
     span = work / load
     times = sorted(rng.uniform(0, span) for _ in range(jobs))
-    return [Job(n, at, *size) for n, (at, size) in enumerate(zip(times, drawn, strict=True))]
+    return [
+        Job(n, at, *size, count)
+        for n, (at, (size, count)) in enumerate(zip(times, each, strict=True))
+    ]
 
 
 def simulate(jobs: Sequence[Job], gpus: int, per_device: int, *, passing: bool) -> dict[str, float]:
@@ -59,7 +73,7 @@ def simulate(jobs: Sequence[Job], gpus: int, per_device: int, *, passing: bool) 
     events = [(job.arrives, 0, job.number) for job in jobs]
     heapq.heapify(events)
     waiting: dict[str, Waiter] = {}
-    running: dict[str, Holding] = {}
+    running: dict[str, list[Holding]] = {}
     waits: list[float] = []
     costs: list[float] = []
     used_area = demand_area = 0.0
@@ -74,19 +88,20 @@ def simulate(jobs: Sequence[Job], gpus: int, per_device: int, *, passing: bool) 
         job = jobs[number]
         name = str(number)
         if kind == 0:
-            demand += job.need
+            demand += job.memory
             size = job.need * MIB
-            waiting[name] = Waiter(name, number, size, everywhere, per_device, now)
+            waiting[name] = Waiter(name, number, size, everywhere, per_device, now, job.count)
         else:
-            ended = running.pop(name)
-            used -= job.need
-            assert ended.gpu is not None
-            here = machine[ended.gpu]
-            machine[ended.gpu] = replace(here, free_bytes=here.free_bytes + ended.claim_bytes)
+            used -= job.memory
+            for ended in running.pop(name):
+                assert ended.gpu is not None
+                here = machine[ended.gpu]
+                machine[ended.gpu] = replace(here, free_bytes=here.free_bytes + ended.claim_bytes)
+        holdings = [holding for group in running.values() for holding in group]
         started = time.perf_counter()
-        decided = plan(waiting.values(), list(running.values()), list(machine.values()), now)
+        decided = plan(waiting.values(), holdings, list(machine.values()), now)
         costs.append(time.perf_counter() - started)
-        for granted, gpu in decided.grants.items():
+        for granted, group in decided.groups.items():
             if (
                 not passing
                 and decided.head is not None
@@ -95,15 +110,17 @@ def simulate(jobs: Sequence[Job], gpus: int, per_device: int, *, passing: bool) 
                 continue
             waiter = waiting.pop(granted)
             one = jobs[int(granted)]
-            used, demand = used + one.need, demand - one.need
-            here = machine[gpu.uuid]
-            free = here.free_bytes - waiter.need_bytes
-            assert free >= 0, "over-committed"
-            machine[gpu.uuid] = replace(here, free_bytes=free)
+            used, demand = used + one.memory, demand - one.memory
             size = waiter.need_bytes
-            running[granted] = Holding(
-                granted, gpu.uuid, size, size, per_device, now, ticket=waiter.ticket
-            )
+            assert len(group) == waiter.count
+            for gpu in group:
+                here = machine[gpu.uuid]
+                assert here.free_bytes >= size, "over-committed"
+                machine[gpu.uuid] = replace(here, free_bytes=here.free_bytes - size)
+            running[granted] = [
+                Holding(granted, gpu.uuid, size, size, per_device, now, ticket=waiter.ticket)
+                for gpu in group
+            ]
             waits.append(now - one.arrives)
             heapq.heappush(events, (now + one.seconds, 1, one.number))
     assert len(waits) == len(jobs), "somebody was never served"
@@ -130,11 +147,12 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     scheduler._DOUBLES_EVERY_SECONDS = arguments.doubles_every
-    for per_device in (1, 8):
-        jobs = workload(arguments.jobs, arguments.gpus, arguments.load, per_device)
+    for per_device, counts in ((1, (1,)), (8, (1,)), (1, (1,) * 9 + (2, 4, 8))):
+        jobs = workload(arguments.jobs, arguments.gpus, arguments.load, per_device, counts)
         ours = simulate(jobs, arguments.gpus, per_device, passing=True)
         fifo = simulate(jobs, arguments.gpus, per_device, passing=False)
-        print(f"{len(jobs)} jobs on {arguments.gpus} GPUs, up to {per_device} a GPU:")
+        most = f", of up to {max(counts)} GPUs" if max(counts) > 1 else ""
+        print(f"{len(jobs)} jobs{most} on {arguments.gpus} GPUs, up to {per_device} a GPU:")
         print(
             f"  cost of an event: mean {ours['cost_ms']:.2f} ms, longest {ours['worst_ms']:.1f} ms"
         )
