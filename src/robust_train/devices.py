@@ -65,6 +65,7 @@ class Devices:
         self._sleep = sleep
         self._on_wait = on_wait
         self._claim_bytes = cfg.min_gpu_memory_mb * MIB
+        self._others_took = 0
         self._queue = HostQueue(
             _queue_directory(cfg, environ),
             name=job_name(cfg, run_dir),
@@ -135,6 +136,8 @@ class Devices:
         taken, of_rank = event.get("reserved"), event.get("rank", 0)
         if event.get("event") == "memory" and isinstance(taken, int) and isinstance(of_rank, int):
             self._queue.report(taken, of_rank)
+            if of_rank > 0:  # of the first the outcome tells, and more exactly
+                self._others_took = max(self._others_took, taken)
 
     def ended(self, group: Group, outcome: Outcome, free_before: FreeBytes) -> FreeBytes:
         """Note that an attempt's processes are gone, and let its memory come back if it failed.
@@ -143,7 +146,8 @@ class Devices:
             Bytes that are free on each of its GPUs after that; empty where it did not fail.
         """
         shown = outcome.memory or {}
-        peak = max(shown.get("max_allocated", 0), shown.get("reserved", 0))
+        peak = max(shown.get("max_allocated", 0), shown.get("reserved", 0), self._others_took)
+        self._others_took = 0
         if peak:
             least = self._cfg.min_gpu_memory_mb * MIB
             self._claim_bytes = max(least, footprint(peak))

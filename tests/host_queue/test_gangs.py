@@ -70,12 +70,19 @@ def test_small_jobs_take_only_gpus_that_are_not_kept_for_a_large_one() -> None:
 def test_a_job_that_could_only_have_some_of_the_gpus_is_in_nobodys_way() -> None:
     """No GPU is kept for it while no end of a job could give it enough: others go on."""
     gpus = [gpu(A), gpu(B), gpu(C, unusable="it has to be reset")]
-    line = [job(1, 3), job(2, 1), job(3, 1)]
-    assert set(uuids(plan(line, [], gpus))) == {"job2", "job3"}
+    line = [replace(job(n, count), only=frozenset({A, B, C})) for n, count in enumerate((3, 1, 1))]
+    assert set(uuids(plan(line, [], gpus))) == {"job1", "job2"}
     well = [gpu(uuid) for uuid in (A, B, C)]
     assert set(uuids(plan(line, [held(C)], well))) == set()
     owned = gpu(C, compute_mode="exclusive_process", unusable="pid 7 owns it")
     assert set(uuids(plan(line, [], [gpu(A), gpu(B), owned]))) == set()
+
+
+def test_gpus_are_kept_for_a_job_that_may_use_others_which_only_its_container_sees() -> None:
+    small = replace(job(2, 1), only=frozenset({A, B}))
+    seen = [gpu(A), gpu(B)]
+    assert not plan([replace(job(1, 3), only=frozenset({A, B, C})), small], [], seen).groups
+    assert plan([replace(job(1, 3), only=frozenset({A, B})), small], [], seen).groups
 
 
 def test_gpus_of_one_model_are_taken_where_there_are_enough() -> None:

@@ -6,7 +6,10 @@ Every interval is 600 s unless said otherwise: whoever goes on earlier than that
 from __future__ import annotations
 
 import os
+import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -218,6 +221,18 @@ def test_two_jobs_that_want_every_gpu_go_one_after_the_other(host_with: HostWith
     small.waits_at(2)
     records = [decode(path.read_bytes()) for path in host.job_files()]
     assert [record and set(record.gpus) for record in records] == [every, set(), set()]
+    table = subprocess.run(
+        [sys.executable, "-m", "robust_train.cli.main", "queue"],
+        env=host.machine.environment(),
+        capture_output=True,
+        text=True,
+    )
+    rows = [re.split(r"  +", row.strip()) for row in table.stdout.splitlines()[1:]]
+    assert [row[1:4] + row[5:7] for row in rows] == [
+        ["-", "running", "test", "3 × 4000", "GPU 0, 1, 2"],
+        ["1", "waiting", "test", "3 × 4000", "-"],
+        ["2", "waiting", "test", "4000", "-"],
+    ], table.stdout
     first.end()
     assert set(second.wait_for("granted")["gpus"]) == every
     assert small.heard("granted") is None

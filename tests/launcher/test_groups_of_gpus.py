@@ -55,7 +55,7 @@ seen = {}
 job = devices()
 group = job.acquire()
 seen["acquired"] = indexes(group)
-for event in ({"reserved": 10}, {"reserved": 20, "rank": 1}, {"reserved": 30, "rank": 5}):
+for event in ({"reserved": 10}, {"reserved": 9 * 1024**3, "rank": 1}, {"reserved": 1, "rank": 5}):
     job.hear({"event": "memory", **event})
 (record,) = records()
 seen["recorded"] = record.gpus == tuple(gpu.uuid for gpu in group)
@@ -74,7 +74,7 @@ exchanged = (group[0], next(gpu for gpu in offers if gpu.index == 3))
 seen["took"] = job.take(exchanged)
 (record,) = records()
 seen["moved"] = record.gpus == tuple(gpu.uuid for gpu in exchanged)
-seen["claim"] = record.claim_bytes == int(8 * 1024**3 * 1.1) + 512 * 1024**2
+seen["claim"] = record.claim_bytes == int(9 * 1024**3 * 1.1) + 512 * 1024**2
 own = tuple(gpu.uuid for gpu in exchanged)
 seen["room"] = sorted(indexes(job.wait_for_room(Room(own, 15000 * 1024**2))))
 seen["to_cpu"] = job.take(())
@@ -86,7 +86,7 @@ print(json.dumps(seen))
     assert told == {
         "acquired": [0, 2],  # the small one is of another model
         "recorded": True,
-        "taken": [10, 20],
+        "taken": [10, 9 * 1024**3],
         "free_after": [40960, 30000],
         "sick": True,
         "state": "draining",

@@ -315,10 +315,11 @@ class Line:
     ) -> Turn:
         mine = set(me.only)
         alone = ahead == 0 and not any(h.gpu is None or h.gpu in mine for h in holdings)
+        frees = (gpu.index for gpu in self._seen if gpu.uuid in decided.awaited)
         return Turn(
             position=ahead + 1,
             obstacles=why_not(as_waiter(me), holdings, self._seen, decided),
-            frees_next=tuple(gpu.index for gpu in self._seen if gpu.uuid in decided.awaited),
+            frees_next=tuple(dict.fromkeys(frees)),  # slices of a GPU have its number
             strangers_only=alone,
         )
 

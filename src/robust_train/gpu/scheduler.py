@@ -303,14 +303,16 @@ class _Desk:
     def _hold_back(self, waiter: Waiter) -> tuple[str, ...]:
         """As many as it needs at first, twice as many every five minutes, in the end all.
 
-        None while too few are well: then others may as well use those that are.
+        None while too few are well: then others may as well use those that are. GPUs that this
+        process cannot see may be well.
         """
         possible = [
             room
             for room in self._rooms.values()
             if room.gpu.uuid in waiter.only and could_ever_fit(room.gpu, waiter.need_bytes)
         ]
-        if sum(not room.is_sick() for room in possible) < waiter.count:
+        unseen = len(waiter.only - self._rooms.keys())
+        if sum(not room.is_sick() for room in possible) + unseen < waiter.count:
             return ()
         doublings = max(self._now - waiter.queued_at, 0.0) / _DOUBLES_EVERY_SECONDS
         count = waiter.count << min(int(doublings), 20)
