@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 
 def what_it_was_given(cfg):
@@ -343,3 +344,15 @@ def tells_its_memory(cfg, run):
         time.sleep(0.01)
     if run.attempt == 1:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+def tells_what_it_holds(cfg, run):
+    """One of several ranks: tells of its GPU's memory, waits to be told, says what all saw."""
+    dist.init_process_group("gloo")
+    run.record("memory", {"reserved": (run.rank + 1) * 1024**3})
+    while not Path(os.environ["GO_FILE"]).exists():
+        time.sleep(0.01)
+    seen = [None] * run.world_size
+    dist.all_gather_object(seen, (cfg.device, os.environ["CUDA_VISIBLE_DEVICES"]))
+    dist.destroy_process_group()
+    return seen

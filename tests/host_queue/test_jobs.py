@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hosts import Member
 
 from robust_train.gpu.queue_dir import boot_name
 from robust_train.gpu.reservations import Ledger
@@ -311,6 +312,35 @@ def test_jobs_started_together_share_out_the_gpus_though_one_launcher_is_killed(
             ended = world.end(process)
             assert ended.returncode == 0, ended.output
     assert host.jobs() == []
+
+
+def test_a_job_of_two_gpus_holds_both_and_hands_them_over_when_it_ends(
+    shared: Callable[..., Shared],
+):
+    host = shared(Gpu(uuid=A, total_mib=24000), Gpu(uuid=B, total_mib=24000, free_mib=20000), Gpu())
+    world = host.world("first")
+    go = world.folder / "go"
+    world.environ |= {"GO_FILE": str(go), "CUDA_VISIBLE_DEVICES": f"{A},{B}"}
+    process = world.start("trainer._target_=trainers.tells_what_it_holds", "num_gpus=2", NEVER)
+
+    def taken() -> list[tuple[str, int | None]]:
+        return [(gpu["uuid"], gpu["taken_bytes"]) for job in host.jobs() for gpu in job["gpus"]]
+
+    wait_until(lambda: taken() == [(A, 1024**3), (B, 2 * 1024**3)], "each rank's memory is known")
+    waiting = Member(host.machine, "20000", "count=3")
+    try:
+        waiting.waits_at(1)
+        sentence = waiting.wait_for("waiting")["sentence"]
+        assert sentence.startswith("1st in line, needs 3 GPUs with 20000 MiB each, GPUs 0, 1 free")
+        go.touch()
+        ended = world.end(process)
+        assert ended.returncode == 0, ended.output
+        assert ended.summary["result"] == [[f"cuda:{rank}", f"{A},{B}"] for rank in range(2)]
+        assert len(waiting.wait_for("granted")["gpus"]) == 3
+    finally:
+        waiting.kill()
+        waiting.kill_children()
+    assert f"using GPU 0 (NVIDIA A100-SXM4-40GB, {A}), GPU 1 (" in ended.output
 
 
 def test_a_reservation_follows_what_the_attempts_show(shared: Callable[..., Shared]):
