@@ -98,7 +98,7 @@ def test_a_job_that_is_given_a_part_of_its_gpus_or_one_twice_is_found() -> None:
 
 
 def three() -> Story:
-    """1 has A, and 2 waits for two GPUs of three; then 3, 4 and 5 come, in this order."""
+    """1 has A, 6 has B, and 2 waits for two of three GPUs; then 3 and 4 come, in this order."""
     story = Story(gpus=(A, B, C)).enters(1, 1, 30000).runs(1.1, 20, 1, A)
     story.enters(1.2, 6, 30000).runs(1.3, 20, 6, B).enters(2, 2, 30000, 2)
     return story.enters(3, 3, 30000).enters(4, 4, 4000, 2)

@@ -282,6 +282,8 @@ class _Desk:
 
     def _choose(self, waiter: Waiter) -> Sequence[_Room]:
         """All the GPUs that it needs, or none."""
+        if len(self._open) < waiter.count:
+            return ()
         found = self.suitable(waiter)
         if waiter.count == 1:
             return found[:1]
