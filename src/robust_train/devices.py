@@ -17,7 +17,7 @@ from robust_train.gpu.host_queue import HostQueue, Sleep
 from robust_train.gpu.inventory import ask_health_again, read_inventory
 from robust_train.gpu.live_line import LiveLine
 from robust_train.gpu.queue_dir import directory_for
-from robust_train.gpu.select import rank
+from robust_train.gpu.select import can_be_one_of, rank
 from robust_train.gpu.visible import Visible, visible_gpus
 from robust_train.gpu.wait import GpuRequest, NoGpu, WaitStatus, wait_for_gpu
 from robust_train.types import MIB, FailureKind, GpuInfo, Group, Outcome, Room
@@ -121,7 +121,9 @@ class Devices:
 
     def candidates(self) -> tuple[GpuInfo, ...]:
         """The GPUs that could be taken right now, best first; ``free_bytes`` as usable."""
-        return tuple(rank(self._queue.open_gpus(), self._cfg.min_gpu_memory_mb * MIB))
+        cfg = self._cfg
+        offers = [gpu for gpu in self._queue.open_gpus() if can_be_one_of(gpu, cfg.num_gpus)]
+        return tuple(rank(offers, cfg.min_gpu_memory_mb * MIB))
 
     def take(self, group: Group) -> bool:
         """Reserve the next attempt's GPUs in place of the last one's.

@@ -204,6 +204,18 @@ def test_several_gpus_are_found_together_and_waited_for_in_one_sentence() -> Non
     assert line.startswith("2nd in line, needs 4 GPUs with 50 MiB each, GPUs 1, 3 free next, 0:07")
 
 
+def test_slices_of_a_gpu_are_nothing_for_a_job_of_several() -> None:
+    """CUDA shows one of them to a process, and no whole GPU beside it."""
+    slices = [replace(FREE, uuid=f"MIG-{n}", parent_uuid=FREE.uuid) for n in range(2)]
+    assert always(*slices).wait(REQUEST) == (slices[0],)
+    refused = always(*slices).wait(replace(REQUEST, count=2))
+    assert isinstance(refused, NoGpu)
+    assert refused.reason.startswith("num_gpus=2: the GPUs here are MIG slices")
+    beside = always(*slices, FREE).wait(replace(REQUEST, count=2))
+    assert isinstance(beside, NoGpu)
+    assert beside.reason.startswith("num_gpus=2: only 1 GPU here could ever give 50 MiB; ")
+
+
 WAIT = """
 import logging, os, sys
 logging.basicConfig(level="INFO", format="%(message)s", stream=sys.stderr)

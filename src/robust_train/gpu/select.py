@@ -68,6 +68,11 @@ def choose_group(gpus: Sequence[GpuInfo], count: int) -> Group:
     return tuple(gpus[:count]) if len(gpus) >= count else ()
 
 
+def can_be_one_of(gpu: GpuInfo, count: int) -> bool:
+    """Whether a job of so many GPUs can have it: CUDA shows one MIG slice alone to a process."""
+    return count == 1 or gpu.parent_uuid is None
+
+
 def could_ever_fit(gpu: GpuInfo, min_bytes: int) -> bool:
     """Whether waiting for this GPU makes sense: large enough, readable, and open to computing."""
     return gpu.compute_mode != "prohibited" and 0 < gpu.total_bytes >= min_bytes

@@ -13,6 +13,7 @@ import tenacity
 from robust_train.gpu.holders import Holder, find_holders
 from robust_train.gpu.line import Line, Turn
 from robust_train.gpu.select import (
+    can_be_one_of,
     choose_group,
     could_ever_fit,
     label,
@@ -261,7 +262,8 @@ def _candidates(request: GpuRequest, visible: Visible) -> list[GpuInfo]:
 
 
 def _may_use(request: GpuRequest, gpu: GpuInfo) -> bool:
-    return gpu.uuid not in request.exclude and (request.only is None or gpu.uuid in request.only)
+    is_named = request.only is None or gpu.uuid in request.only
+    return is_named and gpu.uuid not in request.exclude and can_be_one_of(gpu, request.count)
 
 
 def _why_pointless(request: GpuRequest, visible: Visible) -> str | None:
@@ -271,6 +273,11 @@ def _why_pointless(request: GpuRequest, visible: Visible) -> str | None:
     gpus = _candidates(request, visible)
     if not gpus:
         if visible.gpus:
+            if not any(can_be_one_of(gpu, request.count) for gpu in visible.gpus):
+                return (
+                    f"num_gpus={request.count}: the GPUs here are MIG slices, of which a program "
+                    "sees only one; use num_gpus=1"
+                )
             if request.only is not None:
                 return (
                     f"{', '.join(sorted(request.only))} is not among the GPUs that may be used here"
