@@ -76,13 +76,15 @@ def simulate(jobs: Sequence[Job], gpus: int, per_device: int, *, passing: bool) 
     running: dict[str, list[Holding]] = {}
     waits: list[float] = []
     costs: list[float] = []
-    used_area = demand_area = 0.0
+    used_area = demand_area = busy_area = 0.0
     used = demand = 0
+    jobs_on = dict.fromkeys(machine, 0)
     before, last_arrival = 0.0, jobs[-1].arrives
     while events:
         now, kind, number = heapq.heappop(events)
         if now <= last_arrival:
             used_area += used * (now - before)
+            busy_area += sum(map(bool, jobs_on.values())) * (now - before)
             demand_area += min(used + demand, gpus * TOTAL) * (now - before)
             before = now
         job = jobs[number]
@@ -97,6 +99,7 @@ def simulate(jobs: Sequence[Job], gpus: int, per_device: int, *, passing: bool) 
                 assert ended.gpu is not None
                 here = machine[ended.gpu]
                 machine[ended.gpu] = replace(here, free_bytes=here.free_bytes + ended.claim_bytes)
+                jobs_on[ended.gpu] -= 1
         holdings = [holding for group in running.values() for holding in group]
         started = time.perf_counter()
         decided = plan(waiting.values(), holdings, list(machine.values()), now)
@@ -117,6 +120,7 @@ def simulate(jobs: Sequence[Job], gpus: int, per_device: int, *, passing: bool) 
                 here = machine[gpu.uuid]
                 assert here.free_bytes >= size, "over-committed"
                 machine[gpu.uuid] = replace(here, free_bytes=here.free_bytes - size)
+                jobs_on[gpu.uuid] += 1
             running[granted] = [
                 Holding(granted, gpu.uuid, size, size, per_device, now, ticket=waiter.ticket)
                 for gpu in group
@@ -127,6 +131,7 @@ def simulate(jobs: Sequence[Job], gpus: int, per_device: int, *, passing: bool) 
     return {
         "cost_ms": statistics.mean(costs) * 1000,
         "worst_ms": max(costs) * 1000,
+        "busy": busy_area / (gpus * last_arrival),
         "utilisation": used_area / (gpus * TOTAL * last_arrival),
         "bound": demand_area / (gpus * TOTAL * last_arrival),
         "mean_wait": statistics.mean(waits),
@@ -158,7 +163,8 @@ def main() -> None:
         )
         print(
             f"  memory in use: {ours['utilisation']:.1%} of the machine, "
-            f"bound {ours['bound']:.1%}, strict order {fifo['utilisation']:.1%}"
+            f"bound {ours['bound']:.1%}, strict order {fifo['utilisation']:.1%}; "
+            f"GPUs in use: {ours['busy']:.1%}"
         )
         print(
             f"  mean wait ÷ strict order's: {_ratio(ours['mean_wait'], fifo['mean_wait'])}; "
