@@ -23,7 +23,7 @@ MARGIN = 0.05
 _FIRST = 4
 _FARTHEST = 64  # times as many samples as the first probe had: so far may one point lead
 _NOISE_BYTES = 4 * MIB  # libraries' own small allocations, beside which activations do not show
-_BEYOND = 1.1  # of the limit: what a size is taken to need in which memory ran out
+_BEYOND = 1.05  # of the limit: what a size is taken to need in which memory ran out
 
 
 @dataclass(frozen=True)
