@@ -1,9 +1,9 @@
 """Which micro-batches to try for ``training.batch_size=auto``: pure, from what earlier probes told.
 
 Memory is near-affine in the micro-batch: ``peak = a + b × samples``, where ``a`` holds weights,
-gradients and workspaces and ``b`` one sample's activations. A first small probe gives an upper bound
-on ``b``, which leads to a size that fits for certain; the line through these two leads to the
-largest; that one is measured too. All sizes are samples, all memory is bytes.
+gradients and workspaces and ``b`` one sample's activations. A first small probe gives an upper
+bound on ``b``, which leads to a size that fits for certain; the line through these two leads to
+the largest; that one is measured too. All sizes are samples, all memory is bytes.
 """
 
 from __future__ import annotations

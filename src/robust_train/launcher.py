@@ -17,6 +17,9 @@ import tenacity
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from robust_train import devices
+from robust_train.batch_config import settle_batch_size
+from robust_train.batch_search import BatchSearch
+from robust_train.batch_sizes import BatchSizes
 from robust_train.config import ConfigError, complete, validate
 from robust_train.devices import NoDevice
 from robust_train.execution import Executor
@@ -115,16 +118,20 @@ class Job:
     def __init__(
         self, trainer: Trainer | None, cfg: DictConfig, run_dir: str | Path | None = None
     ) -> None:
+        self.cfg = cfg = cfg.copy()
+        is_auto = settle_batch_size(cfg)
         validate(cfg)
-        self.cfg = cfg.copy()
         self.trainer = trainer or target_of(cfg)
-        self.settings = policy_settings(cfg)
+        self.settings = policy_settings(cfg, finds_batch_size=is_auto)
         self.run_dir = run_folder(run_dir)
         self.earlier = read_earlier(self.run_dir / "journal.jsonl")
         self.journal = Journal(self.run_dir / "journal.jsonl")
         self.signals = SignalWatch()
         name = devices.job_name(cfg, self.run_dir)
         self.control = JobControl(name, self.run_dir, self.signals, os.environ)
+        self.batch_sizes = BatchSizes(
+            cfg, self.settings, self.trainer, self.earlier.found, self.journal.write
+        )
         self.records: list[AttemptRecord] = []
         self.checkpoint: Path | None = self.earlier.checkpoint if cfg.resume else None
         self.wait_seconds = 0.0
@@ -276,7 +283,8 @@ class Job:
 
     def _attempt(self, executor: Executor, spec: AttemptSpec) -> AttemptRecord:
         number = self._number()
-        narration.announce(number, spec)
+        spec, search = self.batch_sizes.begin(spec)
+        narration.announce(number, spec, is_searched=search is not None)
         given = narration.spec_fields(spec)
         self.journal.write(
             "attempt_started",
@@ -286,7 +294,7 @@ class Job:
             resume_checkpoint=None if self.checkpoint is None else str(self.checkpoint),
         )
         free_before = devices.free_bytes(spec.gpu)
-        request, hold = self._request(number, spec), self.devices.hold
+        request, hold = self._request(number, spec, search), self.devices.hold
         with self.control.attempt(number, given) as channel:
             outcome = executor.run(request, self._on_event, hold=hold, channel=channel)
         # in this process its memory does not come back
@@ -296,7 +304,7 @@ class Job:
             outcome = replace(
                 outcome, gpu_free_before_bytes=free_before, gpu_free_after_bytes=free_after
             )
-        attempt = Attempt(spec, outcome)
+        attempt = Attempt(*self.batch_sizes.end(spec, outcome))
         decision = self._decide(attempt)
         record = AttemptRecord(attempt, decision, attempt_stability(self.run_dir, number))
         self.records.append(record)
@@ -325,7 +333,9 @@ class Job:
             return replace(decision, reason=failure.message)
         return decision
 
-    def _request(self, number: int, spec: AttemptSpec) -> AttemptRequest:
+    def _request(
+        self, number: int, spec: AttemptSpec, search: BatchSearch | None
+    ) -> AttemptRequest:
         inline = self.cfg.isolation == "none"
         cfg = self.cfg.copy()
         with open_dict(cfg):
@@ -347,6 +357,7 @@ class Job:
             ),
             cwd=os.getcwd(),
             stall_timeout_seconds=60 * self.cfg.stall_timeout_minutes,
+            batch_search=search,
         )
 
     def _number(self) -> int:
@@ -357,6 +368,7 @@ class Job:
         fields = {key: value for key, value in event.items() if key != "event"}
         self.journal.write(event["event"], attempt=self._number(), **fields)
         self.devices.hear(event)
+        self.batch_sizes.hear(event)
         self.control.note(event)
         if event["event"] == "checkpoint":
             self.checkpoint = Path(event["path"])

@@ -195,6 +195,8 @@ class Outcome:
         micro_batch: the one in use at the end where the trainer itself had changed it, else None.
         gpu_free_before_bytes: free memory of the GPU before the attempt; None where not known.
         gpu_free_after_bytes: the same when the attempt's process was gone.
+        batch_search: what probes before training have found (the event ``batch_size_found``), None
+            without any.
         stopped_for: what it was asked to stop for, so that another attempt can go on; else None.
         traceback: the trainer's own traceback as text, None where there is none.
         error: the exception itself where it could be carried over, else None.
@@ -211,6 +213,7 @@ class Outcome:
     micro_batch: int | None = None
     gpu_free_before_bytes: int | None = None
     gpu_free_after_bytes: int | None = None
+    batch_search: dict[str, Any] | None = None
     stopped_for: str | None = None
     traceback: str | None = None
     error: BaseException | None = field(default=None, compare=False)

@@ -14,6 +14,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from robust_train.batch_search import BatchSearch
 from robust_train.config import ConfigError
 from robust_train.memory.steering import AttemptMemory
 from robust_train.run import MicroBatchPlan, Run
@@ -140,6 +141,7 @@ class AttemptRequest:
         environ: the whole environment of the attempt's process.
         cwd: its working directory.
         stall_timeout_seconds: without progress for so long it is ended; 0 for never.
+        batch_search: the micro-batch is to be found before training.
     """
 
     trainer: TrainerRef
@@ -151,6 +153,7 @@ class AttemptRequest:
     environ: dict[str, str]
     cwd: str
     stall_timeout_seconds: float = 0.0
+    batch_search: BatchSearch | None = None
 
     @property
     def stacks_file(self) -> Path:

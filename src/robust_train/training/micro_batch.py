@@ -25,18 +25,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from robust_train.batch_search import BatchSearch
 from robust_train.failures import classify_failure
 from robust_train.memory.cleanup import clear_frames, return_memory
 from robust_train.training import splitting
+from robust_train.training.micro_batch_record import (
+    NO_WEIGHT,
+    NOT_ENTERED,
+    Record,
+    tell_changed,
+    tell_exhausted,
+    tell_found,
+    tell_repeated,
+)
 from robust_train.training.micro_batch_size import MicroBatchSize
+from robust_train.training.probing import probe_parts
 from robust_train.training.rewind import Models, StepStart, Watch, cut_graphs, sequence_number
 from robust_train.training.rng import GeneratorStates
-from robust_train.types import GIB, MEMORY_FAILURES, Failure
+from robust_train.types import MEMORY_FAILURES, Failure
 
 log = logging.getLogger("robust_train")
-
-Record = Callable[[str, Mapping[str, Any]], None]
-"""Takes an event's name and its fields, as :meth:`robust_train.run.Run.record` does."""
 
 
 class MicroBatcher:
@@ -51,6 +59,8 @@ class MicroBatcher:
         record: told of every change of the size.
         step: says which optimizer step this is, from 1; by default steps are counted here.
         on_oom: gets the error of a part in which memory ran out, before anything is let go of.
+        search: find the largest size that fits in the first step; the loop's body is then run on
+            parts of the batch that are only measured, four at most.
 
     Raises:
         ValueError: a size is below 1.
@@ -66,6 +76,7 @@ class MicroBatcher:
         record: Record | None = None,
         step: Callable[[], int] | None = None,
         on_oom: Callable[[BaseException], None] | None = None,
+        search: BatchSearch | None = None,
     ) -> None:
         sizes = {"batch_size": batch_size or 1, "min_batch_size": min_batch_size}
         for name, value in sizes.items():
@@ -83,6 +94,7 @@ class MicroBatcher:
         self._record = record or (lambda event, fields: None)
         self._step = step
         self._on_oom = on_oom
+        self._search = search
         self._steps_begun = 0
         self._watch = Watch()
 
@@ -128,7 +140,7 @@ class MicroBatcher:
         changed = self._training.shrink()
         if changed:
             self._other.shrink()
-            self._tell_changed(self._step_number(begins=False), *changed, reason)
+            tell_changed(self._record, self._step_number(begins=False), *changed, reason)
         return changed
 
     def state(self) -> dict[str, Any]:
@@ -140,10 +152,16 @@ class MicroBatcher:
         self._training.restore(state["training"])
         self._other.restore(state["other"])
 
-    def _tell_changed(self, step: int, before: int, after: int, reason: str) -> None:
-        log.info("step %d: micro-batch %d → %d: %s", step, before, after, reason)
-        fields = {"step": step, "training": True, "from": before, "to": after, "reason": reason}
-        self._record("micro_batch_changed", fields)
+    def _probe(self, batches: MicroBatches, start: StepStart) -> Iterator[MicroBatch]:
+        """Before the first step: the parts by which the size is found, where one is to be."""
+        search, self._search = self._search, None
+        found = None if search is None else (yield from probe_parts(search, batches, start))
+        if search is None or found is None:
+            return
+        if found.batch_size is not None:
+            self._training.begin_at(found.batch_size)
+            self._other.begin_at(found.batch_size)
+        tell_found(self._record, search, found)
 
     def _step_number(self, *, begins: bool) -> int:
         self._steps_begun += begins
@@ -189,9 +207,18 @@ class MicroBatches:
         self._number = self._batcher._step_number(begins=self._is_training)
         return self._training() if self._is_training else self._once_each()
 
+    def probe(self, size: int) -> MicroBatch:
+        """The first ``size`` samples as a part that is only measured."""
+        return MicroBatch(self, *self._parts.part(0, size), 0, size, is_probe=True)
+
+    def forget(self) -> None:
+        """Drop what the parts so far have left: losses, and what was kept."""
+        self.kept, self._loss = [], None
+
     def _training(self) -> Iterator[MicroBatch]:
         self._start = start = self._batcher._watch.begin(self._model)
         try:
+            yield from self._batcher._probe(self, start)
             waiting = self._bounds(0)
             while waiting:
                 micro = self._next(waiting)
@@ -200,7 +227,7 @@ class MicroBatches:
                 if micro._failure is not None:
                     self._recover(micro)
                     start.rewind()
-                    self.kept, self._loss = [], None
+                    self.forget()
                     waiting = self._bounds(0)
             start.end(is_complete=True)
         finally:
@@ -209,7 +236,7 @@ class MicroBatches:
         grown = self._size.step_done()
         if grown is not None:
             reason = "memory has sufficed for long enough to try the larger size again"
-            self._batcher._tell_changed(self._number, *grown, reason)
+            tell_changed(self._batcher._record, self._number, *grown, reason)
 
     def _once_each(self) -> Iterator[MicroBatch]:
         waiting = self._bounds(0)
@@ -237,27 +264,23 @@ class MicroBatches:
         failure, before = failed._failure, failed._size
         assert failure is not None
         self.repeats += 1
-        cut_graphs(failed._since)
+        cut_graphs(failed.since)
         return_memory(thorough=self.repeats > 1)
         after = self._size.current
-        self._tell("micro_batch_changed", failure, before, to=after)
-        requested = failure.evidence.requested_bytes
-        log.warning(
-            "step %d: out of memory (%s)%s: micro-batch %d → %s, %s",
-            self._number,
-            failure.kind.value,
-            "" if requested is None else f" asking for {requested / GIB:.2f} GiB",
-            before,
-            after,
-            "the step is repeated" if self._is_training else "the part is repeated",
-        )
+        step = self._number, self._is_training
+        tell_repeated(self._batcher._record, *step, failure, before, after)
 
     def _take(self, micro: MicroBatch, error: Exception) -> bool:
         """Whether the failure of ``micro`` is one to repeat the step for; else put all in order."""
         failure = classify_failure(error)
         if failure.kind not in MEMORY_FAILURES:
+            if micro.is_probe and self._start is not None:
+                self._start.rewind()
             self._leave()
             return False
+        if micro.is_probe:
+            clear_frames(error)
+            return True
         used = self._size.for_batch(self.samples)
         if not self._is_training:
             used = min(used, len(micro))
@@ -277,33 +300,12 @@ class MicroBatches:
         if self._start is not None:
             self._start.rewind()
         self._leave()
-        tried = ", ".join(map(str, self._size.tried))
-        note = f"step {self._number}: memory ran out at every micro-batch tried ({tried})"
-        log.error("%s", note)
-        if hasattr(error, "add_note"):
-            error.add_note(note)
-        self._tell("micro_batch_exhausted", failure, used, tried=list(self._size.tried))
+        step = self._number, self._is_training
+        tell_exhausted(self._batcher._record, *step, failure, used, self._size.tried, error)
 
     def _leave(self) -> None:
         if self._start is not None:
             self._start.end()
-
-    def _tell(self, event: str, failure: Failure, before: int, **more: Any) -> None:
-        evidence = failure.evidence
-        self._batcher._record(
-            event,
-            {
-                "step": self._number,
-                "training": self._is_training,
-                "from": before,
-                "reason": failure.message,
-                "kind": failure.kind.value,
-                "requested_bytes": evidence.requested_bytes,
-                "allocated_bytes": evidence.allocated_bytes,
-                "free_bytes": evidence.free_bytes,
-                **more,
-            },
-        )
 
 
 class MicroBatch:
@@ -314,22 +316,32 @@ class MicroBatch:
         start: of the first sample in the batch.
         stop: of the sample after the last one.
         done: the body went through; False after memory ran out in it.
+        is_probe: it is only measured, and nothing of it is left afterwards.
+        since: autograd's number when the body began.
     """
 
     def __init__(
-        self, batches: MicroBatches, data: Any, weight: float, start: int, stop: int
+        self,
+        batches: MicroBatches,
+        data: Any,
+        weight: float,
+        start: int,
+        stop: int,
+        *,
+        is_probe: bool = False,
     ) -> None:
         self.data = data
         self.start = start
         self.stop = stop
         self.done = False
+        self.is_probe = is_probe
         self._batches = batches
         self._weight = weight
         self._is_weighted = False
         self._loss: Tensor | None = None
         self._kept: list[Any] = []
         self._entered = False
-        self._since: int | None = None
+        self.since: int | None = None
         self._failure: Failure | None = None
         self._size = stop - start
 
@@ -364,7 +376,7 @@ class MicroBatch:
 
     def __enter__(self) -> MicroBatch:
         self._entered = True
-        self._since = sequence_number()
+        self.since = sequence_number()
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, frames: Any) -> bool:
@@ -386,18 +398,15 @@ class MicroBatch:
 
     def _check_weighted(self) -> None:
         """The first part tells whether the loop weights its losses; a wrong one must not go on."""
+        # a probe's gradients were made for it
+        if self._is_weighted or self.start or self.is_probe:
+            return
         start = self._batches._start
-        if self._is_weighted or self.start or start is None or not start.has_gradients():
+        if start is None or not start.has_gradients():
             return
         self._batches._leave()
-        raise RuntimeError(
-            "a backward pass without weight: the gradients of several micro-batches would add up "
-            "wrongly; use micro.backward(loss), or multiply the loss by micro.weight"
-        )
+        raise RuntimeError(NO_WEIGHT)
 
     def _must_have_been_used(self) -> None:
         if not self._entered:
-            raise RuntimeError(
-                "a micro-batch was not used as a context manager; write `with micro:` around the "
-                "loop's body, so that running out of memory can be repaired"
-            )
+            raise RuntimeError(NOT_ENTERED)

@@ -19,7 +19,13 @@ from torch import Tensor
 
 from robust_train.failures import classify_failure
 from robust_train.run import Interrupted, MicroBatchPlan, Run, UserError
-from robust_train.training.batches import BatchPlan, Loading, StepSamples, in_order
+from robust_train.training.batches import (
+    BatchPlan,
+    Loading,
+    StepSamples,
+    in_order,
+    read_in_parts,
+)
 from robust_train.training.checkpoint import (
     CheckpointError,
     CheckpointFolder,
@@ -120,10 +126,14 @@ class Training:
         self.train_set = ImageDataset(
             splits.train, built.images, augment=cfg.dataset.augment, seed=cfg.training.seed
         )
+        micro_batch = cfg.training.batch_size
+        accumulation = cfg.training.gradient_accumulation_steps
+        if run.batch_search is not None:
+            micro_batch, accumulation = read_in_parts(micro_batch * accumulation)
         self.plan = BatchPlan(
             num_samples=len(self.train_set),
-            micro_batch=cfg.training.batch_size,
-            accumulation_steps=cfg.training.gradient_accumulation_steps,
+            micro_batch=micro_batch,
+            accumulation_steps=accumulation,
             seed=cfg.training.seed,
         )
         self.loading = Loading(cfg.training.num_workers, cfg.training.prefetch_factor, device)
@@ -254,7 +264,7 @@ class Training:
 
     def _evaluate(self, source: ImageSource) -> Score:
         dataset = ImageDataset(source, self.images)
-        chunks = in_order(len(dataset), self.cfg.training.batch_size)
+        chunks = in_order(len(dataset), self.plan.micro_batch)
         score = evaluate(
             self.state.model,
             self.loading.batches(dataset, chunks, epoch=0),
