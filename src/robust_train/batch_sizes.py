@@ -188,7 +188,8 @@ class BatchSizes:
             larger = [size for size in self._sizes if size > spec.batch_size]
             ran_out, predicted = (larger[0] if larger else None), True
         fitted = None
-        if kind not in MEMORY_FAILURES and (outcome.end_step or 0) > outcome.start_step:
+        has_trained = kind is None or (outcome.end_step or 0) > outcome.start_step
+        if kind not in MEMORY_FAILURES and has_trained:
             fitted = Fact(used, now, room, outcome.peak_memory_bytes)
         too_large = None if ran_out is None else Fact(ran_out, now, room, predicted=predicted)
         return fitted, too_large
