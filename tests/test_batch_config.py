@@ -1,4 +1,4 @@
-"""What ``training.batch_size``, ``gradient_accumulation_steps`` and ``effective_batch_size`` ask for."""
+"""What ``training.batch_size``, the accumulation and the effective batch ask for."""
 
 from __future__ import annotations
 

@@ -18,12 +18,13 @@ MOST_PROBES = 4
 """Probes of one search."""
 
 MARGIN = 0.05
-"""Share of the limit that a prediction leaves free; what was measured may take half of it."""
+"""Share of the room for a pass that a prediction leaves free; what was measured may take half."""
 
 _FIRST = 4
 _FARTHEST = 64  # times as many samples as the first probe had: so far may one point lead
 _NOISE_BYTES = 4 * MIB  # libraries' own small allocations, beside which activations do not show
-_BEYOND = 1.05  # of the limit: what a size is taken to need in which memory ran out
+_STEP_DOWN = 1.5  # from where memory ran out, with one probe left
+_BEYOND = 1.05  # of the room: what a size is taken to need in which memory ran out
 
 
 @dataclass(frozen=True)
@@ -70,57 +71,71 @@ def micro_batch_sizes(effective_batch_size: int, min_batch_size: int) -> tuple[i
     return tuple(sorted(rungs | divisors))
 
 
-def next_size(
-    sizes: Sequence[int], probes: Sequence[Probe], *, rest_bytes: int, limit_bytes: int
-) -> int | None:
+@dataclass(frozen=True)
+class Limits:
+    """The room for a pass.
+
+    Attributes:
+        rest_bytes: in use before it.
+        limit_bytes: the most that there is.
+    """
+
+    rest_bytes: int = 0
+    limit_bytes: int = 0
+
+    def but_for(self, margin: float) -> float:
+        """The peak that leaves this share of the room free."""
+        return self.limit_bytes - margin * max(self.limit_bytes - self.rest_bytes, 0)
+
+
+def next_size(sizes: Sequence[int], probes: Sequence[Probe], limits: Limits) -> int | None:
     """The size to try next, None where nothing is to be gained by another probe.
 
     Args:
         sizes: to choose from, the smallest first.
         probes: what was tried, in order.
-        rest_bytes: in use before a pass.
-        limit_bytes: the most that there is.
+        limits: the room for each of them.
     """
     if not probes:
         return next((size for size in sizes if size >= _FIRST), sizes[-1])
-    best = largest_that_fits(probes, limit_bytes)
-    failed = [p for p in probes if not fits(p, limit_bytes)]
+    best = largest_that_fits(probes, limits)
+    failed = [p for p in probes if not fits(p, limits)]
     low = 0 if best is None else best.batch_size
     high = min((p.batch_size for p in failed), default=sizes[-1] + 1)
     between = [size for size in sizes if low < size < high]
     if len(probes) >= MOST_PROBES or not between:
         return None
-    if best is None or best.peak_bytes is None:
+    if best is None:
         return between[0]
-    line = _line(probes, best, rest_bytes, limit_bytes)
-    expected = [size for size in between if line.at(size) <= limit_bytes * (1 - MARGIN)]
+    line = _line(probes, best, limits)
+    expected = [size for size in between if line.at(size) <= limits.but_for(MARGIN)]
     largest = expected[-1] if expected else low
     if not failed and _is_vague(probes, best):
         # workspaces and noise may hide a sample's share: not too far at once, but on
         doubled = next((size for size in between if size >= 2 * low), between[-1])
         return max(doubled, *(size for size in (low, *expected) if size <= _FARTHEST * low))
+    if len(probes) == MOST_PROBES - 1 and probes[-1].peak_bytes is None:
+        # the line was wrong, and nothing tells by how much: the last probe must go through
+        safe = [size for size in between if size <= high / _STEP_DOWN]
+        largest = min(largest, safe[-1]) if safe else largest
     # a few percent more are not worth a probe
     return largest if largest > low * (1 + MARGIN) else None
 
 
-def predicted_bytes(
-    probes: Sequence[Probe], size: int, *, rest_bytes: int, limit_bytes: int
-) -> int | None:
+def predicted_bytes(probes: Sequence[Probe], size: int, limits: Limits) -> int | None:
     """What ``size`` is expected to need after these probes, None before any has fitted."""
-    best = largest_that_fits(probes, limit_bytes)
-    return None if best is None else int(_line(probes, best, rest_bytes, limit_bytes).at(size))
+    best = largest_that_fits(probes, limits)
+    return None if best is None else int(_line(probes, best, limits).at(size))
 
 
-def fits(probe: Probe, limit_bytes: int) -> bool:
+def fits(probe: Probe, limits: Limits) -> bool:
     """Whether it went through and left half the margin free."""
-    if probe.peak_bytes is None:
-        return False
-    return probe.peak_bytes <= limit_bytes * (1 - MARGIN / 2)
+    return probe.peak_bytes is not None and probe.peak_bytes <= limits.but_for(MARGIN / 2)
 
 
-def largest_that_fits(probes: Sequence[Probe], limit_bytes: int) -> Probe | None:
+def largest_that_fits(probes: Sequence[Probe], limits: Limits) -> Probe | None:
     """The answer of a search: only what was tried and went through counts."""
-    good = [probe for probe in probes if fits(probe, limit_bytes)]
+    good = [probe for probe in probes if fits(probe, limits)]
     return max(good, key=lambda probe: probe.batch_size, default=None)
 
 
@@ -140,14 +155,15 @@ class _Line:
         return cls(one[1] - slope * one[0], slope)
 
 
-def _line(probes: Sequence[Probe], best: Probe, rest: int, limit: int) -> _Line:
+def _line(probes: Sequence[Probe], best: Probe, limits: Limits) -> _Line:
     """The line to predict by: between what fitted and what did not, else through what fitted."""
     assert best.peak_bytes is not None
     here = (float(best.batch_size), float(best.peak_bytes))
     above = [p for p in probes if p.batch_size > best.batch_size]
     if above:
         nearest = min(above, key=lambda p: p.batch_size)
-        peak = _BEYOND * limit if nearest.peak_bytes is None else float(nearest.peak_bytes)
+        measured = nearest.peak_bytes
+        peak = limits.but_for(1 - _BEYOND) if measured is None else float(measured)
         return _Line.through(here, (float(nearest.batch_size), peak))
     before = _before(probes, best)
     if before is not None and before.peak_bytes is not None:
@@ -155,6 +171,7 @@ def _line(probes: Sequence[Probe], best: Probe, rest: int, limit: int) -> _Line:
         risen = max(best.peak_bytes - before.peak_bytes, 0) + noise
         return _Line.through((float(before.batch_size), here[1] - risen), here)
     # all that one size has grown by, as if a sample's share were all of it: never too little
+    rest = limits.rest_bytes
     growth = max(best.peak_bytes - rest, 0) + _NOISE_BYTES
     return _Line.through((0.0, float(rest)), (here[0], float(rest + growth)))
 

@@ -9,7 +9,7 @@ import gc
 import logging
 import time
 from collections.abc import Generator, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from robust_train.batch_search import (
     BatchSearch,
+    Limits,
     Probe,
     fits,
     largest_that_fits,
@@ -37,6 +38,7 @@ class FoundBatchSize:
     Attributes:
         batch_size: the largest micro-batch that fits; None if not even the smallest does.
         probes: what was tried, in order.
+        rest_bytes: what was in use before a pass.
         limit_bytes: what there was to use, without what the optimizer is going to take.
         predicted_bytes: what ``batch_size`` was expected to need before it was tried; None where
             it was the first one tried.
@@ -46,15 +48,15 @@ class FoundBatchSize:
 
     batch_size: int | None
     probes: tuple[Probe, ...]
+    rest_bytes: int
     limit_bytes: int
     predicted_bytes: int | None
     measured_bytes: int | None
     seconds: float
 
     def __str__(self) -> str:
-        tried = ", ".join(
-            f"{probe.batch_size}: {_outcome(probe, self.limit_bytes)}" for probe in self.probes
-        )
+        limits = Limits(self.rest_bytes, self.limit_bytes)
+        tried = ", ".join(f"{probe.batch_size}: {_outcome(probe, limits)}" for probe in self.probes)
         probes = f"{len(self.probes)} probe{'s' * (len(self.probes) != 1)} ({tried})"
         if self.batch_size is None or self.measured_bytes is None:
             return f"{probes}: none fits into {shown(self.limit_bytes)}"
@@ -71,10 +73,10 @@ class FoundBatchSize:
         return {**asdict(self), "seconds": round(self.seconds, 3)}
 
 
-def _outcome(probe: Probe, limit: int) -> str:
+def _outcome(probe: Probe, limits: Limits) -> str:
     if probe.peak_bytes is None:
         return "out of memory"
-    return shown(probe.peak_bytes) + ("" if fits(probe, limit) else ", too near the limit")
+    return shown(probe.peak_bytes) + ("" if fits(probe, limits) else ", too near the limit")
 
 
 class Prober:
@@ -92,23 +94,21 @@ class Prober:
         self._reserve = reserve_bytes
         self._probes: list[Probe] = []
         self._expected: dict[int, int | None] = {}
-        self._rest = 0
-        self._limit = 0
+        self._limits = Limits()
         self._size = 0
         self._started = time.monotonic()
 
     def begin(self) -> int | None:
         """The size to try now, None when the search is over."""
-        size = next_size(self._sizes, self._probes, rest_bytes=self._rest, limit_bytes=self._limit)
+        size = next_size(self._sizes, self._probes, self._limits)
         if size is None:
             return None
-        self._expected[size] = predicted_bytes(
-            self._probes, size, rest_bytes=self._rest, limit_bytes=self._limit
-        )
-        self._rest = self._meter.begin()
+        self._expected[size] = predicted_bytes(self._probes, size, self._limits)
+        rest = self._meter.begin()
         limit = self._meter.limit() - self._reserve
         # threads and workspaces come with the first pass and stay
-        self._limit = min(limit, self._limit) if self._probes else limit
+        limit = min(limit, self._limits.limit_bytes) if self._probes else limit
+        self._limits = Limits(rest, limit)
         self._size = size
         return size
 
@@ -116,16 +116,18 @@ class Prober:
         """Take note of how the pass went."""
         self._probes.append(Probe(self._size, None if ran_out else self._meter.peak()))
         if not ran_out:
-            self._limit = min(self._limit, self._meter.limit() - self._reserve)
+            limit = min(self._limits.limit_bytes, self._meter.limit() - self._reserve)
+            self._limits = replace(self._limits, limit_bytes=limit)
 
     def found(self) -> FoundBatchSize:
         """What came out. The peak is counted anew from here on, as if nothing had been tried."""
         self._meter.begin()
-        best = largest_that_fits(self._probes, self._limit)
+        best = largest_that_fits(self._probes, self._limits)
         return FoundBatchSize(
             batch_size=None if best is None else best.batch_size,
             probes=tuple(self._probes),
-            limit_bytes=self._limit,
+            rest_bytes=self._limits.rest_bytes,
+            limit_bytes=self._limits.limit_bytes,
             predicted_bytes=None if best is None else self._expected[best.batch_size],
             measured_bytes=None if best is None else best.peak_bytes,
             seconds=time.monotonic() - self._started,
