@@ -28,16 +28,8 @@ from torch import Tensor
 from robust_train.batch_search import BatchSearch
 from robust_train.failures import classify_failure
 from robust_train.memory.cleanup import clear_frames, return_memory
+from robust_train.training import micro_batch_record as told
 from robust_train.training import splitting
-from robust_train.training.micro_batch_record import (
-    NO_WEIGHT,
-    NOT_ENTERED,
-    Record,
-    tell_changed,
-    tell_exhausted,
-    tell_found,
-    tell_repeated,
-)
 from robust_train.training.micro_batch_size import MicroBatchSize
 from robust_train.training.probing import probe_parts
 from robust_train.training.rewind import Models, StepStart, Watch, cut_graphs, sequence_number
@@ -73,7 +65,7 @@ class MicroBatcher:
         min_batch_size: int = 1,
         gradient_accumulation_steps: int = 1,
         regrow_after_steps: int | None = None,
-        record: Record | None = None,
+        record: told.Record | None = None,
         step: Callable[[], int] | None = None,
         on_oom: Callable[[BaseException], None] | None = None,
         search: BatchSearch | None = None,
@@ -140,7 +132,7 @@ class MicroBatcher:
         changed = self._training.shrink()
         if changed:
             self._other.shrink()
-            tell_changed(self._record, self._step_number(begins=False), *changed, reason)
+            told.changed(self._record, self._step_number(begins=False), *changed, reason)
         return changed
 
     def state(self) -> dict[str, Any]:
@@ -156,12 +148,10 @@ class MicroBatcher:
         """Before the first step: the parts by which the size is found, where one is to be."""
         search, self._search = self._search, None
         found = None if search is None else (yield from probe_parts(search, batches, start))
-        if search is None or found is None:
-            return
-        if found.batch_size is not None:
-            self._training.begin_at(found.batch_size)
-            self._other.begin_at(found.batch_size)
-        tell_found(self._record, search, found)
+        if search is not None and found is not None:
+            for size in (self._training, self._other):
+                size.begin_at(found.batch_size)
+            told.found(self._record, search, found)
 
     def _step_number(self, *, begins: bool) -> int:
         self._steps_begun += begins
@@ -236,7 +226,7 @@ class MicroBatches:
         grown = self._size.step_done()
         if grown is not None:
             reason = "memory has sufficed for long enough to try the larger size again"
-            tell_changed(self._batcher._record, self._number, *grown, reason)
+            told.changed(self._batcher._record, self._number, *grown, reason)
 
     def _once_each(self) -> Iterator[MicroBatch]:
         waiting = self._bounds(0)
@@ -266,9 +256,8 @@ class MicroBatches:
         self.repeats += 1
         cut_graphs(failed.since)
         return_memory(thorough=self.repeats > 1)
-        after = self._size.current
-        step = self._number, self._is_training
-        tell_repeated(self._batcher._record, *step, failure, before, after)
+        where = self._batcher._record, self._number, self._is_training
+        told.repeated(*where, failure, before, self._size.current)
 
     def _take(self, micro: MicroBatch, error: Exception) -> bool:
         """Whether the failure of ``micro`` is one to repeat the step for; else put all in order."""
@@ -300,8 +289,8 @@ class MicroBatches:
         if self._start is not None:
             self._start.rewind()
         self._leave()
-        step = self._number, self._is_training
-        tell_exhausted(self._batcher._record, *step, failure, used, self._size.tried, error)
+        where = self._batcher._record, self._number, self._is_training
+        told.exhausted(*where, failure, used, self._size.tried, error)
 
     def _leave(self) -> None:
         if self._start is not None:
@@ -405,8 +394,8 @@ class MicroBatch:
         if start is None or not start.has_gradients():
             return
         self._batches._leave()
-        raise RuntimeError(NO_WEIGHT)
+        raise RuntimeError(told.NO_WEIGHT)
 
     def _must_have_been_used(self) -> None:
         if not self._entered:
-            raise RuntimeError(NOT_ENTERED)
+            raise RuntimeError(told.NOT_ENTERED)

@@ -26,14 +26,14 @@ NOT_ENTERED = (
 )
 
 
-def tell_changed(record: Record, step: int, before: int, after: int, reason: str) -> None:
+def changed(record: Record, step: int, before: int, after: int, reason: str) -> None:
     """The size changes though no memory ran out."""
     log.info("step %d: micro-batch %d → %d: %s", step, before, after, reason)
     fields = {"step": step, "training": True, "from": before, "to": after, "reason": reason}
     record("micro_batch_changed", fields)
 
 
-def tell_repeated(
+def repeated(
     record: Record, step: int, training: bool, failure: Failure, before: int, after: int | None
 ) -> None:
     """Memory ran out, and the step (in validation the part) is repeated with a smaller size."""
@@ -51,7 +51,7 @@ def tell_repeated(
     )
 
 
-def tell_exhausted(
+def exhausted(
     record: Record,
     step: int,
     training: bool,
@@ -70,11 +70,16 @@ def tell_exhausted(
     record("micro_batch_exhausted", {**fields, "tried": list(tried)})
 
 
-def tell_found(record: Record, search: BatchSearch, found: FoundBatchSize) -> None:
+def found(record: Record, search: BatchSearch, result: FoundBatchSize) -> None:
     """Probes have told which size fits."""
-    log.info("training.batch_size=auto: %s", found)
-    effective = search.effective_batch_size
-    fields = {"effective_batch_size": effective, "key": search.key, **found.as_json()}
+    log.info("training.batch_size=auto: %s", result)
+    effective, size = search.effective_batch_size, result.batch_size
+    fields = {
+        "key": search.key,
+        "effective_batch_size": effective,
+        "gradient_accumulation_steps": None if size is None else -(-effective // size),
+        **result.as_json(),
+    }
     record("batch_size_found", fields)
 
 

@@ -47,8 +47,13 @@ class MicroBatchSize:
         self._largest_batch = max(self._largest_batch, samples)
         return samples if self.current is None else min(self.current, samples)
 
-    def begin_at(self, size: int) -> None:
-        """Use what probes have found to fit, from the first step on. It never grows beyond that."""
+    def begin_at(self, size: int | None) -> None:
+        """Use what probes have found to fit, from the first step on. It never grows beyond that.
+
+        None (nothing fits) leaves all as it is.
+        """
+        if size is None:
+            return
         self.current = self._found = self._limit = size
 
     @property
