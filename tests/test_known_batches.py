@@ -113,6 +113,10 @@ def test_a_size_is_searched_for_once_on_each_kind_of_device_and_run_folder():
     job = Job(training=AUTO, min_batch_size=1)
     job.begin()
     assert job.search is not None
+    job.end(Outcome(Failure(FailureKind.COMM, "connection refused")))
+    job.begin()
+    assert job.search is not None, "the first attempt has not come to it"
+    job.end(RAN_OUT)
     job.begin()
     assert job.search is None
     job.begin(None)

@@ -92,6 +92,8 @@ class BatchSizes:
             outcome = replace(outcome, batch_search=dict(self._found))
             if self._found["batch_size"] is not None:
                 spec = self._at(spec, self._found["batch_size"])
+        elif outcome.failure is not None and outcome.failure.kind not in MEMORY_FAILURES:
+            self._begun.discard(self._key)  # it failed before it came to that
         fitted, too_large = self._facts(spec, outcome)
         if fitted is not None or too_large is not None:
             about = {"trainer": self._trainer, "device": _name(spec)}

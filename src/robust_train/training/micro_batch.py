@@ -17,7 +17,6 @@ weighted by samples, so every split gives the gradient of the mean loss over the
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -35,8 +34,6 @@ from robust_train.training.probing import probe_parts
 from robust_train.training.rewind import Models, StepStart, Watch, cut_graphs, sequence_number
 from robust_train.training.rng import GeneratorStates
 from robust_train.types import MEMORY_FAILURES, Failure
-
-log = logging.getLogger("robust_train")
 
 
 class MicroBatcher:
