@@ -1,6 +1,6 @@
 """Finding the largest batch that fits: probes and result, ours beside doubling and bisection.
 
-Run: python benchmarks/auto_batch.py [--limit-mib 400] [--at-most 512]
+Run: python benchmarks/auto_batch.py [--limit-mib 200] [--at-most 256]
 
 Each contestant looks for the largest batch of a built-in model's forward and backward pass in a
 process whose private memory (RLIMIT_DATA) may grow by so much. ``robust-train`` is
@@ -112,8 +112,8 @@ def doubling_and_bisection(fits: Callable[[int], bool], at_most: int) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--limit-mib", type=int, default=400)
-    parser.add_argument("--at-most", type=int, default=512)
+    parser.add_argument("--limit-mib", type=int, default=200)
+    parser.add_argument("--at-most", type=int, default=256)
     parser.add_argument("--one", nargs=2, metavar=("CONTESTANT", "OVERRIDES"))
     chosen = parser.parse_args()
     if chosen.one:
