@@ -6,7 +6,6 @@ Whatever is wrong there, the job goes on without: a guess is all that is lost.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import hashlib
 import importlib.metadata
@@ -24,6 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from robust_train.config import RobustConfig
 from robust_train.directories import DirectoryProblem, open_or_make
+from robust_train.files import replacing
 from robust_train.types import GIB, GpuInfo
 
 log = logging.getLogger("robust_train")
@@ -208,7 +208,6 @@ class KnownBatches:
             return
         content = {"schema": SCHEMA, **about, **asdict(known)}
         path = self._folder / f"{key}.json"
-        temporary = path.with_suffix(f".{os.getpid()}.tmp")
         try:
             folder = open_or_make(self._folder, 0o700)
         except (DirectoryProblem, OSError) as error:
@@ -218,12 +217,10 @@ class KnownBatches:
             if os.fstat(folder).st_uid != os.geteuid():
                 log.debug("%s: is another user's, nothing is remembered", self._folder)
                 return
-            temporary.write_text(json.dumps(content, indent=2) + "\n")
-            temporary.replace(path)
+            with replacing(path) as temporary:
+                temporary.write_text(json.dumps(content, indent=2) + "\n")
         except OSError as error:
             log.debug("%s: %s, nothing is remembered", path, error.strerror)
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
         finally:
             os.close(folder)
 

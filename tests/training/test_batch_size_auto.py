@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +11,7 @@ import torch
 from torch import nn
 from training_world import WatchedRun, config, difference, trained_weights
 
+import preloaded
 from robust_train.batch_search import BatchSearch
 from robust_train.policy import AttemptsExhausted
 from robust_train.run import MicroBatchPlan, Run
@@ -82,19 +80,7 @@ print(json.dumps({
 
 
 def test_the_largest_that_fits_is_found_in_four_tries_under_a_real_limit():
-    ended = subprocess.run(
-        [sys.executable, "-c", WITHIN_A_LIMIT],
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), *sys.path]),
-            # freed blocks go back at once, so that the limit is one on what is held
-            "MALLOC_MMAP_THRESHOLD_": "65536",
-        },
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    ended = preloaded.run(WITHIN_A_LIMIT, cwd=ROOT / "tests")
     assert ended.returncode == 0, ended.stderr
     told = json.loads(ended.stdout)
     # not affine: with few samples the peak is that of the last layer's weights, not of activations
