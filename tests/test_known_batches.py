@@ -103,10 +103,12 @@ def test_auto_takes_what_is_known_to_be_the_largest_and_else_searches():
     other = Job(training={"batch_size": "auto", "effective_batch_size": 96})
     assert other.begin() == (96, 1)
     assert other.search is not None
-    # less room than there was: it need not fit
+    # less room than there was, but enough for the peak; and too little for it
     busy = Job(training=AUTO)
-    assert busy.begin(replace(GPU, free_bytes=GPU.free_bytes // 2)) == (64, 1)
-    assert busy.search is not None
+    assert busy.begin(replace(GPU, free_bytes=2 * GIB)) == (16, 4)
+    full = Job(training=AUTO)
+    assert full.begin(replace(GPU, free_bytes=GIB)) == (64, 1)
+    assert full.search is not None
 
 
 def test_a_size_is_searched_for_once_on_each_kind_of_device_and_run_folder():

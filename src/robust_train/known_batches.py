@@ -24,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from robust_train.config import RobustConfig
 from robust_train.directories import DirectoryProblem, open_or_make
 from robust_train.files import replacing
-from robust_train.types import GIB, GpuInfo
+from robust_train.types import GIB, MIB, GpuInfo
 
 log = logging.getLogger("robust_train")
 
@@ -34,6 +34,8 @@ VALID_SECONDS = 30 * 86400
 
 _LARGEST_FILE = 64 * 1024
 _SAME_ROOM = 0.05
+_MARGIN = 1.1  # fragments beside what tensors take
+_CONTEXT_BYTES = 512 * MIB  # CUDA's own, which the allocator does not count
 
 # how long a run goes and what it is called, not what a step needs; the launcher's keys likewise
 _NO_MATTER = {
@@ -113,7 +115,9 @@ def _is_fresh(fact: Fact, now: float) -> bool:
 def _has(room: int | None, fact: Fact) -> bool:
     if room is None or fact.room_bytes is None:
         return True
-    return room >= fact.room_bytes * (1 - _SAME_ROOM)
+    if room >= fact.room_bytes * (1 - _SAME_ROOM):
+        return True
+    return fact.peak_bytes is not None and room >= fact.peak_bytes * _MARGIN + _CONTEXT_BYTES
 
 
 def _had(fact: Fact, room: int | None) -> bool:

@@ -55,7 +55,10 @@ class GpuMeter:
 
     def limit(self) -> int:
         free, total = torch.cuda.mem_get_info(self._index)
-        return min(int(self._share * total), free + torch.cuda.memory_reserved(self._index))
+        # what memory.fraction has told the allocator; older versions of torch do not say
+        told = getattr(torch.cuda, "get_per_process_memory_fraction", lambda index: 1.0)
+        share = min(self._share, told(self._index))
+        return min(int(share * total), free + torch.cuda.memory_reserved(self._index))
 
 
 class HostMeter:
