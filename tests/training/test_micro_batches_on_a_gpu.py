@@ -69,7 +69,7 @@ def test_the_largest_batch_that_fits_the_gpu_is_found_and_fits(room):
         model(torch.randn(size, 64, 1024, device="cuda")).square().mean().backward()
 
     before = torch.cuda.get_rng_state()
-    found = find_batch_size(step, 4096, model=model, device="cuda", memory_fraction=share)
+    found = find_batch_size(step, 4096, model=model)
     assert len(found.probes) <= 4
     assert torch.equal(torch.cuda.get_rng_state(), before)
     for size in (1, found.batch_size, found.batch_size):
