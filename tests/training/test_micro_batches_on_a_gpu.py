@@ -63,7 +63,6 @@ def test_the_largest_batch_that_fits_the_gpu_is_found_and_fits(room):
     layers = [layer for _ in range(4) for layer in (nn.Linear(1024, 1024), nn.Tanh())]
     model = nn.Sequential(*layers).cuda()
     optimizer = torch.optim.AdamW(model.parameters())
-    share = 2048 * MIB / torch.cuda.mem_get_info()[1]
 
     def step(size):
         model(torch.randn(size, 64, 1024, device="cuda")).square().mean().backward()
