@@ -112,7 +112,8 @@ class BatchSizes:
         size = self._largest_known(known)
         if size is not None and known.fitted is not None:
             self._say(
-                f"training.batch_size=auto: {size} is known to fit here, {_ago(known.fitted)}",
+                f"training.batch_size=auto: {size} is known to fit here (seen "
+                f"{_ago(known.fitted)})",
                 size,
             )
             return self._at(spec, size), None
