@@ -36,7 +36,9 @@ if TYPE_CHECKING:
     from robust_train.recovery import OOMHandler, adaptive_batch_training, retry_on_oom
     from robust_train.report.summary import Summary
     from robust_train.run import Interrupted, Run, UserError
+    from robust_train.training.find_batch_size import find_batch_size
     from robust_train.training.micro_batch import MicroBatcher
+    from robust_train.training.probing import FoundBatchSize
     from robust_train.types import Evidence, Failure, FailureKind
 
 __all__ = [
@@ -45,6 +47,7 @@ __all__ = [
     "Evidence",
     "Failure",
     "FailureKind",
+    "FoundBatchSize",
     "GPUMemoryContext",
     "Interrupted",
     "JobInterrupted",
@@ -64,6 +67,7 @@ __all__ = [
     "clear_gpu_memory",
     "current_run",
     "enable_memory_efficient_settings",
+    "find_batch_size",
     "find_best_device",
     "get_cuda_memory_info",
     "get_gpu_memory_stats",
@@ -84,6 +88,7 @@ _HOMES = {
     "Evidence": "types",
     "Failure": "types",
     "FailureKind": "types",
+    "FoundBatchSize": "training.probing",
     "GPUMemoryContext": "memory",
     "Interrupted": "run",
     "JobInterrupted": "execution.signals",
@@ -103,6 +108,7 @@ _HOMES = {
     "clear_gpu_memory": "memory",
     "enable_memory_efficient_settings": "memory",
     "current_run": "command.script",
+    "find_batch_size": "training.find_batch_size",
     "find_best_device": "gpu.best",
     "get_cuda_memory_info": "memory",
     "get_gpu_memory_stats": "memory",

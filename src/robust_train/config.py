@@ -27,8 +27,9 @@ class ConfigError(ValueError):
 class TrainingConfig:
     """``training``: what every trainer needs to know, and what the launcher adapts."""
 
-    batch_size: int = 64
+    batch_size: Any = 64  # a whole number or auto: see batch_config.py
     gradient_accumulation_steps: int = 1
+    effective_batch_size: int | None = None
     num_workers: int = 2
     prefetch_factor: int = 2
     epochs: int = 10
@@ -180,6 +181,7 @@ class RobustConfig(PlainConfig):
     max_retries: int = 3
     allow_cpu_fallback: bool = True
     preserve_effective_batch_size: bool = True
+    reuse_known_batch: bool = True
     isolation: str = "process"
     stop_grace_seconds: float = 20.0
     stall_timeout_minutes: float = 0.0
@@ -332,7 +334,10 @@ def _number(cfg: DictConfig, key: str) -> float:
         value = OmegaConf.select(cfg, key, throw_on_missing=True)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{key}: {str(error).splitlines()[0]}") from error
-    return float(value)
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise ConfigError(f"{key}={value}: accepted is a number") from None
 
 
 def _at_least(cfg: DictConfig, least: float, *keys: str) -> None:

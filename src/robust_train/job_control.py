@@ -143,6 +143,8 @@ class JobControl:
             self._attempt["memory"] = {k: v for k, v in event.items() if isinstance(v, int)}
         elif kind == "micro_batch_changed" and event["training"]:
             self._attempt["micro_batch"] = event["to"]
+        elif kind == "batch_size_found":
+            self._note(event, "batch_size", "gradient_accumulation_steps")
 
     def hear(self, message: Mapping[str, Any]) -> None:
         """What the attempt's own thread says (see :class:`.control.server.Desk`)."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from robust_train.memory.allocator import exported_expandable_segments
 from robust_train.types import MIB
 
 
-def policy_settings(cfg: DictConfig) -> PolicySettings:
+def policy_settings(cfg: DictConfig, *, finds_batch_size: bool = False) -> PolicySettings:
     """The part of the config that decisions depend on."""
     exported = exported_expandable_segments(os.environ)
     wished = cfg.memory.expandable_segments
@@ -37,6 +38,7 @@ def policy_settings(cfg: DictConfig) -> PolicySettings:
         may_use_expandable_segments=exported is None,
         may_wait=cfg.wait_for_gpu,
         retry_pause_seconds=cfg.retry_pause_seconds,
+        finds_batch_size=finds_batch_size,
     )
 
 
@@ -49,6 +51,14 @@ def target_of(cfg: DictConfig) -> str:
             "trainer(cfg) or trainer(cfg, run)"
         )
     return target
+
+
+def name_of(trainer: str | Callable[..., Any]) -> str:
+    """A trainer's dotted path; of a callable what it calls itself."""
+    if isinstance(trainer, str):
+        return trainer
+    module, name = (getattr(trainer, key, "") for key in ("__module__", "__qualname__"))
+    return f"{module}.{name}"
 
 
 def hydra_config() -> DictConfig | None:

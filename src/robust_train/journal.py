@@ -8,7 +8,7 @@ import math
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -60,15 +60,17 @@ class Earlier:
     Attributes:
         attempts: the highest number of an attempt so far, 0 without any.
         checkpoint: the last one of a job that did not complete, None where there is none.
+        found: micro-batches that probes have found, by what memory depends on.
     """
 
     attempts: int = 0
     checkpoint: Path | None = None
+    found: Mapping[str, int] = field(default_factory=dict)
 
 
 def read_earlier(path: Path) -> Earlier:
     """Read what an earlier launch has written to the same journal; torn lines are skipped."""
-    attempts, checkpoint = 0, None
+    attempts, checkpoint, found = 0, None, {}
     if not path.is_file():
         return Earlier()
     try:
@@ -85,9 +87,13 @@ def read_earlier(path: Path) -> Earlier:
         attempts = max(attempts, event.get("attempt") or 0)
         if event.get("event") == "checkpoint":
             checkpoint = Path(event["path"])
+        elif event.get("event") == "batch_size_found" and event.get("batch_size"):
+            found[str(event.get("key"))] = int(event["batch_size"])
         elif event.get("event") == "job_ended" and event.get("status") == "completed":
             checkpoint = None
-    return Earlier(attempts, checkpoint if checkpoint is not None and checkpoint.exists() else None)
+    if checkpoint is not None and not checkpoint.exists():
+        checkpoint = None
+    return Earlier(attempts, checkpoint, found)
 
 
 def _ends_torn(path: Path) -> bool:

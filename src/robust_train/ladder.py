@@ -28,6 +28,8 @@ class PolicySettings:
         may_use_expandable_segments: False where the user's own environment forbids them.
         may_wait: whether to wait for memory that somebody else took.
         retry_pause_seconds: before the first try of the same thing; doubles with each.
+        finds_batch_size: ``batch_size`` is only the most to begin with, as it is with
+            ``training.batch_size=auto``, so halving it is no retry.
     """
 
     batch_size: int
@@ -46,6 +48,7 @@ class PolicySettings:
     may_use_expandable_segments: bool = True
     may_wait: bool = True
     retry_pause_seconds: float = 10.0
+    finds_batch_size: bool = False
 
     @property
     def effective_batch_size(self) -> int:

@@ -17,6 +17,9 @@ import tenacity
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from robust_train import devices
+from robust_train.batch_config import settle_batch_size
+from robust_train.batch_search import BatchSearch
+from robust_train.batch_sizes import BatchSizes
 from robust_train.config import ConfigError, complete, validate
 from robust_train.devices import NoDevice
 from robust_train.execution import Executor
@@ -117,16 +120,20 @@ class Job:
     def __init__(
         self, trainer: Trainer | None, cfg: DictConfig, run_dir: str | Path | None = None
     ) -> None:
+        self.cfg = cfg = cfg.copy()
+        is_auto = settle_batch_size(cfg)
         validate(cfg)
-        self.cfg = cfg.copy()
         self.trainer = trainer or target_of(cfg)
-        self.settings = policy_settings(cfg)
+        self.settings = policy_settings(cfg, finds_batch_size=is_auto)
         self.run_dir = run_folder(run_dir)
         self.earlier = read_earlier(self.run_dir / "journal.jsonl")
         self.journal = Journal(self.run_dir / "journal.jsonl")
         self.signals = SignalWatch()
         name = devices.job_name(cfg, self.run_dir)
         self.control = JobControl(name, self.run_dir, self.signals, os.environ)
+        self.batch_sizes = BatchSizes(
+            cfg, self.settings, self.trainer, self.earlier.found, self.journal.write
+        )
         self.records: list[AttemptRecord] = []
         self.checkpoint: Path | None = self.earlier.checkpoint if cfg.resume else None
         self.wait_seconds = 0.0
@@ -279,7 +286,8 @@ class Job:
 
     def _attempt(self, executor: Executor, spec: AttemptSpec) -> AttemptRecord:
         number = self._number()
-        narration.announce(number, spec)
+        spec, search = self.batch_sizes.begin(spec)
+        narration.announce(number, spec, is_searched=search is not None)
         given = narration.spec_fields(spec)
         self.journal.write(
             "attempt_started",
@@ -289,7 +297,7 @@ class Job:
             resume_checkpoint=None if self.checkpoint is None else str(self.checkpoint),
         )
         free_before = devices.free_bytes(spec.gpus)
-        request, hold = self._request(number, spec), self.devices.hold
+        request, hold = self._request(number, spec, search), self.devices.hold
         with self.control.attempt(number, given) as channel:
             outcome = executor.run(request, self._on_event, hold=hold, channel=channel)
         # in this process its memory does not come back
@@ -302,7 +310,7 @@ class Job:
                 gpu_free_before_bytes=free_before[where],
                 gpu_free_after_bytes=free_after[where],
             )
-        attempt = Attempt(spec, outcome)
+        attempt = Attempt(*self.batch_sizes.end(spec, outcome))
         decision = self._decide(attempt)
         record = AttemptRecord(attempt, decision, attempt_stability(self.run_dir, number))
         self.records.append(record)
@@ -332,7 +340,9 @@ class Job:
             return replace(decision, reason=failure.message + where)
         return decision
 
-    def _request(self, number: int, spec: AttemptSpec) -> AttemptRequest:
+    def _request(
+        self, number: int, spec: AttemptSpec, search: BatchSearch | None
+    ) -> AttemptRequest:
         inline = self.cfg.isolation == "none"
         cfg = self.cfg.copy()
         with open_dict(cfg):
@@ -358,6 +368,7 @@ class Job:
             # a script starts its processes itself
             ranks=1 if OmegaConf.select(cfg, "trainer.argv") else spec.ranks,
             stop_grace_seconds=self.cfg.stop_grace_seconds,
+            batch_search=search,
         )
 
     def _number(self) -> int:
@@ -368,6 +379,7 @@ class Job:
         fields = {key: value for key, value in event.items() if key != "event"}
         self.journal.write(event["event"], attempt=self._number(), **fields)
         self.devices.hear(event)
+        self.batch_sizes.hear(event)
         self.control.note(event)
         if event["event"] == "checkpoint":
             self.checkpoint = Path(event["path"])

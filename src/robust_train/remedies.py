@@ -92,7 +92,8 @@ def halve_batch(case: Case) -> Retry | None:
     settings, last = case.settings, case.last
     if last.batch_size <= settings.min_batch_size:
         return None
-    if case.smaller_batches_tried_here >= settings.max_retries:
+    is_last = case.smaller_batches_tried_here >= settings.max_retries
+    if is_last and not settings.finds_batch_size:
         return None
     batch_size, accumulation = next_rung(case.sizes, last.batch_size)
     spec = replace(last, batch_size=batch_size, gradient_accumulation_steps=accumulation)

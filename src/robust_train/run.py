@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from robust_train.batch_search import BatchSearch
     from robust_train.training.micro_batch import MicroBatcher, MicroBatches
 
 log = logging.getLogger("robust_train")
@@ -122,6 +123,7 @@ class Run:
         rank: number of this process among those that share the optimizer steps, from 0.
         world_size: how many these are. Only rank 0's progress, checkpoints, epochs and result
             count; the others may report them as well.
+        batch_search: :meth:`micro_batches` is to find out which size fits, in its first step.
     """
 
     def __init__(
@@ -151,6 +153,7 @@ class Run:
         self.world_size = world_size
         self._flags = flags
         self._checkpoint_flag_seen = 0
+        self.batch_search: BatchSearch | None = None
         self._micro_batch_plan = MicroBatchPlan()
         self._micro_batcher: MicroBatcher | None = None
         self._steps_before = 0
@@ -292,6 +295,7 @@ class Run:
                 record=self._micro_batch_event,
                 step=self._step_now,
                 on_oom=None if self.memory_keeper is None else self.memory_keeper.ran_out,
+                search=self.batch_search,
             )
         return self._micro_batcher
 
@@ -321,7 +325,7 @@ class Run:
         return 1 + (self._steps_before if self.last_step is None else self.last_step)
 
     def _micro_batch_event(self, event: str, fields: Mapping[str, Any]) -> None:
-        if fields["training"]:
+        if fields.get("training"):
             size = fields.get("to", fields["from"])
             self.last_micro_batch = min(size, self.last_micro_batch or size)
         self.record(event, {**fields, "last_micro_batch": self.last_micro_batch})

@@ -217,6 +217,8 @@ class Outcome:
         gpu_free_before_bytes: free memory, before the attempt, of the GPU on which it failed; None
             where not known.
         gpu_free_after_bytes: the same when the attempt's process was gone.
+        batch_search: what probes before training have found (the event ``batch_size_found``), None
+            without any.
         stopped_for: what it was asked to stop for, so that another attempt can go on; else None.
         traceback: the trainer's own traceback as text, None where there is none.
         error: the exception itself where it could be carried over, else None.
@@ -233,6 +235,7 @@ class Outcome:
     micro_batch: int | None = None
     gpu_free_before_bytes: int | None = None
     gpu_free_after_bytes: int | None = None
+    batch_search: dict[str, Any] | None = None
     stopped_for: str | None = None
     traceback: str | None = None
     error: BaseException | None = field(default=None, compare=False)

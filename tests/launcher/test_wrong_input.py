@@ -26,6 +26,7 @@ from world import World
         # what is out of range
         (["training.batch_size=0"], ["training.batch_size=0", "1 or more"]),
         (["training.gradient_accumulation_steps=0"], ["gradient_accumulation_steps=0"]),
+        (["training.batch_size=atuo"], ["training.batch_size=atuo", "a whole number or auto"]),
         (["min_batch_size=65"], ["min_batch_size=65", "training.batch_size=64"]),
         (["device=gpu7", "auto_device=false"], ["device=gpu7", "cuda:<number>"]),
         (["training.lr=-1"], ["training.lr=-1", "more than 0"]),

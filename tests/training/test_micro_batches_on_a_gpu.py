@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from robust_train.training.find_batch_size import find_batch_size
 from robust_train.training.micro_batch import MicroBatcher
 
 pytestmark = [
@@ -55,3 +56,24 @@ def test_a_step_that_outgrows_the_gpu_gives_the_gradient_of_the_whole_batch(room
     assert no_repeats == 0
     for ours, theirs in zip(recovered, expected, strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+def test_the_largest_batch_that_fits_the_gpu_is_found_and_fits(room):
+    torch.manual_seed(0)
+    layers = [layer for _ in range(4) for layer in (nn.Linear(1024, 1024), nn.Tanh())]
+    model = nn.Sequential(*layers).cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step(size):
+        model(torch.randn(size, 64, 1024, device="cuda")).square().mean().backward()
+
+    before = torch.cuda.get_rng_state()
+    found = find_batch_size(step, 4096, model=model)
+    assert len(found.probes) <= 4
+    assert torch.equal(torch.cuda.get_rng_state(), before)
+    for size in (1, found.batch_size, found.batch_size):
+        step(size)
+        optimizer.step()
+        optimizer.zero_grad()
+    with pytest.raises(torch.OutOfMemoryError):
+        step(int(1.2 * found.batch_size))

@@ -12,6 +12,8 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
+from robust_train.batch_config import settle_batch_size
+from robust_train.batch_search import BatchSearch
 from robust_train.cli.door import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_NO_DEVICE
 from robust_train.config import ConfigError, validate
 from robust_train.control.attempt import AttemptRequests
@@ -134,6 +136,9 @@ def plain_job(cfg: DictConfig) -> Any:
 
     try:
         _check_place(current_job())
+        if settle_batch_size(cfg):
+            effective = cfg.training.batch_size
+            run.batch_search = BatchSearch(effective, memory_share=cfg.memory.fraction)
         validate(cfg)
         _, trainer = TrainerRef(target_of(cfg)).load()
         cfg.device = _torch_device(str(cfg.device))

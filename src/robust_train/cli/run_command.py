@@ -176,6 +176,7 @@ def _run(overrides: Sequence[str], texts: Mapping[str, Any], run_dir: Path | Non
     from hydra import compose, initialize_config_module
     from omegaconf import OmegaConf
 
+    from robust_train.batch_config import settle_batch_size
     from robust_train.cli.jobs import say_why
     from robust_train.cli.refusals import REFUSALS, explain
     from robust_train.command.settings import CommandSettings
@@ -189,7 +190,9 @@ def _run(overrides: Sequence[str], texts: Mapping[str, Any], run_dir: Path | Non
             cfg = compose("robust", overrides=list(overrides))
         for key, value in texts.items():
             OmegaConf.update(cfg, key, value)
-        validate(cfg)
+        checked = cfg.copy()
+        settle_batch_size(checked)
+        validate(checked)
         CommandSettings.of(cfg)
         folder = run_folder(run_dir or _new_folder(cfg.job_name))
         _log_into(folder)

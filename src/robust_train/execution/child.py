@@ -43,6 +43,7 @@ def run_attempt(
     """
     error: BaseException | None = None
     ending: dict[str, Any]
+    run.batch_search = request.batch_search
     try:
         result = call_trainer(trainer, request.cfg, run)
         ending = {"event": "finished", "result": plain(result)}

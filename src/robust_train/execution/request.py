@@ -14,6 +14,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from robust_train.batch_search import BatchSearch
 from robust_train.config import ConfigError
 from robust_train.memory.steering import AttemptMemory
 from robust_train.run import MicroBatchPlan, Run
@@ -143,6 +144,7 @@ class AttemptRequest:
         ranks: processes that run the trainer together.
         stop_grace_seconds: time that they have for a last checkpoint when one of them has ended in
             a way that the others know of.
+        batch_search: the micro-batch is to be found before training.
     """
 
     trainer: TrainerRef
@@ -156,6 +158,7 @@ class AttemptRequest:
     stall_timeout_seconds: float = 0.0
     ranks: int = 1
     stop_grace_seconds: float = 20.0
+    batch_search: BatchSearch | None = None
 
     @property
     def stacks_file(self) -> Path:

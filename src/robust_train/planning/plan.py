@@ -11,6 +11,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from robust_train.batch_config import settle_batch_size
 from robust_train.config import ConfigError, complete, validate
 from robust_train.gpu.footprint import CACHE_FACTOR, CONTEXT_BYTES
 from robust_train.job_settings import target_of
@@ -161,6 +162,7 @@ def plan_memory(
     """
     started = time.monotonic()
     cfg = complete(cfg)
+    settle_batch_size(cfg)
     validate(cfg)
     target = target_of(cfg)
     if target != BUILT_IN:

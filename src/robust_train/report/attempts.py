@@ -145,6 +145,8 @@ def _attempt(
             story = _started(story, event, saved)
         elif event.name == "training_started":
             story = replace(story, start_step=step or 0, training_began=event.time)
+        elif event.name == "batch_size_found":
+            story = replace(story, **_what_it_used(story, event))
         elif event.name == "attempt_ended":
             story = _ended(story, event)
         elif event.name in ("waited_in_vain", "lost_race"):

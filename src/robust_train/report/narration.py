@@ -25,10 +25,14 @@ def spec_fields(spec: AttemptSpec) -> dict[str, Any]:
     }
 
 
-def announce(number: int, spec: AttemptSpec) -> None:
-    """Attempt ``number`` begins."""
+def announce(number: int, spec: AttemptSpec, *, is_searched: bool = False) -> None:
+    """Attempt ``number`` begins; ``is_searched``: its batch size is still to be found."""
     where = "the CPU" if spec.gpu is None else f"{spec.device} ({spec.gpu.name})"
     processes = "" if spec.ranks == 1 else f" × {spec.ranks} processes"
+    if is_searched:
+        size = spec.effective_batch_size
+        log.info("attempt %d on %s: batch size auto, effective batch size %d", number, where, size)
+        return
     log.info(
         "attempt %d on %s: batch size %d × accumulation %d%s, effective batch size %d",
         number,

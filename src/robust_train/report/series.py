@@ -187,6 +187,11 @@ def _told(event: Event) -> Iterator[tuple[str, str]]:
         yield "batch", change
     elif event.name == "micro_batch_exhausted":
         yield "oom", f"inside a step{at}: {event.text('reason') or 'out of memory'}"
+    elif event.name == "batch_size_found":
+        yield (
+            "batch",
+            f"micro-batch {event.whole('batch_size') or 'that fits: none'} found by probes",
+        )
     elif event.name == "checkpoint":
         yield "checkpoint", f"checkpoint{at}"
     elif event.name == "memory" and not event.whole("rank"):

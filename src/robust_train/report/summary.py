@@ -53,6 +53,7 @@ class AttemptRecord:
             "seconds": round(outcome.seconds, 3),
             "start_step": outcome.start_step,
             "end_step": outcome.end_step,
+            "batch_size_found": outcome.batch_search,
             "peak_memory_bytes": outcome.peak_memory_bytes,
             "memory_returned": outcome.memory_returned,
             "memory_stability": None if self.stability is None else asdict(self.stability),

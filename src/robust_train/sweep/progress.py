@@ -42,6 +42,8 @@ def advance(progress: Progress, event: Mapping[str, Any]) -> Progress:
             device=event.get("device"),
             batch_size=event.get("batch_size"),
         )
+    if kind == "batch_size_found":
+        return replace(progress, batch_size=event.get("batch_size") or progress.batch_size)
     if kind == "progress":
         return replace(progress, step=event.get("step"), total_steps=event.get("total_steps"))
     if kind == "job_ended":

@@ -21,6 +21,8 @@ from robust_train.training.images import ImageDataset, collate
 
 T = TypeVar("T")
 
+_READ_AT_MOST = 64
+
 Batch = tuple[Tensor, Tensor]
 """Images B×C×H×W and labels B."""
 
@@ -165,6 +167,16 @@ class StepSamples:
         while len(self._read) <= index:
             self._read.append(next(self._batches))
         return self._read[index]
+
+
+def read_in_parts(effective_batch: int) -> tuple[int, int]:
+    """How to read a step's samples while its micro-batch is not known: (samples, reads).
+
+    Workers read ahead in such parts, so a large effective batch must not be one of them.
+    """
+    parts = [n for n in range(1, _READ_AT_MOST + 1) if effective_batch % n == 0]
+    samples = parts[-1] if 4 * parts[-1] >= min(_READ_AT_MOST, effective_batch) else effective_batch
+    return samples, effective_batch // samples
 
 
 def _settle_worker(worker: int) -> None:

@@ -17,7 +17,6 @@ weighted by samples, so every split gives the gradient of the mean loss over the
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any
@@ -25,21 +24,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from robust_train.batch_search import BatchSearch
 from robust_train.failures import classify_failure
 from robust_train.memory.cleanup import clear_frames, return_memory
+from robust_train.training import micro_batch_record as told
 from robust_train.training import splitting
 from robust_train.training.micro_batch_size import MicroBatchSize
 from robust_train.training.part import MicroBatch
+from robust_train.training.probing import probe_parts
 from robust_train.training.ranks import ran_out_elsewhere
 from robust_train.training.rewind import Models, StepStart, Watch, cut_graphs
 from robust_train.training.rng import GeneratorStates
 from robust_train.training.shared_step import SharedStep
-from robust_train.types import GIB, MEMORY_FAILURES, Failure
-
-log = logging.getLogger("robust_train")
-
-Record = Callable[[str, Mapping[str, Any]], None]
-"""Takes an event's name and its fields, as :meth:`robust_train.run.Run.record` does."""
+from robust_train.types import MEMORY_FAILURES, Failure
 
 
 class MicroBatcher:
@@ -54,6 +51,8 @@ class MicroBatcher:
         record: told of every change of the size.
         step: says which optimizer step this is, from 1; by default steps are counted here.
         on_oom: gets the error of a part in which memory ran out, before anything is let go of.
+        search: find the largest size that fits in the first step; the loop's body is then run on
+            parts of the batch that are only measured, four at most.
 
     Raises:
         ValueError: a size is below 1.
@@ -66,9 +65,10 @@ class MicroBatcher:
         min_batch_size: int = 1,
         gradient_accumulation_steps: int = 1,
         regrow_after_steps: int | None = None,
-        record: Record | None = None,
+        record: told.Record | None = None,
         step: Callable[[], int] | None = None,
         on_oom: Callable[[BaseException], None] | None = None,
+        search: BatchSearch | None = None,
     ) -> None:
         sizes = {"batch_size": batch_size or 1, "min_batch_size": min_batch_size}
         for name, value in sizes.items():
@@ -86,6 +86,7 @@ class MicroBatcher:
         self._record = record or (lambda event, fields: None)
         self._step = step
         self._on_oom = on_oom
+        self._search = search
         self._steps_begun = 0
         self._watch = Watch()
 
@@ -131,7 +132,7 @@ class MicroBatcher:
         changed = self._training.shrink()
         if changed:
             self._other.shrink()
-            self._tell_changed(self._step_number(begins=False), *changed, reason)
+            told.changed(self._record, self._step_number(begins=False), *changed, reason)
         return changed
 
     def state(self) -> dict[str, Any]:
@@ -143,10 +144,14 @@ class MicroBatcher:
         self._training.restore(state["training"])
         self._other.restore(state["other"])
 
-    def _tell_changed(self, step: int, before: int, after: int, reason: str) -> None:
-        log.info("step %d: micro-batch %d → %d: %s", step, before, after, reason)
-        fields = {"step": step, "training": True, "from": before, "to": after, "reason": reason}
-        self._record("micro_batch_changed", fields)
+    def _probe(self, batches: MicroBatches, start: StepStart) -> Iterator[MicroBatch]:
+        """Before the first step: the parts by which the size is found, where one is to be."""
+        search, self._search = self._search, None
+        found = None if search is None else (yield from probe_parts(search, batches, start))
+        if search is not None and found is not None:
+            for size in (self._training, self._other):
+                size.begin_at(found.batch_size)
+            told.found(self._record, search, found)
 
     def _step_number(self, *, begins: bool) -> int:
         self._steps_begun += begins
@@ -193,11 +198,20 @@ class MicroBatches:
         self._number = self._batcher._step_number(begins=self._is_training)
         return self._training() if self._is_training else self._once_each()
 
+    def probe(self, size: int) -> MicroBatch:
+        """The first ``size`` samples as a part that is only measured."""
+        return MicroBatch(self, *self._parts.part(0, size), 0, size, is_probe=True)
+
+    def forget(self) -> None:
+        """Drop what the parts so far have left: losses, and what was kept."""
+        self.kept, self._loss = [], None
+
     def _training(self) -> Iterator[MicroBatch]:
         watch = self._batcher._watch
         self._start = start = watch.begin(self._model)
         try:
             self._shared = shared = SharedStep.begin(watch.resolve(self._model)[0])
+            yield from self._batcher._probe(self, start)
             with shared.without_collectives():
                 while True:
                     failed = yield from self._all_parts()
@@ -206,7 +220,7 @@ class MicroBatches:
                     if not self._must_repeat(failed):
                         break
                     start.rewind()
-                    self.kept, self._loss = [], None
+                    self.forget()
             self._loss = shared.sum_gradients(self._loss)
             start.end(is_complete=True)
             shared.share_buffers()
@@ -216,7 +230,7 @@ class MicroBatches:
         grown = self._size.step_done()
         if grown is not None:
             reason = "memory has sufficed for long enough to try the larger size again"
-            self._batcher._tell_changed(self._number, *grown, reason)
+            told.changed(self._batcher._record, self._number, *grown, reason)
 
     def _all_parts(self) -> Generator[MicroBatch, None, MicroBatch | None]:
         """The parts, up to the one in which memory runs out, if any: that one."""
@@ -271,27 +285,22 @@ class MicroBatches:
         failure, before = failed._failure, failed._size
         assert failure is not None
         self.repeats += 1
-        cut_graphs(failed._since)
+        cut_graphs(failed.since)
         return_memory(thorough=self.repeats > 1)
-        after = self._size.current
-        self._tell("micro_batch_changed", failure, before, to=after)
-        requested = failure.evidence.requested_bytes
-        log.warning(
-            "step %d: out of memory (%s)%s: micro-batch %d → %s, %s",
-            self._number,
-            failure.kind.value,
-            "" if requested is None else f" asking for {requested / GIB:.2f} GiB",
-            before,
-            after,
-            "the step is repeated" if self._is_training else "the part is repeated",
-        )
+        where = self._batcher._record, self._number, self._is_training
+        told.repeated(*where, failure, before, self._size.current)
 
     def _take(self, micro: MicroBatch, error: Exception) -> bool:
         """Whether the failure of ``micro`` is one to repeat the step for; else put all in order."""
         failure = classify_failure(error)
         if failure.kind not in MEMORY_FAILURES:
+            if micro.is_probe and self._start is not None:
+                self._start.rewind()
             self._leave()
             return False
+        if micro.is_probe:
+            clear_frames(error)
+            return True
         used = self._size.for_batch(self.samples)
         if not self._is_training:
             used = min(used, len(micro))
@@ -312,30 +321,9 @@ class MicroBatches:
             self._start.rewind()
         self._leave()
         self._shared.exhausted(self._size, self._parts.items, failure, used, error)
-        tried = ", ".join(map(str, self._size.tried))
-        note = f"step {self._number}: memory ran out at every micro-batch tried ({tried})"
-        log.error("%s", note)
-        if hasattr(error, "add_note"):
-            error.add_note(note)
-        self._tell("micro_batch_exhausted", failure, used, tried=list(self._size.tried))
+        where = self._batcher._record, self._number, self._is_training
+        told.exhausted(*where, failure, used, self._size.tried, error)
 
     def _leave(self) -> None:
         if self._start is not None:
             self._start.end()
-
-    def _tell(self, event: str, failure: Failure, before: int, **more: Any) -> None:
-        evidence = failure.evidence
-        self._batcher._record(
-            event,
-            {
-                "step": self._number,
-                "training": self._is_training,
-                "from": before,
-                "reason": failure.message,
-                "kind": failure.kind.value,
-                "requested_bytes": evidence.requested_bytes,
-                "allocated_bytes": evidence.allocated_bytes,
-                "free_bytes": evidence.free_bytes,
-                **more,
-            },
-        )

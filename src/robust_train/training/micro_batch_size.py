@@ -39,12 +39,22 @@ class MicroBatchSize:
         self._failures: dict[int, int] = {}
         self._clean_steps = 0
         self._limit: int | None = None
+        self._found: int | None = None
         self._largest_batch = 0
 
     def for_batch(self, samples: int) -> int:
         """Most samples in one part of a batch of ``samples``."""
         self._largest_batch = max(self._largest_batch, samples)
         return samples if self.current is None else min(self.current, samples)
+
+    def begin_at(self, size: int | None) -> None:
+        """Use what probes have found to fit, from the first step on. It never grows beyond that.
+
+        None (nothing fits) leaves all as it is.
+        """
+        if size is None:
+            return
+        self.current = self._found = self._limit = size
 
     @property
     def tried(self) -> tuple[int, ...]:
@@ -126,11 +136,15 @@ class MicroBatchSize:
             "failures": [list(item) for item in self._failures.items()],
             "clean_steps": self._clean_steps,
             "limit": self._limit,
+            "found": self._found,
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state` gave, unless another size was asked for since."""
-        if state["requested"] != self._requested:
+        """Take over what :meth:`state` gave, unless another size was asked for since.
+
+        What probes had found is asked for by its number afterwards.
+        """
+        if self._requested not in (state["requested"], state.get("found")):
             return
         self.current = state["current"]
         self._failures = {int(size): int(times) for size, times in state["failures"]}

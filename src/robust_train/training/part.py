@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from robust_train.training import micro_batch_record as told
 from robust_train.training.rewind import sequence_number
 from robust_train.types import Failure
 
@@ -22,22 +23,32 @@ class MicroBatch:
         start: of the first sample in the batch.
         stop: of the sample after the last one.
         done: the body went through; False after memory ran out in it.
+        is_probe: it is only measured, and nothing of it is left afterwards.
+        since: autograd's number when the body began.
     """
 
     def __init__(
-        self, batches: MicroBatches, data: Any, weight: float, start: int, stop: int
+        self,
+        batches: MicroBatches,
+        data: Any,
+        weight: float,
+        start: int,
+        stop: int,
+        *,
+        is_probe: bool = False,
     ) -> None:
         self.data = data
         self.start = start
         self.stop = stop
         self.done = False
+        self.is_probe = is_probe
         self._batches = batches
         self._weight = weight
         self._is_weighted = False
         self._loss: Tensor | None = None
         self._kept: list[Any] = []
         self._entered = False
-        self._since: int | None = None
+        self.since: int | None = None
         self._failure: Failure | None = None
         self._size = stop - start
 
@@ -72,7 +83,7 @@ class MicroBatch:
 
     def __enter__(self) -> MicroBatch:
         self._entered = True
-        self._since = sequence_number()
+        self.since = sequence_number()
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, frames: Any) -> bool:
@@ -94,18 +105,15 @@ class MicroBatch:
 
     def _check_weighted(self) -> None:
         """The first part tells whether the loop weights its losses; a wrong one must not go on."""
+        # a probe's gradients were made for it
+        if self._is_weighted or self.start or self.is_probe:
+            return
         start = self._batches._start
-        if self._is_weighted or self.start or start is None or not start.has_gradients():
+        if start is None or not start.has_gradients():
             return
         self._batches._leave()
-        raise RuntimeError(
-            "a backward pass without weight: the gradients of several micro-batches would add up "
-            "wrongly; use micro.backward(loss), or multiply the loss by micro.weight"
-        )
+        raise RuntimeError(told.NO_WEIGHT)
 
     def _must_have_been_used(self) -> None:
         if not self._entered:
-            raise RuntimeError(
-                "a micro-batch was not used as a context manager; write `with micro:` around the "
-                "loop's body, so that running out of memory can be repaired"
-            )
+            raise RuntimeError(told.NOT_ENTERED)

@@ -121,14 +121,28 @@ class StepStart:
         for watched in self._watched:
             _copy_changing(watched)
         # last: from here on somebody must call end()
-        for parameter in self._parameters():
+        for parameter in self.parameters():
             if parameter.grad is not None:
                 self._aside.append((parameter, parameter.grad))
                 parameter.grad = None
 
+    @property
+    def is_open(self) -> bool:
+        """Whether :meth:`end` was not called yet."""
+        return self._is_open
+
+    def make_gradients(self) -> None:
+        """Give every parameter a gradient of zeros: they take their memory before the pass does.
+
+        So it is in all micro-batches of a step but the first.
+        """
+        for parameter in self.parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
     def has_gradients(self) -> bool:
         """Whether any parameter has a gradient of this step."""
-        return any(parameter.grad is not None for parameter in self._parameters())
+        return any(parameter.grad is not None for parameter in self.parameters())
 
     def rewind(self) -> None:
         """Drop the step's gradients; give buffers and generators their values of the start."""
@@ -169,7 +183,8 @@ class StepStart:
                     parameter.grad = before + new
         self._aside = []
 
-    def _parameters(self) -> Iterator[Tensor]:
+    def parameters(self) -> Iterator[Tensor]:
+        """Those of the models, and what the optimizers hold that were found without any."""
         for watched in self._watched:
             yield from watched.parameters
         yield from _in_optimizers(self._optimizers)

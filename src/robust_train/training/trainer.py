@@ -21,7 +21,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from robust_train.failures import classify_failure
 from robust_train.run import Interrupted, MicroBatchPlan, Run, UserError
-from robust_train.training.batches import BatchPlan, Loading, StepSamples, in_order, share_of
+from robust_train.training.batches import (
+    BatchPlan,
+    Loading,
+    StepSamples,
+    in_order,
+    read_in_parts,
+    share_of,
+)
 from robust_train.training.checkpoint import (
     CheckpointError,
     CheckpointFolder,
@@ -128,10 +135,14 @@ class Training:
         self.train_set = ImageDataset(
             splits.train, built.images, augment=cfg.dataset.augment, seed=cfg.training.seed
         )
+        micro_batch = cfg.training.batch_size
+        accumulation = cfg.training.gradient_accumulation_steps
+        if run.batch_search is not None:
+            micro_batch, accumulation = read_in_parts(micro_batch * accumulation)
         self.plan = BatchPlan(
             num_samples=len(self.train_set),
-            micro_batch=cfg.training.batch_size,
-            accumulation_steps=cfg.training.gradient_accumulation_steps,
+            micro_batch=micro_batch,
+            accumulation_steps=accumulation,
             seed=cfg.training.seed,
             ranks=run.world_size,
             rank=run.rank,
@@ -270,7 +281,7 @@ class Training:
 
     def _evaluate(self, source: ImageSource) -> Score:
         dataset = ImageDataset(source, self.images)
-        run, size = self.run, self.cfg.training.batch_size
+        run, size = self.run, self.plan.micro_batch
         chunks = in_order(share_of(range(len(dataset)), run.rank, run.world_size), size)
         most = len(share_of(range(len(dataset)), 0, run.world_size))
         score = evaluate(

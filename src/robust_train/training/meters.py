@@ -1,0 +1,103 @@
+"""How much memory a pass takes, and how much there is. All in bytes.
+
+On a GPU that is the peak of the caching allocator against the limit of ``memory.fraction`` and what
+is free; on the CPU the peak of the process's own resident memory against its limits (``ulimit``,
+cgroup) and what the machine has left.
+"""
+
+from __future__ import annotations
+
+import resource
+from typing import Protocol
+
+import torch
+
+from robust_train.memory import host
+from robust_train.memory.cleanup import return_memory
+
+_UNTOLD_BYTES = 2**62  # where neither kernel nor limits tell, only running out of memory does
+
+
+class Meter(Protocol):
+    """Memory of one device."""
+
+    def begin(self) -> int:
+        """Let go of what nobody uses and let the peak start anew; what is in use now."""
+
+    def peak(self) -> int:
+        """The most in use since :meth:`begin`."""
+
+    def limit(self) -> int:
+        """The most that could be in use."""
+
+
+class GpuMeter:
+    """What the caching allocator of this process holds in tensors.
+
+    Args:
+        index: of the GPU, as this process counts.
+        share: of the GPU's memory, the most to count on.
+    """
+
+    def __init__(self, index: int, share: float) -> None:
+        self._index = index
+        self._share = share
+
+    def begin(self) -> int:
+        return_memory(thorough=False)
+        torch.cuda.synchronize(self._index)
+        torch.cuda.reset_peak_memory_stats(self._index)
+        return torch.cuda.memory_allocated(self._index)
+
+    def peak(self) -> int:
+        torch.cuda.synchronize(self._index)
+        return torch.cuda.max_memory_allocated(self._index)
+
+    def limit(self) -> int:
+        free, total = torch.cuda.mem_get_info(self._index)
+        # what memory.fraction has told the allocator; older versions of torch do not say
+        told = getattr(torch.cuda, "get_per_process_memory_fraction", lambda index: 1.0)
+        share = min(self._share, told(self._index))
+        return min(int(share * total), free + torch.cuda.memory_reserved(self._index))
+
+
+class HostMeter:
+    """This process's anonymous memory: without the files that are mapped into it.
+
+    Where the kernel does not let the peak be reset it is that of all that went before: too much at
+    worst, since larger sizes are tried after smaller ones.
+    """
+
+    def begin(self) -> int:
+        return_memory(thorough=False)
+        host.reset_peak()
+        return host.own_memory().get("RssAnon", 0)
+
+    def peak(self) -> int:
+        own = host.own_memory()
+        # pages of libraries that were read meanwhile stay, so they are in the peak as well
+        return own.get("VmHWM", 0) - own.get("RssFile", 0) - own.get("RssShmem", 0)
+
+    def limit(self) -> int:
+        own = host.own_memory()
+        available = host.read_host_memory().available
+        rooms = [] if available is None else [available]
+        for kind, used in ((resource.RLIMIT_DATA, "VmData"), (resource.RLIMIT_AS, "VmSize")):
+            most, _ = resource.getrlimit(kind)
+            if most != resource.RLIM_INFINITY:
+                rooms.append(most - own.get(used, 0))
+        return own.get("RssAnon", 0) + max(min(rooms, default=_UNTOLD_BYTES), 0)
+
+
+def meter_of(device: torch.device, share: float) -> Meter:
+    """How memory is measured there."""
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return GpuMeter(index, share)
+    return HostMeter()
+
+
+def current_device() -> torch.device:
+    """The current GPU where this process has started CUDA, else the CPU."""
+    is_on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return torch.device("cuda" if is_on_gpu else "cpu")

@@ -1,0 +1,88 @@
+"""What ``training.batch_size``, the accumulation and the effective batch ask for."""
+
+from __future__ import annotations
+
+import pytest
+
+from robust_train.batch_config import settle_batch_size
+from robust_train.config import ConfigError, complete
+
+
+@pytest.mark.parametrize(
+    ("training", "expected"),
+    [
+        ({"num_gpus": 4, "batch_size": "auto"}, (True, 16, 1)),
+        ({"num_gpus": 2, "batch_size": 16, "effective_batch_size": 64}, (False, 16, 2)),
+        ({}, (False, 64, 1)),
+        ({"batch_size": 16, "gradient_accumulation_steps": 4}, (False, 16, 4)),
+        ({"batch_size": "24"}, (False, 24, 1)),
+        ({"batch_size": 16, "effective_batch_size": 64}, (False, 16, 4)),
+        ({"batch_size": "auto"}, (True, 64, 1)),
+        ({"batch_size": "auto", "effective_batch_size": 512}, (True, 512, 1)),
+    ],
+)
+def test_numbers_take_the_place_of_what_was_typed(training, expected):
+    training = dict(training)
+    cfg = complete({"num_gpus": training.pop("num_gpus", 1), "training": training})
+    is_auto = settle_batch_size(cfg)
+    assert (
+        is_auto,
+        cfg.training.batch_size,
+        cfg.training.gradient_accumulation_steps,
+    ) == expected
+
+
+@pytest.mark.parametrize(
+    ("cfg", "words"),
+    [
+        ({"training": {"batch_size": "atuo"}}, ["training.batch_size=atuo", "or auto"]),
+        ({"training": {"batch_size": 1.5}}, ["training.batch_size=1.5", "whole number"]),
+        ({"training": {"batch_size": True}}, ["training.batch_size=True", "whole number"]),
+        (
+            {"training": {"batch_size": "auto", "gradient_accumulation_steps": 4}},
+            ["gradient_accumulation_steps=4", "training.effective_batch_size"],
+        ),
+        (
+            {"training": {"batch_size": 24, "effective_batch_size": 64}},
+            ["training.effective_batch_size=64", "no multiple of training.batch_size=24"],
+        ),
+        (
+            {"training": {"batch_size": 128, "effective_batch_size": 64}},
+            ["training.effective_batch_size=64", "no multiple"],
+        ),
+        (
+            {
+                "training": {
+                    "batch_size": 16,
+                    "effective_batch_size": 64,
+                    "gradient_accumulation_steps": 2,
+                }
+            },
+            ["gradient_accumulation_steps=2", "only one of the two"],
+        ),
+        ({"training": {"effective_batch_size": 0}}, ["effective_batch_size=0", "1 or more"]),
+        (
+            {"training": {"batch_size": "auto"}, "preserve_effective_batch_size": False},
+            ["preserve_effective_batch_size=false", "depend on the GPU"],
+        ),
+        (
+            {"training": {"batch_size": "auto"}, "min_batch_size": 65},
+            ["min_batch_size=65", "above 64", "training.effective_batch_size"],
+        ),
+        (
+            {"training": {"batch_size": "auto"}, "num_gpus": 3},
+            ["training.effective_batch_size=64", "no multiple of num_gpus=3"],
+        ),
+        (
+            {"training": {"batch_size": 16, "effective_batch_size": 64}, "num_gpus": 3},
+            ["training.effective_batch_size=64", "batch_size=16 × num_gpus=3"],
+        ),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_with_key_and_remedy(cfg, words):
+    with pytest.raises(ConfigError) as refused:
+        settle_batch_size(complete(cfg))
+    message = str(refused.value)
+    assert len(message.splitlines()) == 1
+    for word in words:
+        assert word in message

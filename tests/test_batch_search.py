@@ -1,0 +1,171 @@
+"""Which sizes a search tries, and what it answers: against machines whose memory is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from robust_train.batch_search import (
+    MARGIN,
+    MOST_PROBES,
+    BatchSearch,
+    Limits,
+    Probe,
+    fits,
+    largest_that_fits,
+    micro_batch_sizes,
+    next_size,
+)
+from robust_train.types import MIB
+
+# how good an answer is has rare exceptions, where a last probe is spent in vain
+same_machines = settings(derandomize=True)
+
+
+def search(
+    sizes: Sequence[int], needs: Callable[[int], int], rest: int, limit: int
+) -> tuple[int | None, list[Probe]]:
+    """The search's answer on a machine where a size needs so many bytes, and its probes."""
+    probes: list[Probe] = []
+    limits = Limits(rest, limit)
+    while True:
+        size = next_size(sizes, probes, limits)
+        if size is None:
+            best = largest_that_fits(probes, limits)
+            return None if best is None else best.batch_size, probes
+        assert len(probes) < MOST_PROBES
+        assert size in sizes
+        assert size not in [probe.batch_size for probe in probes]
+        peak = needs(size)
+        probes.append(Probe(size, peak if peak <= limit else None))
+
+
+def largest_within(sizes: Sequence[int], needs: Callable[[int], int], most: float) -> int | None:
+    return max((size for size in sizes if needs(size) <= most), default=None)
+
+
+@st.composite
+def machines(draw: st.DrawFn) -> tuple[int, int, int, int]:
+    """Bytes: at rest, of workspaces, per sample; and the limit, beside which noise is small."""
+    rest = draw(st.integers(0, 4000)) * MIB
+    workspace = draw(st.integers(0, 500)) * MIB
+    per_sample = draw(st.integers(MIB // 4, 200 * MIB))
+    limit = rest + workspace + per_sample + draw(st.integers(256, 80_000)) * MIB
+    return rest, workspace, per_sample, limit
+
+
+@same_machines
+@given(machines(), st.integers(1, 4096), st.integers(1, 64))
+def test_where_memory_is_affine_the_answer_is_the_largest_but_for_the_margin(
+    machine, effective, least
+):
+    rest, workspace, per_sample, limit = machine
+    sizes = micro_batch_sizes(effective, least)
+
+    def needs(size: int) -> int:
+        return rest + workspace + per_sample * size
+
+    answer, _ = search(sizes, needs, rest, limit)
+    certain = largest_within(sizes, needs, Limits(rest, limit).but_for(1.5 * MARGIN))
+    if certain is not None:
+        assert answer is not None
+        # a probe for a few percent more is not spent
+        assert answer >= certain / (1 + MARGIN)
+    if answer is not None:
+        assert needs(answer) <= limit
+
+
+@same_machines
+@given(machines(), st.integers(1, 20_000))
+def test_among_all_numbers_of_samples_no_more_than_two_margins_are_left_unused(machine, at_most):
+    rest, workspace, per_sample, limit = machine
+    sizes = range(1, at_most + 1)
+
+    def needs(size: int) -> int:
+        return rest + workspace + per_sample * size
+
+    answer, _ = search(sizes, needs, rest, limit)
+    if needs(1) <= Limits(rest, limit).but_for(MARGIN):
+        assert answer is not None
+        # a probe for a few percent more is not spent
+        is_almost_all = answer * (1 + MARGIN) >= at_most
+        assert is_almost_all or needs(answer + 1) > Limits(rest, limit).but_for(2 * MARGIN)
+
+
+@given(
+    machines(),
+    st.integers(1, 2048),
+    st.integers(1, 16),
+    st.lists(st.floats(-0.3, 0.6), min_size=MOST_PROBES, max_size=MOST_PROBES),
+    st.integers(1, 64),
+)
+def test_whatever_memory_does_a_failed_size_is_never_the_answer(
+    machine, effective, least, noise, granule_mib
+):
+    rest, workspace, per_sample, limit = machine
+    wobbling = iter(noise)
+    granule = granule_mib * MIB
+
+    def needs(size: int) -> int:
+        exact = workspace + per_sample * size * (1 + next(wobbling))
+        return rest + -(-int(exact) // granule) * granule
+
+    answer, probes = search(micro_batch_sizes(effective, least), needs, rest, limit)
+    assert len(probes) <= MOST_PROBES
+    went_through = [probe.batch_size for probe in probes if fits(probe, Limits(rest, limit))]
+    assert answer == max(went_through, default=None)
+
+
+@same_machines
+@given(machines(), st.integers(2, 2048))
+def test_an_allocator_that_grows_in_steps_costs_no_more_than_another_margin(machine, effective):
+    rest, workspace, per_sample, limit = machine
+    sizes = micro_batch_sizes(effective, 1)
+
+    def needs(size: int) -> int:
+        return rest + workspace + -(-per_sample * size // (2 * MIB)) * 2 * MIB
+
+    answer, _ = search(sizes, needs, rest, limit)
+    certain = largest_within(sizes, needs, Limits(rest, limit).but_for(2 * MARGIN) - 64 * MIB)
+    if certain is not None:
+        assert answer is not None
+        assert answer >= certain
+
+
+def test_two_probes_are_enough_where_everything_fits():
+    answer, probes = search(
+        micro_batch_sizes(64, 4), lambda size: (100 + 10 * size) * MIB, 80 * MIB, 5000 * MIB
+    )
+    assert (answer, [probe.batch_size for probe in probes]) == (64, [4, 64])
+
+
+def test_memory_that_grows_faster_than_a_line_costs_one_step_down():
+    answer, probes = search(
+        range(1, 1000), lambda size: (50 + 10 * size + size * size // 20) * MIB, 0, 2000 * MIB
+    )
+    assert len(probes) == 4
+    assert answer is not None
+    # 122 samples would be the largest
+    assert answer >= 80
+
+
+@pytest.mark.parametrize(
+    ("effective", "least", "sizes"),
+    [
+        (64, 4, (4, 8, 16, 32, 64)),
+        (96, 8, (8, 12, 16, 24, 32, 48, 96)),
+        (61, 4, (4, 7, 15, 30, 61)),
+        (2, 4, (2,)),
+    ],
+)
+def test_sizes_are_divisors_and_what_halving_leads_to(effective, least, sizes):
+    assert micro_batch_sizes(effective, least) == sizes
+
+
+def test_a_batch_with_fewer_samples_is_tried_whole():
+    assert BatchSearch(64, 4).sizes(50) == (4, 8, 16, 32, 50)
+    assert BatchSearch(64, 4).sizes(3) == (3,)
+    assert BatchSearch(64, 4).sizes(200) == (4, 8, 16, 32, 64)
