@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from robust_train.config import ConfigError
 from robust_train.ladder import PolicySettings
 from robust_train.memory.allocator import exported_expandable_segments
-from robust_train.types import MIB
+from robust_train.types import MIB, AttemptSpec
 
 
 def policy_settings(cfg: DictConfig, *, finds_batch_size: bool = False) -> PolicySettings:
@@ -40,6 +40,26 @@ def policy_settings(cfg: DictConfig, *, finds_batch_size: bool = False) -> Polic
         retry_pause_seconds=cfg.retry_pause_seconds,
         finds_batch_size=finds_batch_size,
     )
+
+
+def attempt_config(cfg: DictConfig, spec: AttemptSpec, device: str) -> DictConfig:
+    """The job's config as one attempt's trainer sees it, fully resolved.
+
+    Args:
+        cfg: the job's; left as it is.
+        spec: what the attempt is to use.
+        device: what ``cfg.device`` says to the trainer.
+    """
+    cfg = cfg.copy()
+    with open_dict(cfg):
+        cfg.device = device
+        cfg.num_gpus = spec.ranks
+        cfg.training.batch_size = spec.batch_size
+        cfg.training.gradient_accumulation_steps = spec.gradient_accumulation_steps
+        cfg.training.num_workers = spec.num_workers
+        cfg.training.prefetch_factor = spec.prefetch_factor
+    OmegaConf.resolve(cfg)
+    return cfg
 
 
 def target_of(cfg: DictConfig) -> str:

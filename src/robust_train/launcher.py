@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import tenacity
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 
 from robust_train import devices
 from robust_train.batch_config import settle_batch_size
@@ -30,7 +30,13 @@ from robust_train.execution.request import AttemptRequest, TrainerRef
 from robust_train.execution.signals import JobInterrupted, SignalWatch
 from robust_train.gpu.wait import NoGpu
 from robust_train.job_control import JobControl
-from robust_train.job_settings import hydra_config, policy_settings, run_folder, target_of
+from robust_train.job_settings import (
+    attempt_config,
+    hydra_config,
+    policy_settings,
+    run_folder,
+    target_of,
+)
 from robust_train.journal import Journal, read_earlier
 from robust_train.memory.stability import attempt_stability
 from robust_train.policy import AttemptsExhausted, decide, decide_as_asked, first_attempt
@@ -344,15 +350,8 @@ class Job:
         self, number: int, spec: AttemptSpec, search: BatchSearch | None
     ) -> AttemptRequest:
         inline = self.cfg.isolation == "none"
-        cfg = self.cfg.copy()
-        with open_dict(cfg):
-            cfg.device = devices.name_for_trainer(spec.gpus, os.environ, own_process=not inline)
-            cfg.num_gpus = spec.ranks
-            cfg.training.batch_size = spec.batch_size
-            cfg.training.gradient_accumulation_steps = spec.gradient_accumulation_steps
-            cfg.training.num_workers = spec.num_workers
-            cfg.training.prefetch_factor = spec.prefetch_factor
-        OmegaConf.resolve(cfg)
+        device = devices.name_for_trainer(spec.gpus, os.environ, own_process=not inline)
+        cfg = attempt_config(self.cfg, spec, device)
         return AttemptRequest(
             trainer=TrainerRef("inline.trainer") if inline else TrainerRef.of(self.trainer),
             cfg=cfg,

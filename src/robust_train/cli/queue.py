@@ -19,6 +19,7 @@ from robust_train.gpu.queue_dir import QueueProblem, directory_for
 from robust_train.gpu.records import JobRecord, JobState
 from robust_train.gpu.reservations import Entry, Ledger, LedgerBusy, boottime, start_ticks
 from robust_train.gpu.scheduler import plan, why_not
+from robust_train.readable import as_clock
 from robust_train.types import MIB, GpuInfo
 
 COLUMNS = ("id", "position", "state", "job", "user", "claim MiB", "GPU", "for", "reason")
@@ -145,7 +146,7 @@ def _row(job: dict[str, Any]) -> list[str]:
         job["user"],
         claim if many == 1 else f"{many} × {claim}",
         _gpus(job["gpus"]),
-        _clock(job["seconds_in_state"]),
+        as_clock(int(job["seconds_in_state"])),
         job["reason"] or "-",
     ]
 
@@ -198,9 +199,3 @@ def _terminate(record: JobRecord) -> str | None:
     finally:
         os.close(process)
     return None
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

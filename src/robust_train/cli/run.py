@@ -19,6 +19,7 @@ from robust_train.control.client import (
     find_live_runs,
 )
 from robust_train.control.protocol import USUAL_WAIT_SECONDS
+from robust_train.readable import as_clock
 from robust_train.types import MIB
 
 COLUMNS = ("id", "state", "job", "pid", "attempt", "device", "batch", "step", "for", "run folder")
@@ -111,7 +112,7 @@ def _row(run: LiveRun) -> list[str]:
         str(about.get("device", "-")),
         _batch(about) or "-",
         _step(about) or "-",
-        _clock(about["seconds_in_state"]) if about else "-",
+        as_clock(int(about["seconds_in_state"])) if about else "-",
         str(run.run_dir) if about else "-",
     ]
 
@@ -123,7 +124,7 @@ def _show_status(run: LiveRun, about: Mapping[str, Any]) -> None:
     rows = (
         ("run", about["id"]),
         ("job", about["name"]),
-        ("state", f"{about['state']} for {_clock(about['seconds_in_state'])}"),
+        ("state", f"{about['state']} for {as_clock(int(about['seconds_in_state']))}"),
         ("why", waiting.get("reason") or reason),
         ("position", waiting.get("position")),
         ("run folder", about["run_dir"]),
@@ -137,7 +138,7 @@ def _show_status(run: LiveRun, about: Mapping[str, Any]) -> None:
         ("loss", None if about.get("loss") is None else f"{about['loss']:.4g}"),
         ("last checkpoint", about.get("checkpoint")),
         ("memory", ", ".join(f"{k} {v // MIB} MiB" for k, v in memory.items()) or None),
-        ("started", f"{_clock(about['seconds'])} ago"),
+        ("started", f"{as_clock(int(about['seconds']))} ago"),
     )
     known = [[name, str(value)] for name, value in rows if value is not None]
     print_table(("what", "value"), known)
@@ -179,9 +180,3 @@ def _step(about: Mapping[str, Any]) -> str | None:
     if step is None:
         return None
     return str(step) if total is None else f"{step}/{total}"
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -24,6 +24,7 @@ from robust_train.gpu.select import (
     rank,
 )
 from robust_train.gpu.visible import Visible
+from robust_train.readable import as_clock, ordinal
 from robust_train.types import GpuInfo, Group
 
 _TICK_SECONDS = 1.0
@@ -87,14 +88,14 @@ class WaitStatus:
         if self.position > 1 or self.frees_next:
             # what matters most comes first: a narrow terminal cuts the end off
             return (
-                f"{_ordinal(self.position)} in line, needs {needed(self.min_bytes, self.count)}"
-                f"{self._frees()}, {_clock(self.seconds_left)} left; {self.obstacles}"
+                f"{ordinal(self.position)} in line, needs {needed(self.min_bytes, self.count)}"
+                f"{self._frees()}, {as_clock(math.ceil(self.seconds_left))} left; {self.obstacles}"
             )
         gpus = "a GPU" if self.count == 1 else f"{self.count} GPUs"
         each = "" if self.count == 1 else " each"
         return (
             f"waiting for {gpus} with {mib(self.min_bytes)} free{each}, "
-            f"{_clock(self.seconds_left)} left; {self.obstacles}"
+            f"{as_clock(math.ceil(self.seconds_left))} left; {self.obstacles}"
         )
 
     def _frees(self) -> str:
@@ -253,7 +254,7 @@ class _Waiting:
         what = f"no GPU had {need} free"
         if count > 1:
             what = f"there were no {count} GPUs that had {need} free each"
-        waited = _clock(self.request.timeout_seconds)
+        waited = as_clock(math.ceil(self.request.timeout_seconds))
         return NoGpu(f"{what} within {waited}: {self.status.obstacles}", timed_out=True)
 
 
@@ -304,17 +305,3 @@ def _why_pointless(request: GpuRequest, visible: Visible) -> str | None:
         f"{whose} could ever give {mib(request.min_bytes)}: the largest is {label(largest)} with "
         f"{mib(largest.total_bytes)} in total; ask for less (min_gpu_memory_mb)"
     )
-
-
-def _clock(seconds: float) -> str:
-    """``1:02:03`` or ``2:03``."""
-    minutes, rest = divmod(math.ceil(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-def _ordinal(number: int) -> str:
-    """``1st``, ``2nd``, ``3rd``, ``11th`` …"""
-    if number % 100 in (11, 12, 13):
-        return f"{number}th"
-    return f"{number}{ {1: 'st', 2: 'nd', 3: 'rd'}.get(number % 10, 'th') }"

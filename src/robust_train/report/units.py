@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import math
 
+from robust_train import readable
 from robust_train.types import GIB, MIB
 
 _MINUTE, _HOUR, _DAY = 60, 3600, 86400
@@ -62,8 +63,7 @@ def ordinal(count: int) -> str:
     """``first``, ``12th``."""
     if 1 <= count <= len(_ORDINALS):
         return _ORDINALS[count - 1]
-    last = 0 if 10 < count % 100 < 20 else count % 10
-    return f"{count}{ {1: 'st', 2: 'nd', 3: 'rd'}.get(last, 'th') }"
+    return readable.ordinal(count)
 
 
 def moment(time: float) -> str:
