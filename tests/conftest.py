@@ -8,6 +8,8 @@ import pytest
 
 # before torch is imported: threads of several test processes would wait for each other's cores
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# modules are compiled once, and not by each of the many processes that the tests start
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 from world import World
 

@@ -14,7 +14,6 @@ from test_truth import DONE, SPEC, leave_run
 
 import robust_train
 from robust_train.cli.main import main
-from robust_train.gpu.records import JobState
 from robust_train.gpu.reservations import Ledger, new_record
 from robust_train.types import MIB, Attempt
 from simulated_nvml import Gpu, Machine
@@ -53,8 +52,7 @@ def test_a_plan_says_what_fits_on_the_gpus_now_and_what_earlier_runs_measured(
         with ledger.locked():
             record = new_record("other", str(tmp_path), 5000 * MIB, 1)
             reservation = ledger.enter(record, ledger.entries())
-            running = replace(record, state=JobState.RUNNING, gpu=machine.uuid(0))
-            reservation.update(replace(reservation.record, state=running.state, gpu=running.gpu))
+            reservation.update(reservation.record.on([machine.uuid(0)]))
         done = subprocess.run(
             [
                 *(sys.executable, "-m", "robust_train.cli.main", "plan", "--json"),
@@ -96,7 +94,7 @@ def test_a_plan_says_what_fits_on_the_gpus_now_and_what_earlier_runs_measured(
 def test_without_a_gpu_common_sizes_are_shown_as_a_hint(
     no_gpu: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    leave_run(no_gpu / "outputs" / "one", Attempt(replace(SPEC, gpu=None), DONE), overrides=LARGE)
+    leave_run(no_gpu / "outputs" / "one", Attempt(replace(SPEC, gpus=()), DONE), overrides=LARGE)
     code = main(["plan", *LARGE, "--batch-sizes", "512"])
     shown = capsys.readouterr()
     assert (code, shown.err) == (0, "")

@@ -23,7 +23,7 @@ from robust_train.types import (
 )
 
 GPU = GpuInfo("GPU-a", "A100", 0, "0000:01:00.0", 40960 * MIB, 40000 * MIB, 0)
-SPEC = AttemptSpec(gpu=GPU, batch_size=32, gradient_accumulation_steps=2)
+SPEC = AttemptSpec(gpus=(GPU,), batch_size=32, gradient_accumulation_steps=2)
 DONE = Outcome(failure=None, end_step=40, peak_memory_bytes=700 * MIB)
 
 
@@ -71,7 +71,8 @@ def test_what_was_not_a_whole_run_on_a_gpu_with_one_batch_tells_nothing(tmp_path
         Attempt(SPEC, ran_out),
         Attempt(SPEC, replace(DONE, end_step=1)),
         Attempt(SPEC, replace(DONE, peak_memory_bytes=None)),
-        Attempt(replace(SPEC, gpu=None), DONE),
+        Attempt(replace(SPEC, gpus=(GPU, GPU), ranks=2), DONE),
+        Attempt(replace(SPEC, gpus=()), DONE),
     )
     split = leave_run(tmp_path / "b", Attempt(SPEC, DONE))
     (split / "journal.jsonl").write_text('{"time": 1, "event": "micro_batch_changed"}\n')

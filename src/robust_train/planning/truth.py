@@ -120,10 +120,13 @@ def _attempts(path: Path) -> list[Mapping[str, Any]]:
 
 
 def _measured(attempt: Mapping[str, Any], folder: Path, time: float) -> Measured | None:
-    """None for an attempt that tells nothing: it ran out of memory, or had no second step."""
+    """None for an attempt that tells nothing: it ran out of memory, had no second step, or was one
+    of several processes, which also hold what they send each other."""
     peak, batch = attempt.get("peak_memory_bytes"), attempt.get("batch_size")
     steps = (attempt.get("end_step") or 0) - (attempt.get("start_step") or 0)
     if attempt.get("outcome") not in ("completed", "interrupted") or steps < _LEAST_STEPS:
+        return None
+    if attempt.get("ranks", 1) != 1:
         return None
     if not isinstance(peak, int) or not isinstance(batch, int) or peak <= 0:
         return None
