@@ -22,6 +22,12 @@ def world(tmp_path: pytest.TempPathFactory) -> World:
     return World(tmp_path)
 
 
+@pytest.fixture
+def alone(world: World) -> None:
+    """Its launchers start as users' do: nothing is there before, and torch is imported anew."""
+    world.alone = True
+
+
 @pytest.fixture(autouse=True)
 def _own_control_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs of one test must not be found by those of another."""

@@ -27,7 +27,7 @@ def run(
     environ: Mapping[str, str] | None = None,
     timeout_seconds: float = 200,
 ) -> subprocess.CompletedProcess[str]:
-    """What ``python -c program arguments…`` does.
+    """What ``python -c program arguments…`` does, in this process's environment or in ``environ``.
 
     Freed blocks of memory go back to the system at once, so that a limit is one on what is held and
     not on what a heap with holes has kept.
@@ -58,7 +58,9 @@ def _work(
     for number, path in enumerate(streams, start=1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
     ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 65536)
-    os.environ.update(environ or {})
+    if environ is not None:
+        os.environ.clear()
+        os.environ.update(environ)
     os.chdir(cwd)
     sys.path.insert(0, cwd)
     sys.argv = ["-c", *arguments]

@@ -14,10 +14,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import preloaded
 from shared_torch import requests_of
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = ROOT / "tests"
+
+_SCRIPT = """
+import runpy, sys
+del sys.argv[0]
+sys.path[0] = sys.argv[0].rpartition("/")[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 
 
 def wait_until(condition: Callable[[], Any], what: str, timeout_seconds: float = 60.0) -> Any:
@@ -125,6 +133,11 @@ class World:
 
     def run(self, *arguments: str, script: str = "train_robust.py", **options: Any) -> Ended:
         """Run a command to its end."""
+        imports_torch = script == "train.py" or "isolation=none" in arguments
+        if imports_torch and "-m" not in arguments and not self.alone and not options:
+            command = self.command(*arguments, script=script)[1:]
+            ended = preloaded.run(_SCRIPT, *command, cwd=self.folder, environ=self.environ)
+            return Ended(ended.returncode, ended.stdout, ended.stderr, self.run_dir)
         return self.end(self.start(*arguments, script=script, **options))
 
     def run_in_terminal(self, *arguments: str) -> str:
