@@ -26,17 +26,13 @@ def small_cnn() -> nn.Module:
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(64 * 16, 10))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--device", default="cpu")
-    chosen = parser.parse_args()
-    device = torch.device(chosen.device)
-    torch.manual_seed(0)
-    model = small_cnn().to(device)
+Step = Callable[[], None]
+
+
+def steps_to_compare(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> tuple[Step, Step, Step]:
+    """A plain step, one with ``micro_batches``, and the latter without any work in it."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    x, y = torch.randn(64, 3, 32, 32, device=device), torch.randint(10, (64,), device=device)
-    batcher = MicroBatcher(64)
+    batcher = MicroBatcher(len(x))
 
     def plain() -> None:
         optimizer.zero_grad()
@@ -56,7 +52,21 @@ def main() -> None:
             with micro:
                 pass
 
-    def seconds(step: Callable[[], None]) -> float:
+    return plain, split, nothing
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--device", default="cpu")
+    chosen = parser.parse_args()
+    device = torch.device(chosen.device)
+    torch.manual_seed(0)
+    model = small_cnn().to(device)
+    x, y = torch.randn(64, 3, 32, 32, device=device), torch.randint(10, (64,), device=device)
+    plain, split, nothing = steps_to_compare(model, x, y)
+
+    def seconds(step: Step) -> float:
         started = time.perf_counter()
         step()
         if device.type == "cuda":

@@ -14,12 +14,10 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from micro_batch_overhead import small_cnn
-from torch import nn
+from micro_batch_overhead import small_cnn, steps_to_compare
 from torch.nn.parallel import DistributedDataParallel
 
 from robust_train.training import ranks
-from robust_train.training.micro_batch import MicroBatcher
 
 
 def be_rank(rank: int, chosen: argparse.Namespace, port: int) -> None:
@@ -29,25 +27,10 @@ def be_rank(rank: int, chosen: argparse.Namespace, port: int) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=chosen.ranks)
     torch.manual_seed(0)
     model = DistributedDataParallel(small_cnn())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    x, y = torch.randn(64, 3, 32, 32), torch.randint(10, (64,))
-    batcher = MicroBatcher(64)
+    plain, split, _ = steps_to_compare(model, torch.randn(64, 3, 32, 32), torch.randint(10, (64,)))
     group = ranks.here()
     assert group is not None
     told = ranks.Told(ranks.State.THROUGH, 0, 64, 64.0, (True,) * len(list(model.parameters())))
-
-    def plain() -> None:
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
-
-    def split() -> None:
-        optimizer.zero_grad()
-        for micro in batcher.micro_batches((x, y), model):
-            with micro:
-                part, labels = micro.data
-                micro.backward(nn.functional.cross_entropy(model(part), labels))
-        optimizer.step()
 
     def seconds(step: Callable[[], object]) -> float:
         dist.barrier()
