@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -35,6 +36,28 @@ def test_a_real_lack_of_memory_halves_the_batch_until_it_fits(scripts: CommandWo
     assert "trained 16 x 4" in (ended.run_dir / "attempt-3.log").read_text().splitlines()
     assert "MemoryError" in (ended.run_dir / "attempt-1.log").read_text()
     assert {a["effective_batch_size"] for a in ended.attempts} == {64}
+
+
+WAITS_TO_BE_SEEN = """
+import json, pathlib, subprocess, sys, time
+if len(sys.argv) == 2:  # the script is a shell for its own child
+    sys.exit(subprocess.call([sys.executable, __file__, sys.argv[1], "child"]))
+held = bytearray(b"x") * (200 << 20)
+until = time.monotonic() + 60
+while time.monotonic() < until:
+    lines = pathlib.Path(sys.argv[1], "memory.jsonl").read_text().splitlines()
+    if any(json.loads(line)["anonymous"] > len(held) for line in lines if line.endswith("}")):
+        sys.exit(0)
+    time.sleep(0.05)
+sys.exit("never seen")
+"""
+
+
+def test_its_memory_over_time_is_that_of_all_that_it_starts(scripts: CommandWorld):
+    program = scripts.folder / "waits.py"
+    program.write_text(WAITS_TO_BE_SEEN)
+    ended = scripts.train([sys.executable, str(program), "{run_dir}"])
+    assert ended.returncode == 0, ended.output
 
 
 def test_a_bug_is_not_tried_again_and_its_traceback_ends_the_output(scripts: CommandWorld):

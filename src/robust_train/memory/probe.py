@@ -5,9 +5,12 @@ Nothing here starts CUDA or imports torch.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from robust_train.gpu.one import OneGpu
@@ -69,6 +72,30 @@ def _resident_and_anonymous(statm: bytes) -> tuple[int, int]:
     return resident * _PAGE, (resident - shared) * _PAGE
 
 
+def _memory_of_tree(pid: int) -> tuple[int, int]:
+    """Bytes resident in a process and its descendants, and those of them that are their own.
+
+    Pages of files count once, as those of the process that has most. Pages that a fork still shares
+    with its parent count for both: only a walk through all of them could tell, which takes long.
+    """
+    own, shared = 0, 0
+    for member in _tree(pid):
+        with contextlib.suppress(OSError):
+            resident, anonymous = _resident_and_anonymous(
+                Path(f"/proc/{member}/statm").read_bytes()
+            )
+            own, shared = own + anonymous, max(shared, resident - anonymous)
+    return own + shared, own
+
+
+def _tree(pid: int) -> Iterator[int]:
+    yield pid
+    for listed in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # one that has ended meanwhile
+            for child in listed.read_text().split():
+                yield from _tree(int(child))
+
+
 def device_index(device: str) -> int | None:
     """The number in ``cuda:1`` (``cuda`` is 0), None for any other device."""
     kind, _, number = device.partition(":")
@@ -80,10 +107,12 @@ class Probe:
 
     Args:
         device: what the attempt trains on, in this process's own numbering.
+        whole_tree: all that this process has started counts with it, as where a script trains.
     """
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, *, whole_tree: bool = False) -> None:
         self._device = device
+        self._whole_tree = whole_tree
         self._index = device_index(device)
         self._gpu: OneGpu | None = None
         self._asked: str | None = None
@@ -95,7 +124,10 @@ class Probe:
 
     def read(self) -> dict[str, Any]:
         """Fields of a :class:`robust_train.memory.samples.Sample`."""
-        resident, anonymous = _resident_and_anonymous(os.pread(self._statm, 256, 0))
+        if self._whole_tree:
+            resident, anonymous = _memory_of_tree(os.getpid())
+        else:
+            resident, anonymous = _resident_and_anonymous(os.pread(self._statm, 256, 0))
         fields: dict[str, Any] = {"resident": resident, "anonymous": anonymous}
         if self._index is None:
             return {"device": self._device, **fields}

@@ -72,6 +72,7 @@ class Sampler:
         interval_seconds: see above.
         step: the last optimizer step that was reported.
         limits: how many samples are kept.
+        whole_tree: see :class:`robust_train.memory.probe.Probe`.
     """
 
     def __init__(
@@ -82,12 +83,14 @@ class Sampler:
         interval_seconds: float,
         step: Callable[[], int | None],
         limits: Limits | None = None,
+        whole_tree: bool = False,
     ) -> None:
         self._file = SampleFile(run_dir / FILE_NAME, limits or Limits())
         self._attempt = attempt
         self._device = device
         self._interval_seconds = interval_seconds
         self._step = step
+        self._whole_tree = whole_tree
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._work, name="memory sampler", daemon=True)
         self._pid = os.getpid()
@@ -108,7 +111,7 @@ class Sampler:
 
     def _work(self) -> None:
         try:
-            probe = Probe(self._device)
+            probe = Probe(self._device, whole_tree=self._whole_tree)
         except OSError:  # no /proc
             return
         with contextlib.closing(probe), contextlib.closing(self._file):

@@ -138,7 +138,12 @@ class AttemptMemory:
         interval_ms = self._settings.sample_interval_ms
         self._sampler = (
             Sampler(
-                run.run_dir, run.attempt, self._device, interval_ms / 1000, lambda: run.last_step
+                run.run_dir,
+                run.attempt,
+                self._device,
+                interval_ms / 1000,
+                lambda: run.last_step,
+                whole_tree=bool((cfg.get("trainer") or {}).get("argv")),
             )
             if interval_ms
             else None
