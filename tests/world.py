@@ -99,6 +99,7 @@ class World:
             "COLUMNS": "200",
             "OMP_NUM_THREADS": "1",
             "ROBUST_TRAIN_QUEUE_DIR": str(folder / "queue_of_jobs"),
+            "XDG_CACHE_HOME": str(folder / "cache"),
         }
 
     def command(self, *arguments: str, script: str = "train_robust.py") -> list[str]:

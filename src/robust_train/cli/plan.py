@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -103,14 +104,31 @@ def _plan(arguments: argparse.Namespace) -> MemoryPlan:
                 "micro-batches"
             )
 
-    # what the trainer logs while it builds a model is about training
-    logging.getLogger("robust_train").setLevel(logging.WARNING)
     with initialize_config_module("robust_train.configs", version_base="1.3"):
         cfg = compose("robust", overrides=list(arguments.overrides))
     environ = dict(os.environ)
-    # NVML tells of the GPUs; torch has no business on them here
+    with _quiet_and_without_gpus():
+        return plan_memory(
+            cfg, batch_sizes=arguments.batch_sizes, runs=arguments.runs, environ=environ
+        )
+
+
+@contextlib.contextmanager
+def _quiet_and_without_gpus() -> Iterator[None]:
+    """What the trainer logs while it builds a model is about training; and it is NVML that tells of
+    the GPUs, torch has no business on them here."""
+    log, visible = logging.getLogger("robust_train"), os.environ.get(VARIABLE)
+    level = log.level
+    log.setLevel(logging.WARNING)
     os.environ[VARIABLE] = ""
-    return plan_memory(cfg, batch_sizes=arguments.batch_sizes, runs=arguments.runs, environ=environ)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+        if visible is None:
+            del os.environ[VARIABLE]
+        else:
+            os.environ[VARIABLE] = visible
 
 
 def _show(plan: MemoryPlan) -> None:
