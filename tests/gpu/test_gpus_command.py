@@ -29,6 +29,15 @@ def run(machine: Machine, *arguments: str, **environ: str) -> subprocess.Complet
     return done
 
 
+def test_a_reader_that_has_seen_enough_gets_no_traceback(machine_with: MachineWith) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as stdout:
+        environ = machine_with(Gpu()).environment()
+        done = subprocess.run(COMMAND, env=environ, stdout=stdout, stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
 def test_a_pipe_gets_aligned_columns(machine_with: MachineWith) -> None:
     machine = machine_with(
         Gpu(total_mib=40960, free_mib=2200, reserved_mib=560, utilization=63, compute=[(2**30, 9)]),

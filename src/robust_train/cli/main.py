@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -41,9 +43,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     module = importlib.import_module(f"robust_train.cli.{_module_of(command, rest)}")
     try:
         code: int = module.main(rest)
+        sys.stdout.flush()
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
+    except BrokenPipeError:
+        # `… | head` has seen enough; what is not written yet has nowhere to go
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     return code
 
 
