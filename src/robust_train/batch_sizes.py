@@ -20,11 +20,11 @@ from robust_train.job_settings import name_of
 from robust_train.known_batches import Fact, Known, KnownBatches, cache_directory, memory_key
 from robust_train.ladder import PolicySettings, at_micro_batch
 from robust_train.memory.host import read_host_memory
-from robust_train.types import MEMORY_FAILURES, MIB, AttemptSpec, FailureKind, Outcome
+from robust_train.remedies import NOTABLE_BYTES
+from robust_train.types import MEMORY_FAILURES, AttemptSpec, FailureKind, Outcome
 
 log = logging.getLogger("robust_train")
 
-_TAKEN_BYTES = 256 * MIB  # by others: then memory ran out for their sake
 _DAY = 86400
 
 
@@ -192,7 +192,7 @@ class BatchSizes:
         is_about_the_batch = kind is FailureKind.DEVICE_OOM or spec.gpu is None
         if kind in MEMORY_FAILURES and is_about_the_batch:
             ran_out = min(used, ran_out or used)
-        if ran_out is not None and _others_took_it(outcome):
+        if ran_out is not None and outcome.taken_by_others_bytes >= NOTABLE_BYTES:
             ran_out = None
         if ran_out is None and self._found is not None and self._found["batch_size"] is not None:
             larger = [size for size in self._sizes if size > spec.batch_size]
@@ -211,11 +211,6 @@ def _room(spec: AttemptSpec) -> int | None:
 
 def _name(spec: AttemptSpec) -> str:
     return "cpu" if spec.gpu is None else spec.gpu.name
-
-
-def _others_took_it(outcome: Outcome) -> bool:
-    before, after = outcome.gpu_free_before_bytes, outcome.gpu_free_after_bytes
-    return before is not None and after is not None and before - after >= _TAKEN_BYTES
 
 
 def _ago(fact: Fact) -> str:

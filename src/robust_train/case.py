@@ -14,6 +14,7 @@ from robust_train.types import (
     FailureKind,
     GpuInfo,
     Group,
+    gpus_of,
 )
 
 
@@ -85,14 +86,6 @@ class Case:
         }
         return len(sizes) - 1
 
-    @property
-    def taken_by_others_bytes(self) -> int:
-        """By how much the GPU's free memory fell without us, 0 where that is not known."""
-        outcome = self.history[-1].outcome
-        if outcome.gpu_free_before_bytes is None or outcome.gpu_free_after_bytes is None:
-            return 0
-        return max(outcome.gpu_free_before_bytes - outcome.gpu_free_after_bytes, 0)
-
     def failures_of(self, kind: FailureKind) -> int:
         """How many attempts failed in this way."""
         outcomes = (attempt.outcome for attempt in self.history)
@@ -101,10 +94,8 @@ class Case:
 
 def failed_gpus(attempt: Attempt) -> Group:
     """The GPU on which an attempt failed; all of them where that is not known."""
-    failure, gpus = attempt.outcome.failure, attempt.spec.gpus
-    if failure is None or failure.rank is None:
-        return gpus
-    return gpus[failure.rank : failure.rank + 1]
+    failure = attempt.outcome.failure
+    return gpus_of(attempt.spec.gpus, None if failure is None else failure.rank)
 
 
 def exchanged(group: Group, leaving: Group, offers: Sequence[GpuInfo]) -> Group | None:

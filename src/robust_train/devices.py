@@ -11,8 +11,8 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from robust_train.config import ConfigError
+from robust_train.footprint import footprint
 from robust_train.gpu.allocation import allocated_by
-from robust_train.gpu.footprint import footprint
 from robust_train.gpu.host_queue import HostQueue, Sleep
 from robust_train.gpu.inventory import ask_health_again, read_inventory
 from robust_train.gpu.live_line import LiveLine
@@ -20,7 +20,7 @@ from robust_train.gpu.queue_dir import directory_for
 from robust_train.gpu.select import can_be_one_of, rank
 from robust_train.gpu.visible import Visible, visible_gpus
 from robust_train.gpu.wait import GpuRequest, NoGpu, WaitStatus, wait_for_gpu
-from robust_train.types import MIB, FailureKind, GpuInfo, Group, Outcome, Room
+from robust_train.types import MIB, FailureKind, GpuInfo, Group, Outcome, Room, gpus_of
 
 log = logging.getLogger("robust_train")
 
@@ -111,7 +111,7 @@ class Devices:
         if visible.warning is not None:
             log.warning("%s", visible.warning)
         if not visible.gpus:
-            return _cpu_or_nothing(cfg, _why_no_gpu(visible))
+            return _cpu_or_nothing(cfg, visible.why_none)
         only = None if cfg.auto_device else _named(str(cfg.device), visible)
         group = self._wait_in_line(only)
         if isinstance(group, NoGpu):
@@ -158,7 +158,7 @@ class Devices:
         self._queue.drain()
         if outcome.failure.kind is FailureKind.DEVICE_FAULT:
             ask_health_again()
-            suspects = group_part(group, outcome.failure.rank)
+            suspects = gpus_of(group, outcome.failure.rank)
             for gpu in to_put_aside(suspects, outcome.failure.message, free_bytes(suspects)):
                 self._queue.put_aside(gpu.uuid, outcome.failure.message)
         return settle(group, free_before, sleep=self._sleep)
@@ -260,11 +260,6 @@ def settle(group: Group, free_before: FreeBytes, *, sleep: Callable[[float], Non
         sleep(0.05)
 
 
-def group_part(group: Group, rank: int | None) -> Group:
-    """The GPU of ``rank``; all of them where it is not known which is meant."""
-    return group if rank is None else group[rank : rank + 1]
-
-
 def name_for_trainer(group: Group, environ: Mapping[str, str], *, own_process: bool) -> str:
     """What ``cfg.device`` says to the trainer.
 
@@ -315,12 +310,6 @@ def _named(device: str, visible: Visible) -> str | None:
         if len(matches) == 1:
             return matches[0]
     raise ConfigError(f"device={device}: no such GPU here; there are {listed}")
-
-
-def _why_no_gpu(visible: Visible) -> str:
-    if visible.hidden_on_purpose:
-        return "CUDA_VISIBLE_DEVICES hides every GPU"
-    return visible.problem or visible.warning or "no usable GPU"
 
 
 def _cpu_or_nothing(cfg: DictConfig, reason: str) -> Group:

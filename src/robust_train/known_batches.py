@@ -24,7 +24,8 @@ from omegaconf import DictConfig, OmegaConf
 from robust_train.config import RobustConfig
 from robust_train.directories import DirectoryProblem, open_or_make
 from robust_train.files import replacing
-from robust_train.types import GIB, MIB, GpuInfo
+from robust_train.footprint import footprint
+from robust_train.types import GIB, GpuInfo
 
 log = logging.getLogger("robust_train")
 
@@ -34,8 +35,6 @@ VALID_SECONDS = 30 * 86400
 
 _LARGEST_FILE = 64 * 1024
 _SAME_ROOM = 0.05
-_MARGIN = 1.1  # fragments beside what tensors take
-_CONTEXT_BYTES = 512 * MIB  # CUDA's own, which the allocator does not count
 
 # how long a run goes and what it is called, not what a step needs; the launcher's keys likewise
 _NO_MATTER = {
@@ -117,7 +116,7 @@ def _has(room: int | None, fact: Fact) -> bool:
         return True
     if room >= fact.room_bytes * (1 - _SAME_ROOM):
         return True
-    return fact.peak_bytes is not None and room >= fact.peak_bytes * _MARGIN + _CONTEXT_BYTES
+    return fact.peak_bytes is not None and room >= footprint(fact.peak_bytes)
 
 
 def _had(fact: Fact, room: int | None) -> bool:

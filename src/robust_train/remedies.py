@@ -18,8 +18,8 @@ from robust_train.types import (
     device_name,
 )
 
-_NOTABLE_BYTES = 256 * MIB
-
+NOTABLE_BYTES = 256 * MIB
+"""Taken by others, so much is taken for the reason why memory ran out."""
 
 Rule = Callable[[Case], "Retry | None"]
 
@@ -27,8 +27,8 @@ Rule = Callable[[Case], "Retry | None"]
 def room_taken_by_others(case: Case) -> Retry | None:
     """Somebody else took the memory: the same batch where there is room, or when there is again."""
     settings, evidence = case.settings, case.evidence
-    taken = case.taken_by_others_bytes
-    if not case.last.gpus or taken < _NOTABLE_BYTES or not _would_have_fitted(evidence, taken):
+    taken = case.history[-1].outcome.taken_by_others_bytes
+    if not case.last.gpus or taken < NOTABLE_BYTES or not _would_have_fitted(evidence, taken):
         return None
     if _same_tried_here(case) > settings.max_retries:
         return None

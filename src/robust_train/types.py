@@ -193,6 +193,11 @@ class AttemptSpec:
         return ",".join(sorted(gpu.uuid for gpu in self.gpus)) or "cpu"
 
 
+def gpus_of(group: Group, rank: int | None) -> Group:
+    """The GPU of ``rank``; all of them where it is not known which is meant."""
+    return group if rank is None else group[rank : rank + 1]
+
+
 def device_name(gpus: Group) -> str:
     """``cuda:0,cuda:1`` as ``nvidia-smi`` counts, ``cpu`` where there are none."""
     return ",".join(f"cuda:{gpu.index}" for gpu in gpus) or "cpu"
@@ -239,6 +244,13 @@ class Outcome:
     stopped_for: str | None = None
     traceback: str | None = None
     error: BaseException | None = field(default=None, compare=False)
+
+    @property
+    def taken_by_others_bytes(self) -> int:
+        """By how much the GPU's free memory fell without us, 0 where that is not known."""
+        if self.gpu_free_before_bytes is None or self.gpu_free_after_bytes is None:
+            return 0
+        return max(self.gpu_free_before_bytes - self.gpu_free_after_bytes, 0)
 
     @property
     def label(self) -> str:

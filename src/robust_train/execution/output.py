@@ -105,7 +105,7 @@ class OutputPump:
         for stream in self.streams:
             while data := stream.read():
                 moved = True
-                _flush_ours()
+                flush_output()
                 stream.show(data)
                 self._keep(data)
         return moved
@@ -146,7 +146,8 @@ def _descriptor(stream: object) -> int | None:
         return None
 
 
-def _flush_ours() -> None:
+def flush_output() -> None:
+    """Write out what this process has printed, as far as that goes."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()

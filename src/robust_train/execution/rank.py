@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import json
 import logging
@@ -20,6 +19,7 @@ from omegaconf import DictConfig, open_dict
 
 from robust_train.control.attempt import AttemptRequests
 from robust_train.execution.child import run_attempt, stop_on_sigterm
+from robust_train.execution.output import flush_output
 from robust_train.execution.prctl import signal_at_parents_death
 from robust_train.execution.request import AttemptRequest
 from robust_train.execution.stall import DUMP_STACKS
@@ -87,9 +87,7 @@ def be_rank(given: Rank) -> None:
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:
-        with contextlib.suppress(Exception):
-            sys.stdout.flush()
-            sys.stderr.flush()
+        flush_output()
         if not completed:
             # not the interpreter's way out: a collective's thread may wait for peers there
             os._exit(1)

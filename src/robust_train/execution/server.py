@@ -22,6 +22,7 @@ from robust_train.config import ConfigError
 from robust_train.control.attempt import AttemptRequests
 from robust_train.execution.child import adopt_hydra, run_attempt, stop_on_sigterm
 from robust_train.execution.cuda_guard import why_not_fork
+from robust_train.execution.output import flush_output
 from robust_train.execution.prctl import children, signal_at_parents_death
 from robust_train.execution.request import AttemptRequest, TrainerRef
 from robust_train.execution.stall import DUMP_STACKS
@@ -187,9 +188,7 @@ class Server:
         except BaseException:
             sys.excepthook(*sys.exc_info())
         finally:
-            with contextlib.suppress(Exception):
-                sys.stdout.flush()
-                sys.stderr.flush()
+            flush_output()
             os._exit(status)
 
     def _run_alone(self, request: AttemptRequest, channel: socket.socket | None) -> int:

@@ -42,6 +42,13 @@ class Visible:
     machine: tuple[GpuInfo, ...] = field(default=(), repr=False, compare=False)
     answered: bool = True
 
+    @property
+    def why_none(self) -> str:
+        """Why there are no GPUs, where there are none."""
+        if self.hidden_on_purpose:
+            return f"{VARIABLE} hides every GPU"
+        return self.problem or self.warning or "no usable GPU"
+
     def ordinal(self, uuid: str) -> int | None:
         """The CUDA ordinal in a process with the same environment; None if not addressable there.
 

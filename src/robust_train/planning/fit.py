@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from robust_train.gpu.footprint import CACHE_FACTOR, footprint
+from robust_train.footprint import CACHE_FACTOR, footprint
 from robust_train.types import GIB, MIB
 
 WORKSPACE_BYTES = 2 * 32 * MIB

@@ -14,7 +14,7 @@ from robust_train.gpu.inventory import read_inventory
 from robust_train.gpu.queue_dir import QueueProblem, directory_for
 from robust_train.gpu.reservations import Ledger, boottime
 from robust_train.gpu.scheduler import Holding, Waiter, open_to
-from robust_train.gpu.visible import VARIABLE, visible_gpus
+from robust_train.gpu.visible import visible_gpus
 from robust_train.types import MIB, GpuInfo
 
 _BEHIND_ALL = 10**15
@@ -54,8 +54,7 @@ def machine_now(cfg: DictConfig, environ: Mapping[str, str]) -> Machine:
     """
     visible = visible_gpus(read_inventory(processes=False), environ)
     if not visible.gpus:
-        hidden = f"{VARIABLE} hides every GPU" if visible.hidden_on_purpose else None
-        return Machine(problem=hidden or visible.problem or visible.warning or "no usable GPU")
+        return Machine(problem=visible.why_none)
     if not cfg.gpu_queue or allocated_by(environ) is not None:
         return Machine(tuple(_rooms(visible.gpus, cfg, [], [])))
     path = directory_for(cfg.gpu_queue_dir, environ)

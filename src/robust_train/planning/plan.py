@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 
 from robust_train.batch_config import settle_batch_size
 from robust_train.config import ConfigError, complete, validate
-from robust_train.gpu.footprint import CACHE_FACTOR, CONTEXT_BYTES
+from robust_train.footprint import CACHE_FACTOR, CONTEXT_BYTES
 from robust_train.job_settings import target_of
 from robust_train.planning.fit import (
     TYPICAL_SIZES,

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from robust_train.execution import at_hand
+from robust_train.execution.output import flush_output
 from robust_train.execution.prctl import signal_at_parents_death
 from robust_train.execution.signals import JobInterrupted
 
@@ -55,7 +56,7 @@ class JobProcess:
         self._descriptors = [self._go_write, self._result_fd]
         self.returncode: int | None = None
         self.is_working = False
-        _flush()
+        flush_output()
         parent = os.getpid()
         # no signal may come between the fork and the child's own handlers
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
@@ -149,7 +150,7 @@ class JobProcess:
             with contextlib.suppress(BaseException):
                 at_hand.discard()
                 logging.shutdown()
-                _flush()
+                flush_output()
             os._exit(code)
 
     def _send(self, result: Any) -> None:
@@ -178,9 +179,3 @@ def _print_to(path: Path) -> None:
     os.dup2(log_file, 1)
     os.dup2(log_file, 2)
     os.close(log_file)
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
-            stream.flush()
