@@ -9,7 +9,7 @@ import pty
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,15 @@ class Ended:
     @property
     def output(self) -> str:
         return self.stdout + self.stderr
+
+    def was_refused(self, words: Iterable[str]) -> None:
+        """Assert that it ended for a mistake of its user's, in one line that has these words."""
+        assert self.returncode == 2, self.output
+        assert "Traceback" not in self.output
+        message = self.stderr.strip()
+        assert len(message.splitlines()) == 1, message
+        for word in words:
+            assert word in message
 
     @property
     def summary(self) -> dict[str, Any]:
