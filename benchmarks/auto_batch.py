@@ -45,7 +45,7 @@ def measure(overrides: list[str], contestant: str, limit_mib: int, at_most: int)
 
     from robust_train import find_batch_size
     from robust_train.memory.cleanup import return_memory
-    from robust_train.training.models import build_model, set_train_mode
+    from robust_train.vision.models import build_model, set_train_mode
 
     torch.manual_seed(0)
     torch.set_num_threads(1)

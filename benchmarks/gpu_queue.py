@@ -33,13 +33,13 @@ MIB = 1024**2
 def measure(rounds: int) -> None:
     """All three, on the machine that the environment describes."""
     from robust_train.execution import sleep_until_readable
-    from robust_train.gpu.host_queue import HostQueue
     from robust_train.gpu.inventory import read_inventory
-    from robust_train.gpu.line import Line
-    from robust_train.gpu.queue_dir import directory_for
-    from robust_train.gpu.reservations import Ledger, new_record
     from robust_train.gpu.visible import visible_gpus
-    from robust_train.gpu.wait import GpuRequest, NoGpu
+    from robust_train.queue.host_queue import HostQueue
+    from robust_train.queue.line import Line
+    from robust_train.queue.queue_dir import directory_for
+    from robust_train.queue.reservations import Ledger, new_record
+    from robust_train.queue.wait import GpuRequest, NoGpu
 
     base = directory_for(None, os.environ)
 

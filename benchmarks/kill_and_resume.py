@@ -26,9 +26,9 @@ from robust_train.execution import at_hand
 from robust_train.execution.process import ProcessExecutor
 from robust_train.execution.request import AttemptRequest, TrainerRef
 from robust_train.execution.signals import SignalWatch
-from robust_train.training.prepare import preload_modules
-from robust_train.training.trainer import train
-from robust_train.types import Outcome
+from robust_train.values import Outcome
+from robust_train.vision.prepare import preload_modules
+from robust_train.vision.trainer import train
 
 __all__ = ["preload_modules", "tells_its_process"]
 

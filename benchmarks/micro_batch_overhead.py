@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from robust_train.training.micro_batch import MicroBatcher
+from robust_train.microbatch.batcher import MicroBatcher
 
 
 def small_cnn() -> nn.Module:

@@ -27,7 +27,7 @@ from training_config import config
 
 from robust_train.planning.fit import WORKSPACE_BYTES, error_percent
 from robust_train.planning.prediction import StepPredictor
-from robust_train.types import MIB
+from robust_train.values import MIB
 
 FLOWERS = ("dataset=flowers102", "model.pretrained=false")
 JOBS = {

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from micro_batch_overhead import small_cnn, steps_to_compare
 from torch.nn.parallel import DistributedDataParallel
 
-from robust_train.training import ranks
+from robust_train.microbatch import ranks
 
 
 def be_rank(rank: int, chosen: argparse.Namespace, port: int) -> None:

@@ -134,7 +134,7 @@ def _launched(job: Job, folder: Path, isolation: str) -> Ending:
 def preload_modules(cfg: Any) -> list[str]:
     """What the fork server imports once, as it does for the built-in trainer."""
     # every torch optimizer imports it when it is built: a second and more
-    return ["torch._dynamo", "robust_train.training.checkpoint"]
+    return ["torch._dynamo", "robust_train.runfolder.checkpoints"]
 
 
 def attempt(cfg: Any, run: Any) -> str:
@@ -152,7 +152,7 @@ def attempt(cfg: Any, run: Any) -> str:
 
 
 def _train_from_checkpoint(job: Job, training: Any, run: Any) -> Network:
-    from robust_train.training.checkpoint import CheckpointFolder, read_newest
+    from robust_train.runfolder.checkpoints import CheckpointFolder, read_newest
 
     network, optimizer = build(job)
     folder = CheckpointFolder(run.checkpoint_dir, keep=2)
@@ -189,12 +189,12 @@ OURS_AND_PLAIN = {
     "unlimited": Contestant("memory without limit", unlimited, is_limited=False),
     "hand_made": Contestant("hand-made: from scratch at half the batch", hand_made),
     "in_step": Contestant(
-        "**robust-train, in the step**", in_step, ("robust_train.training.micro_batch",)
+        "**robust-train, in the step**", in_step, ("robust_train.microbatch.batcher",)
     ),
     "inline": Contestant(
         "**robust-train, attempts inline**",
         inline,
-        ("robust_train.launcher", "robust_train.training.checkpoint"),
+        ("robust_train.launcher", "robust_train.runfolder.checkpoints"),
     ),
     "isolated": Contestant(
         "**robust-train, attempts in processes**", isolated, ("robust_train.launcher",)

@@ -20,9 +20,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from robust_train.gpu import scheduler
-from robust_train.gpu.scheduler import Holding, Waiter, plan
-from robust_train.types import MIB, GpuInfo
+from robust_train.queue import scheduler
+from robust_train.queue.scheduler import Holding, Waiter, plan
+from robust_train.values import MIB, GpuInfo
 
 TOTAL = 40000
 

@@ -17,7 +17,7 @@ from pathlib import Path
 _M_MMAP_THRESHOLD = -3  # malloc.h
 
 _server = multiprocessing.get_context("forkserver")
-_server.set_forkserver_preload(["torch._dynamo", "robust_train.training.trainer"])
+_server.set_forkserver_preload(["torch._dynamo", "robust_train.vision.trainer"])
 
 
 def run(

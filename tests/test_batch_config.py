@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from robust_train.batch_config import settle_batch_size
-from robust_train.config import ConfigError, complete
+from robust_train.config.batch import settle_batch_size
+from robust_train.config.schema import ConfigError, complete
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from robust_train.batch_config import settle_batch_size
-from robust_train.batch_sizes import BatchSizes
-from robust_train.config import complete
-from robust_train.job_settings import policy_settings
-from robust_train.known_batches import (
+from robust_train.batch.known import (
     VALID_SECONDS,
     Fact,
     Known,
@@ -24,8 +20,12 @@ from robust_train.known_batches import (
     cache_directory,
     memory_key,
 )
-from robust_train.policy import first_attempt
-from robust_train.types import GIB, Failure, FailureKind, GpuInfo, Group, Outcome
+from robust_train.batch.sizes import BatchSizes
+from robust_train.config.batch import settle_batch_size
+from robust_train.config.schema import complete
+from robust_train.policy.decide import first_attempt
+from robust_train.settings import policy_settings
+from robust_train.values import GIB, Failure, FailureKind, GpuInfo, Group, Outcome
 
 GPU = GpuInfo("GPU-1", "NVIDIA H200", 0, "0:1", 140 * GIB, 139 * GIB, GIB)
 COMPLETED = Outcome(None, end_step=30, peak_memory_bytes=GIB)

@@ -11,8 +11,8 @@ from torch import nn
 
 from robust_train import launch
 from robust_train.memory.holders import holder_of
-from robust_train.training.precision import Precision
-from robust_train.training.step import apply_gradients
+from robust_train.vision.precision import Precision
+from robust_train.vision.step import apply_gradients
 
 KEPT = []
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from robust_train.policy import PolicySettings, decide, first_attempt, ladder, next_rung
-from robust_train.types import (
+from robust_train.policy.decide import PolicySettings, decide, first_attempt, ladder, next_rung
+from robust_train.values import (
     GIB,
     MEMORY_FAILURES,
     Attempt,

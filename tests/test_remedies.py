@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from robust_train.policy import PolicySettings, decide, decide_as_asked, first_attempt
-from robust_train.types import (
+from robust_train.policy.decide import PolicySettings, decide, decide_as_asked, first_attempt
+from robust_train.values import (
     GIB,
     Attempt,
     AttemptSpec,

@@ -194,7 +194,7 @@ def _data_bytes():
 
 def measures_its_growth(cfg, run):
     """The built-in trainer, which tells how much its private memory grew at most."""
-    from robust_train.training.trainer import train
+    from robust_train.vision.trainer import train
 
     start, most = _data_bytes(), 0
 
@@ -216,7 +216,7 @@ def measures_its_growth(cfg, run):
 
 def within_a_data_limit(cfg, run):
     """The built-in trainer, with so much private memory to grow into and no more."""
-    from robust_train.training.trainer import train
+    from robust_train.vision.trainer import train
 
     limit = _data_bytes() + int(os.environ["DATA_LIMIT_BYTES"])
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))

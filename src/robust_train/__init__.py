@@ -9,9 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from robust_train.command.script import current_run
-    from robust_train.config import ConfigError
-    from robust_train.devices import NoDevice
+    from robust_train.config.schema import ConfigError
     from robust_train.execution.signals import JobInterrupted
     from robust_train.failures import classify_exit, classify_failure
     from robust_train.gpu.best import find_best_device
@@ -31,15 +29,21 @@ if TYPE_CHECKING:
         save_checkpoint,
         set_memory_fraction,
     )
+    from robust_train.microbatch.batcher import MicroBatcher
+    from robust_train.microbatch.find_batch_size import find_batch_size
+    from robust_train.microbatch.oom_handler import (
+        OOMHandler,
+        adaptive_batch_training,
+        retry_on_oom,
+    )
+    from robust_train.microbatch.probing import FoundBatchSize
     from robust_train.planning.plan import MemoryPlan, plan_memory
-    from robust_train.policy import AttemptsExhausted
-    from robust_train.recovery import OOMHandler, adaptive_batch_training, retry_on_oom
-    from robust_train.report.summary import Summary
+    from robust_train.policy.decide import AttemptsExhausted
+    from robust_train.queue.devices import NoDevice
     from robust_train.run import Interrupted, Run, UserError
-    from robust_train.training.find_batch_size import find_batch_size
-    from robust_train.training.micro_batch import MicroBatcher
-    from robust_train.training.probing import FoundBatchSize
-    from robust_train.types import Evidence, Failure, FailureKind
+    from robust_train.runfolder.summary import Summary
+    from robust_train.script.current_run import current_run
+    from robust_train.values import Evidence, Failure, FailureKind
 
 __all__ = [
     "AttemptsExhausted",

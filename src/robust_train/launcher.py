@@ -16,40 +16,40 @@ from typing import Any
 import tenacity
 from omegaconf import DictConfig, OmegaConf
 
-from robust_train import devices
-from robust_train.batch_config import settle_batch_size
-from robust_train.batch_search import BatchSearch
-from robust_train.batch_sizes import BatchSizes
-from robust_train.config import ConfigError, complete, validate
-from robust_train.devices import NoDevice
+from robust_train.batch.search import BatchSearch
+from robust_train.batch.sizes import BatchSizes
+from robust_train.config.batch import settle_batch_size
+from robust_train.config.schema import ConfigError, complete, validate
+from robust_train.control.job import JobControl
 from robust_train.execution import Executor
 from robust_train.execution.environment import attempt_environment
 from robust_train.execution.inline import InlineExecutor
 from robust_train.execution.process import ProcessExecutor
 from robust_train.execution.request import AttemptRequest, TrainerRef
 from robust_train.execution.signals import JobInterrupted, SignalWatch
-from robust_train.gpu.wait import NoGpu
-from robust_train.job_control import JobControl
-from robust_train.job_settings import (
-    attempt_config,
-    hydra_config,
-    policy_settings,
-    run_folder,
-    target_of,
-)
-from robust_train.journal import Journal, read_earlier
 from robust_train.memory.stability import attempt_stability
-from robust_train.policy import AttemptsExhausted, decide, decide_as_asked, first_attempt
+from robust_train.policy.decide import AttemptsExhausted, decide, decide_as_asked, first_attempt
+from robust_train.queue import devices
+from robust_train.queue.devices import NoDevice
+from robust_train.queue.wait import NoGpu
 from robust_train.report import narration
 from robust_train.report.html import write_report
-from robust_train.report.summary import (
+from robust_train.runfolder.journal import Journal, read_earlier
+from robust_train.runfolder.summary import (
     AttemptRecord,
     Summary,
     attempts_table,
     evidence_of,
     gpu_memory_summary,
 )
-from robust_train.types import (
+from robust_train.settings import (
+    attempt_config,
+    hydra_config,
+    policy_settings,
+    run_folder,
+    target_of,
+)
+from robust_train.values import (
     MEMORY_FAILURES,
     Attempt,
     AttemptSpec,

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from robust_train.batch_search import BatchSearch
-    from robust_train.training.micro_batch import MicroBatcher, MicroBatches
+    from robust_train.batch.search import BatchSearch
+    from robust_train.microbatch.batcher import MicroBatcher, MicroBatches
 
 log = logging.getLogger("robust_train")
 
@@ -288,7 +288,7 @@ class Run:
         """What splits this attempt's batches; made from :attr:`micro_batch_plan` at first use."""
         if self._micro_batcher is None:
             # torch comes with it, and the launcher does without
-            from robust_train.training.micro_batch import MicroBatcher
+            from robust_train.microbatch.batcher import MicroBatcher
 
             self._micro_batcher = MicroBatcher(
                 **asdict(self.micro_batch_plan),
@@ -309,7 +309,7 @@ class Run:
 
         Where memory runs out in a part, the loop starts over with smaller ones, as if the step had
         not begun. For the other arguments see
-        :meth:`robust_train.training.micro_batch.MicroBatcher.micro_batches`.
+        :meth:`robust_train.microbatch.batcher.MicroBatcher.micro_batches`.
         """
         batcher = self.micro_batcher
         if self._requests:

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from robust_train.command.checkpoints import CheckpointWatch, is_whole, stamps
-from robust_train.command.ending import last_words, script_failure, without_escapes
-from robust_train.command.messages import LineReader, NotUnderstood, parse
-from robust_train.command.values import ScriptValues, literal, near_misses_in, placeholders_in
-from robust_train.types import FailureKind
+from robust_train.script.checkpoints import CheckpointWatch, is_whole, stamps
+from robust_train.script.ending import last_words, script_failure, without_escapes
+from robust_train.script.messages import LineReader, NotUnderstood, parse
+from robust_train.script.values import ScriptValues, literal, near_misses_in, placeholders_in
+from robust_train.values import FailureKind
 
 VALUES = ScriptValues(
     batch_size=16,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from robust_train.failures import classify_failure
-from robust_train.types import Evidence
+from robust_train.values import Evidence
 
 KIB, MIB, GIB = 1024, 1024**2, 1024**3
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from robust_train.failures import classify_failure
-from robust_train.types import FailureKind
+from robust_train.values import FailureKind
 
 OOM = (
     "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 11.76 GiB of "

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from robust_train.failures import classify_exit
-from robust_train.types import Failure, FailureKind
+from robust_train.values import Failure, FailureKind
 
 KILL_ME = "import os, signal; os.kill(os.getpid(), signal.{})"
 

@@ -10,7 +10,7 @@ import pytest
 
 from failures.messages import CASES, Case, raised
 from robust_train.failures import classify_exit, classify_failure
-from robust_train.types import MEMORY_FAILURES, Failure, FailureKind
+from robust_train.values import MEMORY_FAILURES, Failure, FailureKind
 
 MEMORY = {kind.value for kind in MEMORY_FAILURES}
 RAISED = [case for case in CASES if not case.is_exit]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from robust_train.failures.oom_killer import (
+from robust_train.memory.oom_killer import (
     OomKillWatch,
     killed_processes,
     memory_counters,

@@ -10,7 +10,7 @@ import pytest
 
 from robust_train.gpu import unified
 from robust_train.gpu.holders import find_holders
-from robust_train.types import GpuInfo, GpuProcess
+from robust_train.values import GpuInfo, GpuProcess
 from simulated_nvml import (
     DRIVER_NOT_LOADED,
     FUNCTION_NOT_FOUND,
@@ -367,7 +367,7 @@ def test_reading_imports_no_torch(machine_with: MachineWith) -> None:
     assert machine_with(Gpu()).python(
         """
         import json, sys
-        import robust_train.cli.gpus, robust_train.gpu.best, robust_train.gpu.live_line
+        import robust_train.cli.gpus, robust_train.gpu.best, robust_train.queue.live_line
         from robust_train.gpu.inventory import read_inventory
         read_inventory()
         print(json.dumps("torch" not in sys.modules and "rich" not in sys.modules))

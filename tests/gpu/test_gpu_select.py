@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from robust_train.gpu.holders import Holder
 from robust_train.gpu.select import could_ever_fit, explain, largest_possible, rank, select
-from robust_train.types import MIB, GpuInfo, GpuProcess
+from robust_train.values import MIB, GpuInfo, GpuProcess
 
 
 def gpu(index: int, free: int, **more: Any) -> GpuInfo:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from robust_train.gpu.visible import Visible, names_integers, resolve_mask, visible_gpus
-from robust_train.types import GpuInfo, Inventory, SkippedGpu
+from robust_train.values import GpuInfo, Inventory, SkippedGpu
 from simulated_nvml import Gpu, Machine, Slice
 
 MachineWith = Callable[..., Machine]

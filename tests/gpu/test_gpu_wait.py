@@ -18,10 +18,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from robust_train.gpu.live_line import LiveLine
 from robust_train.gpu.visible import Visible
-from robust_train.gpu.wait import GpuRequest, NoGpu, WaitStatus, wait_for_gpu
-from robust_train.types import MIB, GpuInfo, GpuProcess
+from robust_train.queue.live_line import LiveLine
+from robust_train.queue.wait import GpuRequest, NoGpu, WaitStatus, wait_for_gpu
+from robust_train.values import MIB, GpuInfo, GpuProcess
 from simulated_nvml import Gpu, Machine
 
 MachineWith = Callable[..., Machine]
@@ -220,9 +220,9 @@ WAIT = """
 import logging, os, sys
 logging.basicConfig(level="INFO", format="%(message)s", stream=sys.stderr)
 from robust_train.gpu.inventory import read_inventory
-from robust_train.gpu.live_line import LiveLine
+from robust_train.queue.live_line import LiveLine
 from robust_train.gpu.visible import visible_gpus
-from robust_train.gpu.wait import GpuRequest, wait_for_gpu
+from robust_train.queue.wait import GpuRequest, wait_for_gpu
 request = GpuRequest(4000 * 1024**2, timeout_seconds=300, interval_seconds={interval})
 try:
     with LiveLine() as line:

@@ -71,7 +71,6 @@ def main() -> None:
     import pynvml  # noqa: F401
 
     from robust_train import execution  # noqa: F401
-    from robust_train.gpu import host_queue, inventory, visible  # noqa: F401
 
     rng = random.Random(chaos.seed)
     done = threading.Event()
@@ -152,11 +151,11 @@ def main() -> None:
 
 def _member(number: int, plan: dict[str, Any], chaos: Chaos, log: int) -> None:
     from robust_train.execution import sleep_until_readable
-    from robust_train.gpu.host_queue import HostQueue
     from robust_train.gpu.inventory import read_inventory
-    from robust_train.gpu.queue_dir import directory_for
     from robust_train.gpu.visible import Visible, visible_gpus
-    from robust_train.gpu.wait import GpuRequest, NoGpu
+    from robust_train.queue.host_queue import HostQueue
+    from robust_train.queue.queue_dir import directory_for
+    from robust_train.queue.wait import GpuRequest, NoGpu
 
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     asked = looked = 0.0
@@ -217,7 +216,7 @@ def _trainer(plan: dict[str, Any], uuids: list[str], device: SharedDevice, launc
 
 def _break(what: str) -> None:
     """Do harm to the code under test, in this process and those that it forks."""
-    from robust_train.gpu import line, reservations, scheduler
+    from robust_train.queue import line, reservations, scheduler
 
     if what == "order":
         right = scheduler.plan
@@ -264,8 +263,8 @@ def _device(log: int, owner: int) -> SharedDevice:
 
 def _queue_folder() -> Path:
     """Made before anybody comes, so that nothing that happens there is missed."""
-    from robust_train.gpu.queue_dir import boot_name, directory_for
-    from robust_train.gpu.reservations import Ledger
+    from robust_train.queue.queue_dir import boot_name, directory_for
+    from robust_train.queue.reservations import Ledger
 
     base = directory_for(None, os.environ)
     Ledger(base).close()

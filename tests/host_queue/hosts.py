@@ -12,7 +12,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from robust_train.gpu.queue_dir import boot_name
+from robust_train.queue.queue_dir import boot_name
 from simulated_nvml import Machine
 from world import wait_until
 

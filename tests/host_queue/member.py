@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from robust_train.execution import sleep_until_readable
-from robust_train.gpu.host_queue import HostQueue
 from robust_train.gpu.inventory import read_inventory
-from robust_train.gpu.queue_dir import directory_for
 from robust_train.gpu.visible import Visible, visible_gpus
-from robust_train.gpu.wait import GpuRequest, NoGpu, WaitStatus
-from robust_train.types import MIB
+from robust_train.queue.host_queue import HostQueue
+from robust_train.queue.queue_dir import directory_for
+from robust_train.queue.wait import GpuRequest, NoGpu, WaitStatus
+from robust_train.values import MIB
 
 
 def say(event: str, **fields: Any) -> None:

@@ -15,8 +15,8 @@ import chaos
 import pytest
 from witness import Verdict, judge
 
-from robust_train.gpu.queue_dir import boot_name
-from robust_train.gpu.reservations import Ledger
+from robust_train.queue.queue_dir import boot_name
+from robust_train.queue.reservations import Ledger
 from simulated_nvml import Gpu, Machine
 
 TESTS = Path(__file__).resolve().parents[1]

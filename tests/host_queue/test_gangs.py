@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from robust_train.gpu import scheduler
-from robust_train.gpu.scheduler import Holding, Plan, Waiter, open_to, plan, why_not
 from robust_train.gpu.select import choose_group
-from robust_train.types import MIB, GpuInfo
+from robust_train.queue import scheduler
+from robust_train.queue.scheduler import Holding, Plan, Waiter, open_to, plan, why_not
+from robust_train.values import MIB, GpuInfo
 
 UUIDS = tuple(f"GPU-{letter}" for letter in "abcdefgh")
 A, B, C, D = UUIDS[:4]

@@ -20,10 +20,10 @@ from hosts import Host
 from hypothesis import given
 from hypothesis import strategies as st
 
-from robust_train.gpu import quarantine, queue_dir
-from robust_train.gpu.queue_dir import QueueProblem, boot_name, directory_for, open_queue_dir
-from robust_train.gpu.records import JobRecord, JobState, decode, encode
-from robust_train.gpu.reservations import Ledger, Reservation, new_record
+from robust_train.queue import quarantine, queue_dir
+from robust_train.queue.queue_dir import QueueProblem, boot_name, directory_for, open_queue_dir
+from robust_train.queue.records import JobRecord, JobState, decode, encode
+from robust_train.queue.reservations import Ledger, Reservation, new_record
 from simulated_nvml import Gpu
 
 HostWith = Callable[..., Host]
@@ -305,7 +305,7 @@ def test_stale_files_of_others_are_passed_over() -> None:
         "import os, sys\n"
         "from pathlib import Path\n"
         "import pwd\n"
-        "from robust_train.gpu.reservations import Ledger, new_record\n"
+        "from robust_train.queue.reservations import Ledger, new_record\n"
         "os.setuid(23456)\n"
         "ledger = Ledger(Path(sys.argv[1]))\n"
         "with ledger.locked():\n"

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from hosts import Member
 
-from robust_train.gpu.queue_dir import boot_name
-from robust_train.gpu.reservations import Ledger
+from robust_train.queue.queue_dir import boot_name
+from robust_train.queue.reservations import Ledger
 from simulated_nvml import Gpu, Machine
 from world import World, is_running, wait_until
 

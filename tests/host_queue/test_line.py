@@ -18,12 +18,12 @@ from pathlib import Path
 import pytest
 from hosts import Host, Member
 
-from robust_train.gpu import line as line_module
-from robust_train.gpu.line import Line, Turn
-from robust_train.gpu.records import decode
-from robust_train.gpu.reservations import Ledger, new_record
 from robust_train.gpu.visible import Visible
-from robust_train.types import MIB, GpuInfo
+from robust_train.queue import line as line_module
+from robust_train.queue.line import Line, Turn
+from robust_train.queue.records import decode
+from robust_train.queue.reservations import Ledger, new_record
+from robust_train.values import MIB, GpuInfo
 from simulated_nvml import Gpu
 from world import wait_until
 
@@ -288,7 +288,7 @@ def test_without_inotify_the_line_moves_all_the_same(
 ) -> None:
     host = host_with(Gpu())
     (host.machine.folder / "sitecustomize.py").write_text(
-        "import robust_train.gpu.inotify as inotify\n"
+        "import robust_train.queue.inotify as inotify\n"
         "def no_events(self, directory_fd):\n"
         "    self._fd = -1\n"
         "inotify.Watch.__init__ = no_events\n"

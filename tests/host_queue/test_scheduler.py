@@ -8,8 +8,8 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from robust_train.gpu.scheduler import Holding, Plan, Waiter, open_to, plan, why_not
-from robust_train.types import MIB, GpuInfo
+from robust_train.queue.scheduler import Holding, Plan, Waiter, open_to, plan, why_not
+from robust_train.values import MIB, GpuInfo
 
 A, B, C = "GPU-a", "GPU-b", "GPU-c"
 ALL = frozenset((A, B, C))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from hosts import Host, Member
 
-from robust_train.gpu.reservations import Ledger
+from robust_train.queue.reservations import Ledger
 from simulated_nvml import Gpu
 from world import wait_until
 

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from robust_train.journal import read_earlier
+from robust_train.runfolder.journal import read_earlier
 from training.training_world import difference, write_image_folder
 from two_gpu_machine import A
 from world import Ended, World

@@ -11,13 +11,13 @@ MachineWith = Callable[..., Machine]
 PROGRAM = """
 import json, logging, os, sys
 from pathlib import Path
-from robust_train.config import ConfigError, complete
-from robust_train.devices import Devices, NoDevice, free_bytes
+from robust_train.config.schema import ConfigError, complete
+from robust_train.queue.devices import Devices, NoDevice, free_bytes
 from robust_train.execution import sleep_until_readable
-from robust_train.gpu.quarantine import read_sick
-from robust_train.gpu.queue_dir import directory_for
-from robust_train.gpu.reservations import Ledger
-from robust_train.types import Failure, FailureKind, Outcome, Room
+from robust_train.queue.quarantine import read_sick
+from robust_train.queue.queue_dir import directory_for
+from robust_train.queue.reservations import Ledger
+from robust_train.values import Failure, FailureKind, Outcome, Room
 
 def devices(environ={}, **keys):
     cfg = complete({"num_gpus": 2, **keys})

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from robust_train.memory.steering import Periodic, is_affordable, look
-from robust_train.types import GIB
+from robust_train.values import GIB
 
 
 def clearings(steps: int, frequency: int, threshold: float, comes_back: bool) -> list[int]:

@@ -15,16 +15,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from robust_train.gpu.cuda_processes import (
+from robust_train.queue.cuda_processes import (
     CudaProcess,
     Listed,
     ancestors_of,
     choose,
     list_cuda_processes,
 )
-from robust_train.gpu.ending import Handle, end_all
-from robust_train.gpu.reservations import start_ticks
-from robust_train.types import GpuInfo, GpuProcess, Inventory
+from robust_train.queue.ending import Handle, end_all
+from robust_train.queue.reservations import start_ticks
+from robust_train.values import GpuInfo, GpuProcess, Inventory
 from simulated_nvml import MIB, Gpu, Machine
 from terminal import run_at_a_terminal
 from world import is_running, wait_until

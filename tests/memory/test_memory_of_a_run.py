@@ -172,7 +172,7 @@ def test_every_key_is_in_the_readme():
     readme = (Path(__file__).resolve().parents[2] / "README.md").read_text()
     from dataclasses import fields
 
-    from robust_train.config import MemoryConfig
+    from robust_train.config.schema import MemoryConfig
 
     for item in fields(MemoryConfig):
         assert item.name in readme

@@ -14,7 +14,7 @@ from memory_world import ON_CPU, run, start
 from robust_train.memory.record import Limits
 from robust_train.memory.sampler import Sampler
 from robust_train.memory.samples import FILE_NAME, Sample, encode, read_samples
-from robust_train.types import MIB
+from robust_train.values import MIB
 from simulated_nvml import Gpu, Machine
 from two_gpu_machine import A, B
 from world import World, wait_until

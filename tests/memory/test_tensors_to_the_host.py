@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 from robust_train.memory import safe_tensor_to_cpu, save_checkpoint
 from robust_train.memory.tensors import _has_gaps, copy_with_gaps
-from robust_train.training.checkpoint import CheckpointError
+from robust_train.runfolder.checkpoints import CheckpointError
 
 Pair = namedtuple("Pair", "first second")
 

@@ -10,13 +10,13 @@ from omegaconf import DictConfig
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from robust_train.training.batches import Batch
-from robust_train.training.data import shape_of_data
-from robust_train.training.micro_batch import MicroBatcher
-from robust_train.training.models import build_model, enable_gradient_checkpointing, set_train_mode
-from robust_train.training.precision import Precision
-from robust_train.training.schedule import make_optimizer
-from robust_train.training.step import accumulate_gradients, apply_gradients
+from robust_train.microbatch.batcher import MicroBatcher
+from robust_train.vision.batches import Batch
+from robust_train.vision.data import shape_of_data
+from robust_train.vision.models import build_model, enable_gradient_checkpointing, set_train_mode
+from robust_train.vision.precision import Precision
+from robust_train.vision.schedule import make_optimizer
+from robust_train.vision.step import accumulate_gradients, apply_gradients
 
 
 class RealSteps:

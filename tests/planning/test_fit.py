@@ -14,7 +14,7 @@ from robust_train.planning.fit import (
     fits,
     largest_batch,
 )
-from robust_train.types import GIB, MIB
+from robust_train.values import GIB, MIB
 
 sizes = st.integers(0, 10**9)
 slopes = st.integers(1, 10**8)

@@ -14,8 +14,8 @@ from test_truth import DONE, SPEC, leave_run
 
 import robust_train
 from robust_train.cli.main import main
-from robust_train.gpu.reservations import Ledger, new_record
-from robust_train.types import MIB, Attempt
+from robust_train.queue.reservations import Ledger, new_record
+from robust_train.values import MIB, Attempt
 from simulated_nvml import Gpu, Machine
 
 LARGE = ("model=cnn", "model.image_size=96")
@@ -155,7 +155,7 @@ def test_a_program_can_plan_too(no_gpu: Path) -> None:
         {
             "model": {"name": "cnn", "width": 8, "image_size": None, "dropout": 0, "weights": None},
             "dataset": {"name": "digits", "augment": "none", "num_classes": 3},
-            "trainer": {"_target_": "robust_train.training.trainer.train"},
+            "trainer": {"_target_": "robust_train.vision.trainer.train"},
             "training": {"batch_size": 8, "gradient_accumulation_steps": 2},
         },
         batch_sizes=[8, 16],

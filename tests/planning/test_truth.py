@@ -11,8 +11,8 @@ from omegaconf import OmegaConf
 from training_config import config
 
 from robust_train.planning.truth import find_truth
-from robust_train.report.summary import AttemptRecord, Summary
-from robust_train.types import (
+from robust_train.runfolder.summary import AttemptRecord, Summary
+from robust_train.values import (
     MIB,
     Attempt,
     AttemptSpec,

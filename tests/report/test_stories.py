@@ -15,7 +15,7 @@ from robust_train.memory.samples import Sample, encode
 from robust_train.report.html import job_page
 from robust_train.report.sources import read_sources
 from robust_train.report.story import Story, story_of
-from robust_train.types import GIB
+from robust_train.values import GIB
 
 OOM = {
     "outcome": "device_oom",

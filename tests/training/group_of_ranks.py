@@ -20,9 +20,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from training_world import config, write_image_folder
 
+from robust_train.microbatch.batcher import MicroBatcher
 from robust_train.run import Interrupted, Run, UserError
-from robust_train.training import trainer
-from robust_train.training.micro_batch import MicroBatcher
+from robust_train.vision import trainer
 
 WIDE = 1 << 18
 """Numbers that one sample's activation holds: 1 MiB."""

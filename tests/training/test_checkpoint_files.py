@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import preloaded
-from robust_train.training.checkpoint import (
+from robust_train.runfolder.checkpoints import (
     CheckpointError,
     CheckpointFolder,
     SaveClock,
@@ -20,7 +20,7 @@ import logging, resource, sys
 from pathlib import Path
 from training_world import WatchedRun, config
 from robust_train.run import UserError
-from robust_train.training.trainer import train
+from robust_train.vision.trainer import train
 
 logging.basicConfig(level=logging.WARNING, format="%(message)s")
 folder, limit = Path(sys.argv[1]), int(sys.argv[2])

@@ -17,13 +17,13 @@ from training_world import (
     write_image_folder,
 )
 
-from robust_train.config import ConfigError
-from robust_train.training.batches import Loading, in_order
-from robust_train.training.data import open_data
-from robust_train.training.images import ImageDataset, ImageFiles, ImageSpec
-from robust_train.training.prepare import check_config
-from robust_train.training.splits import stratified_split
-from robust_train.training.trainer import train
+from robust_train.config.schema import ConfigError
+from robust_train.vision.batches import Loading, in_order
+from robust_train.vision.data import open_data
+from robust_train.vision.images import ImageDataset, ImageFiles, ImageSpec
+from robust_train.vision.prepare import check_config
+from robust_train.vision.splits import stratified_split
+from robust_train.vision.trainer import train
 
 RGB_16 = ImageSpec(16, 3, (0.5,) * 3, (0.5,) * 3)
 
@@ -154,7 +154,7 @@ def test_absent_data_that_may_not_be_fetched_is_refused(tmp_path, name):
 
 
 def test_a_silent_server_does_not_hold_the_download_for_ever(tmp_path, monkeypatch):
-    from robust_train.training import download
+    from robust_train.vision import download
 
     monkeypatch.setattr(download, "_SILENCE_SECONDS", 0.2)
     with socket.socket() as server:

@@ -17,11 +17,11 @@ from hydra.errors import ConfigCompositionException
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from training_world import TINY_VIT, WatchedRun, config
 
-from robust_train.config import ConfigError
+from robust_train.config.schema import ConfigError
 from robust_train.run import Interrupted
-from robust_train.training.reporting import Reporter, TrainingDivergedError
-from robust_train.training.state import Place
-from robust_train.training.trainer import preload_modules, train
+from robust_train.vision.reporting import Reporter, TrainingDivergedError
+from robust_train.vision.state import Place
+from robust_train.vision.trainer import preload_modules, train
 
 SHORT = ("model.width=8", "training.epochs=2")
 
@@ -61,7 +61,7 @@ def test_on_a_terminal_there_is_a_progress_bar_in_place_of_step_lines(tmp_path):
         "import logging, sys\n"
         "from pathlib import Path\n"
         "from training_world import TINY_VIT, WatchedRun, config\n"
-        "from robust_train.training.trainer import train\n"
+        "from robust_train.vision.trainer import train\n"
         "logging.basicConfig(level=logging.INFO, format='%(message)s')\n"
         f"train(config(*{SHORT!r}, 'training.log_every_steps=5'), WatchedRun(Path(sys.argv[1])))\n"
     )
@@ -202,7 +202,7 @@ def test_without_tensorboard_training_goes_on_with_one_line(tmp_path, monkeypatc
 def test_importing_the_trainer_imports_no_optional_package(tmp_path):
     program = (
         "import sys\n"
-        "import robust_train.training.trainer\n"
+        "import robust_train.vision.trainer\n"
         "heavy = {'timm', 'peft', 'torchvision', 'sklearn', 'tensorboard', 'PIL', 'scipy'}\n"
         "print(sorted(heavy & set(sys.modules)))\n"
     )
@@ -232,7 +232,7 @@ def test_after_preloading_training_imports_no_large_package_any_more(tmp_path):
     program = (
         "import importlib, sys\n"
         "from pathlib import Path\n"
-        "from robust_train.training.trainer import preload_modules, train\n"
+        "from robust_train.vision.trainer import preload_modules, train\n"
         "from robust_train.run import Run\n"
         "from omegaconf import OmegaConf\n"
         "cfg = OmegaConf.load(sys.argv[1])\n"

@@ -6,12 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from robust_train.training.batches import BatchPlan
-from robust_train.training.cnn import SmallCnn
-from robust_train.training.micro_batch import MicroBatcher
-from robust_train.training.precision import Precision
-from robust_train.training.schedule import CosineSchedule, make_optimizer
-from robust_train.training.step import accumulate_gradients, apply_gradients
+from robust_train.microbatch.batcher import MicroBatcher
+from robust_train.vision.batches import BatchPlan
+from robust_train.vision.cnn import SmallCnn
+from robust_train.vision.precision import Precision
+from robust_train.vision.schedule import CosineSchedule, make_optimizer
+from robust_train.vision.step import accumulate_gradients, apply_gradients
 
 CPU = torch.device("cpu")
 

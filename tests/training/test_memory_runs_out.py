@@ -19,7 +19,7 @@ import json, logging, resource, sys, traceback
 from pathlib import Path
 import torch
 from training_world import WatchedRun, config
-from robust_train.training.trainer import train
+from robust_train.vision.trainer import train
 
 logging.basicConfig(level=logging.INFO, format="%(message)s")
 torch.set_num_threads(1)

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from robust_train.microbatch.batcher import MicroBatcher
 from robust_train.run import MicroBatchPlan, Run
-from robust_train.training.micro_batch import MicroBatcher
 
 
 def out_of_memory() -> None:
@@ -292,7 +292,7 @@ def test_an_error_that_is_not_about_memory_keeps_its_traceback_and_the_earlier_g
         loop(MicroBatcher(), model, has_a_bug)
     assert [entry.name for entry in caught.traceback][-2:] == ["loop", "has_a_bug"]
     assert not getattr(caught.value, "__notes__", [])
-    assert "micro_batch.py" not in "".join(traceback.format_exception(caught.value))
+    assert "batcher.py" not in "".join(traceback.format_exception(caught.value))
     assert_same(gradients(model), before)
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from robust_train.training.find_batch_size import find_batch_size
-from robust_train.training.micro_batch import MicroBatcher
+from robust_train.microbatch.batcher import MicroBatcher
+from robust_train.microbatch.find_batch_size import find_batch_size
 
 pytestmark = [
     pytest.mark.gpu,

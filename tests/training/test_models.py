@@ -12,16 +12,16 @@ from training_world import (
     write_image_folder,
 )
 
-from robust_train.config import ConfigError
-from robust_train.training.cnn import SmallCnn
-from robust_train.training.models import (
+from robust_train.config.schema import ConfigError
+from robust_train.vision.cnn import SmallCnn
+from robust_train.vision.models import (
     build_model,
     enable_gradient_checkpointing,
     set_train_mode,
     trained_state,
 )
-from robust_train.training.prepare import check_config
-from robust_train.training.trainer import preload_modules, train
+from robust_train.vision.prepare import check_config
+from robust_train.vision.trainer import preload_modules, train
 
 
 def built(*overrides, num_classes=5):

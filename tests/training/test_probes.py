@@ -12,12 +12,12 @@ from torch import nn
 from training_world import WatchedRun, config, difference, trained_weights
 
 import preloaded
-from robust_train.batch_search import BatchSearch
-from robust_train.policy import AttemptsExhausted
+from robust_train.batch.search import BatchSearch
+from robust_train.microbatch.find_batch_size import find_batch_size
+from robust_train.microbatch.probing import optimizer_state_bytes
+from robust_train.policy.decide import AttemptsExhausted
 from robust_train.run import MicroBatchPlan, Run
-from robust_train.training.find_batch_size import find_batch_size
-from robust_train.training.probing import optimizer_state_bytes
-from robust_train.training.trainer import train
+from robust_train.vision.trainer import train
 from world import ROOT
 
 MIB = 2**20
@@ -29,7 +29,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from robust_train import find_batch_size
-from robust_train.batch_search import BatchSearch
+from robust_train.batch.search import BatchSearch
 from robust_train.memory.cleanup import return_memory
 from robust_train.run import MicroBatchPlan, Run
 from trainers_of_their_own import limit_growth

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from training_world import difference, trained_weights
 
 import preloaded
-from robust_train.training.batches import BatchPlan, share_of
-from robust_train.training.micro_batch_size import MicroBatchSize
-from robust_train.training.ranks import State, Told, verdict
+from robust_train.microbatch.ranks import State, Told, verdict
+from robust_train.microbatch.size import MicroBatchSize
+from robust_train.vision.batches import BatchPlan, share_of
 
 
 @pytest.fixture(scope="module")

@@ -13,10 +13,10 @@ from training_world import (
     write_image_folder,
 )
 
-from robust_train.config import ConfigError
+from robust_train.config.schema import ConfigError
 from robust_train.run import Interrupted
-from robust_train.training.cnn import SmallCnn
-from robust_train.training.trainer import train
+from robust_train.vision.cnn import SmallCnn
+from robust_train.vision.trainer import train
 
 # 23 steps an epoch
 DIGITS = ("model.width=8", "training.epochs=2")

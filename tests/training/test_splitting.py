@@ -12,9 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from robust_train.training.batches import StepSamples
-from robust_train.training.micro_batch import MicroBatcher
-from robust_train.training.splitting import bounds, length_of, part_of
+from robust_train.microbatch.batcher import MicroBatcher
+from robust_train.microbatch.splitting import bounds, length_of, part_of
+from robust_train.vision.batches import StepSamples
 
 Pair = namedtuple("Pair", ["x", "y"])
 

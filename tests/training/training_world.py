@@ -17,7 +17,7 @@ from PIL import Image
 from scipy.io import savemat
 
 from robust_train.run import Run
-from robust_train.training.trainer import train
+from robust_train.vision.trainer import train
 
 TINY_VIT = ("model.backbone=test_vit", "model.pretrained=false", "model.image_size=32")
 

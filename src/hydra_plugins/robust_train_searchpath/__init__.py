@@ -11,7 +11,7 @@ class RobustTrainSearchPath(SearchPathPlugin):
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         """Called by Hydra when it builds its search path."""
-        from robust_train import config
+        from robust_train.config import schema as config
 
         config.register()
         search_path.append(provider="robust-train", path="pkg://robust_train.configs")

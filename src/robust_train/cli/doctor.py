@@ -12,12 +12,12 @@ from typing import Any
 
 from robust_train.cli.parser import Parser
 from robust_train.cli.table import print_table
-from robust_train.gpu import quarantine
 from robust_train.gpu.inventory import read_inventory
-from robust_train.gpu.queue_dir import QueueProblem, directory_for
-from robust_train.gpu.reservations import Ledger
 from robust_train.gpu.visible import VARIABLE, visible_gpus
-from robust_train.types import MIB
+from robust_train.queue import quarantine
+from robust_train.queue.queue_dir import QueueProblem, directory_for
+from robust_train.queue.reservations import Ledger
+from robust_train.values import MIB
 
 COLUMNS = ("index", "uuid", "name", "free MiB", "verdict")
 EXIT_TROUBLE = 1

@@ -43,7 +43,7 @@ def open_plain() -> None:
 def _open(job: Callable[[Any], Any], name: str, config_name: str, ending: Any) -> None:
     import hydra
 
-    from robust_train.cli.refusals import REFUSALS, explain
+    from robust_train.config.refusals import REFUSALS, explain
     from robust_train.execution import at_hand
     from robust_train.execution.signals import JobInterrupted
     from robust_train.sweep import session

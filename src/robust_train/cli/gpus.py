@@ -14,7 +14,7 @@ from robust_train.cli.table import print_table
 from robust_train.gpu.holders import Holder, find_holders
 from robust_train.gpu.inventory import read_inventory
 from robust_train.gpu.visible import VARIABLE, Visible, visible_gpus
-from robust_train.types import MIB, GpuInfo, GpuProcess, Inventory
+from robust_train.values import MIB, GpuInfo, GpuProcess, Inventory
 
 COLUMNS = (
     "index",

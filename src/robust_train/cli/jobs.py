@@ -12,22 +12,22 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from robust_train.batch_config import settle_batch_size
-from robust_train.batch_search import BatchSearch
+from robust_train.batch.search import BatchSearch
 from robust_train.cli.door import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_NO_DEVICE
-from robust_train.config import ConfigError, validate
+from robust_train.config.batch import settle_batch_size
+from robust_train.config.schema import ConfigError, validate
 from robust_train.control.attempt import AttemptRequests
-from robust_train.devices import job_name
+from robust_train.control.job import JobControl
 from robust_train.execution.child import plain, trainer_traceback
 from robust_train.execution.request import TrainerRef, call_trainer
 from robust_train.execution.signals import JobInterrupted, SignalWatch
 from robust_train.failures import classify_failure
-from robust_train.job_control import JobControl
-from robust_train.job_settings import target_of
 from robust_train.launcher import Job
 from robust_train.memory.stability import attempt_stability
-from robust_train.report.summary import Summary, objective_of
+from robust_train.queue.devices import job_name
 from robust_train.run import Interrupted, Run, UserError
+from robust_train.runfolder.summary import Summary, objective_of
+from robust_train.settings import target_of
 from robust_train.sweep.current import (
     CurrentJob,
     current_job,
@@ -36,7 +36,7 @@ from robust_train.sweep.current import (
     job_refused,
 )
 from robust_train.sweep.plugins_of_others import no_objective
-from robust_train.types import MEMORY_FAILURES, FailureKind
+from robust_train.values import MEMORY_FAILURES, FailureKind
 
 log = logging.getLogger("robust_train")
 

@@ -11,16 +11,16 @@ from dataclasses import asdict
 from typing import Any
 
 from robust_train.cli.table import print_table
-from robust_train.gpu.cuda_processes import (
+from robust_train.gpu.inventory import read_inventory
+from robust_train.queue.cuda_processes import (
     Choice,
     CudaProcess,
     ancestors_of,
     choose,
     list_cuda_processes,
 )
-from robust_train.gpu.ending import Ending, Handle, end_all
-from robust_train.gpu.inventory import read_inventory
-from robust_train.types import MIB
+from robust_train.queue.ending import Ending, Handle, end_all
+from robust_train.values import MIB
 
 COLUMNS = ("pid", "user", "command", "GPUs", "MiB")
 _RIGHT = {"pid", "MiB"}

@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from robust_train.cli.table import print_table
-from robust_train.types import MIB
+from robust_train.values import MIB
 
 EXIT_NOT_DONE = 1
 

@@ -17,7 +17,7 @@ from robust_train.cli.door import EXIT_BAD_CONFIG
 from robust_train.cli.parser import Parser
 from robust_train.cli.table import print_table
 from robust_train.gpu.visible import VARIABLE
-from robust_train.types import GIB, MIB
+from robust_train.values import GIB, MIB
 
 if TYPE_CHECKING:
     from robust_train.planning.plan import Fit, MemoryPlan, Row
@@ -34,7 +34,7 @@ examples:
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the plan; returns the exit code."""
     arguments = _parser().parse_intermixed_args(argv)
-    from robust_train.cli.refusals import REFUSALS, explain
+    from robust_train.config.refusals import REFUSALS, explain
 
     try:
         plan = _plan(arguments)
@@ -94,7 +94,7 @@ def _plan(arguments: argparse.Namespace) -> MemoryPlan:
     from hydra import compose, initialize_config_module
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
-    from robust_train.config import ConfigError
+    from robust_train.config.schema import ConfigError
     from robust_train.planning.plan import plan_memory
 
     for override in OverridesParser.create().parse_overrides(list(arguments.overrides)):

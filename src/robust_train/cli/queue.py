@@ -12,15 +12,15 @@ from typing import Any
 
 from robust_train.cli.parser import Parser
 from robust_train.cli.table import print_table
-from robust_train.gpu import quarantine
-from robust_train.gpu.census import as_waiter, census
 from robust_train.gpu.inventory import read_inventory
-from robust_train.gpu.queue_dir import QueueProblem, directory_for
-from robust_train.gpu.records import JobRecord, JobState
-from robust_train.gpu.reservations import Entry, Ledger, LedgerBusy, boottime, start_ticks
-from robust_train.gpu.scheduler import plan, why_not
+from robust_train.queue import quarantine
+from robust_train.queue.census import as_waiter, census
+from robust_train.queue.queue_dir import QueueProblem, directory_for
+from robust_train.queue.records import JobRecord, JobState
+from robust_train.queue.reservations import Entry, Ledger, LedgerBusy, boottime, start_ticks
+from robust_train.queue.scheduler import plan, why_not
 from robust_train.readable import as_clock
-from robust_train.types import MIB, GpuInfo
+from robust_train.values import MIB, GpuInfo
 
 COLUMNS = ("id", "position", "state", "job", "user", "claim MiB", "GPU", "for", "reason")
 _RIGHT = {"position", "claim MiB", "for"}

@@ -20,7 +20,7 @@ from robust_train.control.client import (
 )
 from robust_train.control.protocol import USUAL_WAIT_SECONDS
 from robust_train.readable import as_clock
-from robust_train.types import MIB
+from robust_train.values import MIB
 
 COLUMNS = ("id", "state", "job", "pid", "attempt", "device", "batch", "step", "for", "run folder")
 _RIGHT = {"pid", "attempt", "step", "for"}

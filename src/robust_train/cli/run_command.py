@@ -17,7 +17,7 @@ from typing import Any
 from robust_train.cli.door import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_NO_DEVICE
 from robust_train.cli.main import OF_LIVE_RUNS
 from robust_train.cli.parser import Parser
-from robust_train.command.values import PLACEHOLDERS, literal, placeholders_in
+from robust_train.script.values import PLACEHOLDERS, literal, placeholders_in
 
 log = logging.getLogger("robust_train")
 
@@ -176,14 +176,14 @@ def _run(overrides: Sequence[str], texts: Mapping[str, Any], run_dir: Path | Non
     from hydra import compose, initialize_config_module
     from omegaconf import OmegaConf
 
-    from robust_train.batch_config import settle_batch_size
     from robust_train.cli.jobs import say_why
-    from robust_train.cli.refusals import REFUSALS, explain
-    from robust_train.command.settings import CommandSettings
-    from robust_train.config import ConfigError, validate
+    from robust_train.config.batch import settle_batch_size
+    from robust_train.config.refusals import REFUSALS, explain
+    from robust_train.config.schema import ConfigError, validate
     from robust_train.execution.signals import JobInterrupted
-    from robust_train.job_settings import run_folder
     from robust_train.launcher import Job
+    from robust_train.script.settings import CommandSettings
+    from robust_train.settings import run_folder
 
     try:
         with initialize_config_module("robust_train.configs", version_base="1.3"):

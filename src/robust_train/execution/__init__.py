@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from robust_train.execution.request import AttemptRequest
-from robust_train.types import Outcome
+from robust_train.values import Outcome
 
 
 class Executor(Protocol):

@@ -9,7 +9,7 @@ from robust_train.execution.fork_server import ForkServer, ServerDied
 from robust_train.execution.request import TrainerRef
 from robust_train.execution.zygote_handle import ZygoteHandle
 
-_COMMAND = "robust_train.command.trainer.train"
+_COMMAND = "robust_train.script.trainer.train"
 
 _parked: ForkServer | None = None
 _zygote: ZygoteHandle | None = None

@@ -19,14 +19,14 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import setup_globals
 from omegaconf import DictConfig, OmegaConf
 
-from robust_train.config import ConfigError
+from robust_train.config.schema import ConfigError
 from robust_train.execution.request import AttemptRequest, call_trainer
 from robust_train.failures import classify_failure
 from robust_train.run import Interrupted, Report, Run, UserError, memory_in_use
-from robust_train.types import Evidence, Failure, FailureKind
+from robust_train.values import Evidence, Failure, FailureKind
 
 HALVE_BATCH = "halve_batch"
-"""Why an attempt was asked to stop, as :attr:`robust_train.types.Outcome.stopped_for` has it."""
+"""Why an attempt was asked to stop, as :attr:`robust_train.values.Outcome.stopped_for` has it."""
 
 _TOLD_BY_ERRORS = ("others_know", "heard_of_rank")
 """What an exception of one of several ranks may say: the others have been told of it; it stands for

@@ -37,7 +37,7 @@ from robust_train.execution.root_cause import RankEnd, root_cause
 from robust_train.execution.stall import DUMP_STACKS
 from robust_train.execution.votes import Votes
 from robust_train.run import STOP, Report
-from robust_train.types import Failure, FailureKind
+from robust_train.values import Failure, FailureKind
 
 _HERE = "127.0.0.1"
 _LOOK_SECONDS = 0.05

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from robust_train.memory.allocator import allocator_settings, allocator_variable
-from robust_train.types import Group
+from robust_train.values import Group
 
 
 def attempt_environment(

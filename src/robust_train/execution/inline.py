@@ -22,7 +22,7 @@ from robust_train.execution.signals import SignalWatch
 from robust_train.memory.allocator import allocator_variable
 from robust_train.memory.cleanup import StartingMemory, release_and_check
 from robust_train.run import Interrupted, Run
-from robust_train.types import FailureKind, Outcome
+from robust_train.values import FailureKind, Outcome
 
 log = logging.getLogger("robust_train")
 

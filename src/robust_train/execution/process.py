@@ -16,8 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from robust_train.command.ending import last_words, script_failure
-from robust_train.config import ConfigError
+from robust_train.config.schema import ConfigError
 from robust_train.execution import at_hand, sleep_until_readable
 from robust_train.execution.child import (
     failure_from_json,
@@ -34,8 +33,9 @@ from robust_train.execution.fork_server import (
 from robust_train.execution.request import AttemptRequest, TrainerRef
 from robust_train.execution.signals import SignalWatch
 from robust_train.failures import classify_exit
-from robust_train.failures.oom_killer import OomKillWatch
-from robust_train.types import Evidence, Failure, FailureKind, Outcome
+from robust_train.memory.oom_killer import OomKillWatch
+from robust_train.script.ending import last_words, script_failure
+from robust_train.values import Evidence, Failure, FailureKind, Outcome
 
 log = logging.getLogger("robust_train")
 

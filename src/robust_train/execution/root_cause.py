@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from robust_train.types import FailureKind
+from robust_train.values import FailureKind
 
 _FOLLOWS_FROM_OTHERS = frozenset({FailureKind.COMM.value, FailureKind.INTERRUPTED.value})
 

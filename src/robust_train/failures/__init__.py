@@ -21,7 +21,7 @@ from robust_train.failures.evidence import read_evidence, with_statistics
 from robust_train.failures.exits import classify_exit, signal_of
 from robust_train.failures.judge import judge, most_telling
 from robust_train.failures.rules import Verdict
-from robust_train.types import Evidence, Failure, FailureKind
+from robust_train.values import Evidence, Failure, FailureKind
 
 __all__ = ["classify_exit", "classify_failure"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from robust_train.types import Evidence, FailureKind
+from robust_train.values import Evidence, FailureKind
 
 _SMALLER_BATCH = (
     "use a smaller training.batch_size: activations take memory for each sample",

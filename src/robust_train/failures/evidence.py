@@ -7,7 +7,7 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-from robust_train.types import Evidence
+from robust_train.values import Evidence
 
 # torch's and MPS's "MB" are 1024 based too; XLA's letters stand alone ("5.02G")
 _UNITS = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3, "t": 1024**4, "p": 1024**5, "e": 1024**6}

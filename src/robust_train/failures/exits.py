@@ -12,7 +12,7 @@ from robust_train.failures.evidence import read_evidence
 from robust_train.failures.judge import judge
 from robust_train.failures.memory import KERNEL_OOM
 from robust_train.failures.rules import Verdict
-from robust_train.types import Evidence, Failure, FailureKind
+from robust_train.values import Evidence, Failure, FailureKind
 
 # Asked to stop: by people, by schedulers (Slurm warns with SIGUSR1, SIGXCPU is its time limit), by
 # a terminal that went away.

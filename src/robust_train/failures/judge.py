@@ -14,7 +14,7 @@ from robust_train.failures.devices_and_peers import AFTER_MEMORY
 from robust_train.failures.look_alikes import BEFORE_MEMORY
 from robust_train.failures.memory import MEMORY, SAID_WITH_A_VALUE_ERROR
 from robust_train.failures.rules import Verdict
-from robust_train.types import FailureKind
+from robust_train.values import FailureKind
 
 RULES = (*BEFORE_MEMORY, *MEMORY, *AFTER_MEMORY)
 

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from robust_train.failures.accounts import Account
-from robust_train.types import FailureKind
+from robust_train.values import FailureKind
 
 BUG = FailureKind.BUG
 DEVICE_OOM = FailureKind.DEVICE_OOM

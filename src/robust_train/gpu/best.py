@@ -10,7 +10,7 @@ from robust_train.gpu.cuda_order import order_in_this_process
 from robust_train.gpu.inventory import read_inventory
 from robust_train.gpu.select import explain, select
 from robust_train.gpu.visible import VARIABLE, visible_gpus
-from robust_train.types import MIB, GpuInfo
+from robust_train.values import MIB, GpuInfo
 
 if TYPE_CHECKING:
     import torch

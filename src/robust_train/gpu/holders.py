@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from robust_train.types import GpuInfo
+from robust_train.values import GpuInfo
 
 # the kernel's PROC_PID_INIT_INO
 _INITIAL_PID_NAMESPACE = "pid:[4026531836]"

@@ -24,7 +24,7 @@ from robust_train.gpu.nvml_session import (
     optional,
     slice_handles,
 )
-from robust_train.types import GpuInfo, GpuProcess, Inventory, SkippedGpu
+from robust_train.values import GpuInfo, GpuProcess, Inventory, SkippedGpu
 
 _HEALTH_SECONDS = 10.0
 # where nothing keeps the driver awake, the first call wakes all GPUs, which takes seconds for each

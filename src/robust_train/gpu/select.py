@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from robust_train.gpu.holders import Holder
-from robust_train.types import MIB, GpuInfo, GpuProcess, Group
+from robust_train.values import MIB, GpuInfo, GpuProcess, Group
 
 _BUSIER_THAN_ANY_PERCENT = 101
 _PROCESSES_TOLD = 3

@@ -14,7 +14,7 @@ from typing import Any
 
 from robust_train.gpu import inventory as nvml
 from robust_train.gpu.cuda_order import CudaOrderError, cuda_order
-from robust_train.types import GpuInfo, Inventory, SkippedGpu
+from robust_train.values import GpuInfo, Inventory, SkippedGpu
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
 _INTEGER = re.compile(r"\s*([+-]?[0-9]+)", re.ASCII)

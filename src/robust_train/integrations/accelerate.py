@@ -29,16 +29,16 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from robust_train.config.extras import require
 from robust_train.integrations.one_process import refuse_ranks
 from robust_train.integrations.sample_order import take_over
+from robust_train.microbatch.batcher import MicroBatches
 from robust_train.run import Interrupted, Run, UserError
-from robust_train.training.checkpoint import SaveClock
-from robust_train.training.extras import require
-from robust_train.training.micro_batch import MicroBatches
+from robust_train.runfolder.checkpoints import SaveClock
 
 require("accelerate", "robust_train.integrations.accelerate", extra="accelerate")
 
-log = logging.getLogger("robust_train.training")
+log = logging.getLogger("robust_train.vision")
 
 __all__ = ["RobustLoop", "effective_batch_size"]
 

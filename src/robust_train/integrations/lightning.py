@@ -18,17 +18,17 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
+from robust_train.config.extras import require
 from robust_train.integrations.lightning_callback import RobustCallback, Stopped, logged
 from robust_train.integrations.one_process import refuse_ranks
 from robust_train.integrations.result import chosen
 from robust_train.run import Interrupted, Run, UserError
-from robust_train.training.extras import require
 
 _NEEDED_BY = "robust_train.integrations.lightning"
 _pytorch = require("lightning.pytorch", _NEEDED_BY, extra="lightning")
 _callbacks = require("lightning.pytorch.callbacks", _NEEDED_BY, extra="lightning")
 
-log = logging.getLogger("robust_train.training")
+log = logging.getLogger("robust_train.vision")
 
 __all__ = ["RobustCallback", "fit", "trainer_arguments"]
 

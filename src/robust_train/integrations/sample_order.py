@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 
+from robust_train.microbatch.rng import GeneratorStates, seed_everything
 from robust_train.run import UserError
-from robust_train.training.rng import GeneratorStates, seed_everything
 
 
 class SampleOrder(Sampler[Any]):

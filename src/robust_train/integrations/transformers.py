@@ -19,19 +19,19 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from robust_train.config.extras import require
 from robust_train.failures import classify_failure
 from robust_train.integrations.one_process import refuse_ranks
 from robust_train.integrations.result import chosen
 from robust_train.run import Interrupted, Run, UserError
-from robust_train.training.checkpoint import SaveClock
-from robust_train.training.extras import require
-from robust_train.types import MEMORY_FAILURES
+from robust_train.runfolder.checkpoints import SaveClock
+from robust_train.values import MEMORY_FAILURES
 
 _NEEDED_BY = "robust_train.integrations.transformers"
 require("accelerate", _NEEDED_BY, extra="transformers")  # Trainer cannot be had without it
 _transformers = require("transformers", _NEEDED_BY, extra="transformers")
 
-log = logging.getLogger("robust_train.training")
+log = logging.getLogger("robust_train.vision")
 
 __all__ = ["RobustCallback", "fit", "training_arguments"]
 

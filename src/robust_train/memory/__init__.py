@@ -30,7 +30,7 @@ if TYPE_CHECKING:
         print_cuda_memory_info,
     )
     from robust_train.memory.tensors import largest_tensors, safe_tensor_to_cpu
-    from robust_train.training.checkpoint import save_checkpoint
+    from robust_train.runfolder.checkpoints import save_checkpoint
 
 __all__ = [
     "Cleared",

@@ -20,7 +20,7 @@ from typing import Any
 
 from robust_train.memory import holders
 from robust_train.memory.holders import started_torch
-from robust_train.types import MIB
+from robust_train.values import MIB
 
 log = logging.getLogger("robust_train")
 

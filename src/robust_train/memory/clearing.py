@@ -13,7 +13,7 @@ from robust_train.memory import holders
 from robust_train.memory.cleanup import clear_frames, return_memory
 from robust_train.memory.holders import HeldTensor
 from robust_train.memory.stats import MemoryStats, get_gpu_memory_stats
-from robust_train.types import MIB
+from robust_train.values import MIB
 
 if TYPE_CHECKING:
     from torch import nn

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import CellType, FrameType, FunctionType
 from typing import Any
 
-from robust_train.types import MIB
+from robust_train.values import MIB
 
 StorageKey = tuple[str, int]
 """A storage: its device and its address there."""

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from robust_train.failures.oom_killer import memory_counters, parse_cgroups, parse_mounts
 from robust_train.gpu.unified import host_memory
+from robust_train.memory.oom_killer import memory_counters, parse_cgroups, parse_mounts
 
 # "no limit" in cgroup v1 is the largest multiple of the page size
 _UNLIMITED = 2**60

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 
-from robust_train.config import MemoryConfig
+from robust_train.config.schema import MemoryConfig
 
 log = logging.getLogger("robust_train")
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from robust_train.memory.holders import started_torch
 from robust_train.memory.tensors import largest_tensors
-from robust_train.types import MIB, Failure, FailureKind
+from robust_train.values import MIB, Failure, FailureKind
 
 log = logging.getLogger("robust_train")
 

@@ -11,7 +11,7 @@ from typing import Any
 from robust_train.memory import host
 from robust_train.memory.holders import started_torch
 from robust_train.memory.stats import MemoryStats, get_gpu_memory_stats, ordinal_of
-from robust_train.types import MIB
+from robust_train.values import MIB
 
 log = logging.getLogger("robust_train")
 

@@ -14,7 +14,7 @@ from robust_train.memory.peaks import reset_peak_memory_stats
 from robust_train.memory.settings import set_memory_fraction
 from robust_train.memory.stats import get_gpu_memory_stats
 from robust_train.memory.tensors import largest_tensors
-from robust_train.types import MIB
+from robust_train.values import MIB
 
 # some KiB each, and several a step; the last of them are what a viewer is opened for
 _HISTORY_ENTRIES = 100_000

@@ -16,7 +16,7 @@ from robust_train.memory.allocator import (
 )
 from robust_train.memory.host import read_host_memory
 from robust_train.memory.stats import ordinal_of
-from robust_train.types import MIB
+from robust_train.values import MIB
 
 log = logging.getLogger("robust_train")
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 
 from robust_train.memory.samples import FILE_NAME, Sample, read_samples
-from robust_train.types import MIB
+from robust_train.values import MIB
 
 log = logging.getLogger("robust_train")
 

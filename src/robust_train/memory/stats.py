@@ -17,7 +17,7 @@ from robust_train.gpu.inventory import read_inventory
 from robust_train.gpu.visible import visible_gpus
 from robust_train.memory.holders import started_torch
 from robust_train.memory.host import read_host_memory
-from robust_train.types import MIB
+from robust_train.values import MIB
 
 log = logging.getLogger("robust_train")
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from types import TracebackType
 from typing import Any
 
-from robust_train.config import MemoryConfig
+from robust_train.config.schema import MemoryConfig
 from robust_train.failures import classify_failure
 from robust_train.memory import on_oom
 from robust_train.memory.cleanup import release_memory, return_memory
@@ -21,7 +21,7 @@ from robust_train.memory.limit import limit_memory
 from robust_train.memory.probe import cached_on, device_index, host_memory_of_this_process
 from robust_train.memory.sampler import Sampler
 from robust_train.run import Run
-from robust_train.types import MEMORY_FAILURES, MIB, Failure
+from robust_train.values import MEMORY_FAILURES, MIB, Failure
 
 log = logging.getLogger("robust_train")
 

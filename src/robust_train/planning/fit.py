@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from robust_train.footprint import CACHE_FACTOR, footprint
-from robust_train.types import GIB, MIB
+from robust_train.gpu.footprint import CACHE_FACTOR, footprint
+from robust_train.values import GIB, MIB
 
 WORKSPACE_BYTES = 2 * 32 * MIB
 """cuBLAS's workspaces, one for the thread of the forward and one for that of the backward pass: 32

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 from omegaconf import DictConfig
 
-from robust_train.gpu import quarantine
 from robust_train.gpu.allocation import allocated_by
-from robust_train.gpu.census import census
 from robust_train.gpu.inventory import read_inventory
-from robust_train.gpu.queue_dir import QueueProblem, directory_for
-from robust_train.gpu.reservations import Ledger, boottime
-from robust_train.gpu.scheduler import Holding, Waiter, open_to
 from robust_train.gpu.visible import visible_gpus
-from robust_train.types import MIB, GpuInfo
+from robust_train.queue import quarantine
+from robust_train.queue.census import census
+from robust_train.queue.queue_dir import QueueProblem, directory_for
+from robust_train.queue.reservations import Ledger, boottime
+from robust_train.queue.scheduler import Holding, Waiter, open_to
+from robust_train.values import MIB, GpuInfo
 
 _BEHIND_ALL = 10**15
 

@@ -11,10 +11,9 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from robust_train.batch_config import settle_batch_size
-from robust_train.config import ConfigError, complete, validate
-from robust_train.footprint import CACHE_FACTOR, CONTEXT_BYTES
-from robust_train.job_settings import target_of
+from robust_train.config.batch import settle_batch_size
+from robust_train.config.schema import ConfigError, complete, validate
+from robust_train.gpu.footprint import CACHE_FACTOR, CONTEXT_BYTES
 from robust_train.planning.fit import (
     TYPICAL_SIZES,
     WORKSPACE_BYTES,
@@ -25,9 +24,10 @@ from robust_train.planning.fit import (
 )
 from robust_train.planning.machine import GpuRoom, machine_now
 from robust_train.planning.truth import ROOTS, Measured, Truth, find_truth
+from robust_train.settings import target_of
 
 SCHEMA = 1
-BUILT_IN = "robust_train.training.trainer.train"
+BUILT_IN = "robust_train.vision.trainer.train"
 _ROWS = 4
 
 

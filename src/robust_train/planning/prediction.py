@@ -19,7 +19,8 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from robust_train.config import ConfigError
+from robust_train.config.schema import ConfigError
+from robust_train.microbatch.batcher import MicroBatcher
 from robust_train.planning.as_on_cuda import AsOnCuda, FakeTracker
 from robust_train.planning.fit import Peak
 from robust_train.planning.tracker import (
@@ -29,20 +30,19 @@ from robust_train.planning.tracker import (
     WEIGHTS,
     StorageTracker,
 )
-from robust_train.training.batches import Batch
-from robust_train.training.data import shape_of_data
-from robust_train.training.images import ImageSpec
-from robust_train.training.micro_batch import MicroBatcher
-from robust_train.training.models import (
+from robust_train.vision.batches import Batch
+from robust_train.vision.data import shape_of_data
+from robust_train.vision.images import ImageSpec
+from robust_train.vision.models import (
     BuiltModel,
     build_model,
     enable_gradient_checkpointing,
     set_train_mode,
 )
-from robust_train.training.precision import Precision
-from robust_train.training.prepare import check_config
-from robust_train.training.schedule import make_optimizer
-from robust_train.training.step import accumulate_gradients, apply_gradients
+from robust_train.vision.precision import Precision
+from robust_train.vision.prepare import check_config
+from robust_train.vision.schedule import make_optimizer
+from robust_train.vision.step import accumulate_gradients, apply_gradients
 
 _CPU = torch.device("cpu")
 _WARM_UP = 2  # samples; BatchNorm may refuse a single one

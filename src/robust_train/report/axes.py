@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from robust_train.report.units import nice_step, number
-from robust_train.types import GIB, MIB
+from robust_train.values import GIB, MIB
 
 Point = tuple[float, float]
 

@@ -17,7 +17,7 @@ from robust_train.report.story import Story
 from robust_train.report.times import Span, Use
 from robust_train.report.units import duration, memory, number
 from robust_train.report.wording import OUTCOMES
-from robust_train.types import MIB
+from robust_train.values import MIB
 
 LANES = {
     "oom": "OOM",

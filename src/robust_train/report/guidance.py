@@ -12,7 +12,7 @@ from robust_train.report.series import DeviceMemory, Mark
 from robust_train.report.sources import whole
 from robust_train.report.times import Span, Use
 from robust_train.report.units import duration, memory, percent
-from robust_train.types import MEMORY_FAILURES, Evidence, FailureKind
+from robust_train.values import MEMORY_FAILURES, Evidence, FailureKind
 
 _TIGHT = 0.9
 _FRAGMENTED = 0.1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from robust_train.types import AttemptSpec, Decision, FailureKind, Outcome, Retry
+from robust_train.values import AttemptSpec, Decision, FailureKind, Outcome, Retry
 
 log = logging.getLogger("robust_train")
 

@@ -10,7 +10,7 @@ from robust_train.memory.samples import Sample
 from robust_train.report.attempts import AttemptStory
 from robust_train.report.sources import Event, finite
 from robust_train.report.units import memory
-from robust_train.types import MEMORY_FAILURES
+from robust_train.values import MEMORY_FAILURES
 
 _OOM = frozenset(kind.value for kind in MEMORY_FAILURES)
 # of an event, but no measurement of it

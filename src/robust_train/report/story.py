@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from robust_train.journal import strict_json
 from robust_train.memory.samples import Sample
 from robust_train.memory.stability import stability
 from robust_train.report import guidance, wording
@@ -27,8 +26,9 @@ from robust_train.report.series import (
     memory_of,
 )
 from robust_train.report.sources import Sources
-from robust_train.report.summary import objective_of
 from robust_train.report.times import Span, Use, kept_steps, spans_of, totals
+from robust_train.runfolder.journal import strict_json
+from robust_train.runfolder.summary import objective_of
 
 SCHEMA = 1
 

@@ -6,7 +6,7 @@ import datetime
 import math
 
 from robust_train import readable
-from robust_train.types import GIB, MIB
+from robust_train.values import GIB, MIB
 
 _MINUTE, _HOUR, _DAY = 60, 3600, 86400
 _ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth")

@@ -12,7 +12,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from robust_train.report.summary import objective_of
+from robust_train.runfolder.summary import objective_of
 from robust_train.sweep import stop_word
 from robust_train.sweep.misplaced import misplaced_launcher
 from robust_train.sweep.plugins_of_others import no_objective

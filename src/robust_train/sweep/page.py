@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from robust_train.journal import strict_json
 from robust_train.report import plots, units
 from robust_train.report.axes import time_ticks
 from robust_train.report.figures import Figure, bars_of, loss_of_jobs, use_legend
@@ -20,6 +19,7 @@ from robust_train.report.plots import Axis, Row
 from robust_train.report.sources import finite, read_sources
 from robust_train.report.story import Story, story_of
 from robust_train.report.times import Span, Use
+from robust_train.runfolder.journal import strict_json
 from robust_train.sweep.record import COMPLETED, read_json, read_record
 from robust_train.sweep.rows import Row as JobRow
 from robust_train.sweep.rows import job_folders, read_row

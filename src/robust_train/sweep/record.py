@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from robust_train.files import replacing
-from robust_train.journal import strict_json
+from robust_train.runfolder.journal import strict_json
 
 FILE = "sweep_job.json"
 SCHEMA = 1

@@ -11,7 +11,7 @@ from typing import Any
 from omegaconf import ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from robust_train.report.summary import objective_of
+from robust_train.runfolder.summary import objective_of
 from robust_train.sweep.record import (
     COMPLETED,
     DIED,

@@ -21,7 +21,7 @@ from types import FrameType
 from typing import Any
 
 from robust_train.execution.signals import UNDER_SUBMITIT, JobInterrupted, stop_job
-from robust_train.gpu.queue_dir import boot_name
+from robust_train.queue.queue_dir import boot_name
 
 VARIABLE = "ROBUST_TRAIN_SWEEP_STOP_WORD"
 """Where the socket is and what it is called, for the jobs' processes."""

@@ -1,0 +1,250 @@
+"""Which micro-batches are known to fit, and not to, from earlier jobs of this user.
+
+One small JSON file for each combination of what memory depends on, in the user's cache directory.
+Whatever is wrong there, the job goes on without: a guess is all that is lost.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import importlib.metadata
+import json
+import logging
+import os
+import resource
+import stat
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from robust_train.config.schema import RobustConfig
+from robust_train.directories import DirectoryProblem, open_or_make
+from robust_train.files import replacing
+from robust_train.gpu.footprint import footprint
+from robust_train.values import GIB, GpuInfo
+
+log = logging.getLogger("robust_train")
+
+SCHEMA = 1
+VALID_SECONDS = 30 * 86400
+"""How long anything counts: trainers' own code changes, and is no part of the key."""
+
+_LARGEST_FILE = 64 * 1024
+_SAME_ROOM = 0.05
+
+# how long a run goes and what it is called, not what a step needs; the launcher's keys likewise
+_NO_MATTER = {
+    "training": (
+        "batch_size gradient_accumulation_steps effective_batch_size num_workers prefetch_factor "
+        "epochs lr weight_decay warmup_fraction label_smoothing max_grad_norm seed log_every_steps "
+        "regrow_after_steps checkpoint_every_steps checkpoint_every_minutes keep_checkpoints"
+    ),
+    "memory": (
+        "clear_on_start empty_cache_frequency empty_cache_threshold clear_after_save "
+        "clear_after_epoch clear_on_failure log_frequency sample_interval_ms snapshot_on_oom"
+    ),
+    "model": "lr",
+    "dataset": "download num_workers epochs",
+}
+_MATTERS = ("model", "dataset", "trainer", "training", "memory", "gpu_jobs_per_device")
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One size, and how it went.
+
+    Attributes:
+        batch_size: micro-batch, samples.
+        when: seconds since the epoch.
+        room_bytes: free on the GPU when the attempt began; None for the CPU.
+        peak_bytes: that were used; None where memory ran out.
+        predicted: it was not tried, but probes of smaller sizes tell.
+    """
+
+    batch_size: int
+    when: float
+    room_bytes: int | None = None
+    peak_bytes: int | None = None
+    predicted: bool = False
+
+
+@dataclass(frozen=True)
+class Known:
+    """The largest micro-batch that completed training steps, and the smallest that did not fit."""
+
+    fitted: Fact | None = None
+    too_large: Fact | None = None
+
+    def at(self, now: float, room_bytes: int | None) -> Known:
+        """What of it counts now, with so much room: what is full now holds less."""
+        fitted, too_large = self.fitted, self.too_large
+        if fitted is not None and not (_is_fresh(fitted, now) and _has(room_bytes, fitted)):
+            fitted = None
+        if too_large is not None and not (
+            _is_fresh(too_large, now) and _had(too_large, room_bytes)
+        ):
+            too_large = None
+        return Known(fitted, too_large)
+
+    def learn(self, fitted: Fact | None, too_large: Fact | None) -> Known:
+        """With what an attempt has told; where the two contradict each other the newer counts."""
+        largest, smallest = self.fitted, self.too_large
+        if fitted is not None:
+            if smallest is not None and smallest.batch_size <= fitted.batch_size:
+                smallest = None
+            if largest is None or largest.batch_size <= fitted.batch_size:
+                largest = fitted
+        if too_large is not None:
+            if largest is not None and largest.batch_size >= too_large.batch_size:
+                largest = fitted
+            if smallest is None or smallest.batch_size >= too_large.batch_size:
+                smallest = too_large
+        return Known(largest, smallest)
+
+
+def _is_fresh(fact: Fact, now: float) -> bool:
+    # a clock that was wrong must not make it last for ever
+    return now - VALID_SECONDS <= fact.when <= now + 86400
+
+
+def _has(room: int | None, fact: Fact) -> bool:
+    if room is None or fact.room_bytes is None:
+        return True
+    if room >= fact.room_bytes * (1 - _SAME_ROOM):
+        return True
+    return fact.peak_bytes is not None and room >= footprint(fact.peak_bytes)
+
+
+def _had(fact: Fact, room: int | None) -> bool:
+    if room is None or fact.room_bytes is None:
+        return True
+    return room <= fact.room_bytes * (1 + _SAME_ROOM)
+
+
+def memory_key(cfg: DictConfig, trainer: str, gpu: GpuInfo | None, host_bytes: int | None) -> str:
+    """The name of what memory depends on: model, data, precision, device, torch.
+
+    Keys of a user's own project are part of it, since any may change a tensor's shape.
+
+    Args:
+        cfg: the job's config.
+        trainer: its dotted path.
+        gpu: the device, None for the CPU.
+        host_bytes: the host's memory, for the CPU.
+    """
+    content = OmegaConf.to_container(cfg, resolve=True)
+    assert isinstance(content, dict)
+    ours = set(RobustConfig.__dataclass_fields__) - set(_MATTERS)
+    parts: dict[str, Any] = {str(key): value for key, value in content.items() if key not in ours}
+    for group, names in _NO_MATTER.items():
+        if isinstance(parts.get(group), dict):
+            skipped = names.split()
+            parts[group] = {k: v for k, v in parts[group].items() if k not in skipped}
+    if gpu is None:
+        limits = [
+            resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_DATA, resource.RLIMIT_AS)
+        ]
+        # the kernel's own share of it differs a little from boot to boot
+        device: list[Any] = ["cpu", round((host_bytes or 0) / GIB), *limits]
+    else:
+        device = [gpu.name, gpu.total_bytes]
+    versions = {name: _version(name) for name in ("torch", "robust-train")}
+    whole = {"config": parts, "trainer": trainer, "device": device, "versions": versions}
+    text = json.dumps(whole, sort_keys=True, default=repr)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def cache_directory(environ: Mapping[str, str]) -> Path | None:
+    """Where the files lie: ``$XDG_CACHE_HOME/robust-train/known-batches``; None without a home."""
+    chosen, home = environ.get("XDG_CACHE_HOME", ""), environ.get("HOME", "")
+    # a relative path is to be ignored, says the XDG Base Directory Specification
+    if os.path.isabs(chosen):
+        return Path(chosen) / "robust-train" / "known-batches"
+    return Path(home) / ".cache/robust-train/known-batches" if os.path.isabs(home) else None
+
+
+class KnownBatches:
+    """The files of :func:`cache_directory`. Nothing here raises.
+
+    Args:
+        folder: where they lie; None: nowhere.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+
+    def read(self, key: str) -> Known:
+        """What is known; nothing where the file is not there, not ours or not readable."""
+        if self._folder is None:
+            return Known()
+        path = self._folder / f"{key}.json"
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            with os.fdopen(fd, "rb") as file:
+                about = os.fstat(fd)
+                if not stat.S_ISREG(about.st_mode) or about.st_uid != os.geteuid():
+                    log.debug("%s: is not a file of this user's, ignored", path)
+                    return Known()
+                content = json.loads(file.read(_LARGEST_FILE))
+            return _parsed(content)
+        except OSError as error:
+            if error.errno != errno.ENOENT:
+                log.debug("%s: %s, ignored", path, error.strerror)
+        except (ValueError, TypeError, KeyError) as error:
+            log.debug("%s: cannot be understood (%s), ignored", path, error)
+        return Known()
+
+    def write(self, key: str, known: Known, about: Mapping[str, Any]) -> None:
+        """Put a file down, whole or not at all; ``about`` is for people who look at it."""
+        if self._folder is None:
+            return
+        content = {"schema": SCHEMA, **about, **asdict(known)}
+        path = self._folder / f"{key}.json"
+        try:
+            folder = open_or_make(self._folder, 0o700)
+        except (DirectoryProblem, OSError) as error:
+            log.debug("%s: %s, nothing is remembered", self._folder, error)
+            return
+        try:
+            if os.fstat(folder).st_uid != os.geteuid():
+                log.debug("%s: is another user's, nothing is remembered", self._folder)
+                return
+            with replacing(path) as temporary:
+                temporary.write_text(json.dumps(content, indent=2) + "\n")
+        except OSError as error:
+            log.debug("%s: %s, nothing is remembered", path, error.strerror)
+        finally:
+            os.close(folder)
+
+
+def _parsed(content: Any) -> Known:
+    if content["schema"] != SCHEMA:
+        raise ValueError(f"schema {content['schema']}")
+    return Known(_fact(content["fitted"]), _fact(content["too_large"]))
+
+
+def _fact(content: Any) -> Fact | None:
+    if content is None:
+        return None
+    room, peak = content["room_bytes"], content["peak_bytes"]
+    size = int(content["batch_size"])
+    if size < 1:
+        raise ValueError(f"batch_size {size}")
+    return Fact(
+        batch_size=size,
+        when=float(content["when"]),
+        room_bytes=None if room is None else int(room),
+        peak_bytes=None if peak is None else int(peak),
+        predicted=bool(content["predicted"]),
+    )

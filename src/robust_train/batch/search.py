@@ -1,0 +1,190 @@
+"""Which micro-batches to try for ``training.batch_size=auto``: pure, from what earlier probes told.
+
+Memory is near-affine in the micro-batch: ``peak = a + b × samples``, where ``a`` holds weights,
+gradients and workspaces and ``b`` one sample's activations. A first small probe gives an upper
+bound on ``b``, which leads to a size that fits for certain; the line through these two leads to
+the largest; that one is measured too. All sizes are samples, all memory is bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from robust_train.policy.sizes import PolicySettings, ladder
+from robust_train.values import MIB
+
+MOST_PROBES = 4
+"""Probes of one search."""
+
+MARGIN = 0.05
+"""Share of the room for a pass that a prediction leaves free; what was measured may take half."""
+
+_FIRST = 4
+_FARTHEST = 64  # times as many samples as the first probe had: so far may one point lead
+_NOISE_BYTES = 4 * MIB  # libraries' own small allocations, beside which activations do not show
+_STEP_DOWN = 1.5  # from where memory ran out, with one probe left
+_BEYOND = 1.05  # of the room: what a size is taken to need in which memory ran out
+
+
+@dataclass(frozen=True)
+class BatchSearch:
+    """What is to be found out before training: the largest micro-batch that fits.
+
+    Attributes:
+        effective_batch_size: samples of an optimizer step; no micro-batch is larger.
+        min_batch_size: nor smaller.
+        memory_share: of the device's memory, the most to count on; above 0 to 1.
+        key: names model, data and device, so that the result can be remembered.
+    """
+
+    effective_batch_size: int
+    min_batch_size: int = 1
+    memory_share: float = 1.0
+    key: str = ""
+
+    def sizes(self, samples: int) -> tuple[int, ...]:
+        """The micro-batches to choose from in a batch of ``samples``, the smallest first."""
+        sizes = micro_batch_sizes(self.effective_batch_size, self.min_batch_size)
+        most = min(samples, self.effective_batch_size)
+        return (*(size for size in sizes if size < most), most)
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One size that was tried: its peak in bytes, None if memory ran out."""
+
+    batch_size: int
+    peak_bytes: int | None
+
+
+def micro_batch_sizes(effective_batch_size: int, min_batch_size: int) -> tuple[int, ...]:
+    """The divisors of the effective batch from ``min_batch_size`` on, the smallest first.
+
+    With them accumulation makes up the effective batch exactly. Where they are too far apart, the
+    sizes that the policy would halve to are there as well.
+    """
+    least = min(min_batch_size, effective_batch_size)
+    settings = PolicySettings(batch_size=effective_batch_size, min_batch_size=least)
+    rungs = {size for size, _ in ladder(settings)}
+    divisors = {n for n in range(least, effective_batch_size + 1) if effective_batch_size % n == 0}
+    return tuple(sorted(rungs | divisors))
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The room for a pass.
+
+    Attributes:
+        rest_bytes: in use before it.
+        limit_bytes: the most that there is.
+    """
+
+    rest_bytes: int = 0
+    limit_bytes: int = 0
+
+    def but_for(self, margin: float) -> float:
+        """The peak that leaves this share of the room free."""
+        return self.limit_bytes - margin * max(self.limit_bytes - self.rest_bytes, 0)
+
+
+def next_size(sizes: Sequence[int], probes: Sequence[Probe], limits: Limits) -> int | None:
+    """The size to try next, None where nothing is to be gained by another probe.
+
+    Args:
+        sizes: to choose from, the smallest first.
+        probes: what was tried, in order.
+        limits: the room for each of them.
+    """
+    if not probes:
+        return next((size for size in sizes if size >= _FIRST), sizes[-1])
+    best = largest_that_fits(probes, limits)
+    failed = [p for p in probes if not fits(p, limits)]
+    low = 0 if best is None else best.batch_size
+    high = min((p.batch_size for p in failed), default=sizes[-1] + 1)
+    between = [size for size in sizes if low < size < high]
+    if len(probes) >= MOST_PROBES or not between:
+        return None
+    if best is None:
+        return between[0]
+    line = _line(probes, best, limits)
+    expected = [size for size in between if line.at(size) <= limits.but_for(MARGIN)]
+    largest = expected[-1] if expected else low
+    if not failed and _is_vague(probes, best):
+        # workspaces and noise may hide a sample's share: not too far at once, but on
+        doubled = next((size for size in between if size >= 2 * low), between[-1])
+        return max(doubled, *(size for size in (low, *expected) if size <= _FARTHEST * low))
+    if len(probes) == MOST_PROBES - 1 and probes[-1].peak_bytes is None:
+        # the line was wrong, and nothing tells by how much: the last probe must go through
+        safe = [size for size in between if size <= high / _STEP_DOWN]
+        largest = min(largest, safe[-1]) if safe else largest
+    # a few percent more are not worth a probe
+    return largest if largest > low * (1 + MARGIN) else None
+
+
+def predicted_bytes(probes: Sequence[Probe], size: int, limits: Limits) -> int | None:
+    """What ``size`` is expected to need after these probes, None before any has fitted."""
+    best = largest_that_fits(probes, limits)
+    return None if best is None else int(_line(probes, best, limits).at(size))
+
+
+def fits(probe: Probe, limits: Limits) -> bool:
+    """Whether it went through and left half the margin free."""
+    return probe.peak_bytes is not None and probe.peak_bytes <= limits.but_for(MARGIN / 2)
+
+
+def largest_that_fits(probes: Sequence[Probe], limits: Limits) -> Probe | None:
+    """The answer of a search: only what was tried and went through counts."""
+    good = [probe for probe in probes if fits(probe, limits)]
+    return max(good, key=lambda probe: probe.batch_size, default=None)
+
+
+@dataclass(frozen=True)
+class _Line:
+    """``peak = at_zero + per_sample × samples``."""
+
+    at_zero: float
+    per_sample: float
+
+    def at(self, samples: int) -> float:
+        return self.at_zero + self.per_sample * samples
+
+    @classmethod
+    def through(cls, one: tuple[float, float], other: tuple[float, float]) -> _Line:
+        slope = (other[1] - one[1]) / (other[0] - one[0])
+        return cls(one[1] - slope * one[0], slope)
+
+
+def _line(probes: Sequence[Probe], best: Probe, limits: Limits) -> _Line:
+    """The line to predict by: between what fitted and what did not, else through what fitted."""
+    assert best.peak_bytes is not None
+    here = (float(best.batch_size), float(best.peak_bytes))
+    above = [p for p in probes if p.batch_size > best.batch_size]
+    if above:
+        nearest = min(above, key=lambda p: p.batch_size)
+        measured = nearest.peak_bytes
+        peak = limits.but_for(1 - _BEYOND) if measured is None else float(measured)
+        return _Line.through(here, (float(nearest.batch_size), peak))
+    before = _before(probes, best)
+    if before is not None and before.peak_bytes is not None:
+        noise = _NOISE_BYTES if _is_vague(probes, best) else 0
+        risen = max(best.peak_bytes - before.peak_bytes, 0) + noise
+        return _Line.through((float(before.batch_size), here[1] - risen), here)
+    # all that one size has grown by, as if a sample's share were all of it: never too little
+    rest = limits.rest_bytes
+    growth = max(best.peak_bytes - rest, 0) + _NOISE_BYTES
+    return _Line.through((0.0, float(rest)), (here[0], float(rest + growth)))
+
+
+def _before(probes: Sequence[Probe], best: Probe) -> Probe | None:
+    """The next smaller size that was measured."""
+    below = [p for p in probes if p.batch_size < best.batch_size and p.peak_bytes is not None]
+    return max(below, key=lambda p: p.batch_size, default=None)
+
+
+def _is_vague(probes: Sequence[Probe], best: Probe) -> bool:
+    """Whether what was measured differs by no more than noise, or is one size alone."""
+    before = _before(probes, best)
+    if before is None or before.peak_bytes is None or best.peak_bytes is None:
+        return True
+    return best.peak_bytes - before.peak_bytes < 4 * _NOISE_BYTES

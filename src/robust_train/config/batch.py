@@ -1,0 +1,102 @@
+"""What ``training.batch_size`` and its kin ask for, as whole numbers that every trainer can use."""
+
+from __future__ import annotations
+
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from robust_train.config.schema import ConfigError, TrainingConfig
+
+AUTO = "auto"
+
+
+def settle_batch_size(cfg: DictConfig) -> bool:
+    """Put numbers in the place of ``training.batch_size=auto`` and ``effective_batch_size``.
+
+    The effective batch is what a training's result depends on, so it never follows from what fits
+    on a GPU: with ``auto`` it is ``training.effective_batch_size``, and ``training.batch_size``
+    begins as all of it, or each rank's share of it, with no accumulation. A number beside an
+    effective batch gets the accumulation that makes it up.
+
+    Args:
+        cfg: a composed config; changed in place.
+
+    Returns:
+        Whether the micro-batch is to be found.
+
+    Raises:
+        ConfigError: one line with the key, its value and what is accepted.
+    """
+    training = cfg.training
+    wished = training.batch_size
+    effective = training.effective_batch_size
+    accumulation = training.gradient_accumulation_steps
+    ranks = OmegaConf.select(cfg, "num_gpus") or 1
+    if effective is not None and effective < 1:
+        raise ConfigError(f"training.effective_batch_size={effective}: must be 1 or more")
+    is_auto = isinstance(wished, str) and wished.strip().lower() == AUTO
+    if is_auto:
+        effective = TrainingConfig.batch_size if effective is None else effective
+        size, accumulation = _share(effective, ranks), 1
+        _check_auto(cfg, size)
+    else:
+        size = _whole(wished)
+        if effective is not None:
+            accumulation = _accumulation(size, accumulation, effective, ranks)
+    with open_dict(cfg):
+        training.batch_size = size
+        training.gradient_accumulation_steps = accumulation
+        training.effective_batch_size = effective
+    return is_auto
+
+
+def _share(effective: int, ranks: int) -> int:
+    if effective % max(ranks, 1):
+        raise ConfigError(
+            f"training.effective_batch_size={effective}: is no multiple of num_gpus={ranks}"
+        )
+    return effective // max(ranks, 1)
+
+
+def _check_auto(cfg: DictConfig, share: int) -> None:
+    steps = cfg.training.gradient_accumulation_steps
+    if steps != 1:
+        raise ConfigError(
+            f"training.gradient_accumulation_steps={steps}: with training.batch_size=auto it "
+            "follows from training.effective_batch_size=…; give that instead"
+        )
+    if OmegaConf.select(cfg, "preserve_effective_batch_size") is False:
+        raise ConfigError(
+            "preserve_effective_batch_size=false: with training.batch_size=auto the result would "
+            "depend on the GPU; leave it true, or give training.batch_size as a number"
+        )
+    least = OmegaConf.select(cfg, "min_batch_size")
+    if least is not None and least > share:
+        raise ConfigError(
+            f"min_batch_size={least}: must not be above {share}, the share of each process in "
+            "training.effective_batch_size"
+        )
+
+
+def _whole(value: object) -> int:
+    """``value`` as a whole number of samples; environment variables come as text."""
+    if isinstance(value, str) and value.strip().isdigit():
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(f"training.batch_size={value}: accepted is a whole number or auto")
+    return value
+
+
+def _accumulation(size: int, steps: int, effective: int, ranks: int) -> int:
+    needed, rest = divmod(effective, max(size * ranks, 1))
+    processes = "" if ranks == 1 else f" × num_gpus={ranks}"
+    if rest or needed < 1:
+        raise ConfigError(
+            f"training.effective_batch_size={effective}: is no multiple of "
+            f"training.batch_size={size}{processes}"
+        )
+    if steps not in (1, needed):
+        raise ConfigError(
+            f"training.gradient_accumulation_steps={steps}: {size} × {steps}{processes} is not "
+            f"training.effective_batch_size={effective}; give only one of the two"
+        )
+    return needed

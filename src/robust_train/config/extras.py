@@ -1,0 +1,31 @@
+"""Optional dependencies: imported where they are needed, missed in one line."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from robust_train.config.schema import ConfigError
+
+_DISTRIBUTIONS = {"sklearn": "scikit-learn", "PIL": "pillow"}
+
+
+def require(module: str, key: str, *, extra: str = "vision") -> Any:
+    """Import ``module``, which an extra of ours brings along.
+
+    Args:
+        module: dotted name, e.g. ``sklearn.datasets``.
+        key: what asked for it, e.g. the override ``dataset=digits``; named in the error.
+        extra: name of the extra.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        package = (error.name or module).partition(".")[0]
+        raise ConfigError(
+            f"{key}: needs {_DISTRIBUTIONS.get(package, package)}, which is not installed; "
+            f'pip install "robust-train[{extra}]"'
+        ) from error

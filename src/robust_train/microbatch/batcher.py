@@ -1,0 +1,329 @@
+"""Running out of memory inside an optimizer step, and repeating just that step with finer parts.
+
+::
+
+    for batch in loader:
+        optimizer.zero_grad()
+        for micro in run.micro_batches(batch, model):
+            with micro:
+                x, y = micro.data
+                micro.backward(criterion(model(x.to(device)), y.to(device)))
+        optimizer.step()
+
+A loop cannot repeat a body that has raised, so each part of the batch is a context manager: it
+takes the out-of-memory error, and the loop then starts over with smaller parts. Gradients are
+weighted by samples, so every split gives the gradient of the mean loss over the whole batch.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from robust_train.batch.search import BatchSearch
+from robust_train.failures import classify_failure
+from robust_train.memory.cleanup import clear_frames, return_memory
+from robust_train.microbatch import record as told
+from robust_train.microbatch import splitting
+from robust_train.microbatch.part import MicroBatch
+from robust_train.microbatch.probing import probe_parts
+from robust_train.microbatch.ranks import ran_out_elsewhere
+from robust_train.microbatch.rewind import Models, StepStart, Watch, cut_graphs
+from robust_train.microbatch.rng import GeneratorStates
+from robust_train.microbatch.shared_step import SharedStep
+from robust_train.microbatch.size import MicroBatchSize
+from robust_train.values import MEMORY_FAILURES, Failure
+
+
+class MicroBatcher:
+    """Splits batches so that they fit into memory, and remembers what fits.
+
+    Args:
+        batch_size: most samples in one forward and backward pass; None: the whole batch at first.
+        min_batch_size: parts of this many samples are not split further: the error is raised.
+        gradient_accumulation_steps: the requested one; sizes are preferred that divide
+            ``batch_size × gradient_accumulation_steps``.
+        regrow_after_steps: see :class:`.micro_batch_size.MicroBatchSize`; None: never.
+        record: told of every change of the size.
+        step: says which optimizer step this is, from 1; by default steps are counted here.
+        on_oom: gets the error of a part in which memory ran out, before anything is let go of.
+        search: find the largest size that fits in the first step; the loop's body is then run on
+            parts of the batch that are only measured, four at most.
+
+    Raises:
+        ValueError: a size is below 1.
+    """
+
+    def __init__(
+        self,
+        batch_size: int | None = None,
+        *,
+        min_batch_size: int = 1,
+        gradient_accumulation_steps: int = 1,
+        regrow_after_steps: int | None = None,
+        record: told.Record | None = None,
+        step: Callable[[], int] | None = None,
+        on_oom: Callable[[BaseException], None] | None = None,
+        search: BatchSearch | None = None,
+    ) -> None:
+        sizes = {"batch_size": batch_size or 1, "min_batch_size": min_batch_size}
+        for name, value in sizes.items():
+            if value < 1:
+                raise ValueError(f"{name}={value}: must be 1 or more")
+        self._training, self._other = (
+            MicroBatchSize(
+                batch_size,
+                min_batch_size=min_batch_size,
+                gradient_accumulation_steps=gradient_accumulation_steps,
+                regrow_after_steps=regrow_after_steps,
+            )
+            for _ in range(2)
+        )
+        self._record = record or (lambda event, fields: None)
+        self._step = step
+        self._on_oom = on_oom
+        self._search = search
+        self._steps_begun = 0
+        self._watch = Watch()
+
+    @property
+    def size(self) -> int | None:
+        """Most samples in one pass of training, None as long as that is the whole batch."""
+        return self._training.current
+
+    def micro_batches(
+        self,
+        batch: Any,
+        model: Models = None,
+        *,
+        training: bool = True,
+        count: splitting.Count | None = None,
+        length: splitting.Length | None = None,
+        split: splitting.Split | None = None,
+    ) -> MicroBatches:
+        """The parts of ``batch``, to loop over.
+
+        Args:
+            batch: tensors, arrays or lists in any nesting of tuples, mappings and dataclasses, all
+                with one sample per index of their first dimension.
+            model: what gets gradients: a module or several. None: every module and optimizer in
+                this process, which are looked for once.
+            training: an optimizer step: memory running out in any part repeats all of it. False
+                for validation under ``torch.no_grad()``: only the part that failed is repeated.
+            count: of how many items the loss over some data is a mean, where these are not the
+                samples; for a sum ``lambda data: 1``.
+            length: number of samples of such a batch, where it cannot be told.
+            split: ``split(batch, start, stop)``, where the batch cannot be sliced.
+
+        Raises:
+            TypeError, ValueError: the number of samples cannot be told.
+        """
+        samples = (length or splitting.length_of)(batch)
+        size = self._training if training else self._other
+        parts = splitting.Parts(batch, samples, split=split, count=count)
+        return MicroBatches(self, size, parts, model, training)
+
+    def shrink(self, reason: str) -> tuple[int, int] | None:
+        """Split finer from the next batch on because somebody wishes it: (from, to), or None."""
+        changed = self._training.shrink()
+        if changed:
+            self._other.shrink()
+            told.changed(self._record, self._step_number(begins=False), *changed, reason)
+        return changed
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint: the sizes in use, so that a resumed run splits as before."""
+        return {"training": self._training.state(), "other": self._other.state()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take over what :meth:`state` gave, unless another batch size was asked for since."""
+        self._training.restore(state["training"])
+        self._other.restore(state["other"])
+
+    def _probe(self, batches: MicroBatches, start: StepStart) -> Iterator[MicroBatch]:
+        """Before the first step: the parts by which the size is found, where one is to be."""
+        search, self._search = self._search, None
+        found = None if search is None else (yield from probe_parts(search, batches, start))
+        if search is not None and found is not None:
+            for size in (self._training, self._other):
+                size.begin_at(found.batch_size)
+            told.found(self._record, search, found)
+
+    def _step_number(self, *, begins: bool) -> int:
+        self._steps_begun += begins
+        return self._steps_begun if self._step is None else self._step()
+
+
+class MicroBatches:
+    """The parts of one batch: loop over it once.
+
+    Attributes:
+        samples: in the whole batch.
+        repeats: how often the step has started over (training) or a part was repeated.
+        kept: what the bodies gave to :meth:`MicroBatch.keep`, in the order of the samples; each
+            sample's once, however often its part was repeated.
+    """
+
+    def __init__(
+        self,
+        batcher: MicroBatcher,
+        size: MicroBatchSize,
+        parts: splitting.Parts,
+        model: Models,
+        training: bool,
+    ) -> None:
+        self.samples = parts.samples
+        self.repeats = 0
+        self.kept: list[Any] = []
+        self._batcher = batcher
+        self._size = size
+        self._parts = parts
+        self._model = model
+        self._is_training = training
+        self._number = 0
+        self._loss: Tensor | None = None
+        self._start: StepStart | None = None
+        self._shared = SharedStep()
+
+    @property
+    def loss(self) -> Tensor:
+        """Mean loss over the batch (detached), of what was given to :meth:`MicroBatch.backward`."""
+        return torch.zeros(()) if self._loss is None else self._loss
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        self._number = self._batcher._step_number(begins=self._is_training)
+        return self._training() if self._is_training else self._once_each()
+
+    def probe(self, size: int) -> MicroBatch:
+        """The first ``size`` samples as a part that is only measured."""
+        return MicroBatch(self, *self._parts.part(0, size), 0, size, is_probe=True)
+
+    def forget(self) -> None:
+        """Drop what the parts so far have left: losses, and what was kept."""
+        self.kept, self._loss = [], None
+
+    def _training(self) -> Iterator[MicroBatch]:
+        watch = self._batcher._watch
+        self._start = start = watch.begin(self._model)
+        try:
+            self._shared = shared = SharedStep.begin(watch.resolve(self._model)[0])
+            yield from self._batcher._probe(self, start)
+            with shared.without_collectives():
+                while True:
+                    failed = yield from self._all_parts()
+                    if failed is not None:
+                        self._recover(failed)
+                    if not self._must_repeat(failed):
+                        break
+                    start.rewind()
+                    self.forget()
+            self._loss = shared.sum_gradients(self._loss)
+            start.end(is_complete=True)
+            shared.share_buffers()
+        finally:
+            # also when the loop is left early
+            start.end()
+        grown = self._size.step_done()
+        if grown is not None:
+            reason = "memory has sufficed for long enough to try the larger size again"
+            told.changed(self._batcher._record, self._number, *grown, reason)
+
+    def _all_parts(self) -> Generator[MicroBatch, None, MicroBatch | None]:
+        """The parts, up to the one in which memory runs out, if any: that one."""
+        waiting = self._bounds(0)
+        while waiting:
+            micro = self._next(waiting)
+            yield micro
+            micro._must_have_been_used()
+            if micro._failure is not None:
+                return micro
+        return None
+
+    def _must_repeat(self, failed: MicroBatch | None) -> bool:
+        """Whether the step has to start over, here or on another rank."""
+        failure = None if failed is None else failed._failure
+        used = 0 if failed is None else failed._size
+        verdict = self._shared.agree(self._size, self._parts.items, failure, used)
+        if verdict is None:
+            return failed is not None
+        if verdict.state.is_exhausted:
+            assert self._start is not None
+            self._start.rewind()
+            raise ran_out_elsewhere(verdict)
+        is_known = failed is not None
+        self.repeats += verdict.rank is not None and not is_known
+        self._size.agree(verdict.size, failed=verdict.failed_size, is_known=is_known)
+        return verdict.rank is not None
+
+    def _once_each(self) -> Iterator[MicroBatch]:
+        waiting = self._bounds(0)
+        while waiting:
+            generators = GeneratorStates()
+            micro = self._next(waiting)
+            yield micro
+            micro._must_have_been_used()
+            if micro._failure is not None:
+                self._recover(micro)
+                generators.restore()
+                waiting = self._bounds(micro.start)
+
+    def _bounds(self, start: int) -> deque[tuple[int, int]]:
+        at_most = max(self._size.for_batch(self.samples), 1)
+        return deque(splitting.bounds(self.samples, at_most, start))
+
+    def _next(self, waiting: deque[tuple[int, int]]) -> MicroBatch:
+        start, stop = waiting.popleft()
+        data, weight = self._parts.part(start, stop)
+        return MicroBatch(self, data, weight, start, stop)
+
+    def _recover(self, failed: MicroBatch) -> None:
+        """Free what the failed pass holds. The ``with`` is over: nobody has its exception now."""
+        failure, before = failed._failure, failed._size
+        assert failure is not None
+        self.repeats += 1
+        cut_graphs(failed.since)
+        return_memory(thorough=self.repeats > 1)
+        where = self._batcher._record, self._number, self._is_training
+        told.repeated(*where, failure, before, self._size.current)
+
+    def _take(self, micro: MicroBatch, error: Exception) -> bool:
+        """Whether the failure of ``micro`` is one to repeat the step for; else put all in order."""
+        failure = classify_failure(error)
+        if failure.kind not in MEMORY_FAILURES:
+            if micro.is_probe and self._start is not None:
+                self._start.rewind()
+            self._leave()
+            return False
+        if micro.is_probe:
+            clear_frames(error)
+            return True
+        used = self._size.for_batch(self.samples)
+        if not self._is_training:
+            used = min(used, len(micro))
+        smaller = self._size.smaller_than(used)
+        self._size.failed_at(used)
+        if smaller is not None:
+            if self._batcher._on_oom is not None:
+                self._batcher._on_oom(error)
+            micro._size, micro._failure = used, failure
+            clear_frames(error)
+            return True
+        self._give_up(error, failure, used)
+        return False
+
+    def _give_up(self, error: Exception, failure: Failure, used: int) -> None:
+        """Leave model and generators as they were before the step, and say what was tried."""
+        if self._start is not None:
+            self._start.rewind()
+        self._leave()
+        self._shared.exhausted(self._size, self._parts.items, failure, used, error)
+        where = self._batcher._record, self._number, self._is_training
+        told.exhausted(*where, failure, used, self._size.tried, error)
+
+    def _leave(self) -> None:
+        if self._start is not None:
+            self._start.end()

@@ -1,0 +1,279 @@
+"""Recovery from out-of-memory errors inside one process, for people without the launcher.
+
+The same classifier and the same policy as the launcher's: what is not a matter of memory is raised
+at once, the effective batch is kept, and memory is really let go of before the next try. What still
+holds some after that is named in the log.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from robust_train.failures import classify_failure
+from robust_train.memory.cleanup import StartingMemory, release_and_check
+from robust_train.policy.decide import AttemptsExhausted, PolicySettings, decide, first_attempt
+from robust_train.values import MEMORY_FAILURES, Attempt, AttemptSpec, GiveUp, Outcome
+
+log = logging.getLogger("robust_train")
+
+T = TypeVar("T")
+_UNLIMITED = 10**6
+_ACCUMULATION = "gradient_accumulation_steps"
+_CHECK_SHARE = 0.01
+
+
+class OOMHandler:
+    """Finds the batch size at which a function fits into memory, by running it.
+
+    ::
+
+        handler = OOMHandler(initial_batch_size=128, min_batch_size=4)
+        result = handler.run(train)  # train(batch_size=…, gradient_accumulation_steps=…)
+
+    or, around a loop of one's own::
+
+        while True:
+            try:
+                train(handler.batch_size, handler.gradient_accumulation_steps)
+                break
+            except Exception as error:
+                if not handler.handle(error):
+                    raise
+
+    After a failed try its frames are emptied, the gradients it left are dropped, and what it still
+    holds beyond one percent of the memory at the start is logged with the holders' names.
+
+    Args:
+        initial_batch_size: micro-batch of the first try.
+        min_batch_size: no try uses a smaller one.
+        gradient_accumulation_steps: accumulation of the first try; it grows as the batch shrinks.
+        max_retries: tries after the first one; None for as many as there are sizes.
+        preserve_effective_batch_size: False leaves the accumulation as it is.
+        batch_argument: which parameter of a function given to :meth:`run` is the batch.
+        check_memory: False skips the comparison with the memory at the start, which takes some ten
+            milliseconds here and after each failure.
+
+    Raises:
+        ValueError: the sizes are below 1 or in the wrong order.
+    """
+
+    def __init__(
+        self,
+        initial_batch_size: int = 128,
+        min_batch_size: int = 4,
+        *,
+        gradient_accumulation_steps: int = 1,
+        max_retries: int | None = None,
+        preserve_effective_batch_size: bool = True,
+        batch_argument: str = "batch_size",
+        check_memory: bool = True,
+    ) -> None:
+        if not 1 <= min_batch_size <= initial_batch_size:
+            raise ValueError(
+                f"min_batch_size={min_batch_size}: must be from 1 to "
+                f"initial_batch_size={initial_batch_size}"
+            )
+        if gradient_accumulation_steps < 1:
+            raise ValueError(
+                f"gradient_accumulation_steps={gradient_accumulation_steps}: must be 1 or more"
+            )
+        self._settings = PolicySettings(
+            batch_size=initial_batch_size,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            min_batch_size=min_batch_size,
+            max_retries=_UNLIMITED if max_retries is None else max_retries,
+            may_switch_gpu=False,
+            allow_cpu_fallback=False,
+            preserve_effective_batch_size=preserve_effective_batch_size,
+        )
+        self._batch_argument = batch_argument
+        self._spec: AttemptSpec = first_attempt(self._settings, ())
+        self._history: tuple[Attempt, ...] = ()
+        self._start = StartingMemory.now() if check_memory else None
+
+    @property
+    def batch_size(self) -> int:
+        """Micro-batch to use now."""
+        return self._spec.batch_size
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Accumulation to use now."""
+        return self._spec.gradient_accumulation_steps
+
+    def handle(self, error: BaseException) -> bool:
+        """Take a failure: let go of its memory and make the batch smaller.
+
+        Returns:
+            Whether to try again; False for what is not a matter of memory.
+
+        Raises:
+            AttemptsExhausted: memory ran out and there is no smaller batch left to try.
+        """
+        failure = classify_failure(error)
+        if failure.kind not in MEMORY_FAILURES:
+            return False
+        left = release_and_check(error, self._start)
+        self._history += (Attempt(self._spec, Outcome(failure)),)
+        decision = decide(self._settings, self._history, ())
+        if isinstance(decision, GiveUp):
+            raise AttemptsExhausted(self._account()) from error
+        log.warning("%s", decision.reason)
+        for warning in (decision.warning, left):
+            if warning is not None:
+                log.warning("%s", warning)
+        self._spec = decision.spec
+        return True
+
+    def run(self, train_fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Call ``train_fn`` until it fits, and return what it returns.
+
+        It gets the batch by keyword if it has a parameter called ``batch_argument``, else as its
+        first argument; and ``gradient_accumulation_steps`` if it has that parameter.
+
+        Raises:
+            TypeError: it is a generator or a coroutine.
+            AttemptsExhausted: it does not fit at ``min_batch_size`` either.
+        """
+        _must_be_plain(train_fn, "OOMHandler.run")
+        parameters = inspect.signature(train_fn).parameters
+        is_named = self._batch_argument in parameters
+        while True:
+            sizes = () if is_named else (self.batch_size,)
+            named = {self._batch_argument: self.batch_size} if is_named else {}
+            if _ACCUMULATION in parameters:
+                named[_ACCUMULATION] = self.gradient_accumulation_steps
+            try:
+                return train_fn(*sizes, *args, **named, **kwargs)
+            except Exception as error:
+                if not self.handle(error):
+                    raise
+
+    def _account(self) -> str:
+        """Every attempt, one a line."""
+        tried = ", ".join(str(attempt.spec.batch_size) for attempt in self._history)
+        lines = [f"out of memory at every batch size tried ({tried}):"]
+        for number, attempt in enumerate(self._history, start=1):
+            failure, spec = attempt.outcome.failure, attempt.spec
+            assert failure is not None
+            lines.append(
+                f"  attempt {number}: batch size {spec.batch_size} × accumulation "
+                f"{spec.gradient_accumulation_steps}: {failure.message}"
+            )
+        return "\n".join(lines)
+
+
+def adaptive_batch_training(
+    train_fn: Callable[..., T],
+    initial_batch_size: int = 128,
+    min_batch_size: int = 4,
+    *,
+    gradient_accumulation_steps: int = 1,
+    max_retries: int | None = None,
+    batch_argument: str = "batch_size",
+) -> T:
+    """Call ``train_fn`` with smaller batches until it fits; see :class:`OOMHandler`.
+
+    Raises:
+        TypeError: ``train_fn`` is a generator or a coroutine.
+        AttemptsExhausted: it does not fit at ``min_batch_size`` either.
+    """
+    handler = OOMHandler(
+        initial_batch_size,
+        min_batch_size,
+        gradient_accumulation_steps=gradient_accumulation_steps,
+        max_retries=max_retries,
+        batch_argument=batch_argument,
+    )
+    return handler.run(train_fn)
+
+
+def retry_on_oom(
+    max_retries: int = 3, *, min_batch_size: int = 1, batch_argument: str = "batch_size"
+) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """Decorator: call the function or method again with half the batch when memory runs out.
+
+    The batch is the argument called ``batch_argument``; an argument ``gradient_accumulation_steps``
+    is multiplied to match, so that the effective batch stays the same.
+
+    Args:
+        max_retries: calls after the first one.
+        min_batch_size: no call uses a smaller batch.
+        batch_argument: which parameter of the function is the batch.
+
+    Raises:
+        TypeError: on decoration, the function is a generator or coroutine or lacks the parameter.
+        AttemptsExhausted: on a call, memory ran out every time.
+    """
+
+    def decorate(function: Callable[..., T]) -> Callable[..., T]:
+        _must_be_plain(function, "retry_on_oom")
+        signature = inspect.signature(function)
+        if batch_argument not in signature.parameters:
+            raise TypeError(
+                f"retry_on_oom: {_name_of(function)} has no parameter {batch_argument!r}; name the "
+                "batch with batch_argument=…"
+            )
+        next_check = 0.0
+
+        @functools.wraps(function)
+        def with_retries(*args: Any, **kwargs: Any) -> T:
+            nonlocal next_check
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            accumulation = bound.arguments.get(_ACCUMULATION)
+            batch_size = bound.arguments[batch_argument]
+            now = time.monotonic()
+            handler = OOMHandler(
+                batch_size,
+                min(min_batch_size, batch_size),
+                gradient_accumulation_steps=1 if accumulation is None else accumulation,
+                max_retries=max_retries,
+                check_memory=now >= next_check,
+            )
+            if now >= next_check:
+                # a function that is called for every batch must not pay for it every time
+                next_check = now + (time.monotonic() - now) / _CHECK_SHARE
+            while True:
+                bound.arguments[batch_argument] = handler.batch_size
+                if accumulation is not None:
+                    bound.arguments[_ACCUMULATION] = handler.gradient_accumulation_steps
+                try:
+                    return function(*bound.args, **bound.kwargs)
+                except Exception as error:
+                    if not handler.handle(error):
+                        raise
+
+        return with_retries
+
+    return decorate
+
+
+def _must_be_plain(function: Callable[..., Any], user: str) -> None:
+    """A generator's or coroutine's body runs after the call has returned: nothing to repeat."""
+    for is_kind, kind in (
+        (inspect.isgeneratorfunction, "a generator"),
+        (inspect.iscoroutinefunction, "an async function"),
+        (inspect.isasyncgenfunction, "an async generator"),
+    ):
+        # an object that is called is what its __call__ is
+        called = getattr(type(function), "__call__", None)  # noqa: B004
+        if is_kind(function) or is_kind(called):
+            raise TypeError(
+                f"{user}: {_name_of(function)} is {kind}; it must be a plain function, which runs "
+                "as a whole when it is called"
+            )
+    if not callable(function):
+        raise TypeError(
+            f"{user}: {function!r} cannot be called; under @classmethod or @property the decorator "
+            "belongs below them"
+        )
+
+
+def _name_of(function: Any) -> str:
+    return str(getattr(function, "__qualname__", repr(function)))

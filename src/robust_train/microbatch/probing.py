@@ -1,0 +1,231 @@
+"""Trying micro-batches before training, and measuring what they need.
+
+What to try is decided in :mod:`robust_train.batch.search`.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from collections.abc import Generator, Iterable
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from robust_train.batch.search import (
+    BatchSearch,
+    Limits,
+    Probe,
+    fits,
+    largest_that_fits,
+    next_size,
+    predicted_bytes,
+)
+from robust_train.microbatch.meters import Meter, current_device, meter_of
+from robust_train.microbatch.rewind import StepStart, cut_graphs
+from robust_train.report.units import memory as shown
+
+log = logging.getLogger("robust_train")
+
+
+@dataclass(frozen=True)
+class FoundBatchSize:
+    """What a search has found. Memory in bytes.
+
+    Attributes:
+        batch_size: the largest micro-batch that fits; None if not even the smallest does.
+        probes: what was tried, in order.
+        rest_bytes: what was in use before a pass.
+        limit_bytes: what there was to use, without what the optimizer is going to take.
+        predicted_bytes: what ``batch_size`` was expected to need before it was tried; None where
+            it was the first one tried.
+        measured_bytes: what it needed.
+        seconds: all probes together.
+    """
+
+    batch_size: int | None
+    probes: tuple[Probe, ...]
+    rest_bytes: int
+    limit_bytes: int
+    predicted_bytes: int | None
+    measured_bytes: int | None
+    seconds: float
+
+    def __str__(self) -> str:
+        limits = Limits(self.rest_bytes, self.limit_bytes)
+        tried = ", ".join(f"{probe.batch_size}: {_outcome(probe, limits)}" for probe in self.probes)
+        probes = f"{len(self.probes)} probe{'s' * (len(self.probes) != 1)} ({tried})"
+        if self.batch_size is None or self.measured_bytes is None:
+            return f"{probes}: none fits into {shown(self.limit_bytes)}"
+        predicted = (
+            "" if self.predicted_bytes is None else f"predicted {shown(self.predicted_bytes)}, "
+        )
+        return (
+            f"{probes} → {self.batch_size}, {predicted}measured {shown(self.measured_bytes)} of "
+            f"{shown(self.limit_bytes)}, {self.seconds:.1f} s"
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """As the journal and ``summary.json`` have it."""
+        return {**asdict(self), "seconds": round(self.seconds, 3)}
+
+
+def _outcome(probe: Probe, limits: Limits) -> str:
+    if probe.peak_bytes is None:
+        return "out of memory"
+    return shown(probe.peak_bytes) + ("" if fits(probe, limits) else ", too near the limit")
+
+
+class Prober:
+    """One search, step by step: :meth:`begin`, a pass of that many samples, :meth:`end`.
+
+    Args:
+        sizes: to choose from, the smallest first.
+        meter: of the device.
+        reserve_bytes: that training will need beside what a pass shows.
+    """
+
+    def __init__(self, sizes: tuple[int, ...] | range, meter: Meter, reserve_bytes: int = 0):
+        self._sizes = sizes
+        self._meter = meter
+        self._reserve = reserve_bytes
+        self._probes: list[Probe] = []
+        self._expected: dict[int, int | None] = {}
+        self._limits = Limits()
+        self._size = 0
+        self._started = time.monotonic()
+
+    def begin(self) -> int | None:
+        """The size to try now, None when the search is over."""
+        size = next_size(self._sizes, self._probes, self._limits)
+        if size is None:
+            return None
+        self._expected[size] = predicted_bytes(self._probes, size, self._limits)
+        rest = self._meter.begin()
+        limit = self._meter.limit() - self._reserve
+        # threads and workspaces come with the first pass and stay
+        limit = min(limit, self._limits.limit_bytes) if self._probes else limit
+        self._limits = Limits(rest, limit)
+        self._size = size
+        return size
+
+    def end(self, *, ran_out: bool) -> None:
+        """Take note of how the pass went."""
+        self._probes.append(Probe(self._size, None if ran_out else self._meter.peak()))
+        if not ran_out:
+            limit = min(self._limits.limit_bytes, self._meter.limit() - self._reserve)
+            self._limits = replace(self._limits, limit_bytes=limit)
+
+    def found(self) -> FoundBatchSize:
+        """What came out. The peak is counted anew from here on, as if nothing had been tried."""
+        self._meter.begin()
+        best = largest_that_fits(self._probes, self._limits)
+        return FoundBatchSize(
+            batch_size=None if best is None else best.batch_size,
+            probes=tuple(self._probes),
+            rest_bytes=self._limits.rest_bytes,
+            limit_bytes=self._limits.limit_bytes,
+            predicted_bytes=None if best is None else self._expected[best.batch_size],
+            measured_bytes=None if best is None else best.peak_bytes,
+            seconds=time.monotonic() - self._started,
+        )
+
+
+def probe_parts(
+    search: BatchSearch, batches: Splits, start: StepStart
+) -> Generator[Any, None, FoundBatchSize | None]:
+    """Parts of a step's batch to measure; the step has not begun when they are through.
+
+    Gradients, buffers and generators go back to the step's start after each, as they do when memory
+    has run out.
+
+    Args:
+        search: what is to be found.
+        batches: the step, which makes the parts.
+        start: its state at the start.
+
+    Returns:
+        What was found; None where it cannot be (several processes or devices).
+    """
+    prober = _prober_for(search, batches.samples, start.parameters())
+    if prober is None:
+        return None
+    while True:
+        start.make_gradients()
+        size = prober.begin()
+        if size is None:
+            break
+        micro = batches.probe(size)
+        try:
+            yield micro
+        except GeneratorExit:  # the loop was left
+            if start.is_open:
+                start.rewind()
+            raise
+        prober.end(ran_out=not micro.done)
+        cut_graphs(micro.since)
+        del micro
+        start.rewind()
+        batches.forget()
+    start.rewind()
+    return prober.found()
+
+
+class Splits(Protocol):
+    """What :func:`probe_parts` needs of a step (:class:`.micro_batch.MicroBatches`)."""
+
+    samples: int
+
+    def probe(self, size: int) -> Any:
+        """The first ``size`` samples as a part that is only measured."""
+
+    def forget(self) -> None:
+        """Drop what the parts so far have left: losses and results."""
+
+
+def _prober_for(search: BatchSearch, samples: int, parameters: Iterable[Tensor]) -> Prober | None:
+    """The search for a step of ``samples``; None where it cannot be one process's and device's."""
+    tensors = list(parameters)
+    devices = {tensor.device for tensor in tensors} or {current_device()}
+    is_one_of_several = (
+        torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+        and torch.distributed.get_world_size() > 1
+    )
+    if is_one_of_several or len(devices) > 1:
+        why = "several processes train together" if is_one_of_several else "several devices share"
+        log.info("training.batch_size=auto: no probes, since %s: sizes are halved instead", why)
+        return None
+    meter = meter_of(devices.pop(), search.memory_share)
+    return Prober(search.sizes(samples), meter, optimizer_state_bytes(tensors))
+
+
+def optimizer_state_bytes(parameters: Iterable[Tensor]) -> int:
+    """Bytes of optimizer state that the first step is going to make for these parameters."""
+    missing = {id(p): p for p in parameters if p.requires_grad}
+    expected = 0
+    for item in gc.get_objects():
+        if not issubclass(type(item), torch.optim.Optimizer):
+            continue
+        for parameter in (p for group in item.param_groups for p in group["params"]):
+            if missing.pop(id(parameter), None) is not None and parameter not in item.state:
+                expected += states_per_parameter(item) * _bytes(parameter)
+    # an optimizer that is made later: most are Adam's kin
+    return expected + sum(2 * _bytes(parameter) for parameter in missing.values())
+
+
+def states_per_parameter(optimizer: torch.optim.Optimizer) -> int:
+    """How many tensors of a parameter's size this kind of optimizer keeps, as torch's own do."""
+    settings = optimizer.defaults
+    if "betas" in settings:  # Adam and its kin
+        return 2 + bool(settings.get("amsgrad"))
+    if "momentum" in settings:  # SGD, RMSprop (which has alpha)
+        return bool(settings["momentum"]) + ("alpha" in settings) + bool(settings.get("centered"))
+    return 2
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,97 @@
+"""What is said of micro-batches: a line in the log, and an event for the journal."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from robust_train.batch.search import BatchSearch
+from robust_train.microbatch.probing import FoundBatchSize
+from robust_train.values import GIB, Failure
+
+log = logging.getLogger("robust_train")
+
+Record = Callable[[str, Mapping[str, Any]], None]
+"""Takes an event's name and its fields, as :meth:`robust_train.run.Run.record` does."""
+
+NO_WEIGHT = (
+    "a backward pass without weight: the gradients of several micro-batches would add up wrongly; "
+    "use micro.backward(loss), or multiply the loss by micro.weight"
+)
+
+NOT_ENTERED = (
+    "a micro-batch was not used as a context manager; write `with micro:` around the loop's body, "
+    "so that running out of memory can be repaired"
+)
+
+
+def changed(record: Record, step: int, before: int, after: int, reason: str) -> None:
+    """The size changes though no memory ran out."""
+    log.info("step %d: micro-batch %d → %d: %s", step, before, after, reason)
+    fields = {"step": step, "training": True, "from": before, "to": after, "reason": reason}
+    record("micro_batch_changed", fields)
+
+
+def repeated(
+    record: Record, step: int, training: bool, failure: Failure, before: int, after: int | None
+) -> None:
+    """Memory ran out, and the step (in validation the part) is repeated with a smaller size."""
+    fields = _fields(step, training, failure, before)
+    record("micro_batch_changed", {**fields, "to": after})
+    requested = failure.evidence.requested_bytes
+    log.warning(
+        "step %d: out of memory (%s)%s: micro-batch %d → %s, %s",
+        step,
+        failure.kind.value,
+        "" if requested is None else f" asking for {requested / GIB:.2f} GiB",
+        before,
+        after,
+        "the step is repeated" if training else "the part is repeated",
+    )
+
+
+def exhausted(
+    record: Record,
+    step: int,
+    training: bool,
+    failure: Failure,
+    used: int,
+    tried: Sequence[int],
+    error: Exception,
+) -> None:
+    """Memory ran out at the smallest size as well; ``error``, which is raised, says so too."""
+    sizes = ", ".join(map(str, tried))
+    note = f"step {step}: memory ran out at every micro-batch tried ({sizes})"
+    log.error("%s", note)
+    if hasattr(error, "add_note"):
+        error.add_note(note)
+    fields = _fields(step, training, failure, used)
+    record("micro_batch_exhausted", {**fields, "tried": list(tried)})
+
+
+def found(record: Record, search: BatchSearch, result: FoundBatchSize) -> None:
+    """Probes have told which size fits."""
+    log.info("training.batch_size=auto: %s", result)
+    effective, size = search.effective_batch_size, result.batch_size
+    fields = {
+        "key": search.key,
+        "effective_batch_size": effective,
+        "gradient_accumulation_steps": None if size is None else -(-effective // size),
+        **result.as_json(),
+    }
+    record("batch_size_found", fields)
+
+
+def _fields(step: int, training: bool, failure: Failure, before: int) -> dict[str, Any]:
+    evidence = failure.evidence
+    return {
+        "step": step,
+        "training": training,
+        "from": before,
+        "reason": failure.message,
+        "kind": failure.kind.value,
+        "requested_bytes": evidence.requested_bytes,
+        "allocated_bytes": evidence.allocated_bytes,
+        "free_bytes": evidence.free_bytes,
+    }

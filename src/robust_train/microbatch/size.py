@@ -1,0 +1,152 @@
+"""Which micro-batch to use: smaller when memory runs out, larger again only when asked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from robust_train.policy.sizes import PolicySettings, next_rung
+
+
+class MicroBatchSize:
+    """The size in use, and what is known about others. Samples throughout.
+
+    It shrinks by the launcher's own ladder (:func:`robust_train.policy.sizes.next_rung`): at
+    most half, at least ``min_batch_size``, a divisor of the effective batch where there is one.
+
+    Args:
+        batch_size: to begin with; None for as many as the first batch has.
+        min_batch_size: never less.
+        gradient_accumulation_steps: for the effective batch, whose divisors are preferred.
+        regrow_after_steps: after so many optimizer steps without running out of memory the next
+            larger size is tried; each time that a size has failed doubles its wait. None or 0:
+            never.
+    """
+
+    def __init__(
+        self,
+        batch_size: int | None,
+        *,
+        min_batch_size: int = 1,
+        gradient_accumulation_steps: int = 1,
+        regrow_after_steps: int | None = None,
+    ) -> None:
+        self.current = batch_size
+        self._min = min_batch_size
+        self._accumulation = gradient_accumulation_steps
+        self._requested = batch_size
+        self._regrow_after = regrow_after_steps or 0
+        self._failures: dict[int, int] = {}
+        self._clean_steps = 0
+        self._limit: int | None = None
+        self._found: int | None = None
+        self._largest_batch = 0
+
+    def for_batch(self, samples: int) -> int:
+        """Most samples in one part of a batch of ``samples``."""
+        self._largest_batch = max(self._largest_batch, samples)
+        return samples if self.current is None else min(self.current, samples)
+
+    def begin_at(self, size: int | None) -> None:
+        """Use what probes have found to fit, from the first step on. It never grows beyond that.
+
+        None (nothing fits) leaves all as it is.
+        """
+        if size is None:
+            return
+        self.current = self._found = self._limit = size
+
+    @property
+    def tried(self) -> tuple[int, ...]:
+        """Sizes at which memory ran out, the largest first."""
+        return tuple(sorted(self._failures, reverse=True))
+
+    def smaller_than(self, failed: int) -> int | None:
+        """The next smaller size, None where ``failed`` is as small as may be."""
+        if failed <= self._min:
+            return None
+        requested = max(self._requested or failed, failed)
+        settings = PolicySettings(
+            batch_size=requested,
+            gradient_accumulation_steps=self._accumulation,
+            min_batch_size=self._min,
+        )
+        return next_rung(settings, failed)[0]
+
+    def failed_at(self, size: int) -> None:
+        """Memory ran out with parts of ``size`` samples: use the next smaller size, if any."""
+        self._failures[size] = self._failures.get(size, 0) + 1
+        self._clean_steps = 0
+        smaller = self.smaller_than(size)
+        if smaller is not None:
+            self.current = smaller
+
+    def shrink(self) -> tuple[int, int] | None:
+        """Use the next smaller size, if any, because somebody wishes it: (from, to).
+
+        The size does not grow beyond that by itself any more.
+        """
+        before = min(self.current or self._largest_batch, self._largest_batch) or self.current
+        smaller = None if before is None else self.smaller_than(before)
+        if before is None or smaller is None:
+            return None
+        self.current = self._limit = smaller
+        self._clean_steps = 0
+        return before, smaller
+
+    def agree(self, size: int | None, *, failed: int = 0, is_known: bool = False) -> None:
+        """Take over what several ranks have agreed on.
+
+        Args:
+            size: no more than so many samples in a part from now on; None: the whole batch.
+            failed: the size at which memory ran out on some rank, 0 where it did not.
+            is_known: that was here, and :meth:`failed_at` has been told.
+        """
+        if failed and not is_known:
+            self._failures[failed] = self._failures.get(failed, 0) + 1
+            self._clean_steps = 0
+        if size is not None and (self.current is None or size < self.current):
+            self.current = size
+            if not failed:  # somebody wishes it, on another rank
+                self._limit = size
+                self._clean_steps = 0
+
+    def step_done(self) -> tuple[int, int] | None:
+        """An optimizer step went through. Returns (from, to) if the size grows for the next one."""
+        if not self._regrow_after or self.current is None:
+            return None
+        self._clean_steps += 1
+        known = {*self._failures, self._requested or 0}
+        most = self._limit or max(known)
+        larger = min((size for size in known if self.current < size <= most), default=None)
+        if larger is None:
+            return None
+        times_failed = self._failures.get(larger, 1)
+        if self._clean_steps < self._regrow_after * 2 ** (times_failed - 1):
+            return None
+        before, self.current = self.current, larger
+        self._clean_steps = 0
+        return before, larger
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        return {
+            "requested": self._requested,
+            "current": self.current,
+            "failures": [list(item) for item in self._failures.items()],
+            "clean_steps": self._clean_steps,
+            "limit": self._limit,
+            "found": self._found,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take over what :meth:`state` gave, unless another size was asked for since.
+
+        What probes had found is asked for by its number afterwards.
+        """
+        if self._requested not in (state["requested"], state.get("found")):
+            return
+        self.current = state["current"]
+        self._failures = {int(size): int(times) for size, times in state["failures"]}
+        self._clean_steps = state["clean_steps"]
+        self._limit = state.get("limit")

@@ -1,0 +1,319 @@
+"""From a config to the device that the first attempt takes, and what else could be taken later."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+
+from robust_train.config.schema import ConfigError
+from robust_train.gpu.allocation import allocated_by
+from robust_train.gpu.footprint import footprint
+from robust_train.gpu.inventory import ask_health_again, read_inventory
+from robust_train.gpu.select import can_be_one_of, rank
+from robust_train.gpu.visible import Visible, visible_gpus
+from robust_train.queue.host_queue import HostQueue, Sleep
+from robust_train.queue.live_line import LiveLine
+from robust_train.queue.queue_dir import directory_for
+from robust_train.queue.wait import GpuRequest, NoGpu, WaitStatus, wait_for_gpu
+from robust_train.values import MIB, FailureKind, GpuInfo, Group, Outcome, Room, gpus_of
+
+log = logging.getLogger("robust_train")
+
+FreeBytes = tuple[int | None, ...]
+"""Free memory of each GPU of a group, in its order; None for one that does not answer."""
+
+_SETTLE_SECONDS = 5.0
+_SETTLE_BAND_BYTES = 256 * MIB
+_HARDWARE = re.compile(
+    r"\becc\b|uncorrectable|nvlink|(?:gpu|device) is lost|fallen off the bus|\bxid\b|hardware",
+    re.IGNORECASE,
+)
+
+
+class NoDevice(RuntimeError):
+    """No device in time, and the CPU is not allowed."""
+
+
+class Devices:
+    """The devices as one job sees them, and what it has reserved of them.
+
+    Args:
+        cfg: a complete, validated config.
+        environ: whose CUDA_VISIBLE_DEVICES bounds the choice.
+        run_dir: the job's run folder, by which others know it.
+        sleep: how to wait; whatever it raises ends the waiting.
+        on_wait: is told how the waiting stands, beside the user.
+        token: the last part of the job's id in the host's queue; empty: any.
+    """
+
+    def __init__(
+        self,
+        cfg: DictConfig,
+        environ: Mapping[str, str],
+        run_dir: Path,
+        sleep: Sleep,
+        on_wait: Callable[[WaitStatus], None] = lambda status: None,
+        token: str = "",
+    ) -> None:
+        self._cfg = cfg
+        self._environ = environ
+        self._sleep = sleep
+        self._on_wait = on_wait
+        self._claim_bytes = cfg.min_gpu_memory_mb * MIB
+        self._others_took = 0
+        self._queue = HostQueue(
+            _queue_directory(cfg, environ),
+            name=job_name(cfg, run_dir),
+            run_dir=str(run_dir),
+            jobs_per_device=cfg.gpu_jobs_per_device,
+            read=self._look,
+            token=token,
+        )
+
+    @property
+    def job_id(self) -> str | None:
+        """The job's id in the host's queue, None before it stood there."""
+        return self._queue.job_id
+
+    @property
+    def hold(self) -> int | None:
+        """The descriptor that keeps the reservation alive; None where there is none."""
+        return self._queue.hold
+
+    def acquire(self) -> Group:
+        """The GPUs to start on: waits for them as the config says, falls back as it allows.
+
+        Returns:
+            ``num_gpus`` of them, or none at all for the CPU.
+
+        Raises:
+            NoDevice: nothing suitable, and the CPU is not allowed.
+            ConfigError: ``device`` names a GPU that this machine does not have, or one GPU for a
+                job of several.
+        """
+        cfg = self._cfg
+        if not cfg.auto_device and cfg.device == "cpu":
+            return ()
+        if cfg.num_gpus > 1 and not cfg.auto_device and cfg.device != "auto":
+            raise ConfigError(
+                f"num_gpus={cfg.num_gpus} does not go with auto_device=false "
+                f"device={cfg.device}, which is one GPU: leave device out, and name the GPUs that "
+                "may be taken in CUDA_VISIBLE_DEVICES"
+            )
+        if cfg.auto_device and cfg.device not in ("auto", "cuda"):
+            log.warning("device=%s is not used because auto_device=true", cfg.device)
+        visible = self._look(False)
+        if visible.warning is not None:
+            log.warning("%s", visible.warning)
+        if not visible.gpus:
+            return _cpu_or_nothing(cfg, visible.why_none)
+        only = None if cfg.auto_device else _named(str(cfg.device), visible)
+        group = self._wait_in_line(only)
+        if isinstance(group, NoGpu):
+            return _cpu_or_nothing(cfg, group.reason)
+        log.info("using %s", ", ".join(f"GPU {g.index} ({g.name}, {g.uuid})" for g in group))
+        return group
+
+    def candidates(self) -> tuple[GpuInfo, ...]:
+        """The GPUs that could be taken right now, best first; ``free_bytes`` as usable."""
+        cfg = self._cfg
+        offers = [gpu for gpu in self._queue.open_gpus() if can_be_one_of(gpu, cfg.num_gpus)]
+        return tuple(rank(offers, cfg.min_gpu_memory_mb * MIB))
+
+    def take(self, group: Group) -> bool:
+        """Reserve the next attempt's GPUs in place of the last one's.
+
+        Returns:
+            False where another job has one by now, and a new choice has to be made.
+        """
+        return self._queue.take(tuple(gpu.uuid for gpu in group), self._claim_bytes)
+
+    def hear(self, event: Mapping[str, object]) -> None:
+        """Pass on what an attempt's event tells of the memory that it has allocated."""
+        taken, of_rank = event.get("reserved"), event.get("rank", 0)
+        if event.get("event") == "memory" and isinstance(taken, int) and isinstance(of_rank, int):
+            self._queue.report(taken, of_rank)
+            if of_rank > 0:  # of the first the outcome tells, and more exactly
+                self._others_took = max(self._others_took, taken)
+
+    def ended(self, group: Group, outcome: Outcome, free_before: FreeBytes) -> FreeBytes:
+        """Note that an attempt's processes are gone, and let its memory come back if it failed.
+
+        Returns:
+            Bytes that are free on each of its GPUs after that; empty where it did not fail.
+        """
+        shown = outcome.memory or {}
+        peak = max(shown.get("max_allocated", 0), shown.get("reserved", 0), self._others_took)
+        self._others_took = 0
+        if peak:
+            least = self._cfg.min_gpu_memory_mb * MIB
+            self._claim_bytes = max(least, footprint(peak))
+        if outcome.failure is None:
+            return ()
+        self._queue.drain()
+        if outcome.failure.kind is FailureKind.DEVICE_FAULT:
+            ask_health_again()
+            suspects = gpus_of(group, outcome.failure.rank)
+            for gpu in to_put_aside(suspects, outcome.failure.message, free_bytes(suspects)):
+                self._queue.put_aside(gpu.uuid, outcome.failure.message)
+        return settle(group, free_before, sleep=self._sleep)
+
+    def wait_for_room(self, room: Room) -> Group | NoGpu:
+        """Wait for free memory, as long as the config allows.
+
+        On any GPUs: back in line, in the old place. On the job's own: these are reserved already,
+        so there is nobody to stand in line behind.
+
+        Returns:
+            The GPUs that have it, else why the waiting ended.
+        """
+        request = self._request(room.free_bytes, room.gpu_uuids)
+        with LiveLine() as line:
+            tell = self._tell(line)
+            if not room.gpu_uuids:
+                return self._queue.wait(request, tell, self._sleep)
+            return wait_for_gpu(request, read=self._look, announce=tell, sleep=self._sleep)
+
+    def release(self) -> None:
+        """Give back what is reserved."""
+        self._queue.release()
+
+    def _wait_in_line(self, only: str | None) -> Group | NoGpu:
+        with LiveLine() as line:
+            least = self._cfg.min_gpu_memory_mb * MIB
+            request = self._request(least, () if only is None else (only,))
+            return self._queue.wait(request, self._tell(line), self._sleep)
+
+    def _tell(self, line: LiveLine) -> Callable[[WaitStatus], None]:
+        def tell(status: WaitStatus) -> None:
+            line.show(status)
+            self._on_wait(status)
+
+        return tell
+
+    def _request(self, min_bytes: int, only: Sequence[str]) -> GpuRequest:
+        """For all GPUs of ``only``; for as many as the job needs where it names none."""
+        return GpuRequest(
+            min_bytes=min_bytes,
+            wait=self._cfg.wait_for_gpu,
+            timeout_seconds=self._cfg.gpu_wait_timeout_minutes * 60,
+            interval_seconds=self._cfg.gpu_check_interval_seconds,
+            only=frozenset(only) if only else None,
+            count=len(only) or self._cfg.num_gpus,
+        )
+
+    def _look(self, processes: bool) -> Visible:
+        return visible_gpus(read_inventory(processes=processes), self._environ)
+
+
+def free_bytes(group: Group) -> FreeBytes:
+    """What NVML says is free on each of the GPUs now; None for one that does not answer."""
+    if not group:
+        return ()
+    now = {gpu.uuid: gpu.free_bytes for gpu in read_inventory(processes=False).gpus}
+    return tuple(now.get(gpu.uuid) for gpu in group)
+
+
+def to_put_aside(suspects: Group, message: str, free: FreeBytes) -> Group:
+    """The GPUs that the host's jobs are to avoid after a fault.
+
+    Those that no longer answer; and the one on which the hardware failed, if it is known which.
+    Most other faults are a kernel's mistake, and the next job's kernels are others.
+
+    Args:
+        suspects: on which it may have been.
+        message: of the fault.
+        free: what is free on each of them now, None where it does not answer.
+    """
+    if len(suspects) == 1 and _HARDWARE.search(message):
+        return suspects
+    return tuple(gpu for gpu, now in zip(suspects, free, strict=True) if now is None)
+
+
+def settle(group: Group, free_before: FreeBytes, *, sleep: Callable[[float], None]) -> FreeBytes:
+    """Wait until the memory of an attempt that ended is back, for some seconds at most.
+
+    The driver may return it some hundred milliseconds after the process is gone.
+
+    Args:
+        group: where the attempt ran.
+        free_before: bytes that were free there before it; empty where not known.
+        sleep: how to wait.
+
+    Returns:
+        Bytes that are free now on each GPU.
+    """
+    deadline = time.monotonic() + _SETTLE_SECONDS
+    while True:
+        now = free_bytes(group)
+        is_back = all(
+            after is None or before is None or after >= before - _SETTLE_BAND_BYTES
+            for before, after in zip(free_before, now, strict=False)
+        )
+        if is_back or time.monotonic() >= deadline:
+            return now
+        sleep(0.05)
+
+
+def name_for_trainer(group: Group, environ: Mapping[str, str], *, own_process: bool) -> str:
+    """What ``cfg.device`` says to the trainer.
+
+    Args:
+        group: the attempt's GPUs; each rank's own is set in its process.
+        environ: the launcher's environment.
+        own_process: the trainer's process sees only these GPUs, so that there they are the first.
+    """
+    if not group:
+        return "cpu"
+    if own_process:
+        return "cuda:0"
+    visible = visible_gpus(read_inventory(processes=False), environ)
+    return f"cuda:{visible.ordinal(group[0].uuid) or 0}"
+
+
+def _queue_directory(cfg: DictConfig, environ: Mapping[str, str]) -> Path | None:
+    """Where the host's jobs queue; None where this one does not stand in line."""
+    if not cfg.gpu_queue:
+        return None
+    owner = allocated_by(environ)
+    if owner is not None:
+        log.info("the GPUs are allocated by %s: the host's own queue stands aside", owner)
+        return None
+    return directory_for(cfg.gpu_queue_dir, environ)
+
+
+def job_name(cfg: DictConfig, run_dir: Path) -> str:
+    """``job_name``, or ``lora_flowers102`` where the config tells, else the run folder's name."""
+    chosen = OmegaConf.select(cfg, "job_name")  # train.py's config has none
+    if chosen:
+        return str(chosen)
+    parts = (OmegaConf.select(cfg, f"{group}.name") for group in ("model", "dataset"))
+    return "_".join(str(part) for part in parts if part) or run_dir.name
+
+
+def _named(device: str, visible: Visible) -> str | None:
+    """The UUID of the GPU that ``device`` names among the visible ones, None for any."""
+    if device == "auto":
+        return None
+    listed = ", ".join(f"cuda:{i} ({gpu.uuid})" for i, gpu in enumerate(visible.gpus))
+    if device.startswith("cuda"):
+        ordinal = int(device.partition(":")[2] or 0)
+        if ordinal < len(visible.gpus):
+            return visible.gpus[ordinal].uuid
+    else:
+        matches = [gpu.uuid for gpu in visible.gpus if gpu.uuid.startswith(device)]
+        if len(matches) == 1:
+            return matches[0]
+    raise ConfigError(f"device={device}: no such GPU here; there are {listed}")
+
+
+def _cpu_or_nothing(cfg: DictConfig, reason: str) -> Group:
+    if not cfg.allow_cpu_fallback:
+        raise NoDevice(f"{reason}, and allow_cpu_fallback is false")
+    log.info("%s: training on the CPU", reason)
+    return ()

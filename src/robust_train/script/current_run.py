@@ -1,0 +1,115 @@
+"""The other side: what a Python script that runs under ``trainer=command`` can ask and tell.
+
+::
+
+    run = robust_train.current_run()  # also without the launcher: then nobody listens
+    run.progress(step, loss=loss)
+    run.checkpoint_saved(path, step)
+    run.result(accuracy)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import signal
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from robust_train.run import MicroBatchPlan, Report, Run
+from robust_train.script.values import EVENTS_VARIABLE, value_from
+
+
+class ScriptRun(Run):
+    """A :class:`~robust_train.Run` for a script.
+
+    Attributes:
+        batch_size: micro-batch of this attempt, None without the launcher.
+        gradient_accumulation_steps: micro-batches per optimizer step, None without the launcher.
+        device: ``cuda:0`` or ``cpu``, None without the launcher.
+    """
+
+    def __init__(self, environ: Mapping[str, str], report: Report | None) -> None:
+        checkpoint = value_from(environ, "checkpoint")
+        super().__init__(
+            run_dir=Path(value_from(environ, "run_dir") or Path.cwd()),
+            attempt=int(value_from(environ, "attempt") or 1),
+            resume_checkpoint=Path(checkpoint) if checkpoint else None,
+            report=report,
+            # of torchrun, where that is what the launcher has started
+            rank=int(environ.get("RANK", 0)),
+            world_size=int(environ.get("WORLD_SIZE", 1)),
+        )
+        self._tell = report or (lambda event: None)
+        self.batch_size = _number(environ, "batch_size")
+        self.gradient_accumulation_steps = _number(environ, "gradient_accumulation_steps")
+        self.device = value_from(environ, "device")
+        self.micro_batch_plan = MicroBatchPlan(
+            batch_size=self.batch_size,
+            gradient_accumulation_steps=self.gradient_accumulation_steps or 1,
+            min_batch_size=_number(environ, "min_batch_size") or 1,
+        )
+
+    def result(self, value: Any) -> None:
+        """Say what the job's result is; a sweep optimises it, or its key ``objective``."""
+        self._tell({"event": "result", "value": value})
+
+
+@functools.cache
+def current_run() -> ScriptRun:
+    """The attempt that this script is.
+
+    Under the launcher SIGTERM then asks to stop (``run.stop_requested``) instead of ending the
+    process, if the script ever looks. Of the processes of one distributed job only rank 0 reports.
+    """
+    path = os.environ.get(EVENTS_VARIABLE)
+    listens = path is not None and os.environ.get("RANK", "0") == "0"
+    run = ScriptRun(os.environ, _appending_to(Path(path)) if path and listens else None)
+    if path is not None and threading.current_thread() is threading.main_thread():
+        _stop_on_sigterm(run)
+    return run
+
+
+def _appending_to(path: Path) -> Report:
+    def report(event: dict[str, Any]) -> None:
+        line = json.dumps(event, default=_plain) + "\n"
+        # a launcher that is gone, or a full disk, is not the script's trouble
+        with contextlib.suppress(OSError):
+            descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
+            try:
+                os.write(descriptor, line.encode())  # one write: lines of several processes
+            finally:
+                os.close(descriptor)
+
+    return report
+
+
+def _plain(value: Any) -> Any:
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
+        return value.item()
+    return os.fspath(value) if isinstance(value, os.PathLike) else repr(value)
+
+
+def _stop_on_sigterm(run: Run) -> None:
+    """Leaves alone what the script itself has set up before."""
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        return
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        run.request_stop()
+        if not run.is_cooperative:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, stop)
+    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+
+
+def _number(environ: Mapping[str, str], name: str) -> int | None:
+    text = value_from(environ, name)
+    return int(text) if text else None

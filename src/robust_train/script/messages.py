@@ -1,0 +1,130 @@
+"""What a script tells the launcher: lines of JSON in the file that ``ROBUST_TRAIN_EVENTS`` names.
+
+::
+
+    echo '{"event": "progress", "step": 10, "loss": 0.5}' >> "$ROBUST_TRAIN_EVENTS"
+
+A file, because any language can append to one, also from a process several wrappers below, and
+nobody is ever blocked by it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from robust_train.values import FailureKind
+
+# the launcher's own events, and the fields that it adds to each
+_OURS = frozenset(
+    {
+        "attempt_ended",
+        "attempt_started",
+        "device_acquired",
+        "finished",
+        "job_ended",
+        "job_started",
+        "lost_race",
+        "script_ended",
+        "script_started",
+        "stalled",
+        "waited_in_vain",
+    }
+)
+_OUR_FIELDS = frozenset({"event", "attempt", "time"})
+_INT_FIELDS: dict[str, tuple[str, ...]] = {
+    "progress": ("step",),
+    "started": ("step",),
+    "training_started": ("step",),
+    "micro_batch_changed": ("from", "to"),
+    "micro_batch_exhausted": ("from",),
+}
+_LARGEST_LINE = 50_000
+
+
+class NotUnderstood(ValueError):
+    """A line that is no message; the text says why."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message.
+
+    Attributes:
+        event: ``progress``, ``started``, ``checkpoint``, ``result``, ``failed``, or a name of the
+            script's own, which goes into the journal.
+        fields: the rest of it.
+    """
+
+    event: str
+    fields: Mapping[str, Any]
+
+
+def parse(line: str) -> Message:
+    """One line as a message.
+
+    Raises:
+        NotUnderstood: it is not one.
+    """
+    if len(line) > _LARGEST_LINE:
+        raise NotUnderstood(f"longer than {_LARGEST_LINE} characters")
+    try:
+        data = json.loads(line)
+    except ValueError as error:
+        raise NotUnderstood(f"not JSON: {error}") from None
+    if not isinstance(data, dict) or not isinstance(data.get("event"), str):
+        raise NotUnderstood('not an object with a name under "event"')
+    event = data["event"]
+    if event in _OURS:
+        raise NotUnderstood(f"event {event!r} is the launcher's own")
+    fields = {key: value for key, value in data.items() if key not in _OUR_FIELDS}
+    for key in _INT_FIELDS.get(event, ()):
+        if not _is_whole_number(fields.get(key)):
+            raise NotUnderstood(f"{event} needs {key}, a whole number of 0 or more")
+    if event == "progress":
+        total = fields.get("total_steps")
+        if total is not None and not _is_whole_number(total):
+            raise NotUnderstood("total_steps must be a whole number of 0 or more")
+    if event.startswith("micro_batch_"):
+        fields["training"] = bool(fields.get("training", True))
+    if event == "checkpoint" and not (isinstance(fields.get("path"), str) and fields["path"]):
+        raise NotUnderstood("checkpoint needs path, a text")
+    if event == "result" and "value" not in fields:
+        raise NotUnderstood("result needs value")
+    if event == "failed":
+        kinds = [kind.value for kind in FailureKind]
+        if fields.get("kind") not in kinds:
+            raise NotUnderstood(f"failed needs kind, one of {', '.join(kinds)}")
+        fields["message"] = str(fields.get("message", "the script says so"))
+    return Message(event, fields)
+
+
+def _is_whole_number(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+class LineReader:
+    """Whole lines as they are appended to a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self._rest = b""
+
+    def read(self, *, to_the_end: bool = False) -> list[str]:
+        """The lines that came since the last call; ``to_the_end``: a torn last one included."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except OSError:
+            return []
+        self._offset += len(data)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if to_the_end:
+            lines.append(self._rest)
+            self._rest = b""
+        return [text for line in lines if (text := line.decode(errors="replace").strip())]

@@ -1,0 +1,174 @@
+"""A script's process: start it, hand signals on, see to it that nothing of it is left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import shlex
+import signal
+import stat
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from robust_train.config.schema import ConfigError
+from robust_train.execution.prctl import become_subreaper, children, signal_at_parents_death
+from robust_train.run import Run
+
+TICK_SECONDS = 0.5
+_KILL_SECONDS = 5.0
+
+
+class Script:
+    """A running script.
+
+    It stays in the process group of its attempt. Orphans of what it starts become children of this
+    process (a subreaper), however far they have detached themselves.
+
+    Args:
+        argv: program and arguments.
+        environ: its whole environment.
+        cwd: its working directory.
+
+    Raises:
+        ConfigError: it cannot be started.
+    """
+
+    def __init__(self, argv: Sequence[str], environ: Mapping[str, str], cwd: Path) -> None:
+        parent = os.getpid()
+
+        def in_child() -> None:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # the fork server ignores it
+            signal_at_parents_death(signal.SIGKILL)
+            if os.getppid() != parent:
+                os._exit(1)
+
+        become_subreaper()
+        self._not_ours = set(children())
+        try:
+            self._process = subprocess.Popen(
+                list(argv),
+                env=dict(environ),
+                cwd=cwd,
+                pass_fds=_files_to_inherit(),
+                preexec_fn=in_child,
+            )
+        except OSError as error:
+            problem = error.strerror or error
+            hint = "; is its first line #!…?" if error.errno == 8 else ""
+            raise ConfigError(f"trainer.argv: {shlex.join(argv)}: {problem}{hint}") from error
+        self._told: set[int] = set()
+
+    @property
+    def pid(self) -> int:
+        """Process id of the script itself."""
+        return self._process.pid
+
+    def wait(self, run: Run, stop_grace_seconds: float, on_tick: Callable[[], None]) -> int:
+        """Until the script has ended, and with it all that it started.
+
+        When the attempt is asked to stop, SIGTERM goes to the script, and when that ends to those
+        whom it leaves behind (a shell does not wait for what it runs); whoever is there after
+        ``stop_grace_seconds`` is killed. Data-loader workers get none: their own parent ends them.
+
+        Args:
+            run: whose ``stop_requested`` counts.
+            stop_grace_seconds: see above.
+            on_tick: called about twice a second.
+
+        Returns:
+            The script's exit status, as subprocess has it.
+        """
+        kill_at: float | None = None
+        try:
+            with _woken_by_signals() as wakeup:
+                while True:
+                    running = self._running()
+                    if run.stop_requested:
+                        if kill_at is None:
+                            kill_at = time.monotonic() + stop_grace_seconds
+                        if not running or time.monotonic() >= kill_at:
+                            break
+                        self._ask_to_stop(running)
+                    elif self._process.returncode is not None:
+                        break
+                    wakeup(TICK_SECONDS)
+                    on_tick()
+        finally:
+            self._kill_all()
+        return self._process.wait()
+
+    def _running(self) -> list[int]:
+        """The script and orphans of what it started; the dead among them are collected."""
+        self._process.poll()
+        running = []
+        for pid in children():
+            if pid in self._not_ours:
+                continue
+            if pid == self.pid:
+                running.append(pid)
+                continue
+            with contextlib.suppress(ChildProcessError):
+                if os.waitpid(pid, os.WNOHANG)[0] == 0:
+                    running.append(pid)
+        return running
+
+    def _ask_to_stop(self, pids: Sequence[int]) -> None:
+        for pid in pids:
+            if pid not in self._told:
+                self._told.add(pid)
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGTERM)
+
+    def _kill_all(self) -> None:
+        """Until nobody is left: who is killed leaves its own children to this process."""
+        deadline = time.monotonic() + _KILL_SECONDS  # one may hang in the kernel
+        while (running := self._running()) and time.monotonic() < deadline:
+            for pid in running:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.005)
+
+
+@contextlib.contextmanager
+def _woken_by_signals() -> Iterator[Callable[[float], None]]:
+    """Yields a function that sleeps, but not past a signal: SIGTERM, or a child's end.
+
+    Outside the main thread, where Python allows no handlers, it sleeps as long as it is told.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield time.sleep
+        return
+    read_end, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    poll = select.poll()
+    poll.register(read_end, select.POLLIN)
+
+    def sleep(seconds: float) -> None:
+        poll.poll(seconds * 1000)
+        with contextlib.suppress(BlockingIOError):
+            os.read(read_end, 4096)
+
+    old_handler = signal.signal(signal.SIGCHLD, lambda *_: None)
+    old_wakeup = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    try:
+        yield sleep
+    finally:
+        signal.set_wakeup_fd(old_wakeup)
+        signal.signal(signal.SIGCHLD, old_handler)
+        os.close(read_end)
+        os.close(write_end)
+
+
+def _files_to_inherit() -> list[int]:
+    """Files that this process was given to pass on: a reservation is a lock on one."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        descriptor = int(name)
+        with contextlib.suppress(OSError):  # the one that listed the folder
+            is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
+            if descriptor > 2 and is_file and os.get_inheritable(descriptor):
+                found.append(descriptor)
+    return found

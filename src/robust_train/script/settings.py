@@ -1,0 +1,99 @@
+"""``trainer=command``: its part of the config, checked before anything is started."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from robust_train.config.schema import ConfigError
+from robust_train.script.values import PLACEHOLDERS, near_misses_in
+
+
+@dataclass(frozen=True)
+class CommandSettings:
+    """What to run.
+
+    Attributes:
+        argv: program and arguments, with placeholders.
+        resume_argv: appended where there is a checkpoint to go on from.
+        checkpoint_glob: where the script's own checkpoints lie, None if it has none; relative to
+            ``cwd``.
+        cwd: the script's working directory.
+        stop_grace_seconds: time for a last checkpoint when stopped.
+        resume: whether an earlier launch's checkpoints in the same run folder count.
+    """
+
+    argv: tuple[str, ...]
+    resume_argv: tuple[str, ...]
+    checkpoint_glob: str | None
+    cwd: Path
+    stop_grace_seconds: float
+    resume: bool
+
+    @classmethod
+    def of(cls, cfg: Mapping[Any, Any]) -> CommandSettings:
+        """Out of a composed config.
+
+        Raises:
+            ConfigError: there is nothing to run, or it cannot be found.
+        """
+        trainer = cfg["trainer"]
+        if OmegaConf.is_config(trainer):
+            trainer = OmegaConf.to_container(trainer, resolve=True)
+        settings = cls(
+            argv=_words("trainer.argv", trainer.get("argv")),
+            resume_argv=_words("trainer.resume_argv", trainer.get("resume_argv")),
+            checkpoint_glob=trainer.get("checkpoint_glob") or None,
+            cwd=Path(trainer.get("cwd") or ".").expanduser().absolute(),
+            stop_grace_seconds=float(cfg.get("stop_grace_seconds", 20.0)),
+            resume=bool(cfg.get("resume", True)),
+        )
+        settings._check()
+        return settings
+
+    def _check(self) -> None:
+        if not self.argv:
+            raise ConfigError(
+                "trainer.argv: must name a program, as in "
+                "'trainer.argv=[python, train.py, --batch_size, \"{batch_size}\"]'"
+            )
+        for key in ("argv", "resume_argv"):
+            for word in getattr(self, key):
+                _refuse_near_misses(f"trainer.{key}", word)
+        _refuse_near_misses("trainer.checkpoint_glob", self.checkpoint_glob or "")
+        if not self.cwd.is_dir():
+            raise ConfigError(f"trainer.cwd={self.cwd}: no such folder")
+        program = self.argv[0]
+        if program_path(program, self.cwd, os.environ) is None:
+            where = "an executable file" if "/" in program else "a program on PATH"
+            raise ConfigError(f"trainer.argv: {program!r} is not {where}")
+
+
+def program_path(program: str, cwd: Path, environ: Mapping[str, str]) -> str | None:
+    """The file that would be run, None if there is none."""
+    if "/" in program:
+        return shutil.which(str(cwd / Path(program).expanduser()))
+    return shutil.which(program, path=environ.get("PATH"))
+
+
+def _refuse_near_misses(key: str, text: str) -> None:
+    """``{batchsize}`` would reach the script as it stands."""
+    for name, meant in near_misses_in(text):
+        raise ConfigError(
+            f"{key}: {{{name}}} is no placeholder; did you mean {{{meant}}}? "
+            f"There are {', '.join(PLACEHOLDERS)}"
+        )
+
+
+def _words(key: str, value: Any) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise ConfigError(f"{key}={value}: accepted is a list, {key}=[program, argument, …]")
+    return tuple(str(word) for word in value)

@@ -1,0 +1,118 @@
+"""What a job reads out of its config before it starts."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+
+from robust_train.config.schema import ConfigError
+from robust_train.memory.allocator import exported_expandable_segments
+from robust_train.policy.sizes import PolicySettings
+from robust_train.values import MIB, AttemptSpec
+
+
+def policy_settings(cfg: DictConfig, *, finds_batch_size: bool = False) -> PolicySettings:
+    """The part of the config that decisions depend on."""
+    exported = exported_expandable_segments(os.environ)
+    wished = cfg.memory.expandable_segments
+    return PolicySettings(
+        batch_size=cfg.training.batch_size,
+        gradient_accumulation_steps=cfg.training.gradient_accumulation_steps,
+        ranks=cfg.num_gpus,
+        cpu_ranks=1 if cfg.auto_device or cfg.device != "cpu" else cfg.num_gpus,
+        num_workers=cfg.training.num_workers,
+        min_batch_size=cfg.min_batch_size,
+        max_retries=cfg.max_retries,
+        may_switch_gpu=cfg.auto_device,
+        allow_cpu_fallback=cfg.allow_cpu_fallback,
+        preserve_effective_batch_size=cfg.preserve_effective_batch_size,
+        min_gpu_memory_bytes=cfg.min_gpu_memory_mb * MIB,
+        prefetch_factor=cfg.training.prefetch_factor,
+        expandable_segments=wished if exported is None else exported,
+        may_use_expandable_segments=exported is None,
+        may_wait=cfg.wait_for_gpu,
+        retry_pause_seconds=cfg.retry_pause_seconds,
+        finds_batch_size=finds_batch_size,
+    )
+
+
+def attempt_config(cfg: DictConfig, spec: AttemptSpec, device: str) -> DictConfig:
+    """The job's config as one attempt's trainer sees it, fully resolved.
+
+    Args:
+        cfg: the job's; left as it is.
+        spec: what the attempt is to use.
+        device: what ``cfg.device`` says to the trainer.
+    """
+    cfg = cfg.copy()
+    with open_dict(cfg):
+        cfg.device = device
+        cfg.num_gpus = spec.ranks
+        cfg.training.batch_size = spec.batch_size
+        cfg.training.gradient_accumulation_steps = spec.gradient_accumulation_steps
+        cfg.training.num_workers = spec.num_workers
+        cfg.training.prefetch_factor = spec.prefetch_factor
+    OmegaConf.resolve(cfg)
+    return cfg
+
+
+def target_of(cfg: DictConfig) -> str:
+    """The dotted path of the trainer that the config names."""
+    target = OmegaConf.select(cfg, "trainer._target_")
+    if not isinstance(target, str):
+        raise ConfigError(
+            "trainer._target_: missing; accepted is the dotted path of a function "
+            "trainer(cfg) or trainer(cfg, run)"
+        )
+    return target
+
+
+def name_of(trainer: str | Callable[..., Any]) -> str:
+    """A trainer's dotted path; of a callable what it calls itself."""
+    if isinstance(trainer, str):
+        return trainer
+    module, name = (getattr(trainer, key, "") for key in ("__module__", "__qualname__"))
+    return f"{module}.{name}"
+
+
+def hydra_config() -> DictConfig | None:
+    """Hydra's own part of the config, None outside of Hydra.
+
+    Without the classes of launcher and sweeper: where Hydra loads plugins anew, as in joblib's
+    workers, there are two of each, and pickle refuses them.
+    """
+    config: Any = HydraConfig.instance().cfg
+    if config is None:
+        return None
+    config = config.copy()
+    with read_write(config.hydra), open_dict(config.hydra):
+        for part in ("launcher", "sweeper"):
+            if OmegaConf.is_config(config.hydra.get(part)):
+                plain = OmegaConf.to_container(config.hydra[part], resolve=False)
+                config.hydra[part] = plain
+    return config  # type: ignore[no-any-return]
+
+
+def run_folder(run_dir: str | Path | None) -> Path:
+    """The run folder, made if need be: the one given, Hydra's, or a new one.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
+    if run_dir is not None:
+        path = Path(run_dir)
+    elif HydraConfig.initialized():
+        path = Path(HydraConfig.get().runtime.output_dir)
+    else:
+        path = Path("outputs") / time.strftime(f"%Y-%m-%d/%H-%M-%S_{os.getpid()}")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"run folder {path}: cannot be made: {error.strerror}") from error
+    return path.resolve()

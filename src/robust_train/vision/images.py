@@ -1,0 +1,212 @@
+"""From an image file to a tensor: decoding, augmentation, resizing, normalising."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from robust_train.config.schema import ConfigError
+
+AUGMENTATIONS = ("crop_flip", "shift", "none")
+
+# torchvision's RandomResizedCrop takes 8 % and more of the area, for ImageNet; small data sets of
+# like-looking classes lose the telling detail that way
+_LEAST_CROP_AREA = 0.35
+_CROP_RATIOS = (3 / 4, 4 / 3)
+_CROP_TRIES = 10
+
+_SampleKey = tuple[int, int]
+"""Epoch and index in the data set."""
+
+
+@dataclass(frozen=True)
+class ImageSpec:
+    """The images that a model takes.
+
+    Attributes:
+        size: rows and columns, in pixels.
+        channels: 1 or 3.
+        mean: of each channel, for values from 0 to 1.
+        std: of each channel.
+        crop: fraction of a test photograph's shorter side that is kept.
+    """
+
+    size: int
+    channels: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    crop: float = 1.0
+
+
+class ImageSource(Protocol):
+    """One split of a data set: images by index, and all labels."""
+
+    @property
+    def labels(self) -> Sequence[int]:
+        """The class of each image, from 0."""
+        ...
+
+    def image(self, index: int) -> Any:
+        """The image, as PIL opens it."""
+        ...
+
+    def describe(self, index: int) -> str:
+        """Where the image comes from, for messages."""
+        ...
+
+
+@dataclass(frozen=True)
+class ImageFiles:
+    """A split whose images are files."""
+
+    paths: Sequence[Path]
+    labels: Sequence[int]
+
+    def image(self, index: int) -> Any:
+        from PIL import Image
+
+        return Image.open(self.paths[index])
+
+    def describe(self, index: int) -> str:
+        return str(self.paths[index])
+
+
+class ImageDataset(torch.utils.data.Dataset[Any]):
+    """A split as the tensors a model takes.
+
+    Items are asked for by (epoch, index): the augmentation of a sample depends on these and the
+    seed alone, whatever the workers and the micro-batches are.
+
+    Args:
+        source: images and labels.
+        spec: the images that the model takes.
+        augment: one of :data:`AUGMENTATIONS`.
+        seed: of the augmentation.
+    """
+
+    def __init__(
+        self, source: ImageSource, spec: ImageSpec, *, augment: str = "none", seed: int = 0
+    ) -> None:
+        self.source = source
+        self.spec = spec
+        self.augment = augment
+        self.seed = seed
+        self._mean_C11 = torch.tensor(spec.mean).view(-1, 1, 1)
+        self._std_C11 = torch.tensor(spec.std).view(-1, 1, 1)
+
+    def __len__(self) -> int:
+        return len(self.source.labels)
+
+    def __getitem__(self, key: _SampleKey) -> tuple[Tensor, int]:
+        """The image, channels × rows × columns, and its label.
+
+        Raises:
+            ConfigError: the image cannot be decoded; names the file.
+        """
+        epoch, index = key
+        image = self._decode(index)
+        if self.augment == "none":
+            image = self._centre(image)
+        else:
+            # 32 bits each for epoch and index: no two samples share a generator
+            rng = random.Random((self.seed << 64) | (epoch << 32) | index)
+            if self.augment == "crop_flip":
+                image = _crop_and_flip(image, self.spec.size, rng)
+            else:
+                image = self._centre(_shift(image, rng))
+        return self._tensor(image), int(self.source.labels[index])
+
+    def __getitems__(self, keys: Sequence[_SampleKey]) -> list[Any]:
+        """The samples, or a single ConfigError in their place.
+
+        torch would wrap an exception of a worker in that worker's traceback.
+        """
+        try:
+            return [self[key] for key in keys]
+        except ConfigError as error:
+            return [error]
+
+    def _decode(self, index: int) -> Any:
+        from PIL import Image
+
+        try:
+            with self.source.image(index) as image:
+                return image.convert("L" if self.spec.channels == 1 else "RGB")
+        except (Image.DecompressionBombError, SyntaxError, ValueError) as error:
+            raise self._unreadable(index, error) from error
+        except OSError as error:
+            # PIL's own OSErrors have no number; others than "no such file" are the disk's
+            if error.errno is not None and not isinstance(error, FileNotFoundError):
+                raise
+            raise self._unreadable(index, error) from error
+
+    def _unreadable(self, index: int, error: Exception) -> ConfigError:
+        return ConfigError(
+            f"dataset: cannot read the image {self.source.describe(index)}: "
+            f"{str(error).splitlines()[0] if str(error) else type(error).__name__}"
+        )
+
+    def _centre(self, image: Any) -> Any:
+        """The middle square, ``spec.crop`` of the shorter side."""
+        width, height = image.size
+        if image.size == (self.spec.size, self.spec.size):
+            return image
+        # a tiny image has no margin to give away
+        is_photograph = min(width, height) > self.spec.size
+        side = min(width, height) * (self.spec.crop if is_photograph else 1.0)
+        left, top = (width - side) / 2, (height - side) / 2
+        return _resize(image, self.spec.size, (left, top, left + side, top + side))
+
+    def _tensor(self, image: Any) -> Tensor:
+        size, channels = self.spec.size, self.spec.channels
+        pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
+        image_CHW = pixels.view(size, size, channels).permute(2, 0, 1).float() / 255
+        normal_CHW: Tensor = (image_CHW - self._mean_C11) / self._std_C11
+        return normal_CHW.contiguous()
+
+
+def collate(samples: Sequence[Any]) -> tuple[Tensor, Tensor] | ConfigError:
+    """Samples to images B×C×H×W and labels B; an error of the data set passes through."""
+    if isinstance(samples[0], ConfigError):
+        return samples[0]
+    images, labels = zip(*samples, strict=True)
+    return torch.stack(images), torch.tensor(labels)
+
+
+def _resize(image: Any, size: int, box: tuple[float, float, float, float]) -> Any:
+    from PIL import Image
+
+    return image.resize((size, size), Image.Resampling.BICUBIC, box=box)
+
+
+def _shift(image: Any, rng: random.Random) -> Any:
+    """Move by up to an eighth of the size; zeros move in."""
+    width, height = image.size
+    dx = rng.randint(-width // 8, width // 8)
+    dy = rng.randint(-height // 8, height // 8)
+    return image.crop((dx, dy, dx + width, dy + height))
+
+
+def _crop_and_flip(image: Any, size: int, rng: random.Random) -> Any:
+    """Random area and aspect ratio (Szegedy et al. 2014, arXiv:1409.4842), then a coin's flip."""
+    from PIL import Image
+
+    width, height = image.size
+    box = (0.0, 0.0, float(width), float(height))
+    for _ in range(_CROP_TRIES):
+        area = width * height * rng.uniform(_LEAST_CROP_AREA, 1.0)
+        ratio = math.exp(rng.uniform(math.log(_CROP_RATIOS[0]), math.log(_CROP_RATIOS[1])))
+        w, h = math.sqrt(area * ratio), math.sqrt(area / ratio)
+        if w <= width and h <= height:
+            left, top = rng.uniform(0, width - w), rng.uniform(0, height - h)
+            box = (left, top, left + w, top + h)
+            break
+    image = _resize(image, size, box)
+    return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if rng.random() < 0.5 else image

@@ -1,0 +1,45 @@
+"""What can be checked and imported before a run starts."""
+
+from __future__ import annotations
+
+from omegaconf import DictConfig
+
+from robust_train.vision.data import check_data
+from robust_train.vision.models import check_model
+
+
+def check_config(cfg: DictConfig) -> None:
+    """Check the groups ``model`` and ``dataset`` without touching data or device.
+
+    Raises:
+        ConfigError: one line with the key, its value and what is accepted.
+    """
+    check_model(cfg.model)
+    check_data(cfg.dataset)
+
+
+def preload_modules(cfg: DictConfig) -> list[str]:
+    """Modules this config will import, for a fork server to import beforehand. None touches CUDA.
+
+    Raises:
+        ConfigError: as :func:`check_config`, so that a wrong value is refused before any attempt.
+    """
+    check_config(cfg)
+    modules = [
+        "numpy",
+        "PIL.Image",
+        "torch.utils.tensorboard",
+        "tqdm",
+        "tqdm.contrib.logging",
+        # every torch optimizer imports it when it is built: a second and more
+        "torch._dynamo",
+    ]
+    modules += {
+        "digits": ["sklearn.datasets"],
+        "flowers102": ["scipy.io", "torchvision.datasets"],
+    }.get(cfg.dataset.name, [])
+    if cfg.model.name != "cnn":
+        modules += ["timm", "timm.data"]
+    if cfg.model.name == "lora":
+        modules.append("peft")
+    return modules

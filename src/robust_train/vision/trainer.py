@@ -1,0 +1,350 @@
+"""The built-in trainer: ``trainer=image_classification``.
+
+Reads as the story of a run: open the data, build the model, go on from a checkpoint where there is
+one, train and validate epoch by epoch, save, test.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from robust_train.failures import classify_failure
+from robust_train.microbatch.rng import seed_everything, seed_rank
+from robust_train.run import Interrupted, MicroBatchPlan, Run, UserError
+from robust_train.runfolder.checkpoints import (
+    CheckpointError,
+    CheckpointFolder,
+    SaveClock,
+    read_newest,
+    write_atomically,
+)
+from robust_train.values import MEMORY_FAILURES
+from robust_train.vision.batches import (
+    BatchPlan,
+    Loading,
+    StepSamples,
+    in_order,
+    read_in_parts,
+    share_of,
+)
+from robust_train.vision.data import Data, open_data
+from robust_train.vision.evaluation import Score, evaluate
+from robust_train.vision.images import ImageDataset, ImageSource
+from robust_train.vision.models import (
+    BuiltModel,
+    build_model,
+    count_parameters,
+    enable_gradient_checkpointing,
+    set_train_mode,
+    trained_state,
+)
+from robust_train.vision.precision import Precision
+from robust_train.vision.prepare import check_config, preload_modules
+from robust_train.vision.reporting import Reporter, checked_loss
+from robust_train.vision.schedule import CosineSchedule, make_optimizer
+from robust_train.vision.state import (
+    REQUIRED,
+    LossAverage,
+    Place,
+    TrainingState,
+    identity_of,
+)
+from robust_train.vision.step import accumulate_gradients, apply_gradients
+
+log = logging.getLogger("robust_train.vision")
+
+FINAL_NAME = "final.pt"
+
+# a fork server looks for preload_modules beside the trainer
+__all__ = ["preload_modules", "train"]
+
+
+def train(cfg: DictConfig, run: Run) -> dict[str, Any]:
+    """Train and test an image classifier.
+
+    Args:
+        cfg: the composed config; ``device``, ``training.batch_size``,
+            ``training.gradient_accumulation_steps`` and ``training.num_workers`` hold what to use.
+        run: this attempt, as the launcher sees it.
+
+    Returns:
+        ``objective`` and ``test_accuracy`` (0 to 1), ``test_loss``, ``steps``, and ``checkpoint``,
+        the path of the trained weights.
+
+    Raises:
+        ConfigError: the configuration, the data or the weights cannot be used.
+        Interrupted: the run was asked to stop; a checkpoint was saved.
+    """
+    check_config(cfg)
+    device = torch.device(cfg.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device.index or 0)
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    seed_everything(cfg.training.seed)
+    run.memory_milestone("start")
+    if run.world_size > 1:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        with Reporter(
+            run, log_every_steps=cfg.training.log_every_steps, epochs=cfg.training.epochs
+        ) as reporter:
+            training = Training(cfg, run, reporter, device)
+            training.resume()
+            training.fit()
+            result = training.finish()
+    except Exception as error:
+        if classify_failure(error).kind in MEMORY_FAILURES:
+            run.memory_milestone("out of memory")
+        raise
+    # not after a failure: it would wait for ranks that have gone
+    if run.world_size > 1:
+        dist.destroy_process_group()
+    return result
+
+
+class Training:
+    """One attempt at the job: from where the last one got to, to the end."""
+
+    def __init__(self, cfg: DictConfig, run: Run, reporter: Reporter, device: torch.device) -> None:
+        self.cfg = cfg
+        self.run = run
+        self.reporter = reporter
+        self.device = device
+        run.micro_batch_plan = MicroBatchPlan.of(cfg)
+        self.batcher = run.micro_batcher
+        self.data: Data = open_data(cfg.dataset)
+        splits = self.data.splits
+        built = build_model(
+            cfg.model,
+            num_classes=self.data.num_classes,
+            native_size=splits.size,
+            native_channels=splits.channels,
+        )
+        self.images = built.images
+        self.train_set = ImageDataset(
+            splits.train, built.images, augment=cfg.dataset.augment, seed=cfg.training.seed
+        )
+        micro_batch = cfg.training.batch_size
+        accumulation = cfg.training.gradient_accumulation_steps
+        if run.batch_search is not None:
+            micro_batch, accumulation = read_in_parts(micro_batch * accumulation)
+        self.plan = BatchPlan(
+            num_samples=len(self.train_set),
+            micro_batch=micro_batch,
+            accumulation_steps=accumulation,
+            seed=cfg.training.seed,
+            ranks=run.world_size,
+            rank=run.rank,
+        )
+        self.loading = Loading(cfg.training.num_workers, cfg.training.prefetch_factor, device)
+        self.schedule = CosineSchedule(
+            cfg.training.lr,
+            self.plan.num_samples * cfg.training.epochs,
+            cfg.training.warmup_fraction,
+        )
+        self.state = self._prepare(built)
+        self.model: nn.Module = self.state.model
+        self.folder = CheckpointFolder(run.checkpoint_dir, keep=cfg.training.keep_checkpoints)
+        self.clock = SaveClock(
+            60 * cfg.training.checkpoint_every_minutes,
+            every_steps=cfg.training.checkpoint_every_steps,
+        )
+        self.score: Score | None = None
+
+    def _prepare(self, built: BuiltModel) -> TrainingState:
+        """Model to the device, optimizer, number format."""
+        cfg = self.cfg
+        trained, total = count_parameters(built.module)
+        log.info("model: %s, %d of %d parameters are trained", cfg.model.name, trained, total)
+        log.info("Effective batch size: %d", self.plan.effective_batch)
+        if cfg.training.gradient_checkpointing and not enable_gradient_checkpointing(built.module):
+            log.warning("training.gradient_checkpointing: this model has none, it has no effect")
+        model = built.module.to(self.device)
+        self.run.memory_milestone(f"model moved to {self.device}")
+        optimizer = make_optimizer(
+            model.parameters(), lr=cfg.training.lr, weight_decay=cfg.training.weight_decay
+        )
+        self.run.memory_milestone("optimizer created")
+        return TrainingState(
+            model=model,
+            optimizer=optimizer,
+            precision=Precision(self.device, mixed=cfg.training.mixed_precision),
+            device=self.device,
+            identity=identity_of(
+                cfg, train_samples=self.plan.num_samples, num_classes=self.data.num_classes
+            ),
+            place=Place(),
+            epoch_loss=LossAverage(),
+            batcher=self.batcher,
+        )
+
+    def resume(self) -> None:
+        """Go on from the last intact checkpoint, if there is one."""
+        if self.run.is_main:
+            self.folder.remove_leftovers()
+        if self.run.resume_checkpoint is not None:
+            found = read_newest(Path(self.run.resume_checkpoint), REQUIRED)
+            if found is None:
+                log.warning("no checkpoint is intact: training starts from the beginning")
+            else:
+                path, content = found
+                self.state.restore(content, path)
+                log.info("resumed from %s, step %d", path, self.state.place.step)
+        if self.run.world_size > 1:
+            # all ranks have read the checkpoint when this returns, and hold the same weights
+            self.model = DistributedDataParallel(self.state.model)
+            seed_rank(self.cfg.training.seed, self.state.place.step, self.run.rank)
+        self.reporter.begin(self.state.place, self._total_steps())
+
+    def _total_steps(self) -> int:
+        place, plan = self.state.place, self.plan
+        if place.epoch >= self.cfg.training.epochs:
+            return place.step
+        whole_epochs: int = self.cfg.training.epochs - place.epoch - 1
+        return place.step + plan.steps_left(place.samples) + whole_epochs * plan.steps_left(0)
+
+    def fit(self) -> None:
+        """All epochs that are left."""
+        place = self.state.place
+        while place.epoch < self.cfg.training.epochs:
+            self.reporter.epoch_begins()
+            self._train_epoch()
+            # before validation, which may run out of memory for the first time
+            is_last = place.epoch + 1 == self.cfg.training.epochs
+            if is_last or self.clock.is_due_after_epoch():
+                self._save()
+            self.score = self._evaluate(self.data.splits.validation)
+            train_loss = checked_loss(self.state.epoch_loss, place.step)
+            self.reporter.epoch(place, train_loss, self.score)
+            place.epoch, place.samples = place.epoch + 1, 0
+            self.state.epoch_loss = LossAverage()
+
+    def _train_epoch(self) -> None:
+        """The epoch's steps from the current place on."""
+        place, training = self.state.place, self.cfg.training
+        set_train_mode(self.state.model)
+        steps = list(self.plan.steps(place.epoch, place.samples))
+        chunks = list(itertools.chain.from_iterable(steps))
+        batches = self.loading.batches(self.train_set, chunks, place.epoch)
+        for micro_batches in steps:
+            self._stop_if_asked()
+            step = StepSamples(batches, [len(chunk) for chunk in micro_batches])
+            samples = self.plan.samples_in_step(place.samples)
+            seen = place.epoch * self.plan.num_samples + place.samples
+            lr = self.schedule.apply(self.state.optimizer, seen, samples)
+            loss = self._gradients_of(step)
+            is_step = apply_gradients(
+                self.state.model,
+                self.state.optimizer,
+                precision=self.state.precision,
+                max_grad_norm=training.max_grad_norm,
+            )
+            place.samples += samples
+            if is_step:
+                place.step += 1
+                self.state.epoch_loss.add(loss, samples)
+                self.reporter.step(place, loss, samples, lr)
+            # ranks ask equally often; only the first has a clock that counts
+            is_wanted = self.run.checkpoint_requested
+            if self.clock.is_due(place.step) or is_wanted:
+                self._save()
+
+    def _gradients_of(self, step: StepSamples) -> Tensor:
+        """The gradients of one optimizer step; its mean loss."""
+        parts = self.batcher.micro_batches(step, self.model, length=len, split=StepSamples.part)
+        try:
+            return accumulate_gradients(
+                self.model,
+                parts,
+                device=self.device,
+                precision=self.state.precision,
+                label_smoothing=self.cfg.training.label_smoothing,
+            )
+        except Exception as error:
+            if classify_failure(error).kind in MEMORY_FAILURES:
+                # the step was taken back, so the next attempt need repeat nothing before it;
+                # whatever keeps this from being saved must not hide why
+                with contextlib.suppress(Exception):
+                    self._save()
+            raise
+
+    def _evaluate(self, source: ImageSource) -> Score:
+        dataset = ImageDataset(source, self.images)
+        run, size = self.run, self.plan.micro_batch
+        chunks = in_order(share_of(range(len(dataset)), run.rank, run.world_size), size)
+        most = len(share_of(range(len(dataset)), 0, run.world_size))
+        score = evaluate(
+            self.state.model,
+            self.loading.batches(dataset, chunks, epoch=0),
+            self.batcher,
+            precision=self.state.precision,
+            device=self.device,
+            should_stop=lambda: run.stop_requested,
+            rounds=len(in_order(range(most), size)),
+        )
+        if score is None:
+            self._stop_if_asked()
+        assert score is not None
+        return score
+
+    def _stop_if_asked(self) -> None:
+        if self.run.stop_requested:
+            self._save()
+            raise Interrupted(f"stopped after step {self.state.place.step}")
+
+    def _save(self) -> None:
+        """Save a checkpoint; where that fails, training is worth more than the checkpoint."""
+        place = self.state.place
+        checked_loss(self.state.epoch_loss, place.step)
+        if not self.run.is_main:
+            return
+        started = time.monotonic()
+        try:
+            path = self.folder.save(self.state.content(), place.step)
+        except CheckpointError as error:
+            log.warning("checkpoint: %s; training goes on, earlier ones are kept", error)
+            self.run.checkpoint_failed(str(error))
+        else:
+            self.run.checkpoint_saved(path, place.step)
+        self.clock.saved(time.monotonic() - started, place.step)
+
+    def finish(self) -> dict[str, Any]:
+        """Test, and save the trained weights."""
+        splits, place = self.data.splits, self.state.place
+        if self.score is None or splits.test is not splits.validation:
+            self.score = self._evaluate(splits.test)
+        path = self.run.checkpoint_dir / FINAL_NAME
+        weights = {
+            "model": trained_state(self.state.model),
+            "config": OmegaConf.to_container(self.cfg, resolve=True),
+            "num_classes": self.data.num_classes,
+            "test_accuracy": self.score.accuracy,
+        }
+        log.info("Test accuracy: %.2f %%", 100 * self.score.accuracy)
+        try:
+            if self.run.is_main:
+                write_atomically(weights, path)
+        except CheckpointError as error:
+            raise UserError(
+                f"{error}; training is complete, its weights are not saved: make room and repeat "
+                f"the command with hydra.run.dir={self.run.run_dir}"
+            ) from error
+        log.info("trained weights: %s", path)
+        return {
+            "objective": self.score.accuracy,
+            "test_accuracy": self.score.accuracy,
+            "test_loss": self.score.loss,
+            "steps": place.step,
+            "checkpoint": str(path),
+        }
