@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from robust_train.run import Interrupted
+from robust_train.errors import Interrupted
 
 WIDE = 1 << 18
 """Numbers of one sample's activation: 1 MiB."""

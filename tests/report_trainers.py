@@ -80,7 +80,7 @@ def waits_to_be_killed(cfg, run):
         if step == 60:
             Path(os.environ["READY_FILE"]).write_text(str(os.getpid()))
         if run.stop_requested:
-            from robust_train.run import Interrupted
+            from robust_train.errors import Interrupted
 
             raise Interrupted
         time.sleep(0.01)

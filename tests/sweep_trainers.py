@@ -93,7 +93,7 @@ def works_until_told(cfg, run):
     path = run.checkpoint_dir / "when-told"
     path.touch()
     run.checkpoint_saved(path, 1)
-    from robust_train.run import Interrupted
+    from robust_train.errors import Interrupted
 
     raise Interrupted
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from robust_train.config.batch import settle_batch_size
-from robust_train.config.schema import ConfigError, complete
+from robust_train.config.schema import complete
+from robust_train.errors import ConfigError
 
 
 @pytest.mark.parametrize(

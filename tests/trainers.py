@@ -120,7 +120,7 @@ def catches_everything_and_stops_politely(cfg, run):
             path = run.checkpoint_dir / f"step-{step}"
             path.write_text(str(step))
             run.checkpoint_saved(path, step)
-            from robust_train.run import Interrupted
+            from robust_train.errors import Interrupted
 
             raise Interrupted
         run.progress(step)
@@ -303,7 +303,7 @@ def stops_once_then_completes(cfg, run):
     path = run.checkpoint_dir / "when-preempted"
     path.touch()
     run.checkpoint_saved(path, 1)
-    from robust_train.run import Interrupted
+    from robust_train.errors import Interrupted
 
     raise Interrupted
 

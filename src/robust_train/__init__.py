@@ -9,11 +9,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from robust_train.config.schema import ConfigError
-    from robust_train.execution.signals import JobInterrupted
+    from robust_train.errors import (
+        AttemptsExhausted,
+        ConfigError,
+        Interrupted,
+        JobInterrupted,
+        NoDevice,
+        TrainerFailed,
+        UserError,
+    )
     from robust_train.failures import classify_exit, classify_failure
     from robust_train.gpu.best import find_best_device
-    from robust_train.launcher import TrainerFailed, launch
+    from robust_train.launcher import launch
     from robust_train.memory import (
         GPUMemoryContext,
         cleanup_model_memory,
@@ -38,9 +45,7 @@ if TYPE_CHECKING:
     )
     from robust_train.microbatch.probing import FoundBatchSize
     from robust_train.planning.plan import MemoryPlan, plan_memory
-    from robust_train.policy.decide import AttemptsExhausted
-    from robust_train.queue.devices import NoDevice
-    from robust_train.run import Interrupted, Run, UserError
+    from robust_train.run import Run
     from robust_train.runfolder.summary import Summary
     from robust_train.script.current_run import current_run
     from robust_train.values import Evidence, Failure, FailureKind

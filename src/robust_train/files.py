@@ -1,8 +1,9 @@
-"""Files that others may read at any moment: there whole or not at all."""
+"""Files that are there whole or not at all, and directories that others may have tampered with."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,3 +22,45 @@ def replacing(path: Path) -> Iterator[Path]:
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
+
+
+class DirectoryProblem(Exception):
+    """What is wrong with a directory, to follow its name in a sentence."""
+
+
+def open_or_make(path: Path | str, mode: int, dir_fd: int | None = None) -> int:
+    """A descriptor of the directory, which is made with ``mode`` where there is none.
+
+    Whoever calls checks owner and mode on the descriptor: what lies under the path may be another
+    one a moment later.
+
+    Args:
+        path: relative to ``dir_fd`` where that is given.
+        mode: of a directory that is made, whatever the umask.
+        dir_fd: the directory that it lies in.
+
+    Raises:
+        DirectoryProblem: it cannot be made or opened, or is a link.
+    """
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    is_new = False
+    try:
+        if dir_fd is None:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.mkdir(path, mode, dir_fd=dir_fd)
+            is_new = True
+        except FileExistsError:
+            pass
+        fd = os.open(path, flags, dir_fd=dir_fd)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENOTDIR):
+            raise DirectoryProblem("is a symbolic link or no directory") from error
+        raise DirectoryProblem(f"cannot be used ({error.strerror})") from error
+    if is_new:
+        try:
+            os.fchmod(fd, mode)
+        except OSError as error:
+            os.close(fd)
+            raise DirectoryProblem(f"cannot be used ({error.strerror})") from error
+    return fd

@@ -19,18 +19,24 @@ from omegaconf import DictConfig, OmegaConf
 from robust_train.batch.search import BatchSearch
 from robust_train.batch.sizes import BatchSizes
 from robust_train.config.batch import settle_batch_size
-from robust_train.config.schema import ConfigError, complete, validate
+from robust_train.config.schema import complete, validate
 from robust_train.control.job import JobControl
+from robust_train.errors import (
+    AttemptsExhausted,
+    ConfigError,
+    JobInterrupted,
+    NoDevice,
+    TrainerFailed,
+)
 from robust_train.execution import Executor
 from robust_train.execution.environment import attempt_environment
 from robust_train.execution.inline import InlineExecutor
 from robust_train.execution.process import ProcessExecutor
 from robust_train.execution.request import AttemptRequest, TrainerRef
-from robust_train.execution.signals import JobInterrupted, SignalWatch
+from robust_train.execution.signals import SignalWatch
 from robust_train.memory.stability import attempt_stability
-from robust_train.policy.decide import AttemptsExhausted, decide, decide_as_asked, first_attempt
+from robust_train.policy.decide import decide, decide_as_asked, first_attempt
 from robust_train.queue import devices
-from robust_train.queue.devices import NoDevice
 from robust_train.queue.wait import NoGpu
 from robust_train.report import narration
 from robust_train.report.html import write_report
@@ -64,10 +70,6 @@ from robust_train.values import (
 log = logging.getLogger("robust_train")
 
 Trainer = str | Callable[..., Any]
-
-
-class TrainerFailed(RuntimeError):
-    """The trainer failed in a way that is not retried. The message is its own traceback."""
 
 
 def launch(

@@ -60,17 +60,6 @@ class MicroBatchPlan:
         )
 
 
-class Interrupted(KeyboardInterrupt):
-    """Raised by a trainer that stopped because it was asked to, after its last checkpoint.
-
-    Derived from KeyboardInterrupt, so that a trainer's ``except Exception`` does not swallow it.
-    """
-
-
-class UserError(RuntimeError):
-    """Raised by a trainer for what its user can mend: the message is shown without a traceback."""
-
-
 STOP, RESTART, CHECKPOINT = "stop", "restart", "checkpoint"
 """What several ranks have to do at the same step."""
 

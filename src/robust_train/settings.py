@@ -11,7 +11,7 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from robust_train.config.schema import ConfigError
+from robust_train.errors import ConfigError
 from robust_train.memory.allocator import exported_expandable_segments
 from robust_train.policy.sizes import PolicySettings
 from robust_train.values import MIB, AttemptSpec

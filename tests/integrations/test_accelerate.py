@@ -10,7 +10,8 @@ from jobs import Example, events, stopped_and_resumed
 from omegaconf import OmegaConf
 from torch.utils.data import DataLoader, TensorDataset
 
-from robust_train.run import MicroBatchPlan, Run, UserError
+from robust_train.errors import UserError
+from robust_train.run import MicroBatchPlan, Run
 from world import Ended
 
 accelerate = pytest.importorskip("accelerate", reason="the extra [accelerate] is not installed")

@@ -10,7 +10,8 @@ from jobs import Example, events, stopped_and_resumed, went_on
 from omegaconf import OmegaConf
 from torch.utils.data import DataLoader, TensorDataset
 
-from robust_train.run import Run, UserError
+from robust_train.errors import UserError
+from robust_train.run import Run
 from world import Ended
 
 lightning = pytest.importorskip("lightning", reason="the extra [lightning] is not installed")
@@ -247,8 +248,8 @@ class _Validated(_Line):
 
 
 def test_a_stop_during_validation_waits_for_no_more_of_it(tmp_path: Path):
+    from robust_train.errors import Interrupted
     from robust_train.integrations.lightning import fit
-    from robust_train.run import Interrupted
 
     cfg = _cfg(8, epochs=2)
     cfg.training.checkpoint_every_steps = None

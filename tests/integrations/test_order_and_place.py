@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
 
+from robust_train.errors import UserError
 from robust_train.integrations.lightning_place import Place, loops_at, share_of_step
 from robust_train.integrations.sample_order import SampleOrder, take_over
-from robust_train.run import UserError
 
 COUNTERS = {"ready": 0, "started": 0, "processed": 0, "completed": 0}
 

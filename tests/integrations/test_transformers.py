@@ -9,7 +9,8 @@ import torch
 from jobs import Example, events, stopped_and_resumed, went_on
 from omegaconf import OmegaConf
 
-from robust_train.run import Run, UserError
+from robust_train.errors import UserError
+from robust_train.run import Run
 from world import Ended
 
 transformers = pytest.importorskip(
@@ -202,8 +203,8 @@ class _AsksToStop(transformers.TrainerCallback):
 
 
 def test_a_stop_during_evaluation_waits_for_no_more_of_it(tmp_path: Path):
+    from robust_train.errors import Interrupted
     from robust_train.integrations.transformers import fit, training_arguments
-    from robust_train.run import Interrupted
 
     cfg = _cfg(8)
     cfg.training.checkpoint_every_steps = None

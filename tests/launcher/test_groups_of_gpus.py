@@ -11,8 +11,10 @@ MachineWith = Callable[..., Machine]
 PROGRAM = """
 import json, logging, os, sys
 from pathlib import Path
-from robust_train.config.schema import ConfigError, complete
-from robust_train.queue.devices import Devices, NoDevice, free_bytes
+from robust_train.config.schema import complete
+from robust_train.errors import ConfigError
+from robust_train.queue.devices import Devices, free_bytes
+from robust_train.errors import NoDevice
 from robust_train.execution import sleep_until_readable
 from robust_train.queue.quarantine import read_sick
 from robust_train.queue.queue_dir import directory_for

@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from robust_train.config.schema import ConfigError, complete, validate
+from robust_train.config.schema import complete, validate
+from robust_train.errors import ConfigError
 from world import World, wait_until
 
 ON_THE_CPU = ("auto_device=false", "device=cpu")

@@ -20,8 +20,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from training_world import config, write_image_folder
 
+from robust_train.errors import Interrupted, UserError
 from robust_train.microbatch.batcher import MicroBatcher
-from robust_train.run import Interrupted, Run, UserError
+from robust_train.run import Run
 from robust_train.vision import trainer
 
 WIDE = 1 << 18

@@ -19,7 +19,7 @@ LIMITED = """
 import logging, resource, sys
 from pathlib import Path
 from training_world import WatchedRun, config
-from robust_train.run import UserError
+from robust_train.errors import UserError
 from robust_train.vision.trainer import train
 
 logging.basicConfig(level=logging.WARNING, format="%(message)s")

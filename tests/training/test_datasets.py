@@ -17,7 +17,7 @@ from training_world import (
     write_image_folder,
 )
 
-from robust_train.config.schema import ConfigError
+from robust_train.errors import ConfigError
 from robust_train.vision.batches import Loading, in_order
 from robust_train.vision.data import open_data
 from robust_train.vision.images import ImageDataset, ImageFiles, ImageSpec

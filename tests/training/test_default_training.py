@@ -17,8 +17,7 @@ from hydra.errors import ConfigCompositionException
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from training_world import TINY_VIT, WatchedRun, config
 
-from robust_train.config.schema import ConfigError
-from robust_train.run import Interrupted
+from robust_train.errors import ConfigError, Interrupted
 from robust_train.vision.reporting import Reporter, TrainingDivergedError
 from robust_train.vision.state import Place
 from robust_train.vision.trainer import preload_modules, train

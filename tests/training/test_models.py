@@ -12,7 +12,7 @@ from training_world import (
     write_image_folder,
 )
 
-from robust_train.config.schema import ConfigError
+from robust_train.errors import ConfigError
 from robust_train.vision.cnn import SmallCnn
 from robust_train.vision.models import (
     build_model,

@@ -13,9 +13,9 @@ from training_world import WatchedRun, config, difference, trained_weights
 
 import preloaded
 from robust_train.batch.search import BatchSearch
+from robust_train.errors import AttemptsExhausted
 from robust_train.microbatch.find_batch_size import find_batch_size
 from robust_train.microbatch.probing import optimizer_state_bytes
-from robust_train.policy.decide import AttemptsExhausted
 from robust_train.run import MicroBatchPlan, Run
 from robust_train.vision.trainer import train
 from world import ROOT

@@ -13,8 +13,7 @@ from training_world import (
     write_image_folder,
 )
 
-from robust_train.config.schema import ConfigError
-from robust_train.run import Interrupted
+from robust_train.errors import ConfigError, Interrupted
 from robust_train.vision.cnn import SmallCnn
 from robust_train.vision.trainer import train
 

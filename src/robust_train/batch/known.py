@@ -22,8 +22,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from robust_train.config.schema import RobustConfig
-from robust_train.directories import DirectoryProblem, open_or_make
-from robust_train.files import replacing
+from robust_train.files import DirectoryProblem, open_or_make, replacing
 from robust_train.gpu.footprint import footprint
 from robust_train.values import GIB, GpuInfo
 

@@ -44,8 +44,8 @@ def _open(job: Callable[[Any], Any], name: str, config_name: str, ending: Any) -
     import hydra
 
     from robust_train.config.refusals import REFUSALS, explain
+    from robust_train.errors import JobInterrupted
     from robust_train.execution import at_hand
-    from robust_train.execution.signals import JobInterrupted
     from robust_train.sweep import session
     from robust_train.sweep.plugins_of_others import known_problem
 

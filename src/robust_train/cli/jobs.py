@@ -15,17 +15,18 @@ from omegaconf import DictConfig
 from robust_train.batch.search import BatchSearch
 from robust_train.cli.door import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_NO_DEVICE
 from robust_train.config.batch import settle_batch_size
-from robust_train.config.schema import ConfigError, validate
+from robust_train.config.schema import validate
 from robust_train.control.attempt import AttemptRequests
 from robust_train.control.job import JobControl
+from robust_train.errors import ConfigError, Interrupted, JobInterrupted, UserError
 from robust_train.execution.child import plain, trainer_traceback
 from robust_train.execution.request import TrainerRef, call_trainer
-from robust_train.execution.signals import JobInterrupted, SignalWatch
+from robust_train.execution.signals import SignalWatch
 from robust_train.failures import classify_failure
 from robust_train.launcher import Job
 from robust_train.memory.stability import attempt_stability
 from robust_train.queue.devices import job_name
-from robust_train.run import Interrupted, Run, UserError
+from robust_train.run import Run
 from robust_train.runfolder.summary import Summary, objective_of
 from robust_train.settings import target_of
 from robust_train.sweep.current import (

@@ -94,7 +94,7 @@ def _plan(arguments: argparse.Namespace) -> MemoryPlan:
     from hydra import compose, initialize_config_module
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
-    from robust_train.config.schema import ConfigError
+    from robust_train.errors import ConfigError
     from robust_train.planning.plan import plan_memory
 
     for override in OverridesParser.create().parse_overrides(list(arguments.overrides)):

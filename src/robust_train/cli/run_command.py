@@ -179,8 +179,8 @@ def _run(overrides: Sequence[str], texts: Mapping[str, Any], run_dir: Path | Non
     from robust_train.cli.jobs import say_why
     from robust_train.config.batch import settle_batch_size
     from robust_train.config.refusals import REFUSALS, explain
-    from robust_train.config.schema import ConfigError, validate
-    from robust_train.execution.signals import JobInterrupted
+    from robust_train.config.schema import validate
+    from robust_train.errors import ConfigError, JobInterrupted
     from robust_train.launcher import Job
     from robust_train.script.settings import CommandSettings
     from robust_train.settings import run_folder

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from robust_train.config.schema import ConfigError, TrainingConfig
+from robust_train.config.schema import TrainingConfig
+from robust_train.errors import ConfigError
 
 AUTO = "auto"
 

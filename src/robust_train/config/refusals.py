@@ -13,7 +13,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from robust_train.config.schema import ConfigError
+from robust_train.errors import ConfigError
 
 REFUSALS = (ConfigError, HydraException, OmegaConfBaseException, OSError)
 

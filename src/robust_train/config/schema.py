@@ -18,9 +18,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-
-class ConfigError(ValueError):
-    """The user's configuration cannot be used. The message names key, value and remedy."""
+from robust_train.errors import ConfigError
 
 
 @dataclass

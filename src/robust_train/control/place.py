@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from robust_train.directories import DirectoryProblem, open_or_make
+from robust_train.files import DirectoryProblem, open_or_make
 
 VARIABLE = "ROBUST_TRAIN_RUNTIME_DIR"
 """Names the only directory to use, in place of the defaults."""

@@ -19,10 +19,10 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import setup_globals
 from omegaconf import DictConfig, OmegaConf
 
-from robust_train.config.schema import ConfigError
+from robust_train.errors import ConfigError, Interrupted, UserError
 from robust_train.execution.request import AttemptRequest, call_trainer
 from robust_train.failures import classify_failure
-from robust_train.run import Interrupted, Report, Run, UserError, memory_in_use
+from robust_train.run import Report, Run, memory_in_use
 from robust_train.values import Evidence, Failure, FailureKind
 
 HALVE_BATCH = "halve_batch"

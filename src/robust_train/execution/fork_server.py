@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from robust_train.config.schema import ConfigError
+from robust_train.errors import ConfigError
 from robust_train.execution.environment import shared_machine_environment
 from robust_train.execution.output import OutputPump
 from robust_train.execution.request import AttemptRequest, TrainerRef

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from robust_train.control.attempt import AttemptRequests
+from robust_train.errors import Interrupted
 from robust_train.execution import sleep_until_readable
 from robust_train.execution.child import (
     failure_from_json,
@@ -21,7 +22,7 @@ from robust_train.execution.request import AttemptRequest
 from robust_train.execution.signals import SignalWatch
 from robust_train.memory.allocator import allocator_variable
 from robust_train.memory.cleanup import StartingMemory, release_and_check
-from robust_train.run import Interrupted, Run
+from robust_train.run import Run
 from robust_train.values import FailureKind, Outcome
 
 log = logging.getLogger("robust_train")

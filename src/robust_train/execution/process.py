@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from robust_train.config.schema import ConfigError
+from robust_train.errors import ConfigError
 from robust_train.execution import at_hand, sleep_until_readable
 from robust_train.execution.child import (
     failure_from_json,

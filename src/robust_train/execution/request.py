@@ -15,7 +15,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from robust_train.batch.search import BatchSearch
-from robust_train.config.schema import ConfigError
+from robust_train.errors import ConfigError
 from robust_train.memory.steering import AttemptMemory
 from robust_train.run import MicroBatchPlan, Run
 

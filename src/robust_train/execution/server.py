@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from robust_train.config.schema import ConfigError
 from robust_train.control.attempt import AttemptRequests
+from robust_train.errors import ConfigError
 from robust_train.execution.child import adopt_hydra, run_attempt, stop_on_sigterm
 from robust_train.execution.cuda_guard import why_not_fork
 from robust_train.execution.output import flush_output

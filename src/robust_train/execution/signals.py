@@ -10,28 +10,11 @@ from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import Any
 
+from robust_train.errors import WARNING_SIGNALS, JobInterrupted
+
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# Slurm's --signal and submitit announce with one of these that the job will be taken off its node
-_WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
 UNDER_SUBMITIT = "SUBMITIT_EXECUTOR"
 """Set in the jobs that submitit runs."""
-
-
-class JobInterrupted(KeyboardInterrupt):
-    """The job was told to stop. ``signum`` says by which signal."""
-
-    def __init__(self, signum: int) -> None:
-        super().__init__(f"interrupted by {signal.Signals(signum).name}")
-        self.signum = signum
-
-    def __reduce__(self) -> tuple[type[JobInterrupted], tuple[int]]:
-        """For a worker that hands it to the process which gave it the job."""
-        return JobInterrupted, (self.signum,)
-
-    @property
-    def exit_code(self) -> int:
-        """128 + signal, as shells have it: 130 for Ctrl-C, 143 for SIGTERM and for preemption."""
-        return 128 + (signal.SIGTERM if self.signum in _WARNINGS else self.signum)
 
 
 class SignalWatch:
@@ -52,7 +35,7 @@ class SignalWatch:
     def __enter__(self) -> SignalWatch:
         global _watch
         if threading.current_thread() is threading.main_thread():
-            for signum in (*_STOPS, *_WARNINGS):
+            for signum in (*_STOPS, *WARNING_SIGNALS):
                 previous = signal.getsignal(signum)
                 if previous == signal.SIG_IGN:
                     continue  # nohup, or a background job of a script
@@ -116,7 +99,7 @@ class SignalWatch:
         Submitit's handler puts the job back into the queue and ends the process.
         """
         previous = self._previous.get(self.received) if self.received is not None else None
-        if self.received in _WARNINGS and callable(previous):
+        if self.received in WARNING_SIGNALS and callable(previous):
             previous(self.received, None)
 
     def raise_if_received(self) -> None:

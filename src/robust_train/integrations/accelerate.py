@@ -30,10 +30,11 @@ from typing import Any
 from omegaconf import DictConfig
 
 from robust_train.config.extras import require
+from robust_train.errors import Interrupted, UserError
 from robust_train.integrations.one_process import refuse_ranks
 from robust_train.integrations.sample_order import take_over
 from robust_train.microbatch.batcher import MicroBatches
-from robust_train.run import Interrupted, Run, UserError
+from robust_train.run import Run
 from robust_train.runfolder.checkpoints import SaveClock
 
 require("accelerate", "robust_train.integrations.accelerate", extra="accelerate")

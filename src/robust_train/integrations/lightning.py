@@ -19,10 +19,11 @@ import torch
 from omegaconf import DictConfig
 
 from robust_train.config.extras import require
+from robust_train.errors import Interrupted, UserError
 from robust_train.integrations.lightning_callback import RobustCallback, Stopped, logged
 from robust_train.integrations.one_process import refuse_ranks
 from robust_train.integrations.result import chosen
-from robust_train.run import Interrupted, Run, UserError
+from robust_train.run import Run
 
 _NEEDED_BY = "robust_train.integrations.lightning"
 _pytorch = require("lightning.pytorch", _NEEDED_BY, extra="lightning")

@@ -14,11 +14,12 @@ from typing import Any
 from omegaconf import DictConfig
 
 from robust_train.config.extras import require
+from robust_train.errors import UserError
 from robust_train.failures import classify_failure
 from robust_train.integrations.lightning_place import Place, loops_at, share_of_step
 from robust_train.integrations.sample_order import SampleOrder, take_over
 from robust_train.microbatch.rng import capture_rng, restore_rng
-from robust_train.run import Run, UserError
+from robust_train.run import Run
 from robust_train.runfolder.checkpoints import SaveClock
 from robust_train.values import MEMORY_FAILURES
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from robust_train.run import Run, UserError
+from robust_train.errors import UserError
+from robust_train.run import Run
 
 
 def refuse_ranks(run: Run, framework: str) -> None:

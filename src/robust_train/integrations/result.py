@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from robust_train.run import UserError
+from robust_train.errors import UserError
 
 
 def chosen(metric: str | None, logged: Mapping[str, Any]) -> Any:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 
+from robust_train.errors import UserError
 from robust_train.microbatch.rng import GeneratorStates, seed_everything
-from robust_train.run import UserError
 
 
 class SampleOrder(Sampler[Any]):

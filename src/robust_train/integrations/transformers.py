@@ -20,10 +20,11 @@ from typing import Any
 from omegaconf import DictConfig
 
 from robust_train.config.extras import require
+from robust_train.errors import Interrupted, UserError
 from robust_train.failures import classify_failure
 from robust_train.integrations.one_process import refuse_ranks
 from robust_train.integrations.result import chosen
-from robust_train.run import Interrupted, Run, UserError
+from robust_train.run import Run
 from robust_train.runfolder.checkpoints import SaveClock
 from robust_train.values import MEMORY_FAILURES
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.parallel import DistributedDataParallel
 
-from robust_train.run import UserError
+from robust_train.errors import UserError
 from robust_train.values import MIB, FailureKind
 
 _BUCKET_BYTES = 25 * MIB

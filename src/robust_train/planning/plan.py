@@ -12,7 +12,8 @@ from typing import Any
 from omegaconf import DictConfig
 
 from robust_train.config.batch import settle_batch_size
-from robust_train.config.schema import ConfigError, complete, validate
+from robust_train.config.schema import complete, validate
+from robust_train.errors import ConfigError
 from robust_train.gpu.footprint import CACHE_FACTOR, CONTEXT_BYTES
 from robust_train.planning.fit import (
     TYPICAL_SIZES,

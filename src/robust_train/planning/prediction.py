@@ -19,7 +19,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from robust_train.config.schema import ConfigError
+from robust_train.errors import ConfigError
 from robust_train.microbatch.batcher import MicroBatcher
 from robust_train.planning.as_on_cuda import AsOnCuda, FakeTracker
 from robust_train.planning.fit import Peak

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from robust_train.errors import AttemptsExhausted
 from robust_train.policy.context import Case
 from robust_train.policy.remedies import (
     Rule,
@@ -46,10 +47,6 @@ __all__ = [
     "ladder",
     "next_rung",
 ]
-
-
-class AttemptsExhausted(RuntimeError):
-    """Memory ran out with everything that may be tried; the message lists what was."""
 
 
 REMEDIES: dict[FailureKind, tuple[Rule, ...]] = {

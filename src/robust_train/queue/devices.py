@@ -10,7 +10,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from robust_train.config.schema import ConfigError
+from robust_train.errors import ConfigError, NoDevice
 from robust_train.gpu.allocation import allocated_by
 from robust_train.gpu.footprint import footprint
 from robust_train.gpu.inventory import ask_health_again, read_inventory
@@ -33,10 +33,6 @@ _HARDWARE = re.compile(
     r"\becc\b|uncorrectable|nvlink|(?:gpu|device) is lost|fallen off the bus|\bxid\b|hardware",
     re.IGNORECASE,
 )
-
-
-class NoDevice(RuntimeError):
-    """No device in time, and the CPU is not allowed."""
 
 
 class Devices:

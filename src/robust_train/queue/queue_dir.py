@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from robust_train.directories import DirectoryProblem, open_or_make
+from robust_train.files import DirectoryProblem, open_or_make
 
 VARIABLE = "ROBUST_TRAIN_QUEUE_DIR"
 """Names the directory where ``gpu_queue_dir`` does not; beats the default."""

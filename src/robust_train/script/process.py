@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from robust_train.config.schema import ConfigError
+from robust_train.errors import ConfigError
 from robust_train.execution.prctl import become_subreaper, children, signal_at_parents_death
 from robust_train.run import Run
 

@@ -17,8 +17,9 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from robust_train.errors import Interrupted, UserError
 from robust_train.execution.environment import shared_machine_environment
-from robust_train.run import Interrupted, Run, UserError
+from robust_train.run import Run
 from robust_train.script.checkpoints import (
     CheckpointWatch,
     Stamp,

@@ -18,10 +18,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from robust_train.errors import JobInterrupted
 from robust_train.execution import at_hand
 from robust_train.execution.output import flush_output
 from robust_train.execution.prctl import signal_at_parents_death
-from robust_train.execution.signals import JobInterrupted
 
 _SIGNALS = (
     signal.SIGINT,

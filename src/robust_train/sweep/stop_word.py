@@ -20,7 +20,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from robust_train.execution.signals import UNDER_SUBMITIT, JobInterrupted, stop_job
+from robust_train.errors import JobInterrupted
+from robust_train.execution.signals import UNDER_SUBMITIT, stop_job
 from robust_train.queue.queue_dir import boot_name
 
 VARIABLE = "ROBUST_TRAIN_SWEEP_STOP_WORD"

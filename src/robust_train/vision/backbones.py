@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from robust_train.config.extras import require
-from robust_train.config.schema import ConfigError
+from robust_train.errors import ConfigError
 from robust_train.vision.weights import load_weights
 
 _PROBE_SECONDS = 10.0

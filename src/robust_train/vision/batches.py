@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from robust_train.config.schema import ConfigError
+from robust_train.errors import ConfigError
 from robust_train.vision.images import ImageDataset, collate
 
 T = TypeVar("T")

@@ -8,7 +8,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from robust_train.config.schema import ConfigError
+from robust_train.errors import ConfigError
 from robust_train.vision import cub200, digits, flowers102, image_folder
 from robust_train.vision.images import AUGMENTATIONS, ImageSource
 from robust_train.vision.splits import Shape, Splits

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from robust_train.config.schema import ConfigError
+from robust_train.errors import ConfigError
 
 # urllib waits for ever by default
 _SILENCE_SECONDS = 20.0

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from robust_train.config.extras import require
-from robust_train.config.schema import ConfigError
+from robust_train.errors import ConfigError
 from robust_train.vision.download import fetch
 from robust_train.vision.images import ImageFiles
 from robust_train.vision.splits import Shape, Splits

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from robust_train.config.schema import ConfigError
+from robust_train.errors import ConfigError
 
 AUGMENTATIONS = ("crop_flip", "shift", "none")
 

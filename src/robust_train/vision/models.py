@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from robust_train.config.extras import require
-from robust_train.config.schema import ConfigError
+from robust_train.errors import ConfigError
 from robust_train.vision.backbones import build_backbone, classifier_names
 from robust_train.vision.cnn import SmallCnn
 from robust_train.vision.images import ImageSpec

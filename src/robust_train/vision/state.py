@@ -11,7 +11,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
-from robust_train.config.schema import ConfigError
+from robust_train.errors import ConfigError
 from robust_train.microbatch.batcher import MicroBatcher
 from robust_train.microbatch.rng import capture_rng, restore_rng
 from robust_train.vision.models import load_trained_state, trained_state

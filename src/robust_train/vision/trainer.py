@@ -19,9 +19,10 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from robust_train.errors import Interrupted, UserError
 from robust_train.failures import classify_failure
 from robust_train.microbatch.rng import seed_everything, seed_rank
-from robust_train.run import Interrupted, MicroBatchPlan, Run, UserError
+from robust_train.run import MicroBatchPlan, Run
 from robust_train.runfolder.checkpoints import (
     CheckpointError,
     CheckpointFolder,

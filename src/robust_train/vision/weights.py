@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from robust_train.config.extras import require
-from robust_train.config.schema import ConfigError
+from robust_train.errors import ConfigError
 
 log = logging.getLogger("robust_train.vision")
 

@@ -1,0 +1,52 @@
+"""Every exception that a user of the package may catch or raise."""
+
+from __future__ import annotations
+
+import signal
+
+WARNING_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
+"""With these Slurm and submitit announce that a job will be taken off its node."""
+
+
+class ConfigError(ValueError):
+    """The user's configuration cannot be used. The message names key, value and remedy."""
+
+
+class UserError(RuntimeError):
+    """Raised by a trainer for what its user can mend: the message is shown without a traceback."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """Raised by a trainer that stopped because it was asked to, after its last checkpoint.
+
+    Derived from KeyboardInterrupt, so that a trainer's ``except Exception`` does not swallow it.
+    """
+
+
+class NoDevice(RuntimeError):
+    """No device in time, and the CPU is not allowed."""
+
+
+class TrainerFailed(RuntimeError):
+    """The trainer failed in a way that is not retried. The message is its own traceback."""
+
+
+class AttemptsExhausted(RuntimeError):
+    """Memory ran out with everything that may be tried; the message lists what was."""
+
+
+class JobInterrupted(KeyboardInterrupt):
+    """The job was told to stop. ``signum`` says by which signal."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(f"interrupted by {signal.Signals(signum).name}")
+        self.signum = signum
+
+    def __reduce__(self) -> tuple[type[JobInterrupted], tuple[int]]:
+        """For a worker that hands it to the process which gave it the job."""
+        return JobInterrupted, (self.signum,)
+
+    @property
+    def exit_code(self) -> int:
+        """128 + signal, as shells have it: 130 for Ctrl-C, 143 for SIGTERM and for preemption."""
+        return 128 + (signal.SIGTERM if self.signum in WARNING_SIGNALS else self.signum)
