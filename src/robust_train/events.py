@@ -361,7 +361,7 @@ class AttemptEnded(Event):
 
 @dataclass(frozen=True)
 class DecidedAgain(Event):
-    """The last decision could not be carried out: ``why`` it is ``waited_in_vain``, ``lost_race``."""
+    """The last decision could not be carried out; why: ``waited_in_vain`` or ``lost_race``."""
 
     name = "decided_again"
     why: str
