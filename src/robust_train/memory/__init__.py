@@ -68,7 +68,7 @@ _HOMES = {
     "print_cuda_memory_info": "memory.stats",
     "reset_peak_memory_stats": "memory.peaks",
     "safe_tensor_to_cpu": "memory.tensors",
-    "save_checkpoint": "training.checkpoint",
+    "save_checkpoint": "runfolder.checkpoints",
     "set_memory_fraction": "memory.settings",
 }
 
