@@ -84,6 +84,10 @@ sweep *overrides:
 test *args:
     {{ python }} -m pytest {{ args }}
 
+# The long tests as well: variants, launchers of others, browser pages, chaos
+test-all *args:
+    {{ python }} -m pytest -m "" {{ args }}
+
 # Lint, format check and types
 lint:
     {{ python }} -m ruff check .
