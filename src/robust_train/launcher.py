@@ -41,8 +41,9 @@ from robust_train.execution import Executor
 from robust_train.execution.environment import attempt_environment
 from robust_train.execution.inline import InlineExecutor
 from robust_train.execution.process import ProcessExecutor
-from robust_train.execution.request import AttemptRequest, TrainerRef
+from robust_train.execution.request import AttemptRequest
 from robust_train.execution.signals import SignalWatch
+from robust_train.execution.trainer_ref import TrainerRef
 from robust_train.memory.stability import attempt_stability
 from robust_train.policy.decide import decide, decide_as_asked, first_attempt
 from robust_train.queue import devices
@@ -215,17 +216,11 @@ class Job:
         """How attempts run. A separate process starts importing the trainer right away."""
         if self.cfg.isolation == "none":
             trainer = self.trainer
-            function = TrainerRef(trainer).load()[1] if isinstance(trainer, str) else trainer
-            return InlineExecutor(function, self.signals)
+            function = TrainerRef(trainer).load() if isinstance(trainer, str) else trainer
+            return InlineExecutor(lambda: function, self.signals)
         cfg = self.cfg.copy()
         OmegaConf.resolve(cfg)
-        return ProcessExecutor(
-            TrainerRef.of(self.trainer),
-            cfg,
-            self.run_dir,
-            self.signals,
-            self.cfg.stop_grace_seconds,
-        )
+        return ProcessExecutor(TrainerRef.of(self.trainer), cfg, self.run_dir, self.signals)
 
     def _acquire_device(self) -> Group:
         started = time.monotonic()
@@ -311,7 +306,8 @@ class Job:
         started = narration.started(spec, self.checkpoint)
         self.journal.write(started, number)
         free_before = devices.free_bytes(spec.gpus)
-        request, hold = self._request(number, spec, search), self.devices.hold
+        request = self._request(number, spec, search)
+        hold = () if self.devices.hold is None else (self.devices.hold,)
         with self.control.attempt(number, started) as channel:
             outcome = executor.run(request, self._on_event, hold=hold, channel=channel)
         # in this process its memory does not come back

@@ -23,7 +23,9 @@ PRELOAD = "preload_modules"
 
 _MOST_MODULES = 1000
 _PATH_CHANGERS = frozenset({"sys.path", "sys.meta_path", "sys.path_hooks", "sys.modules"})
-_NAME_MAKERS = frozenset({"globals", "exec", "eval", "setattr", "vars", "locals", "__dict__", "modules"})
+_NAME_MAKERS = frozenset(
+    {"globals", "exec", "eval", "setattr", "vars", "locals", "__dict__", "modules"}
+)
 
 
 def libraries_of(ref: TrainerRef) -> tuple[str, ...]:
@@ -82,9 +84,7 @@ class _Reader:
                 return None
             name = type(error).__name__
             text = error.msg if isinstance(error, SyntaxError) else str(error)
-            raise self._ref.cannot_be_imported(
-                f"{name}: {text}", f"{path}, line {line}"
-            ) from None
+            raise self._ref.cannot_be_imported(f"{name}: {text}", f"{path}, line {line}") from None
         except OSError:
             return None
         self._path_is_changed = self._path_is_changed or _changes_imports(tree)
@@ -93,7 +93,9 @@ class _Reader:
         self._found.update(dict.fromkeys(_constant_list(tree)))
         return tree
 
-    def _follow(self, node: ast.Import | ast.ImportFrom, spec: ModuleSpec, *, certain: bool) -> None:
+    def _follow(
+        self, node: ast.Import | ast.ImportFrom, spec: ModuleSpec, *, certain: bool
+    ) -> None:
         where = f"{spec.origin}, line {node.lineno}"
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -168,7 +170,9 @@ def _is_users_own(spec: ModuleSpec) -> bool:
 
 def _library_folders() -> tuple[str, ...]:
     paths = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    return tuple(f"{path}/" for path in {*paths, *site.getsitepackages(), site.getusersitepackages()})
+    return tuple(
+        f"{path}/" for path in {*paths, *site.getsitepackages(), site.getusersitepackages()}
+    )
 
 
 _LIBRARY_FOLDERS = _library_folders()

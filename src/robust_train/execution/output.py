@@ -14,7 +14,6 @@ import time
 from io import FileIO
 from pathlib import Path
 
-
 from robust_train.execution.screen import screen_of
 
 _TAIL_BYTES = 16_384
