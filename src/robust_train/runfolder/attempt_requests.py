@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any
 
 from robust_train import compat
-from robust_train.execution.signals import SignalWatch
+from robust_train.events import AttemptProcess, RequestDone
 from robust_train.memory import requests as memory_requests
 from robust_train.run import Run, memory_in_use
 from robust_train.runfolder.requests import (
@@ -26,6 +26,7 @@ from robust_train.runfolder.requests import (
     Refused,
     Reply,
     Request,
+    Signals,
     send_sigterm,
     stop_job,
 )
@@ -76,7 +77,7 @@ class AttemptRequests:
         self,
         run: Run,
         run_dir: Path,
-        signals: SignalWatch | None = None,
+        signals: Signals | None = None,
         poll_also: Callable[[], None] = lambda: None,
     ) -> None:
         self._run = run
@@ -92,7 +93,7 @@ class AttemptRequests:
     def __enter__(self) -> AttemptRequests:
         if self._run.is_main:
             self._run.serve(self._waiting, self._at_boundary)
-            self._run.record("attempt_process", {"pid": os.getpid()})
+            self._run.report(AttemptProcess(os.getpid()))
             threading.Thread(target=self._poll, name="robust-train requests", daemon=True).start()
         return self
 
@@ -189,8 +190,7 @@ class AttemptRequests:
             reply = self._about_memory(waiting.request)
             sentence = reply["answer"].get("sentence")
             log.info("%s on request: %s", verb, sentence)
-            fields = {"verb": verb, "step": self._run.last_step, "sentence": sentence}
-            self._run.record("request", fields)
+            self._run.report(RequestDone(verb, self._run.last_step, sentence))
             return reply
         raise Refused(f"{verb}: an attempt knows no such request")
 
@@ -259,6 +259,7 @@ class AttemptRequests:
                 "how": "from the next step on; the effective batch size stays the same",
             }
         }
+
 
 def _at_minimum(size: int, least: int) -> str:
     return f"the micro-batch is {size} already, and min_batch_size={least} allows no smaller one"

@@ -62,9 +62,7 @@ def ask(
     if reply is None and verb in _NEED_NO_STEP | ({verb} if run.is_stopped else set()):
         with contextlib.suppress(OSError):
             request.unlink()
-        raise ControlError(
-            f"{run.id} does not answer (pid {run.pid}; is it stopped with Ctrl-Z?)"
-        )
+        raise ControlError(f"{run.id} does not answer (pid {run.pid}; is it stopped with Ctrl-Z?)")
     if reply is None:
         raise StillQueued(
             f"{run.id}: no step has ended within {wait_seconds:g} s; the request stays queued and "
@@ -86,9 +84,7 @@ def status(run: Run) -> dict[str, Any]:
     return {**run.about(), **figures}
 
 
-def _wait_for(
-    answer: Path, request: Path, run: Run, wait_seconds: float
-) -> dict[str, Any] | None:
+def _wait_for(answer: Path, request: Path, run: Run, wait_seconds: float) -> dict[str, Any] | None:
     """Return the answer, None where it does not come in time.
 
     Raises:

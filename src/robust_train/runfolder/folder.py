@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 import os
+import select
+import signal
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from robust_train.events import Event
-from robust_train.execution.signals import SignalWatch
+from robust_train.errors import EXIT_FAILED, EXIT_NO_DEVICE, JobInterrupted
+from robust_train.events import AttemptStarted, Event
 from robust_train.runfolder import runs
 from robust_train.runfolder.lock import RunLock, user_name
 from robust_train.runfolder.requests import (
@@ -22,6 +24,7 @@ from robust_train.runfolder.requests import (
     Refused,
     Reply,
     Request,
+    Signals,
     send_sigterm,
     stop_job,
     sweep_stop_requested,
@@ -32,7 +35,7 @@ from robust_train.values import Attempt, AttemptSpec, Decision, Retry
 log = logging.getLogger("robust_train")
 
 _POLL_SECONDS = 0.4
-EXIT_CODES = {"completed": 0, "failed": 1, "no_device": 75}
+_EXIT_CODES = {"completed": 0, "failed": EXIT_FAILED, "no_device": EXIT_NO_DEVICE}
 
 
 class WaitStatus(Protocol):
@@ -64,7 +67,7 @@ class RunFolder:
     """
 
     def __init__(
-        self, run_dir: Path, name: str, signals: SignalWatch, sweep_folder: Path | None = None
+        self, run_dir: Path, name: str, signals: Signals, sweep_folder: Path | None = None
     ) -> None:
         self.token = os.urandom(3).hex()
         self._run_dir = run_dir
@@ -116,8 +119,13 @@ class RunFolder:
         error: BaseException | None,
         frames: TracebackType | None,
     ) -> None:
-        if not self.state.is_final:
-            self.ended("failed", None if error is None else f"{type(error).__name__}: {error}")
+        if self.state.is_final:
+            pass
+        elif isinstance(error, KeyboardInterrupt):
+            interruption = JobInterrupted(self._signals.received or signal.SIGINT)
+            self.ended("interrupted", str(interruption), interruption.exit_code)
+        else:
+            self.ended("failed", f"{type(error).__name__}: {error}")
         for request in (*self._inbox.requests(TAKEN), *self._inbox.requests()):
             self._inbox.answer(request, {"error": "the run ended before it came to that"})
         self._lock.release()
@@ -141,7 +149,23 @@ class RunFolder:
             return
         if sweep_stop_requested(self._sweep_folder):
             log.info("the sweep is stopped by robust-train run stop")
-            self._signals.tell(15)
+            self._signals.tell(signal.SIGTERM)
+
+    def ticking(self, sleep: Callable[..., None]) -> Callable[..., None]:
+        """Return ``sleep(seconds, wake)`` with ticks in between."""
+
+        def sleep_and_tick(seconds: float, wake: int | None = None) -> None:
+            until = time.monotonic() + seconds
+            while True:
+                self.tick()
+                left = until - time.monotonic()
+                if left <= 0:
+                    return
+                sleep(min(left, _POLL_SECONDS), wake)
+                if wake is not None and _is_readable(wake):
+                    return
+
+        return sleep_and_tick
 
     def queued(self, job_id: str | None) -> None:
         """Take over the job's id in the host's queue."""
@@ -162,9 +186,9 @@ class RunFolder:
         """The job has a device, and the trainer is being imported."""
         self._change(state="starting", waiting=None)
 
-    def attempt_starts(self, number: int, spec: Mapping[str, Any]) -> None:
-        """Attempt ``number`` starts; ``spec`` as the journal has it."""
-        self._file.update(replace(with_attempt(self.state, number, spec), state="running"))
+    def attempt_starts(self, number: int, started: AttemptStarted) -> None:
+        """Attempt ``number`` starts."""
+        self._file.update(with_attempt(self.state, number, started))
 
     def on_event(self, event: Event) -> None:
         """Take in an event of the attempt."""
@@ -179,7 +203,7 @@ class RunFolder:
 
     def ended(self, status: str, reason: str | None, exit_code: int | None = None) -> None:
         """The job has ended; ``status`` and ``reason`` as ``summary.json`` has them."""
-        code = EXIT_CODES.get(status) if exit_code is None else exit_code
+        code = _EXIT_CODES.get(status) if exit_code is None else exit_code
         self._change(state=status, reason=reason, exit_code=code, waiting=None)
 
     def _change(self, **changes: Any) -> None:
@@ -205,6 +229,12 @@ class RunFolder:
         self._change(state="stopping")
         self._inbox.answer(request, reply)
         send_sigterm()
+
+
+def _is_readable(descriptor: int) -> bool:
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def _reply_after(

@@ -1,9 +1,9 @@
 """Requests to a job: one small file each in ``<run folder>/requests/``.
 
-A client writes ``<id>.json`` with ``{"verb": …, "options": {…}}``. Whoever takes the request renames
-it to ``<id>.taken``, writes ``<id>.answer`` with ``{"answer": {…}}`` or ``{"error": "why not"}``, and
-removes it; the client removes the answer. The launcher takes ``stop``, the attempt all else. The
-directory is its owner's alone, and so are the files in it: others' are refused.
+A client writes ``<id>.json``: ``{"verb": …, "options": {…}}``. Whoever takes it renames it to
+``<id>.taken``, writes ``<id>.answer``, ``{"answer": {…}}`` or ``{"error": "why not"}``, and removes
+it; the client removes the answer. The launcher takes ``stop``, the attempt all else. A request
+whose file belongs to another user is refused.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from robust_train.execution.signals import SignalWatch
 from robust_train.files import read_small, replacing
 from robust_train.runfolder.lock import user_name
 
@@ -34,6 +33,18 @@ _MODE = 0o700
 
 Reply = dict[str, Any]
 """``{"answer": {…}}`` or ``{"error": …}``."""
+
+
+class Signals(Protocol):
+    """What stopping a job needs of its signals (see :class:`.execution.signals.SignalWatch`)."""
+
+    received: int | None
+
+    def watches(self, signum: int) -> bool:
+        """Whether that signal stops the job."""
+
+    def tell(self, signum: int) -> None:
+        """Act as if the signal had come."""
 
 
 class Refused(Exception):
@@ -134,7 +145,7 @@ def _read_own(path: Path) -> dict[str, Any]:
     return found
 
 
-def stop_job(signals: SignalWatch, *, now: bool, before: str) -> Reply:
+def stop_job(signals: Signals, *, now: bool, before: str) -> Reply:
     """Stop this process's job as SIGTERM does, and return the answer.
 
     Raises:

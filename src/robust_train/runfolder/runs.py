@@ -88,6 +88,7 @@ class Run:
         else:
             content = self.state.as_json()
             known = {k: v for k, v in content.items() if v is not None or k == "waiting"}
+            known["gpu_uuid"] = next(iter(self.state.gpu_uuids), None)
             now = time.time() if self.alive else self.state.updated
             known["seconds_in_state"] = round(now - self.state.since, 1)
             known["seconds"] = round(now - self.state.started, 1)
@@ -188,7 +189,9 @@ def _only_one(alive: list[Run]) -> Run:
     if not here:
         raise NoLiveRun("no run of yours is alive on this machine")
     if len(here) > 1:
-        raise NoLiveRun(f"{len(here)} runs of yours are alive; name one with --run: {_listed(here)}")
+        raise NoLiveRun(
+            f"{len(here)} runs of yours are alive; name one with --run: {_listed(here)}"
+        )
     return here[0]
 
 

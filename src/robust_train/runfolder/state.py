@@ -12,6 +12,7 @@ from typing import Any
 
 from robust_train.events import (
     AttemptProcess,
+    AttemptStarted,
     BatchSizeFound,
     CheckpointSaved,
     Event,
@@ -75,7 +76,6 @@ class RunState:
     attempt: int | None = None
     attempt_pid: int | None = None
     device: str | None = None
-    gpu_uuid: str | None = None
     gpu_uuids: tuple[str, ...] = ()
     ranks: int | None = None
     batch_size: int | None = None
@@ -125,7 +125,6 @@ _OF_AN_ATTEMPT = (
 )
 _OF_A_SPEC = (
     "device",
-    "gpu_uuid",
     "gpu_uuids",
     "ranks",
     "batch_size",
@@ -136,12 +135,12 @@ _OF_A_SPEC = (
 )
 
 
-def with_attempt(state: RunState, number: int, spec: Mapping[str, Any]) -> RunState:
-    """Return the state at the start of attempt ``number``; ``spec`` as in ``attempt_started``."""
+def with_attempt(state: RunState, number: int, started: AttemptStarted) -> RunState:
+    """Return the state at the start of attempt ``number``."""
     fresh: dict[str, Any] = dict.fromkeys(_OF_AN_ATTEMPT)
-    fresh |= {name: spec[name] for name in _OF_A_SPEC if name in spec}
-    fresh["gpu_uuids"] = tuple(fresh.get("gpu_uuids") or ())
-    return _with_effective_batch(replace(state, waiting=None, attempt=number, **fresh))
+    fresh |= {name: getattr(started, name) for name in _OF_A_SPEC}
+    state = replace(state, state="running", waiting=None, attempt=number, **fresh)
+    return _with_effective_batch(state)
 
 
 def after_event(state: RunState, event: Event) -> RunState:
@@ -174,6 +173,10 @@ def _with_effective_batch(state: RunState) -> RunState:
     return replace(state, effective_batch_size=size * steps * (state.ranks or 1))
 
 
+def _at_once(state: RunState) -> tuple[object, ...]:
+    return state.id, state.state, state.attempt, state.attempt_pid, state.checkpoint
+
+
 def read_state(run_dir: Path) -> RunState | None:
     """Return the state that a run folder holds; None where it holds none that can be read."""
     try:
@@ -199,7 +202,7 @@ class StateFile:
         """Take a new state over, and write it if it is a change of ``state`` or time to."""
         if state == self.state:
             return
-        is_change = (state.state, state.attempt) != (self.state.state, self.state.attempt)
+        is_change = _at_once(state) != _at_once(self.state)
         if state.state != self.state.state:
             state = replace(state, since=time.time())
         self.state, self._is_due = state, True
