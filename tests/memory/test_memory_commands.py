@@ -22,6 +22,7 @@ MachineWith = Callable[..., Machine]
 COMMAND = [sys.executable, "-m", "robust_train.cli.main"]
 VARIABLE = allocator_variable({})
 
+
 def run(environ, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*COMMAND, *arguments],

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from robust_train.runfolder.client import ControlError, StillQueued, ask
 from robust_train.runfolder.runs import choose_run
-
 from simulated_nvml import Gpu, Machine
 from two_gpu_machine import A
 from world import World, is_running, wait_until
@@ -245,7 +245,7 @@ def test_a_trainer_without_micro_batches_goes_on_in_a_new_attempt(host: Host, is
     assert second["effective_batch_size"] == first["effective_batch_size"]
     assert second["start_step"] == first["end_step"] > 0
     assert ended.summary["result"]["batch_size"] == 32
-    actions = [e["action"] for e in ended.journal if e["event"] == "attempt_ended"]
+    actions = [e["record"]["action"] for e in ended.journal if e["event"] == "attempt_ended"]
     assert actions == ["halve_batch_on_request", "none"]
 
 
@@ -273,7 +273,7 @@ def test_a_run_that_hangs_answers_and_says_that_the_request_is_queued(host: Host
     host.train(world, "hangs_after_a_step")
     line = host.refused("checkpoint", "--wait", "0.2")
     assert "no step has ended within 0.2 s; the request stays queued" in line
-    status = host.told("status")
+    status = wait_until(lambda: (s := host.told("status")).get("step") and s, "it reports")
     assert (status["state"], status["step"], status["total_steps"]) == ("running", 1, 10)
     os.kill(status["attempt_pid"], signal.SIGSTOP)
     assert host.told("status")["step"] == 1, "the launcher answers for it"
