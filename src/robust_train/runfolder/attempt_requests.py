@@ -84,6 +84,11 @@ class AttemptRequests:
         self._ended = threading.Event()
         self._stop_watching: Callable[[], None] | None = None
 
+    @property
+    def waiting(self) -> int:
+        """How many requests wait for a step boundary."""
+        return len(self._waiting)
+
     def __enter__(self) -> AttemptRequests:
         if self._run.is_main:
             self._run.serve(self._waiting, self._at_boundary)
