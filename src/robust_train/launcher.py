@@ -168,7 +168,9 @@ class Job:
             JobInterrupted: after the summary was written.
         """
         with self.folder:
-            self.journal.write(JobStarted(str(self.run_dir), name_of(self.trainer), self.earlier.job))
+            self.journal.write(
+                JobStarted(str(self.run_dir), name_of(self.trainer), self.earlier.job)
+            )
             if self.checkpoint is not None:
                 log.info(
                     "this run folder holds an unfinished job: going on from %s", self.checkpoint
