@@ -13,11 +13,15 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from robust_train.batch.search import BatchSearch
-from robust_train.cli.door import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_NO_DEVICE
 from robust_train.config.batch import settle_batch_size
 from robust_train.config.schema import validate
-from robust_train.control.job import JobControl
-from robust_train.errors import ConfigError, JobInterrupted
+from robust_train.errors import (
+    EXIT_BAD_CONFIG,
+    EXIT_FAILED,
+    EXIT_NO_DEVICE,
+    ConfigError,
+    JobInterrupted,
+)
 from robust_train.events import AttemptStarted
 from robust_train.execution.inline import InlineExecutor
 from robust_train.execution.request import AttemptRequest
@@ -27,8 +31,10 @@ from robust_train.execution.trainer_ref import TrainerRef
 from robust_train.launcher import Job
 from robust_train.memory.stability import attempt_stability
 from robust_train.queue.devices import job_name
+from robust_train.runfolder.folder import RunFolder
+from robust_train.runfolder.requests import sweep_stop_requested
 from robust_train.runfolder.summary import Summary, objective_of
-from robust_train.settings import target_of
+from robust_train.settings import sweep_folder, target_of
 from robust_train.sweep.current import (
     CurrentJob,
     current_job,
@@ -82,8 +88,7 @@ def robust_job(cfg: DictConfig) -> Any:
     except ConfigError as error:
         return _refused(error)
     except JobInterrupted as error:
-        job_interrupted(error, error.exit_code)
-        raise
+        return _interrupted(error)
     if summary.status == "completed":
         return summary.objective
     say_why(summary)
@@ -102,6 +107,16 @@ def _refused(error: ConfigError) -> float | None:
     # said here, because Hydra puts lines of its own around what a job raises
     ending.refuse(str(error))
     job_refused(str(error))
+    return _no_objective()
+
+
+def _interrupted(error: JobInterrupted) -> float | None:
+    job_interrupted(error, error.exit_code)
+    folder = sweep_folder()
+    if folder is None or not sweep_stop_requested(folder):
+        raise error
+    # the sweep goes on to its next jobs, none of which is started any more
+    ending.note(error.exit_code)
     return _no_objective()
 
 
@@ -132,8 +147,7 @@ def plain_job(cfg: DictConfig) -> Any:
     except ConfigError as error:
         return _refused(error)
     except JobInterrupted as error:
-        job_interrupted(error, error.exit_code)
-        raise
+        return _interrupted(error)
     attempt_stability(request.run_dir, request.attempt)
     if outcome.failure is None:
         log.info("completed; run folder: %s", request.run_dir)
@@ -169,14 +183,17 @@ def _plain_request(cfg: DictConfig) -> AttemptRequest:
 def _run_plainly(request: AttemptRequest) -> Outcome:
     cfg, run_dir = request.cfg, request.run_dir
     signals = SignalWatch()
-    control = JobControl(job_name(cfg, run_dir), run_dir, signals, os.environ)
+    folder = RunFolder(run_dir, job_name(cfg, run_dir), signals, sweep_folder())
     executor = InlineExecutor(request.trainer.load, signals, can_restart=False)
     executor.prepare()
     training = cfg.training
     given = AttemptStarted(cfg.device, training.batch_size, training.gradient_accumulation_steps)
-    with signals, control, control.attempt(1, given) as channel:
-        outcome = executor.run(request, control.on_event, channel=channel)
+    with folder, signals:
+        folder.attempt_starts(1, given)
+        outcome = executor.run(request, folder.on_event, hold=folder.hold, tick=folder.tick)
         signals.raise_if_received()
+        status = "completed" if outcome.failure is None else "failed"
+        folder.ended(status, None if outcome.failure is None else outcome.failure.message)
     return outcome
 
 

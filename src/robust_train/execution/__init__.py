@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import select
-import socket
 import time
 from collections.abc import Callable
 from typing import Protocol
@@ -40,13 +39,12 @@ class Executor(Protocol):
         on_event: Callable[[Event], None],
         *,
         hold: tuple[int, ...] = (),
-        channel: socket.socket | None = None,
         tick: Callable[[], None] = lambda: None,
     ) -> Outcome:
         """Run one attempt to its end, however it ends.
 
-        The attempt and what it starts keep copies of the descriptors ``hold`` open. What is asked
-        of it while it runs comes over ``channel``.
+        The attempt and what it starts keep copies of the descriptors ``hold`` open. ``tick`` is
+        called at least twice a second.
         """
 
     def close(self, *, keep_server: bool) -> None:

@@ -29,13 +29,9 @@ class Import:
 
 @dataclass(frozen=True)
 class Fork:
-    """Run an attempt in a child, which keeps open the descriptors that come with the message.
-
-    ``has_channel``: the first of them is its socket for requests.
-    """
+    """Run an attempt in a child, which keeps open the descriptors that come with the message."""
 
     request: AttemptRequest
-    has_channel: bool
 
 
 @dataclass(frozen=True)

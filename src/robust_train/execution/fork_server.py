@@ -156,7 +156,6 @@ class ForkServer:
         on_event: Callable[[Event], None],
         signals: SignalWatch,
         hold: tuple[int, ...],
-        channel: socket.socket | None,
         tick: Callable[[], None],
     ) -> Exited:
         """Run one attempt to its end, whatever that is.
@@ -185,8 +184,7 @@ class ForkServer:
         with signals.handed_to(stop) as wakeup, selectors.DefaultSelector() as selector:
             signals.raise_if_received()
             self._is_running = True
-            given = hold if channel is None else (channel.fileno(), *hold)
-            self._send(Fork(request, channel is not None), given)
+            self._send(Fork(request), hold)
             forked = True
             if clock.is_set:  # a signal that came before there was a child to stop
                 send_stop()

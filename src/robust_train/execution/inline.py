@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import socket
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from robust_train.errors import ConfigError
 from robust_train.events import Event, Failed, Finished, MemoryHeld
@@ -71,7 +68,6 @@ class InlineExecutor:
         on_event: Callable[[Event], None],
         *,
         hold: tuple[int, ...] = (),
-        channel: socket.socket | None = None,
         tick: Callable[[], None] = lambda: None,
     ) -> Outcome:
         """Run one attempt; ``hold`` is open in this process anyway."""
@@ -97,16 +93,15 @@ class InlineExecutor:
         if self._memory_at_first is None:
             self._memory_at_first = StartingMemory.now()
         started = time.monotonic()
-        with _ticking(tick):
-            error = run_attempt(
-                request,
-                run,
-                self._trainer,
-                take,
-                stopping=lambda stop: self._signals.handed_to(lambda signum: stop()),
-                channel=channel,
-                process_ends=False,
-            )
+        error = run_attempt(
+            request,
+            run,
+            self._trainer,
+            take,
+            stopping=lambda stop: self._signals.handed_to(lambda signum: stop()),
+            tick=tick,
+            process_ends=False,
+        )
         if isinstance(progress.ending, Failed) and progress.ending.config_error:
             raise ConfigError(progress.ending.config_error) from error
         failure = progress.failure
@@ -120,21 +115,3 @@ class InlineExecutor:
         # only what ends the job may keep its frames, and the tensors in them, alive
         kept = error if was_bug else None
         return progress.outcome(failure, time.monotonic() - started, error=kept)
-
-
-@contextlib.contextmanager
-def _ticking(tick: Callable[[], None]) -> Iterator[None]:
-    """Call ``tick`` from a thread while the trainer has this one."""
-    ended = threading.Event()
-
-    def work() -> None:
-        while not ended.wait(_TICK_SECONDS):
-            tick()
-
-    thread = threading.Thread(target=work, name="robust-train ticks", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join(_TICK_SECONDS)

@@ -10,7 +10,6 @@ import os
 import pickle
 import shlex
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -101,7 +100,6 @@ class ProcessExecutor:
         on_event: Callable[[Event], None],
         *,
         hold: tuple[int, ...] = (),
-        channel: socket.socket | None = None,
         tick: Callable[[], None] = lambda: None,
     ) -> Outcome:
         """Run one attempt.
@@ -131,7 +129,6 @@ class ProcessExecutor:
                 on_event=take,
                 signals=self._signals,
                 hold=hold,
-                channel=channel,
                 tick=tick,
             )
             server.pump.end_log()

@@ -9,7 +9,6 @@ import json
 import logging
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -48,7 +47,6 @@ class Rank:
     Attributes:
         rank: its number.
         request: the attempt.
-        channel: for requests of a live run, which the first rank takes; None where there are none.
         send: takes the attempt's events.
         votes: the group's flags.
         ending: a descriptor of a file in memory for the event of its end.
@@ -57,7 +55,6 @@ class Rank:
 
     rank: int
     request: AttemptRequest
-    channel: socket.socket | None
     send: EventSender
     votes: Votes
     ending: int
@@ -86,7 +83,6 @@ def be_rank(given: Rank) -> None:
             request.trainer.load,
             _ending_to(given.ending),
             stopping=stop_on_signals,
-            channel=given.channel if rank == 0 else None,
             process_ends=True,
         )
         status = int(error is not None)

@@ -11,7 +11,6 @@ import contextlib
 import faulthandler
 import os
 import signal
-import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -36,13 +35,13 @@ _LAST_WORDS_SECONDS = 1.0
 _AFTER_KILL_SECONDS = 5.0
 
 
-def run_ranks(request: AttemptRequest, channel: socket.socket | None, send: EventSender) -> int:
+def run_ranks(request: AttemptRequest, send: EventSender) -> int:
     """Run the trainer in ``request.ranks`` processes, and send how that ended as one event.
 
     Returns:
         0 if all ranks completed, else 1.
     """
-    group = _Group(request, channel, send)
+    group = _Group(request, send)
     ends = group.run()
     ending, status = _ending(ends)
     send(ending)
@@ -53,9 +52,7 @@ def run_ranks(request: AttemptRequest, channel: socket.socket | None, send: Even
 class _Group:
     """The ranks' processes, from their fork to their end."""
 
-    def __init__(
-        self, request: AttemptRequest, channel: socket.socket | None, send: EventSender
-    ) -> None:
+    def __init__(self, request: AttemptRequest, send: EventSender) -> None:
         self._grace_seconds = request.stop_grace_seconds
         self._votes = Votes(request.ranks)
         self._endings = [os.memfd_create(f"rank-{rank}") for rank in range(request.ranks)]
@@ -67,7 +64,7 @@ class _Group:
         for rank in range(request.ranks):
             read_end, write_end = os.pipe()
             ports.append(write_end)
-            given = Rank(rank, request, channel, send, self._votes, self._endings[rank], read_end)
+            given = Rank(rank, request, send, self._votes, self._endings[rank], read_end)
             self._fork(given, ports)
             os.close(read_end)
         # only now: its thread would not be in the ranks

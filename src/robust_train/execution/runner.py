@@ -21,13 +21,14 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from robust_train.control.attempt import AttemptRequests
 from robust_train.errors import ConfigError, Interrupted, UserError
 from robust_train.events import Event, Failed, Finished
 from robust_train.execution.request import AttemptRequest
 from robust_train.failures import classify_failure
 from robust_train.memory.steering import AttemptMemory
 from robust_train.run import MicroBatchPlan, Run, memory_in_use
+from robust_train.runfolder.attempt_requests import AttemptRequests
+from robust_train.runfolder.cadence import SavePlan
 from robust_train.values import Failure, FailureKind
 
 HALVE_BATCH = "halve_batch"
@@ -52,7 +53,7 @@ def run_attempt(
     send: Send,
     *,
     stopping: Stopping,
-    channel: Any = None,
+    tick: Callable[[], None] = lambda: None,
     process_ends: bool,
 ) -> BaseException | None:
     """Run the trainer and send :class:`Finished` or :class:`Failed`.
@@ -63,7 +64,7 @@ def run_attempt(
         load: returns the trainer, imported if need be.
         send: takes the event of its end.
         stopping: how this process is asked to stop.
-        channel: requests of a live run.
+        tick: called twice a second, where the launcher itself runs the attempt.
         process_ends: this process ends with the attempt, so memory need not be returned.
 
     Returns:
@@ -74,7 +75,7 @@ def run_attempt(
     run.batch_search = request.batch_search
     with stopping(stop_trainer(run)):
         try:
-            with AttemptRequests(run, channel, run.run_dir):
+            with AttemptRequests(run, run.run_dir, tick):
                 result = call_trainer(load(), request.cfg, run)
             ending = Finished(plain(result))
         except SystemExit as stop:
@@ -102,6 +103,7 @@ def call_trainer(trainer: Trainer, cfg: DictConfig, run: Run) -> Any:
     """
     run.memory_keeper = keeper = AttemptMemory(run, cfg)
     run.micro_batch_plan = MicroBatchPlan.of(cfg)
+    run.save_plan = SavePlan.of(cfg)
     with keeper:
         try:
             parameters = inspect.signature(trainer).parameters

@@ -70,7 +70,7 @@ class Server:
         if isinstance(message, Import):
             self._import(message)
         elif isinstance(message, Fork):
-            self._fork(message.request, has_channel=message.has_channel)
+            self._fork(message.request)
         elif isinstance(message, Signal) and self._child is not None:
             os.kill(self._child, message.signum)
 
@@ -97,7 +97,7 @@ class Server:
         gc.freeze()
         send_message(self._control, Imported(unsafe))
 
-    def _fork(self, request: AttemptRequest, *, has_channel: bool) -> None:
+    def _fork(self, request: AttemptRequest) -> None:
         server = os.getpid()
         # a signal that comes before the attempt's own handlers must not be lost
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
@@ -108,7 +108,6 @@ class Server:
             for signum in STOP_SIGNALS:
                 if signum not in self._ignored:
                     signal.signal(signum, signal.SIG_DFL)
-            channel = socket.socket(fileno=self._reader.descriptors.pop(0)) if has_channel else None
             for descriptor in self._reader.descriptors:  # locks: what the attempt starts
                 os.set_inheritable(descriptor, True)  # holds them as well
             os.setpgid(0, 0)
@@ -116,13 +115,13 @@ class Server:
             if os.getppid() != server:
                 os._exit(1)
             self._control.close()
-            self._be_attempt(request, channel)
+            self._be_attempt(request)
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         while self._reader.descriptors:
             os.close(self._reader.descriptors.pop())
         self._child = pid
 
-    def _be_attempt(self, request: AttemptRequest, channel: socket.socket | None) -> None:
+    def _be_attempt(self, request: AttemptRequest) -> None:
         """Run the attempt; does not return."""
         status = 1
         send = EventSender(self._events)
@@ -140,9 +139,9 @@ class Server:
                 # it brings much of torch along that one process does without
                 from robust_train.execution.ranks import run_ranks
 
-                status = run_ranks(request, channel, send)
+                status = run_ranks(request, send)
             else:
-                status = self._run_alone(request, channel, send)
+                status = self._run_alone(request, send)
             # what a normal interpreter exit would do, without the server's own frames above us
             flush_output()
             run_exit_handlers()
@@ -153,9 +152,7 @@ class Server:
             send.flush()
             os._exit(status)
 
-    def _run_alone(
-        self, request: AttemptRequest, channel: socket.socket | None, send: EventSender
-    ) -> int:
+    def _run_alone(self, request: AttemptRequest, send: EventSender) -> int:
         run = Run(
             run_dir=request.run_dir,
             attempt=request.attempt,
@@ -168,7 +165,6 @@ class Server:
             request.trainer.load,
             send,
             stopping=stop_on_signals,
-            channel=channel,
             process_ends=True,
         )
         send.flush()
