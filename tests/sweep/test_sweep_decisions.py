@@ -9,7 +9,7 @@ import pytest
 
 from robust_train.sweep.capacity import jobs_at_once
 from robust_train.sweep.live_table import LiveRow, most_telling
-from robust_train.sweep.misplaced import misplaced_launcher
+from robust_train.sweep.plugins_of_others import misplaced_launcher
 from robust_train.sweep.progress import JournalFollower, Progress, advance
 from robust_train.sweep.record import Entry, JobRecord, decide, read_record, set_aside
 from robust_train.sweep.rows import exit_code_of, row_of

@@ -86,8 +86,8 @@ def _open(job: Callable[[Any], Any], name: str, config_name: str, ending: Any) -
 def _will_train_in_a_process(arguments: list[str]) -> bool:
     """Whether a warm fork server will be of use: not for ``--help`` and its like."""
     flags = {"-m", "--multirun"}
-    # their jobs can use it; with Hydra's other launchers each job starts its own
-    launchers = {"hydra/launcher=basic", "hydra/launcher=gpu_queue"}
+    # its jobs run in this process; under other launchers each job starts its own
+    launchers = {"hydra/launcher=basic"}
     with_value = ("--config-name", "--config-dir", "--config-path", "-cn", "-cd", "-cp")
     for argument in arguments:
         if argument.startswith("-") and not (argument in flags or argument.startswith(with_value)):

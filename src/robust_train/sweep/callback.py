@@ -12,7 +12,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
 from robust_train.sweep import current, session
-from robust_train.sweep.mask import restore_mask
+from robust_train.sweep.plugins_of_others import restore_mask
 
 
 class SweepCallback(Callback):

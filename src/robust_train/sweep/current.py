@@ -13,9 +13,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from robust_train.runfolder.summary import objective_of
-from robust_train.sweep import stop_word
-from robust_train.sweep.misplaced import misplaced_launcher
-from robust_train.sweep.plugins_of_others import no_objective
+from robust_train.sweep.plugins_of_others import misplaced_launcher, no_objective
 from robust_train.sweep.record import (
     COMPLETED,
     INTERRUPTED,
@@ -85,7 +83,6 @@ def leave() -> None:
     """Forget the job."""
     global _current
     _current = None
-    stop_word.job_ended()
 
 
 def enter(config: DictConfig, launcher: str | None) -> CurrentJob:
@@ -170,8 +167,6 @@ def _enter_sweep(job: CurrentJob, config: DictConfig) -> None:
     reason = None
     if _stopped_by_failure(config, job.record.sweep):
         reason = "another job failed before (sweep_fail_fast=true)"
-    elif not stop_word.job_starts():
-        reason = "the sweep was stopped"
     if reason is not None:
         job.runs = False
         job.ended(NOT_STARTED, 0, reason=reason)
@@ -206,7 +201,6 @@ def job_ended(
     """Record the end of this process's job, where it is one of a sweep."""
     if _current is not None:
         _current.ended(status, exit_code, reason=reason, objective=objective)
-    stop_word.job_ended()
 
 
 def job_refused(reason: str) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("robust_train")
 
-REFRESH_SECONDS = 0.5
+_REFRESH_SECONDS = 0.5
 _COLUMNS = ("job", "overrides", "status", "attempt", "device", "batch", "step")
 _ACTIVE = ("running", "waiting", "starting")
 _FRAME_LINES = 7  # the table's own lines, the tally and the line the cursor stands in
@@ -42,6 +43,7 @@ class LiveTable:
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = sys.stderr if stream is None else stream
+        self._next_refresh = 0.0
         self.is_live = self._stream.isatty() and os.environ.get("TERM") != "dumb"
 
     def __enter__(self) -> LiveTable:
@@ -69,7 +71,7 @@ class LiveTable:
         if self.is_live:
             self._live.stop()
 
-    def say(self, line: str, *, level: int = logging.INFO) -> None:
+    def show_line(self, line: str, *, level: int = logging.INFO) -> None:
         """Show a line that stays."""
         if self.is_live:
             from rich.text import Text
@@ -78,11 +80,12 @@ class LiveTable:
         else:
             log.log(level, "%s", line)
 
-    def show(self, rows: Sequence[LiveRow]) -> None:
-        """Show the table as it is now."""
-        if self.is_live:
-            room = self._live.console.size.height - _FRAME_LINES
-            self._live.update(_render(most_telling(rows, room), rows), refresh=True)
+    def show(self, rows: Callable[[], Sequence[LiveRow]]) -> None:
+        """Show the table as it is now, at most twice a second."""
+        if self.is_live and time.monotonic() >= self._next_refresh:
+            self._next_refresh = time.monotonic() + _REFRESH_SECONDS
+            now, room = rows(), self._live.console.size.height - _FRAME_LINES
+            self._live.update(_render(most_telling(now, room), now), refresh=True)
 
 
 def most_telling(rows: Sequence[LiveRow], room: int) -> list[LiveRow]:

@@ -21,21 +21,20 @@ from robust_train.report.story import Story, story_of
 from robust_train.report.times import Span, Use
 from robust_train.runfolder.journal import strict_json
 from robust_train.sweep.record import COMPLETED, read_json, read_record
-from robust_train.sweep.rows import Row as JobRow
-from robust_train.sweep.rows import job_folders, read_row
+from robust_train.sweep.rows import SweepRow, job_folders, read_row
 from robust_train.sweep.table import differing_overrides, tally
 
 log = logging.getLogger("robust_train")
 
 SCHEMA = 1
-_ROW_FIELDS = tuple(JobRow.__dataclass_fields__)
+_ROW_FIELDS = tuple(SweepRow.__dataclass_fields__)
 
 
 @dataclass(frozen=True)
 class JobStory:
     """One job of a sweep: its row, and its story where it left a journal."""
 
-    row: JobRow
+    row: SweepRow
     story: Story | None = field(default=None, repr=False)
 
     @property
@@ -137,13 +136,13 @@ def _jobs(folder: Path, table: Mapping[str, Any]) -> list[JobStory]:
     return jobs
 
 
-def _row_of(content: Any) -> JobRow | None:
+def _row_of(content: Any) -> SweepRow | None:
     if not isinstance(content, dict) or any(name not in content for name in _ROW_FIELDS):
         return None
     values = {name: content[name] for name in _ROW_FIELDS}
     for name in ("overrides", "devices"):
         values[name] = tuple(map(str, values[name])) if isinstance(values[name], list) else ()
-    return JobRow(**values)
+    return SweepRow(**values)
 
 
 def sweep_page(sweep: SweepStory) -> str:
