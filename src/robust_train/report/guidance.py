@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
+from robust_train.events import MalformedEvent, read_as
 from robust_train.failures.advice import advice_for
 from robust_train.report.attempts import AttemptStory
 from robust_train.report.series import DeviceMemory, Mark
-from robust_train.report.sources import whole
 from robust_train.report.times import Span, Use
 from robust_train.report.units import duration, memory, percent
 from robust_train.values import MEMORY_FAILURES, Evidence, FailureKind
@@ -70,7 +69,7 @@ def _what_worked(attempts: Sequence[AttemptStory], spans: Sequence[Span]) -> Ite
     lost = sum(s.seconds for s in spans if s.use is Use.LOST and s.attempt in numbers)
     sizes = ", ".join(dict.fromkeys(str(a.batch_size) for a in same_place))
     yield Advice(
-        f"On {last.place} batch size {last.batch_size} held and {sizes} did not; finding that out "
+        f"On {last.where} batch size {last.batch_size} held and {sizes} did not; finding that out "
         f"cost {duration(lost)}.",
         ("begin the next run with what held: the effective batch is the same",),
         f"training.batch_size={last.batch_size} "
@@ -86,26 +85,18 @@ def _failures(attempts: Sequence[AttemptStory]) -> Iterator[Advice]:
         kind = kinds.get(attempt.outcome)
         if kind is None:
             continue
-        evidence = evidence_of(attempt.evidence)
+        try:
+            evidence = read_as(Evidence, attempt.evidence)
+        except MalformedEvent:
+            evidence = Evidence()
         steps = advice_for(kind, evidence)
         if steps:
             yield Advice(_finding(attempt, kind, evidence), steps)
 
 
-def evidence_of(content: Mapping[str, Any]) -> Evidence:
-    """The evidence as the journal has it."""
-    sizes = {f.name: whole(content.get(f.name)) for f in fields(Evidence) if "bytes" in f.name}
-    library = content.get("library")
-    return Evidence(
-        **sizes,
-        fragmented=content.get("fragmented") is True,
-        library=library if isinstance(library, str) else None,
-    )
-
-
 def _finding(attempt: AttemptStory, kind: FailureKind, evidence: Evidence) -> str:
     if kind not in MEMORY_FAILURES:
-        return f"Attempt {attempt.number} on {attempt.place}: {attempt.message or kind.value}"
+        return f"Attempt {attempt.number} on {attempt.where}: {attempt.message or kind.value}"
     figures = []
     if evidence.requested_bytes is not None:
         figures.append(f"{memory(evidence.requested_bytes)} asked for")
@@ -119,7 +110,7 @@ def _finding(attempt: AttemptStory, kind: FailureKind, evidence: Evidence) -> st
     told = f" ({', '.join(figures)})" if figures else ""
     what = "GPU memory" if kind is FailureKind.DEVICE_OOM else "Host memory"
     return (
-        f"{what} ran out in attempt {attempt.number} on {attempt.place} at batch size "
+        f"{what} ran out in attempt {attempt.number} on {attempt.where} at batch size "
         f"{attempt.batch_size}{told}."
     )
 

@@ -153,7 +153,7 @@ def _tiles(story: Story) -> list[tuple[str, str, str]]:
         where = ", ".join(dict.fromkeys(attempt.device for attempt in story.attempts))
         tiles.append(("attempts", str(len(story.attempts)), where))
     if story.peak_memory_bytes is not None:
-        device = story.attempts[-1].place
+        device = story.attempts[-1].where
         tiles.append(("peak memory", units.memory(story.peak_memory_bytes), f"on {device}"))
     return tiles
 

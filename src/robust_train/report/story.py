@@ -110,23 +110,21 @@ def story_of(sources: Sources) -> Story:
     """What happened in the job whose run folder was read."""
     name = sources.folder.resolve().name
     folder = str(sources.folder)
-    if not sources.events:
-        gaps = sources.gaps
-        status = sources.summary.get("status")
-        story = Story(name, folder, files=sources.files, gaps=gaps)
-        if isinstance(status, str):
-            told = "The journal is missing; of the job only summary.json is left."
-            return replace(story, status=status, sentence=told)
-        return story
-    attempts = _with_last_signs(attempts_of(sources.events), sources.samples)
-    launches = _until_last_signs(launches_of(sources.events), attempts)
+    if not sources.entries:
+        story = Story(name, folder, files=sources.files, gaps=sources.gaps)
+        if sources.summary is None:
+            return story
+        sentence = "The journal is missing; of the job only summary.json is left."
+        return replace(story, status=sources.summary.status, sentence=sentence)
+    attempts = _with_last_signs(attempts_of(sources.entries), sources.samples)
+    launches = _until_last_signs(launches_of(sources.entries), attempts)
     status = launches[-1].status or UNFINISHED
     completed = status == "completed"
     spans = spans_of(launches, attempts, completed=completed)
     seconds = {use.value: seconds for use, seconds in totals(spans).items()}
     seconds["wall"] = math.fsum(s for use, s in seconds.items() if use != Use.STOPPED.value)
-    marks = marks_of(sources.events, attempts)
-    result = sources.summary.get("result") if completed else None
+    marks = marks_of(sources.entries, attempts)
+    result = sources.summary.result if completed and sources.summary is not None else None
     story = Story(
         name=name,
         folder=folder,
@@ -139,8 +137,8 @@ def story_of(sources: Sources) -> Story:
         attempts=attempts,
         launches=launches,
         spans=spans,
-        memory=memory_of(sources.samples, sources.events, attempts, marks),
-        curves=curves_of(sources.events, attempts, kept_steps(attempts, completed=completed)),
+        memory=memory_of(sources.samples, sources.entries, attempts, marks),
+        curves=curves_of(sources.entries, attempts, kept_steps(attempts, completed=completed)),
         marks=marks,
         stability=_stability(sources.samples, attempts),
         reason=launches[-1].reason,

@@ -55,7 +55,7 @@ def sentence_of(
     if inside:
         times = "once" if inside == 1 else f"{inside} times"
         parts.append(f"Memory ran out {times} inside a step, which was repeated in smaller parts.")
-    if status == "completed" and len(attempts) > 1:
+    if status == "completed" and len(attempts) > 1 and seconds["wall"] > 0:
         parts.append(f"{percent(seconds['useful'] / seconds['wall'])} of the time was useful.")
     return " ".join(parts)
 
@@ -76,7 +76,7 @@ def _ending(status: str, reason: str | None, attempts: Sequence[AttemptStory], w
     why = "" if reason is None else f": {_first_line(reason)}"
     if status == "completed" and last is not None:
         which = "" if len(attempts) == 1 else f" at the {ordinal(len(attempts))} attempt"
-        return f"Completed in {duration(wall)}{which}, on {last.place} with {setting(last)}."
+        return f"Completed in {duration(wall)}{which}, on {last.where} with {setting(last)}."
     if status == "no_device":
         return _stop(f"Found no device in {duration(wall)}{why}")
     if status == "interrupted":
@@ -86,7 +86,7 @@ def _ending(status: str, reason: str | None, attempts: Sequence[AttemptStory], w
             "Has no recorded end: it still runs, or its process died without a word. The last "
             f"sign of life came after {duration(wall)}{_at(last)}." + _saved(attempts)
         )
-    where = "" if last is None else f" in the {ordinal(len(attempts))} attempt, on {last.place}"
+    where = "" if last is None else f" in the {ordinal(len(attempts))} attempt, on {last.where}"
     return _stop(f"{_capital(status.replace('_', ' '))} after {duration(wall)}{where}{why}")
 
 
@@ -94,7 +94,7 @@ def _at(last: AttemptStory | None) -> str:
     if last is None:
         return ", before any attempt had begun"
     step = "before its first step" if last.end_step is None else f"at step {last.end_step}"
-    return f", {step} on {last.place}"
+    return f", {step} on {last.where}"
 
 
 def _saved(attempts: Sequence[AttemptStory]) -> str:
@@ -115,7 +115,7 @@ def _troubles(failed: Sequence[AttemptStory]) -> list[str]:
 
 
 def _told(failed: Sequence[AttemptStory]) -> Iterator[str]:
-    for (outcome, place), group in itertools.groupby(failed, key=lambda a: (a.outcome, a.place)):
+    for (outcome, place), group in itertools.groupby(failed, key=lambda a: (a.outcome, a.where)):
         own = list(group)
         sizes = _and([str(a.batch_size) for a in own if a.batch_size is not None])
         times = "" if len(own) == 1 else f" {len(own)} times"
