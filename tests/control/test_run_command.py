@@ -207,7 +207,7 @@ def test_halving_during_training_ends_in_the_same_weights(host: Host, isolation:
         results.append(ended.summary["result"])
         if name == "halved":
             changes = [e for e in ended.journal if e["event"] == "micro_batch_changed"]
-            assert [(e["from"], e["to"]) for e in changes] == [(64, 32), (32, 16)]
+            assert [(e["before"], e["after"]) for e in changes] == [(64, 32), (32, 16)]
             assert all("halve-batch" in e["reason"] for e in changes)
             assert len(ended.attempts) == 1
     halved, undisturbed = results

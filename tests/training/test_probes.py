@@ -59,7 +59,7 @@ def fits(size):
 
 found = find_batch_size(lambda size: body(data[:size]).backward(), 256, model=model)
 events = []
-run = Run(run_dir=Path(tempfile.mkdtemp()), report=events.append)
+run = Run(run_dir=Path(tempfile.mkdtemp()), report=lambda event: events.append(event.as_json()))
 run.micro_batch_plan = MicroBatchPlan(batch_size=256)
 run.batch_search = BatchSearch(256)
 lengths = []
@@ -209,7 +209,7 @@ def test_a_loop_that_does_not_weight_its_losses_is_refused_with_probes_too(tmp_p
 def test_where_nothing_fits_the_step_fails_as_it_would_have(tmp_path):
     model = nn.Linear(5, 3)
     events: list[dict[str, object]] = []
-    run = Run(run_dir=tmp_path, report=events.append)
+    run = Run(run_dir=tmp_path, report=lambda event: events.append(event.as_json()))
     run.micro_batch_plan = MicroBatchPlan(batch_size=16, min_batch_size=4)
     run.batch_search = BatchSearch(16, min_batch_size=4)
     with pytest.raises(torch.OutOfMemoryError):  # noqa: PT012
