@@ -399,18 +399,18 @@ def parse(data: object) -> Event:
     return event
 
 
-_T = TypeVar("_T")
+T = TypeVar("T")
 
 
-def read_as(cls: type[_T], data: object) -> _T:
-    """Return a JSON object as the frozen dataclass ``cls``; unknown keys are ignored.
+def from_json(cls: type[T], data: object) -> T:
+    """Return the frozen dataclass ``cls`` from one JSON object; unknown keys are ignored.
 
     Raises:
-        MalformedEvent: it is no object, or a field is missing or of another type.
+        MalformedEvent: a field is missing or of another type.
     """
     if not isinstance(data, Mapping):
         raise MalformedEvent("not an object")
-    found: _T = _build(cls, data, cls.__name__)
+    found: T = _build(cls, data, cls.__name__)
     return found
 
 

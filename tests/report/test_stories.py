@@ -292,7 +292,9 @@ hostile_events = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    deadline=None, max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(hostile_events, st.lists(anything, max_size=4))
 def test_whatever_a_run_folder_holds_it_has_a_report(tmp_path, events, others):
     lines = "".join(json.dumps(event) + "\n" for event in [*events, *others])

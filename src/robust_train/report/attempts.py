@@ -18,7 +18,7 @@ from robust_train.events import (
     MalformedEvent,
     Progress,
     TrainingStarted,
-    read_as,
+    from_json,
 )
 from robust_train.report.sources import Entry
 from robust_train.runfolder.summary import AttemptSummary
@@ -187,7 +187,7 @@ def _attempt(
 
 def _ended(story: AttemptStory, event: AttemptEnded, time: float) -> AttemptStory:
     try:
-        record = read_as(AttemptSummary, event.record)
+        record = from_json(AttemptSummary, event.record)
     except MalformedEvent:
         return replace(story, ended=time)
     evidence = dict(event.evidence)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from robust_train.report.units import nice_step, number
+from robust_train.readable import number
 from robust_train.values import GIB, MIB
 
 Point = tuple[float, float]
@@ -97,6 +97,15 @@ def number_ticks(low: float, high: float, most: int, *, is_log: bool = False) ->
         Tick(v, number(v) if abs(v) > 1e-12 else "0")
         for v in _multiples(low, high, nice_step(high - low, most))
     ]
+
+
+def nice_step(span: float, most: int) -> float:
+    """Return the smallest of 1, 2, 5, 10 … that cuts ``span`` into at most ``most`` pieces."""
+    if not (span > 0 and math.isfinite(span)):
+        return 1.0
+    rough = span / most
+    scale = 10.0 ** math.floor(math.log10(rough))
+    return next((m * scale for m in (1, 2, 5) if m * scale >= rough * (1 - 1e-9)), 10 * scale)
 
 
 def _multiples(low: float, high: float, step: float) -> list[float]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from robust_train.memory.samples import Sample
+from robust_train.readable import duration, memory, number
 from robust_train.report import plots
 from robust_train.report.attempts import AttemptStory
 from robust_train.report.axes import Point, Tick, byte_ticks, number_ticks, step_ticks, time_ticks
@@ -15,7 +16,6 @@ from robust_train.report.plots import Axis, Band, Bar, Chart, Glyph, Line, Row
 from robust_train.report.series import Curve, DeviceMemory, Mark
 from robust_train.report.story import Story
 from robust_train.report.times import Span, Use
-from robust_train.report.units import duration, memory, number
 from robust_train.report.wording import OUTCOMES
 from robust_train.values import MIB
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from robust_train.events import MalformedEvent, read_as
+from robust_train.events import MalformedEvent, from_json
 from robust_train.failures.advice import advice_for
+from robust_train.readable import duration, memory, percent
 from robust_train.report.attempts import AttemptStory
 from robust_train.report.series import DeviceMemory, Mark
 from robust_train.report.times import Span, Use
-from robust_train.report.units import duration, memory, percent
 from robust_train.values import MEMORY_FAILURES, Evidence, FailureKind
 
 _TIGHT = 0.9
@@ -86,7 +86,7 @@ def _failures(attempts: Sequence[AttemptStory]) -> Iterator[Advice]:
         if kind is None:
             continue
         try:
-            evidence = read_as(Evidence, attempt.evidence)
+            evidence = from_json(Evidence, attempt.evidence)
         except MalformedEvent:
             evidence = Evidence()
         steps = advice_for(kind, evidence)
@@ -107,20 +107,21 @@ def _finding(attempt: AttemptStory, kind: FailureKind, evidence: Evidence) -> st
         figures.append(f"{memory(evidence.allocated_bytes)} in use by tensors")
     if evidence.reserved_unallocated_bytes is not None:
         figures.append(f"{memory(evidence.reserved_unallocated_bytes)} reserved but unused")
-    told = f" ({', '.join(figures)})" if figures else ""
+    known = f" ({', '.join(figures)})" if figures else ""
     what = "GPU memory" if kind is FailureKind.DEVICE_OOM else "Host memory"
     return (
         f"{what} ran out in attempt {attempt.number} on {attempt.where} at batch size "
-        f"{attempt.batch_size}{told}."
+        f"{attempt.batch_size}{known}."
     )
 
 
 def _splits(marks: Sequence[Mark]) -> Iterator[Advice]:
-    inside = [mark for mark in marks if mark.kind == "oom" and mark.text.startswith("inside")]
+    inside = [mark for mark in marks if mark.is_inside_a_step]
     changes = [mark.text for mark in marks if mark.kind == "batch" and " at step " in mark.text]
     if inside and changes:
         yield Advice(
-            f"Inside a step memory ran out {_times_of(len(inside))}; the last change was: "
+            f"Inside a step memory ran out {'once' if len(inside) == 1 else f'{len(inside)} times'}"
+            "; the last change was: "
             f"{changes[-1]}.",
             ("set training.batch_size to a size that holds: no step is then repeated",),
         )
@@ -182,9 +183,5 @@ def _times(attempts: Sequence[AttemptStory], seconds: Mapping[str, float]) -> It
     if seconds["wait"] > max(_MUCH_WAITING * wall, _LEAST_SECONDS):
         yield Advice(
             f"{duration(seconds['wait'])} ({percent(seconds['wait'] / wall)}) was spent waiting.",
-            ("a smaller min_gpu_memory_mb gets a GPU sooner; robust-train queue tells who waits",),
+            ("a smaller min_gpu_memory_mb gets a GPU sooner; robust-train queue lists who waits",),
         )
-
-
-def _times_of(count: int) -> str:
-    return "once" if count == 1 else f"{count} times"

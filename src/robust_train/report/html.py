@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
+from robust_train import readable
 from robust_train.files import replacing
-from robust_train.report import figures, units, wording
+from robust_train.report import figures, wording
 from robust_train.report.attempts import AttemptStory
 from robust_train.report.sources import finite, read_sources
 from robust_train.report.story import Story, story_of
@@ -106,10 +107,10 @@ def _environment() -> Environment:
     )
     environment.filters.update(
         svg=Markup,
-        duration=units.duration,
-        memory=units.memory,
-        percent=units.percent,
-        moment=units.moment,
+        duration=readable.duration,
+        memory=readable.memory,
+        percent=readable.percent,
+        moment=readable.moment,
         words=lambda text: str(text).replace("_", " "),
         link=lambda text: quote(str(text), safe="/", errors="replace"),
     )
@@ -135,7 +136,7 @@ def value_text(value: Any) -> str:
     """A value of JSON for people, shortened."""
     number = finite(value)
     if number is not None:
-        return units.number(number)
+        return readable.number(number)
     text = " ".join(str(value).split())
     return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 1] + "…"
 
@@ -146,15 +147,15 @@ def _tiles(story: Story) -> list[tuple[str, str, str]]:
     if finite(story.objective) is not None:
         tiles.append(("result", value_text(story.objective), "what the trainer returned"))
     if "wall" in story.seconds:
-        tiles.append(("wall time", units.duration(story.seconds["wall"]), "from start to end"))
+        tiles.append(("wall time", readable.duration(story.seconds["wall"]), "from start to end"))
     if story.useful_share is not None:
-        tiles.append(("useful", units.percent(story.useful_share), "of the wall time"))
+        tiles.append(("useful", readable.percent(story.useful_share), "of the wall time"))
     if story.attempts:
         where = ", ".join(dict.fromkeys(attempt.device for attempt in story.attempts))
         tiles.append(("attempts", str(len(story.attempts)), where))
     if story.peak_memory_bytes is not None:
         device = story.attempts[-1].where
-        tiles.append(("peak memory", units.memory(story.peak_memory_bytes), f"on {device}"))
+        tiles.append(("peak memory", readable.memory(story.peak_memory_bytes), f"on {device}"))
     return tiles
 
 
@@ -176,7 +177,7 @@ def _row(attempt: AttemptStory, files: Sequence[str]) -> dict[str, Any]:
         "effective": attempt.effective_batch_size,
         "steps": f"{attempt.start_step:,} – {end}",
         "outcome": wording.OUTCOMES.get(attempt.outcome, attempt.outcome.replace("_", " ")),
-        "peak": None if peak is None else units.memory(peak),
+        "peak": None if peak is None else readable.memory(peak),
         "next": wording.ACTIONS.get(action, action.replace("_", " ")),
         "oom_files": [name for name in files if name.startswith(f"oom-attempt-{attempt.number}.")],
         "why": attempt.message if attempt.outcome != "completed" else None,

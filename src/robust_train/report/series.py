@@ -19,9 +19,9 @@ from robust_train.events import (
     UserEvent,
 )
 from robust_train.memory.samples import Sample
+from robust_train.readable import memory
 from robust_train.report.attempts import AttemptStory
 from robust_train.report.sources import Entry, finite
-from robust_train.report.units import memory
 from robust_train.values import MEMORY_FAILURES
 
 _OOM = frozenset(kind.value for kind in MEMORY_FAILURES)
@@ -45,6 +45,11 @@ class Mark:
     text: str
     attempt: int
     device: str
+
+    @property
+    def is_inside_a_step(self) -> bool:
+        """Memory ran out inside a step, and the attempt went on."""
+        return self.kind == "oom" and self.text.startswith("inside")
 
 
 @dataclass(frozen=True)

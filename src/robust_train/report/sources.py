@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from robust_train.events import Event, MalformedEvent, parse, read_as
+from robust_train.events import Event, MalformedEvent, from_json, parse
 from robust_train.memory.samples import FILE_NAME as SAMPLES_FILE
 from robust_train.memory.samples import Sample
 from robust_train.runfolder.summary import SavedSummary, read_summary
@@ -98,7 +98,7 @@ def _samples(path: Path, gaps: list[str]) -> Iterator[Sample]:
     latest = -math.inf
     for content in _objects(path, gaps) if path.exists() else ():
         try:
-            sample = read_as(Sample, content)
+            sample = from_json(Sample, content)
         except MalformedEvent:
             continue
         latest = max(latest, sample.time)

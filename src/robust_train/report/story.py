@@ -1,4 +1,4 @@
-"""The story of a job, told from what its run folder holds. Pure: sources in, frozen values out."""
+"""The story of a job, from what its run folder holds. Pure: sources in, frozen values out."""
 
 from __future__ import annotations
 
@@ -116,8 +116,10 @@ def story_of(sources: Sources) -> Story:
             return story
         sentence = "The journal is missing; of the job only summary.json is left."
         return replace(story, status=sources.summary.status, sentence=sentence)
-    attempts = _with_last_signs(attempts_of(sources.entries), sources.samples)
-    launches = _until_last_signs(launches_of(sources.entries), attempts)
+    attempts = _until_last_sample(attempts_of(sources.entries), sources.samples)
+    *earlier, last = launches_of(sources.entries)
+    ended = max([last.end, *(attempt.ended for attempt in attempts)])
+    launches = (*earlier, replace(last, end=ended))
     status = launches[-1].status or UNFINISHED
     completed = status == "completed"
     spans = spans_of(launches, attempts, completed=completed)
@@ -152,10 +154,10 @@ def story_of(sources: Sources) -> Story:
     )
 
 
-def _with_last_signs(
+def _until_last_sample(
     attempts: Sequence[AttemptStory], samples: Sequence[Sample]
 ) -> tuple[AttemptStory, ...]:
-    """Attempts without a recorded end, which lasted at least until their last sample."""
+    """Let attempts without a recorded end last at least until their last sample."""
     last = {sample.attempt: sample.time for sample in samples}
     return tuple(
         replace(attempt, ended=max(attempt.ended, last.get(attempt.number, attempt.ended)))
@@ -165,19 +167,12 @@ def _with_last_signs(
     )
 
 
-def _until_last_signs(
-    launches: Sequence[Launch], attempts: Sequence[AttemptStory]
-) -> tuple[Launch, ...]:
-    latest = max((attempt.ended for attempt in attempts), default=-math.inf)
-    *earlier, last = launches
-    return (*earlier, replace(last, end=max(last.end, latest)))
-
-
 def _stability(samples: Sequence[Sample], attempts: Sequence[AttemptStory]) -> str | None:
-    """Of the last attempt that trained; how others did says nothing of how it would go on."""
+    """Return that of the last attempt that trained: only it shows how the job would go on."""
     trained = [a for a in attempts if a.training_began is not None]
-    told = trained[-1].stability if trained else None
-    if trained and told is None:
-        # its end was not recorded
-        told = stability([s for s in samples if s.attempt == trained[-1].number]).sentence
-    return None if told is None or told.startswith("unknown") else told
+    if not trained:
+        return None
+    sentence = trained[-1].stability
+    if sentence is None:  # its end was not recorded
+        sentence = stability([s for s in samples if s.attempt == trained[-1].number]).sentence
+    return None if sentence.startswith("unknown") else sentence

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from robust_train.events import read_as
+from robust_train.events import from_json
 from robust_train.files import replacing
 from robust_train.memory.stability import Stability
 from robust_train.runfolder.journal import strict_json
@@ -70,7 +70,7 @@ def read_summary(folder: Path) -> SavedSummary | None:
     """Read the summary of a run folder; None where there is none that can be read."""
     try:
         text = (folder / FILE_NAME).read_text(encoding="utf-8", errors="replace")
-        return read_as(SavedSummary, json.loads(text))
+        return from_json(SavedSummary, json.loads(text))
     except (OSError, ValueError, RecursionError):
         return None
 

@@ -10,7 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from robust_train.report import plots, units
+from robust_train import readable
+from robust_train.report import plots
 from robust_train.report.axes import time_ticks
 from robust_train.report.figures import Figure, bars_of, loss_of_jobs, use_legend
 from robust_train.report.guidance import Advice
@@ -103,7 +104,7 @@ def sweep_story_of(folder: Path) -> SweepStory:
             seconds[name] += value
     wall = finite(table.get("wall_seconds"))
     sentence = tally([job.row for job in jobs])
-    sentence += "." if wall is None else f" in {units.duration(wall)}."
+    sentence += "." if wall is None else f" in {readable.duration(wall)}."
     if not is_over:
         sentence += " The end of the sweep is not recorded: it still runs, or its process died."
     return SweepStory(
@@ -176,7 +177,7 @@ def _rows(sweep: SweepStory) -> list[dict[str, Any]]:
                 "href": _href(sweep, job),
                 "overrides": " ".join(overrides),
                 "result": None if row.result is None else value_text(row.result),
-                "wall": None if wall is None else units.duration(wall),
+                "wall": None if wall is None else readable.duration(wall),
                 "shares": [] if story is None else shares(story.seconds),
                 "why": None if row.status == COMPLETED else row.reason,
             }
