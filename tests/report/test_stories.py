@@ -6,11 +6,11 @@ import dataclasses
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from journals import COMPLETED, OOM, STARTED, Journal, write_recovered
 
 from robust_train.events import (
     AttemptEnded,
@@ -19,8 +19,6 @@ from robust_train.events import (
     DecidedAgain,
     DeviceAcquired,
     Event,
-    JobEnded,
-    JobStarted,
     MemoryReported,
     MicroBatchChanged,
     Progress,
@@ -30,53 +28,8 @@ from robust_train.events import (
 from robust_train.memory.samples import Sample, encode
 from robust_train.report.html import job_page
 from robust_train.report.sources import read_sources
-from robust_train.report.story import Story, story_of
+from robust_train.report.story import story_of
 from robust_train.values import GIB, FailureKind
-
-STARTED = JobStarted("/run", "trainers.train")
-COMPLETED = JobEnded("completed")
-OOM = {
-    "outcome": "device_oom",
-    "message": "CUDA out of memory.",
-    "action": "halve_batch",
-    "reason": "out of memory: micro-batch 64 → 32",
-}
-FIGURES = {"requested_bytes": 2 * GIB, "free_bytes": GIB, "total_bytes": 16 * GIB}
-
-
-class Journal:
-    """Writes a run folder event by event; ``at`` is the time of the next one."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.at = 1_795_000_000.0
-
-    def __call__(self, seconds: float, event: Event, attempt: int | None = None) -> None:
-        """Something that happened so many seconds after what was before it."""
-        self.at += seconds
-        content = {"time": self.at, "attempt": attempt, **event.as_json()}
-        with (self.folder / "journal.jsonl").open("a") as file:
-            file.write(json.dumps(content) + "\n")
-
-    def start(self, number: int, *, device: str = "cuda:0", size: int = 64) -> None:
-        """An attempt starts at once."""
-        self(0, AttemptStarted(device, size, 64 // size), number)
-
-    def steps(self, number: int, first: int, last: int) -> None:
-        """A step a second."""
-        for step in range(first, last + 1):
-            self(1, Progress(step, metrics={"loss": 1 / step}), number)
-
-    def end(self, number: int, outcome: str = "completed", seconds: float = 0, **more: Any) -> None:
-        """An attempt ends."""
-        evidence = more.pop("evidence", {})
-        record = {"device": "cuda:0", "outcome": outcome, **more}
-        self(seconds, AttemptEnded(record, evidence), number)
-
-    @property
-    def story(self) -> Story:
-        """What a report tells of it."""
-        return story_of(read_sources(self.folder))
 
 
 @pytest.fixture
@@ -86,22 +39,8 @@ def journal(tmp_path: Path) -> Journal:
 
 @pytest.fixture
 def recovered(journal: Journal) -> Journal:
-    """Waits 10 s; runs out of memory at step 8, 3 after its checkpoint; goes on with half."""
-    journal(0, STARTED)
-    journal(11, DeviceAcquired("cuda:0", wait_seconds=10))
-    journal.start(1)
-    journal(2, TrainingStarted(0), 1)
-    journal.steps(1, 1, 5)
-    journal(0, CheckpointSaved("/five", 5), 1)
-    journal.steps(1, 6, 8)
-    journal.end(1, batch_size=64, end_step=8, evidence=FIGURES, **OOM)
-    journal.at += 4
-    journal.start(2, size=32)
-    journal(2, TrainingStarted(5), 2)
-    journal.steps(2, 6, 12)
-    journal.end(2, batch_size=32, gradient_accumulation_steps=2, end_step=12)
-    journal(1, COMPLETED)
-    return journal
+    """Ran out of memory once."""
+    return write_recovered(journal)
 
 
 def test_time_is_cut_into_useful_lost_waiting_and_starting_up(recovered):
