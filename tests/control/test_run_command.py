@@ -241,7 +241,7 @@ def test_a_trainer_without_micro_batches_goes_on_in_a_new_attempt(host: Host, is
     assert second["effective_batch_size"] == first["effective_batch_size"]
     assert second["start_step"] == first["end_step"] > 0
     assert ended.summary["result"]["batch_size"] == 32
-    actions = [e["action"] for e in ended.journal if e["event"] == "attempt_ended"]
+    actions = [a["action"] for a in ended.attempts]
     assert actions == ["halve_batch_on_request", "none"]
 
 

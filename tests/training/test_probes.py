@@ -92,8 +92,8 @@ def test_the_largest_that_fits_is_found_in_four_tries_under_a_real_limit():
     # a divisor of the effective batch, and the largest of them
     assert 256 % size == 0
     assert not told["twice_fits"]
-    assert event["measured_bytes"] <= event["limit_bytes"]
-    probes = [probe["batch_size"] for probe in event["probes"]]
+    assert event["search"]["measured_bytes"] <= event["search"]["limit_bytes"]
+    probes = [probe["batch_size"] for probe in event["search"]["probes"]]
     assert told["lengths"] == [*probes, *[size] * (256 // size)]
 
 
@@ -164,7 +164,7 @@ def test_the_built_in_trainer_ends_with_the_same_weights_bit_for_bit(tmp_path):
     found = train(config("training.batch_size=96", *overrides), run)
     (event,) = run.of("batch_size_found")
     assert event["batch_size"] == 96
-    assert len(event["probes"]) == 2
+    assert len(event["search"]["probes"]) == 2
     plain = train(config("training.batch_size=96", *overrides), WatchedRun(tmp_path / "plain"))
     assert difference(trained_weights(found), trained_weights(plain)) == 0
 
