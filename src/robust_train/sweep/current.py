@@ -12,7 +12,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from robust_train.runfolder.summary import objective_of
+from robust_train.runfolder.summary import read_summary
 from robust_train.sweep.plugins_of_others import misplaced_launcher, no_objective
 from robust_train.sweep.record import (
     COMPLETED,
@@ -23,7 +23,6 @@ from robust_train.sweep.record import (
     Entry,
     JobRecord,
     decide,
-    read_json,
     read_record,
     set_aside,
 )
@@ -120,10 +119,8 @@ def plan(config: DictConfig, folder: Path) -> tuple[Entry, JobRecord]:
     """What to do with a job, and the record it then starts with (or keeps)."""
     own = identity(config)
     earlier = read_record(folder)
-    summary = read_json(folder / "summary.json")
-    completed = earlier is not None and (
-        earlier.status == COMPLETED or (summary or {}).get("status") == COMPLETED
-    )
+    summary = read_summary(folder)
+    completed = earlier is not None and COMPLETED in (earlier.status, summary and summary.status)
     entry = decide(
         earlier,
         completed=completed,
@@ -133,9 +130,7 @@ def plan(config: DictConfig, folder: Path) -> tuple[Entry, JobRecord]:
     )
     if entry is not Entry.REUSE or earlier is None:
         return entry, own
-    objective = earlier.objective
-    if summary is not None and "result" in summary:
-        objective = objective_of(summary["result"])
+    objective = earlier.objective if summary is None else summary.objective
     return entry, replace(own, status=COMPLETED, exit_code=0, objective=objective, reused=True)
 
 

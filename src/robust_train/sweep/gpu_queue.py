@@ -33,6 +33,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from robust_train.execution import at_hand
 from robust_train.execution.signals import SignalWatch
+from robust_train.runfolder.summary import read_summary
 from robust_train.sweep import current, session
 from robust_train.sweep.capacity import count_cpus, count_gpus, jobs_at_once
 from robust_train.sweep.job_process import JobProcess
@@ -46,7 +47,6 @@ from robust_train.sweep.record import (
     STARTED,
     Entry,
     JobRecord,
-    read_json,
     read_record,
 )
 from robust_train.sweep.rows import SweepRow, ending_of_process, read_row
@@ -253,12 +253,13 @@ class GpuQueue:
         assert job.config is not None
         own = current.identity(job.config)
         record = read_record(folder)
-        is_known = record is not None and record.sweep == own.sweep
-        if not is_known or (record is not None and record.status == STARTED):
-            summary = read_json(folder / "summary.json") if is_known else None
-            if summary is None:
-                with contextlib.suppress(OSError):
-                    ending_of_process(own, returncode).write(folder)
+        if record is None or record.sweep != own.sweep:
+            is_recorded = False
+        else:
+            is_recorded = record.status != STARTED or read_summary(folder) is not None
+        if not is_recorded:
+            with contextlib.suppress(OSError):
+                ending_of_process(own, returncode).write(folder)
         return replace(read_row(folder), job=job.number)
 
     def _pass_on_signals(self) -> None:

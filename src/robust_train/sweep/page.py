@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from robust_train import readable
+from robust_train.events import MalformedEvent, from_json
 from robust_train.report import plots
 from robust_train.report.axes import time_ticks
 from robust_train.report.figures import Figure, bars_of, loss_of_jobs, use_legend
@@ -28,7 +30,6 @@ from robust_train.sweep.table import differing_overrides, tally
 log = logging.getLogger("robust_train")
 
 SCHEMA = 1
-_ROW_FIELDS = tuple(SweepRow.__dataclass_fields__)
 
 
 @dataclass(frozen=True)
@@ -131,19 +132,11 @@ def _jobs(folder: Path, table: Mapping[str, Any]) -> list[JobStory]:
         seen.add(row.job)
     listed = table.get("jobs")
     for content in listed if isinstance(listed, list) else []:
-        missing = _row_of(content)
-        if missing is not None and missing.job not in seen:
-            jobs.append(JobStory(missing))
+        with contextlib.suppress(MalformedEvent):
+            row = from_json(SweepRow, content)
+            if row.job not in seen:
+                jobs.append(JobStory(row))
     return jobs
-
-
-def _row_of(content: Any) -> SweepRow | None:
-    if not isinstance(content, dict) or any(name not in content for name in _ROW_FIELDS):
-        return None
-    values = {name: content[name] for name in _ROW_FIELDS}
-    for name in ("overrides", "devices"):
-        values[name] = tuple(map(str, values[name])) if isinstance(values[name], list) else ()
-    return SweepRow(**values)
 
 
 def sweep_page(sweep: SweepStory) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from omegaconf import ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from robust_train.runfolder.summary import objective_of
+from robust_train.runfolder.summary import SavedSummary, read_summary
 from robust_train.sweep.record import (
     COMPLETED,
     DIED,
@@ -20,7 +20,6 @@ from robust_train.sweep.record import (
     NOT_STARTED,
     STARTED,
     JobRecord,
-    read_json,
     read_record,
 )
 
@@ -76,7 +75,7 @@ class SweepRow:
 def row_of(
     folder: Path | None,
     record: JobRecord | None,
-    summary: Mapping[str, Any] | None,
+    summary: SavedSummary | None,
     overrides: Sequence[str] = (),
 ) -> SweepRow:
     """Return the row of one job.
@@ -88,26 +87,25 @@ def row_of(
         overrides: those of the job, where there is no record.
     """
     ended = None if record is None or record.status == STARTED else record
-    summary = summary or {}
-    status = ended.status if ended is not None else str(summary.get("status") or DIED)
-    reason = ended.reason if ended is not None else summary.get("reason")
+    source = ended or summary
+    status = DIED if source is None else source.status
+    reason = None if source is None else source.reason
     if status == DIED and reason is None:
         reason = "its process ended without a summary"
     exit_code = ended.exit_code if ended is not None else _EXIT_CODES.get(status, 1)
-    result = objective_of(summary["result"]) if "result" in summary else record and record.objective
-    listed = summary.get("attempts")
-    attempts = [a for a in listed if isinstance(a, dict)] if isinstance(listed, list) else []
+    objective = summary.objective if summary is not None else record and record.objective
+    attempts = () if summary is None else summary.attempts
     return SweepRow(
         job=None if record is None else record.number,
         overrides=tuple(overrides) if record is None else record.overrides,
         status=status,
         exit_code=None if status == NOT_STARTED else exit_code,
         attempts=len(attempts),
-        devices=tuple(dict.fromkeys(str(attempt.get("device")) for attempt in attempts)),
-        batch_size=attempts[-1].get("batch_size") if attempts else None,
-        result=result if status == COMPLETED else None,
-        wall_seconds=summary.get("wall_seconds"),
-        wait_seconds=summary.get("wait_seconds"),
+        devices=tuple(dict.fromkeys(attempt.device for attempt in attempts)),
+        batch_size=attempts[-1].batch_size if attempts else None,
+        result=objective if status == COMPLETED else None,
+        wall_seconds=None if summary is None else summary.wall_seconds,
+        wait_seconds=None if summary is None else summary.wait_seconds,
         reason=None if status == COMPLETED else reason,
         reused=record is not None and record.reused,
         folder=None if folder is None else str(folder),
@@ -138,7 +136,7 @@ def read_row(folder: Path) -> SweepRow:
     """Return the row of the job in ``folder``, as far as it can be read."""
     record = read_record(folder)
     overrides = () if record is not None else _hydra_overrides(folder)
-    return row_of(folder, record, read_json(folder / "summary.json"), overrides)
+    return row_of(folder, record, read_summary(folder), overrides)
 
 
 def read_rows(sweep_folder: Path, sweep: str, since_ns: int) -> list[SweepRow]:
