@@ -210,6 +210,14 @@ class RequestDone(Event):
 
 
 @dataclass(frozen=True)
+class AttemptProcess(Event):
+    """The attempt runs in process ``pid``; of several ranks, rank 0."""
+
+    name = "attempt_process"
+    pid: int
+
+
+@dataclass(frozen=True)
 class ScriptStarted(Event):
     """``trainer=command`` starts its program."""
 

@@ -33,6 +33,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from robust_train.execution import at_hand
 from robust_train.execution.signals import SignalWatch
+from robust_train.runfolder.requests import sweep_stop_requested
 from robust_train.runfolder.summary import read_summary
 from robust_train.sweep import current, session
 from robust_train.sweep.capacity import count_cpus, count_gpus, jobs_at_once
@@ -227,6 +228,9 @@ class GpuQueue:
         table.show(lambda: [job.row() for job in self._jobs])
         time.sleep(_POLL_SECONDS)
         self._pass_on_signals()
+        if self._stopping is None and sweep_stop_requested(Path(self._config.hydra.sweep.dir)):
+            self._stopping = "request"  # which the jobs see as well
+            table.show_line("robust-train run stop: no more jobs start, running ones are stopped")
         for job in [job for job in self._running if job.process and job.process.poll() is not None]:
             self._running.remove(job)
             self._take_result(job, table)

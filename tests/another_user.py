@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from robust_train.control.client import LiveRun, find_live_runs
 from robust_train.control.protocol import Refused
 from robust_train.control.server import ControlServer

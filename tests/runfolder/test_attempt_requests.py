@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from robust_train.control.attempt import AttemptRequests
 from torch.optim.optimizer import (
     _global_optimizer_post_hooks,
     register_optimizer_step_post_hook,
 )
 
-from robust_train.control.attempt import AttemptRequests
 from robust_train.run import MicroBatchPlan, Run
 from world import wait_until
 
