@@ -34,13 +34,13 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from robust_train.execution import at_hand
 from robust_train.execution.signals import SignalWatch
 from robust_train.runfolder.requests import sweep_stop_requested
+from robust_train.runfolder.state import read_state
 from robust_train.runfolder.summary import read_summary
 from robust_train.sweep import current, session
 from robust_train.sweep.capacity import count_cpus, count_gpus, jobs_at_once
 from robust_train.sweep.job_process import JobProcess
 from robust_train.sweep.live_table import LiveRow, LiveTable
 from robust_train.sweep.plugins_of_others import no_objective
-from robust_train.sweep.progress import JournalFollower, Progress
 from robust_train.sweep.record import (
     COMPLETED,
     NOT_STARTED,
@@ -70,17 +70,17 @@ class _Job:
     config: DictConfig | None = None
     folder: Path | None = None
     process: JobProcess | None = None
-    journal: JournalFollower | None = None
     result: JobReturn | None = None
     status: str = "pending"
 
     def row(self) -> LiveRow:
-        progress = Progress() if self.journal is None else self.journal.look()
-        if self.status != "running" or progress.status == "pending":
-            progress = replace(
-                progress, status="starting" if self.status == "running" else self.status
-            )
-        return LiveRow(self.number, self.shown, progress)
+        state = None if self.folder is None else read_state(self.folder)
+        if state is None or self.process is None or state.pid != self.process.pid:
+            # that of an earlier launch
+            status = "starting" if self.status == "running" else self.status
+            return LiveRow(self.number, self.shown, status)
+        status = state.state if self.status == "running" else self.status
+        return LiveRow(self.number, self.shown, status, state)
 
 
 class GpuQueue:
@@ -184,7 +184,6 @@ class GpuQueue:
             job.status = COMPLETED
             job.result = self._return(job, record.objective)
             return
-        job.journal = JournalFollower(job.folder / "journal.jsonl")
         log_path = job.folder / LOG_FILE
         job.process = JobProcess(partial(self._work, job), log_path, self._detach)
         job.status = "running"
