@@ -156,7 +156,7 @@ def plain_job(cfg: DictConfig) -> Any:
     except ConfigError as error:
         return _refused(error)
     run = Run(run_dir=run_dir, report=folder.on_event, can_restart=False)
-    requests = AttemptRequests(run, run_dir, signals, folder.poll_sweep)
+    requests = AttemptRequests(run, run_dir, folder.tick)
     try:
         with folder:
             if settle_batch_size(cfg):

@@ -95,7 +95,7 @@ class InlineExecutor:
         if self._memory_at_first is None:
             self._memory_at_first = StartingMemory.now()
         started = time.monotonic()
-        with self._signals.handed_to(stop), AttemptRequests(run, request.run_dir, self._signals):
+        with self._signals.handed_to(stop), AttemptRequests(run, request.run_dir, tick):
             error = run_attempt(request, self._trainer, run, report)
         memory = {k: v for k, v in ending["memory"].items() if isinstance(v, int)}
         on_gpu = "max_allocated" in memory

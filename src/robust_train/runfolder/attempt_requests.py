@@ -22,13 +22,11 @@ from robust_train.events import AttemptProcess, RequestDone
 from robust_train.memory import requests as memory_requests
 from robust_train.run import Run, memory_in_use
 from robust_train.runfolder.requests import (
+    LAUNCHERS_VERB,
     Inbox,
     Refused,
     Reply,
     Request,
-    Signals,
-    send_sigterm,
-    stop_job,
 )
 
 log = logging.getLogger("robust_train")
@@ -68,27 +66,28 @@ class AttemptRequests:
     Args:
         run: the attempt, as its trainer has it. Only rank 0 takes requests.
         run_dir: the run folder.
-        signals: of the job, where no launcher polls while the attempt runs in this process: then
-            ``stop`` is taken as well.
-        poll_also: called with every poll.
+        tick: called with every poll, where the launcher's own thread runs the attempt.
     """
 
     def __init__(
         self,
         run: Run,
         run_dir: Path,
-        signals: Signals | None = None,
-        poll_also: Callable[[], None] = lambda: None,
+        tick: Callable[[], None] = lambda: None,
     ) -> None:
         self._run = run
         self._run_dir = run_dir
-        self._signals = signals
-        self._poll_also = poll_also
+        self._tick = tick
         self._inbox = Inbox(run_dir)
         self._waiting: list[_Waiting] = []
         self._is_busy = threading.Lock()
         self._ended = threading.Event()
         self._stop_watching: Callable[[], None] | None = None
+
+    @property
+    def waiting(self) -> int:
+        """How many requests wait for a step boundary."""
+        return len(self._waiting)
 
     def __enter__(self) -> AttemptRequests:
         if self._run.is_main:
@@ -110,11 +109,9 @@ class AttemptRequests:
     def _poll(self) -> None:
         while not self._ended.wait(POLL_SECONDS):
             for request in self._inbox.requests():
-                if request.verb == "stop":
-                    self._stop(request)
-                elif self._inbox.take(request):
+                if request.verb != LAUNCHERS_VERB and self._inbox.take(request):
                     self._begin(_Waiting(request, self._answer_to(request)))
-            self._poll_also()
+            self._tick()
 
     def _answer_to(self, request: Request) -> Callable[[Reply], None]:
         return lambda reply: self._inbox.answer(request, reply)
@@ -126,17 +123,6 @@ class AttemptRequests:
         self._waiting.append(waiting)
         if self._stop_watching is None:
             self._stop_watching = compat.watch_optimizer_steps(self._optimizer_has_stepped)
-
-    def _stop(self, request: Request) -> None:
-        if self._signals is None or not self._inbox.take(request):
-            return  # the launcher's to take
-        now = bool(request.options.get("now"))
-        try:
-            self._inbox.answer(request, stop_job(self._signals, now=now, before="running"))
-        except Refused as refusal:
-            self._inbox.answer(request, {"error": str(refusal)})
-        else:
-            send_sigterm()
 
     def _carry_out(self, waiting: _Waiting, work: Callable[[_Waiting], Reply | None]) -> bool:
         """Return whether the request is done with: carried out, refused, or failed."""

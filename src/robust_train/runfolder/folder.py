@@ -7,6 +7,7 @@ import os
 import select
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,14 +20,11 @@ from robust_train.events import AttemptStarted, Event
 from robust_train.runfolder import runs
 from robust_train.runfolder.lock import RunLock, user_name
 from robust_train.runfolder.requests import (
+    LAUNCHERS_VERB,
     TAKEN,
     Inbox,
-    Refused,
     Reply,
     Request,
-    Signals,
-    send_sigterm,
-    stop_job,
     sweep_stop_requested,
 )
 from robust_train.runfolder.state import RunState, StateFile, after_event, with_attempt
@@ -36,6 +34,18 @@ log = logging.getLogger("robust_train")
 
 _POLL_SECONDS = 0.4
 _EXIT_CODES = {"completed": 0, "failed": EXIT_FAILED, "no_device": EXIT_NO_DEVICE}
+
+
+class Signals(Protocol):
+    """What stopping a job needs of its signals (see :class:`.execution.signals.SignalWatch`)."""
+
+    received: int | None
+
+    def watches(self, signum: int) -> bool:
+        """Whether that signal stops the job."""
+
+    def tell(self, signum: int) -> None:
+        """Act as if the signal had come."""
 
 
 class WaitStatus(Protocol):
@@ -131,7 +141,7 @@ class RunFolder:
         self._lock.release()
 
     def tick(self) -> None:
-        """Take requests and write what is due. To be called twice a second, by the main thread."""
+        """Take requests and write what is due. To be called twice a second, by any thread."""
         now = time.monotonic()
         if now < self._next_poll:
             return
@@ -141,13 +151,8 @@ class RunFolder:
         self._file.write_if_due()
         for request in self._inbox.requests():
             self._handle(request)
-        self.poll_sweep()
-
-    def poll_sweep(self) -> None:
-        """Stop the job if its sweep is to stop."""
-        if self._sweep_folder is None or self._signals.received is not None:
-            return
-        if sweep_stop_requested(self._sweep_folder):
+        sweep = self._sweep_folder
+        if sweep is not None and self._signals.received is None and sweep_stop_requested(sweep):
             log.info("the sweep is stopped by robust-train run stop")
             self._signals.tell(signal.SIGTERM)
 
@@ -188,11 +193,11 @@ class RunFolder:
 
     def attempt_starts(self, number: int, started: AttemptStarted) -> None:
         """Attempt ``number`` starts."""
-        self._file.update(with_attempt(self.state, number, started))
+        self._file.update(lambda state: with_attempt(state, number, started))
 
     def on_event(self, event: Event) -> None:
         """Take in an event of the attempt."""
-        self._file.update(after_event(self.state, event))
+        self._file.update(lambda state: after_event(state, event))
 
     def decided(self, attempt: Attempt, decision: Decision | None, checkpoint: Path | None) -> None:
         """An attempt has ended, and what comes next is known: answer what it has not answered."""
@@ -207,28 +212,39 @@ class RunFolder:
         self._change(state=status, reason=reason, exit_code=code, waiting=None)
 
     def _change(self, **changes: Any) -> None:
-        self._file.update(replace(self.state, **changes))
+        self._file.update(lambda state: replace(state, **changes))
 
     def _handle(self, request: Request) -> None:
         state = self.state.state
-        if request.verb == "stop":
+        if request.verb == LAUNCHERS_VERB:
             self._stop(request)
         elif state not in ("running", "between attempts", "stopping") and self._inbox.take(request):
             problem = f"no attempt runs that could do that: the run is {state}; try later"
             self._inbox.answer(request, {"error": problem})
 
     def _stop(self, request: Request) -> None:
+        """Stop the job as SIGTERM does."""
         if not self._inbox.take(request):
             return
-        now = bool(request.options.get("now"))
-        try:
-            reply = stop_job(self._signals, now=now, before=self.state.state)
-        except Refused as refusal:
-            self._inbox.answer(request, {"error": str(refusal)})
+        problem = None
+        if not self._signals.watches(signal.SIGTERM):
+            problem = (
+                "this job takes no signals (it is under a scheduler, or not in its process's main "
+                "thread); stop it where it was started"
+            )
+        elif self._signals.received is not None and not request.options.get("now"):
+            problem = "it is stopping already; --now ends it without waiting for a checkpoint"
+        if problem is not None:
+            self._inbox.answer(request, {"error": problem})
             return
+        before = self.state.state
         self._change(state="stopping")
-        self._inbox.answer(request, reply)
-        send_sigterm()
+        answer = {"before": before, "after": "stopping", "signal": "SIGTERM", "exit_code": 143}
+        self._inbox.answer(request, {"answer": answer})
+        main = threading.main_thread().ident
+        assert main is not None
+        # to that thread: sent to another one, it would not wake a sleeping job
+        signal.pthread_kill(main, signal.SIGTERM)
 
 
 def _is_readable(descriptor: int) -> bool:

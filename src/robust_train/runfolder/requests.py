@@ -12,13 +12,11 @@ import contextlib
 import json
 import logging
 import os
-import signal
 import stat
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from robust_train.files import read_small, replacing
 from robust_train.runfolder.lock import user_name
@@ -27,24 +25,13 @@ log = logging.getLogger("robust_train")
 
 REQUESTS = "requests"
 SWEEP_STOP_FILE = "stop.json"
+LAUNCHERS_VERB = "stop"
 NEW, TAKEN, ANSWER = ".json", ".taken", ".answer"
 _MAX_BYTES = 64 * 1024
 _MODE = 0o700
 
 Reply = dict[str, Any]
 """``{"answer": {…}}`` or ``{"error": …}``."""
-
-
-class Signals(Protocol):
-    """What stopping a job needs of its signals (see :class:`.execution.signals.SignalWatch`)."""
-
-    received: int | None
-
-    def watches(self, signum: int) -> bool:
-        """Whether that signal stops the job."""
-
-    def tell(self, signum: int) -> None:
-        """Act as if the signal had come."""
 
 
 class Refused(Exception):
@@ -143,31 +130,6 @@ def _read_own(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError("no object")
     return found
-
-
-def stop_job(signals: Signals, *, now: bool, before: str) -> Reply:
-    """Stop this process's job as SIGTERM does, and return the answer.
-
-    Raises:
-        Refused: it takes no signals, or is stopping already and ``now`` is not set.
-    """
-    if not signals.watches(signal.SIGTERM):
-        raise Refused(
-            "this job takes no signals (it is under a scheduler, or not in its process's main "
-            "thread); stop it where it was started"
-        )
-    if signals.received is not None and not now:
-        raise Refused("it is stopping already; --now ends it without waiting for a checkpoint")
-    return {
-        "answer": {"before": before, "after": "stopping", "signal": "SIGTERM", "exit_code": 143}
-    }
-
-
-def send_sigterm() -> None:
-    """Send SIGTERM to the main thread: sent to another one, it would not wake a sleeping job."""
-    main = threading.main_thread().ident
-    assert main is not None
-    signal.pthread_kill(main, signal.SIGTERM)
 
 
 def request_sweep_stop(folder: Path) -> None:

@@ -125,9 +125,9 @@ def register(run_dir: Path, token: str, environ: Mapping[str, str] = os.environ)
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         links = _links(directory)
-        others = [name for name, folder in links.items() if folder != run_dir]
-        stale = set(links) - set(others) | set(others[: max(len(others) - MOST_LINKS + 1, 0)])
-        for name in stale | {name for name in others if _is_gone(links[name])}:
+        kept = [name for name, to in links.items() if to != run_dir and not _is_gone(to)]
+        kept = kept[-(MOST_LINKS - 1) :]
+        for name in links.keys() - set(kept):
             (directory / name).unlink(missing_ok=True)
         (directory / f"{time.time_ns():020}-{token}").symlink_to(run_dir)
     except OSError as error:

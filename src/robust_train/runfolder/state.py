@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -174,7 +175,14 @@ def _with_effective_batch(state: RunState) -> RunState:
 
 
 def _at_once(state: RunState) -> tuple[object, ...]:
-    return state.id, state.state, state.attempt, state.attempt_pid, state.checkpoint
+    return (
+        state.id,
+        state.state,
+        state.attempt,
+        state.attempt_pid,
+        state.checkpoint,
+        state.micro_batch,
+    )
 
 
 def read_state(run_dir: Path) -> RunState | None:
@@ -197,21 +205,28 @@ class StateFile:
         self._is_due = True
         self._next_write = 0.0
         self._has_warned = False
+        # in-process attempts: their thread ticks, the main thread sends events
+        self._lock = threading.RLock()
 
-    def update(self, state: RunState) -> None:
-        """Take a new state over, and write it if it is a change of ``state`` or time to."""
-        if state == self.state:
-            return
-        is_change = _at_once(state) != _at_once(self.state)
-        if state.state != self.state.state:
-            state = replace(state, since=time.time())
-        self.state, self._is_due = state, True
-        if is_change:
-            self._next_write = 0.0
+    def update(self, change: Callable[[RunState], RunState]) -> None:
+        """Change the state, and write it if that is important or time to."""
+        with self._lock:
+            before, state = self.state, change(self.state)
+            if state == before:
+                return
+            if state.state != before.state:
+                state = replace(state, since=time.time())
+            self.state, self._is_due = state, True
+            if _at_once(state) != _at_once(before):
+                self._next_write = 0.0
         self.write_if_due()
 
     def write_if_due(self) -> None:
         """Write what has changed, unless the last time is less than a second ago."""
+        with self._lock:
+            self._write_if_due()
+
+    def _write_if_due(self) -> None:
         now = time.monotonic()
         if not self._is_due or now < self._next_write:
             return
