@@ -36,7 +36,7 @@ def test_a_job_leaves_a_report(recovered):
     assert "Completed in" in page
     assert "at the third attempt, on the CPU with batch size 64" in page
     assert "Memory ran out on cuda:0 at batch size 64 and 32." in page
-    assert "2.0 GiB asked for, 1.2 GiB of 23.5 GiB free" in page
+    assert "2.0 GiB requested, 1.2 GiB of 23.5 GiB free" in page
     assert "retried: loss=high" in page
     assert "report" not in recovered.stderr
 

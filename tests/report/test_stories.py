@@ -66,7 +66,7 @@ def test_advice_begins_with_what_held_and_gives_the_figures_of_the_run(recovered
     first, second, third = recovered.story.advice
     assert first.overrides == "training.batch_size=32 training.gradient_accumulation_steps=2"
     assert "cost 3.0 s" in first.finding
-    assert "(2.0 GiB asked for, 1.0 GiB of 16.0 GiB free)" in second.finding
+    assert "(2.0 GiB requested, 1.0 GiB of 16.0 GiB free)" in second.finding
     assert "training.batch_size" in second.steps[0]
     assert third.finding == "14 s (40 %) was spent waiting."
 

@@ -29,7 +29,7 @@ class Advice:
     Attributes:
         finding: what was seen, with the figures of this run.
         steps: what may help, most promising first.
-        overrides: what to type for the next run, None where there is nothing to type.
+        overrides: for the next run, None where there are none.
     """
 
     finding: str
@@ -45,7 +45,7 @@ def advice_of(
     seconds: Mapping[str, float],
     stability: str | None = None,
 ) -> tuple[Advice, ...]:
-    """Findings and advice, most promising first."""
+    """Return findings and advice, most promising first."""
     return (
         *_what_worked(attempts, spans),
         *_failures(attempts),
@@ -57,17 +57,17 @@ def advice_of(
 
 
 def _what_worked(attempts: Sequence[AttemptStory], spans: Sequence[Span]) -> Iterator[Advice]:
-    """Begin with the size that held, rather than find it again."""
+    """Advise to begin with the size that held."""
     failed = [a for a in attempts if a.outcome in _OOM]
     if not failed or attempts[-1].outcome != "completed":
         return
     last = attempts[-1]
-    same_place = [a for a in failed if a.device == last.device and a.batch_size != last.batch_size]
-    if not same_place or last.batch_size is None:
+    same_device = [a for a in failed if a.device == last.device and a.batch_size != last.batch_size]
+    if not same_device or last.batch_size is None:
         return
-    numbers = {a.number for a in same_place}
+    numbers = {a.number for a in same_device}
     lost = sum(s.seconds for s in spans if s.use is Use.LOST and s.attempt in numbers)
-    sizes = ", ".join(dict.fromkeys(str(a.batch_size) for a in same_place))
+    sizes = ", ".join(dict.fromkeys(str(a.batch_size) for a in same_device))
     yield Advice(
         f"On {last.where} batch size {last.batch_size} held and {sizes} did not; finding that out "
         f"cost {duration(lost)}.",
@@ -78,7 +78,7 @@ def _what_worked(attempts: Sequence[AttemptStory], spans: Sequence[Span]) -> Ite
 
 
 def _failures(attempts: Sequence[AttemptStory]) -> Iterator[Advice]:
-    """The last failure of each kind on each device."""
+    """Yield the last failure of each kind on each device."""
     latest = {(a.outcome, a.device): a for a in attempts}
     kinds = {kind.value: kind for kind in FailureKind}
     for attempt in latest.values():
@@ -99,7 +99,7 @@ def _finding(attempt: AttemptStory, kind: FailureKind, evidence: Evidence) -> st
         return f"Attempt {attempt.number} on {attempt.where}: {attempt.message or kind.value}"
     figures = []
     if evidence.requested_bytes is not None:
-        figures.append(f"{memory(evidence.requested_bytes)} asked for")
+        figures.append(f"{memory(evidence.requested_bytes)} requested")
     if evidence.free_bytes is not None:
         of = "" if evidence.total_bytes is None else f" of {memory(evidence.total_bytes)}"
         figures.append(f"{memory(evidence.free_bytes)}{of} free")

@@ -61,7 +61,7 @@ def save(path: Path, text: str) -> Path:
 
 
 def job_page(story: Story) -> str:
-    """The page of one job."""
+    """Return the page of one job."""
     timeline = figures.timeline_figure(story)
     return render(
         "job.html.j2",
@@ -79,7 +79,7 @@ def job_page(story: Story) -> str:
 
 
 def render(template: str, **values: Any) -> str:
-    """A page from a template; all values are escaped but the charts' SVG."""
+    """Return a page from a template; all values but the charts' SVG are escaped."""
     return _environment().get_template(template).render(**values)
 
 
@@ -118,7 +118,7 @@ def _environment() -> Environment:
 
 
 def shares(seconds: Mapping[str, float]) -> list[dict[str, Any]]:
-    """The uses of the wall time, each with its share; none for a job without any."""
+    """Return the uses of the wall time, each with its share; none for a job without any."""
     wall = seconds.get("wall", 0.0)
     return [
         {
@@ -133,16 +133,15 @@ def shares(seconds: Mapping[str, float]) -> list[dict[str, Any]]:
 
 
 def value_text(value: Any) -> str:
-    """A value of JSON for people, shortened."""
+    """Return a value of JSON for people, shortened."""
     number = finite(value)
     if number is not None:
         return readable.number(number)
-    text = " ".join(str(value).split())
-    return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 1] + "…"
+    return readable.shortened(str(value), _LONGEST_VALUE)
 
 
 def _tiles(story: Story) -> list[tuple[str, str, str]]:
-    """(label, figure, explanation) of the most important figures."""
+    """Return (label, figure, explanation) of the most important figures."""
     tiles = []
     if finite(story.objective) is not None:
         tiles.append(("result", value_text(story.objective), "what the trainer returned"))
@@ -186,7 +185,7 @@ def _row(attempt: AttemptStory, files: Sequence[str]) -> dict[str, Any]:
 
 
 def _traceback(attempts: Sequence[AttemptStory]) -> str | None:
-    """Of the last attempt, if it is what ended the job."""
+    """Return that of the last attempt, if it ended the job."""
     last = attempts[-1] if attempts else None
     if last is None or last.traceback is None or last.outcome == "interrupted":
         return None
