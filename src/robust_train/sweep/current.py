@@ -1,4 +1,4 @@
-"""This process's job of a sweep: what was decided when it was entered, and how it ended."""
+"""This process's job of a sweep: whether it runs, and how it ended."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from robust_train.sweep.rows import has_failed
 log = logging.getLogger("robust_train")
 
 SWEEP_VARIABLE = "ROBUST_TRAIN_SWEEP"
-"""Names this launch of a sweep to the processes that other launchers start for its jobs."""
+"""The id of this launch of a sweep, for the processes that launchers start for its jobs."""
 
 
 @dataclass
@@ -54,7 +54,7 @@ class CurrentJob:
 
     @property
     def objective(self) -> Any:
-        """Of a job that is not run: what it was, or what says that there is none."""
+        """What the sweeper gets for a job that is not run."""
         record = self.record
         if record is not None and record.reused:
             return record.objective
@@ -76,7 +76,7 @@ _current: CurrentJob | None = None
 
 
 def current_job() -> CurrentJob | None:
-    """The job that this process is in; None where Hydra was told to do without our callback."""
+    """Return the job that this process is in; None where Hydra runs without our callback."""
     return _current
 
 
@@ -87,7 +87,7 @@ def leave() -> None:
 
 
 def enter(config: DictConfig, launcher: str | None) -> CurrentJob:
-    """A job's turn has come: decide whether it runs, and prepare its run folder.
+    """Decide whether a job that Hydra enters runs, and prepare its run folder.
 
     Args:
         config: the job's whole config, Hydra's part included.
@@ -109,7 +109,7 @@ def enter(config: DictConfig, launcher: str | None) -> CurrentJob:
 
 
 def identity(config: DictConfig) -> JobRecord:
-    """The record of a sweep's job whose turn has come."""
+    """Return the record of a sweep's job that is about to start."""
     return JobRecord(
         sweep=os.environ.get(SWEEP_VARIABLE, ""),
         number=_number(config),
@@ -118,7 +118,7 @@ def identity(config: DictConfig) -> JobRecord:
 
 
 def plan(config: DictConfig, folder: Path) -> tuple[Entry, JobRecord]:
-    """What to do with a job, and the record it then starts with (or keeps)."""
+    """Return what to do with a job, and the record that it then starts with (or keeps)."""
     own = identity(config)
     earlier = read_record(folder)
     summary = read_summary(folder)
@@ -218,5 +218,5 @@ def job_refused(reason: str) -> None:
 
 
 def job_interrupted(error: BaseException, exit_code: int) -> None:
-    """Record that the job was told to stop."""
+    """Record that the job was stopped."""
     job_ended(INTERRUPTED, exit_code, reason=str(error) or "interrupted")
