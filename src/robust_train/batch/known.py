@@ -46,7 +46,7 @@ _NO_MATTER = {
         "clear_on_start empty_cache_frequency empty_cache_threshold clear_after_save "
         "clear_after_epoch clear_on_failure log_frequency sample_interval_ms snapshot_on_oom"
     ),
-    "model": "lr",
+    "model": "lr pretrained weights",
     "dataset": "download num_workers epochs",
 }
 _MATTERS = ("model", "dataset", "trainer", "training", "memory", "gpu_jobs_per_device")
@@ -135,14 +135,7 @@ def memory_key(cfg: DictConfig, trainer: str, gpu: GpuInfo | None, host_bytes: i
         gpu: the device, None for the CPU.
         host_bytes: the host's memory, for the CPU.
     """
-    content = OmegaConf.to_container(cfg, resolve=True)
-    assert isinstance(content, dict)
-    ours = set(RobustConfig.__dataclass_fields__) - set(_MATTERS)
-    parts: dict[str, Any] = {str(key): value for key, value in content.items() if key not in ours}
-    for group, names in _NO_MATTER.items():
-        if isinstance(parts.get(group), dict):
-            skipped = names.split()
-            parts[group] = {k: v for k, v in parts[group].items() if k not in skipped}
+    parts = memory_settings(cfg)
     if gpu is None:
         limits = [
             resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_DATA, resource.RLIMIT_AS)
@@ -155,6 +148,19 @@ def memory_key(cfg: DictConfig, trainer: str, gpu: GpuInfo | None, host_bytes: i
     whole = {"config": parts, "trainer": trainer, "device": device, "versions": versions}
     text = json.dumps(whole, sort_keys=True, default=repr)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def memory_settings(cfg: DictConfig) -> dict[str, Any]:
+    """Return the part of a config on which memory depends, the batch left out."""
+    content = OmegaConf.to_container(cfg, resolve=True)
+    assert isinstance(content, dict)
+    ours = set(RobustConfig.__dataclass_fields__) - set(_MATTERS)
+    parts: dict[str, Any] = {str(key): value for key, value in content.items() if key not in ours}
+    for group, names in _NO_MATTER.items():
+        if isinstance(parts.get(group), dict):
+            skipped = names.split()
+            parts[group] = {k: v for k, v in parts[group].items() if k not in skipped}
+    return parts
 
 
 def _version(distribution: str) -> str | None:

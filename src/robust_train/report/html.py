@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
+from robust_train import readable
 from robust_train.files import replacing
-from robust_train.report import figures, units, wording
+from robust_train.report import figures, wording
 from robust_train.report.attempts import AttemptStory
 from robust_train.report.sources import finite, read_sources
 from robust_train.report.story import Story, story_of
@@ -60,7 +61,7 @@ def save(path: Path, text: str) -> Path:
 
 
 def job_page(story: Story) -> str:
-    """The page of one job."""
+    """Return the page of one job."""
     timeline = figures.timeline_figure(story)
     return render(
         "job.html.j2",
@@ -78,7 +79,7 @@ def job_page(story: Story) -> str:
 
 
 def render(template: str, **values: Any) -> str:
-    """A page from a template; all values are escaped but the charts' SVG."""
+    """Return a page from a template; all values but the charts' SVG are escaped."""
     return _environment().get_template(template).render(**values)
 
 
@@ -106,10 +107,10 @@ def _environment() -> Environment:
     )
     environment.filters.update(
         svg=Markup,
-        duration=units.duration,
-        memory=units.memory,
-        percent=units.percent,
-        moment=units.moment,
+        duration=readable.duration,
+        memory=readable.memory,
+        percent=readable.percent,
+        moment=readable.moment,
         words=lambda text: str(text).replace("_", " "),
         link=lambda text: quote(str(text), safe="/", errors="replace"),
     )
@@ -117,7 +118,7 @@ def _environment() -> Environment:
 
 
 def shares(seconds: Mapping[str, float]) -> list[dict[str, Any]]:
-    """The uses of the wall time, each with its share; none for a job without any."""
+    """Return the uses of the wall time, each with its share; none for a job without any."""
     wall = seconds.get("wall", 0.0)
     return [
         {
@@ -132,29 +133,28 @@ def shares(seconds: Mapping[str, float]) -> list[dict[str, Any]]:
 
 
 def value_text(value: Any) -> str:
-    """A value of JSON for people, shortened."""
+    """Return a value of JSON for people, shortened."""
     number = finite(value)
     if number is not None:
-        return units.number(number)
-    text = " ".join(str(value).split())
-    return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 1] + "…"
+        return readable.number(number)
+    return readable.shortened(str(value), _LONGEST_VALUE)
 
 
 def _tiles(story: Story) -> list[tuple[str, str, str]]:
-    """(label, figure, explanation) of the most important figures."""
+    """Return (label, figure, explanation) of the most important figures."""
     tiles = []
     if finite(story.objective) is not None:
         tiles.append(("result", value_text(story.objective), "what the trainer returned"))
     if "wall" in story.seconds:
-        tiles.append(("wall time", units.duration(story.seconds["wall"]), "from start to end"))
+        tiles.append(("wall time", readable.duration(story.seconds["wall"]), "from start to end"))
     if story.useful_share is not None:
-        tiles.append(("useful", units.percent(story.useful_share), "of the wall time"))
+        tiles.append(("useful", readable.percent(story.useful_share), "of the wall time"))
     if story.attempts:
         where = ", ".join(dict.fromkeys(attempt.device for attempt in story.attempts))
         tiles.append(("attempts", str(len(story.attempts)), where))
     if story.peak_memory_bytes is not None:
-        device = story.attempts[-1].place
-        tiles.append(("peak memory", units.memory(story.peak_memory_bytes), f"on {device}"))
+        device = story.attempts[-1].where
+        tiles.append(("peak memory", readable.memory(story.peak_memory_bytes), f"on {device}"))
     return tiles
 
 
@@ -176,7 +176,7 @@ def _row(attempt: AttemptStory, files: Sequence[str]) -> dict[str, Any]:
         "effective": attempt.effective_batch_size,
         "steps": f"{attempt.start_step:,} – {end}",
         "outcome": wording.OUTCOMES.get(attempt.outcome, attempt.outcome.replace("_", " ")),
-        "peak": None if peak is None else units.memory(peak),
+        "peak": None if peak is None else readable.memory(peak),
         "next": wording.ACTIONS.get(action, action.replace("_", " ")),
         "oom_files": [name for name in files if name.startswith(f"oom-attempt-{attempt.number}.")],
         "why": attempt.message if attempt.outcome != "completed" else None,
@@ -185,7 +185,7 @@ def _row(attempt: AttemptStory, files: Sequence[str]) -> dict[str, Any]:
 
 
 def _traceback(attempts: Sequence[AttemptStory]) -> str | None:
-    """Of the last attempt, if it is what ended the job."""
+    """Return that of the last attempt, if it ended the job."""
     last = attempts[-1] if attempts else None
     if last is None or last.traceback is None or last.outcome == "interrupted":
         return None

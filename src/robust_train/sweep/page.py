@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from robust_train.report import plots, units
+from robust_train import readable
+from robust_train.events import MalformedEvent, from_json
+from robust_train.report import plots
 from robust_train.report.axes import time_ticks
 from robust_train.report.figures import Figure, bars_of, loss_of_jobs, use_legend
 from robust_train.report.guidance import Advice
@@ -21,21 +24,19 @@ from robust_train.report.story import Story, story_of
 from robust_train.report.times import Span, Use
 from robust_train.runfolder.journal import strict_json
 from robust_train.sweep.record import COMPLETED, read_json, read_record
-from robust_train.sweep.rows import Row as JobRow
-from robust_train.sweep.rows import job_folders, read_row
+from robust_train.sweep.rows import SweepRow, job_folders, read_row
 from robust_train.sweep.table import differing_overrides, tally
 
 log = logging.getLogger("robust_train")
 
 SCHEMA = 1
-_ROW_FIELDS = tuple(JobRow.__dataclass_fields__)
 
 
 @dataclass(frozen=True)
 class JobStory:
     """One job of a sweep: its row, and its story where it left a journal."""
 
-    row: JobRow
+    row: SweepRow
     story: Story | None = field(default=None, repr=False)
 
     @property
@@ -104,7 +105,7 @@ def sweep_story_of(folder: Path) -> SweepStory:
             seconds[name] += value
     wall = finite(table.get("wall_seconds"))
     sentence = tally([job.row for job in jobs])
-    sentence += "." if wall is None else f" in {units.duration(wall)}."
+    sentence += "." if wall is None else f" in {readable.duration(wall)}."
     if not is_over:
         sentence += " The end of the sweep is not recorded: it still runs, or its process died."
     return SweepStory(
@@ -131,19 +132,11 @@ def _jobs(folder: Path, table: Mapping[str, Any]) -> list[JobStory]:
         seen.add(row.job)
     listed = table.get("jobs")
     for content in listed if isinstance(listed, list) else []:
-        missing = _row_of(content)
-        if missing is not None and missing.job not in seen:
-            jobs.append(JobStory(missing))
+        with contextlib.suppress(MalformedEvent):
+            row = from_json(SweepRow, content)
+            if row.job not in seen:
+                jobs.append(JobStory(row))
     return jobs
-
-
-def _row_of(content: Any) -> JobRow | None:
-    if not isinstance(content, dict) or any(name not in content for name in _ROW_FIELDS):
-        return None
-    values = {name: content[name] for name in _ROW_FIELDS}
-    for name in ("overrides", "devices"):
-        values[name] = tuple(map(str, values[name])) if isinstance(values[name], list) else ()
-    return JobRow(**values)
 
 
 def sweep_page(sweep: SweepStory) -> str:
@@ -177,7 +170,7 @@ def _rows(sweep: SweepStory) -> list[dict[str, Any]]:
                 "href": _href(sweep, job),
                 "overrides": " ".join(overrides),
                 "result": None if row.result is None else value_text(row.result),
-                "wall": None if wall is None else units.duration(wall),
+                "wall": None if wall is None else readable.duration(wall),
                 "shares": [] if story is None else shares(story.seconds),
                 "why": None if row.status == COMPLETED else row.reason,
             }

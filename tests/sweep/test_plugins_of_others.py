@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from robust_train.sweep.mask import remember_mask, restore_mask
+from robust_train.sweep.plugins_of_others import remember_mask, restore_mask
 
 
 @pytest.mark.parametrize("mask", [None, "", "1,0", "GPU-11111111"])
