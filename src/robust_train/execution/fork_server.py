@@ -47,6 +47,9 @@ TICK_SECONDS = 0.5
 _AFTER_FAILURE_SECONDS = 10.0
 _AFTER_KILL_SECONDS = 8.0
 
+_with_a_server: set[str] = set()
+"""The tokens of this process's servers."""
+
 
 class ServerDied(Exception):
     """The fork server's process ended by itself. ``returncode`` as subprocess has it."""
@@ -78,6 +81,7 @@ class ForkServer:
         self._read_at_import = read_at_import(environ)
         self._owner = os.getpid()
         # what the server leaves behind if it is killed becomes ours to end
+        _with_a_server.add(self._token)
         become_subreaper()
         with control_there, events_there:
             channels = (control_there.fileno(), events_there.fileno())
@@ -235,6 +239,9 @@ class ForkServer:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_AFTER_KILL_SECONDS)
             self._end_leftovers()
+            _with_a_server.discard(self._token)
+            if not _with_a_server:
+                become_subreaper(on=False)
         self._events.close()
         self.pump.close()
 

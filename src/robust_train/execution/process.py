@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from robust_train.errors import ConfigError
 from robust_train.events import Event, Failed, Finished, ScriptStarted, Stalled
@@ -57,9 +57,11 @@ class ProcessExecutor:
         self._cfg = cfg
         self._run_dir = run_dir
         self._signals = signals
-        wanted = OmegaConf.select(cfg, f"trainer.{PRELOAD}")
         found = libraries_of(trainer)
-        self._libraries = list(found if wanted is None else wanted)
+        wanted = OmegaConf.select(cfg, f"trainer.{PRELOAD}")
+        if wanted is not None and not isinstance(wanted, ListConfig):
+            raise ConfigError(f"trainer.{PRELOAD}={wanted}: accepted is a list of modules")
+        self._libraries = list(found) if wanted is None else [str(name) for name in wanted]
         if cfg.num_gpus > 1 and OmegaConf.select(cfg, "trainer.argv") is None:
             self._libraries.append("torch.distributed")
         self._unsafe: set[str] = set()
