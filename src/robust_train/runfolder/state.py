@@ -43,6 +43,7 @@ class RunState:
     Attributes:
         id: the job's id in ``robust-train queue``, or ``0-…`` for one that never queued.
         name: what people know the job by.
+        run_dir: where the folder was when the job started.
         pid: of the launcher, on ``host``.
         started: when this launch began.
         state: ``starting``, ``waiting``, ``running``, ``between attempts``, ``stopping``, or how
@@ -53,6 +54,9 @@ class RunState:
         job: identity of the job through all its launches.
         waiting: ``position``, ``reason`` and ``seconds_left`` while it waits for a GPU.
         attempt: number of the attempt, from 1; what follows is of it.
+        attempt_pid: of rank 0.
+        device: ``cuda:<number>`` as ``nvidia-smi`` counts, several with commas, or ``cpu``.
+        batch_size: samples in one forward and backward pass of one rank.
         micro_batch: what ``batch_size`` is split into since.
         checkpoint: the last one that was reported.
         memory: bytes in use, by name, at the last milestone.
