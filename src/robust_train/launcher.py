@@ -50,7 +50,8 @@ from robust_train.queue.wait import NoGpu, WaitStatus
 from robust_train.report import narration
 from robust_train.report.html import write_report
 from robust_train.runfolder.folder import RunFolder
-from robust_train.runfolder.journal import Journal, read_earlier
+from robust_train.runfolder.identity import begin_job, complete_job, resume_from
+from robust_train.runfolder.journal import Journal
 from robust_train.runfolder.summary import (
     AttemptRecord,
     Summary,
@@ -149,13 +150,13 @@ class Job:
         self.signals = SignalWatch()
         name = devices.job_name(cfg, self.run_dir)
         self.folder = RunFolder(self.run_dir, name, self.signals, sweep_folder())
-        self.earlier = read_earlier(self.run_dir / "journal.jsonl")
+        self.earlier = begin_job(self.run_dir, resume=cfg.resume)
         self.journal = Journal(self.run_dir / "journal.jsonl")
         self.batch_sizes = BatchSizes(
             cfg, self.settings, self.trainer, self.earlier.found, self.journal.write
         )
         self.records: list[AttemptRecord] = []
-        self.checkpoint: Path | None = self.earlier.checkpoint if cfg.resume else None
+        self.checkpoint: Path | None = self.earlier.checkpoint
         self.wait_seconds = 0.0
         self._started = time.monotonic()
 
@@ -167,7 +168,9 @@ class Job:
             JobInterrupted: after the summary was written.
         """
         with self.folder:
-            self.journal.write(JobStarted(str(self.run_dir), name_of(self.trainer)))
+            self.journal.write(
+                JobStarted(str(self.run_dir), name_of(self.trainer), self.earlier.job)
+            )
             if self.checkpoint is not None:
                 log.info(
                     "this run folder holds an unfinished job: going on from %s", self.checkpoint
@@ -318,6 +321,9 @@ class Job:
         number = self._number()
         spec, search = self.batch_sizes.begin(spec)
         narration.announce(number, spec, is_searched=search is not None)
+        self.checkpoint = resume_from(
+            self.run_dir, self.earlier.job, self.checkpoint, sleep=executor.sleep
+        )
         started = narration.started(spec, self.checkpoint)
         self.journal.write(started, number)
         free_before = devices.free_bytes(spec.gpus)
@@ -420,6 +426,8 @@ class Job:
     def _report(self, summary: Summary, exit_code: int | None = None) -> None:
         self.journal.write(JobEnded(summary.status, summary.reason))
         summary.write()
+        if summary.status == "completed":
+            complete_job(self.run_dir)
         self.folder.ended(summary.status, summary.reason, exit_code)
         if self.records:
             log.info("attempts:\n%s", attempts_table(self.records))
