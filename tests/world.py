@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import preloaded
-from shared_torch import requests_of
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = ROOT / "tests"
@@ -119,12 +118,6 @@ class World:
     ) -> subprocess.Popen[str]:
         """Start a command; the caller waits for it."""
         command = self.command(*arguments, script=script)
-        # what holds for the launcher's process, a limit for example, must hold for its attempts
-        alone = self.alone or "preexec_fn" in options
-        if script == "train_robust.py" and not alone:
-            zygote = requests_of(self.environ)
-            command[1:1] = [str(TESTS / "shared_torch.py"), str(zygote)]
-            options["pass_fds"] = (*options.get("pass_fds", ()), zygote)
         return subprocess.Popen(
             command,
             cwd=self.folder,

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from robust_train.errors import ConfigError
-from robust_train.execution.prctl import become_subreaper, children, signal_at_parents_death
+from robust_train.execution.linux import become_subreaper, children, signal_at_parents_death
 from robust_train.run import Run
 
 TICK_SECONDS = 0.5

@@ -33,12 +33,3 @@ def ending_line(row: Row, log_path: Path | None) -> str:
         return f"job {row.job} completed{seconds}"
     reason = " ".join(str(row.reason).split())
     return f"job {row.job} {row.status}: {reason}; {log_path}"
-
-
-def zygote_line(returncode: int) -> str:
-    """What the screen says when the process has ended that the jobs were forked from."""
-    how = f"exit code {returncode}" if returncode >= 0 else signal.Signals(-returncode).name
-    return (
-        f"the process that jobs are forked from was ended by {how}: running jobs go on, those that "
-        "start from here on import torch by themselves"
-    )

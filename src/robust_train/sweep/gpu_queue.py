@@ -36,7 +36,7 @@ from robust_train.execution.signals import SignalWatch
 from robust_train.runfolder.requests import sweep_stop_requested
 from robust_train.sweep import current, session
 from robust_train.sweep.capacity import count_cpus, count_gpus, jobs_at_once
-from robust_train.sweep.endings import ending_line, ending_of_process, zygote_line
+from robust_train.sweep.endings import ending_line, ending_of_process
 from robust_train.sweep.folders import LOG_FILE, remove_untouched, run_folder
 from robust_train.sweep.job_process import JobProcess
 from robust_train.sweep.live_table import REFRESH_SECONDS, LiveRow, LiveTable
@@ -128,10 +128,7 @@ class GpuQueue:
         setup_globals()
         configure_log(self._config.hydra.hydra_logging, self._config.hydra.verbose)
         Path(str(self._config.hydra.sweep.dir)).mkdir(parents=True, exist_ok=True)
-        if OmegaConf.select(self._config, "isolation") == "process":
-            at_hand.share()
-        else:
-            at_hand.discard()
+        at_hand.discard()  # each job starts its own
         shown = differing_overrides([filter_overrides(own) for own in job_overrides])
         self._jobs = [
             _Job(initial_job_idx + index, overrides, " ".join(shown[index]))
@@ -262,12 +259,11 @@ class GpuQueue:
         if threading.current_thread() is not threading.main_thread():
             timeout = _LOOK_WITHOUT_SIGNALS_SECONDS
         with selectors.DefaultSelector() as selector:
-            for descriptor in (wakeup, *at_hand.zygote_output()):
+            for descriptor in (wakeup,):
                 selector.register(descriptor, selectors.EVENT_READ)
             selector.select(timeout)
             with contextlib.suppress(BlockingIOError):
                 os.read(wakeup, 4096)
-        _look_after_zygote(table)
         self._pass_on_signals()
         if self._stopping is None and sweep_stop_requested(Path(self._config.hydra.sweep.dir)):
             self._stopping = "request"  # which the jobs see as well
@@ -357,14 +353,6 @@ class GpuQueue:
             sweep.planned[job.number] = JobRecord(
                 sweep.id, job.number, overrides, status=status, **fields
             )
-
-
-def _look_after_zygote(table: LiveTable) -> None:
-    printed, returncode = at_hand.watch_zygote()
-    for line in printed.splitlines():
-        table.say(line)
-    if returncode is not None:
-        table.say(zygote_line(returncode), level=logging.WARNING)
 
 
 @contextlib.contextmanager

@@ -20,8 +20,8 @@ from typing import Any
 
 from robust_train.errors import JobInterrupted
 from robust_train.execution import at_hand
+from robust_train.execution.linux import signal_at_parents_death
 from robust_train.execution.output import flush_output
-from robust_train.execution.prctl import signal_at_parents_death
 
 _SIGNALS = (
     signal.SIGINT,
@@ -42,8 +42,7 @@ class JobProcess:
     Args:
         work: what to do; it runs in the process.
         log_path: where everything goes that the process prints.
-        warm: the job will want a fork server: without a zygote to fork it from, begin to import
-            torch while waiting to be told.
+        warm: the job will want a fork server: begin to import torch while waiting to be told.
         detach: undoes in the process what the launcher had set up for itself.
     """
 
@@ -132,7 +131,7 @@ class JobProcess:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
             if warm:
-                at_hand.warm_up()
+                at_hand.warm_up(("torch",))
             else:
                 at_hand.discard()
             if os.read(self._go_read, 1):
