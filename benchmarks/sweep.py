@@ -65,7 +65,6 @@ def environment(machine: Machine, folder: Path) -> dict[str, str]:
     return machine.environment(
         PYTHONPATH=paths,
         SWEEP_BENCHMARK_LOG=str(folder / "held.jsonl"),
-        XDG_RUNTIME_DIR=str(folder),
     )
 
 
