@@ -14,10 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from robust_train.control.attempt import AttemptRequests
 from torch import nn
 
 from robust_train.run import Run
+from robust_train.runfolder.attempt_requests import AttemptRequests
+from robust_train.runfolder.requests import Inbox
 
 
 def main() -> None:
@@ -63,7 +64,9 @@ def main() -> None:
             ]
     before, after = (statistics.median(times) for times in zip(*pairs, strict=True))
     print(f"step of a run that takes no requests: {before * 1e6:.1f} µs (median)")
-    print(f"step of a run that takes them: {after * 1e6:.1f} µs ({100 * (after / before - 1):+.2f} %)")
+    print(
+        f"step of a run that takes them: {after * 1e6:.1f} µs ({100 * (after / before - 1):+.2f} %)"
+    )
     alone, listens = (statistics.median(times) * 1e6 for times in zip(*boundaries, strict=True))
     print(f"its three looks at the launcher's side alone: {alone:.2f} and {listens:.2f} µs")
 

@@ -64,6 +64,7 @@ def environment(machine: Machine, folder: Path) -> dict[str, str]:
     paths = os.pathsep.join([str(HERE), str(ROOT / "src"), str(ROOT / "tests")])
     return machine.environment(
         PYTHONPATH=paths,
+        ROBUST_TRAIN_STATE_DIR=str(folder / "runs"),
         SWEEP_BENCHMARK_LOG=str(folder / "held.jsonl"),
     )
 
