@@ -1,13 +1,12 @@
-"""What a run that can be talked to pays for it in every step in which nobody does.
+"""What a run that takes requests pays for it in every step in which there are none.
 
-Run: python benchmarks/control_overhead.py [--steps 2000]
+Run: python benchmarks/requests_overhead.py [--steps 2000]
 Goal: not to be measured in a small network's step.
 """
 
 from __future__ import annotations
 
 import argparse
-import socket
 import statistics
 import tempfile
 import time
@@ -15,10 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from robust_train.control.attempt import AttemptRequests
 from torch import nn
 
 from robust_train.run import Run
+from robust_train.runfolder.attempt_requests import AttemptRequests
+from robust_train.runfolder.requests import Inbox
 
 
 def main() -> None:
@@ -52,8 +52,8 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         deaf, listening = Run(run_dir=Path(folder)), Run(run_dir=Path(folder))
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with AttemptRequests(listening, theirs, Path(folder)), ours:
+        Inbox(Path(folder)).open()
+        with AttemptRequests(listening, Path(folder)):
             plain, served = step_of(deaf), step_of(listening)
             for _ in range(50):
                 plain(), served()
@@ -63,8 +63,10 @@ def main() -> None:
                 for _ in range(chosen.steps)
             ]
     before, after = (statistics.median(times) for times in zip(*pairs, strict=True))
-    print(f"step of a run that nobody can talk to: {before * 1e6:.1f} µs (median)")
-    print(f"step of a run that listens: {after * 1e6:.1f} µs ({100 * (after / before - 1):+.2f} %)")
+    print(f"step of a run that takes no requests: {before * 1e6:.1f} µs (median)")
+    print(
+        f"step of a run that takes them: {after * 1e6:.1f} µs ({100 * (after / before - 1):+.2f} %)"
+    )
     alone, listens = (statistics.median(times) * 1e6 for times in zip(*boundaries, strict=True))
     print(f"its three looks at the launcher's side alone: {alone:.2f} and {listens:.2f} µs")
 
