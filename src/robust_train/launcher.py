@@ -35,7 +35,7 @@ from robust_train.execution.process import ProcessExecutor
 from robust_train.execution.request import AttemptRequest, TrainerRef
 from robust_train.execution.signals import SignalWatch
 from robust_train.memory.stability import attempt_stability
-from robust_train.policy.decide import decide, decide_as_asked, first_attempt
+from robust_train.policy.decide import decide, decide_on_request, first_attempt
 from robust_train.queue import devices
 from robust_train.queue.wait import NoGpu
 from robust_train.report import narration
@@ -60,7 +60,6 @@ from robust_train.values import (
     Attempt,
     AttemptSpec,
     Decision,
-    FailureKind,
     GiveUp,
     Group,
     Retry,
@@ -338,15 +337,13 @@ class Job:
             return None
         history = (*(record.attempt for record in self.records), attempt)
         if attempt.outcome.stopped_for is not None and self.signals.received is None:
-            return decide_as_asked(self.settings, history)
-        if failure.kind is FailureKind.INTERRUPTED or self.signals.received is not None:
-            return GiveUp("interrupted")
-        gpus = self.devices.candidates() if attempt.spec.gpus else ()
-        decision = decide(self.settings, history, gpus)
-        if isinstance(decision, GiveUp) and failure.kind is FailureKind.BUG:
-            where = "" if failure.rank is None else f" (rank {failure.rank})"
-            return replace(decision, reason=failure.message + where)
-        return decision
+            return decide_on_request(self.settings, history)
+        if self.signals.received is not None:
+            return GiveUp("interrupted", action="stopped")
+        if not attempt.spec.gpus:
+            return decide(self.settings, history, ())
+        gpus = self.devices.candidates()
+        return decide(self.settings, history, gpus, self.devices.held_by_others(gpus))
 
     def _request(
         self, number: int, spec: AttemptSpec, search: BatchSearch | None

@@ -39,7 +39,13 @@ def policy_settings(cfg: DictConfig, *, finds_batch_size: bool = False) -> Polic
         may_wait=cfg.wait_for_gpu,
         retry_pause_seconds=cfg.retry_pause_seconds,
         finds_batch_size=finds_batch_size,
+        reports_start=_is_built_in(cfg),
     )
+
+
+def _is_built_in(cfg: DictConfig) -> bool:
+    target = OmegaConf.select(cfg, "trainer._target_")
+    return isinstance(target, str) and target.startswith("robust_train.vision.")
 
 
 def attempt_config(cfg: DictConfig, spec: AttemptSpec, device: str) -> DictConfig:

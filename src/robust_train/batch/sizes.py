@@ -19,7 +19,7 @@ from robust_train.batch.known import Fact, Known, KnownBatches, cache_directory,
 from robust_train.batch.search import BatchSearch, micro_batch_sizes
 from robust_train.memory.host import read_host_memory
 from robust_train.policy.remedies import NOTABLE_BYTES
-from robust_train.policy.sizes import PolicySettings, at_micro_batch
+from robust_train.policy.sizes import PolicySettings, with_accumulation
 from robust_train.settings import name_of
 from robust_train.values import MEMORY_FAILURES, AttemptSpec, FailureKind, Outcome
 
@@ -180,7 +180,7 @@ class BatchSizes:
 
     def _at(self, spec: AttemptSpec, size: int) -> AttemptSpec:
         settings = self._settings.for_ranks(spec.ranks)
-        batch_size, accumulation = at_micro_batch(settings, size)
+        batch_size, accumulation = with_accumulation(settings, size)
         return replace(spec, batch_size=batch_size, gradient_accumulation_steps=accumulation)
 
     def _facts(self, spec: AttemptSpec, outcome: Outcome) -> tuple[Fact | None, Fact | None]:

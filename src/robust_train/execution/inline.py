@@ -114,6 +114,7 @@ class InlineExecutor:
             seconds=time.monotonic() - started,
             start_step=seen.get("start_step", 0),
             end_step=ending["step"],
+            began_training="start_step" in seen,
             peak_memory_bytes=memory["max_allocated" if on_gpu else "max_resident"],
             memory=memory if on_gpu else None,
             memory_returned=returned,

@@ -198,6 +198,7 @@ class _Collector:
         self._oom_kills = oom_kills
         self._ending: dict[str, Any] | None = None
         self._start_step = 0
+        self._began_training = False
         self._end_step: int | None = None
         self._memory: dict[str, int] = {}
         self._micro_batch: int | None = None
@@ -219,6 +220,7 @@ class _Collector:
             self._memory.update(event["memory"])
         elif kind == "training_started":
             self._start_step = event["step"]
+            self._began_training = True
         elif kind == "progress":
             self._end_step = event["step"]
         elif kind == "memory" and "rank" not in event:
@@ -253,6 +255,7 @@ class _Collector:
             seconds=seconds,
             start_step=self._start_step,
             end_step=self._end_step,
+            began_training=self._began_training,
             peak_memory_bytes=peak,
             memory=dict(self._memory) if on_gpu else None,
             memory_returned=self._returned,

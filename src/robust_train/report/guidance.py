@@ -95,10 +95,12 @@ def _failures(attempts: Sequence[AttemptStory]) -> Iterator[Advice]:
 def evidence_of(content: Mapping[str, Any]) -> Evidence:
     """The evidence as the journal has it."""
     sizes = {f.name: whole(content.get(f.name)) for f in fields(Evidence) if "bytes" in f.name}
-    library = content.get("library")
+    library, clue = content.get("library"), content.get("clue")
     return Evidence(
         **sizes,
         fragmented=content.get("fragmented") is True,
+        own_limit=content.get("own_limit") is True,
+        clue=clue if isinstance(clue, str) else None,
         library=library if isinstance(library, str) else None,
     )
 
