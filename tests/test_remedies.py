@@ -160,9 +160,7 @@ def test_a_trainer_that_reports_nothing_may_have_run_out_in_a_step():
 
 
 def test_an_import_without_memory_is_no_matter_of_batch_or_workers():
-    failure = failed(
-        first_attempt(SETTINGS, ()), FailureKind.HOST_OOM, Evidence(clue=Clue.IMPORT)
-    )
+    failure = failed(first_attempt(SETTINGS, ()), FailureKind.HOST_OOM, Evidence(clue=Clue.IMPORT))
     decision = decide(SETTINGS, (failure,), ())
     assert isinstance(decision, GiveUp)
     assert "while a module was imported" in decision.reason

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from robust_train.failures import classify_failure
-from robust_train.values import Evidence
+from robust_train.values import Clue, Evidence
 
 KIB, MIB, GIB = 1024, 1024**2, 1024**3
 
@@ -140,6 +140,53 @@ def test_fragmented_is_as_much_unused_as_was_asked_for(
     )
 
     assert evidence.fragmented is fragmented
+
+
+OWN_LIMIT = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.15 GiB of "
+    "which 70.20 GiB is free. Including non-PyTorch memory, this process has 8.90 GiB memory in "
+    "use. 8.00 GiB allowed; Of the allocated memory 7.90 GiB is allocated by PyTorch, and 12.00 "
+    "MiB is reserved by PyTorch but unallocated."
+)
+
+
+def test_more_free_than_requested_is_our_own_limit() -> None:
+    evidence = evidence_of(OWN_LIMIT)
+
+    assert evidence.own_limit
+    assert evidence.allowed_bytes == 8 * GIB
+    assert evidence.free_bytes == int(70.2 * GIB)
+    assert not evidence_of(OWN_LIMIT.replace("70.20 GiB is free", "1.20 GiB is free")).own_limit
+    assert evidence_of(
+        "CUDA out of memory. Allocation was preemptively rejected because it would exceed "
+        "per_process_memory_fraction limit. Requested size: 2147483648"
+    ).own_limit
+    assert not evidence_of("CUDA error: out of memory").own_limit
+
+
+@pytest.mark.parametrize(
+    ("message", "clue"),
+    [
+        ("CUDA error: uncorrectable ECC error encountered", Clue.HARDWARE),
+        ("NVRM: Xid (PCI:0000:02:00): 79, GPU has fallen off the bus.", Clue.HARDWARE),
+        ("NVRM: Xid (PCI:0000:b3:00): 31, pid=4211, name=python, MMU Fault", None),
+        ("CUDA error: an illegal memory access was encountered", None),
+        ("CUDA error: misaligned address", None),
+        ("CUDA error: unspecified launch failure", None),
+        ("CUDA error: hardware stack error", None),
+        ("CUDA error: CUBLAS_STATUS_INTERNAL_ERROR when calling `cublasSgemm`", None),
+        ("CUDA driver error: unknown error", Clue.DRIVER),
+        ("CUDA error: operation not supported", Clue.DRIVER),
+        ("CUDA error: operation not supported on global/shared address space", None),
+        ("CUDA error: CUDA-capable device(s) is/are busy or unavailable", Clue.BUSY),
+        ("CUDA error: invalid device ordinal", None),
+        ("Error while creating shared memory segment /dev/shm/nccl-a (size 9)", Clue.SHARED_MEMORY),
+        ("504 Server Error: Gateway Time-out for url: https://huggingface.co", Clue.DOWNLOAD),
+        ("Connection reset by peer", None),
+    ],
+)
+def test_the_words_tell_what_else_there_is_to_know(message: str, clue: str | None) -> None:
+    assert evidence_of(message).clue == clue
 
 
 # --- advice ---------------------------------------------------------------------------------------

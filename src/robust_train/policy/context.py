@@ -86,7 +86,11 @@ class FailureContext:
         Of a trainer that reports nothing only the stack tells.
         """
         outcome = self.attempt.outcome
-        if outcome.began_training or outcome.end_step is not None or outcome.micro_batch is not None:
+        if (
+            outcome.began_training
+            or outcome.end_step is not None
+            or outcome.micro_batch is not None
+        ):
             return False
         return (
             self.evidence.clue in _BEFORE_TRAINING
