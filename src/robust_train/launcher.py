@@ -16,8 +16,8 @@ from typing import Any
 import tenacity
 from omegaconf import DictConfig, OmegaConf
 
+from robust_train.batch.job_sizes import BatchSizes
 from robust_train.batch.search import BatchSearch
-from robust_train.batch.sizes import BatchSizes
 from robust_train.config.batch import settle_batch_size
 from robust_train.config.schema import complete, validate
 from robust_train.control.job import JobControl
@@ -43,6 +43,7 @@ from robust_train.execution.inline import InlineExecutor
 from robust_train.execution.process import ProcessExecutor
 from robust_train.execution.request import AttemptRequest, TrainerRef
 from robust_train.execution.signals import SignalWatch
+from robust_train.failures.advice import with_fitting_advice
 from robust_train.memory.stability import attempt_stability
 from robust_train.policy.decide import decide, decide_on_request, first_attempt
 from robust_train.queue import devices
@@ -59,6 +60,7 @@ from robust_train.runfolder.summary import (
 )
 from robust_train.settings import (
     attempt_config,
+    batch_settings,
     hydra_config,
     name_of,
     policy_settings,
@@ -149,7 +151,10 @@ class Job:
         name = devices.job_name(cfg, self.run_dir)
         self.control = JobControl(name, self.run_dir, self.signals, os.environ)
         self.batch_sizes = BatchSizes(
-            cfg, self.settings, self.trainer, self.earlier.found, self.journal.write
+            batch_settings(cfg, self.trainer),
+            self.settings,
+            self.earlier.found,
+            self.journal.write,
         )
         self.records: list[AttemptRecord] = []
         self.checkpoint: Path | None = self.earlier.checkpoint if cfg.resume else None
@@ -323,6 +328,13 @@ class Job:
                 gpu_free_before_bytes=free_before[where],
                 gpu_free_after_bytes=free_after[where],
             )
+        if outcome.failure is not None:
+            failure = with_fitting_advice(
+                outcome.failure,
+                num_workers=spec.num_workers,
+                is_script=OmegaConf.select(self.cfg, "trainer.argv") is not None,
+            )
+            outcome = replace(outcome, failure=failure)
         attempt = Attempt(*self.batch_sizes.end(spec, outcome))
         decision = self._decide(attempt)
         record = AttemptRecord(attempt, decision, attempt_stability(self.run_dir, number))

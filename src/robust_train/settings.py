@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
+from robust_train.batch.known import memory_settings
 from robust_train.errors import ConfigError
 from robust_train.memory.allocator import exported_expandable_segments
 from robust_train.policy.sizes import PolicySettings
@@ -40,6 +42,36 @@ def policy_settings(cfg: DictConfig, *, finds_batch_size: bool = False) -> Polic
         retry_pause_seconds=cfg.retry_pause_seconds,
         finds_batch_size=finds_batch_size,
         reports_start=_is_built_in(cfg),
+    )
+
+
+@dataclass(frozen=True)
+class BatchSettings:
+    """What the config says about the size with which attempts begin.
+
+    Attributes:
+        trainer: the trainer's dotted path.
+        memory_settings: the part of the config on which memory depends.
+        memory_share: of the device's memory, the most to count on.
+        reuse_known_batch: whether sizes that earlier jobs found count.
+        is_script: the trainer is a program that cannot be probed.
+    """
+
+    trainer: str
+    memory_settings: Mapping[str, Any]
+    memory_share: float
+    reuse_known_batch: bool
+    is_script: bool
+
+
+def batch_settings(cfg: DictConfig, trainer: str | Callable[..., Any]) -> BatchSettings:
+    """Return the part of the config that :class:`robust_train.batch.job_sizes.BatchSizes` needs."""
+    return BatchSettings(
+        trainer=name_of(trainer),
+        memory_settings=memory_settings(cfg),
+        memory_share=cfg.memory.fraction / cfg.gpu_jobs_per_device,
+        reuse_known_batch=cfg.reuse_known_batch,
+        is_script=OmegaConf.select(cfg, "trainer.argv") is not None,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from robust_train.failures import classify_failure
+from robust_train.failures.advice import with_fitting_advice
 from robust_train.values import Clue, Evidence
 
 KIB, MIB, GIB = 1024, 1024**2, 1024**3
@@ -251,6 +252,27 @@ def test_pinned_memory_is_advised_to_pin_less() -> None:
     advice = advice_of("failed to alloc 34359738368 bytes on host: CUDA_ERROR_OUT_OF_MEMORY")
 
     assert "pin less" in advice[0]
+
+
+def test_advice_fits_the_clue() -> None:
+    shared = advice_of("Error while creating shared memory segment /dev/shm/nccl-a (size 9)")
+    assert "--shm-size" in shared[0]
+    hardware = advice_of("CUDA error: uncorrectable ECC error encountered")
+    assert not any("CUDA_LAUNCH_BLOCKING" in sentence for sentence in hardware)
+    assert "CUDA_LAUNCH_BLOCKING" in advice_of("CUDA error: misaligned address")[0]
+    own = advice_of(OWN_LIMIT)
+    assert "memory.fraction" in own[0]
+    assert not any("who else" in sentence for sentence in own)
+
+
+@pytest.mark.parametrize(("workers", "is_script"), [(0, False), (4, True)])
+def test_advice_about_workers_is_for_trainers_that_have_them(workers: int, is_script: bool) -> None:
+    failure = classify_failure(MemoryError())
+    fitting = with_fitting_advice(failure, num_workers=workers, is_script=is_script)
+
+    assert not any("num_workers" in sentence for sentence in fitting.advice)
+    assert any("batch_size" in sentence for sentence in fitting.advice)
+    assert with_fitting_advice(failure, num_workers=2, is_script=False) == failure
 
 
 @pytest.mark.parametrize("error", [KeyError("lr"), KeyboardInterrupt()])

@@ -22,6 +22,7 @@ FRAGMENTED = (
 )
 PLAIN_OOM = "CUDA out of memory. Tried to allocate 2.00 GiB."
 ILLEGAL_ADDRESS = "CUDA error: an illegal memory access was encountered"
+ECC = "CUDA error: uncorrectable ECC error encountered"
 BUSY = "CUDA error: CUDA-capable device(s) is/are busy or unavailable"
 PEER_GONE = (
     "[../third_party/gloo/gloo/transport/tcp/pair.cc:525] Read error [10.0.0.2]:3: "
@@ -126,29 +127,49 @@ def test_a_gpu_on_which_no_part_fits_is_left_for_another(world: World):
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_a_sick_gpu_is_left_and_avoided(script: Script):
-    ended = script.run(f"40 {ILLEGAL_ADDRESS}")
+def test_an_illegal_address_costs_a_process_and_twice_at_the_same_step_the_gpu(script: Script):
+    ended = script.run(f"40 {ILLEGAL_ADDRESS}", f"40 {ILLEGAL_ADDRESS}")
     assert ended.returncode == 0, ended.output
-    assert [attempt["outcome"] for attempt in ended.attempts] == ["device_fault", "completed"]
-    assert [given["gpu"] for given in script.given] == [A, B]
-    assert [given["batch_size"] for given in script.given] == [64, 64]
-    assert "cuda:0 is avoided from now on" in ended.output
+    assert actions(ended) == ["retry", "switch_gpu", "none"]
+    assert [given["gpu"] for given in script.given] == [A, A, B]
+    assert [given["batch_size"] for given in script.given] == [64, 64, 64]
+    assert "excluded" not in ended.output
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_gpu_whose_memory_failed_is_left_at_once_and_excluded(script: Script):
+    ended = script.run(f"40 {ECC}", f"40 {ECC}")
+    assert ended.returncode == 0, ended.output
+    assert [given["gpu"] for given in script.given] == [A, B, "cpu"]
+    assert "cuda:0 is excluded as unhealthy" in ended.output
+    assert "not the device's" not in ended.output
 
 
 @pytest.mark.usefixtures("two_gpus")
 def test_the_same_fault_at_the_same_step_on_two_gpus_ends_the_job(script: Script):
-    ended = script.run(f"40 {ILLEGAL_ADDRESS}", f"40 {ILLEGAL_ADDRESS}")
+    ended = script.run(*[f"40 {ILLEGAL_ADDRESS}"] * 3)
     assert ended.returncode == 1, ended.output
-    assert len(ended.attempts) == 2
+    assert len(ended.attempts) == 3
     assert "at step 40 on two devices" in ended.summary["reason"]
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_a_busy_gpu_means_the_next_one_and_then_the_cpu(script: Script):
-    ended = script.run(f"0 {BUSY}", f"0 {BUSY}")
+def test_a_busy_gpu_that_is_free_gets_a_pause_then_the_next_one_and_then_the_cpu(script: Script):
+    ended = script.run(*[f"0 {BUSY}"] * 3, overrides=("max_retries=1",))
     assert ended.returncode == 0, ended.output
-    assert [given["gpu"] for given in script.given] == [A, B, "cpu"]
-    assert actions(ended) == ["switch_gpu", "cpu_fallback", "none"]
+    assert [given["gpu"] for given in script.given] == [A, A, B, "cpu"]
+    assert actions(ended) == ["retry", "switch_gpu", "cpu_fallback", "none"]
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_driver_that_refuses_the_first_allocation_gets_no_expandable_segments(script: Script):
+    ended = script.run("-1 CUDA driver error: unknown error")
+    assert ended.returncode == 0, ended.output
+    assert actions(ended) == ["no_expandable_segments", "none"]
+    assert [given["allocator"] for given in script.given] == [
+        "expandable_segments:True",
+        "expandable_segments:False",
+    ]
 
 
 def test_a_dead_peer_is_tried_again_after_growing_pauses(script: Script):
