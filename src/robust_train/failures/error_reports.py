@@ -9,47 +9,17 @@ from dataclasses import dataclass, field, replace
 # A program with an error in it. What its message says is about the program, not about memory:
 # KeyError('CUDA out of memory') is a missing key. AssertionError and ImportError are not here:
 # torch without CUDA and a missing driver come as those.
-PROGRAMMING_ERRORS = frozenset(
-    {
-        "ArithmeticError",
-        "AttributeError",
-        "EOFError",
-        "FileExistsError",
-        "FileNotFoundError",
-        "IsADirectoryError",
-        "LookupError",
-        "IndexError",
-        "KeyError",
-        "KeyErrorMessage",
-        "NameError",
-        "UnboundLocalError",
-        "NotADirectoryError",
-        "NotImplementedError",
-        "PermissionError",
-        "PicklingError",
-        "RecursionError",
-        "StopIteration",
-        "SyntaxError",
-        "IndentationError",
-        "TypeError",
-        "ValueError",
-        "UnicodeDecodeError",
-        "JSONDecodeError",
-        "ZeroDivisionError",
-        "OverflowError",
-        "FloatingPointError",
-        "ModuleNotFoundError",
-        "ConfigError",
-        "MisconfigurationException",
-        "OmegaConfBaseException",
-        "HydraException",
-        "ConfigCompositionException",
-        "ConfigAttributeError",
-        "MissingMandatoryValue",
-        "InterpolationResolutionError",
-        "DecompressionBombError",
-    }
+_PROGRAMMING = (
+    "ArithmeticError AttributeError EOFError FileExistsError FileNotFoundError "
+    "IsADirectoryError LookupError IndexError KeyError KeyErrorMessage NameError "
+    "UnboundLocalError NotADirectoryError NotImplementedError PermissionError PicklingError "
+    "RecursionError StopIteration SyntaxError IndentationError TypeError ValueError "
+    "UnicodeDecodeError JSONDecodeError ZeroDivisionError OverflowError FloatingPointError "
+    "ModuleNotFoundError ConfigError MisconfigurationException OmegaConfBaseException "
+    "HydraException ConfigCompositionException ConfigAttributeError MissingMandatoryValue "
+    "InterpolationResolutionError DecompressionBombError"
 )
+PROGRAMMING_ERRORS = frozenset(_PROGRAMMING.split())
 # those that may also be raised on purpose in place of the error that is being handled
 _TRANSLATIONS = frozenset({"ValueError"})
 
@@ -80,14 +50,13 @@ class ErrorReport:
 
     @property
     def is_programming_error(self) -> bool:
-        """Its message is not to be believed when it speaks of memory."""
+        """Return whether its message is not to be believed when it speaks of memory."""
         return not PROGRAMMING_ERRORS.isdisjoint(self.types)
 
 
 def reports_of(exception: BaseException) -> Iterator[ErrorReport]:
-    """The exception's own report first, then those of what led to it."""
-    seen: set[int] = set()
-    yield from _follow(exception, seen, in_group=False)
+    """Yield the exception's own report first, then those of what led to it."""
+    return _follow(exception, set(), in_group=False)
 
 
 def _follow(exception: BaseException, seen: set[int], in_group: bool) -> Iterator[ErrorReport]:
@@ -150,7 +119,7 @@ _SEPARATOR = re.compile(
     r"^(?:During handling of the above exception|The above exception was the direct cause|"
     r"Exception raised from |frame #\d+|C\+\+ CapturedTraceback|\"{3}|'{3}|=+$|-+$)"
 )
-_FRAME = re.compile(r"^\s*(?:frame )?#\d+:? ")
+_FRAME = re.compile(r"^\s*(?:frame )?#\d+:? |^Exception raised from |.*most recent call first")
 # What torch appends to every CUDA error, whatever it is: it names asserts and memory.
 _APPENDIX = re.compile(
     r"Compile with .TORCH_USE_\w+_DSA. to enable device-side assertions\.?"
@@ -172,7 +141,7 @@ _HINT = re.compile(
 def reports_in(
     text: str, types: tuple[str, ...] = (), errno: int | None = None
 ) -> Iterator[ErrorReport]:
-    """The reports in a text: the message itself, or those in the tracebacks that it quotes.
+    """Yield the reports in a text: the message itself, or those in tracebacks that it quotes.
 
     Args:
         text: an exception's message or the end of a log.
@@ -187,7 +156,8 @@ def reports_in(
         yield _plain(lines, types, errno)
         return
     header = one_line(lines[: starts[0]])
-    found = [_quoted(lines[start + 1 : end], header) for start, end in _spans(starts, len(lines))]
+    spans = zip(starts, [*starts[1:], len(lines)], strict=True)
+    found = [_quoted(lines[start + 1 : end], header) for start, end in spans]
     quoted = [report for report in reversed(found) if report is not None]
     if not quoted:
         yield _plain(lines, types, errno)
@@ -215,12 +185,8 @@ def _plain(lines: list[str], types: tuple[str, ...], errno: int | None) -> Error
     return ErrorReport(types, text, headline[:_LINE_LIMIT], errno)
 
 
-def _spans(starts: list[int], end: int) -> Iterator[tuple[int, int]]:
-    yield from zip(starts, [*starts[1:], end], strict=True)
-
-
 def _quoted(lines: list[str], header: str) -> ErrorReport | None:
-    """The error at the end of one traceback: the first line after it that is not indented."""
+    """Return the error at the end of a traceback: the first line that is not indented."""
     for number, line in enumerate(lines):
         if not line or line[0].isspace() or line[0] in "|+╭╰│~^":
             continue
@@ -240,21 +206,12 @@ def _quoted(lines: list[str], header: str) -> ErrorReport | None:
 
 
 def one_line(lines: list[str]) -> str:
-    """A text on one line: no C++ stack frames, no hints, single spaces."""
-    kept: list[str] = []
-    for line in lines:
-        if line.startswith("Exception raised from ") or "most recent call first" in line:
-            continue
-        if not _FRAME.match(line):
-            kept.append(line)
-    said = _HINT.sub(" ", _APPENDIX.sub(" ", "\n".join(kept)))
-    return " ".join(said.split())
+    """Return a text on one line: no C++ stack frames, no hints, single spaces."""
+    kept = (line for line in lines if not _FRAME.match(line))
+    return " ".join(_HINT.sub(" ", _APPENDIX.sub(" ", "\n".join(kept))).split())
 
 
 def _first_line(lines: list[str]) -> str:
-    """The first line that says something, as it stands."""
-    for line in lines:
-        words = line.strip()
-        if any(character.isalnum() for character in words):
-            return words[:_LINE_LIMIT]
-    return ""
+    """Return the first line with words in it, as it stands."""
+    stripped = (line.strip() for line in lines)
+    return next((line[:_LINE_LIMIT] for line in stripped if any(map(str.isalnum, line))), "")

@@ -97,7 +97,7 @@ def read_evidence(text: str, match: Match) -> Evidence:
 
 
 def with_statistics(evidence: Evidence, text: str) -> Evidence:
-    """Fill in what the message left out from torch, if it is here and has started CUDA."""
+    """Fill in from torch what the message left out, if torch is loaded and has started CUDA."""
     torch = sys.modules.get("torch")
     if torch is None or evidence.library not in _TORCH:
         return evidence

@@ -38,7 +38,7 @@ _NATIVE = re.compile(
 def classify_exit(
     returncode: int, output_tail: str = "", *, oom_killed: bool | None = None
 ) -> Failure:
-    """Say why a process failed that could not say so itself.
+    """Return why a process failed that left no report.
 
     A bare SIGKILL is ``host_oom`` only on evidence: the kernel's or the scheduler's words in the
     output, or ``oom_killed``. Without, somebody or something killed it on purpose: ``interrupted``,
@@ -78,7 +78,7 @@ def classify_exit(
 
 
 def signal_of(returncode: int) -> int | None:
-    """The signal in an exit status, in either spelling; None where there is none."""
+    """Return the signal in an exit status, in either spelling; None without one."""
     number = -returncode if returncode < 0 else returncode - 128
     return number if number > 0 and _signal_name(number) is not None else None
 
@@ -95,7 +95,7 @@ def _signal_name(number: int | None) -> str | None:
 def _reported_in(
     output: str, lines: Sequence[str], native: bool
 ) -> tuple[ErrorReport, Match] | None:
-    """What the output says was the end: a traceback, C++'s last words, or the last lines.
+    """Return what the output shows as the end: a traceback, C++'s last words, or the last lines.
 
     Where there is a traceback, it alone counts: what was logged before may have been overcome.
     """

@@ -18,11 +18,7 @@ BEFORE_MEMORY: tuple[Pattern, ...] = (
     types_named(
         INTERRUPTED,
         None,
-        "KeyboardInterrupt",
-        "CancelledError",
-        "SignalException",  # torch elastic's agent
-        "TaskCancelledError",
-        "SIGTERMException",  # Lightning
+        "KeyboardInterrupt CancelledError SignalException TaskCancelledError SIGTERMException",
     ),
     # --- a program with an error in it, whatever its message says ---
     types_named(BUG, None, "OutOfResources"),  # Triton: a tile too big for the chip
@@ -120,12 +116,7 @@ BEFORE_MEMORY: tuple[Pattern, ...] = (
     types_named(
         WORKER_DEATH,
         "multiprocessing",
-        "BrokenProcessPool",
-        "TerminatedWorkerError",
-        "WorkerLostError",
-        "KilledWorker",
-        "WorkerCrashedError",
-        "ActorDiedError",
-        "RayActorError",
+        "BrokenProcessPool TerminatedWorkerError WorkerLostError KilledWorker "
+        "WorkerCrashedError ActorDiedError RayActorError",
     ),
 )

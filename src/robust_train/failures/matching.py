@@ -7,9 +7,7 @@ communication that they break.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
-from dataclasses import replace
 
 from robust_train.failures.device_patterns import DEVICES
 from robust_train.failures.error_reports import ErrorReport
@@ -20,9 +18,6 @@ from robust_train.failures.patterns import Match
 from robust_train.values import FailureKind
 
 PATTERNS = (*BEFORE_MEMORY, *MEMORY, *DEVICES, *NETWORK)
-
-_IN_WORKER = re.compile(r"\bCaught \w*(?:Error|Exception) in DataLoader worker process \d+")
-_OPEN_FILES = re.compile(r"Too many open files", re.IGNORECASE)
 
 # where several failed at once, the one whose remedy keeps the job alive
 _PRIORITY = (
@@ -46,16 +41,9 @@ def match(report: ErrorReport) -> Match | None:
         if report.types[:1] == ("ValueError",) and NOT_ENOUGH_FOR_VLLM.matches(report):
             return NOT_ENOUGH_FOR_VLLM.match
         return None
-    found = next((row.match for row in PATTERNS if row.matches(report)), None)
-    if found is None or not _IN_WORKER.search(report.text):
-        return found
-    # a data-loader worker has a context and descriptors of its own
-    is_workers_own = found.kind is FailureKind.DEVICE_FAULT or _OPEN_FILES.search(report.text)
-    return replace(found, kind=FailureKind.WORKER_DEATH, clue=None) if is_workers_own else found
+    return next((row.match for row in PATTERNS if row.matches(report)), None)
 
 
-def most_telling(
-    matches: Iterable[tuple[ErrorReport, Match]],
-) -> tuple[ErrorReport, Match]:
+def most_telling(matches: Iterable[tuple[ErrorReport, Match]]) -> tuple[ErrorReport, Match]:
     """Return the one of several to act upon."""
     return min(matches, key=lambda pair: _PRIORITY.index(pair[1].kind))

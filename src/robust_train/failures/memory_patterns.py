@@ -237,7 +237,7 @@ MEMORY: tuple[Pattern, ...] = (
     ),
     # types whose words matched nothing above
     types_named(DEVICE_OOM, "tensorflow", "ResourceExhaustedError"),
-    types_named(DEVICE_OOM, "torch", "OutOfMemoryError", "CUDAOutOfMemoryError"),
+    types_named(DEVICE_OOM, "torch", "OutOfMemoryError CUDAOutOfMemoryError"),
     types_named(HOST_OOM, "python", "MemoryError"),
     words(
         HOST_OOM,

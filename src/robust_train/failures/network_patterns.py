@@ -62,16 +62,9 @@ NETWORK: tuple[Pattern, ...] = (
     types_named(
         COMM,
         "torch.distributed",
-        "DistNetworkError",
-        "DistStoreError",
-        "DistBackendError",
-        "RendezvousConnectionError",
-        "RendezvousTimeoutError",
-        "RendezvousClosedError",
-        "ConnectionResetError",
-        "ConnectionRefusedError",
-        "ConnectionAbortedError",
-        "HorovodInternalError",
+        "DistNetworkError DistStoreError DistBackendError RendezvousConnectionError "
+        "RendezvousTimeoutError RendezvousClosedError ConnectionResetError "
+        "ConnectionRefusedError ConnectionAbortedError HorovodInternalError",
     ),
     # --- weights and data that could not be fetched ---
     words(BUG, "http", r"NameResolutionError|certificate verify failed|OfflineModeIsEnabled"),
@@ -96,19 +89,9 @@ NETWORK: tuple[Pattern, ...] = (
     types_named(
         COMM,
         "http",
-        "ReadTimeout",
-        "ConnectTimeout",
-        "PoolTimeout",
-        "ReadTimeoutError",
-        "ConnectTimeoutError",
-        "ChunkedEncodingError",
-        "IncompleteRead",
-        "RemoteDisconnected",
-        "RemoteProtocolError",
-        "ContentTooShortError",
-        "ServerDisconnectedError",
-        "ServerTimeoutError",
-        "ClientPayloadError",
+        "ReadTimeout ConnectTimeout PoolTimeout ReadTimeoutError ConnectTimeoutError "
+        "ChunkedEncodingError IncompleteRead RemoteDisconnected RemoteProtocolError "
+        "ContentTooShortError ServerDisconnectedError ServerTimeoutError ClientPayloadError "
         "FSTimeoutError",
         clue=Clue.DOWNLOAD,
     ),

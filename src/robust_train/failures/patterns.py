@@ -54,7 +54,7 @@ def words(
 
 
 def types_named(
-    kind: FailureKind, library: str | None, *names: str, clue: str | None = None
+    kind: FailureKind, library: str | None, names: str, clue: str | None = None
 ) -> Pattern:
-    """Return a row for exceptions of a class of one of these names, or derived from one."""
-    return Pattern(Match(kind, library, clue), types=frozenset(names))
+    """Return a row for exceptions of a class with one of these names, or derived from one."""
+    return Pattern(Match(kind, library, clue), types=frozenset(names.split()))

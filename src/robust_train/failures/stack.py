@@ -11,12 +11,13 @@ from robust_train.values import MEMORY_FAILURES, Clue, FailureKind
 _MAIN = ", in <module>"
 _MOVES_A_MODEL = re.compile(r"[/\\]torch[/\\]nn[/\\]modules[/\\]module\.py\".*, in _apply$", re.M)
 _IS_IN_A_STEP = re.compile(r", in (?:_call_impl|backward|step|__next__)$", re.MULTILINE)
-_IS_IN_A_LOADER = re.compile(r"[/\\]torch[/\\]utils[/\\]data[/\\]|[/\\]multiprocessing[/\\]")
+_IN_A_LOADER = re.compile(r"[/\\]torch[/\\]utils[/\\]data[/\\]|[/\\]multiprocessing[/\\]")
 _IS_IN_NETWORK_CODE = re.compile(
     r"[/\\](?:urllib|http|requests|urllib3|httpx|httpcore|aiohttp|fsspec|huggingface_hub|botocore)"
     r"[/\\]|[/\\](?:socket|ssl)\.py\""
 )
 _TIMEOUT = re.compile(r"^(?:\w+\.)*(?:TimeoutError|timeout)\b", re.IGNORECASE)
+_IN_WORKER = re.compile(r"\bCaught \w*(?:Error|Exception) in DataLoader worker process \d+")
 _OPEN_FILES = re.compile(r"Too many open files", re.IGNORECASE)
 
 
@@ -61,8 +62,9 @@ def refined(found: Match | None, text: str, types: tuple[str, ...], stack: str) 
         return None
     if found.kind in MEMORY_FAILURES:
         return Match(found.kind, found.library, memory_clue(stack) or found.clue)
-    if found.kind is FailureKind.BUG and _OPEN_FILES.search(text):
-        # workers hand each batch over by descriptors
-        is_loader = _IS_IN_A_LOADER.search(stack)
-        return Match(FailureKind.WORKER_DEATH, "multiprocessing") if is_loader else found
+    # workers have a context of their own, and hand each batch over by descriptors
+    in_worker = _IN_WORKER.search(text) is not None
+    out_of_descriptors = _OPEN_FILES.search(text) and (in_worker or _IN_A_LOADER.search(stack))
+    if out_of_descriptors or (in_worker and found.kind is FailureKind.DEVICE_FAULT):
+        return Match(FailureKind.WORKER_DEATH, found.library)
     return found
