@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 from robust_train.errors import AttemptsExhausted
 from robust_train.failures import classify_failure
 from robust_train.memory.cleanup import StartingMemory, release_and_check
-from robust_train.policy.decide import PolicySettings, decide, first_attempt
+from robust_train.policy.decide import decide, first_attempt
+from robust_train.policy.sizes import PolicySettings
 from robust_train.values import MEMORY_FAILURES, Attempt, AttemptSpec, GiveUp, Outcome
 
 log = logging.getLogger("robust_train")

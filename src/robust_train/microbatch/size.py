@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from robust_train.policy.sizes import PolicySettings, next_rung
+from robust_train.policy.sizes import PolicySettings, next_smaller
 
 
 class MicroBatchSize:
     """The size in use, and what is known about others. Samples throughout.
 
-    It shrinks by the launcher's own ladder (:func:`robust_train.policy.sizes.next_rung`): at
+    It shrinks as the launcher's batches do (:func:`robust_train.policy.sizes.next_smaller`): at
     most half, at least ``min_batch_size``, a divisor of the effective batch where there is one.
 
     Args:
@@ -71,7 +71,7 @@ class MicroBatchSize:
             gradient_accumulation_steps=self._accumulation,
             min_batch_size=self._min,
         )
-        return next_rung(settings, failed)[0]
+        return next_smaller(settings, failed)[0]
 
     def failed_at(self, size: int) -> None:
         """Memory ran out with parts of ``size`` samples: use the next smaller size, if any."""

@@ -1,55 +1,25 @@
-"""Who says what: the accounts that an exception, a remote traceback or a log gives of a failure."""
+"""The reports of a failure that an exception, a quoted traceback or a log contains."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 # A program with an error in it. What its message says is about the program, not about memory:
 # KeyError('CUDA out of memory') is a missing key. AssertionError and ImportError are not here:
 # torch without CUDA and a missing driver come as those.
-PROGRAMMING_ERRORS = frozenset(
-    {
-        "ArithmeticError",
-        "AttributeError",
-        "EOFError",
-        "FileExistsError",
-        "FileNotFoundError",
-        "IsADirectoryError",
-        "LookupError",
-        "IndexError",
-        "KeyError",
-        "KeyErrorMessage",
-        "NameError",
-        "UnboundLocalError",
-        "NotADirectoryError",
-        "NotImplementedError",
-        "PermissionError",
-        "PicklingError",
-        "RecursionError",
-        "StopIteration",
-        "SyntaxError",
-        "IndentationError",
-        "TypeError",
-        "ValueError",
-        "UnicodeDecodeError",
-        "JSONDecodeError",
-        "ZeroDivisionError",
-        "OverflowError",
-        "FloatingPointError",
-        "ModuleNotFoundError",
-        "ConfigError",
-        "MisconfigurationException",
-        "OmegaConfBaseException",
-        "HydraException",
-        "ConfigCompositionException",
-        "ConfigAttributeError",
-        "MissingMandatoryValue",
-        "InterpolationResolutionError",
-        "DecompressionBombError",
-    }
+_PROGRAMMING = (
+    "ArithmeticError AttributeError EOFError FileExistsError FileNotFoundError "
+    "IsADirectoryError LookupError IndexError KeyError KeyErrorMessage NameError "
+    "UnboundLocalError NotADirectoryError NotImplementedError PermissionError PicklingError "
+    "RecursionError StopIteration SyntaxError IndentationError TypeError ValueError "
+    "UnicodeDecodeError JSONDecodeError ZeroDivisionError OverflowError FloatingPointError "
+    "ModuleNotFoundError ConfigError MisconfigurationException OmegaConfBaseException "
+    "HydraException ConfigCompositionException ConfigAttributeError MissingMandatoryValue "
+    "InterpolationResolutionError DecompressionBombError"
 )
+PROGRAMMING_ERRORS = frozenset(_PROGRAMMING.split())
 # those that may also be raised on purpose in place of the error that is being handled
 _TRANSLATIONS = frozenset({"ValueError"})
 
@@ -59,7 +29,7 @@ _TEXT_LIMIT = 200_000
 
 
 @dataclass(frozen=True)
-class Account:
+class ErrorReport:
     """One exception as far as it matters here.
 
     Attributes:
@@ -68,6 +38,7 @@ class Account:
         headline: the one line to show people.
         errno: the operating system's error number, where it is one.
         in_group: one of several that failed at the same time.
+        exception: the exception itself, None for one that is only quoted.
     """
 
     types: tuple[str, ...]
@@ -75,27 +46,28 @@ class Account:
     headline: str
     errno: int | None = None
     in_group: bool = False
+    exception: BaseException | None = field(default=None, compare=False)
 
     @property
     def is_programming_error(self) -> bool:
-        """Its message is not to be believed when it speaks of memory."""
+        """Return whether its message is not to be believed when it speaks of memory."""
         return not PROGRAMMING_ERRORS.isdisjoint(self.types)
 
 
-def accounts_of(exception: BaseException) -> Iterator[Account]:
-    """The exception's own account first, then those of what led to it."""
-    seen: set[int] = set()
-    yield from _follow(exception, seen, in_group=False)
+def reports_of(exception: BaseException) -> Iterator[ErrorReport]:
+    """Yield the exception's own report first, then those of what led to it."""
+    return _follow(exception, set(), in_group=False)
 
 
-def _follow(exception: BaseException, seen: set[int], in_group: bool) -> Iterator[Account]:
+def _follow(exception: BaseException, seen: set[int], in_group: bool) -> Iterator[ErrorReport]:
     if id(exception) in seen or len(seen) >= _DEPTH_LIMIT:
         return
     seen.add(id(exception))
     types = tuple(cls.__name__ for cls in type(exception).__mro__)
-    own = list(accounts_in(_text_of(exception), types, errno=_errno_of(exception)))
-    for account in own:
-        yield _grouped(account) if in_group else account
+    own = list(reports_in(_text_of(exception), types, errno=_errno_of(exception)))
+    for report in own:
+        raised = exception if report.types[:1] == types[:1] else None
+        yield replace(report, in_group=in_group, exception=raised)
     members = getattr(exception, "exceptions", None)  # exception groups, also the backport's
     if isinstance(members, (tuple, list)):
         for member in members:
@@ -110,10 +82,6 @@ def _follow(exception: BaseException, seen: set[int], in_group: bool) -> Iterato
         and (not own[0].is_programming_error or not _TRANSLATIONS.isdisjoint(own[0].types))
     ):
         yield from _follow(exception.__context__, seen, in_group)
-
-
-def _grouped(account: Account) -> Account:
-    return Account(account.types, account.text, account.headline, account.errno, in_group=True)
 
 
 def _text_of(exception: BaseException) -> str:
@@ -151,7 +119,7 @@ _SEPARATOR = re.compile(
     r"^(?:During handling of the above exception|The above exception was the direct cause|"
     r"Exception raised from |frame #\d+|C\+\+ CapturedTraceback|\"{3}|'{3}|=+$|-+$)"
 )
-_FRAME = re.compile(r"^\s*(?:frame )?#\d+:? ")
+_FRAME = re.compile(r"^\s*(?:frame )?#\d+:? |^Exception raised from |.*most recent call first")
 # What torch appends to every CUDA error, whatever it is: it names asserts and memory.
 _APPENDIX = re.compile(
     r"Compile with .TORCH_USE_\w+_DSA. to enable device-side assertions\.?"
@@ -170,10 +138,10 @@ _HINT = re.compile(
 )
 
 
-def accounts_in(
+def reports_in(
     text: str, types: tuple[str, ...] = (), errno: int | None = None
-) -> Iterator[Account]:
-    """The accounts in a text: the message itself, or those in the tracebacks that it quotes.
+) -> Iterator[ErrorReport]:
+    """Yield the reports in a text: the message itself, or those in tracebacks that it quotes.
 
     Args:
         text: an exception's message or the end of a log.
@@ -188,40 +156,37 @@ def accounts_in(
         yield _plain(lines, types, errno)
         return
     header = one_line(lines[: starts[0]])
-    found = [_quoted(lines[start + 1 : end], header) for start, end in _spans(starts, len(lines))]
-    quoted = [account for account in reversed(found) if account is not None]
+    spans = zip(starts, [*starts[1:], len(lines)], strict=True)
+    found = [_quoted(lines[start + 1 : end], header) for start, end in spans]
+    quoted = [report for report in reversed(found) if report is not None]
     if not quoted:
         yield _plain(lines, types, errno)
         return
-    for number, account in enumerate(quoted):
+    for number, report in enumerate(quoted):
         # Lightning, torch and joblib raise the worker's own class again: it is known by its bases
-        known = types if number == 0 and account.types[0] in types else account.types
-        yield Account(known, account.text, account.headline, errno if number == 0 else None)
-        if account.is_programming_error:
+        known = types if number == 0 and report.types[0] in types else report.types
+        yield ErrorReport(known, report.text, report.headline, errno if number == 0 else None)
+        if report.is_programming_error:
             return
 
 
-def _plain(lines: list[str], types: tuple[str, ...], errno: int | None) -> Account:
+def _plain(lines: list[str], types: tuple[str, ...], errno: int | None) -> ErrorReport:
     text = one_line(lines)
     prefix = _PREFIX.match(text)
     name = types[0] if types else ""
     first = _first_line(lines)
     if prefix is not None:  # "MemoryError: …" inside of another exception's message
         inner = prefix.group(1).rpartition(".")[2]
-        return Account((*types, inner), text, first, errno)
+        return ErrorReport((*types, inner), text, first, errno)
     if name in ("", "RuntimeError") and first:
         headline = first
     else:
         headline = f"{name}: {first}" if first else name
-    return Account(types, text, headline[:_LINE_LIMIT], errno)
+    return ErrorReport(types, text, headline[:_LINE_LIMIT], errno)
 
 
-def _spans(starts: list[int], end: int) -> Iterator[tuple[int, int]]:
-    yield from zip(starts, [*starts[1:], end], strict=True)
-
-
-def _quoted(lines: list[str], header: str) -> Account | None:
-    """The error at the end of one traceback: the first line after it that is not indented."""
+def _quoted(lines: list[str], header: str) -> ErrorReport | None:
+    """Return the error at the end of a traceback: the first line that is not indented."""
     for number, line in enumerate(lines):
         if not line or line[0].isspace() or line[0] in "|+╭╰│~^":
             continue
@@ -236,26 +201,17 @@ def _quoted(lines: list[str], header: str) -> Account | None:
                 break
             message.append(further)
         text = f"{header} {one_line(message)}" if header else one_line(message)
-        return Account((name,), text.strip(), line.strip()[:_LINE_LIMIT])
+        return ErrorReport((name,), text.strip(), line.strip()[:_LINE_LIMIT])
     return None
 
 
 def one_line(lines: list[str]) -> str:
-    """A text on one line: no C++ stack frames, no hints, single spaces."""
-    kept: list[str] = []
-    for line in lines:
-        if line.startswith("Exception raised from ") or "most recent call first" in line:
-            continue
-        if not _FRAME.match(line):
-            kept.append(line)
-    said = _HINT.sub(" ", _APPENDIX.sub(" ", "\n".join(kept)))
-    return " ".join(said.split())
+    """Return a text on one line: no C++ stack frames, no hints, single spaces."""
+    kept = (line for line in lines if not _FRAME.match(line))
+    return " ".join(_HINT.sub(" ", _APPENDIX.sub(" ", "\n".join(kept))).split())
 
 
 def _first_line(lines: list[str]) -> str:
-    """The first line that says something, as it stands."""
-    for line in lines:
-        words = line.strip()
-        if any(character.isalnum() for character in words):
-            return words[:_LINE_LIMIT]
-    return ""
+    """Return the first line with words in it, as it stands."""
+    stripped = (line.strip() for line in lines)
+    return next((line[:_LINE_LIMIT] for line in stripped if any(map(str.isalnum, line))), "")

@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
-from robust_train.failures.rules import BUG, INTERRUPTED, WORKER_DEATH, Rule, types_named, words
+from robust_train.failures.patterns import (
+    BUG,
+    COMM,
+    INTERRUPTED,
+    WORKER_DEATH,
+    Pattern,
+    types_named,
+    words,
+)
+from robust_train.values import Clue
 
-BEFORE_MEMORY: tuple[Rule, ...] = (
+BEFORE_MEMORY: tuple[Pattern, ...] = (
     # --- asked to stop ---
     types_named(
         INTERRUPTED,
         None,
-        "KeyboardInterrupt",
-        "CancelledError",
-        "SignalException",  # torch elastic's agent
-        "TaskCancelledError",
-        "SIGTERMException",  # Lightning
+        "KeyboardInterrupt CancelledError SignalException TaskCancelledError SIGTERMException",
     ),
     # --- a program with an error in it, whatever its message says ---
-    Rule(BUG, None, types=frozenset({"OutOfResources"})),  # Triton: a tile too big for the chip
+    types_named(BUG, None, "OutOfResources"),  # Triton: a tile too big for the chip
+    # --- NCCL's segments in /dev/shm: before bugs and workers, whose words it uses ---
+    words(
+        COMM,
+        "nccl",
+        r"NCCL.{0,600}(?:/dev/shm/nccl-|shared memory segment)|/dev/shm/nccl-|\bnccl-shm-\w+",
+        r"NCCL WARN Call to posix_fallocate failed",
+        clue=Clue.SHARED_MEMORY,
+    ),
     # --- sounds like memory and is a bug ---
     words(
         BUG,
@@ -44,6 +57,7 @@ BEFORE_MEMORY: tuple[Rule, ...] = (
         r"calculation overflowed|multiplication overflow",
         r"invalid memory size -- maybe an overflow",
         r"negative dimension",
+        r"more than 1 ?EB\b|\d ?E(?:i?B)?\b for an array with shape",
     ),
     words(BUG, None, r"in static TLS block"),  # glibc's loader, an order of imports
     words(
@@ -81,7 +95,8 @@ BEFORE_MEMORY: tuple[Rule, ...] = (
         r"/dev/shm.{0,200}No space left on device|No space left on device.{0,80}/dev/shm",
         r"(?:shm_open|shared memory|SharedMemory|shm).{0,60}No space left on device",
         r"No space left on device: '/?(?:psm|torch|pym|mp|sem)[-_]",
-        r"DataLoader timed out after",
+        r"DataLoader timed out after|Pin memory thread exited unexpectedly",
+        r"Too many open files: '/?(?:dev/shm|tmp/pymp|torch_)",
     ),
     words(
         WORKER_DEATH,
@@ -101,12 +116,7 @@ BEFORE_MEMORY: tuple[Rule, ...] = (
     types_named(
         WORKER_DEATH,
         "multiprocessing",
-        "BrokenProcessPool",
-        "TerminatedWorkerError",
-        "WorkerLostError",
-        "KilledWorker",
-        "WorkerCrashedError",
-        "ActorDiedError",
-        "RayActorError",
+        "BrokenProcessPool TerminatedWorkerError WorkerLostError KilledWorker "
+        "WorkerCrashedError ActorDiedError RayActorError",
     ),
 )

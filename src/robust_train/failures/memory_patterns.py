@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import re
 
-from robust_train.failures.rules import COMM, DEVICE_OOM, HOST_OOM, Rule, types_named, words
+from robust_train.failures.patterns import (
+    COMM,
+    DEVICE_OOM,
+    HOST_OOM,
+    Match,
+    Pattern,
+    types_named,
+    words,
+)
 
 # The kernel's log, cgroup managers and schedulers on a process that the OOM killer took.
 KERNEL_OOM = re.compile(
@@ -20,9 +28,9 @@ KERNEL_OOM = re.compile(
 )
 
 _DEVICES = r"(?:CUDA|HIP|XPU|MPS|NPU|MLU|MUSA|HPU|DCU|GCU|SDAA|GPU|TPU|HBM|VRAM|PrivateUse1)"
-MEMORY: tuple[Rule, ...] = (
+MEMORY: tuple[Pattern, ...] = (
     # --- the host's memory ---
-    Rule(HOST_OOM, "kernel", KERNEL_OOM),
+    Pattern(Match(HOST_OOM, "kernel"), KERNEL_OOM),
     words(
         HOST_OOM,
         "pinned memory",
@@ -57,9 +65,8 @@ MEMORY: tuple[Rule, ...] = (
         # ibverbs pins memory up to ulimit -l: a setting of the fabric, no lack of memory
         r"\bibv_\w+.{0,80}Cannot allocate memory",
     ),
-    Rule(
-        HOST_OOM,
-        "os",
+    Pattern(
+        Match(HOST_OOM, "os"),
         re.compile(
             r"\[Errno 12\]|\bENOMEM\b|os error 12\b|errno[ =:]{1,2}12\b|Cannot allocate memory"
             r"|\bmmap(?:\(\))? failed"
@@ -228,9 +235,9 @@ MEMORY: tuple[Rule, ...] = (
         r"try to increase --mem-fraction-static",  # SGLang
         r"Out of memory allocating [\d,]+ bytes",  # CuPy
     ),
-    # types whose words said nothing else above
+    # types whose words matched nothing above
     types_named(DEVICE_OOM, "tensorflow", "ResourceExhaustedError"),
-    types_named(DEVICE_OOM, "torch", "OutOfMemoryError", "CUDAOutOfMemoryError"),
+    types_named(DEVICE_OOM, "torch", "OutOfMemoryError CUDAOutOfMemoryError"),
     types_named(HOST_OOM, "python", "MemoryError"),
     words(
         HOST_OOM,
@@ -250,7 +257,7 @@ MEMORY: tuple[Rule, ...] = (
 )
 
 # vLLM says it with a ValueError; of those nothing else is believed
-SAID_WITH_A_VALUE_ERROR = words(
+NOT_ENOUGH_FOR_VLLM = words(
     DEVICE_OOM,
     "vllm",
     r"^(?:.*ValueError: )?No available memory for the cache blocks",

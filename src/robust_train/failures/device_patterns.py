@@ -1,27 +1,42 @@
-"""Devices that fail or are not to be had, and the peers that are gone after it."""
+"""Devices that fail or are not available."""
 
 from __future__ import annotations
 
-from robust_train.failures.rules import (
-    COMM,
+from robust_train.failures.patterns import (
     DEVICE_FAULT,
     DEVICE_UNAVAILABLE,
-    INTERRUPTED,
-    Rule,
-    types_named,
+    Pattern,
     words,
 )
+from robust_train.values import Clue
 
-AFTER_MEMORY: tuple[Rule, ...] = (
+DEVICES: tuple[Pattern, ...] = (
     # --- a device that fails ---
     words(
         DEVICE_FAULT,
         "cuda",
         r"uncorrectable (?:ECC|NVLink) error|ECC_UNCORRECTABLE|ECCUncorrectable|double[- ]bit ECC",
-        r"NVLINK_UNCORRECTABLE|NvlinkUncorrectable|CUDA error: Nvlink",
+        r"NVLINK_UNCORRECTABLE|NvlinkUncorrectable|CUDA error: Nvlink|over nvlink or a hardware",
         r"GPU is lost|GPU_IS_LOST|fallen off the bus",
-        r"\bXid\b ?(?:\(|\d|error|\[)",
+        # 13, 31, 43 and 45 are a program's errors (docs.nvidia.com/deploy/xid-errors)
+        r"\bXid\b ?(?:\(|\d|error|\[)(?!.{0,40}\b(?:13|31|43|45)\b)",
         r"Unable to determine the device handle for GPU",
+        clue=Clue.HARDWARE,
+    ),
+    words(
+        DEVICE_FAULT,
+        "cuda",
+        # virtual memory management, which expandable segments need (pytorch#192330, #112957)
+        r"CUDA driver error: (?!out of memory|invalid device ordinal|initialization)\w",
+        r"CUDA error: operation not supported(?! on)",
+        r"cudaErrorNotSupported|CUDA_ERROR_NOT_SUPPORTED",
+        r"INTERNAL ASSERT FAILED at .{0,80}driver_api\.cpp",
+        clue=Clue.DRIVER,
+    ),
+    words(
+        DEVICE_FAULT,
+        "cuda",
+        r"\bXid\b ?(?:\(|\d|error|\[)",
         r"illegal memory access|ILLEGAL_ADDRESS|IllegalAddress",
         r"unspecified launch failure|\bLAUNCH_FAILED\b|ERROR_LAUNCH_FAILED|LaunchFailure",
         r"misaligned address|MISALIGNED_ADDRESS|MisalignedAddress",
@@ -34,7 +49,6 @@ AFTER_MEMORY: tuple[Rule, ...] = (
         r"cuda runtime error \((?:30|999)\) ?: ?unknown error",
         r"CUDA_ERROR_UNKNOWN|cudaErrorUnknown|HIP error: (?:unknown error|an illegal)",
         r"CUDA_ERROR_CONTAINED|cudaErrorContained|TENSOR_MEMORY_LEAK|cudaErrorTensorMemoryLeak",
-        r"over nvlink or a hardware error",
         r"\[7(?:00|02|1[4-9])\] Call to cu\w+ results in",  # numba has no names for these
         r"external device has been (?:lost|removed)|CUDA_ERROR_EXTERNAL_DEVICE",
     ),
@@ -58,14 +72,22 @@ AFTER_MEMORY: tuple[Rule, ...] = (
     ),
     words(DEVICE_FAULT, "cusolver", r"CUSOLVER_STATUS_EXECUTION_FAILED"),
     words(DEVICE_FAULT, "cufft", r"CUFFT_EXEC_FAILED"),
-    # --- a device that is not to be had ---
+    # --- a device that is not available ---
     words(
         DEVICE_UNAVAILABLE,
         "cuda",
         r"devices?(?:\(s\))? (?:is/are|are|is) busy or unavailable",
         r"DEVICE_UNAVAILABLE|cudaErrorDevicesUnavailable|DEVICE_NOT_AVAILABLE",
-        r"invalid device ordinal|CUDA_ERROR_INVALID_DEVICE\b|cudaErrorInvalidDevice\b",
         r"exclusive-thread device already in use|DeviceAlreadyInUse",
+        r"MPS (?:client failed to connect|server is not ready)|cudaErrorMps\w+|CUDA_ERROR_MPS_\w+",
+        r"between the MPS server and the MPS client failed|MPS client has been terminated",
+        r"required to (?:create MPS client|support device connections) have been exhausted",
+        clue=Clue.BUSY,
+    ),
+    words(
+        DEVICE_UNAVAILABLE,
+        "cuda",
+        r"invalid device ordinal|CUDA_ERROR_INVALID_DEVICE\b|cudaErrorInvalidDevice\b",
         r"no (?:CUDA|ROCm|HIP)-capable device|CUDA_ERROR_NO_DEVICE|(?:cuda|hip)ErrorNoDevice",
         r"No (?:CUDA|HIP|ROCm) GPUs are available|No XPU devices? (?:is|are) available",
         r"no NVIDIA driver|NVIDIA driver on your system is too old",
@@ -75,7 +97,6 @@ AFTER_MEMORY: tuple[Rule, ...] = (
         r"no kernel image is available|NO_BINARY_FOR_GPU|NoKernelImageForDevice|NoBinaryForGpu",
         r"(?:CUDA|HIP) error.{0,20}invalid device function|InvalidDeviceFunction",
         r"device kernel image is invalid|API call is not supported in the installed",
-        r"MPS (?:client failed to connect|server is not ready)|cudaErrorMps\w+",
         r"unsupported toolchain|UNSUPPORTED_PTX_VERSION|UnsupportedPtxVersion",
         r"forward compatibility was attempted|COMPAT_NOT_SUPPORTED_ON_DEVICE",
         r"system not yet initialized|SYSTEM_NOT_READY|SystemNotReady",
@@ -96,72 +117,5 @@ AFTER_MEMORY: tuple[Rule, ...] = (
         r"Unable to find code object for all current devices",
         r"driver shutting down|operation not supported on this OS",
         r"Cannot access accelerator device when none is available",
-    ),
-    # --- peers ---
-    words(
-        COMM,
-        "nccl",
-        r"Watchdog caught collective operation timeout|collective operation timeout",
-        r"ncclSystemError|ncclRemoteError|ncclInternalError|ncclUnhandledCudaError|ncclInProgress",
-        r"\bNCCL\b.{0,200}(?:unhandled (?:system|cuda) error|timed? ?out|timeout|aborted|remote "
-        r"process|remote error|internal error|connection|socket|no heartbeat|async\w* error"
-        r"|system error|completion.{0,40}error)",
-        r"watchdog (?:thread )?(?:got stuck|terminated|timeout)|monitoring thread detects no heart",
-        r"NET/(?:IB|Socket).{0,200}(?:error|fail|timed out|closed)|\bIBV_WC_\w+",
-    ),
-    words(
-        COMM,
-        "gloo",
-        r"\bgloo\b.{0,300}(?:connect|timed out|timeout|closed|reset|refused|broken pipe|read error"
-        r"|write error|no route|unreachable|bind|resolve)",
-        r"Timed out waiting \d+ ?ms for (?:send|recv) operation",
-        r"timed out after \d+ ?ms waiting for (?:send|recv)",
-        r"Application timeout caused pair closure|monitoredBarrier",
-        r"connectFullMesh|Connect timeout \[",
-    ),
-    words(
-        COMM,
-        "hccl",
-        r"\bHCCL\b.{0,200}(?:time[d ]? ?out|connect|remote)|Notify register times out",
-    ),
-    words(
-        COMM,
-        "torch.distributed",
-        r"client socket has (?:timed out|failed)|server socket has failed",
-        r"Timed out (?:after \d+ seconds )?waiting for (?:clients|workers)|\d+ clients joined",
-        r"\b(?:TCPStore|c10d|store|rendezvous)\b.{0,160}(?:time[d ]? ?out|broken pipe"
-        r"|failed to recv|connection (?:reset|closed|refused|was)|failed to connect|has failed)",
-        r"wait timeout after \d+ ?ms|\bSocket Timeout\b",
-        r"failed to recv, got 0 bytes|recvValue failed|(?:send|recv)Bytes failed",
-        r"Timed out initializing process group|barrier .{0,20}time[d ]? ?out",
-        r"connect\(\) timed out|(?:^|RuntimeError: )Broken pipe$",
-        r"RPC ran for more than set timeout",
-        r"Connection (?:closed|reset) by (?:remote )?peer|Connection reset by",
-        r"peer closed connection|connection was forcibly closed by the remote host",
-        r"\[Errno (?:101|104|110|111|113)\]|EADDRINUSE|Address already in use",
-    ),
-    types_named(
-        COMM,
-        "torch.distributed",
-        "DistNetworkError",
-        "DistStoreError",
-        "DistBackendError",
-        "RendezvousConnectionError",
-        "RendezvousTimeoutError",
-        "RendezvousClosedError",
-        "ConnectionResetError",
-        "ConnectionRefusedError",
-        "ConnectionAbortedError",
-        "HorovodInternalError",
-    ),
-    # --- stopped, as text ---
-    words(
-        INTERRUPTED,
-        None,
-        r"^(?:\w+\.)*KeyboardInterrupt\b",
-        r"\bgot signal: (?:1|2|10|12|15)\b|Received (?:1|2|15) death signal",
-        r"terminated with signal SIG(?:KILL|TERM|INT|HUP|USR[12])",
-        r"Signal (?:9|15|2) \(SIG\w+\) received by PID",
-        r"DUE TO (?:TIME LIMIT|PREEMPTION)|\(state: (?:PREEMPTED|TIMEOUT|CANCELLED)",
     ),
 )
