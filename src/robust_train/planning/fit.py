@@ -42,7 +42,7 @@ class Peak:
 
     @property
     def allocated_bytes(self) -> int:
-        """Return the expected ``torch.cuda.max_memory_allocated``: tensors and cuBLAS's workspaces."""
+        """Return the expected ``torch.cuda.max_memory_allocated``, cuBLAS's workspaces included."""
         return self.tensors_bytes + WORKSPACE_BYTES
 
     @property

@@ -110,14 +110,12 @@ def _jobs(folder: Path, table: Mapping[str, Any]) -> list[JobStory]:
     """Return the jobs of this launch in the folder, and those that were never started."""
     sweep = table.get("sweep")
     jobs, seen = [], set()
-    for job_folder in job_folders(folder):
-        record = read_record(job_folder)
+    for job_dir in job_folders(folder):
+        record = read_record(job_dir)
         if record is not None and isinstance(sweep, str) and record.sweep != sweep:
             continue
-        row = read_row(job_folder)
-        story = (
-            story_of(read_sources(job_folder)) if (job_folder / "journal.jsonl").exists() else None
-        )
+        row = read_row(job_dir)
+        story = story_of(read_sources(job_dir)) if (job_dir / "journal.jsonl").exists() else None
         jobs.append(JobStory(row, story))
         seen.add(row.job)
     listed = table.get("jobs")
