@@ -1,9 +1,12 @@
-"""Private symbols of the libraries below us, each behind one function with a test."""
+"""Private symbols of CPython and torch that are needed, each with a test."""
 
 from __future__ import annotations
 
+import atexit
 import sys
+import threading
 from collections.abc import Callable
+from typing import Any
 
 
 def watch_optimizer_steps(on_step: Callable[[], None]) -> Callable[[], None] | None:
@@ -23,3 +26,17 @@ def watch_optimizer_steps(on_step: Callable[[], None]) -> Callable[[], None] | N
 
     remove: Callable[[], None] = register(step_is_done).remove
     return remove
+
+
+def run_exit_handlers() -> None:
+    """Do what an interpreter's normal exit does, for a process that ends by ``os._exit``.
+
+    It waits for threads that are no daemons, then calls what ``atexit`` has registered.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+
+
+def when_cuda_starts(torch: Any, action: Callable[[], None]) -> None:
+    """Have ``action`` called when CUDA is initialised in this process, or now if it is."""
+    torch.cuda._lazy_call(action)

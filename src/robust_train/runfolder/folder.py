@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-import select
 import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -154,23 +152,7 @@ class RunFolder:
         sweep = self._sweep_folder
         if sweep is not None and self._signals.received is None and sweep_stop_requested(sweep):
             log.info("the sweep is stopped by robust-train run stop")
-            self._signals.tell(signal.SIGTERM)
-
-    def ticking(self, sleep: Callable[..., None]) -> Callable[..., None]:
-        """Return ``sleep(seconds, wake)`` with ticks in between."""
-
-        def sleep_and_tick(seconds: float, wake: int | None = None) -> None:
-            until = time.monotonic() + seconds
-            while True:
-                self.tick()
-                left = until - time.monotonic()
-                if left <= 0:
-                    return
-                sleep(min(left, _POLL_SECONDS), wake)
-                if wake is not None and _is_readable(wake):
-                    return
-
-        return sleep_and_tick
+            self._signals.deliver(signal.SIGTERM)
 
     def queued(self, job_id: str | None) -> None:
         """Take over the job's id in the host's queue."""
@@ -245,12 +227,6 @@ class RunFolder:
         assert main is not None
         # to that thread: sent to another one, it would not wake a sleeping job
         signal.pthread_kill(main, signal.SIGTERM)
-
-
-def _is_readable(descriptor: int) -> bool:
-    poll = select.poll()
-    poll.register(descriptor, select.POLLIN)
-    return bool(poll.poll(0))
 
 
 def _reply_after(

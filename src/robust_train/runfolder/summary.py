@@ -9,11 +9,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from robust_train.errors import AttemptsExhausted, NoDevice, TrainerFailed
 from robust_train.events import from_json
 from robust_train.files import replacing
 from robust_train.memory.stability import Stability
 from robust_train.runfolder.journal import strict_json
-from robust_train.values import GIB, Attempt, Decision, Outcome
+from robust_train.values import GIB, MEMORY_FAILURES, Attempt, Decision, Outcome
 
 log = logging.getLogger("robust_train")
 
@@ -140,6 +141,27 @@ class Summary:
     wait_seconds: float = 0.0
     attempts: tuple[AttemptRecord, ...] = ()
     checkpoint: Path | None = field(default=None)
+
+    def raise_unless_completed(self) -> None:
+        """Raise what ended the job, if it did not complete.
+
+        Raises:
+            NoDevice: no device in time, and the CPU is not allowed.
+            AttemptsExhausted: memory ran out on every device that may be used.
+            TrainerFailed: the trainer failed otherwise; or its own exception.
+        """
+        reason = str(self.reason)
+        if self.status == "completed":
+            return
+        if self.status == "no_device" or not self.attempts:
+            raise NoDevice(reason)
+        last = self.attempts[-1].attempt.outcome
+        if last.failure is not None and last.failure.kind in MEMORY_FAILURES:
+            raise AttemptsExhausted(reason)
+        text = reason
+        if last.traceback is not None:  # a crash's stack does not name the signal that ended it
+            text = last.traceback if text in last.traceback else f"{text}\n{last.traceback}"
+        raise TrainerFailed(text) if last.error is None else last.error from TrainerFailed(text)
 
     @property
     def objective(self) -> Any:

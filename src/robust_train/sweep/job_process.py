@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from robust_train.errors import WARNING_SIGNALS, JobInterrupted
+from robust_train.execution.linux import signal_at_parents_death
 from robust_train.execution.output import flush_output
-from robust_train.execution.prctl import signal_at_parents_death
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *WARNING_SIGNALS)
 
