@@ -17,8 +17,9 @@ weighted by samples, so every split gives the gradient of the mean loss over the
 
 from __future__ import annotations
 
+import logging
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,8 +28,7 @@ from torch import Tensor
 from robust_train.batch.search import BatchSearch
 from robust_train.failures import classify_failure
 from robust_train.memory.cleanup import clear_frames, return_memory
-from robust_train.microbatch import record as told
-from robust_train.microbatch import splitting
+from robust_train.microbatch import record, splitting
 from robust_train.microbatch.part import MicroBatch
 from robust_train.microbatch.probing import probe_parts
 from robust_train.microbatch.ranks import ran_out_elsewhere
@@ -36,7 +36,10 @@ from robust_train.microbatch.rewind import Models, StepStart, Watch, cut_graphs
 from robust_train.microbatch.rng import GeneratorStates
 from robust_train.microbatch.shared_step import SharedStep
 from robust_train.microbatch.size import MicroBatchSize
+from robust_train.readable import first_line
 from robust_train.values import MEMORY_FAILURES, Failure
+
+log = logging.getLogger("robust_train")
 
 
 class MicroBatcher:
@@ -65,7 +68,7 @@ class MicroBatcher:
         min_batch_size: int = 1,
         gradient_accumulation_steps: int = 1,
         regrow_after_steps: int | None = None,
-        on_event: told.OnEvent | None = None,
+        on_event: record.OnEvent | None = None,
         step: Callable[[], int] | None = None,
         on_oom: Callable[[BaseException], None] | None = None,
         search: BatchSearch | None = None,
@@ -116,11 +119,11 @@ class MicroBatcher:
                 for validation under ``torch.no_grad()``: only the part that failed is repeated.
             count: of how many items the loss over some data is a mean, where these are not the
                 samples; for a sum ``lambda data: 1``.
-            length: number of samples of such a batch, where it cannot be told.
+            length: number of samples of such a batch, where it cannot be record.
             split: ``split(batch, start, stop)``, where the batch cannot be sliced.
 
         Raises:
-            TypeError, ValueError: the number of samples cannot be told.
+            TypeError, ValueError: the number of samples cannot be record.
         """
         samples = (length or splitting.length_of)(batch)
         size = self._training if training else self._other
@@ -132,7 +135,7 @@ class MicroBatcher:
         changed = self._training.shrink()
         if changed:
             self._other.shrink()
-            told.changed(self._on_event, self._step_number(begins=False), *changed, reason)
+            record.changed(self._on_event, self._step_number(begins=False), *changed, reason)
         return changed
 
     def state(self) -> dict[str, Any]:
@@ -151,7 +154,7 @@ class MicroBatcher:
         if search is not None and found is not None:
             for size in (self._training, self._other):
                 size.begin_at(found.batch_size)
-            told.found(self._on_event, search, found)
+            record.found(self._on_event, search, found)
 
     def _step_number(self, *, begins: bool) -> int:
         self._steps_begun += begins
@@ -202,6 +205,21 @@ class MicroBatches:
         """The first ``size`` samples as a part that is only measured."""
         return MicroBatch(self, *self._parts.part(0, size), 0, size, is_probe=True)
 
+    def part_done(self, loss: Tensor | None, kept: Sequence[Any]) -> None:
+        """Take the results of a part whose body went through."""
+        self.kept += kept
+        if loss is not None:
+            self._loss = loss if self._loss is None else self._loss + loss
+
+    def has_gradients(self) -> bool:
+        """Return whether any parameter has a gradient of this step."""
+        return self._start is not None and self._start.has_gradients()
+
+    def leave(self) -> None:
+        """End the step early: gradients of earlier batches are as before it."""
+        if self._start is not None:
+            self._start.end()
+
     def forget(self) -> None:
         """Drop what the parts so far have left: losses, and what was kept."""
         self.kept, self._loss = [], None
@@ -230,7 +248,7 @@ class MicroBatches:
         grown = self._size.step_done()
         if grown is not None:
             reason = "memory has sufficed for long enough to try the larger size again"
-            told.changed(self._batcher._on_event, self._number, *grown, reason)
+            record.changed(self._batcher._on_event, self._number, *grown, reason)
 
     def _all_parts(self) -> Generator[MicroBatch, None, MicroBatch | None]:
         """The parts, up to the one in which memory runs out, if any: that one."""
@@ -238,26 +256,26 @@ class MicroBatches:
         while waiting:
             micro = self._next(waiting)
             yield micro
-            micro._must_have_been_used()
-            if micro._failure is not None:
+            micro.must_have_been_used()
+            if micro.failure is not None:
                 return micro
         return None
 
     def _must_repeat(self, failed: MicroBatch | None) -> bool:
         """Whether the step has to start over, here or on another rank."""
-        failure = None if failed is None else failed._failure
-        used = 0 if failed is None else failed._size
-        verdict = self._shared.agree(self._size, self._parts.items, failure, used)
-        if verdict is None:
+        failure = None if failed is None else failed.failure
+        used = 0 if failed is None else failed.size
+        agreed = self._shared.agree(self._size, self._parts.items, failure, used)
+        if agreed is None:
             return failed is not None
-        if verdict.state.is_exhausted:
+        if agreed.state.is_exhausted:
             assert self._start is not None
             self._start.rewind()
-            raise ran_out_elsewhere(verdict)
+            raise ran_out_elsewhere(agreed)
         is_known = failed is not None
-        self.repeats += verdict.rank is not None and not is_known
-        self._size.agree(verdict.size, failed=verdict.failed_size, is_known=is_known)
-        return verdict.rank is not None
+        self.repeats += agreed.rank is not None and not is_known
+        self._size.agree(agreed.size, failed=agreed.failed_size, is_known=is_known)
+        return agreed.rank is not None
 
     def _once_each(self) -> Iterator[MicroBatch]:
         waiting = self._bounds(0)
@@ -265,8 +283,8 @@ class MicroBatches:
             generators = GeneratorStates()
             micro = self._next(waiting)
             yield micro
-            micro._must_have_been_used()
-            if micro._failure is not None:
+            micro.must_have_been_used()
+            if micro.failure is not None:
                 self._recover(micro)
                 generators.restore()
                 waiting = self._bounds(micro.start)
@@ -282,21 +300,19 @@ class MicroBatches:
 
     def _recover(self, failed: MicroBatch) -> None:
         """Free what the failed pass holds. The ``with`` is over: nobody has its exception now."""
-        failure, before = failed._failure, failed._size
+        failure, before = failed.failure, failed.size
         assert failure is not None
         self.repeats += 1
         cut_graphs(failed.since)
         return_memory(thorough=self.repeats > 1)
         where = self._batcher._on_event, self._number, self._is_training
-        told.repeated(*where, failure, before, self._size.current)
+        record.repeated(*where, failure, before, self._size.current)
 
-    def _take(self, micro: MicroBatch, error: Exception) -> bool:
-        """Whether the failure of ``micro`` is one to repeat the step for; else put all in order."""
+    def part_failed(self, micro: MicroBatch, error: Exception) -> bool:
+        """Return whether the step is repeated for this failure; else put all in order for it."""
         failure = classify_failure(error)
         if failure.kind not in MEMORY_FAILURES:
-            if micro.is_probe and self._start is not None:
-                self._start.rewind()
-            self._leave()
+            self._restore(rewinds=micro.is_probe)
             return False
         if micro.is_probe:
             clear_frames(error)
@@ -309,21 +325,29 @@ class MicroBatches:
         if smaller is not None:
             if self._batcher._on_oom is not None:
                 self._batcher._on_oom(error)
-            micro._size, micro._failure = used, failure
+            micro.size, micro.failure = used, failure
             clear_frames(error)
             return True
         self._give_up(error, failure, used)
         return False
 
     def _give_up(self, error: Exception, failure: Failure, used: int) -> None:
-        """Leave model and generators as they were before the step, and say what was tried."""
-        if self._start is not None:
-            self._start.rewind()
-        self._leave()
+        """Leave model and generators as they were before the step, and report what was tried."""
+        self._restore(rewinds=True)
         self._shared.exhausted(self._size, self._parts.items, failure, used, error)
         where = self._batcher._on_event, self._number, self._is_training
-        told.exhausted(*where, failure, used, self._size.tried, error)
+        record.exhausted(*where, failure, used, self._size.tried, error)
 
-    def _leave(self) -> None:
-        if self._start is not None:
+    def _restore(self, *, rewinds: bool) -> None:
+        """Go back to the step's start while an error is on its way, which must not be lost.
+
+        After a fault of the device every call that reaches it raises once more.
+        """
+        if self._start is None:
+            return
+        try:
+            if rewinds:
+                self._start.rewind()
             self._start.end()
+        except Exception as error:
+            log.warning("the step's start cannot be restored: %s", first_line(error))

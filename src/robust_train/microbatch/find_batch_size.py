@@ -9,12 +9,13 @@ from typing import Any
 import torch
 
 from robust_train.batch.search import micro_batch_sizes
+from robust_train.compat import autograd_sequence_number
 from robust_train.errors import AttemptsExhausted
 from robust_train.failures import classify_failure
 from robust_train.memory.cleanup import clear_frames
 from robust_train.microbatch.meters import current_device, meter_of
 from robust_train.microbatch.probing import FoundBatchSize, Prober, optimizer_state_bytes
-from robust_train.microbatch.rewind import Models, Watch, cut_graphs, sequence_number
+from robust_train.microbatch.rewind import Models, Watch, cut_graphs
 from robust_train.values import MEMORY_FAILURES
 
 log = logging.getLogger("robust_train")
@@ -73,7 +74,7 @@ def find_batch_size(
     try:
         start.make_gradients()
         while (size := prober.begin()) is not None:
-            since = sequence_number()
+            since = autograd_sequence_number()
             prober.end(ran_out=not _goes_through(try_batch, size))
             cut_graphs(since)
             start.rewind()
