@@ -33,7 +33,7 @@ def changed(on_event: OnEvent, step: int, before: int, after: int, reason: str) 
 
 
 def repeated(
-    on_event: OnEvent, step: int, training: bool, failure: Failure, before: int, after: int
+    on_event: OnEvent, step: int, training: bool, failure: Failure, before: int, after: int | None
 ) -> None:
     """Memory ran out, and the step (in validation the part) is repeated with a smaller size."""
     on_event(MicroBatchChanged(step, training, before, after, failure.message, **_figures(failure)))
