@@ -36,7 +36,7 @@ def test_the_final_clean_up_says_what_it_returned(own_trainers: World, isolation
 
 def test_epochs_of_a_trainer_of_ones_own_are_in_the_journal(own_trainers: World):
     ended = run(own_trainers, "ends_epochs", *ON_CPU)
-    told = [(e["epoch"], e["step"], e["val_loss"]) for e in events(ended, "epoch")]
+    told = [(e["epoch"], e["step"], e["metrics"]["val_loss"]) for e in events(ended, "epoch")]
     assert told == [(1, 3, 0.5), (2, 6, 0.25)]
 
 

@@ -24,7 +24,8 @@ from robust_train.memory.host import (
     reset_peak,
     room_within,
 )
-from robust_train.memory.stats import fragmentation, ordinal_of, unused_blocks
+from robust_train.memory.segments import unused_blocks
+from robust_train.memory.stats import fragmentation, ordinal_of
 from simulated_nvml import MIB, Gpu, Machine
 
 MachineWith = Callable[..., Machine]

@@ -9,56 +9,14 @@ import contextlib
 import os
 import resource
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from robust_train.gpu.one import OneGpu
 from robust_train.memory.holders import started_torch
+from robust_train.memory.segments import cached_on
 
 _PAGE = resource.getpagesize()
-
-
-@dataclass(frozen=True)
-class Cached:
-    """What the CUDA caching allocator of this process holds, in bytes.
-
-    Attributes:
-        allocated: by tensors.
-        reserved: taken from the driver.
-    """
-
-    allocated: int
-    reserved: int
-
-    @property
-    def unused_share(self) -> float:
-        """Share of the reserved memory that no tensor uses, 0 to 1."""
-        return 1 - self.allocated / self.reserved if self.reserved else 0.0
-
-
-def cached_on(index: int | None) -> Cached | None:
-    """The caching allocator's figures for a device of this process's own numbering.
-
-    Args:
-        index: None for a process without a GPU.
-
-    Returns:
-        None where this process has not started CUDA through torch.
-    """
-    if index is None:
-        return None
-    torch = started_torch()
-    if torch is None:
-        return None
-    try:
-        figures = torch.cuda.memory_stats_as_nested_dict(index)
-        return Cached(
-            figures["allocated_bytes"]["all"]["current"],
-            figures["reserved_bytes"]["all"]["current"],
-        )
-    except (KeyError, RuntimeError):
-        return None
 
 
 def host_memory_of_this_process() -> tuple[int, int]:

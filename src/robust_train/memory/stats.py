@@ -9,7 +9,6 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import IO, Any
 
@@ -17,11 +16,10 @@ from robust_train.gpu.inventory import read_inventory
 from robust_train.gpu.visible import visible_gpus
 from robust_train.memory.holders import started_torch
 from robust_train.memory.host import read_host_memory
+from robust_train.memory.segments import memory_segments, unused_blocks
 from robust_train.values import MIB
 
 log = logging.getLogger("robust_train")
-
-_DEFAULT_POOL = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -173,26 +171,6 @@ def ordinal_of(device: Any) -> int | None:
     return number
 
 
-def unused_blocks(segments: Iterable[Mapping[str, Any]], ordinal: int) -> tuple[int, int]:
-    """The largest unused block of a device, and the sum of all, in bytes.
-
-    Args:
-        segments: what ``torch.cuda.memory_snapshot()`` returns.
-        ordinal: CUDA's number of the device.
-
-    Blocks in private pools (CUDA graphs) do not count: only their graph can use them.
-    """
-    sizes = [
-        int(block["size"])
-        for segment in segments
-        if segment["device"] == ordinal
-        and tuple(segment.get("segment_pool_id", _DEFAULT_POOL)) == _DEFAULT_POOL
-        for block in segment["blocks"]
-        if block["state"] == "inactive"
-    ]
-    return max(sizes, default=0), sum(sizes)
-
-
 def fragmentation(largest: int, unused: int) -> float:
     """Share of ``unused`` bytes outside of the ``largest`` block; 0 where nothing is unused."""
     return 1 - largest / unused if unused else 0.0
@@ -203,7 +181,8 @@ def _of_cuda(torch: Any, ordinal: int) -> MemoryStats:
         raise ValueError(f"device cuda:{ordinal}: this process sees {torch.cuda.device_count()}")
     told = torch.cuda.memory_stats(ordinal)
     free, total = torch.cuda.mem_get_info(ordinal)
-    blocks = _blocks(torch, ordinal)
+    segments = memory_segments(torch)
+    blocks = None if segments is None else unused_blocks(segments, ordinal)
     return MemoryStats(
         device=f"cuda:{ordinal}",
         allocated=told.get("allocated_bytes.all.current", 0),
@@ -217,19 +196,6 @@ def _of_cuda(torch: Any, ordinal: int) -> MemoryStats:
         retries=told.get("num_alloc_retries", 0),
         oom_count=told.get("num_ooms", 0),
     )
-
-
-def _blocks(torch: Any, ordinal: int) -> tuple[int, int] | None:
-    """None where the allocator has no snapshots (``backend:cudaMallocAsync``)."""
-    try:
-        try:
-            # without the recorded history, which may be gigabytes
-            segments = torch.cuda.memory_snapshot(include_traces=False)
-        except TypeError:
-            segments = torch.cuda.memory_snapshot()
-    except RuntimeError:
-        return None
-    return unused_blocks(segments, ordinal)
 
 
 def _of_nvml(ordinal: int) -> MemoryStats | None:

@@ -304,7 +304,7 @@ class MicroBatches:
         assert failure is not None
         self.repeats += 1
         cut_graphs(failed.since)
-        return_memory(thorough=self.repeats > 1)
+        return_memory(thorough=self.repeats > 1, workspaces=True)
         where = self._batcher._on_event, self._number, self._is_training
         record.repeated(*where, failure, before, self._size.current)
 

@@ -74,7 +74,7 @@ def find_batch_size(
     try:
         start.make_gradients()
         while (size := prober.begin()) is not None:
-            since = autograd_sequence_number()
+            since = autograd_sequence_number(torch)
             prober.end(ran_out=not _goes_through(try_batch, size))
             cut_graphs(since)
             start.rewind()

@@ -99,7 +99,7 @@ class MicroBatch:
 
     def __enter__(self) -> MicroBatch:
         self._entered = True
-        self.since = autograd_sequence_number()
+        self.since = autograd_sequence_number(torch)
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, frames: Any) -> bool:

@@ -158,7 +158,7 @@ def share_buffers(replicas: Sequence[Replica]) -> None:
         with contextlib.ExitStack() as stack:
             for buffer in buffers:
                 # the same as far as autograd and the rewinding of steps are concerned
-                stack.enter_context(preserve_version_counter(buffer))
+                stack.enter_context(preserve_version_counter(torch, buffer))
             _broadcast(buffers, source, replica.process_group)
 
 
