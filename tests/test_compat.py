@@ -33,7 +33,11 @@ def test_what_waits_for_cuda_is_not_called_before():
 def test_the_private_functions_of_the_cuda_allocator_exist():
     if torch.version.cuda is None:
         return
-    for name in ("_cuda_clearCublasWorkspaces", "_cuda_hasPrimaryContext", "_cuda_isHistoryEnabled"):
+    for name in (
+        "_cuda_clearCublasWorkspaces",
+        "_cuda_hasPrimaryContext",
+        "_cuda_isHistoryEnabled",
+    ):
         assert hasattr(torch._C, name)
     assert callable(torch.cuda.memory._record_memory_history)
     assert callable(torch.cuda.memory._dump_snapshot)

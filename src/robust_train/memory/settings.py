@@ -9,13 +9,16 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+from robust_train.compat import set_allocator_settings
 from robust_train.memory.allocator import (
     allocator_settings,
     allocator_variable,
     exported_expandable_segments,
+    is_wsl,
 )
 from robust_train.memory.host import read_host_memory
 from robust_train.memory.stats import ordinal_of
+from robust_train.readable import first_line
 from robust_train.values import MIB
 
 log = logging.getLogger("robust_train")
@@ -92,8 +95,8 @@ def enable_memory_efficient_settings(
 ) -> tuple[str, ...]:
     """Set up CUDA's allocator and arithmetic for a tight GPU; returns what was done, in sentences.
 
-    Expandable segments, unless the environment says otherwise: under the variable that the
-    installed torch reads, for programs started from here, and in this process where CUDA is there.
+    Expandable segments, unless the environment says otherwise or this is WSL, which lacks them: in
+    the variable, for programs started from here, and in this process where CUDA is there.
     Segments that the allocator has already stay as they are, so call it before CUDA is used.
 
     Args:
@@ -106,16 +109,19 @@ def enable_memory_efficient_settings(
     exported = exported_expandable_segments(os.environ)
     settings = allocator_settings(os.environ, expandable_segments=True)
     done = []
-    if exported is None:
+    is_possible = exported is None and not is_wsl()
+    if is_possible:
         os.environ[variable] = settings
         done.append(f"{variable}={settings} for programs started from here")
+    elif exported is None:
+        done.append("no expandable segments: WSL's driver has none")
     else:
         done.append(f"{variable} has expandable_segments:{exported} already, which stays")
     torch = usable_torch()
     if torch is None:
         done.append("no CUDA in this process: nothing else to set")
     else:
-        if exported is None:
+        if is_possible:
             done.append(_apply_to_allocator(torch, settings))
         if fraction is not None:
             done.append(set_memory_fraction(fraction).description)
@@ -135,13 +141,10 @@ def usable_torch() -> Any:
 
 
 def _apply_to_allocator(torch: Any, settings: str) -> str:
-    # torch 2.10 and later; before that the function of CUDA's own
-    apply = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
-    apply = apply or torch._C._cuda_cudaCachingAllocator_set_allocator_settings
     try:
-        apply(settings)
+        set_allocator_settings(torch, settings)
     except (RuntimeError, ValueError) as error:
-        return f"torch refuses {settings}: {str(error).splitlines()[0]}"
+        return f"torch refuses {settings}: {first_line(error)}"
     return f"the allocator of this process: {settings}"
 
 
