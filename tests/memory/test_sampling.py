@@ -11,9 +11,8 @@ from pathlib import Path
 
 from memory_world import ON_CPU, run, start
 
-from robust_train.memory.record import Limits
 from robust_train.memory.sampler import Sampler
-from robust_train.memory.samples import FILE_NAME, Sample, encode, read_samples
+from robust_train.memory.samples import FILE_NAME, Limits, Sample, encode, read_samples
 from robust_train.values import MIB
 from simulated_nvml import Gpu, Machine
 from two_gpu_machine import A, B

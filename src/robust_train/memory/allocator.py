@@ -1,4 +1,4 @@
-"""The variable that CUDA's caching allocator is set up by, and when expandable segments are used."""
+"""The variable that CUDA's caching allocator is set up by; when to use expandable segments."""
 
 from __future__ import annotations
 

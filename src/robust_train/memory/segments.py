@@ -50,6 +50,12 @@ def cached_on(index: int | None) -> Cached | None:
         return None
 
 
+def device_index(device: str) -> int | None:
+    """Return the number in ``cuda:1`` (``cuda`` is 0), None for any other device."""
+    kind, _, number = device.partition(":")
+    return int(number or 0) if kind == "cuda" else None
+
+
 def busiest_gpu(torch: Any) -> int:
     """Return the GPU on which this process holds most; CUDA's current one where it holds nothing.
 

@@ -13,15 +13,18 @@ from dataclasses import asdict, dataclass, fields, replace
 from types import TracebackType
 from typing import Any
 
+import psutil
+
 from robust_train.config.schema import MemoryConfig
 from robust_train.events import MemoryCleared
 from robust_train.failures import classify_failure
 from robust_train.memory import on_oom
 from robust_train.memory.cleanup import release_memory, return_memory
+from robust_train.memory.holders import started_torch
+from robust_train.memory.host import resident_bytes
 from robust_train.memory.limit import limit_memory
-from robust_train.memory.probe import device_index, host_memory_of_this_process
 from robust_train.memory.sampler import Sampler
-from robust_train.memory.segments import cached_on
+from robust_train.memory.segments import Cached, busiest_gpu, cached_on, device_index
 from robust_train.run import Run
 from robust_train.values import MEMORY_FAILURES, MIB, Failure
 
@@ -193,7 +196,7 @@ class AttemptMemory:
 
     def __enter__(self) -> AttemptMemory:
         settings = self._settings
-        if settings.clear_on_start and cached_on(self._index) is not None:
+        if settings.clear_on_start and self._cached() is not None:
             self._clear("start", thorough=True)
         self._set_up_cuda()
         if self._sampler is not None:
@@ -286,7 +289,7 @@ class AttemptMemory:
             return
         if state.due is not None and number < state.due:
             return
-        cached = cached_on(self._index)
+        cached = self._cached()
         if cached is None:
             return
         pays, state = should_clear(
@@ -318,12 +321,21 @@ class AttemptMemory:
         log.debug("memory cleared (%s): %s", reason, done)
         return done
 
+    def _cached(self) -> Cached | None:
+        """The allocator's figures where this process holds most, be it the current GPU or not."""
+        torch = started_torch()
+        if self._index is None or torch is None:
+            return None
+        with contextlib.suppress(Exception):
+            return cached_on(busiest_gpu(torch))
+        return None
+
     def _in_use(self) -> tuple[str, int]:
-        cached = cached_on(self._index)
+        cached = self._cached()
         if cached is not None:
             return "reserved", cached.reserved
-        with contextlib.suppress(OSError):
-            return "resident", host_memory_of_this_process()[0]
+        with contextlib.suppress(OSError, psutil.Error):
+            return "resident", resident_bytes()[0]
         return "resident", 0
 
     def _write_down(self, failure: Failure) -> None:
