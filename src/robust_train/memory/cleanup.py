@@ -239,7 +239,10 @@ def _optimizer_of(frame: FrameType, base: type) -> Any:
 def _never_stepped(optimizer: Any) -> bool:
     """Whether its counters say so; the step that failed may have counted itself already."""
     counters = [state["step"] for state in optimizer.state.values() if "step" in state]
-    return bool(counters) and all(float(counter) <= 1 for counter in counters)
+    try:
+        return bool(counters) and all(float(counter) <= 1 for counter in counters)
+    except RuntimeError:  # they are on a device that has failed
+        return False
 
 
 def _gradient(tensor: Any) -> Any:

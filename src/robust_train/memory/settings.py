@@ -17,6 +17,7 @@ from robust_train.memory.allocator import (
     is_wsl,
 )
 from robust_train.memory.host import read_host_memory
+from robust_train.memory.segments import busiest_gpu
 from robust_train.memory.stats import ordinal_of
 from robust_train.readable import first_line
 from robust_train.values import MIB
@@ -150,11 +151,11 @@ def _apply_to_allocator(torch: Any, settings: str) -> str:
 
 def _limit_cuda(torch: Any, fraction: float, ordinal: int | None) -> MemoryLimit:
     if ordinal is None:
-        ordinal = torch.cuda.current_device()
+        ordinal = busiest_gpu(torch)
     if ordinal >= torch.cuda.device_count():
         raise ValueError(f"device cuda:{ordinal}: this process sees {torch.cuda.device_count()}")
     torch.cuda.set_per_process_memory_fraction(fraction, ordinal)
-    total = torch.cuda.mem_get_info(ordinal)[1]
+    total = torch.cuda.get_device_properties(ordinal).total_memory
     return MemoryLimit(
         device=f"cuda:{ordinal}",
         fraction=fraction,

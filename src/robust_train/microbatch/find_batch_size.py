@@ -13,8 +13,13 @@ from robust_train.compat import autograd_sequence_number
 from robust_train.errors import AttemptsExhausted
 from robust_train.failures import classify_failure
 from robust_train.memory.cleanup import clear_frames
-from robust_train.microbatch.meters import current_device, meter_of
-from robust_train.microbatch.probing import FoundBatchSize, Prober, optimizer_state_bytes
+from robust_train.microbatch.meters import device_of, meter_of
+from robust_train.microbatch.probing import (
+    FoundBatchSize,
+    Prober,
+    optimizer_state_bytes,
+    optimizer_step_bytes,
+)
 from robust_train.microbatch.rewind import Models, Watch, cut_graphs
 from robust_train.values import MEMORY_FAILURES
 
@@ -49,8 +54,8 @@ def find_batch_size(
         at_most: the largest size to consider.
         min_batch_size: the smallest.
         model: what gets gradients; None: all modules and optimizers of this process.
-        device: whose memory it is about; None: the current GPU where CUDA has been started, else
-            the CPU.
+        device: whose memory it is about; None: that of the model, or where there is none yet the
+            current GPU if CUDA has been started, else the CPU.
         effective_batch_size: samples in an optimizer step: prefer its divisors.
         reserve_bytes: needed later beside what a pass shows. State that an optimizer has not made
             yet is counted without that where ``model`` is given.
@@ -67,10 +72,13 @@ def find_batch_size(
         wanted = micro_batch_sizes(effective_batch_size, min_batch_size)
         sizes = tuple(size for size in wanted if size <= at_most) or (at_most,)
     start = Watch().begin(model)
+    parameters = list(start.parameters())
+    step_bytes = 0
     if model is not None:
-        reserve_bytes += optimizer_state_bytes(start.parameters())
-    where = current_device() if device is None else torch.device(device)
-    prober = Prober(sizes, meter_of(where, memory_fraction), reserve_bytes)
+        reserve_bytes += optimizer_state_bytes(parameters)
+        step_bytes = optimizer_step_bytes(parameters)
+    where = torch.device(device) if device is not None else device_of(parameters)
+    prober = Prober(sizes, meter_of(where, memory_fraction), reserve_bytes, step_bytes)
     try:
         start.make_gradients()
         while (size := prober.begin()) is not None:
