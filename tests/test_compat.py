@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks, register_optimizer_step_post_hook
 
 from robust_train import compat
 
@@ -59,3 +60,28 @@ def test_allocator_settings_go_to_whichever_function_torch_has():
         fake = SimpleNamespace(_C=SimpleNamespace(**{name: seen.append}))
         compat.set_allocator_settings(fake, "expandable_segments:True")
         assert seen == ["expandable_segments:True"]
+
+
+def step_of(optimizer: torch.optim.Optimizer) -> None:
+    next(iter(optimizer.param_groups[0]["params"])).sum().backward()
+    optimizer.step()
+
+
+def test_optimizer_steps_are_watched_until_told_otherwise():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    steps: list[int] = []
+    stop = compat.watch_optimizer_steps(lambda: steps.append(1))
+    assert stop is not None
+    step_of(optimizer)
+    stop()
+    step_of(optimizer)
+    assert steps == [1]
+    assert not _global_optimizer_post_hooks
+
+
+def test_hooks_of_others_keep_ours_away():
+    theirs = register_optimizer_step_post_hook(lambda *_: None)
+    try:
+        assert compat.watch_optimizer_steps(lambda: None) is None
+    finally:
+        theirs.remove()

@@ -1,11 +1,12 @@
 """Private symbols of other libraries, each in one place with a test in ``tests/test_compat.py``.
 
 A symbol that a version of torch lacks costs a feature, never a job: each function says what it
-returns then. The module ``torch`` is an argument, for nothing here imports it.
+returns then. Nothing here imports torch: the module is an argument.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -68,3 +69,22 @@ def allocator_history_is_recorded(torch: Any) -> bool:
 def dump_allocator_snapshot(torch: Any, path: str) -> None:
     """Write torch's memory snapshot, for the viewer at pytorch.org/memory_viz."""
     torch.cuda.memory._dump_snapshot(path)
+
+
+def watch_optimizer_steps(on_step: Callable[[], None]) -> Callable[[], None] | None:
+    """Have ``on_step`` called after every step of every torch optimizer of this process.
+
+    Returns:
+        What ends that; None where torch is not loaded, or others have hooks there: adding to them
+        while another thread goes through them would raise over there.
+    """
+    optimizer = sys.modules.get("torch.optim.optimizer")
+    register = getattr(optimizer, "register_optimizer_step_post_hook", None)
+    if register is None or getattr(optimizer, "_global_optimizer_post_hooks", True):
+        return None
+
+    def step_is_done(optimizer: object, args: object, kwargs: object) -> None:
+        on_step()
+
+    remove: Callable[[], None] = register(step_is_done).remove
+    return remove
