@@ -9,7 +9,8 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from robust_train.compat import set_allocator_settings
+from robust_train.compat import set_allocator_settings, when_cuda_starts
+from robust_train.config.schema import MemoryConfig
 from robust_train.memory.allocator import (
     allocator_settings,
     allocator_variable,
@@ -62,12 +63,10 @@ class MemoryLimit:
 def set_memory_fraction(fraction: float = 0.8, device: Any = None) -> MemoryLimit:
     """Let this process take at most a share of the device's memory; 1 lifts the limit.
 
-    On a GPU it limits torch's caching allocator: what would go beyond it is out of memory, as if
-    the GPU were smaller. CUDA contexts, NCCL and cuBLAS workspaces outside of the allocator do not
-    count. CUDA is started if it was not. Without CUDA the writable private memory of this process
-    is limited to that share of the host's memory (RLIMIT_DATA, see setrlimit(2)): a request beyond
-    it raises MemoryError in place of waking the kernel's OOM killer. Child processes inherit that
-    limit, each for itself.
+    On a GPU it limits torch's caching allocator, as if the GPU were smaller; CUDA contexts and
+    NCCL's memory do not count. CUDA is started if it was not. Without CUDA the writable private
+    memory of this process is limited to that share of the host's (RLIMIT_DATA, see setrlimit(2)):
+    a request beyond it raises MemoryError. Child processes inherit that, each for itself.
 
     Args:
         fraction: over 0, up to 1.
@@ -89,6 +88,36 @@ def set_memory_fraction(fraction: float = 0.8, device: Any = None) -> MemoryLimi
         limit = _limit_cuda(torch, float(fraction), ordinal)
     log.info("%s", limit.description)
     return limit
+
+
+def limit_when_cuda_starts(fraction: float, index: int | None) -> bool:
+    """Let this process's caching allocator hold at most this share of a GPU's memory.
+
+    Takes effect when torch starts CUDA, and does not start it; a limit that is refused is logged.
+
+    Args:
+        fraction: above 0 to 1; 1 is no limit.
+        index: of the GPU, as this process counts; None for the CPU.
+
+    Returns:
+        Whether all is done; False where torch is not imported yet.
+    """
+    if index is None:
+        if fraction != MemoryConfig.fraction:
+            log.info("memory.fraction=%g: has no effect on the CPU", fraction)
+        return True
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return False
+
+    def limit() -> None:
+        try:
+            torch.cuda.set_per_process_memory_fraction(float(fraction), index)
+        except (RuntimeError, ValueError) as error:
+            log.warning("memory.fraction=%g: %s", fraction, first_line(error))
+
+    when_cuda_starts(torch, limit)
+    return True
 
 
 def enable_memory_efficient_settings(

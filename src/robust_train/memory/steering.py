@@ -9,7 +9,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from types import TracebackType
 from typing import Any
 
@@ -22,9 +22,9 @@ from robust_train.memory import on_oom
 from robust_train.memory.cleanup import release_memory, return_memory
 from robust_train.memory.holders import started_torch
 from robust_train.memory.host import resident_bytes
-from robust_train.memory.limit import limit_memory
 from robust_train.memory.sampler import Sampler
 from robust_train.memory.segments import Cached, busiest_gpu, cached_on, device_index
+from robust_train.memory.settings import limit_when_cuda_starts
 from robust_train.run import Run
 from robust_train.values import MEMORY_FAILURES, MIB, Failure
 
@@ -124,45 +124,20 @@ class Cost:
         return replace(self, last=self.last + longer, step_began=now, was_cleared=False)
 
 
-@dataclass(frozen=True)
-class Returned:
-    """What one clearing returned: bytes before and after, and the seconds that it took itself.
-
-    ``of`` is ``reserved`` memory of the GPU, or ``resident`` memory of the host.
-    """
-
-    of: str
-    before_bytes: int
-    after_bytes: int
-    seconds: float
-
-    @property
-    def bytes(self) -> int:
-        """Returned, never below 0: another thread may have taken some meanwhile."""
-        return max(self.before_bytes - self.after_bytes, 0)
-
-    def event(self, reason: str, step: int | None) -> MemoryCleared:
-        """Return it as the journal has it."""
-        figures = asdict(self) | {"seconds": round(self.seconds, 6)}
-        return MemoryCleared(reason, step=step, returned_bytes=self.bytes, **figures)
-
-    def __str__(self) -> str:
-        before, after = self.before_bytes / MIB, self.after_bytes / MIB
-        return (
-            f"{self.bytes / MIB:.1f} MiB returned ({self.of}: {before:.1f} → {after:.1f} MiB) "
-            f"in {1000 * self.seconds:.0f} ms"
-        )
+def describe(done: MemoryCleared) -> str:
+    """Return what one clearing did as a line for people."""
+    before, after = done.before_bytes / MIB, done.after_bytes / MIB
+    return (
+        f"{done.returned_bytes / MIB:.1f} MiB returned ({done.of}: {before:.1f} → {after:.1f} MiB) "
+        f"in {1000 * done.seconds:.0f} ms"
+    )
 
 
 class AttemptMemory:
     """Looks after the memory of one attempt: a context manager around the call of the trainer.
 
-    Clearings at the start and during training concern the CUDA cache; where there is none they
-    would cost time and return nothing, so they are left out.
-
-    Args:
-        run: the attempt.
-        cfg: its composed config: ``device`` and the keys under ``memory``.
+    Clearings at the start and during training concern the CUDA cache, and are left out without one.
+    ``cfg`` is the attempt's config: ``device`` and the keys under ``memory``.
     """
 
     def __init__(self, run: Run, cfg: Mapping[Any, Any]) -> None:
@@ -221,7 +196,7 @@ class AttemptMemory:
 
     def _set_up_cuda(self) -> None:
         """As soon as torch is there, which may start CUDA later."""
-        self._is_set_up = limit_memory(self._settings.fraction, self._index)
+        self._is_set_up = limit_when_cuda_starts(self._settings.fraction, self._index)
         if self._is_set_up and self._index is not None and self._settings.snapshot_on_oom:
             on_oom.record_history_after_an_oom(self._run.run_dir)
 
@@ -260,11 +235,7 @@ class AttemptMemory:
             self._write_down(classify_failure(error))
 
     def clean_up(self, error: BaseException | None) -> None:
-        """Return all that the attempt holds no more, in a process that goes on.
-
-        Args:
-            error: what ended the trainer; its frames are emptied. None if it returned.
-        """
+        """Return all that the attempt holds no more; the frames of ``error`` are emptied."""
         if error is not None and not self._settings.clear_on_failure:
             return
         if error is None:
@@ -272,7 +243,7 @@ class AttemptMemory:
         else:
             # a more thorough look for what is left follows
             done = self._clear("failure", thorough=False, error=error)
-        log.info("final clean-up: %s", done)
+        log.info("final clean-up: %s", describe(done))
 
     def _occasion(self, reason: str) -> None:
         self._occasions[reason] += 1
@@ -303,22 +274,26 @@ class AttemptMemory:
         if pays and self._cost.is_affordable(time.monotonic()):
             done = self._clear(reason, thorough=False)
             self._cost = self._cost.after_clearing(done.seconds, time.monotonic())
-            state = replace(state, after=done.after_bytes, returned=done.bytes)
+            state = replace(state, after=done.after_bytes, returned=done.returned_bytes)
         self._back_off[reason] = state
 
     def _clear(
         self, reason: str, *, thorough: bool, error: BaseException | None = None
-    ) -> Returned:
+    ) -> MemoryCleared:
         of, before = self._in_use()
         started = time.perf_counter()
         if error is None:
             return_memory(thorough=thorough)
         else:
             release_memory(error, thorough=thorough)
-        seconds = time.perf_counter() - started
-        done = Returned(of, before, self._in_use()[1], seconds)
-        self._run.report(done.event(reason, self._run.last_step))
-        log.debug("memory cleared (%s): %s", reason, done)
+        seconds = round(time.perf_counter() - started, 6)
+        after = self._in_use()[1]
+        # another thread may have taken some meanwhile
+        returned = max(before - after, 0)
+        step = self._run.last_step
+        done = MemoryCleared(reason, of, before, after, returned, seconds, step)
+        self._run.report(done)
+        log.debug("memory cleared (%s): %s", reason, describe(done))
         return done
 
     def _cached(self) -> Cached | None:

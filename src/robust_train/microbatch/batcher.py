@@ -1,4 +1,4 @@
-"""Running out of memory inside an optimizer step, and repeating just that step with finer parts.
+"""Repeat just the optimizer step in which memory runs out, with finer parts.
 
 ::
 
@@ -10,9 +10,9 @@
                 micro.backward(criterion(model(x.to(device)), y.to(device)))
         optimizer.step()
 
-A loop cannot repeat a body that has raised, so each part of the batch is a context manager: it
-takes the out-of-memory error, and the loop then starts over with smaller parts. Gradients are
-weighted by samples, so every split gives the gradient of the mean loss over the whole batch.
+A loop cannot repeat a body that has raised, so each part is a context manager: it takes the
+out-of-memory error, and the loop starts over with smaller parts. Gradients are weighted by samples,
+so every split gives the gradient of the mean loss over the whole batch.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ class MicroBatcher:
     Args:
         batch_size: most samples in one forward and backward pass; None: the whole batch at first.
         min_batch_size: parts of this many samples are not split further: the error is raised.
-        gradient_accumulation_steps: the requested one; sizes are preferred that divide
-            ``batch_size × gradient_accumulation_steps``.
-        regrow_after_steps: see :class:`.micro_batch_size.MicroBatchSize`; None: never.
+        gradient_accumulation_steps: the requested one; divisors of the effective batch are
+            preferred.
+        regrow_after_steps: see :class:`robust_train.microbatch.size.MicroBatchSize`; None: never.
         on_event: called with an event at every change of the size.
-        step: says which optimizer step this is, from 1; by default steps are counted here.
-        on_oom: gets the error of a part in which memory ran out, before anything is let go of.
-        search: find the largest size that fits in the first step; the loop's body is then run on
-            parts of the batch that are only measured, four at most.
+        step: returns the number of the optimizer step, from 1; by default they are counted here.
+        on_oom: called with the error when memory ran out, before anything is released.
+        search: find the largest size that fits in the first step, by at most four parts of the
+            batch that are only measured.
 
     Raises:
         ValueError: a size is below 1.
@@ -131,7 +131,7 @@ class MicroBatcher:
         return MicroBatches(self, size, parts, model, training)
 
     def shrink(self, reason: str) -> tuple[int, int] | None:
-        """Split finer from the next batch on because somebody wishes it: (from, to), or None."""
+        """Split finer from the next batch on, on request; return (from, to), or None."""
         changed = self._training.shrink()
         if changed:
             self._other.shrink()
@@ -139,16 +139,16 @@ class MicroBatcher:
         return changed
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint: the sizes in use, so that a resumed run splits as before."""
+        """Return the sizes in use, for a checkpoint."""
         return {"training": self._training.state(), "other": self._other.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state` gave, unless another batch size was asked for since."""
+        """Take over :meth:`state`'s result, unless another batch size was requested since."""
         self._training.restore(state["training"])
         self._other.restore(state["other"])
 
     def _probe(self, batches: MicroBatches, start: StepStart) -> Iterator[MicroBatch]:
-        """Before the first step: the parts by which the size is found, where one is to be."""
+        """Before the first step: the parts by which the size is searched for, if it is."""
         search, self._search = self._search, None
         found = None if search is None else (yield from probe_parts(search, batches, start))
         if search is not None and found is not None:
@@ -167,8 +167,7 @@ class MicroBatches:
     Attributes:
         samples: in the whole batch.
         repeats: how often the step has started over (training) or a part was repeated.
-        kept: what the bodies gave to :meth:`MicroBatch.keep`, in the order of the samples; each
-            sample's once, however often its part was repeated.
+        kept: what the bodies gave to :meth:`MicroBatch.keep`, each sample's once, in their order.
     """
 
     def __init__(
@@ -194,7 +193,7 @@ class MicroBatches:
 
     @property
     def loss(self) -> Tensor:
-        """Mean loss over the batch (detached), of what was given to :meth:`MicroBatch.backward`."""
+        """Mean loss over the batch (detached), of :meth:`MicroBatch.backward`'s."""
         return torch.zeros(()) if self._loss is None else self._loss
 
     def __iter__(self) -> Iterator[MicroBatch]:
@@ -202,7 +201,7 @@ class MicroBatches:
         return self._training() if self._is_training else self._once_each()
 
     def probe(self, size: int) -> MicroBatch:
-        """The first ``size`` samples as a part that is only measured."""
+        """Return the first ``size`` samples as a part that is only measured."""
         return MicroBatch(self, *self._parts.part(0, size), 0, size, is_probe=True)
 
     def part_done(self, loss: Tensor | None, kept: Sequence[Any]) -> None:
@@ -221,7 +220,7 @@ class MicroBatches:
             self._start.end()
 
     def forget(self) -> None:
-        """Drop what the parts so far have left: losses, and what was kept."""
+        """Drop losses and results of the parts so far."""
         self.kept, self._loss = [], None
 
     def _training(self) -> Iterator[MicroBatch]:

@@ -46,8 +46,8 @@ def find_batch_size(
         found = find_batch_size(try_batch, at_most=512, model=model)
         loader = DataLoader(data, found.batch_size)
 
-    After each try gradients, buffers (BatchNorm's statistics) and generators are as before it. An
-    optimizer's step is not wanted: it would change the weights.
+    After each try gradients, buffers and generators are as before it. It makes no optimizer step:
+    that would change the weights.
 
     Args:
         try_batch: a forward and backward pass of that many samples.
@@ -57,8 +57,8 @@ def find_batch_size(
         device: whose memory it is about; None: that of the model, or where there is none yet the
             current GPU if CUDA has been started, else the CPU.
         effective_batch_size: samples in an optimizer step: prefer its divisors.
-        reserve_bytes: needed later beside what a pass shows. State that an optimizer has not made
-            yet is counted without that where ``model`` is given.
+        reserve_bytes: needed later beside what a pass shows; an optimizer's state that is not made
+            yet counts by itself where ``model`` is given.
         memory_fraction: of the GPU's memory, the most to count on.
 
     Raises:

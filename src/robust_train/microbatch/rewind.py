@@ -66,7 +66,7 @@ class _FirstCopy:
 
 
 class Watch:
-    """Remembers of each model which buffers its forward pass changes, without keeping it alive."""
+    """Remembers which buffers each model's forward pass changes, without keeping it alive."""
 
     def __init__(self) -> None:
         self._models: weakref.WeakKeyDictionary[nn.Module, _Watched] = weakref.WeakKeyDictionary()
@@ -101,10 +101,10 @@ class Watch:
 
 
 class StepStart:
-    """The state at the start of an optimizer step. Costs next to nothing where nothing is set.
+    """The state at the start of an optimizer step.
 
-    Gradients that are there already (the user accumulates over several batches) are laid aside,
-    so that those of the step can be dropped; :meth:`end` adds them again.
+    Gradients that are there already (of earlier batches) are laid aside, so that those of the step
+    can be dropped; :meth:`end` adds them again.
     """
 
     def __init__(self, watch: Watch, models: Models) -> None:
@@ -132,10 +132,7 @@ class StepStart:
         return self._is_open
 
     def make_gradients(self) -> None:
-        """Give every parameter a gradient of zeros: they take their memory before the pass does.
-
-        So it is in all micro-batches of a step but the first.
-        """
+        """Give every parameter a gradient of zeros, as in all micro-batches but the first."""
         for parameter in self.parameters():
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -194,8 +191,7 @@ def cut_graphs(since: int | None) -> None:
     """Detach every tensor that was computed since an :func:`autograd_sequence_number`.
 
     A user's variables (the loss, the model's output) outlive a failed pass and hold its graph and
-    so all its activations, while the next try needs that memory. The graph is of no use any more:
-    its backward pass has failed or never started.
+    so all its activations, which are of no use any more.
     """
     if since is None:
         return

@@ -19,10 +19,7 @@ def seed_everything(seed: int) -> None:
 
 
 def seed_rank(seed: int, step: int, rank: int) -> None:
-    """Have each rank but the first draw numbers of its own from step ``step`` on.
-
-    A checkpoint holds the state of the first; the others' follow from where the run is.
-    """
+    """Have each rank but the first, whose state a checkpoint holds, draw numbers of its own."""
     if rank:
         seed_everything((seed * 1_000_003 + step * 1009 + rank) % 2**63)
 
