@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from robust_train.errors import ConfigError, NoDevice
 from robust_train.events import Event, MemoryReported
 from robust_train.gpu.allocation import allocated_by
-from robust_train.gpu.footprint import footprint
+from robust_train.gpu.footprint import footprint, learn_context_bytes
 from robust_train.gpu.inventory import ask_health_again, read_inventory
 from robust_train.gpu.select import can_be_one_of, rank
 from robust_train.gpu.visible import Visible, visible_gpus
@@ -157,7 +157,10 @@ class Devices:
         self._others_took = 0
         if peak:
             least = self._cfg.min_gpu_memory_mb * MIB
-            self._claim_bytes = max(least, footprint(peak))
+            name = group[0].name if group else None
+            if name is not None:
+                learn_context_bytes(name, shown.get("context_bytes"))
+            self._claim_bytes = max(least, footprint(peak, name))
         if outcome.failure is None:
             return ()
         self._queue.drain()
