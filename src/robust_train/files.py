@@ -10,18 +10,35 @@ from pathlib import Path
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Yields a path beside ``path`` to write to; when the block is left, that becomes ``path``.
+def replacing(path: Path, *, durable: bool = False) -> Iterator[Path]:
+    """Yield a path beside ``path`` to write to; when the block is left, that becomes ``path``.
 
     If the block raises, or the renaming does, nothing of it stays and what was there is untouched.
+    ``durable``: the new content survives a power cut once the block is left.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield temporary
+        if durable:
+            sync(temporary)
         temporary.replace(path)
+        if durable:
+            sync(path.parent)
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
+
+
+def sync(path: Path) -> None:
+    """Have a file's content, or the names in a directory, survive a power cut."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # no such promise on this disk
+            raise
+    finally:
+        os.close(fd)
 
 
 class DirectoryProblem(Exception):

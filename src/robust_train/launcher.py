@@ -49,7 +49,8 @@ from robust_train.queue import devices
 from robust_train.queue.wait import NoGpu
 from robust_train.report import narration
 from robust_train.report.html import write_report
-from robust_train.runfolder.journal import Journal, read_earlier
+from robust_train.runfolder.identity import begin_job, complete_job, resume_from
+from robust_train.runfolder.journal import Journal
 from robust_train.runfolder.summary import (
     AttemptRecord,
     Summary,
@@ -144,7 +145,7 @@ class Job:
         self.trainer = trainer or target_of(cfg)
         self.settings = policy_settings(cfg, finds_batch_size=is_auto)
         self.run_dir = run_folder(run_dir)
-        self.earlier = read_earlier(self.run_dir / "journal.jsonl")
+        self.earlier = begin_job(self.run_dir, resume=cfg.resume)
         self.journal = Journal(self.run_dir / "journal.jsonl")
         self.signals = SignalWatch()
         name = devices.job_name(cfg, self.run_dir)
@@ -153,7 +154,7 @@ class Job:
             cfg, self.settings, self.trainer, self.earlier.found, self.journal.write
         )
         self.records: list[AttemptRecord] = []
-        self.checkpoint: Path | None = self.earlier.checkpoint if cfg.resume else None
+        self.checkpoint: Path | None = self.earlier.checkpoint
         self.wait_seconds = 0.0
         self._started = time.monotonic()
 
@@ -164,7 +165,7 @@ class Job:
             ConfigError: the trainer cannot be imported, or refuses the configuration.
             JobInterrupted: after the summary was written.
         """
-        self.journal.write(JobStarted(str(self.run_dir), name_of(self.trainer)))
+        self.journal.write(JobStarted(str(self.run_dir), name_of(self.trainer), self.earlier.job))
         if self.checkpoint is not None:
             log.info("this run folder holds an unfinished job: going on from %s", self.checkpoint)
         try:
@@ -308,6 +309,9 @@ class Job:
         number = self._number()
         spec, search = self.batch_sizes.begin(spec)
         narration.announce(number, spec, is_searched=search is not None)
+        self.checkpoint = resume_from(
+            self.run_dir, self.earlier.job, self.checkpoint, sleep=executor.sleep
+        )
         started = narration.started(spec, self.checkpoint)
         self.journal.write(started, number)
         free_before = devices.free_bytes(spec.gpus)
@@ -401,6 +405,8 @@ class Job:
     def _report(self, summary: Summary) -> None:
         self.journal.write(JobEnded(summary.status, summary.reason))
         summary.write()
+        if summary.status == "completed":
+            complete_job(self.run_dir)
         if self.records:
             log.info("attempts:\n%s", attempts_table(self.records))
             memory = gpu_memory_summary(self.records[-1])

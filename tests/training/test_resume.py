@@ -151,8 +151,10 @@ def test_only_the_newest_checkpoints_are_kept(tmp_path):
     cfg = config(*DIGITS, "training.checkpoint_every_minutes=0", "training.keep_checkpoints=3")
     run = WatchedRun(tmp_path)
     train(cfg, run)
-    names = sorted(p.name for p in run.checkpoint_dir.iterdir())
+    names = sorted(p.name for p in run.checkpoint_dir.glob("*.pt"))
     assert names == ["final.pt", *(f"step-{step:08d}.pt" for step in (44, 45, 46))]
+    manifests = sorted(p.name for p in run.checkpoint_dir.glob("*.json"))
+    assert manifests == [f"step-{step:08d}.pt.manifest.json" for step in (44, 45, 46)]
 
 
 def test_leftovers_of_a_killed_save_are_removed(tmp_path):

@@ -42,7 +42,7 @@ class TrainingConfig:
     log_every_steps: int = 50
     regrow_after_steps: int | None = None
     checkpoint_every_steps: int | None = None
-    checkpoint_every_minutes: float = 5.0
+    checkpoint_every_minutes: Any = "auto"  # minutes or auto: see runfolder/cadence.py
     keep_checkpoints: int = 2
 
 
@@ -270,7 +270,9 @@ def validate(cfg: DictConfig) -> None:
     )
     _at_least(cfg, 1, training + "keep_checkpoints")
     _at_least(cfg, 0, training + "num_workers", training + "weight_decay", training + "seed")
-    _at_least(cfg, 0, training + "max_grad_norm", training + "checkpoint_every_minutes")
+    _at_least(cfg, 0, training + "max_grad_norm")
+    if str(cfg.training.checkpoint_every_minutes).lower() != "auto":
+        _at_least(cfg, 0, training + "checkpoint_every_minutes")
     for key in ("regrow_after_steps", "checkpoint_every_steps"):
         if OmegaConf.select(cfg, training + key) is not None:
             _at_least(cfg, 0, training + key)

@@ -18,6 +18,7 @@ from robust_train.batch.search import BatchSearch
 from robust_train.errors import ConfigError
 from robust_train.memory.steering import AttemptMemory
 from robust_train.run import MicroBatchPlan, Run
+from robust_train.runfolder.cadence import SavePlan
 
 MAIN_MODULE = "__robust_main__"
 
@@ -175,6 +176,7 @@ def call_trainer(trainer: Callable[..., Any], cfg: DictConfig, run: Any) -> Any:
         return _call(trainer, cfg, run)
     run.memory_keeper = keeper = AttemptMemory(run, cfg)
     run.micro_batch_plan = MicroBatchPlan.of(cfg)
+    run.save_plan = SavePlan.of(cfg)
     with keeper:
         return _call(trainer, cfg, run)
 

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,8 @@ from robust_train.integrations.one_process import refuse_ranks
 from robust_train.integrations.sample_order import take_over
 from robust_train.microbatch.batcher import MicroBatches
 from robust_train.run import Run
-from robust_train.runfolder.checkpoints import SaveClock
+from robust_train.runfolder.cadence import SavePlan
+from robust_train.runfolder.manifests import rotate
 
 require("accelerate", "robust_train.integrations.accelerate", extra="accelerate")
 
@@ -88,10 +88,7 @@ class RobustLoop:
             seed=cfg.training.seed,
         )
         self._cfg = cfg.training
-        self._clock = SaveClock(
-            60 * cfg.training.checkpoint_every_minutes,
-            every_steps=cfg.training.checkpoint_every_steps,
-        )
+        run.save_plan = SavePlan.of(cfg)
         self._saved_step: int | None = None
         self._total: int | None = None
         self._parts: MicroBatches | None = None
@@ -109,7 +106,7 @@ class RobustLoop:
         while self.epoch < count:
             yield self.epoch
             self.epoch, self.samples = self.epoch + 1, 0
-            if self.epoch < count and self._clock.is_due_after_epoch():
+            if self.epoch < count and self._saved_step is None:
                 self.save()
 
     def batches(self) -> Iterator[Any]:
@@ -139,7 +136,6 @@ class RobustLoop:
         Returns:
             Where it lies; None where it could not be written, which a warning tells.
         """
-        started = time.monotonic()
         folder = self.run.checkpoint_dir
         path = folder / f"{_SAVED}{self.step:08d}"
         unfinished = folder / f".{path.name}.tmp"
@@ -152,14 +148,11 @@ class RobustLoop:
             unfinished.rename(path)
         except OSError as error:
             log.warning("checkpoint: %s; training goes on, earlier ones are kept", error)
-            self._clock.saved(time.monotonic() - started, self.step)
             self.run.checkpoint_failed(str(error))
             return None
         self._saved_step = self.step
-        self._clock.saved(time.monotonic() - started, self.step)
         self.run.checkpoint_saved(path, self.step)
-        for old in sorted(folder.glob(f"{_SAVED}*"))[: -self._cfg.keep_checkpoints]:
-            shutil.rmtree(old, ignore_errors=True)
+        rotate(folder, self.run.job or "", f"{_SAVED}*", self._cfg.keep_checkpoints)
         return path
 
     def state_dict(self) -> dict[str, Any]:
@@ -207,7 +200,7 @@ class RobustLoop:
             if self._saved_step != self.step:
                 self.save()
             raise Interrupted(f"stopped after step {self.step}")
-        if self.run.checkpoint_requested or self._clock.is_due(self.step):
+        if self.run.checkpoint_due:
             self.save()
 
 

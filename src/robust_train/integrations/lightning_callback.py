@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import signal
 import threading
-import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -20,7 +19,8 @@ from robust_train.integrations.lightning_place import Place, loops_at, share_of_
 from robust_train.integrations.sample_order import SampleOrder, take_over
 from robust_train.microbatch.rng import capture_rng, restore_rng
 from robust_train.run import Run
-from robust_train.runfolder.checkpoints import SaveClock
+from robust_train.runfolder.cadence import SavePlan
+from robust_train.runfolder.manifests import rotate
 from robust_train.values import MEMORY_FAILURES
 
 log = logging.getLogger("robust_train.vision")
@@ -53,10 +53,7 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
         self.place = Place()
         self._order: SampleOrder | None = None
         self._cfg = cfg.training
-        self._clock = SaveClock(
-            60 * cfg.training.checkpoint_every_minutes,
-            every_steps=cfg.training.checkpoint_every_steps,
-        )
+        run.save_plan = SavePlan.of(cfg)
         self._restored: Mapping[str, Any] | None = None
         self._saved_step: int | None = None
         self._batches = 0  # of this epoch, behind
@@ -167,7 +164,8 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
         if is_first:
             self.run.memory_milestone("first step done")
         self._stop_if_asked(trainer)
-        if self._seen < self.place.epoch_samples and self._is_due():
+        # at the end of an epoch once validation has logged its figures
+        if self._seen < self.place.epoch_samples and self.run.checkpoint_due:
             self.save(trainer)
 
     def on_validation_batch_end(self, trainer: Any, *arguments: Any) -> None:
@@ -186,7 +184,7 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
         if self._saved_step == step:
             return
         is_last = step == trainer.estimated_stepping_batches
-        if is_last or self._is_due() or self._clock.is_due_after_epoch():
+        if is_last or self._saved_step is None or self.run.checkpoint_due:
             self.save(trainer)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
@@ -196,25 +194,19 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
 
     def save(self, trainer: Any) -> None:
         """Save a checkpoint into the run folder, and remove those that are too many."""
-        folder, started = self.run.checkpoint_dir, time.monotonic()
+        folder = self.run.checkpoint_dir
         try:
             trainer.save_checkpoint(folder / f"step-{self.place.step:08d}.ckpt")
         except OSError as error:
             log.warning("checkpoint: %s; training goes on, earlier ones are kept", error)
-            self._clock.saved(time.monotonic() - started, self.place.step)
             self.run.checkpoint_failed(str(error))
             return
-        for old in sorted(folder.glob("step-*.ckpt"))[: -self._cfg.keep_checkpoints]:
-            old.unlink(missing_ok=True)
+        rotate(folder, self.run.job or "", "step-*.ckpt", self._cfg.keep_checkpoints)
 
-    def written(self, path: Path, step: int, seconds: float) -> None:
-        """A complete checkpoint lies at ``path``; writing it took ``seconds``."""
+    def written(self, path: Path, step: int) -> None:
+        """A complete checkpoint lies at ``path``."""
         self._saved_step = step
-        self._clock.saved(seconds, step)
         self.run.checkpoint_saved(path, step)
-
-    def _is_due(self) -> bool:
-        return self.run.checkpoint_requested or self._clock.is_due(self.place.step)
 
     def _begin_group(self) -> None:
         self._group = self.accumulation - self._batches % self.accumulation
@@ -255,13 +247,10 @@ class _AnnouncingIO(_CheckpointIO):  # type: ignore[misc]
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
     ) -> None:
-        started = time.monotonic()
         self._inner.save_checkpoint(checkpoint, path, storage_options)
         # weights alone are no place to go on from
         if "optimizer_states" in checkpoint and Path(path).exists():
-            self._callback.written(
-                Path(path).absolute(), checkpoint["global_step"], time.monotonic() - started
-            )
+            self._callback.written(Path(path).absolute(), checkpoint["global_step"])
 
     def load_checkpoint(self, *arguments: Any, **options: Any) -> Any:
         return self._inner.load_checkpoint(*arguments, **options)

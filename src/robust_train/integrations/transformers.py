@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from robust_train.failures import classify_failure
 from robust_train.integrations.one_process import refuse_ranks
 from robust_train.integrations.result import chosen
 from robust_train.run import Run
-from robust_train.runfolder.checkpoints import SaveClock
+from robust_train.runfolder.cadence import SavePlan
 from robust_train.values import MEMORY_FAILURES
 
 _NEEDED_BY = "robust_train.integrations.transformers"
@@ -135,12 +134,8 @@ class RobustCallback(_TrainerCallback):  # type: ignore[misc]
     def __init__(self, cfg: DictConfig, run: Run) -> None:
         self.run = run
         self._training = cfg.training
-        self._clock = SaveClock(
-            60 * cfg.training.checkpoint_every_minutes,
-            every_steps=cfg.training.checkpoint_every_steps,
-        )
+        run.save_plan = SavePlan.of(cfg)
         self._loss: dict[str, float] = {}
-        self._save_began = 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """The batches must be those of this attempt, whatever the checkpoint says."""
@@ -171,9 +166,7 @@ class RobustCallback(_TrainerCallback):  # type: ignore[misc]
         if self.run.stop_requested:
             control.should_evaluate = False
             control.should_save = True
-        elif not saves_soon and (
-            self.run.checkpoint_requested or self._clock.is_due(state.global_step)
-        ):
+        elif self.run.checkpoint_due and not saves_soon:
             control.should_save = True
         self._before_saving(args, state, control)
         return control
@@ -196,7 +189,7 @@ class RobustCallback(_TrainerCallback):  # type: ignore[misc]
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Saving comes after evaluating, and its time is not saving's."""
-        self._save_began = time.monotonic()
+        self.run.save_clock.begin(state.global_step)
 
     def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """A checkpoint is complete; if asked to stop, this is the moment."""
@@ -206,7 +199,6 @@ class RobustCallback(_TrainerCallback):  # type: ignore[misc]
 
     def _before_saving(self, args: Any, state: Any, control: Any) -> None:
         """A checkpoint of this very step would be written over, file by file."""
-        self._save_began = time.monotonic()
         if control.should_save:
             (_folder(args, state) / _MARK).unlink(missing_ok=True)
 
@@ -215,7 +207,6 @@ class RobustCallback(_TrainerCallback):  # type: ignore[misc]
         path = _folder(args, state)
         mark = {"effective_batch_size": _effective(self._training)}
         (path / _MARK).write_text(json.dumps(mark))
-        self._clock.saved(time.monotonic() - self._save_began, state.global_step)
         self.run.checkpoint_saved(path, state.global_step)
 
 

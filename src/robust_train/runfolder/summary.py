@@ -108,7 +108,7 @@ class Summary:
         path = self.run_dir / "summary.json"
         text = json.dumps(self.as_json(), indent=2, ensure_ascii=False) + "\n"
         try:
-            with replacing(path) as temporary:
+            with replacing(path, durable=True) as temporary:
                 temporary.write_text(text)
         except OSError as error:
             log.warning("cannot write %s: %s", path, error.strerror)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import time
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +22,10 @@ from robust_train.errors import Interrupted, UserError
 from robust_train.failures import classify_failure
 from robust_train.microbatch.rng import seed_everything, seed_rank
 from robust_train.run import MicroBatchPlan, Run
+from robust_train.runfolder.cadence import SavePlan
 from robust_train.runfolder.checkpoints import (
     CheckpointError,
     CheckpointFolder,
-    SaveClock,
     read_newest,
     write_atomically,
 )
@@ -156,11 +155,9 @@ class Training:
         )
         self.state = self._prepare(built)
         self.model: nn.Module = self.state.model
-        self.folder = CheckpointFolder(run.checkpoint_dir, keep=cfg.training.keep_checkpoints)
-        self.clock = SaveClock(
-            60 * cfg.training.checkpoint_every_minutes,
-            every_steps=cfg.training.checkpoint_every_steps,
-        )
+        run.save_plan = SavePlan.of(cfg)
+        self.folder = CheckpointFolder(run, keep=cfg.training.keep_checkpoints)
+        self.has_checkpoint = run.resume_checkpoint is not None
         self.score: Score | None = None
 
     def _prepare(self, built: BuiltModel) -> TrainingState:
@@ -223,7 +220,7 @@ class Training:
             self._train_epoch()
             # before validation, which may run out of memory for the first time
             is_last = place.epoch + 1 == self.cfg.training.epochs
-            if is_last or self.clock.is_due_after_epoch():
+            if is_last or not self.has_checkpoint:
                 self._save()
             self.score = self._evaluate(self.data.splits.validation)
             train_loss = checked_loss(self.state.epoch_loss, place.step)
@@ -256,9 +253,7 @@ class Training:
                 place.step += 1
                 self.state.epoch_loss.add(loss, samples)
                 self.reporter.step(place, loss, samples, lr)
-            # ranks ask equally often; only the first has a clock that counts
-            is_wanted = self.run.checkpoint_requested
-            if self.clock.is_due(place.step) or is_wanted:
+            if self.run.checkpoint_due:
                 self._save()
 
     def _gradients_of(self, step: StepSamples) -> Tensor:
@@ -308,17 +303,14 @@ class Training:
         """Save a checkpoint; where that fails, training is worth more than the checkpoint."""
         place = self.state.place
         checked_loss(self.state.epoch_loss, place.step)
+        self.has_checkpoint = True
         if not self.run.is_main:
             return
-        started = time.monotonic()
         try:
-            path = self.folder.save(self.state.content(), place.step)
+            self.folder.save(self.state.content(), place.step)
         except CheckpointError as error:
             log.warning("checkpoint: %s; training goes on, earlier ones are kept", error)
             self.run.checkpoint_failed(str(error))
-        else:
-            self.run.checkpoint_saved(path, place.step)
-        self.clock.saved(time.monotonic() - started, place.step)
 
     def finish(self) -> dict[str, Any]:
         """Test, and save the trained weights."""
