@@ -195,7 +195,7 @@ def test_a_loader_of_micro_batches_is_refused(tmp_path: Path):
     from robust_train.integrations.accelerate import RobustLoop
 
     loader = DataLoader(TensorDataset(torch.zeros(20, 1)), 8)
-    with pytest.raises(UserError, match=r"makes batches of 8, but this attempt is to use 16"):
+    with pytest.raises(UserError, match=r"makes batches of 8, but this attempt uses 16"):
         RobustLoop(
             accelerate.Accelerator(cpu=True),
             torch.nn.Linear(1, 1),

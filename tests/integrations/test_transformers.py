@@ -166,8 +166,8 @@ def test_an_incomplete_checkpoint_is_passed_over(tmp_path: Path, caplog: pytest.
     saved = [Path(e["path"]) for e in reports if e["event"] == "checkpoint"]
     (saved[-1] / "robust_train.json").unlink()
     _, _, again = _fit(folder, _cfg(8), saved[-1])
-    assert [e["step"] for e in again if e["event"] == "training_started"] == [8]
-    assert "gone or incomplete" in caplog.text
+    assert [e["step"] for e in again if e["event"] == "training_started"] == [0]
+    assert "is incomplete" in caplog.text
 
 
 def test_another_effective_batch_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture):
@@ -180,8 +180,8 @@ def test_another_effective_batch_is_told(tmp_path: Path, caplog: pytest.LogCaptu
 @pytest.mark.parametrize(
     ("option", "said"),
     [
-        ({"per_device_train_batch_size": 4}, "per_device_train_batch_size=4.* to use 8"),
-        ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps=2.* to use 1"),
+        ({"per_device_train_batch_size": 4}, "per_device_train_batch_size=4.* uses 8"),
+        ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps=2.* uses 1"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size=True"),
         ({"ignore_data_skip": True}, "ignore_data_skip=True"),
         ({"save_only_model": True}, "save_only_model=True"),

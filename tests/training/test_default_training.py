@@ -19,7 +19,7 @@ from training_world import TINY_VIT, WatchedRun, config
 
 from robust_train.errors import ConfigError, Interrupted
 from robust_train.vision.reporting import Reporter, TrainingDivergedError
-from robust_train.vision.state import Place
+from robust_train.vision.state import ResumePosition
 from robust_train.vision.trainer import preload_modules, train
 
 SHORT = ("model.width=8", "training.epochs=2")
@@ -120,7 +120,7 @@ def test_a_loss_is_told_once_even_where_reports_are_dropped(tmp_path, every):
     with Reporter(run, log_every_steps=every, epochs=1) as reporter:
         while len(run.of("progress")) < 4:
             step += 1
-            reporter.step(Place(step=step), torch.tensor(float(step)), samples=1, lr=0.1)
+            reporter.step(ResumePosition(step=step), torch.tensor(float(step)), samples=1, lr=0.1)
     told = [e["metrics"]["loss"] for e in run.of("progress") if "loss" in e["metrics"]]
     assert len(set(told)) == len(told)
     if every == 3:

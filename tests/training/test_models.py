@@ -21,6 +21,7 @@ from robust_train.vision.models import (
     trained_state,
 )
 from robust_train.vision.prepare import check_config
+from robust_train.vision.splits import Shape
 from robust_train.vision.trainer import preload_modules, train
 
 
@@ -28,7 +29,7 @@ def built(*overrides, num_classes=5):
     cfg = config(*overrides)
     check_config(cfg)
     torch.manual_seed(0)
-    return build_model(cfg.model, num_classes=num_classes, native_size=8, native_channels=1)
+    return build_model(cfg.model, Shape(num_classes, size=8, channels=1))
 
 
 def refusal_of(*overrides):
@@ -66,8 +67,8 @@ def test_every_model_learns_from_digits(tmp_path, model, backbone):
     result = train(cfg, run)
     assert result["steps"] == 46
     first, second = run.of("epoch")
-    assert second["train_loss"] < first["train_loss"]
-    assert result["objective"] == result["test_accuracy"] == second["val_accuracy"]
+    assert second["metrics"]["train_loss"] < first["metrics"]["train_loss"]
+    assert result["objective"] == result["test_accuracy"] == second["metrics"]["val_accuracy"]
 
 
 def test_a_linear_probe_trains_its_last_layer_alone(tmp_path):

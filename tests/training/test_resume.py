@@ -142,7 +142,7 @@ def test_more_epochs_and_another_learning_rate_are_no_other_run(tmp_path):
 def test_a_checkpoint_holds_what_is_needed_to_go_on_and_loads_with_weights_only(tmp_path):
     run = stopped(config(*DIGITS), tmp_path, stop_at_step=30)
     content = torch.load(run.last_checkpoint, weights_only=True)
-    assert content["place"] == {"step": 30, "epoch": 1, "samples": 7 * 64}
+    assert content["position"] == {"step": 30, "epoch": 1, "samples": 7 * 64}
     assert {"model", "optimizer", "scaler", "rng", "epoch_loss"} <= content.keys()
     assert {"torch", "python", "numpy"} <= content["rng"].keys()
 
