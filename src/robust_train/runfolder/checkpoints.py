@@ -154,7 +154,7 @@ def read_newest(path: Path, required: Collection[str] = ()) -> tuple[Path, dict[
         for other in _by_step(path.parent)
         if other != path
         and (wanted is None or _step(other) <= wanted)
-        and jobs.get(other.absolute(), job) == job
+        and (job is None or jobs.get(other.absolute(), job) == job)
     ]
     for candidate in [path, *older]:
         try:
