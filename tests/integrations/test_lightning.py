@@ -53,7 +53,7 @@ def test_an_epoch_of_the_example_is_in_the_journal(uninterrupted: Ended):
     assert saved[-1] == 12
 
 
-@pytest.mark.parametrize("isolation", ["process", "none"])
+@pytest.mark.parametrize("isolation", ["process", pytest.param("none", marks=pytest.mark.slow)])
 def test_where_memory_runs_out_it_goes_on_with_half_the_micro_batch_to_the_same_weights(
     example: Example, uninterrupted: Ended, isolation: str
 ):
@@ -65,7 +65,7 @@ def test_where_memory_runs_out_it_goes_on_with_half_the_micro_batch_to_the_same_
         torch.testing.assert_close(weights(ended)[name], weight, rtol=1e-4, atol=1e-6)
 
 
-def test_sigterm_leaves_a_checkpoint_to_go_on_from_to_the_very_same_weights(
+def test_a_job_stopped_by_sigterm_resumes_to_the_very_same_weights(
     example: Example, uninterrupted: Ended
 ):
     stopped_after, ended = stopped_and_resumed(example)
@@ -144,7 +144,7 @@ def _fit(folder: Path, cfg, loader=None, trainer=None, resume=None, model=None, 
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_every_checkpoint_can_be_gone_on_from_with_another_micro_batch(
+def test_any_checkpoint_can_be_resumed_from_with_another_micro_batch(
     tmp_path: Path, drop_last: bool
 ):
     """At any step of three epochs, the samples that follow and the weights are the same."""
@@ -185,7 +185,7 @@ def test_by_max_steps_it_ends_where_an_uninterrupted_run_does(tmp_path: Path):
         assert rest.seen == whole.seen[-len(rest.seen) :]
 
 
-def test_weights_alone_are_not_announced(tmp_path: Path):
+def test_weights_alone_are_not_reported_as_a_checkpoint(tmp_path: Path):
     cfg = _cfg()
     cfg.training.checkpoint_every_steps = None
     only_weights = lightning.pytorch.callbacks.ModelCheckpoint(
@@ -262,7 +262,7 @@ def test_a_stop_during_validation_waits_for_no_more_of_it(tmp_path: Path):
     assert rest.seen == whole.seen[22:]
 
 
-def test_a_checkpoint_that_somebody_asks_for_is_saved_and_answered(tmp_path: Path):
+def test_a_requested_checkpoint_is_saved_and_answered(tmp_path: Path):
     from robust_train.integrations.lightning import fit
 
     cfg = _cfg(8)

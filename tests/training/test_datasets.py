@@ -281,7 +281,7 @@ def test_loading_does_not_draw_from_the_generator_that_dropout_uses(tmp_path):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-class TellsItsSignals:
+class ShowsItsSignals:
     """White images where SIGTERM ends the process and SIGINT does nothing, black ones elsewhere."""
 
     labels = (0, 0)
@@ -298,7 +298,7 @@ class TellsItsSignals:
 def test_workers_do_not_answer_signals_in_the_run_s_place():
     before = {s: signal.signal(s, lambda *_: None) for s in (signal.SIGTERM, signal.SIGINT)}
     try:
-        dataset = ImageDataset(TellsItsSignals(), ImageSpec(4, 1, (0.0,), (1.0,)))
+        dataset = ImageDataset(ShowsItsSignals(), ImageSpec(4, 1, (0.0,), (1.0,)))
         [(images, _)] = Loading(1, 2, torch.device("cpu")).batches(dataset, [[0, 1]], 0)
     finally:
         for signum, handler in before.items():

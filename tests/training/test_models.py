@@ -55,9 +55,9 @@ def test_the_cnn_takes_images_of_any_size(size, channels):
     ("model", "backbone"),
     [
         ("linear_probe", "test_vit"),
-        ("linear_probe", "test_resnet"),
+        pytest.param("linear_probe", "test_resnet", marks=pytest.mark.slow),
         ("lora", "test_vit"),
-        ("full_finetune", "test_convnext"),
+        pytest.param("full_finetune", "test_convnext", marks=pytest.mark.slow),
         ("full_finetune", "test_resnet"),
     ],
 )
