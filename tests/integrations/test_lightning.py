@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from jobs import Example, events, stopped_and_resumed, went_on
+from jobs import Example, events, recorded, stopped_and_resumed, went_on
 from omegaconf import OmegaConf
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -41,9 +41,9 @@ def weights(ended: Ended) -> dict[str, torch.Tensor]:
 
 def test_an_epoch_of_the_example_is_in_the_journal(uninterrupted: Ended):
     assert uninterrupted.summary["result"] == pytest.approx(
-        events(uninterrupted, "validation")[-1]["val_accuracy"]
+        recorded(uninterrupted.journal, "validation")[-1]["val_accuracy"]
     )
-    assert [e["step"] for e in events(uninterrupted, "validation")] == [6, 12]
+    assert [e["step"] for e in recorded(uninterrupted.journal, "validation")] == [6, 12]
     assert {e["total_steps"] for e in events(uninterrupted, "progress")} == {12}
     assert {"fit begins", "first step done"} <= {
         e["milestone"] for e in events(uninterrupted, "memory")
@@ -254,7 +254,7 @@ def test_a_stop_during_validation_waits_for_no_more_of_it(tmp_path: Path):
     with pytest.raises(Interrupted):
         fit(trainer, model, _loader(8), cfg=cfg, run=run, val_dataloaders=_loader(8))
     assert [e["step"] for e in reports if e["event"] == "checkpoint"] == [3]
-    assert not [e for e in reports if e["event"] == "validation"]
+    assert not recorded(reports, "validation")
 
     saved = Path(next(e["path"] for e in reports if e["event"] == "checkpoint"))
     rest, _, _ = _fit(tmp_path / "rest", cfg, resume=saved)

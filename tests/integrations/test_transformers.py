@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from jobs import Example, events, stopped_and_resumed, went_on
+from jobs import Example, events, recorded, stopped_and_resumed, went_on
 from omegaconf import OmegaConf
 
 from robust_train.errors import UserError
@@ -46,7 +46,7 @@ def weights(ended: Ended) -> dict[str, torch.Tensor]:
 
 
 def test_what_the_trainer_logs_is_in_the_journal(uninterrupted: Ended):
-    evaluated = [e for e in events(uninterrupted, "metrics") if "eval_loss" in e]
+    evaluated = [e for e in recorded(uninterrupted.journal, "metrics") if "eval_loss" in e]
     assert [e["step"] for e in evaluated] == [6, 12]
     assert uninterrupted.summary["result"] == pytest.approx(evaluated[-1]["eval_loss"])
     assert {e["total_steps"] for e in events(uninterrupted, "progress")} == {12}
@@ -236,7 +236,7 @@ def test_a_stop_during_evaluation_waits_for_no_more_of_it(tmp_path: Path):
     with pytest.raises(Interrupted):
         fit(trainer, cfg=cfg, run=run)
     assert [e["step"] for e in reports if e["event"] == "checkpoint"] == [3]
-    assert not [e for e in reports if e["event"] == "metrics" and "eval_loss" in e]
+    assert not [e for e in recorded(reports, "metrics") if "eval_loss" in e]
 
     saved = Path(next(e["path"] for e in reports if e["event"] == "checkpoint"))
     rest, _, _ = _fit(tmp_path / "rest", _cfg(8), saved)
