@@ -130,11 +130,8 @@ class Loading:
 class StepSamples:
     """The samples of one optimizer step, read when needed and kept on the host until it is done.
 
-    So a step can be repeated after memory ran out on the device.
-
-    Args:
-        batches: yields the step's batches, see :class:`Loading`.
-        sizes: samples in each of them.
+    So a step can be repeated after memory ran out on the device. ``sizes`` are those of the step's
+    next ``batches``.
     """
 
     def __init__(self, batches: Iterator[Batch], sizes: Sequence[int]) -> None:

@@ -146,13 +146,10 @@ def check_data(cfg: Any) -> None:
 
 
 def shape_of_data(cfg: Any) -> Shape:
-    """Return the shape of the data set that ``cfg`` names, without fetching or opening it.
-
-    Args:
-        cfg: the config group ``dataset``, checked by :func:`check_data`.
+    """Return the shape of a checked ``cfg``'s data set, without fetching or opening it.
 
     Raises:
-        ConfigError: only its files could tell, and they are not there.
+        ConfigError: only its files have it, and they are not there.
     """
     known = _SHAPES.get(cfg.name)
     if cfg.num_classes is not None:
@@ -161,10 +158,7 @@ def shape_of_data(cfg: Any) -> Shape:
 
 
 def open_data(cfg: Any) -> Splits:
-    """Open the data set that ``cfg`` names; fetch it first if it is absent and may be fetched.
-
-    Args:
-        cfg: the config group ``dataset``, checked by :func:`check_data`.
+    """Open the data set of a checked ``cfg``; fetch it first if it is absent and may be fetched.
 
     Raises:
         ConfigError: it is not available, or its files contradict each other.

@@ -41,11 +41,7 @@ def evaluate(
     smaller parts.
 
     Args:
-        model: on ``device``; no wrapper, or the ranks would wait for each other in it.
-        batches: this rank's batches.
-        batcher: splits them.
-        precision: number format.
-        device: where to compute.
+        model: without a wrapper, or the ranks would wait for each other in it.
         should_stop: called after each batch, and at least ``rounds`` times.
         rounds: batches of the rank that has most.
 

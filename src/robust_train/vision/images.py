@@ -22,9 +22,6 @@ _LEAST_CROP_AREA = 0.35
 _CROP_RATIOS = (3 / 4, 4 / 3)
 _CROP_TRIES = 10
 
-_SampleKey = tuple[int, int]
-"""Epoch and index in the data set."""
-
 
 @dataclass(frozen=True)
 class ImageSpec:
@@ -33,8 +30,7 @@ class ImageSpec:
     Attributes:
         size: rows and columns, in pixels.
         channels: 1 or 3.
-        mean: mean of each channel, for values from 0 to 1.
-        std: standard deviation of each channel.
+        mean, std: of each channel, for values from 0 to 1.
         crop: fraction of a test photograph's shorter side to keep.
     """
 
@@ -65,7 +61,7 @@ class ImageDataset(torch.utils.data.Dataset[Any]):
     def __len__(self) -> int:
         return len(self.source.labels)
 
-    def __getitem__(self, key: _SampleKey) -> tuple[Tensor, int]:
+    def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, int]:
         """Return the image C×H×W and its label.
 
         Raises:
@@ -84,7 +80,7 @@ class ImageDataset(torch.utils.data.Dataset[Any]):
                 image = self._centre(_shift(image, rng))
         return self._tensor(image), int(self.source.labels[index])
 
-    def __getitems__(self, keys: Sequence[_SampleKey]) -> list[Any]:
+    def __getitems__(self, keys: Sequence[tuple[int, int]]) -> list[Any]:
         """Return the samples, or a single ConfigError instead.
 
         torch would wrap a worker's exception in that worker's traceback.

@@ -56,10 +56,6 @@ def check_model(cfg: Any) -> None:
 def build_model(cfg: Any, data: Shape) -> BuiltModel:
     """Build a model on the CPU, with weights; ``requires_grad`` marks the trained part.
 
-    Args:
-        cfg: the config group ``model``.
-        data: classes, size and channels of the data set's images.
-
     Raises:
         ConfigError: it cannot be built as configured.
     """

@@ -31,10 +31,7 @@ _CONTAINERS = ("state_dict", "model", "model_state_dict")
 def build_backbone(cfg: Any, num_classes: int) -> nn.Module:
     """Build the timm model ``cfg.backbone`` for square RGB images of ``cfg.image_size`` pixels.
 
-    Args:
-        cfg: a :class:`~robust_train.config.schema.BackboneConfig`. ``weights`` takes precedence
-            over ``pretrained``.
-        num_classes: outputs of the classifier; 0 for pooled features.
+    ``cfg.weights`` takes precedence over ``cfg.pretrained``; 0 classes give pooled features.
 
     Raises:
         ConfigError: there is no such backbone, it cannot take such images, or its weights are not
@@ -163,8 +160,8 @@ def load_weights(model: nn.Module, path: Path, *, heads: Collection[str]) -> Non
 
     Args:
         model: on the CPU.
-        path: a ``.safetensors`` file, or a state dict by ``torch.save``, bare or under the key
-            ``state_dict`` or ``model`` (this trainer's own ``final.pt``).
+        path: a ``.safetensors`` file, or a state dict by ``torch.save``, bare or under a key such
+            as ``model`` (this trainer's own ``final.pt``).
         heads: names of the classifier's modules.
 
     Raises:

@@ -131,16 +131,10 @@ def _bird_lines(source: Path) -> Iterator[tuple[str, str, str]]:
 def _fetched(
     cfg: Any, name: str, expected: Sequence[str], *, url: str, get: Callable[[Path], None]
 ) -> Path:
-    """Return the folder of a data set, fetched first if it is absent.
+    """Return the data set's folder, ``cfg.root / name`` or ``cfg.root``; fetch it if absent.
 
-    Only one process of this host fetches at a time.
-
-    Args:
-        cfg: the config group ``dataset``.
-        name: the folder that unpacking makes in ``cfg.root``; ``cfg.root`` itself is accepted too.
-        expected: names of what the folder has.
-        url: where ``get`` fetches from, for messages.
-        get: downloads into the given root and verifies the checksum.
+    Only one process of this host fetches at a time. ``get`` downloads from ``url`` into a root and
+    verifies the checksum; ``expected`` are names in the folder.
 
     Raises:
         ConfigError: it is absent and may not or cannot be fetched.

@@ -48,13 +48,7 @@ class ImageFiles:
 
 @dataclass(frozen=True)
 class Shape:
-    """What a model needs to know of a data set.
-
-    Attributes:
-        num_classes: number of classes.
-        size: rows and columns of every image, None if images differ.
-        channels: channels of the stored images.
-    """
+    """What a model needs to know of a data set; ``size`` is None if image sizes differ."""
 
     num_classes: int
     size: int | None = None
@@ -63,14 +57,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Splits:
-    """A data set's parts.
-
-    Attributes:
-        train: training images.
-        validation: scored after each epoch; the test images if the data set has no such split.
-        test: scored at the end.
-        shape: what a model needs to know.
-    """
+    """A data set's parts; ``validation`` is ``test`` if the data set has no such split."""
 
     train: ImageSource
     validation: ImageSource

@@ -21,12 +21,8 @@ class Precision:
     """The number format of a run.
 
     bfloat16 if the GPU computes in it, else float16 with loss scaling (Micikevicius et al. 2017,
-    arXiv:1710.03740). On the CPU float32: most CPUs emulate bfloat16, slower.
-
-    Args:
-        device: the model's device.
-        mixed: ``training.mixed_precision``.
-        dtype: number format of the forward pass; None: the device's best.
+    arXiv:1710.03740). On the CPU float32: most CPUs emulate bfloat16, slower. ``dtype`` overrides
+    the choice.
     """
 
     def __init__(
@@ -73,17 +69,7 @@ def accumulate_gradients(
     """Add the gradient of the mean loss over a step's samples to the parameters' ``.grad``.
 
     Each micro-batch counts by its share of the samples. If memory runs out, the step is repeated
-    with smaller parts.
-
-    Args:
-        model: in training mode, on ``device``.
-        parts: the step's micro-batches of images and labels.
-        device: where to compute.
-        precision: number format and loss scale.
-        label_smoothing: from 0 to 1.
-
-    Returns:
-        The mean loss over the samples, on ``device``, detached.
+    with smaller parts. Return the mean loss over the samples, on ``device``, detached.
     """
     for micro in parts:
         with micro:
@@ -104,10 +90,9 @@ def apply_gradients(
     precision: Precision,
     max_grad_norm: float,
 ) -> bool:
-    """Clip (0: do not), step, and release the gradients.
+    """Clip (0: do not), step, and release the gradients; return whether it was a step.
 
-    Returns:
-        False if fp16 gradients overflowed: the parameters are unchanged, it was no step.
+    It is none if fp16 gradients overflowed: the parameters are unchanged.
     """
     scaler = precision.scaler
     if max_grad_norm > 0:

@@ -73,11 +73,6 @@ __all__ = ["preload_modules", "train"]
 def train(cfg: DictConfig, run: Run) -> dict[str, Any]:
     """Train and test an image classifier.
 
-    Args:
-        cfg: the composed config; ``device``, ``training.batch_size``,
-            ``training.gradient_accumulation_steps`` and ``training.num_workers`` are the attempt's.
-        run: this attempt.
-
     Returns:
         ``objective`` and ``test_accuracy`` (0 to 1), ``test_loss``, ``steps``, and ``checkpoint``,
         the path of the trained weights.
