@@ -22,8 +22,8 @@ from training_world import TINY_VIT, WatchedRun, config
 
 from robust_train.errors import ConfigError
 from robust_train.vision.reporting import Reporter, TrainingDivergedError
-from robust_train.vision.state import ResumePosition
 from robust_train.vision.trainer import train
+from robust_train.vision.training_state import ResumePosition
 
 SHORT = ("model.width=8", "training.epochs=2")
 

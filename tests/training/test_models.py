@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -62,13 +64,13 @@ def test_the_cnn_takes_images_of_any_size(size, channels):
     ],
 )
 def test_every_model_learns_from_digits(tmp_path, model, backbone):
-    cfg = config(f"model={model}", *TINY_VIT, f"model.backbone={backbone}", "training.epochs=2")
+    cfg = config(f"model={model}", *TINY_VIT, f"model.backbone={backbone}", "training.epochs=1")
     run = WatchedRun(tmp_path)
     result = train(cfg, run)
-    assert result["steps"] == 46
-    first, second = run.of("epoch")
-    assert second["metrics"]["train_loss"] < first["metrics"]["train_loss"]
-    assert result["objective"] == result["test_accuracy"] == second["metrics"]["val_accuracy"]
+    assert result["steps"] == 23
+    (epoch,) = run.of("epoch")
+    assert epoch["metrics"]["val_loss"] < math.log(10), "better than chance"
+    assert result["objective"] == result["test_accuracy"] == epoch["metrics"]["val_accuracy"]
 
 
 def test_a_linear_probe_trains_its_last_layer_alone(tmp_path):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from robust_train.run import Run
 from robust_train.vision.evaluation import Score
-from robust_train.vision.state import LossAverage, ResumePosition
+from robust_train.vision.training_state import LossAverage, ResumePosition
 
 log = logging.getLogger("robust_train.vision")
 

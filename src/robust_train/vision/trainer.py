@@ -53,14 +53,14 @@ from robust_train.vision.prepare import check_config, preload_modules
 from robust_train.vision.reporting import Reporter, checked_loss
 from robust_train.vision.schedule import CosineSchedule, make_optimizer
 from robust_train.vision.splits import ImageSource
-from robust_train.vision.state import (
+from robust_train.vision.step import Precision, accumulate_gradients, apply_gradients
+from robust_train.vision.training_state import (
     REQUIRED,
     LossAverage,
     ResumePosition,
     TrainingState,
     identity_of,
 )
-from robust_train.vision.step import Precision, accumulate_gradients, apply_gradients
 
 log = logging.getLogger("robust_train.vision")
 
