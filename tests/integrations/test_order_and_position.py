@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
 
 from robust_train.errors import UserError
-from robust_train.integrations.lightning_place import Place, loops_at, share_of_step
+from robust_train.integrations.lightning_position import ResumePosition, loops_at, share_of_step
 from robust_train.integrations.sample_order import SampleOrder, take_over
 
 COUNTERS = {"ready": 0, "started": 0, "processed": 0, "completed": 0}
@@ -130,19 +130,19 @@ def test_the_loops_expect_exactly_the_batches_that_are_left(
     epoch, steps, effective, epoch_samples, micro_batch
 ):
     samples = min(steps * effective, epoch_samples)
-    place = Place(epoch=epoch, samples=samples, epoch_samples=epoch_samples, step=99)
+    position = ResumePosition(epoch=epoch, samples=samples, epoch_samples=epoch_samples, step=99)
     saved = {
         "epoch_loop.state_dict": {"_batches_that_stepped": 1},
         "epoch_loop.batch_progress": _progress() | {"is_last_batch": True},
         "epoch_loop.val_loop.batch_progress": _progress() | {"is_last_batch": True},
         "epoch_progress": _progress(),
     }
-    loops = loops_at(saved, place, micro_batch)
+    loops = loops_at(saved, position, micro_batch)
     assert saved["epoch_loop.batch_progress"]["is_last_batch"]
     batches, epochs = loops["epoch_loop.batch_progress"], loops["epoch_progress"]["current"]
     left = -(-(epoch_samples - samples) // micro_batch)
     if 0 < samples < epoch_samples:
-        assert batches["current"]["ready"] + left == place.batches(micro_batch)
+        assert batches["current"]["ready"] + left == position.batches(micro_batch)
         assert batches["current"]["completed"] == batches["current"]["ready"] - 1
         assert (epochs["started"], epochs["completed"]) == (epoch + 1, epoch)
     else:

@@ -1,4 +1,4 @@
-"""What a checkpoint holds: everything needed to go on as if nothing had happened."""
+"""What a checkpoint holds: everything needed to resume as if nothing had happened."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from robust_train.errors import ConfigError
 from robust_train.microbatch.batcher import MicroBatcher
 from robust_train.microbatch.rng import capture_rng, restore_rng
 from robust_train.vision.models import load_trained_state, trained_state
-from robust_train.vision.precision import Precision
+from robust_train.vision.step import Precision
 
-FORMAT = 1
+FORMAT = 2
 
-REQUIRED = frozenset({"format", "identity", "place", "model", "optimizer", "rng", "epoch_loss"})
+REQUIRED = frozenset({"format", "identity", "position", "model", "optimizer", "rng", "epoch_loss"})
 """Keys without which a file is no checkpoint of ours."""
 
-# they change how fast or how far a run goes, not what its weights and its order of samples mean
+# these change how fast or how far a run goes, not the meaning of weights and sample order
 _NOT_IDENTITY = (
     "model.lr",
     "model.dropout",
@@ -35,13 +35,13 @@ _NOT_IDENTITY = (
 
 
 @dataclass
-class Place:
-    """Where a run is, in terms that no split into micro-batches changes.
+class ResumePosition:
+    """The position of a run, in terms that no split into micro-batches changes.
 
     Attributes:
         step: optimizer steps done.
         epoch: the current one, from 0.
-        samples: of the current epoch's order that are behind; all of them while it is validated.
+        samples: samples of this epoch that are done; all of them during validation.
     """
 
     step: int = 0
@@ -50,23 +50,23 @@ class Place:
 
 
 class LossAverage:
-    """A mean over samples, summed up on the device: reading it is what waits for the device."""
+    """A mean over samples, summed on the device: only reading it waits for the device."""
 
     def __init__(self, total: float = 0.0, samples: int = 0) -> None:
         self._total: Tensor | float = total
         self._samples = samples
 
     def add(self, mean_loss: Tensor, samples: int) -> None:
-        """Take in the mean loss of ``samples`` samples."""
+        """Add the mean loss of ``samples`` samples."""
         self._total = self._total + mean_loss * samples
         self._samples += samples
 
     def value(self) -> float:
-        """The mean, 0 before the first sample."""
+        """Return the mean, 0 before the first sample."""
         return float(self._total) / max(self._samples, 1)
 
     def state(self) -> tuple[float, int]:
-        """For a checkpoint: sum and number."""
+        """Return sum and number, for a checkpoint."""
         return float(self._total), self._samples
 
 
@@ -79,19 +79,16 @@ class TrainingState:
     precision: Precision
     device: torch.device
     identity: Mapping[str, str]
-    place: Place
+    position: ResumePosition
     epoch_loss: LossAverage
     batcher: MicroBatcher
 
     def content(self) -> dict[str, Any]:
-        """For a checkpoint: tensors (shared with the run, not copied) and plain values.
-
-        The learning rate's schedule is a function of the place and has no state of its own.
-        """
+        """Return what to save: tensors (shared with the run, not copied) and plain values."""
         return {
             "format": FORMAT,
             "identity": dict(self.identity),
-            "place": asdict(self.place),
+            "position": asdict(self.position),
             "model": trained_state(self.model),
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.precision.scaler.state_dict(),
@@ -102,7 +99,7 @@ class TrainingState:
         }
 
     def restore(self, content: Mapping[str, Any], path: Path) -> None:
-        """Take over what :meth:`content` gave, in this attempt's or an earlier one.
+        """Restore what :meth:`content` returned.
 
         Raises:
             ConfigError: the checkpoint is of another model, data set or seed.
@@ -113,14 +110,14 @@ class TrainingState:
             self.optimizer.load_state_dict(content["optimizer"])
         except (ValueError, RuntimeError) as error:
             raise ConfigError(f"checkpoint {path}: {str(error).splitlines()[0]}") from error
-        # empty where the checkpoint was written without scaling, e.g. on the CPU
+        # empty if the checkpoint was written without scaling, e.g. on the CPU
         if self.precision.scaler.is_enabled() and content["scaler"]:
             self.precision.scaler.load_state_dict(content["scaler"])
         restore_rng(content["rng"], self.device)
-        self.place = Place(**content["place"])
+        self.position = ResumePosition(**content["position"])
         total, samples = content["epoch_loss"]
         self.epoch_loss = LossAverage(total, samples)
-        # what has fitted there says nothing of another kind of device
+        # a size that fits one kind of device tells nothing about another
         if content.get("device") == _kind_of(self.device):
             self.batcher.restore(content["micro_batch"])
 
@@ -130,7 +127,7 @@ def _kind_of(device: torch.device) -> str:
 
 
 def identity_of(cfg: DictConfig, *, train_samples: int, num_classes: int) -> dict[str, str]:
-    """What a checkpoint shares with any run that may go on from it, as flat keys and values."""
+    """Return what a checkpoint has in common with any run that may resume from it."""
     identity: dict[str, str] = {
         "training.seed": str(cfg.training.seed),
         "training samples": str(train_samples),
