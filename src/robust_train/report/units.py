@@ -6,40 +6,10 @@ import datetime
 import math
 
 from robust_train import readable
-from robust_train.values import GIB, MIB
+from robust_train.readable import duration as duration
+from robust_train.readable import memory as memory
 
-_MINUTE, _HOUR, _DAY = 60, 3600, 86400
 _ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth")
-
-
-def duration(seconds: float) -> str:
-    """``0.4 s``, ``12 s``, ``3 min 5 s``, ``2 h 10 min``, ``3 d 4 h``."""
-    if 0 < seconds < 0.05:
-        return "< 0.1 s"
-    if seconds < 10:
-        return f"{seconds:.1f} s"
-    whole = round(seconds)
-    for size, name, smaller, smaller_name in (
-        (_DAY, "d", _HOUR, "h"),
-        (_HOUR, "h", _MINUTE, "min"),
-        (_MINUTE, "min", 1, "s"),
-    ):
-        if whole >= size:
-            count, rest = divmod(whole, size)
-            part = rest // smaller
-            return f"{count} {name} {part} {smaller_name}" if part else f"{count} {name}"
-    return f"{whole} s"
-
-
-def memory(size: float) -> str:
-    """``512 MiB``, ``15.8 GiB``."""
-    if size >= 100 * GIB:
-        return f"{size / GIB:.0f} GiB"
-    if size >= GIB:
-        return f"{size / GIB:.1f} GiB"
-    if size >= 10 * MIB:
-        return f"{size / MIB:.0f} MiB"
-    return f"{size / MIB:.1f} MiB"
 
 
 def number(value: float) -> str:
