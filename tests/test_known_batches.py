@@ -23,6 +23,7 @@ from robust_train.batch.known import (
 from robust_train.batch.sizes import BatchSizes
 from robust_train.config.batch import settle_batch_size
 from robust_train.config.schema import complete
+from robust_train.events import BatchSizeFound, KnownBatchUsed, MicroBatchChanged
 from robust_train.policy.decide import first_attempt
 from robust_train.settings import policy_settings
 from robust_train.values import GIB, Failure, FailureKind, GpuInfo, Group, Outcome
@@ -45,7 +46,7 @@ class Job:
             self.settings,
             "my.trainer",
             found or {},
-            lambda event, **fields: self.said.append((event, fields)),
+            self.said.append,
         )
 
     def begin(self, *gpus: GpuInfo):
@@ -75,7 +76,7 @@ def test_a_batch_that_ran_out_is_not_tried_again_by_the_next_job(caplog):
     assert second.begin() == (16, 4)
     assert "micro-batch 16 instead of 64" in caplog.text
     assert "effective batch size stays 64 (reuse_known_batch=false tries anew)" in caplog.text
-    assert second.said[0][0] == "known_batch_used"
+    assert isinstance(second.said[0], KnownBatchUsed)
     # what is asked for and not known to be too much is used
     assert Job(training={"batch_size": 32}).begin() == (32, 1)
     assert Job(reuse_known_batch=False).begin() == (64, 1)
@@ -92,11 +93,10 @@ def test_auto_takes_what_is_known_to_be_the_largest_and_else_searches():
     assert job.begin() == (64, 1)
     assert job.search is not None
     assert job.search.effective_batch_size == 64
-    found = {"event": "batch_size_found", "batch_size": 16, "effective_batch_size": 64, "key": "x"}
-    job.sizes.hear(found)
+    job.sizes.on_event(BatchSizeFound(16, 4, 64, "x"))
     spec, outcome = job.end(COMPLETED)
     assert (spec.batch_size, spec.gradient_accumulation_steps) == (16, 4)
-    assert outcome.batch_search == {"batch_size": 16, "effective_batch_size": 64}
+    assert outcome.batch_search["batch_size"] == 16
 
     again = Job(training=AUTO)
     assert (again.begin(), again.search) == ((16, 4), None)
@@ -162,14 +162,8 @@ def test_sizes_that_steps_went_down_to_are_known_as_well():
     job = Job()
     job.begin()
     for size in (64, 32):
-        job.sizes.hear(
-            {
-                "event": "micro_batch_changed",
-                "training": True,
-                "kind": "device_oom",
-                "from": size,
-                "to": size // 2,
-            }
+        job.sizes.on_event(
+            MicroBatchChanged(1, True, size, size // 2, "OOM", FailureKind.DEVICE_OOM)
         )
     job.end(replace(COMPLETED, micro_batch=16))
     assert Job().begin() == (16, 4)

@@ -9,7 +9,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,15 @@ from robust_train.errors import (
     JobInterrupted,
     NoDevice,
     TrainerFailed,
+)
+from robust_train.events import (
+    AttemptEnded,
+    CheckpointSaved,
+    DecidedAgain,
+    DeviceAcquired,
+    Event,
+    JobEnded,
+    JobStarted,
 )
 from robust_train.execution import Executor
 from robust_train.execution.environment import attempt_environment
@@ -51,6 +60,7 @@ from robust_train.runfolder.summary import (
 from robust_train.settings import (
     attempt_config,
     hydra_config,
+    name_of,
     policy_settings,
     run_folder,
     target_of,
@@ -154,7 +164,7 @@ class Job:
             ConfigError: the trainer cannot be imported, or refuses the configuration.
             JobInterrupted: after the summary was written.
         """
-        self.journal.write("job_started", run_dir=str(self.run_dir), trainer=str(self.trainer))
+        self.journal.write(JobStarted(str(self.run_dir), name_of(self.trainer)))
         if self.checkpoint is not None:
             log.info("this run folder holds an unfinished job: going on from %s", self.checkpoint)
         try:
@@ -225,11 +235,12 @@ class Job:
             self.wait_seconds = time.monotonic() - started
         self.control.goes_on()
         self.journal.write(
-            "device_acquired",
-            device=device_name(group),
-            gpu=asdict(group[0]) if group else None,
-            gpus=[asdict(gpu) for gpu in group],
-            wait_seconds=round(self.wait_seconds, 3),
+            DeviceAcquired(
+                device=device_name(group),
+                gpu_uuids=tuple(gpu.uuid for gpu in group),
+                gpu_names=tuple(gpu.name for gpu in group),
+                wait_seconds=round(self.wait_seconds, 3),
+            )
         )
         return group
 
@@ -283,12 +294,13 @@ class Job:
         return self._decided_otherwise(record, decision, "lost_race", problem)
 
     def _decided_otherwise(
-        self, record: AttemptRecord, decision: Decision, event: str, problem: str
+        self, record: AttemptRecord, decision: Decision, why: str, problem: str
     ) -> AttemptRecord:
         record = replace(record, decision=decision)
         self.records[-1] = record
         action, reason = decision.action, decision.reason
-        self.journal.write(event, problem=problem, action=action, reason=reason)
+        again = DecidedAgain(why, problem, action, reason)
+        self.journal.write(again, self._number() - 1)
         log.warning("%s; %s", problem, reason)
         return record
 
@@ -296,17 +308,11 @@ class Job:
         number = self._number()
         spec, search = self.batch_sizes.begin(spec)
         narration.announce(number, spec, is_searched=search is not None)
-        given = narration.spec_fields(spec)
-        self.journal.write(
-            "attempt_started",
-            attempt=number,
-            index=len(self.records),
-            **given,
-            resume_checkpoint=None if self.checkpoint is None else str(self.checkpoint),
-        )
+        started = narration.started(spec, self.checkpoint)
+        self.journal.write(started, number)
         free_before = devices.free_bytes(spec.gpus)
         request, hold = self._request(number, spec, search), self.devices.hold
-        with self.control.attempt(number, given) as channel:
+        with self.control.attempt(number, started) as channel:
             outcome = executor.run(request, self._on_event, hold=hold, channel=channel)
         # in this process its memory does not come back
         expected = () if self.cfg.isolation == "none" else free_before
@@ -322,12 +328,8 @@ class Job:
         decision = self._decide(attempt)
         record = AttemptRecord(attempt, decision, attempt_stability(self.run_dir, number))
         self.records.append(record)
-        self.journal.write(
-            "attempt_ended",
-            attempt=number,
-            **record.as_json(len(self.records) - 1),
-            evidence=evidence_of(outcome),
-        )
+        told = record.as_json(len(self.records) - 1)
+        self.journal.write(AttemptEnded(told, evidence_of(outcome)), number)
         narration.say(number, outcome, decision)
         self.control.decided(attempt, decision, self.checkpoint)
         return record
@@ -376,14 +378,13 @@ class Job:
         """Of the attempt that runs or comes next, in all launches of this run folder."""
         return self.earlier.attempts + len(self.records) + 1
 
-    def _on_event(self, event: dict[str, Any]) -> None:
-        fields = {key: value for key, value in event.items() if key != "event"}
-        self.journal.write(event["event"], attempt=self._number(), **fields)
-        self.devices.hear(event)
-        self.batch_sizes.hear(event)
-        self.control.note(event)
-        if event["event"] == "checkpoint":
-            self.checkpoint = Path(event["path"])
+    def _on_event(self, event: Event) -> None:
+        self.journal.write(event, self._number())
+        self.devices.on_event(event)
+        self.batch_sizes.on_event(event)
+        self.control.on_event(event)
+        if isinstance(event, CheckpointSaved):
+            self.checkpoint = Path(event.path)
 
     def _summary(self, status: str, reason: str | None, result: Any = None) -> Summary:
         return Summary(
@@ -398,7 +399,7 @@ class Job:
         )
 
     def _report(self, summary: Summary) -> None:
-        self.journal.write("job_ended", status=summary.status, reason=summary.reason)
+        self.journal.write(JobEnded(summary.status, summary.reason))
         summary.write()
         if self.records:
             log.info("attempts:\n%s", attempts_table(self.records))

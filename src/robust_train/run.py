@@ -12,9 +12,21 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
+
+from robust_train.events import (
+    CheckpointSaved,
+    EpochEnded,
+    Event,
+    MemoryReported,
+    MicroBatchChanged,
+    MicroBatchExhausted,
+    Progress,
+    TrainingStarted,
+    UserEvent,
+)
 
 if TYPE_CHECKING:
     from robust_train.batch.search import BatchSearch
@@ -24,8 +36,8 @@ log = logging.getLogger("robust_train")
 
 _PROGRESS_INTERVAL_SECONDS = 0.1
 
-Report = Callable[[dict[str, Any]], None]
-"""Takes one event: a JSON-ready dictionary with the key ``event``."""
+Report = Callable[[Event], None]
+"""Takes one event."""
 
 Answer = Callable[[dict[str, Any]], None]
 """Takes the reply to a request that was made of a live run."""
@@ -240,7 +252,7 @@ class Run:
     def started(self, step: int) -> None:
         """Say which optimizer step this attempt starts from (0 for a fresh start)."""
         self._steps_before = step
-        self._report({"event": "training_started", "step": step})
+        self.report(TrainingStarted(step))
 
     def progress(self, step: int, *, total_steps: int | None = None, **scalars: float) -> bool:
         """Say that optimizer step ``step`` is done; ``scalars`` (loss, lr …) go to the journal.
@@ -259,7 +271,7 @@ class Run:
         if now < self._next_progress:
             return False
         self._next_progress = now + _PROGRESS_INTERVAL_SECONDS
-        self._report({"event": "progress", "step": step, "total_steps": total_steps, **scalars})
+        self.report(Progress(step, total_steps, scalars))
         return True
 
     @property
@@ -281,7 +293,7 @@ class Run:
 
             self._micro_batcher = MicroBatcher(
                 **asdict(self.micro_batch_plan),
-                record=self._micro_batch_event,
+                on_event=self._micro_batch_event,
                 step=self._step_now,
                 on_oom=None if self.memory_keeper is None else self.memory_keeper.ran_out,
                 search=self.batch_search,
@@ -313,15 +325,17 @@ class Run:
     def _step_now(self) -> int:
         return 1 + (self._steps_before if self.last_step is None else self.last_step)
 
-    def _micro_batch_event(self, event: str, fields: Mapping[str, Any]) -> None:
-        if fields.get("training"):
-            size = fields.get("to", fields["from"])
-            self.last_micro_batch = min(size, self.last_micro_batch or size)
-        self.record(event, {**fields, "last_micro_batch": self.last_micro_batch})
+    def _micro_batch_event(self, event: Event) -> None:
+        if isinstance(event, (MicroBatchChanged, MicroBatchExhausted)):
+            if event.training:
+                size = getattr(event, "after", None) or event.before
+                self.last_micro_batch = min(size, self.last_micro_batch or size)
+            event = replace(event, last_micro_batch=self.last_micro_batch)
+        self.report(event)
 
     def checkpoint_saved(self, path: Path, step: int) -> None:
         """Say that a complete checkpoint lies at ``path``: a later attempt resumes from it."""
-        self._report({"event": "checkpoint", "path": str(path), "step": step})
+        self.report(CheckpointSaved(str(path), step))
         if self.memory_keeper is not None:
             self.memory_keeper.checkpoint_saved()
         if self._checkpoint_answers:
@@ -330,7 +344,7 @@ class Run:
     def epoch_ended(self, epoch: int, **scalars: float) -> None:
         """Say that epoch ``epoch`` (from 1) is done; ``scalars`` (losses …) go to the journal."""
         step = self._steps_before if self.last_step is None else self.last_step
-        self._report({"event": "epoch", "epoch": epoch, "step": step, **scalars})
+        self.report(EpochEnded(epoch, step, scalars))
         if self.memory_keeper is not None:
             self.memory_keeper.epoch_ended()
 
@@ -338,11 +352,15 @@ class Run:
         """Log and record how much memory is in use at a moment called ``name``."""
         figures = memory_in_use()
         log.info("%s: %s", name, describe_memory(figures))
-        self._report({"event": "memory", "milestone": name, **figures})
+        self.report(MemoryReported(name, **figures))
 
     def record(self, event: str, fields: Mapping[str, Any]) -> None:
-        """Put an event of the trainer's own into the journal."""
-        self._report({"event": event, **fields})
+        """Put an event of the trainer's own into the journal: any name, any fields."""
+        self.report(UserEvent(str(event), dict(fields)))
+
+    def report(self, event: Event) -> None:
+        """Send one event to the launcher."""
+        self._report(event)
 
 
 def memory_in_use() -> dict[str, int]:

@@ -81,9 +81,10 @@ def test_a_shell_script_knows_and_tells_as_much_as_any_trainer(scripts: CommandW
     assert ended.summary["result"] == {"objective": 0.75}
     assert (ended.attempts[0]["start_step"], ended.attempts[0]["end_step"]) == (2, 5)
     events = {event["event"]: event for event in ended.journal}
-    assert events["progress"]["loss"] == 0.25
+    assert events["progress"]["metrics"]["loss"] == 0.25
     assert events["progress"]["attempt"] == 1
-    assert events["mine"]["note"] == "kept"
+    own = events["user"]
+    assert (own["event_name"], own["fields"]["note"]) == ("mine", "kept")
     assert [e["event"] for e in ended.journal].count("job_ended") == 1
     assert ended.output.count("not JSON") == 1
 

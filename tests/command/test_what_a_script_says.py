@@ -13,6 +13,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from robust_train.events import ScriptEnded
 from robust_train.script.checkpoints import CheckpointWatch, is_whole, stamps
 from robust_train.script.ending import last_words, script_failure, without_escapes
 from robust_train.script.messages import LineReader, NotUnderstood, parse
@@ -39,7 +40,7 @@ EVENTS = st.sampled_from(
     ["progress", "started", "checkpoint", "result", "failed", "micro_batch_changed", "mine"]
 )
 FIELDS = st.dictionaries(
-    st.sampled_from(["step", "path", "value", "kind", "from", "to", "total_steps", "attempt"]),
+    st.sampled_from(["step", "path", "value", "kind", "before", "after", "total_steps", "attempt"]),
     JSON,
 )
 
@@ -176,10 +177,9 @@ def test_a_kill_by_the_kernel_is_asked_for_only_after_sigkill():
         asked.append(pid)
         return True
 
-    event = {"returncode": -9, "pid": 5, "failure": None}
-    assert script_failure(event, "", killed).kind is FailureKind.HOST_OOM
-    assert script_failure({**event, "returncode": 137}, "", killed).kind is FailureKind.HOST_OOM
-    assert script_failure({**event, "returncode": 1}, "", killed).kind is FailureKind.BUG
+    assert script_failure(ScriptEnded(-9, 5), "", killed).kind is FailureKind.HOST_OOM
+    assert script_failure(ScriptEnded(137, 5), "", killed).kind is FailureKind.HOST_OOM
+    assert script_failure(ScriptEnded(1, 5), "", killed).kind is FailureKind.BUG
     assert asked == [5, 5]
 
 

@@ -28,7 +28,9 @@ class Asking:
 
     def __init__(self, folder: Path, **options: Any) -> None:
         self.events: list[dict[str, Any]] = []
-        self.run = Run(run_dir=folder, report=self.events.append, **options)
+        self.run = Run(
+            run_dir=folder, report=lambda event: self.events.append(event.as_json()), **options
+        )
         self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.channel.settimeout(20)
         self.requests = AttemptRequests(self.run, theirs, folder)
@@ -157,7 +159,7 @@ def test_halving_before_the_first_split_waits_for_it(attempt: Callable[..., Aski
     assert sizes == [4, 4]
     assert asking.reply()["answer"]["after"] == {"micro_batch": 4}
     (event,) = [e for e in asking.events if e["event"] == "micro_batch_changed"]
-    assert (event["from"], event["to"], event["training"]) == (8, 4, True)
+    assert (event["before"], event["after"], event["training"]) == (8, 4, True)
     asking.ask("halve_batch")
     asking.run.progress(1)
     assert "min_batch_size=4" in asking.reply()["error"]

@@ -207,7 +207,7 @@ def test_halving_during_training_ends_in_the_same_weights(host: Host, isolation:
         results.append(ended.summary["result"])
         if name == "halved":
             changes = [e for e in ended.journal if e["event"] == "micro_batch_changed"]
-            assert [(e["from"], e["to"]) for e in changes] == [(64, 32), (32, 16)]
+            assert [(e["before"], e["after"]) for e in changes] == [(64, 32), (32, 16)]
             assert all("halve-batch" in e["reason"] for e in changes)
             assert len(ended.attempts) == 1
     halved, undisturbed = results
@@ -241,7 +241,7 @@ def test_a_trainer_without_micro_batches_goes_on_in_a_new_attempt(host: Host, is
     assert second["effective_batch_size"] == first["effective_batch_size"]
     assert second["start_step"] == first["end_step"] > 0
     assert ended.summary["result"]["batch_size"] == 32
-    actions = [e["action"] for e in ended.journal if e["event"] == "attempt_ended"]
+    actions = [a["action"] for a in ended.attempts]
     assert actions == ["halve_batch_on_request", "none"]
 
 

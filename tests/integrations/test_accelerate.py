@@ -56,7 +56,7 @@ def test_where_memory_runs_out_in_a_step_only_the_step_is_repeated(
     assert ended.returncode == 0, ended.output
     assert [a["outcome"] for a in ended.attempts] == ["completed"]
     changes = events(ended, "micro_batch_changed")
-    assert changes[0]["from"] == 512
+    assert changes[0]["before"] == 512
     assert changes[0]["step"] > example.at_step
     assert "allocate memory" in changes[0]["reason"]
     same_weights(uninterrupted, ended)
@@ -109,7 +109,11 @@ def _train(folder: Path, cfg, resume: Path | None = None, backward=None, asks=No
 
     torch.manual_seed(0)
     reports: list[dict] = []
-    run = Run(run_dir=folder, resume_checkpoint=resume, report=reports.append)
+    run = Run(
+        run_dir=folder,
+        resume_checkpoint=resume,
+        report=lambda event: reports.append(event.as_json()),
+    )
     run.micro_batch_plan = MicroBatchPlan.of(cfg)
     if asks is not None:
         run.request_checkpoint(asks.append)

@@ -132,7 +132,11 @@ def _fit(folder: Path, cfg, loader=None, trainer=None, resume=None, model=None, 
     torch.manual_seed(0)
     model = model or _Line()
     reports: list[dict] = [] if seen is None else seen
-    run = Run(run_dir=folder, resume_checkpoint=resume, report=reports.append)
+    run = Run(
+        run_dir=folder,
+        resume_checkpoint=resume,
+        report=lambda event: reports.append(event.as_json()),
+    )
     trainer = trainer or _trainer(folder, max_epochs=cfg.training.epochs)
     loader = loader or _loader(cfg.training.batch_size)
     result = fit(trainer, model, loader, cfg=cfg, run=run)
@@ -254,7 +258,7 @@ def test_a_stop_during_validation_waits_for_no_more_of_it(tmp_path: Path):
     cfg = _cfg(8, epochs=2)
     cfg.training.checkpoint_every_steps = None
     reports: list[dict] = []
-    run = Run(run_dir=tmp_path, report=reports.append)
+    run = Run(run_dir=tmp_path, report=lambda event: reports.append(event.as_json()))
     model = _Validated()
     model.run = run
     trainer = _trainer(tmp_path, max_epochs=2, num_sanity_val_steps=0)

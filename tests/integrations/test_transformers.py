@@ -114,7 +114,11 @@ def _fit(folder: Path, cfg, resume: Path | None = None, asks=None, **more):
 
     torch.manual_seed(0)
     reports: list[dict] = []
-    run = Run(run_dir=folder, resume_checkpoint=resume, report=reports.append)
+    run = Run(
+        run_dir=folder,
+        resume_checkpoint=resume,
+        report=lambda event: reports.append(event.as_json()),
+    )
     if asks is not None:
         run.request_checkpoint(asks.append)
     arguments = transformers.TrainingArguments(
@@ -209,7 +213,7 @@ def test_a_stop_during_evaluation_waits_for_no_more_of_it(tmp_path: Path):
     cfg = _cfg(8)
     cfg.training.checkpoint_every_steps = None
     reports: list[dict] = []
-    run = Run(run_dir=tmp_path, report=reports.append)
+    run = Run(run_dir=tmp_path, report=lambda event: reports.append(event.as_json()))
     arguments = transformers.TrainingArguments(
         **training_arguments(cfg, run),
         num_train_epochs=3,

@@ -39,11 +39,11 @@ def test_a_size_is_found_under_a_real_limit_and_the_next_job_has_it_without_prob
     (found,) = [e for e in first.journal if e["event"] == "batch_size_found"]
     size = found["batch_size"]
     assert 1 <= size < 32
-    assert len(found["probes"]) <= 4
+    assert len(found["search"]["probes"]) <= 4
     (attempt,) = first.attempts
     assert (attempt["outcome"], attempt["batch_size"]) == ("completed", size)
     assert attempt["gradient_accumulation_steps"] * size == attempt["effective_batch_size"] == 32
-    assert attempt["batch_size_found"]["measured_bytes"] == found["measured_bytes"]
+    assert attempt["batch_size_found"]["measured_bytes"] == found["search"]["measured_bytes"]
     assert "batch size auto, effective batch size 32" in first.output
     assert f"→ {size}, predicted" in first.output
     assert not [e for e in first.journal if e["event"] == "micro_batch_changed"], "it really fits"

@@ -163,7 +163,7 @@ def test_a_real_out_of_memory_error_is_recovered_from_inside_the_step(world: Wor
     assert ended.returncode == 0, ended.output
     assert [(a["outcome"], a["batch_size"]) for a in ended.attempts] == [("completed", 1024)]
     changes = [event for event in ended.journal if event["event"] == "micro_batch_changed"]
-    assert changes[0]["from"] == 1024
+    assert changes[0]["before"] == 1024
     assert changes[0]["step"] == 1
     assert changes[-1]["last_micro_batch"] < 1024
     assert "allocate memory" in changes[0]["reason"]

@@ -13,6 +13,7 @@ import json, logging, os, sys
 from pathlib import Path
 from robust_train.config.schema import complete
 from robust_train.errors import ConfigError
+from robust_train.events import MemoryReported
 from robust_train.queue.devices import Devices, free_bytes
 from robust_train.errors import NoDevice
 from robust_train.execution import sleep_until_readable
@@ -58,7 +59,7 @@ job = devices()
 group = job.acquire()
 seen["acquired"] = indexes(group)
 for event in ({"reserved": 10}, {"reserved": 9 * 1024**3, "rank": 1}, {"reserved": 1, "rank": 5}):
-    job.hear({"event": "memory", **event})
+    job.on_event(MemoryReported("here", **event))
 (record,) = records()
 seen["recorded"] = record.gpus == tuple(gpu.uuid for gpu in group)
 seen["taken"] = record.taken_bytes

@@ -38,7 +38,7 @@ def test_memory_that_runs_out_on_one_rank_splits_the_step_of_both_or_both_end_wi
     assert result["short_of_memory"] == pytest.approx(result["at_ease"], abs=1e-6)
     changes = [e for e in ended.journal if e["event"] == "micro_batch_changed"]
     assert {change["rank"] for change in changes} == {1}, "told by the rank that ran out"
-    assert result["size"] in {change["to"] for change in changes}, "and taken over by the first"
+    assert result["size"] in {change["after"] for change in changes}, "and taken over by the first"
     assert changes[0]["kind"] == "host_oom"
     assert "[rank 1]" in ended.output
     # and then it could not go on: the other one has heard of that, and saved

@@ -226,7 +226,7 @@ anything = st.recursive(
     max_leaves=4,
 )
 KEYS = ("attempt", "step", "device", "batch_size", "wait_seconds", "outcome", "status", "loss")
-KEYS += ("path", "resume_checkpoint", "action", "from", "to", "kind", "allocated", "resident")
+KEYS += ("path", "resume_checkpoint", "action", "before", "after", "kind", "allocated", "resident")
 NAMES = ("job_started", "device_acquired", "attempt_started", "training_started", "progress")
 NAMES += ("checkpoint", "epoch", "memory", "micro_batch_changed", "attempt_ended", "lost_race")
 NAMES += ("memory_cleared", "job_ended")

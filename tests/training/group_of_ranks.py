@@ -171,7 +171,7 @@ def built_in(folder: Path, rank: int, ranks: int, resume: Path | None, stop_at: 
     run = Watched(
         run_dir=folder,
         resume_checkpoint=resume,
-        report=events.append,
+        report=lambda event: events.append(event.as_json()),
         rank=rank,
         world_size=ranks,
     )

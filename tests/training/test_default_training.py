@@ -121,7 +121,7 @@ def test_a_loss_is_told_once_even_where_reports_are_dropped(tmp_path, every):
         while len(run.of("progress")) < 4:
             step += 1
             reporter.step(Place(step=step), torch.tensor(float(step)), samples=1, lr=0.1)
-    told = [event["loss"] for event in run.of("progress") if "loss" in event]
+    told = [e["metrics"]["loss"] for e in run.of("progress") if "loss" in e["metrics"]]
     assert len(set(told)) == len(told)
     if every == 3:
         marks = [event["step"] // 3 * 3 for event in run.of("progress")[1:]]
@@ -148,8 +148,8 @@ def test_progress_tells_the_last_step_and_the_total(tmp_path):
     run = WatchedRun(tmp_path)
     train(config(*SHORT), run)
     assert run.last_step == 46
-    assert "loss" in run.of("progress")[0]
-    assert all(e["total_steps"] == 46 and "lr" in e for e in run.of("progress"))
+    assert "loss" in run.of("progress")[0]["metrics"]
+    assert all(e["total_steps"] == 46 and "lr" in e["metrics"] for e in run.of("progress"))
 
 
 @pytest.mark.parametrize(

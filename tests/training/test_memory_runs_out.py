@@ -143,9 +143,9 @@ def test_a_step_that_runs_out_of_memory_is_repeated_with_smaller_parts(machine, 
     assert ended["result"]["steps"] == 4
     assert ended["started_at"] == [0]
     changes = ended["micro_batches"]
-    assert [(c["from"], c["to"]) for c in changes] in ([(16, 8)], [(16, 8), (8, 4)])
+    assert [(c["before"], c["after"]) for c in changes] in ([(16, 8)], [(16, 8), (8, 4)])
     assert changes[0]["step"] == 1
-    assert changes[-1]["last_micro_batch"] == changes[-1]["to"] < 16
+    assert changes[-1]["last_micro_batch"] == changes[-1]["after"] < 16
     assert changes[0]["requested_bytes"] > 0
     weights, expected = (torch.load(e["result"]["checkpoint"])["model"] for e in (ended, whole))
     # dropout draws for each part anew, so this is the same training but not the same numbers

@@ -130,15 +130,15 @@ def test_sizes_go_down_the_ladder_of_the_launcher():
     model = Network(most=1)
     events = []
     batcher = MicroBatcher(
-        12, gradient_accumulation_steps=2, record=lambda event, fields: events.append(fields)
+        12, gradient_accumulation_steps=2, on_event=lambda event: events.append(event.as_json())
     )
     step(batcher, model)
-    assert [(e["from"], e["to"]) for e in events] == [(12, 6), (6, 3), (3, 1)]
+    assert [(e["before"], e["after"]) for e in events] == [(12, 6), (6, 3), (3, 1)]
 
 
 def test_a_change_is_recorded_with_its_reason(tmp_path):
     run_events = []
-    run = Run(run_dir=tmp_path, report=run_events.append)
+    run = Run(run_dir=tmp_path, report=lambda event: run_events.append(event.as_json()))
     run.micro_batch_plan = MicroBatchPlan(batch_size=12, min_batch_size=2)
     run.started(30)
     run.progress(39)
@@ -148,7 +148,7 @@ def test_a_change_is_recorded_with_its_reason(tmp_path):
             x, y = micro.data
             micro.backward(nn.functional.cross_entropy(model(x), y))
     event = next(e for e in run_events if e["event"] == "micro_batch_changed")
-    assert (event["step"], event["from"], event["to"]) == (40, 12, 6)
+    assert (event["step"], event["before"], event["after"]) == (40, 12, 6)
     assert (event["kind"], event["requested_bytes"]) == ("device_oom", 2 * 2**30)
     assert "out of memory" in event["reason"]
     assert run.last_micro_batch == event["last_micro_batch"] == 6
@@ -300,7 +300,7 @@ def test_at_the_smallest_size_the_error_is_raised_and_the_step_has_left_no_trace
     events = []
     model = Network(most=1, where="backward", norm=True)
     batcher = MicroBatcher(
-        12, min_batch_size=4, record=lambda event, fields: events.append((event, fields))
+        12, min_batch_size=4, on_event=lambda event: events.append((event.name, event.as_json()))
     )
     buffers = [buffer.clone() for buffer in model.buffers()]
     state = torch.get_rng_state()
@@ -344,11 +344,11 @@ def test_each_failure_of_a_size_doubles_the_wait_until_it_is_tried_again():
     model = Network(most=6)
     events = []
     batcher = MicroBatcher(
-        12, regrow_after_steps=3, record=lambda event, fields: events.append(fields)
+        12, regrow_after_steps=3, on_event=lambda event: events.append(event.as_json())
     )
     for _ in range(40):
         step(batcher, model)
-    failed_in = [e["step"] for e in events if e["to"] < e["from"]]
+    failed_in = [e["step"] for e in events if e["after"] < e["before"]]
     # after 3, 6 and 12 clean steps, the step with the failure itself being the first of them
     assert failed_in == [1, 4, 10, 22]
     assert batcher.size == 6
@@ -368,7 +368,7 @@ def test_a_size_that_fits_again_is_grown_up_to_the_one_asked_for():
 def test_a_size_that_somebody_wished_for_is_not_outgrown_and_outlives_a_checkpoint():
     model, events = Network(), []
     batcher = MicroBatcher(
-        12, regrow_after_steps=2, record=lambda event, fields: events.append(fields)
+        12, regrow_after_steps=2, on_event=lambda event: events.append(event.as_json())
     )
     assert batcher.shrink("wished") == (12, 6)
     for _ in range(20):
@@ -379,7 +379,7 @@ def test_a_size_that_somebody_wished_for_is_not_outgrown_and_outlives_a_checkpoi
     for _ in range(20):
         step(again, model)
     assert again.size == 6
-    assert [(e["from"], e["to"], e["reason"]) for e in events] == [(12, 6, "wished")]
+    assert [(e["before"], e["after"], e["reason"]) for e in events] == [(12, 6, "wished")]
 
 
 def test_below_the_wished_size_memory_still_decides():

@@ -59,7 +59,7 @@ def fits(size):
 
 found = find_batch_size(lambda size: body(data[:size]).backward(), 256, model=model)
 events = []
-run = Run(run_dir=Path(tempfile.mkdtemp()), report=events.append)
+run = Run(run_dir=Path(tempfile.mkdtemp()), report=lambda event: events.append(event.as_json()))
 run.micro_batch_plan = MicroBatchPlan(batch_size=256)
 run.batch_search = BatchSearch(256)
 lengths = []
@@ -92,8 +92,8 @@ def test_the_largest_that_fits_is_found_in_four_tries_under_a_real_limit():
     # a divisor of the effective batch, and the largest of them
     assert 256 % size == 0
     assert not told["twice_fits"]
-    assert event["measured_bytes"] <= event["limit_bytes"]
-    probes = [probe["batch_size"] for probe in event["probes"]]
+    assert event["search"]["measured_bytes"] <= event["search"]["limit_bytes"]
+    probes = [probe["batch_size"] for probe in event["search"]["probes"]]
     assert told["lengths"] == [*probes, *[size] * (256 // size)]
 
 
@@ -164,7 +164,7 @@ def test_the_built_in_trainer_ends_with_the_same_weights_bit_for_bit(tmp_path):
     found = train(config("training.batch_size=96", *overrides), run)
     (event,) = run.of("batch_size_found")
     assert event["batch_size"] == 96
-    assert len(event["probes"]) == 2
+    assert len(event["search"]["probes"]) == 2
     plain = train(config("training.batch_size=96", *overrides), WatchedRun(tmp_path / "plain"))
     assert difference(trained_weights(found), trained_weights(plain)) == 0
 
@@ -209,7 +209,7 @@ def test_a_loop_that_does_not_weight_its_losses_is_refused_with_probes_too(tmp_p
 def test_where_nothing_fits_the_step_fails_as_it_would_have(tmp_path):
     model = nn.Linear(5, 3)
     events: list[dict[str, object]] = []
-    run = Run(run_dir=tmp_path, report=events.append)
+    run = Run(run_dir=tmp_path, report=lambda event: events.append(event.as_json()))
     run.micro_batch_plan = MicroBatchPlan(batch_size=16, min_batch_size=4)
     run.batch_search = BatchSearch(16, min_batch_size=4)
     with pytest.raises(torch.OutOfMemoryError):  # noqa: PT012

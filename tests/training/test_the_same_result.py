@@ -47,7 +47,7 @@ class Encoder(nn.Module):
 def train(events):
     model = Encoder()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    run = Run(run_dir=Path(tempfile.mkdtemp()), report=events.append)
+    run = Run(run_dir=Path(tempfile.mkdtemp()), report=lambda event: events.append(event.as_json()))
     bodies = {}
     for step in range(1, STEPS + 1):
         optimizer.zero_grad()
@@ -68,7 +68,7 @@ squares = lambda parameters: sum(float((p.double() ** 2).sum()) for p in paramet
 distance = squares(a - b for a, b in zip(model.parameters(), unlimited.parameters()))
 print(json.dumps({
     "relative_distance": (distance / squares(unlimited.parameters())) ** 0.5,
-    "changes": [[e["step"], e["from"], e["to"]] for e in events if "to" in e],
+    "changes": [[e["step"], e["before"], e["after"]] for e in events if "after" in e],
     "whole": whole,
     "bodies": bodies,
 }))

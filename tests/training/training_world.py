@@ -47,7 +47,11 @@ class WatchedRun(Run):
         stop_at_checkpoint: int | None = None,
     ) -> None:
         self.events: list[dict[str, Any]] = []
-        super().__init__(run_dir=folder, resume_checkpoint=resume, report=self.events.append)
+        super().__init__(
+            run_dir=folder,
+            resume_checkpoint=resume,
+            report=lambda event: self.events.append(event.as_json()),
+        )
         self.stop_at_step = stop_at_step
         self.stop_at_checkpoint = stop_at_checkpoint
 

@@ -17,6 +17,13 @@ from omegaconf import DictConfig, OmegaConf
 
 from robust_train.batch.known import Fact, Known, KnownBatches, cache_directory, memory_key
 from robust_train.batch.search import BatchSearch, micro_batch_sizes
+from robust_train.events import (
+    BatchSizeFound,
+    Event,
+    KnownBatchUsed,
+    MicroBatchChanged,
+    MicroBatchExhausted,
+)
 from robust_train.memory.host import read_host_memory
 from robust_train.policy.remedies import NOTABLE_BYTES
 from robust_train.policy.sizes import PolicySettings, at_micro_batch
@@ -37,7 +44,7 @@ class BatchSizes:
         trainer: the callable or its dotted path.
         found: by keys of :func:`.known_batches.memory_key`, what earlier launches of this run
             folder have found.
-        record: takes an event's name and fields, for the journal.
+        record: writes an event to the journal.
     """
 
     def __init__(
@@ -46,7 +53,7 @@ class BatchSizes:
         settings: PolicySettings,
         trainer: str | Callable[..., Any],
         found: Mapping[str, int],
-        record: Callable[..., None],
+        record: Callable[[Event], None],
     ) -> None:
         self._cfg = cfg
         self._settings = settings
@@ -82,13 +89,22 @@ class BatchSizes:
             return self._less_than_known_to_run_out(spec, known), None
         return self._to_be_found(spec, known)
 
-    def hear(self, event: Mapping[str, Any]) -> None:
-        """Take note of an attempt's event."""
-        if event["event"] == "batch_size_found":
-            self._found = {k: v for k, v in event.items() if k not in ("event", "key")}
-        # a change that somebody has asked for has no kind; validation's needs are its own
-        elif event.get("kind") and event.get("training") and "from" in event:
-            self._ran_out = min(event["from"], self._ran_out or event["from"])
+    def on_event(self, event: Event) -> None:
+        """Remember what an attempt's event teaches about sizes."""
+        if isinstance(event, BatchSizeFound):
+            self._found = {
+                **event.search,
+                "batch_size": event.batch_size,
+                "gradient_accumulation_steps": event.gradient_accumulation_steps,
+                "effective_batch_size": event.effective_batch_size,
+            }
+        # a change that somebody asked for has no kind; validation's needs are its own
+        elif (
+            isinstance(event, (MicroBatchChanged, MicroBatchExhausted))
+            and event.kind is not None
+            and event.training
+        ):
+            self._ran_out = min(event.before, self._ran_out or event.before)
 
     def end(self, spec: AttemptSpec, outcome: Outcome) -> tuple[AttemptSpec, Outcome]:
         """The attempt with the size that it has found; what it tells is remembered."""
@@ -176,7 +192,7 @@ class BatchSizes:
             sentence,
             effective,
         )
-        self._record("known_batch_used", batch_size=size, reason=sentence)
+        self._record(KnownBatchUsed(size, sentence))
 
     def _at(self, spec: AttemptSpec, size: int) -> AttemptSpec:
         settings = self._settings.for_ranks(spec.ranks)

@@ -19,6 +19,7 @@ from robust_train.config.schema import validate
 from robust_train.control.attempt import AttemptRequests
 from robust_train.control.job import JobControl
 from robust_train.errors import ConfigError, Interrupted, JobInterrupted, UserError
+from robust_train.events import AttemptStarted
 from robust_train.execution.child import plain, trainer_traceback
 from robust_train.execution.request import TrainerRef, call_trainer
 from robust_train.execution.signals import SignalWatch
@@ -128,7 +129,7 @@ def plain_job(cfg: DictConfig) -> Any:
     signals = SignalWatch()
     run_dir = Path(HydraConfig.get().runtime.output_dir)
     control = JobControl(job_name(cfg, run_dir), run_dir, signals, os.environ)
-    run = Run(run_dir=run_dir, report=control.note, can_restart=False)
+    run = Run(run_dir=run_dir, report=control.on_event, can_restart=False)
 
     def stop(signum: int) -> None:
         run.request_stop()
@@ -143,11 +144,10 @@ def plain_job(cfg: DictConfig) -> Any:
         validate(cfg)
         _, trainer = TrainerRef(target_of(cfg)).load()
         cfg.device = _torch_device(str(cfg.device))
-        given = {
-            "device": cfg.device,
-            "batch_size": cfg.training.batch_size,
-            "gradient_accumulation_steps": cfg.training.gradient_accumulation_steps,
-        }
+        training = cfg.training
+        given = AttemptStarted(
+            cfg.device, training.batch_size, training.gradient_accumulation_steps
+        )
         with (
             signals,
             signals.handed_to(stop),

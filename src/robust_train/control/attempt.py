@@ -29,6 +29,7 @@ from robust_train.control.protocol import (
     encode_reply,
     keep_from_children,
 )
+from robust_train.events import RequestDone
 from robust_train.memory import requests
 from robust_train.run import Run, memory_in_use
 
@@ -173,8 +174,7 @@ class AttemptRequests:
             reply = self._about_memory(request.verb, request.options)
             sentence = reply["answer"].get("sentence")
             log.info("%s on request: %s", request.verb, sentence)
-            fields = {"verb": request.verb, "step": self._run.last_step, "sentence": sentence}
-            self._run.record("request", fields)
+            self._run.report(RequestDone(request.verb, self._run.last_step, sentence))
             return reply
         raise Refused(f"{request.verb}: an attempt knows no such request")
 

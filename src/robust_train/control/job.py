@@ -17,6 +17,16 @@ from typing import Any
 from robust_train.control.place import PlaceProblem
 from robust_train.control.protocol import Refused, Reply, own_user_name
 from robust_train.control.server import ControlServer
+from robust_train.events import (
+    AttemptStarted,
+    BatchSizeFound,
+    CheckpointSaved,
+    Event,
+    MemoryReported,
+    MicroBatchChanged,
+    Progress,
+    TrainingStarted,
+)
 from robust_train.execution.signals import SignalWatch
 from robust_train.queue.wait import WaitStatus
 from robust_train.values import Attempt, AttemptSpec, Decision, Retry
@@ -82,16 +92,19 @@ class JobControl:
             server.close()
 
     @contextlib.contextmanager
-    def attempt(self, number: int, spec: Mapping[str, Any]) -> Iterator[socket.socket | None]:
+    def attempt(self, number: int, started: AttemptStarted) -> Iterator[socket.socket | None]:
         """An attempt runs within this block.
 
         Args:
             number: counted from 1.
-            spec: device, batch size and so on, as the journal has them.
+            started: the event with which it begins.
 
         Yields:
             The attempt's end of the channel for requests; None where nobody can ask.
         """
+        spec = started.as_json()
+        del spec["event"]
+        spec["gpu_uuid"] = next(iter(started.gpu_uuids), None)
         self._attempt = {"attempt": number, **spec}
         self._waiting = None
         self._be("running")
@@ -129,22 +142,25 @@ class JobControl:
         if self._server is not None:
             self._server.restarted(_reply_after(attempt, decision, checkpoint))
 
-    def note(self, event: Mapping[str, Any]) -> None:
-        """Take in what the attempt tells while it trains."""
-        kind = event["event"]
-        if kind == "progress":
-            self._note(event, "step", "total_steps", "loss")
-        elif kind == "training_started":
-            self._note(event, "step")
-        elif kind == "checkpoint":
-            self._known["checkpoint"] = event["path"]
-            self._known["checkpoint_step"] = event["step"]
-        elif kind == "memory" and "rank" not in event:
-            self._attempt["memory"] = {k: v for k, v in event.items() if isinstance(v, int)}
-        elif kind == "micro_batch_changed" and event["training"]:
-            self._attempt["micro_batch"] = event["to"]
-        elif kind == "batch_size_found":
-            self._note(event, "batch_size", "gradient_accumulation_steps")
+    def on_event(self, event: Event) -> None:
+        """Fold one event of the attempt into the job's state."""
+        if isinstance(event, Progress):
+            self._note(step=event.step, total_steps=event.total_steps)
+            self._note(loss=event.metrics.get("loss"))
+        elif isinstance(event, TrainingStarted):
+            self._note(step=event.step)
+        elif isinstance(event, CheckpointSaved):
+            self._known["checkpoint"] = event.path
+            self._known["checkpoint_step"] = event.step
+        elif isinstance(event, MemoryReported) and event.rank is None:
+            self._attempt["memory"] = event.figures
+        elif isinstance(event, MicroBatchChanged) and event.training:
+            self._attempt["micro_batch"] = event.after
+        elif isinstance(event, BatchSizeFound):
+            self._note(
+                batch_size=event.batch_size,
+                gradient_accumulation_steps=event.gradient_accumulation_steps,
+            )
 
     def hear(self, message: Mapping[str, Any]) -> None:
         """What the attempt's own thread says (see :class:`.control.server.Desk`)."""
@@ -199,8 +215,8 @@ class JobControl:
         if state != self._state:
             self._state, self._since = state, time.time()
 
-    def _note(self, event: Mapping[str, Any], *names: str) -> None:
-        self._attempt |= {name: event[name] for name in names if event.get(name) is not None}
+    def _note(self, **fields: Any) -> None:
+        self._attempt |= {name: value for name, value in fields.items() if value is not None}
 
 
 def _reply_after(attempt: Attempt, decision: Decision | None, checkpoint: Path | None) -> Reply:

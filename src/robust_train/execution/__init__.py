@@ -6,8 +6,9 @@ import select
 import socket
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
+from robust_train.events import Event
 from robust_train.execution.request import AttemptRequest
 from robust_train.values import Outcome
 
@@ -31,7 +32,7 @@ class Executor(Protocol):
     def run(
         self,
         request: AttemptRequest,
-        on_event: Callable[[dict[str, Any]], None],
+        on_event: Callable[[Event], None],
         *,
         hold: int | None = None,
         channel: socket.socket | None = None,

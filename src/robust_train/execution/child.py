@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from robust_train.errors import ConfigError, Interrupted, UserError
 from robust_train.execution.request import AttemptRequest, call_trainer
 from robust_train.failures import classify_failure
-from robust_train.run import Report, Run, memory_in_use
+from robust_train.run import Run, memory_in_use
 from robust_train.values import Evidence, Failure, FailureKind
 
 HALVE_BATCH = "halve_batch"
@@ -34,7 +34,10 @@ the failure of that other rank."""
 
 
 def run_attempt(
-    request: AttemptRequest, trainer: Callable[..., Any], run: Run, report: Report
+    request: AttemptRequest,
+    trainer: Callable[..., Any],
+    run: Run,
+    report: Callable[[dict[str, Any]], None],
 ) -> BaseException | None:
     """Run the trainer and report ``finished`` or ``failed``.
 
@@ -120,9 +123,9 @@ def _pickled(error: BaseException) -> str | None:
 def micro_batch_in_use(event: Mapping[str, Any]) -> int | None:
     """The size that the trainer's steps are split into after this event, None if it tells none."""
     if event["event"] == "micro_batch_changed" and event["training"]:
-        return int(event["to"])
+        return int(event["after"])
     if event["event"] == "micro_batch_exhausted" and event["training"]:
-        return int(event["from"])
+        return int(event["before"])
     return None
 
 

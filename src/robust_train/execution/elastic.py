@@ -36,7 +36,7 @@ from robust_train.execution.request import AttemptRequest
 from robust_train.execution.root_cause import RankEnd, root_cause
 from robust_train.execution.stall import DUMP_STACKS
 from robust_train.execution.votes import Votes
-from robust_train.run import STOP, Report
+from robust_train.run import STOP
 from robust_train.values import Failure, FailureKind
 
 _HERE = "127.0.0.1"
@@ -49,7 +49,7 @@ def run_ranks(
     request: AttemptRequest,
     trainer: Callable[..., Any] | None,
     channel: socket.socket | None,
-    report: Report,
+    report: Callable[[dict[str, Any]], None],
 ) -> int:
     """Run the trainer in ``request.ranks`` processes, and report how that ended as one event.
 

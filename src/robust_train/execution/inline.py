@@ -11,6 +11,7 @@ from typing import Any
 
 from robust_train.control.attempt import AttemptRequests
 from robust_train.errors import Interrupted
+from robust_train.events import Event, MemoryHeld, parse
 from robust_train.execution import sleep_until_readable
 from robust_train.execution.child import (
     failure_from_json,
@@ -54,7 +55,7 @@ class InlineExecutor:
     def run(
         self,
         request: AttemptRequest,
-        on_event: Callable[[dict[str, Any]], None],
+        on_event: Callable[[Event], None],
         *,
         hold: int | None = None,
         channel: socket.socket | None = None,
@@ -75,13 +76,13 @@ class InlineExecutor:
             if size is not None:
                 seen["micro_batch"] = size
             returned = finally_returned(event) or returned
-            on_event(event)
+            on_event(parse(event))
 
         run = Run(
             run_dir=request.run_dir,
             attempt=request.attempt,
             resume_checkpoint=request.resume_checkpoint,
-            report=report,
+            report=lambda event: report(event.as_json()),
         )
 
         def stop(signum: int) -> None:
@@ -107,7 +108,7 @@ class InlineExecutor:
             left = release_and_check(error, self._memory_at_first, keep_traceback=was_bug)
             if left is not None:
                 log.warning("%s", left)
-                on_event({"event": "memory_held", "description": left})
+                on_event(MemoryHeld(left))
         return Outcome(
             failure=failure,
             result=ending.get("result"),

@@ -12,11 +12,13 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from robust_train.errors import ConfigError
+from robust_train.events import Event, MalformedEvent, ScriptEnded, Stalled, parse
 from robust_train.execution import at_hand, sleep_until_readable
 from robust_train.execution.child import (
     failure_from_json,
@@ -24,7 +26,6 @@ from robust_train.execution.child import (
     micro_batch_in_use,
 )
 from robust_train.execution.fork_server import (
-    EventHandler,
     Exited,
     ForkServer,
     ServerDied,
@@ -92,7 +93,7 @@ class ProcessExecutor:
     def run(
         self,
         request: AttemptRequest,
-        on_event: EventHandler,
+        on_event: Callable[[Event], None],
         *,
         hold: int | None = None,
         channel: socket.socket | None = None,
@@ -124,7 +125,7 @@ class ProcessExecutor:
         seconds = time.monotonic() - started
         stacks = _stacks(request, keep=not collector.runs_script)
         if exited.stalled:
-            on_event({"event": "stalled", "seconds": request.stall_timeout_seconds, **stacks})
+            on_event(Stalled(request.stall_timeout_seconds, stacks["stacks"]))
         was_stopped = self._signals.received is not None
         outcome = collector.outcome(exited, tail, seconds, was_stopped)
         if collector.runs_script and outcome.failure is not None:
@@ -193,7 +194,7 @@ class ProcessExecutor:
 class _Collector:
     """Listens to an attempt's events and makes its outcome of them."""
 
-    def __init__(self, forward: EventHandler, oom_kills: OomKillWatch) -> None:
+    def __init__(self, forward: Callable[[Event], None], oom_kills: OomKillWatch) -> None:
         self._forward = forward
         self._oom_kills = oom_kills
         self._ending: dict[str, Any] | None = None
@@ -221,7 +222,7 @@ class _Collector:
             self._start_step = event["step"]
         elif kind == "progress":
             self._end_step = event["step"]
-        elif kind == "memory" and "rank" not in event:
+        elif kind == "memory" and event["rank"] is None:
             figures = {k: v for k, v in event.items() if isinstance(v, int)}
             self._memory.update(figures)
         elif kind == "script_started":
@@ -232,7 +233,10 @@ class _Collector:
             self._script_ended = event
         self._micro_batch = micro_batch_in_use(event) or self._micro_batch
         self._returned = finally_returned(event) or self._returned
-        self._forward(event)
+        try:
+            self._forward(parse(event))
+        except MalformedEvent as problem:
+            log.debug("event dropped: %s", problem)
 
     def outcome(
         self,
@@ -275,7 +279,9 @@ class _Collector:
         failure = failure_from_json(self._ending["failure"])
         if self._script_ended is None or failure.kind is FailureKind.INTERRUPTED:
             return failure
-        return script_failure(self._script_ended, tail, self._oom_kills.killed)
+        ended = parse(self._script_ended)
+        assert isinstance(ended, ScriptEnded)
+        return script_failure(ended, tail, self._oom_kills.killed)
 
     def _death(self, pid: int | None, returncode: int, tail: str) -> Failure:
         """Of a process that gave no account of its end."""

@@ -18,6 +18,7 @@ from typing import Any
 from omegaconf import DictConfig, open_dict
 
 from robust_train.control.attempt import AttemptRequests
+from robust_train.events import Event
 from robust_train.execution.child import run_attempt, stop_on_sigterm
 from robust_train.execution.output import flush_output
 from robust_train.execution.prctl import signal_at_parents_death
@@ -48,7 +49,7 @@ class Rank:
     request: AttemptRequest
     trainer: Callable[..., Any] | None
     channel: socket.socket | None
-    report: Report
+    report: Callable[[dict[str, Any]], None]
     votes: Votes
     accounts: tuple[int, ...]
 
@@ -103,7 +104,7 @@ def read_account(descriptor: int) -> tuple[float, dict[str, Any]] | None:
     return account.pop("at"), account
 
 
-def _account_to(descriptor: int, run: Run) -> Report:
+def _account_to(descriptor: int, run: Run) -> Callable[[dict[str, Any]], None]:
     def report(event: dict[str, Any]) -> None:
         account = {**event, "at": time.monotonic()}
         os.pwrite(descriptor, json.dumps(account, default=repr).encode(), 0)
@@ -111,13 +112,16 @@ def _account_to(descriptor: int, run: Run) -> Report:
     return report
 
 
-def _report_of(rank: int, report: Report) -> Report:
-    if rank == 0:
-        return report
+def _report_of(rank: int, report: Callable[[dict[str, Any]], None]) -> Report:
+    def of_first(event: Event) -> None:
+        report(event.as_json())
 
-    def of_another(event: dict[str, Any]) -> None:
-        if event["event"] in _EVENTS_OF_ANY_RANK:
-            report({**event, "rank": rank})
+    if rank == 0:
+        return of_first
+
+    def of_another(event: Event) -> None:
+        if event.name in _EVENTS_OF_ANY_RANK:
+            report({**event.as_json(), "rank": rank})
 
     return of_another
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from robust_train.control.attempt import AttemptRequests
 from robust_train.errors import ConfigError
+from robust_train.events import Event
 from robust_train.execution.child import adopt_hydra, run_attempt, stop_on_sigterm
 from robust_train.execution.cuda_guard import why_not_fork
 from robust_train.execution.output import flush_output
@@ -196,7 +197,7 @@ class Server:
             run_dir=Path(request.run_dir),
             attempt=request.attempt,
             resume_checkpoint=request.resume_checkpoint,
-            report=self._report,
+            report=self._report_event,
         )
         stop_on_sigterm(run)
         trainer = self._trainer or request.trainer.load()[1]
@@ -205,6 +206,9 @@ class Server:
 
     def _report(self, event: dict[str, Any]) -> None:
         send_event(self._events, event)
+
+    def _report_event(self, event: Event) -> None:
+        self._report(event.as_json())
 
     def _reap(self) -> None:
         """Collect dead children; with the attempt itself goes everything that it left running."""

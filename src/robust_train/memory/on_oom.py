@@ -16,6 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from robust_train.events import OutOfMemory
 from robust_train.memory.holders import started_torch
 from robust_train.memory.tensors import largest_tensors
 from robust_train.values import MIB, Failure, FailureKind
@@ -53,7 +54,7 @@ def record_history_after_an_oom(run_dir: Path) -> bool:
 
 def write_down(
     run_dir: Path, *, attempt: int, step: int | None, failure: Failure
-) -> dict[str, Any] | None:
+) -> OutOfMemory | None:
     """Write the files, and the three largest tensors to the log.
 
     Never raises: what happens here must not hide why it is called.
@@ -65,9 +66,7 @@ def write_down(
         failure: what it was classified as.
 
     Returns:
-        What to put into the journal: ``step``, ``kind``, ``message``, ``requested_bytes``,
-        ``tensors`` and ``snapshot`` (the files' names, None where there is none), and the
-        ``seconds`` that it took; None where nothing could be told.
+        The event for the journal; None where nothing could be written.
     """
     try:
         return _write_down(run_dir, attempt, step, failure)
@@ -76,34 +75,39 @@ def write_down(
         return None
 
 
-def _write_down(run_dir: Path, attempt: int, step: int | None, failure: Failure) -> dict[str, Any]:
+def _write_down(run_dir: Path, attempt: int, step: int | None, failure: Failure) -> OutOfMemory:
     started = time.monotonic()
     snapshot = _dump_snapshot(run_dir / f"oom-attempt-{attempt}.pickle")
     is_hosts = failure.kind is FailureKind.HOST_OOM
     tensors = largest_tensors(devices={"cpu"} if is_hosts else None)
     path = run_dir / f"oom-attempt-{attempt}.json"
-    event: dict[str, Any] = {
+    content = {
+        "time": round(time.time(), 3),
+        "attempt": attempt,
         "step": step,
         "kind": failure.kind.value,
         "message": failure.message,
         "requested_bytes": failure.evidence.requested_bytes,
-        "tensors": path.name,
         "snapshot": snapshot,
-    }
-    content = {
-        "time": round(time.time(), 3),
-        "attempt": attempt,
-        **event,
         "evidence": asdict(failure.evidence),
         "tensors": tensors,
     }
+    file: str | None = path.name
     try:
         path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     except OSError as error:
         log.warning("cannot write %s: %s", path, error.strerror)
-        event["tensors"] = None
-    log.info("out of memory: %s", _told(tensors, event["tensors"]))
-    return {**event, "seconds": round(time.monotonic() - started, 3)}
+        file = None
+    log.info("out of memory: %s", _told(tensors, file))
+    return OutOfMemory(
+        failure.kind,
+        failure.message,
+        step=step,
+        requested_bytes=failure.evidence.requested_bytes,
+        tensors=file,
+        snapshot=snapshot,
+        seconds=round(time.monotonic() - started, 3),
+    )
 
 
 def _dump_snapshot(path: Path) -> str | None:

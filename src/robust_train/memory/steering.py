@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any
 
 from robust_train.config.schema import MemoryConfig
+from robust_train.events import MemoryCleared
 from robust_train.failures import classify_failure
 from robust_train.memory import on_oom
 from robust_train.memory.cleanup import release_memory, return_memory
@@ -265,8 +266,7 @@ class AttemptMemory:
             release_memory(error, thorough=thorough)
         seconds = time.perf_counter() - started
         done = Returned(of, before, self._in_use()[1], seconds)
-        fields_ = {"reason": reason, "step": self._run.last_step, **done.as_json()}
-        self._run.record("memory_cleared", fields_)
+        self._run.report(MemoryCleared(reason, step=self._run.last_step, **done.as_json()))
         log.debug("memory cleared (%s): %s", reason, done)
         return done
 
@@ -287,7 +287,7 @@ class AttemptMemory:
             run.run_dir, attempt=run.attempt, step=run.last_step, failure=failure
         )
         if event is not None:
-            run.record("out_of_memory", event)
+            run.report(event)
 
 
 def settings_of(cfg: Mapping[Any, Any]) -> MemoryConfig:

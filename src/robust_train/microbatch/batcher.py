@@ -48,7 +48,7 @@ class MicroBatcher:
         gradient_accumulation_steps: the requested one; sizes are preferred that divide
             ``batch_size × gradient_accumulation_steps``.
         regrow_after_steps: see :class:`.micro_batch_size.MicroBatchSize`; None: never.
-        record: told of every change of the size.
+        on_event: called with an event at every change of the size.
         step: says which optimizer step this is, from 1; by default steps are counted here.
         on_oom: gets the error of a part in which memory ran out, before anything is let go of.
         search: find the largest size that fits in the first step; the loop's body is then run on
@@ -65,7 +65,7 @@ class MicroBatcher:
         min_batch_size: int = 1,
         gradient_accumulation_steps: int = 1,
         regrow_after_steps: int | None = None,
-        record: told.Record | None = None,
+        on_event: told.OnEvent | None = None,
         step: Callable[[], int] | None = None,
         on_oom: Callable[[BaseException], None] | None = None,
         search: BatchSearch | None = None,
@@ -83,7 +83,7 @@ class MicroBatcher:
             )
             for _ in range(2)
         )
-        self._record = record or (lambda event, fields: None)
+        self._on_event = on_event or (lambda event: None)
         self._step = step
         self._on_oom = on_oom
         self._search = search
@@ -132,7 +132,7 @@ class MicroBatcher:
         changed = self._training.shrink()
         if changed:
             self._other.shrink()
-            told.changed(self._record, self._step_number(begins=False), *changed, reason)
+            told.changed(self._on_event, self._step_number(begins=False), *changed, reason)
         return changed
 
     def state(self) -> dict[str, Any]:
@@ -151,7 +151,7 @@ class MicroBatcher:
         if search is not None and found is not None:
             for size in (self._training, self._other):
                 size.begin_at(found.batch_size)
-            told.found(self._record, search, found)
+            told.found(self._on_event, search, found)
 
     def _step_number(self, *, begins: bool) -> int:
         self._steps_begun += begins
@@ -230,7 +230,7 @@ class MicroBatches:
         grown = self._size.step_done()
         if grown is not None:
             reason = "memory has sufficed for long enough to try the larger size again"
-            told.changed(self._batcher._record, self._number, *grown, reason)
+            told.changed(self._batcher._on_event, self._number, *grown, reason)
 
     def _all_parts(self) -> Generator[MicroBatch, None, MicroBatch | None]:
         """The parts, up to the one in which memory runs out, if any: that one."""
@@ -287,7 +287,7 @@ class MicroBatches:
         self.repeats += 1
         cut_graphs(failed.since)
         return_memory(thorough=self.repeats > 1)
-        where = self._batcher._record, self._number, self._is_training
+        where = self._batcher._on_event, self._number, self._is_training
         told.repeated(*where, failure, before, self._size.current)
 
     def _take(self, micro: MicroBatch, error: Exception) -> bool:
@@ -321,7 +321,7 @@ class MicroBatches:
             self._start.rewind()
         self._leave()
         self._shared.exhausted(self._size, self._parts.items, failure, used, error)
-        where = self._batcher._record, self._number, self._is_training
+        where = self._batcher._on_event, self._number, self._is_training
         told.exhausted(*where, failure, used, self._size.tried, error)
 
     def _leave(self) -> None:

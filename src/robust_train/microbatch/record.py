@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from robust_train.batch.search import BatchSearch
+from robust_train.events import BatchSizeFound, Event, MicroBatchChanged, MicroBatchExhausted
 from robust_train.microbatch.probing import FoundBatchSize
 from robust_train.values import GIB, Failure
 
 log = logging.getLogger("robust_train")
 
-Record = Callable[[str, Mapping[str, Any]], None]
-"""Takes an event's name and its fields, as :meth:`robust_train.run.Run.record` does."""
+OnEvent = Callable[[Event], None]
 
 NO_WEIGHT = (
     "a backward pass without weight: the gradients of several micro-batches would add up wrongly; "
@@ -26,19 +26,17 @@ NOT_ENTERED = (
 )
 
 
-def changed(record: Record, step: int, before: int, after: int, reason: str) -> None:
+def changed(on_event: OnEvent, step: int, before: int, after: int, reason: str) -> None:
     """The size changes though no memory ran out."""
     log.info("step %d: micro-batch %d → %d: %s", step, before, after, reason)
-    fields = {"step": step, "training": True, "from": before, "to": after, "reason": reason}
-    record("micro_batch_changed", fields)
+    on_event(MicroBatchChanged(step, True, before, after, reason))
 
 
 def repeated(
-    record: Record, step: int, training: bool, failure: Failure, before: int, after: int | None
+    on_event: OnEvent, step: int, training: bool, failure: Failure, before: int, after: int | None
 ) -> None:
     """Memory ran out, and the step (in validation the part) is repeated with a smaller size."""
-    fields = _fields(step, training, failure, before)
-    record("micro_batch_changed", {**fields, "to": after})
+    on_event(MicroBatchChanged(step, training, before, after, failure.message, **_figures(failure)))
     requested = failure.evidence.requested_bytes
     log.warning(
         "step %d: out of memory (%s)%s: micro-batch %d → %s, %s",
@@ -52,7 +50,7 @@ def repeated(
 
 
 def exhausted(
-    record: Record,
+    on_event: OnEvent,
     step: int,
     training: bool,
     failure: Failure,
@@ -66,31 +64,25 @@ def exhausted(
     log.error("%s", note)
     if hasattr(error, "add_note"):
         error.add_note(note)
-    fields = _fields(step, training, failure, used)
-    record("micro_batch_exhausted", {**fields, "tried": list(tried)})
+    on_event(
+        MicroBatchExhausted(
+            step, training, used, failure.message, tuple(tried), **_figures(failure)
+        )
+    )
 
 
-def found(record: Record, search: BatchSearch, result: FoundBatchSize) -> None:
+def found(on_event: OnEvent, search: BatchSearch, result: FoundBatchSize) -> None:
     """Probes have told which size fits."""
     log.info("training.batch_size=auto: %s", result)
     effective, size = search.effective_batch_size, result.batch_size
-    fields = {
-        "key": search.key,
-        "effective_batch_size": effective,
-        "gradient_accumulation_steps": None if size is None else -(-effective // size),
-        **result.as_json(),
-    }
-    record("batch_size_found", fields)
+    accumulation = None if size is None else -(-effective // size)
+    on_event(BatchSizeFound(size, accumulation, effective, search.key, result.as_json()))
 
 
-def _fields(step: int, training: bool, failure: Failure, before: int) -> dict[str, Any]:
+def _figures(failure: Failure) -> dict[str, Any]:
     evidence = failure.evidence
     return {
-        "step": step,
-        "training": training,
-        "from": before,
-        "reason": failure.message,
-        "kind": failure.kind.value,
+        "kind": failure.kind,
         "requested_bytes": evidence.requested_bytes,
         "allocated_bytes": evidence.allocated_bytes,
         "free_bytes": evidence.free_bytes,

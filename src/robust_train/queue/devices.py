@@ -11,6 +11,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from robust_train.errors import ConfigError, NoDevice
+from robust_train.events import Event, MemoryReported
 from robust_train.gpu.allocation import allocated_by
 from robust_train.gpu.footprint import footprint
 from robust_train.gpu.inventory import ask_health_again, read_inventory
@@ -129,13 +130,13 @@ class Devices:
         """
         return self._queue.take(tuple(gpu.uuid for gpu in group), self._claim_bytes)
 
-    def hear(self, event: Mapping[str, object]) -> None:
-        """Pass on what an attempt's event tells of the memory that it has allocated."""
-        taken, of_rank = event.get("reserved"), event.get("rank", 0)
-        if event.get("event") == "memory" and isinstance(taken, int) and isinstance(of_rank, int):
-            self._queue.report(taken, of_rank)
-            if of_rank > 0:  # of the first the outcome tells, and more exactly
-                self._others_took = max(self._others_took, taken)
+    def on_event(self, event: Event) -> None:
+        """Report to the queue how much memory the attempt has reserved on its GPUs."""
+        if isinstance(event, MemoryReported) and event.reserved is not None:
+            rank = event.rank or 0
+            self._queue.report(event.reserved, rank)
+            if rank > 0:  # rank 0's peak is in the outcome, and more exact
+                self._others_took = max(self._others_took, event.reserved)
 
     def ended(self, group: Group, outcome: Outcome, free_before: FreeBytes) -> FreeBytes:
         """Note that an attempt's processes are gone, and let its memory come back if it failed.

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from pathlib import Path
 
+from robust_train.events import AttemptStarted
 from robust_train.values import AttemptSpec, Decision, FailureKind, Outcome, Retry
 
 log = logging.getLogger("robust_train")
 
 
-def spec_fields(spec: AttemptSpec) -> dict[str, Any]:
-    """What an attempt is to use, as the journal has it."""
-    return {
-        "device": spec.device,
-        "gpu_uuid": None if spec.gpu is None else spec.gpu.uuid,
-        "gpu_uuids": [gpu.uuid for gpu in spec.gpus],
-        "ranks": spec.ranks,
-        "batch_size": spec.batch_size,
-        "gradient_accumulation_steps": spec.gradient_accumulation_steps,
-        "num_workers": spec.num_workers,
-        "prefetch_factor": spec.prefetch_factor,
-        "expandable_segments": spec.expandable_segments,
-    }
+def started(spec: AttemptSpec, resume_checkpoint: Path | None) -> AttemptStarted:
+    """Return the event of an attempt that begins with ``spec``."""
+    return AttemptStarted(
+        device=spec.device,
+        gpu_uuids=tuple(gpu.uuid for gpu in spec.gpus),
+        ranks=spec.ranks,
+        batch_size=spec.batch_size,
+        gradient_accumulation_steps=spec.gradient_accumulation_steps,
+        num_workers=spec.num_workers,
+        prefetch_factor=spec.prefetch_factor,
+        expandable_segments=spec.expandable_segments,
+        resume_checkpoint=None if resume_checkpoint is None else str(resume_checkpoint),
+    )
 
 
 def announce(number: int, spec: AttemptSpec, *, is_searched: bool = False) -> None:

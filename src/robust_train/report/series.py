@@ -180,7 +180,7 @@ def _told(event: Event) -> Iterator[tuple[str, str]]:
     step = event.whole("step")
     at = "" if step is None else f" at step {step}"
     if event.name == "micro_batch_changed":
-        before, after = event.whole("from"), event.whole("to")
+        before, after = event.whole("before"), event.whole("after")
         change = f"micro-batch {before} → {after}{at}"
         if event.text("kind") in _OOM:
             yield "oom", f"inside a step{at}: {event.text('reason') or 'out of memory'}"

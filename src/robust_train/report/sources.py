@@ -108,7 +108,13 @@ def _events(path: Path, gaps: list[str]) -> Iterator[Event]:
         if isinstance(name, str) and time is not None:
             # a clock that was set back must not turn the story round
             latest = max(latest, time)
-            yield Event(latest, name, content)
+            for key in ("metrics", "record", "fields"):
+                nested = content.pop(key, None)
+                content |= nested if isinstance(nested, dict) else {}
+            name = {"user": content.get("event_name"), "decided_again": content.get("why")}.get(
+                name, name
+            )
+            yield Event(latest, str(name), content)
 
 
 def _samples(path: Path, gaps: list[str]) -> Iterator[Sample]:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from robust_train.events import BatchSizeFound, CheckpointSaved, Event, JobEnded, parse
+
 log = logging.getLogger("robust_train")
 
 
@@ -30,12 +32,16 @@ class Journal:
         self._warned = False
         self._after_torn_line = _ends_torn(path)
 
-    def write(self, event: str, **fields: Any) -> None:
-        """Append one event. ``fields`` hold JSON's types; NaN and infinities become null."""
-        line = json.dumps(
-            strict_json({"time": round(time.time(), 6), "event": event, **fields}),
-            ensure_ascii=False,
-        )
+    def write(self, event: Event, attempt: int | None = None) -> None:
+        """Append one event; NaN and infinities become null.
+
+        Args:
+            event: what happened.
+            attempt: number of the attempt that it concerns, None for the job.
+        """
+        found = {} if attempt is None else {"attempt": attempt}
+        content = {"time": round(time.time(), 6), **found, **event.as_json()}
+        line = json.dumps(strict_json(content), ensure_ascii=False, default=repr)
         data = (line + "\n").encode()
         if self._after_torn_line:
             data = b"\n" + data
@@ -79,17 +85,17 @@ def read_earlier(path: Path) -> Earlier:
         return Earlier()
     for line in lines:
         try:
-            event = json.loads(line)
+            content = json.loads(line)
+            event = parse(content)
         except ValueError:
             continue
-        if not isinstance(event, dict):
-            continue
-        attempts = max(attempts, event.get("attempt") or 0)
-        if event.get("event") == "checkpoint":
-            checkpoint = Path(event["path"])
-        elif event.get("event") == "batch_size_found" and event.get("batch_size"):
-            found[str(event.get("key"))] = int(event["batch_size"])
-        elif event.get("event") == "job_ended" and event.get("status") == "completed":
+        number = content.get("attempt")
+        attempts = max(attempts, number if isinstance(number, int) else 0)
+        if isinstance(event, CheckpointSaved):
+            checkpoint = Path(event.path)
+        elif isinstance(event, BatchSizeFound) and event.batch_size:
+            found[event.key] = event.batch_size
+        elif isinstance(event, JobEnded) and event.status == "completed":
             checkpoint = None
     if checkpoint is not None and not checkpoint.exists():
         checkpoint = None

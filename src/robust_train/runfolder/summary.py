@@ -168,10 +168,10 @@ def gpu_memory_summary(record: AttemptRecord) -> str | None:
     )
 
 
-def evidence_of(outcome: Outcome) -> dict[str, Any] | None:
-    """What is known about a failure, for the journal; None for a completed attempt."""
+def evidence_of(outcome: Outcome) -> dict[str, Any]:
+    """Return what is known about a failure, for the journal; empty for a completed attempt."""
     if outcome.failure is None:
-        return None
+        return {}
     return {
         **asdict(outcome.failure.evidence),
         "gpu_free_before_bytes": outcome.gpu_free_before_bytes,

@@ -16,12 +16,12 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from robust_train.run import MicroBatchPlan, Report, Run
+from robust_train.run import MicroBatchPlan, Run
 from robust_train.script.values import EVENTS_VARIABLE, value_from
 
 
@@ -34,18 +34,20 @@ class ScriptRun(Run):
         device: ``cuda:0`` or ``cpu``, None without the launcher.
     """
 
-    def __init__(self, environ: Mapping[str, str], report: Report | None) -> None:
+    def __init__(
+        self, environ: Mapping[str, str], report_line: Callable[[dict[str, Any]], None] | None
+    ) -> None:
         checkpoint = value_from(environ, "checkpoint")
         super().__init__(
             run_dir=Path(value_from(environ, "run_dir") or Path.cwd()),
             attempt=int(value_from(environ, "attempt") or 1),
             resume_checkpoint=Path(checkpoint) if checkpoint else None,
-            report=report,
+            report=None if report_line is None else lambda event: report_line(event.as_json()),
             # of torchrun, where that is what the launcher has started
             rank=int(environ.get("RANK", 0)),
             world_size=int(environ.get("WORLD_SIZE", 1)),
         )
-        self._tell = report or (lambda event: None)
+        self._send = report_line or (lambda line: None)
         self.batch_size = _number(environ, "batch_size")
         self.gradient_accumulation_steps = _number(environ, "gradient_accumulation_steps")
         self.device = value_from(environ, "device")
@@ -57,7 +59,7 @@ class ScriptRun(Run):
 
     def result(self, value: Any) -> None:
         """Say what the job's result is; a sweep optimises it, or its key ``objective``."""
-        self._tell({"event": "result", "value": value})
+        self._send({"event": "result", "value": value})
 
 
 @functools.cache
@@ -75,7 +77,7 @@ def current_run() -> ScriptRun:
     return run
 
 
-def _appending_to(path: Path) -> Report:
+def _appending_to(path: Path) -> Callable[[dict[str, Any]], None]:
     def report(event: dict[str, Any]) -> None:
         line = json.dumps(event, default=_plain) + "\n"
         # a launcher that is gone, or a full disk, is not the script's trouble

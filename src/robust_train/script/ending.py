@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
+from robust_train.events import ScriptEnded
 from robust_train.failures import classify_exit
 from robust_train.failures.advice import advice_for
 from robust_train.failures.exits import signal_of
-from robust_train.values import Evidence, Failure, FailureKind
+from robust_train.values import Evidence, Failure
 
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 _TRACEBACK = "Traceback (most recent call last)"
@@ -19,22 +19,20 @@ _LINES = 15
 
 
 def script_failure(
-    ended: Mapping[str, Any], tail: str, oom_killed: Callable[[int], bool | None]
+    ended: ScriptEnded, tail: str, oom_killed: Callable[[int], bool | None]
 ) -> Failure:
     """Why the script failed, as though its exit were the attempt's.
 
     Args:
-        ended: the event ``script_ended``.
+        ended: its end.
         tail: the end of what the attempt printed.
         oom_killed: whether the kernel's OOM killer took a process.
     """
-    told = ended.get("failure")
-    if told is not None:
-        kind = FailureKind(told["kind"])
+    kind, returncode = ended.failure_kind, ended.returncode
+    if kind is not None:
         evidence = Evidence(library="script")
-        return Failure(kind, told["message"], evidence, advice_for(kind, evidence))
-    returncode = int(ended["returncode"])
-    killed = oom_killed(ended["pid"]) if signal_of(returncode) == signal.SIGKILL else None
+        return Failure(kind, ended.message or "", evidence, advice_for(kind, evidence))
+    killed = oom_killed(ended.pid) if signal_of(returncode) == signal.SIGKILL else None
     return classify_exit(returncode, without_escapes(tail), oom_killed=killed)
 
 

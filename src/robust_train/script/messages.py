@@ -10,12 +10,15 @@ nobody is ever blocked by it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from robust_train.events import Event, MalformedEvent, UserEvent
+from robust_train.events import parse as parse_event
 from robust_train.values import FailureKind
 
 # the launcher's own events, and the fields that it adds to each
@@ -39,10 +42,12 @@ _INT_FIELDS: dict[str, tuple[str, ...]] = {
     "progress": ("step",),
     "started": ("step",),
     "training_started": ("step",),
-    "micro_batch_changed": ("from", "to"),
-    "micro_batch_exhausted": ("from",),
 }
 _LARGEST_LINE = 50_000
+
+
+_OF_A_RUN = ("micro_batch_changed", "micro_batch_exhausted", "memory", "memory_cleared", "epoch")
+"""Events that :func:`robust_train.current_run` sends besides the documented messages."""
 
 
 class NotUnderstood(ValueError):
@@ -88,8 +93,6 @@ def parse(line: str) -> Message:
         total = fields.get("total_steps")
         if total is not None and not _is_whole_number(total):
             raise NotUnderstood("total_steps must be a whole number of 0 or more")
-    if event.startswith("micro_batch_"):
-        fields["training"] = bool(fields.get("training", True))
     if event == "checkpoint" and not (isinstance(fields.get("path"), str) and fields["path"]):
         raise NotUnderstood("checkpoint needs path, a text")
     if event == "result" and "value" not in fields:
@@ -100,6 +103,28 @@ def parse(line: str) -> Message:
             raise NotUnderstood(f"failed needs kind, one of {', '.join(kinds)}")
         fields["message"] = str(fields.get("message", "the script says so"))
     return Message(event, fields)
+
+
+def metrics_of(message: Message) -> dict[str, float]:
+    """Return the numbers of a ``progress`` message beside its steps."""
+    nested = message.fields.get("metrics")
+    fields = {**message.fields, **(nested if isinstance(nested, Mapping) else {})}
+    return {
+        key: value
+        for key, value in fields.items()
+        if key not in ("step", "total_steps") and isinstance(value, (int, float))
+    }
+
+
+def event_of(message: Message) -> Event:
+    """Return the event of any other message: one of a run's, or the script's own."""
+    if message.event in _OF_A_RUN:
+        with contextlib.suppress(MalformedEvent):
+            return parse_event({"event": message.event, **message.fields})
+    if message.event == "user" and isinstance(message.fields.get("event_name"), str):
+        fields = message.fields.get("fields")
+        return UserEvent(message.fields["event_name"], fields if isinstance(fields, dict) else {})
+    return UserEvent(message.event, message.fields)
 
 
 def _is_whole_number(value: Any) -> bool:

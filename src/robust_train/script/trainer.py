@@ -18,6 +18,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from robust_train.errors import Interrupted, UserError
+from robust_train.events import CheckpointSaved, ScriptEnded, ScriptStarted
 from robust_train.execution.environment import shared_machine_environment
 from robust_train.run import Run
 from robust_train.script.checkpoints import (
@@ -29,10 +30,18 @@ from robust_train.script.checkpoints import (
     stamps,
     write_stamps,
 )
-from robust_train.script.messages import LineReader, Message, NotUnderstood, parse
+from robust_train.script.messages import (
+    LineReader,
+    Message,
+    NotUnderstood,
+    event_of,
+    metrics_of,
+    parse,
+)
 from robust_train.script.process import Script
 from robust_train.script.settings import CommandSettings
 from robust_train.script.values import EVENTS_VARIABLE, ScriptValues
+from robust_train.values import FailureKind
 
 log = logging.getLogger("robust_train")
 
@@ -73,16 +82,14 @@ def train(cfg: DictConfig, run: Run) -> Any:
     events = run.run_dir / f"attempt-{run.attempt}.events"
     events.write_bytes(b"")
     attempt = _Attempt(run, settings, events, pattern, before, checkpoint)
-    run.record("script_started", {"argv": argv, "cwd": str(settings.cwd)})
+    run.report(ScriptStarted(tuple(argv), str(settings.cwd)))
     script = Script(argv, _environment(values, events), settings.cwd)
     try:
         returncode = script.wait(run, settings.stop_grace_seconds, attempt.look)
     finally:
         attempt.last_look()
-    run.record(
-        "script_ended",
-        {"returncode": returncode, "pid": script.pid, "failure": attempt.failure},
-    )
+    kind, message = attempt.failure or (None, None)
+    run.report(ScriptEnded(returncode, script.pid, kind, message))
     if run.stop_requested:
         raise Interrupted(f"the script was asked to stop and {_how(returncode)}")
     if returncode != 0:
@@ -104,7 +111,7 @@ class _Attempt:
         checkpoint: Path | None,
     ) -> None:
         self.result: Any = None
-        self.failure: dict[str, str] | None = None
+        self.failure: tuple[FailureKind, str] | None = None
         self._run = run
         self._cwd = settings.cwd
         self._lines = LineReader(events)
@@ -144,9 +151,9 @@ class _Attempt:
     def _take(self, message: Message) -> None:
         fields = dict(message.fields)
         if message.event == "progress":
-            step = fields.pop("step")
-            total = fields.pop("total_steps", None)
-            self._run.progress(step, total_steps=total, **fields)
+            self._run.progress(
+                fields["step"], total_steps=fields.get("total_steps"), **metrics_of(message)
+            )
         elif message.event in ("started", "training_started"):
             self._run.started(fields["step"])
         elif message.event == "checkpoint":
@@ -156,9 +163,9 @@ class _Attempt:
         elif message.event == "result":
             self.result = fields["value"]
         elif message.event == "failed":
-            self.failure = {"kind": fields["kind"], "message": fields["message"]}
+            self.failure = FailureKind(fields["kind"]), fields["message"]
         else:
-            self._run.record(message.event, fields)
+            self._run.report(event_of(message))
 
 
 def _values(cfg: DictConfig, run: Run, checkpoint: Path | None = None) -> ScriptValues:
@@ -211,7 +218,7 @@ def _checkpoint(pattern: str | None, before: Mapping[str, Stamp], run: Run) -> P
 
 
 def _tell_checkpoint(run: Run, path: Path, step: Any = None) -> None:
-    run.record("checkpoint", {"path": str(path), "step": run.last_step if step is None else step})
+    run.report(CheckpointSaved(str(path), run.last_step if step is None else step))
 
 
 def _stamp(path: Path) -> Stamp | None:
