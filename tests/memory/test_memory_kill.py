@@ -15,15 +15,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from robust_train.queue.cuda_processes import (
+from robust_train.cli.kill import choose, end_all
+from robust_train.gpu.processes import (
     CudaProcess,
-    Listed,
-    ancestors_of,
-    choose,
+    CudaProcesses,
     list_cuda_processes,
+    started_at,
 )
-from robust_train.queue.ending import Handle, end_all
-from robust_train.queue.reservations import start_ticks
 from robust_train.values import GpuInfo, GpuProcess, Inventory
 from simulated_nvml import MIB, Gpu, Machine
 from terminal import run_at_a_terminal
@@ -261,7 +259,7 @@ PIDS = st.lists(st.integers(1, 14))
 
 @given(PROCESSES, PIDS, st.sampled_from([0, 1000]), st.frozensets(st.integers(1, 14)))
 def test_nobody_but_the_permitted_is_ever_chosen(processes, named, uid, ancestors) -> None:
-    choice = choose(Listed(tuple(processes), {}), named, uid=uid, ancestors=ancestors)
+    choice = choose(CudaProcesses(tuple(processes), {}), named, uid=uid, ancestors=ancestors)
     for target in choice.targets:
         assert target in processes
         assert target.pid not in ancestors
@@ -322,7 +320,7 @@ def pidfd(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_number_that_another_process_has_now_is_never_signalled() -> None:
     innocent = subprocess.Popen(["sleep", "60"])
     try:
-        started = start_ticks(innocent.pid)
+        started = started_at(innocent.pid)
         assert started is not None
         handle = Handle(_process(innocent.pid, started - 1))
         (ending,) = end_all([handle], grace_seconds=0.1, last_seconds=0.1)
@@ -337,7 +335,7 @@ def test_a_number_that_another_process_has_now_is_never_signalled() -> None:
 @pytest.mark.usefixtures("pidfd")
 def test_a_process_that_ends_while_the_user_thinks_is_gone() -> None:
     process = subprocess.Popen(["sleep", "60"])
-    handle = Handle(_process(process.pid, start_ticks(process.pid) or 0))
+    handle = Handle(_process(process.pid, started_at(process.pid) or 0))
     assert not handle.has_ended()
     process.kill()
     process.wait()
@@ -353,7 +351,7 @@ def test_sigterm_comes_first_and_sigkill_after_the_grace() -> None:
     polite = subprocess.Popen(["sleep", "60"])
     assert stubborn.stdout is not None
     stubborn.stdout.readline()
-    handles = [Handle(_process(p.pid, start_ticks(p.pid) or 0)) for p in (stubborn, polite)]
+    handles = [Handle(_process(p.pid, started_at(p.pid) or 0)) for p in (stubborn, polite)]
     endings = end_all(handles, grace_seconds=0.3, last_seconds=20)
     for handle in handles:
         handle.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pwd
+import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -130,6 +131,33 @@ def started_at(pid: int) -> float | None:
         return round(psutil.Process(pid).create_time() - booted, 2)
     except psutil.Error:
         return None
+
+
+def send_signal(pid: int, started: float, signum: signal.Signals) -> bool:
+    """Signal a process that is known by number and start; False if it has ended.
+
+    Raises:
+        PermissionError: it is another user's.
+    """
+    try:
+        process = psutil.Process(pid)
+        if not is_there(pid, started):
+            return False
+        process.send_signal(signum)  # compares the start once more
+    except psutil.AccessDenied as error:
+        raise PermissionError from error
+    except psutil.NoSuchProcess:
+        return False
+    return True
+
+
+def is_there(pid: int, started: float) -> bool:
+    """Whether that process has not ended; a zombie has: it holds nothing any more."""
+    try:
+        status = psutil.Process(pid).status()
+    except psutil.Error:
+        return False
+    return status != psutil.STATUS_ZOMBIE and started_at(pid) == started
 
 
 def user_name(uid: int) -> str:

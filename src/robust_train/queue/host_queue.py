@@ -143,6 +143,7 @@ class HostQueue:
 
     def exclude(self, uuid: str, reason: str) -> None:
         """Have the host's jobs avoid a GPU that proved unhealthy."""
+        log.warning("%s is excluded for the jobs of this host: %s", uuid, reason)
         if self._registry is not None:
             exclude(self._registry.directory, uuid, reason)
 
@@ -250,9 +251,9 @@ class HostQueue:
         """Update the record; nothing if others decide just now, or nothing can be written."""
         assert self._reservation is not None
         assert self._registry is not None
-        with contextlib.suppress(RegistryBusy, QueueProblem):
-            with self._registry.locked(_REPORT_SECONDS):
-                self._reservation.update(record)
+        unless = contextlib.suppress(RegistryBusy, QueueProblem)
+        with unless, self._registry.locked(_REPORT_SECONDS):
+            self._reservation.update(record)
 
     def _read(self, processes: bool) -> Visible:
         """Read the GPUs, those that are excluded marked as unusable."""

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from robust_train.gpu.nvml_session import known_session
+from robust_train.gpu.processes import user_name
 from robust_train.gpu.visible import Visible
 from robust_train.queue.inotify import Watch
 from robust_train.queue.records import JobRecord, JobState
@@ -28,7 +29,6 @@ from robust_train.queue.reservations import (
     RegistryBusy,
     Reservation,
     boottime,
-    user_name,
 )
 from robust_train.queue.scheduler import (
     GpuReservation,

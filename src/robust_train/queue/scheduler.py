@@ -167,10 +167,11 @@ def untaken(before: Untaken, granted: Iterable[str], now: float) -> Untaken:
         granted: ids of the other jobs that get GPUs by the plan now.
         now: seconds.
     """
-    return {
-        id_: (before[id_][0] if id_ in before and now - before[id_][1] <= _UNSEEN_SECONDS else now, now)
-        for id_ in granted
-    }
+    noted = {}
+    for id_ in granted:
+        since, seen = before.get(id_, (now, now))
+        noted[id_] = (since if now - seen <= _UNSEEN_SECONDS else now, now)
+    return noted
 
 
 def to_pass_over(noted: Untaken, now: float) -> frozenset[str]:
@@ -284,7 +285,9 @@ class _GpuState:
 class _Planner:
     """Serves one job after the other; what one gets is gone for the next."""
 
-    def __init__(self, reservations: Sequence[GpuReservation], gpus: Sequence[GpuInfo], now: float) -> None:
+    def __init__(
+        self, reservations: Sequence[GpuReservation], gpus: Sequence[GpuInfo], now: float
+    ) -> None:
         self._now = now
         self._states = _states(reservations, gpus)
         self._open = [state for state in self._states.values() if state.count < state.limit]
@@ -318,8 +321,12 @@ class _Planner:
         found = [state for state in self._open if state.suits(job)]
         if job.jobs_per_device > 1:
             # the tightest fit leaves room for large jobs
-            return sorted(found, key=lambda state: (self._first_could(state), state.usable, _tie(state)))
-        return sorted(found, key=lambda state: (self._first_could(state), -state.usable, _tie(state)))
+            return sorted(
+                found, key=lambda state: (self._first_could(state), state.usable, _tie(state))
+            )
+        return sorted(
+            found, key=lambda state: (self._first_could(state), -state.usable, _tie(state))
+        )
 
     def _choose(self, job: WaitingJob) -> Sequence[_GpuState]:
         """Return all the GPUs that it needs, or none."""
@@ -366,7 +373,9 @@ class _Planner:
         self._largest = max((state.usable for state in self._open), default=-1)
 
 
-def _states(reservations: Collection[GpuReservation], gpus: Sequence[GpuInfo]) -> dict[str, _GpuState]:
+def _states(
+    reservations: Collection[GpuReservation], gpus: Sequence[GpuInfo]
+) -> dict[str, _GpuState]:
     by_gpu: dict[str, list[GpuReservation]] = {}
     shut = False
     for reservation in reservations:
