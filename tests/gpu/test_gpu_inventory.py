@@ -432,7 +432,7 @@ def test_a_closed_session_lets_the_gpus_be_reset_and_the_next_call_opens_another
 def test_cudas_numbers_are_known_where_both_lists_surely_agree(
     machine_with: MachineWith, sliced: bool
 ) -> None:
-    machine = machine_with(Gpu(mig=[Slice()] if sliced else None), Gpu())
+    machine = machine_with(Gpu(mig=[Slice(5000)] if sliced else None), Gpu())
     seen = [gpu["cuda_index"] for gpu in read(machine)["gpus"]]
     assert seen == ([None, None] if sliced else [0, 1])
     if not sliced:
