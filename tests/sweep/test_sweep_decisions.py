@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from pathlib import Path
 
+import psutil
 import pytest
+from omegaconf import OmegaConf
 
-from robust_train.sweep.capacity import jobs_at_once
+from robust_train.gpu import inventory
+from robust_train.sweep.capacity import count_gpus, jobs_at_once
 from robust_train.sweep.live_table import LiveRow, most_important
 from robust_train.sweep.plugins_of_others import misplaced_launcher
 from robust_train.sweep.record import Entry, JobRecord, decide, read_record, set_aside
@@ -71,6 +75,14 @@ def test_as_many_jobs_at_once_as_there_is_room_for(
         n_jobs, jobs=jobs, gpus=gpus, jobs_per_gpu=per_gpu, gpus_per_job=per_job, cpus=cpus
     )
     assert found == at_once
+
+
+def test_a_driver_that_hangs_does_not_hold_a_sweep_up(monkeypatch: pytest.MonkeyPatch, caplog):
+    monkeypatch.setattr(inventory, "read_inventory", lambda **options: time.sleep(600))
+    before = psutil.Process().children()
+    assert count_gpus(OmegaConf.create({"device": "auto"}), limit_seconds=0.2) == 0
+    assert psutil.Process().children() == before, "it is not left behind where it can be killed"
+    assert "hydra.launcher.n_jobs" in caplog.text
 
 
 def row(status: str, exit_code: int):

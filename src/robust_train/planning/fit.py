@@ -31,7 +31,7 @@ class Peak:
     Attributes:
         batch_size: micro-batch, samples.
         accumulates: the step has more than one micro-batch.
-        tensors_bytes: of tensors, and of what kernels hold while they run.
+        tensors_bytes: of tensors, and of kernels while they run.
         parts: the same by category at that moment.
     """
 
@@ -42,17 +42,17 @@ class Peak:
 
     @property
     def allocated_bytes(self) -> int:
-        """What ``torch.cuda.max_memory_allocated`` will tell: tensors and cuBLAS's workspaces."""
+        """Return the expected ``torch.cuda.max_memory_allocated``, cuBLAS's workspaces included."""
         return self.tensors_bytes + WORKSPACE_BYTES
 
     @property
     def gpu_bytes(self) -> int:
-        """What must be free on a GPU, the context and the allocator's cache included."""
+        """Return what must be free on a GPU, the context and the allocator's cache included."""
         return footprint(self.allocated_bytes)
 
 
 def fits(peak: Peak, free_bytes: int, total_bytes: int, fraction: float) -> bool:
-    """Whether a step goes through on a GPU.
+    """Return whether a step fits on a GPU.
 
     Args:
         peak: of the step.

@@ -6,7 +6,7 @@ import base64
 import functools
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -31,18 +31,16 @@ _LONGEST_VALUE = 200
 
 
 def write_report(run_dir: Path) -> Path | None:
-    """Write ``report.html`` into a run folder. Whatever goes wrong costs a warning, not the job.
+    """Write ``report.html`` into a run folder; None, after a warning, where that fails."""
+    return try_to_save(run_dir / FILE_NAME, lambda: job_page(story_of(read_sources(run_dir))))
 
-    Args:
-        run_dir: the run folder.
 
-    Returns:
-        The file, None where it could not be written.
-    """
+def try_to_save(path: Path, page: Callable[[], str]) -> Path | None:
+    """Make a page and write it; None after a warning where either fails."""
     try:
-        return save(run_dir / FILE_NAME, job_page(story_of(read_sources(run_dir))))
+        return save(path, page())
     except OSError as error:
-        log.warning("cannot write %s: %s", run_dir / FILE_NAME, error.strerror or error)
+        log.warning("cannot write %s: %s", path, error.strerror or error)
     except Exception as error:  # a job that trained for days must not fail for its report
         log.warning("no report: %s: %s", type(error).__name__, error, exc_info=log.isEnabledFor(10))
     return None
@@ -70,7 +68,6 @@ def job_page(story: Story) -> str:
         tiles=_tiles(story),
         shares=shares(story.seconds),
         results=_results(story.result),
-        rows=[_row(attempt, story.files) for attempt in story.attempts],
         traceback=_traceback(story.attempts),
         timeline=timeline,
         memory=figures.memory_figures(story),
@@ -105,13 +102,20 @@ def _environment() -> Environment:
         policy=f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; "
         "base-uri 'none'; form-action 'none'",
     )
+    environment.tests["in_attempt"] = lambda name, number: name.startswith(f"oom-attempt-{number}.")
     environment.filters.update(
         svg=Markup,
         duration=readable.duration,
         memory=readable.memory,
         percent=readable.percent,
         moment=readable.moment,
+        size=figures.size_text,
+        count=lambda number: "?" if number is None else f"{number:,}",
+        outcome=lambda name: wording.OUTCOMES.get(name, name.replace("_", " ")),
+        action=lambda name: wording.ACTIONS.get(name, (name or "").replace("_", " ")),
         words=lambda text: str(text).replace("_", " "),
+        value=value_text,
+        shares=shares,
         link=lambda text: quote(str(text), safe="/", errors="replace"),
     )
     return environment
@@ -162,26 +166,6 @@ def _results(result: Any) -> list[tuple[str, str]]:
     if isinstance(result, Mapping):
         return [(str(name), value_text(value)) for name, value in result.items()]
     return [] if result is None or finite(result) is not None else [("result", value_text(result))]
-
-
-def _row(attempt: AttemptStory, files: Sequence[str]) -> dict[str, Any]:
-    end = "?" if attempt.end_step is None else f"{attempt.end_step:,}"
-    peak = attempt.peak_memory_bytes
-    log_file = f"attempt-{attempt.number}.log"
-    action = attempt.action or ""
-    return {
-        "attempt": attempt,
-        "log": log_file if log_file in files else None,
-        "size": figures.size_text(attempt),
-        "effective": attempt.effective_batch_size,
-        "steps": f"{attempt.start_step:,} – {end}",
-        "outcome": wording.OUTCOMES.get(attempt.outcome, attempt.outcome.replace("_", " ")),
-        "peak": None if peak is None else readable.memory(peak),
-        "next": wording.ACTIONS.get(action, action.replace("_", " ")),
-        "oom_files": [name for name in files if name.startswith(f"oom-attempt-{attempt.number}.")],
-        "why": attempt.message if attempt.outcome != "completed" else None,
-        "reason": attempt.reason if attempt.action not in (None, "none", "give_up") else None,
-    }
 
 
 def _traceback(attempts: Sequence[AttemptStory]) -> str | None:

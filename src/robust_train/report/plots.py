@@ -260,12 +260,12 @@ def _lanes(content: Chart, x: Scale, top: float) -> Iterator[str]:
         yield f'<path class="grid" d="M{x.start:g},{middle:g}H{x.stop:g}"/>'
         yield f'<text class="tick end" x="{x.start - 7:g}" y="{middle + 4:g}">{_text(label)}</text>'
         own = [glyph for glyph in content.glyphs if glyph.kind == kind]
-        for place, group in itertools.groupby(own, key=lambda glyph: round(x(glyph.x) / 3)):
+        for column, group in itertools.groupby(own, key=lambda glyph: round(x(glyph.x) / 3)):
             texts = [glyph.text for glyph in group]
             title = "\n".join(shortened(text, _LONGEST_TEXT) for text in texts[:_TEXTS_A_GLYPH])
             if len(texts) > _TEXTS_A_GLYPH:
                 title += f"\n… {len(texts)} in all"
-            at = min(max(3.0 * place, x.start), x.stop)
+            at = min(max(3.0 * column, x.start), x.stop)
             yield (
                 f'<path class="glyph {kind}" transform="translate({at:g},{middle:g})" '
                 f'd="{_GLYPHS[kind]}"><title>{_text(title)}</title></path>'

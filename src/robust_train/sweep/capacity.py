@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import select
 import signal
@@ -10,7 +11,8 @@ import signal
 import psutil
 from omegaconf import DictConfig, OmegaConf
 
-_LIMIT_SECONDS = 30.0
+log = logging.getLogger("robust_train")
+
 _REAP_SECONDS = 2.0
 
 
@@ -41,12 +43,12 @@ def jobs_at_once(
     return max(1, min(wanted, jobs))
 
 
-def count_gpus(config: DictConfig) -> int:
+def count_gpus(config: DictConfig, limit_seconds: float = 30.0) -> int:
     """Return the number of GPUs that a job of this config may take; 0 if the driver hangs."""
     device = str(OmegaConf.select(config, "device", default="auto"))
     if OmegaConf.select(config, "auto_device", default=True) or device in ("auto", "cuda"):
-        return _count_in_a_child()
-    return 0 if device == "cpu" else min(1, _count_in_a_child())
+        return _count_in_a_child(limit_seconds)
+    return 0 if device == "cpu" else min(1, _count_in_a_child(limit_seconds))
 
 
 def count_cpus() -> int:
@@ -54,7 +56,7 @@ def count_cpus() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _count_in_a_child(limit_seconds: float = _LIMIT_SECONDS) -> int:
+def _count_in_a_child(limit_seconds: float) -> int:
     """Count in a process of its own: jobs must not inherit NVML's state.
 
     A child that hangs in the driver cannot even be killed, so it is left behind.
@@ -72,6 +74,11 @@ def _count_in_a_child(limit_seconds: float = _LIMIT_SECONDS) -> int:
         if select.select([answer], [], [], limit_seconds)[0]:
             text = answer.read()
         else:
+            log.warning(
+                "the NVIDIA driver has not answered for %.0f s and may be wedged: this sweep does "
+                "not count its GPUs; hydra.launcher.n_jobs chooses how many jobs run at once",
+                limit_seconds,
+            )
             os.kill(pid, signal.SIGKILL)
     with contextlib.suppress(psutil.Error):  # it hangs: its end is not worth waiting for
         psutil.Process(pid).wait(_REAP_SECONDS)

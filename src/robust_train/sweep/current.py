@@ -156,8 +156,8 @@ def _enter_sweep(job: CurrentJob, config: DictConfig) -> None:
         reuse(job.record, job.folder)
         return
     try:
-        if entry is Entry.RUN_ANEW and (place := set_aside(job.folder)) is not None:
-            log.info("what an earlier job left in this run folder is now in %s", place)
+        if entry is Entry.RUN_ANEW and (earlier := set_aside(job.folder)) is not None:
+            log.info("what an earlier job left in this run folder is now in %s", earlier)
         # else a job that dies early would seem to have ended as the one before it
         (job.folder / "summary.json").unlink(missing_ok=True)
     except OSError as error:

@@ -1,7 +1,7 @@
 """``sweep_job.json``: what a sweep knows of a job, and what a repeated sweep does with it.
 
-It lies in the job's run folder from the job's start, whichever launcher runs the job, and tells a
-later launch of the same sweep which overrides the folder was used with.
+It lies in the job's run folder from the job's start, whichever launcher runs the job. From it a
+later launch of the same sweep reads which overrides the folder was used with.
 """
 
 from __future__ import annotations
@@ -124,12 +124,12 @@ def set_aside(folder: Path) -> Path | None:
     if not left:
         return None
     number = 1
-    while (place := folder / f"earlier-{number}").exists():
+    while (earlier := folder / f"earlier-{number}").exists():
         number += 1
-    place.mkdir()
+    earlier.mkdir()
     for item in left:
-        item.rename(place / item.name)
-    return place
+        item.rename(earlier / item.name)
+    return earlier
 
 
 def _is_of_the_new_job(item: Path) -> bool:

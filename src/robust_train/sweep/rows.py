@@ -170,10 +170,10 @@ def exit_code_of(rows: Sequence[SweepRow]) -> int:
 
 def job_folders(sweep_folder: Path) -> Iterator[Path]:
     """Yield every run folder of a sweep; ``hydra.sweep.subdir`` may have several levels."""
-    for place, names, files in os.walk(sweep_folder):
+    for folder, names, files in os.walk(sweep_folder):
         if ".hydra" in names or "sweep_job.json" in files:
             names.clear()  # no job lies inside another
-            yield Path(place)
+            yield Path(folder)
         else:
             names[:] = sorted(name for name in names if not name.startswith("."))
 
