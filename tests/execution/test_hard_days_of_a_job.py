@@ -152,3 +152,30 @@ def test_a_library_that_starts_native_threads_is_imported_by_each_attempt(world:
     assert ended.returncode == 0, ended.output
     assert ended.stdout.count("starts_a_native_thread starts a thread when it is imported") == 1
     assert [a["outcome"] for a in ended.attempts] == ["host_oom", "completed"]
+
+
+def test_a_signal_to_every_process_of_a_script_lets_it_save(world: World):
+    ready, saved = world.folder / "ready", world.folder / "saved"
+    polite = Path(__file__).parents[1] / "command" / "scripts" / "polite.py"
+    process = world.start(
+        "trainer=command",
+        f"trainer.argv=[{sys.executable},{polite},{ready},{saved}]",
+        f"trainer.checkpoint_glob={saved}",
+    )
+    wait_until(ready.exists, "the script runs")
+    for one in reversed(tree(process.pid)):
+        one.send_signal(signal.SIGTERM)
+    ended = world.end(process)
+    assert ended.returncode == 143, ended.output
+    assert ended.summary["checkpoint"] == str(saved)
+
+
+def test_a_signal_to_every_process_of_the_built_in_trainer_lets_it_save(world: World):
+    process = world.start("dataset=digits", "training.epochs=1000", "training.num_workers=2")
+    log = world.run_dir / "journal.jsonl"
+    wait_until(lambda: log.exists() and '"progress"' in log.read_text(), "it trains")
+    for one in reversed(tree(process.pid)):
+        one.send_signal(signal.SIGTERM)
+    ended = world.end(process)
+    assert ended.returncode == 143, ended.output
+    assert Path(ended.summary["checkpoint"]).exists()
