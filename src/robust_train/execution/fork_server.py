@@ -31,7 +31,7 @@ from robust_train.execution.linux import JOB_MARKER, become_subreaper, is_marked
 from robust_train.execution.output import OutputPump
 from robust_train.execution.request import AttemptRequest
 from robust_train.execution.screen import waiting_screens
-from robust_train.execution.signals import SignalWatch
+from robust_train.execution.signals import SignalWatch, stop_signal
 from robust_train.execution.stall import DUMP_STACKS, STACKS_SECONDS, StallWatch
 from robust_train.execution.trainer_ref import TrainerRef
 from robust_train.execution.wire import (
@@ -179,7 +179,7 @@ class ForkServer:
             nonlocal stop_sent
             if forked and not stop_sent:
                 stop_sent = True
-                self._send(Signal(signal.SIGTERM))
+                self._send(Signal(stop_signal(os.environ)))
 
         def stop(signum: int) -> None:
             clock.stop()

@@ -36,6 +36,8 @@ from robust_train.values import Evidence, Failure, FailureKind, Outcome
 
 log = logging.getLogger("robust_train")
 
+_SIGNAL_SECONDS = 0.5
+
 
 class ProcessExecutor:
     """Runs attempts in processes of their own.
@@ -140,6 +142,7 @@ class ProcessExecutor:
         except ServerDied as death:
             exited = Exited(None, death.returncode)
             tail = self._end_server()
+        self._await_signal(progress)
         seconds = time.monotonic() - started
         if isinstance(progress.ending, Failed) and progress.ending.config_error:
             raise ConfigError(progress.ending.config_error)
@@ -164,6 +167,16 @@ class ProcessExecutor:
         if runs_script and failure is not None:
             return replace(outcome, traceback=last_words(tail, log_path.name), error=None)
         return outcome
+
+    def _await_signal(self, progress: AttemptProgress) -> None:
+        """Wait a moment for our own signal: a stop of all processes may reach the attempt first."""
+        ending = progress.ending
+        if not isinstance(ending, Failed) or ending.stopped_for is not None:
+            return
+        deadline = time.monotonic() + _SIGNAL_SECONDS
+        is_stop = ending.failure.kind is FailureKind.INTERRUPTED
+        while is_stop and self._signals.received is None and time.monotonic() < deadline:
+            time.sleep(0.02)
 
     def close(self, *, keep_server: bool) -> None:
         """Release the server: for the next job of this process, or for good."""

@@ -6,15 +6,22 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType, TracebackType
 from typing import Any
 
 from robust_train.errors import WARNING_SIGNALS, JobInterrupted
+from robust_train.values import UNDER_SUBMITIT
 
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-UNDER_SUBMITIT = "SUBMITIT_EXECUTOR"
-"""Set in the jobs that submitit runs."""
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+"""What an attempt takes as a wish to stop. Whoever stops a whole job sends one to every process."""
+
+
+def stop_signal(environ: Mapping[str, str]) -> signal.Signals:
+    """Return the signal with which a launcher asks an attempt to stop."""
+    return signal.SIGINT if UNDER_SUBMITIT in environ else signal.SIGTERM
 
 
 class SignalWatch:
