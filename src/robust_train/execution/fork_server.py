@@ -1,6 +1,6 @@
 """The launcher's side of the fork server: start it early, have libraries imported, run attempts.
 
-Why not :mod:`multiprocessing`'s: ours imports libraries when it is told to and says whether it may
+Why not :mod:`multiprocessing`'s: ours imports libraries at a chosen moment and checks that it may
 still be forked; it hands locks and sockets of the launcher to the attempt, gives that a process
 group and a parent-death signal, takes in what it leaves running, and ends with the launcher.
 """

@@ -49,7 +49,7 @@ class ProcessExecutor:
         signals: the launcher's signals.
 
     Raises:
-        ConfigError: the trainer cannot be imported, as far as its source tells.
+        ConfigError: the trainer cannot be imported, as far as its source shows.
     """
 
     def __init__(

@@ -31,7 +31,7 @@ from robust_train.values import Failure, FailureKind
 
 _POLL_SECONDS = 0.05
 _LAST_WORDS_SECONDS = 1.0
-"""How long the others have after a failure: for a report of their own that tells more."""
+"""How long the others have after a failure: for a report of their own that explains more."""
 _AFTER_KILL_SECONDS = 5.0
 
 
