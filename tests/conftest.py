@@ -27,7 +27,7 @@ def world(tmp_path: pytest.TempPathFactory) -> World:
 
 @pytest.fixture
 def alone(world: World) -> None:
-    """Its launchers start as users' do: nothing is there before, and torch is imported anew."""
+    """Its launchers start as users do, also where torch is imported in their own process."""
     world.alone = True
 
 

@@ -252,6 +252,7 @@ def test_a_job_goes_on_when_its_journal_cannot_be_written(world: World):
     assert ended.summary["status"] == "completed"
 
 
+@pytest.mark.usefixtures("alone")
 def test_inline_attempts_run_in_the_launchers_process(world: World):
     ended = world.train("what_it_was_given", "isolation=none")
     assert ended.returncode == 0, ended.output
