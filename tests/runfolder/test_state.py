@@ -87,12 +87,22 @@ def test_progress_is_written_once_a_second_at_most(tmp_path: Path):
         json.dumps({**STATE.as_json(), "schema": 99}).encode(),
         json.dumps({**STATE.as_json(), "waiting": 3}).encode(),
         json.dumps({**STATE.as_json(), "step": True}).encode(),
+        json.dumps({**STATE.as_json(), "started": float("nan")}).encode(),
+        json.dumps(STATE.as_json()).replace("1.0", "1e999").encode(),
     ],
     ids=lambda content: repr(content[:20]),
 )
 def test_torn_foreign_and_wrongly_typed_files_are_no_state(tmp_path: Path, content: bytes):
     (tmp_path / "state.json").write_bytes(content)
     assert read_state(tmp_path) is None
+
+
+def test_control_characters_do_not_reach_a_terminal():
+    found = RunState.parse(
+        json.dumps({**STATE.as_json(), "name": "a\x1b[2Jb", "waiting": {"reason": "\n"}})
+    )
+    assert found is not None
+    assert (found.name, found.waiting) == ("a?[2Jb", {"reason": "?"})
 
 
 @given(st.binary(max_size=200) | st.text(max_size=200).map(lambda t: json.dumps(t).encode()))

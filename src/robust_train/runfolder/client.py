@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from robust_train.files import read_small, replacing
+from robust_train.files import parse_json, read_small, replacing
 from robust_train.runfolder.lock import is_held
 from robust_train.runfolder.requests import ANSWER, NEW, REQUESTS
 from robust_train.runfolder.runs import Run
@@ -95,7 +95,7 @@ def _wait_for(answer: Path, request: Path, run: Run, wait_seconds: float) -> dic
     while True:
         names = os.listdir(answer.parent)  # not a look-up, which a network disk may have cached
         if answer.name in names:
-            reply = json.loads(read_small(answer, _MAX_ANSWER_BYTES)[0])
+            reply = parse_json(read_small(answer, _MAX_ANSWER_BYTES)[0])
             answer.unlink(missing_ok=True)
             return dict(reply)
         waited = time.monotonic() - started

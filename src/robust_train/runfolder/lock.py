@@ -21,7 +21,7 @@ import psutil
 
 from robust_train.errors import ConfigError
 from robust_train.events import from_json
-from robust_train.files import read_small
+from robust_train.files import parse_json, read_small
 
 log = logging.getLogger("robust_train")
 
@@ -67,8 +67,8 @@ class Holder:
     def parse(cls, data: bytes) -> Holder | None:
         """Return the holder in the content of a lock; None where that is empty or torn."""
         try:
-            return from_json(cls, json.loads(data))
-        except (ValueError, RecursionError):
+            return from_json(cls, parse_json(data))
+        except ValueError:  # MalformedEvent among them
             return None
 
     @property

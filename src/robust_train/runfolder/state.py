@@ -24,7 +24,7 @@ from robust_train.events import (
     TrainingStarted,
     from_json,
 )
-from robust_train.files import read_small, replacing
+from robust_train.files import parse_json, read_small, replacing
 from robust_train.runfolder.journal import strict_json
 
 log = logging.getLogger("robust_train")
@@ -113,8 +113,8 @@ class RunState:
     def parse(cls, data: bytes | str) -> RunState | None:
         """Return the state in the content of a file; None where that is not a state of ours."""
         try:
-            found = from_json(cls, json.loads(data))
-        except (ValueError, RecursionError):  # MalformedEvent among them
+            found = from_json(cls, parse_json(data))
+        except ValueError:  # MalformedEvent among them
             return None
         return found if found.schema == SCHEMA else None
 
