@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import pty
+import shutil
 import subprocess
 import sys
 import time
@@ -172,3 +173,12 @@ class World:
         """The same world with more environment variables."""
         self.environ |= dict(more)
         return self
+
+    def with_libraries(self) -> World:
+        """The same world with ``tests/libraries`` installed."""
+        base = self.folder / "installed"
+        version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+        packages = base / "lib" / version / "site-packages"
+        shutil.copytree(TESTS / "libraries", packages)
+        path = f"{self.environ['PYTHONPATH']}:{packages}"
+        return self.with_environ({"PYTHONUSERBASE": str(base), "PYTHONPATH": path})

@@ -6,6 +6,7 @@ import base64
 import contextlib
 import inspect
 import mmap
+import multiprocessing.util
 import os
 import pickle
 import signal
@@ -234,17 +235,20 @@ def stop_on_signals(stop: Callable[[], None]) -> Iterator[None]:
             stopped.set()
             stop()
 
-    def in_worker() -> None:
+    def in_fork() -> None:
+        with contextlib.suppress(ValueError):  # forked by a thread
+            for signum in watched:
+                signal.signal(signum, signal.SIG_DFL)
+
+    def in_worker(stopped: _StopTime) -> None:
         # torch's workers have handlers in C, which a blocked signal does not reach
         signal.pthread_sigmask(signal.SIG_BLOCK, watched)
-        for signum in watched:
-            with contextlib.suppress(ValueError):
-                signal.signal(signum, signal.SIG_DFL)
         threading.Thread(target=_end_at_signal, args=(watched, stopped), daemon=True).start()
 
     for signum in watched:
         signal.signal(signum, on_signal)
-    os.register_at_fork(after_in_child=in_worker)
+    os.register_at_fork(after_in_child=in_fork)
+    multiprocessing.util.register_after_fork(stopped, in_worker)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     yield
 

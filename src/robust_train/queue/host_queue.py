@@ -99,6 +99,10 @@ class HostQueue:
             self._do_without(problem)
         return self._read_memory().gpus
 
+    def look(self) -> Visible:
+        """All GPUs that the job may use, those that proved sick marked as unusable."""
+        return self._read(False)
+
     def take(self, uuids: Sequence[str], claim_bytes: int) -> bool:
         """Make sure that the reservation is for the next attempt's GPUs, if there are any.
 

@@ -44,7 +44,7 @@ class Signals(Protocol):
     def watches(self, signum: int) -> bool:
         """Whether that signal stops the job."""
 
-    def tell(self, signum: int) -> None:
+    def deliver(self, signum: int) -> None:
         """Act as if the signal had come."""
 
 
@@ -133,7 +133,7 @@ class RunFolder:
         sweep = self._sweep_folder
         if sweep is not None and self._signals.received is None and sweep_stop_requested(sweep):
             log.info("the sweep is stopped by robust-train run stop")
-            self._signals.tell(signal.SIGTERM)
+            self._signals.deliver(signal.SIGTERM)
 
     def queued(self, job_id: str | None) -> None:
         """Take over the job's id in the host's queue."""
