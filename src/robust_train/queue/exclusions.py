@@ -1,4 +1,4 @@
-"""GPUs that proved sick under a job of ours: avoided by the host's jobs for a while.
+"""GPUs that proved unhealthy under a job: excluded for the host's jobs for a while.
 
 One small file a GPU and user in the queue directory. It counts for half an hour, so nobody's file
 can shut a GPU for ever; after that the GPU's own health alone decides, and it is tried again.
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from robust_train.queue.queue_dir import QueueDir, read_small
+from robust_train.queue.records import printable
 from robust_train.queue.reservations import boottime
 from robust_train.values import GpuInfo
 
@@ -24,7 +25,7 @@ _FILE = re.compile(r"sick\.([A-Za-z0-9-]{1,80})\.(\d{1,10})", re.ASCII)
 
 
 @dataclass(frozen=True)
-class Sick:
+class Exclusion:
     """A GPU to be avoided.
 
     Attributes:
@@ -40,16 +41,16 @@ class Sick:
     uid: int
 
     def sentence(self, now: float) -> str:
-        """For people: what happened, how long ago, and for how long it counts."""
+        """Return what happened, how long ago, and for how long it counts."""
         ago, left = (now - self.since) / 60, (SECONDS - (now - self.since)) / 60
         return (
-            f"it failed under a job {ago:.0f} min ago ({self.reason}) and is avoided for another "
+            f"it failed under a job {ago:.0f} min ago ({self.reason}) and is excluded for another "
             f"{left:.0f} min (robust-train doctor --clear {self.uuid})"
         )
 
 
-def read_sick(directory: QueueDir) -> list[Sick]:
-    """The GPUs to be avoided now; what cannot be read or is too old does not count."""
+def read_exclusions(directory: QueueDir) -> list[Exclusion]:
+    """Return the GPUs to be avoided now; what cannot be read or is too old does not count."""
     found, now = [], boottime()
     for name in directory.names():
         parts = _FILE.fullmatch(name)
@@ -57,25 +58,25 @@ def read_sick(directory: QueueDir) -> list[Sick]:
         if parts is None or fd is None:
             continue
         try:
-            told = json.loads(read_small(fd, _LIMIT_BYTES))
-            uid = os.fstat(fd).st_uid
-            sick = Sick(parts[1], _printable(str(told["reason"])), float(told["since"]), uid)
-        except (ValueError, TypeError, KeyError, RecursionError):
+            values = json.loads(read_small(fd, _LIMIT_BYTES))
+            reason = printable(str(values["reason"]), _MOST_TEXT)
+            since, uid = float(values["since"]), os.fstat(fd).st_uid
+        except (ValueError, TypeError, KeyError, RecursionError, OverflowError):
             continue
         finally:
             os.close(fd)
-        if 0 <= now - sick.since < SECONDS:
-            found.append(sick)
+        if 0 <= now - since < SECONDS:  # and not so for NaN
+            found.append(Exclusion(parts[1], reason, since, uid))
     return found
 
 
-def put_aside(directory: QueueDir, uuid: str, reason: str) -> None:
-    """Have a GPU avoided from now on; left out where the directory takes no more files."""
+def exclude(directory: QueueDir, uuid: str, reason: str) -> None:
+    """Have a GPU avoided from now on; nothing if the directory takes no more files."""
     name = f"sick.{uuid}.{os.geteuid()}"
     if not _FILE.fullmatch(name):
         return
     directory.remove(name)
-    content = json.dumps({"reason": _printable(reason), "since": boottime()})
+    content = json.dumps({"reason": printable(reason, _MOST_TEXT), "since": boottime()})
     with contextlib.suppress(OSError):
         fd = directory.create(name, 0o644)
         try:
@@ -85,7 +86,7 @@ def put_aside(directory: QueueDir, uuid: str, reason: str) -> None:
 
 
 def clear(directory: QueueDir, uuid: str) -> bool:
-    """Use a GPU again; False where nothing of the caller's own stood against it."""
+    """Use a GPU again; False if nothing of the caller's own excluded it."""
     mine = [f"sick.{uuid}.{os.geteuid()}"]
     if os.geteuid() == 0:
         mine = [name for name in directory.names() if name.startswith(f"sick.{uuid}.")]
@@ -93,16 +94,11 @@ def clear(directory: QueueDir, uuid: str) -> bool:
     return bool(removed)
 
 
-def without_sick(gpus: Sequence[GpuInfo], sick: Sequence[Sick]) -> tuple[GpuInfo, ...]:
-    """The GPUs, those to be avoided marked as unusable."""
+def mark_excluded(gpus: Sequence[GpuInfo], excluded: Sequence[Exclusion]) -> tuple[GpuInfo, ...]:
+    """Return the GPUs, those to be avoided marked as unusable."""
     now = boottime()
-    known = {item.uuid: item.sentence(now) for item in sick}
+    known = {item.uuid: item.sentence(now) for item in excluded}
     return tuple(
         replace(gpu, unusable=known[gpu.uuid]) if gpu.uuid in known and not gpu.unusable else gpu
         for gpu in gpus
     )
-
-
-def _printable(text: str) -> str:
-    line = (text.splitlines() or [""])[0]
-    return "".join(c if c.isprintable() else "?" for c in line)[:_MOST_TEXT]
