@@ -17,7 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = Parser(
         prog="robust-train cleanup",
-        description="Shows who holds memory, and has the live run give back what it does not use.",
+        description="Shows who holds memory, and has the live run release what it does not use.",
     )
     parser.add_argument("--json", action="store_true", help="for programs; sizes in bytes")
     add_run_argument(parser)

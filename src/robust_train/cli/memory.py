@@ -126,7 +126,7 @@ def _parser() -> Parser:
         return actions.add_parser(name, help=help, description=help, parents=[common])
 
     add_run_argument(action("info", "who holds memory on each GPU, and a live run's own figures"))
-    clear = action("clear", "give back what a live run holds and does not use")
+    clear = action("clear", "release what a live run holds and does not use")
     add_run_argument(clear)
     clear.add_argument(
         "--force",

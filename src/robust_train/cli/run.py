@@ -1,4 +1,4 @@
-"""``robust-train run``: list live runs, show how one stands, and steer it while it trains."""
+"""``robust-train run``: list live runs, show the state of one, and steer it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _RIGHT = {"pid", "attempt", "step", "for"}
 
 _VERBS = {
     "list": "your live runs",
-    "status": "how a run stands, or stood when it ended: state, device, batch, step, loss, last "
+    "status": "state of a live run, or the last one of a run that ended: device, batch, step, loss, last "
     "checkpoint, memory",
     "checkpoint": "save a checkpoint at the next step and train on",
     "halve-batch": "go on with half the micro-batch at the same effective batch size",
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Carry the command out; return the exit code.
 
     0: done (``status`` also for a run that has ended or died). 1: there is no such run, or it does
-    not do it, or not yet; one line says which.
+    not do it, or not yet.
     """
     parser = Parser(prog="robust-train run", description="List and steer runs.")
     commands = parser.add_subparsers(dest="command", required=True)

@@ -23,7 +23,7 @@ _NEED_NO_STEP = frozenset({"stop", "figures", "memory_info"})
 
 
 class ControlError(Exception):
-    """The run did not do it: one line that says why."""
+    """The run did not carry out the request: why, in one line."""
 
 
 class StillQueued(ControlError):
@@ -75,7 +75,7 @@ def ask(
 
 
 def status(run: Run) -> dict[str, Any]:
-    """Return how a run stands, with the attempt's own figures where it answers at once."""
+    """Return a run's state, with the attempt's own figures where it answers at once."""
     if run.status != "running":
         return run.about()
     figures: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""``state.json``: how a job stands, for whoever reads its run folder."""
+"""``state.json``: the state of a job, for every reader of its run folder."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ _MAX_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class RunState:
-    """How a job stands. Bytes and seconds (of the epoch); None where not known.
+    """State of a job. Bytes and seconds (of the epoch); None if unknown.
 
     Attributes:
         id: the job's id in ``robust-train queue``, or ``0-…`` for one that never queued.
-        name: what people know the job by.
+        name: ``job_name``, or what model and dataset, or the run folder, are called.
         run_dir: where the folder was when the job started.
         pid: of the launcher, on ``host``.
         started: when this launch began.
@@ -101,7 +101,7 @@ class RunState:
 
     @property
     def is_final(self) -> bool:
-        """Whether the job has ended and said how."""
+        """Whether the job has ended."""
         return self.state in FINAL
 
     def as_json(self) -> dict[str, Json]:
