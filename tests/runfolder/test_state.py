@@ -15,6 +15,7 @@ from robust_train.events import (
     AttemptStarted,
     BatchSizeFound,
     CheckpointSaved,
+    JobStarted,
     MemoryReported,
     MicroBatchChanged,
     Progress,
@@ -35,6 +36,7 @@ def test_events_of_an_attempt_are_folded():
     state = with_attempt(STATE, 2, AttemptStarted("cuda:0", 64, 2, 2, gpu_uuids=("A", "B")))
     assert (state.state, state.attempt, state.effective_batch_size) == ("running", 2, 256)
     for event in (
+        JobStarted("/run", "trainer", "c0ffee"),
         AttemptProcess(77),
         TrainingStarted(10),
         Progress(11, 100, {"loss": 0.5}),
@@ -50,6 +52,7 @@ def test_events_of_an_attempt_are_folded():
     assert (state.attempt, state.attempt_pid, state.step, state.total_steps) == (2, 77, 12, 100)
     assert (state.loss, state.memory, state.micro_batch) == (0.5, {"allocated": 5}, 32)
     assert (state.batch_size, state.checkpoint, state.checkpoint_step) == (32, "/c", 12)
+    assert state.job == "c0ffee"
     again = with_attempt(state, 3, AttemptStarted("cpu", 32, 4))
     assert (again.step, again.loss, again.attempt_pid, again.gpu_uuids) == (None, None, None, ())
     assert again.checkpoint == "/c"

@@ -23,8 +23,8 @@ _RIGHT = {"pid", "attempt", "step", "for"}
 
 _VERBS = {
     "list": "your live runs",
-    "status": "state of a live run, or the last one of a run that ended: device, batch, step, loss, last "
-    "checkpoint, memory",
+    "status": "state of a live run, or the last state of one that ended: device, batch, step, "
+    "loss, last checkpoint, memory",
     "checkpoint": "save a checkpoint at the next step and train on",
     "halve-batch": "go on with half the micro-batch at the same effective batch size",
     "stop": "save a checkpoint and end, as SIGTERM would; RUN may be a sweep's folder",

@@ -17,6 +17,7 @@ from robust_train.events import (
     BatchSizeFound,
     CheckpointSaved,
     Event,
+    JobStarted,
     Json,
     MemoryReported,
     MicroBatchChanged,
@@ -148,6 +149,8 @@ def after_event(state: RunState, event: Event) -> RunState:
         steps = event.gradient_accumulation_steps or state.gradient_accumulation_steps
         found = replace(state, batch_size=event.batch_size, gradient_accumulation_steps=steps)
         return _with_effective_batch(found)
+    if isinstance(event, JobStarted):
+        return replace(state, job=event.job)
     if isinstance(event, AttemptProcess):
         return replace(state, attempt_pid=event.pid)
     return state
