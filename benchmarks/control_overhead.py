@@ -15,9 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from robust_train.control.attempt import AttemptRequests
 from torch import nn
 
-from robust_train.control.attempt import AttemptRequests
 from robust_train.run import Run
 
 

@@ -29,9 +29,9 @@ def alone(world: World) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _own_control_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _own_list_of_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs of one test must not be found by those of another."""
-    monkeypatch.setenv("ROBUST_TRAIN_RUNTIME_DIR", str(tmp_path / "runtime"))
+    monkeypatch.setenv("ROBUST_TRAIN_STATE_DIR", str(tmp_path / "runs"))
 
 
 _LONG = (

@@ -14,7 +14,7 @@ import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from robust_train.values import Evidence, Failure, FailureKind
 
@@ -210,6 +210,14 @@ class RequestDone(Event):
 
 
 @dataclass(frozen=True)
+class AttemptProcess(Event):
+    """The attempt runs in process ``pid``; of several ranks, rank 0."""
+
+    name = "attempt_process"
+    pid: int
+
+
+@dataclass(frozen=True)
 class ScriptStarted(Event):
     """``trainer=command`` starts its program."""
 
@@ -397,6 +405,21 @@ def parse(data: object) -> Event:
         raise MalformedEvent(f"no event is called {data.get('event')!r}")
     event: Event = _build(found, data, found.name)
     return event
+
+
+T = TypeVar("T")
+
+
+def from_json(cls: type[T], data: object) -> T:
+    """Return the frozen dataclass ``cls`` from one JSON object; unknown keys are ignored.
+
+    Raises:
+        MalformedEvent: a field is missing or of another type.
+    """
+    if not isinstance(data, Mapping):
+        raise MalformedEvent("not an object")
+    found: T = _build(cls, data, cls.__name__)
+    return found
 
 
 def _build(cls: type[Any], data: Mapping[str, Any], where: str) -> Any:

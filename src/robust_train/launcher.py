@@ -20,8 +20,8 @@ from robust_train.batch.search import BatchSearch
 from robust_train.batch.sizes import BatchSizes
 from robust_train.config.batch import settle_batch_size
 from robust_train.config.schema import complete, validate
-from robust_train.control.job import JobControl
 from robust_train.errors import (
+    EXIT_BAD_CONFIG,
     AttemptsExhausted,
     ConfigError,
     JobInterrupted,
@@ -46,9 +46,10 @@ from robust_train.execution.signals import SignalWatch
 from robust_train.memory.stability import attempt_stability
 from robust_train.policy.decide import decide, decide_as_asked, first_attempt
 from robust_train.queue import devices
-from robust_train.queue.wait import NoGpu
+from robust_train.queue.wait import NoGpu, WaitStatus
 from robust_train.report import narration
 from robust_train.report.html import write_report
+from robust_train.runfolder.folder import RunFolder
 from robust_train.runfolder.identity import begin_job, complete_job, resume_from
 from robust_train.runfolder.journal import Journal
 from robust_train.runfolder.summary import (
@@ -64,6 +65,7 @@ from robust_train.settings import (
     name_of,
     policy_settings,
     run_folder,
+    sweep_folder,
     target_of,
 )
 from robust_train.values import (
@@ -145,11 +147,11 @@ class Job:
         self.trainer = trainer or target_of(cfg)
         self.settings = policy_settings(cfg, finds_batch_size=is_auto)
         self.run_dir = run_folder(run_dir)
-        self.earlier = begin_job(self.run_dir, resume=cfg.resume)
-        self.journal = Journal(self.run_dir / "journal.jsonl")
         self.signals = SignalWatch()
         name = devices.job_name(cfg, self.run_dir)
-        self.control = JobControl(name, self.run_dir, self.signals, os.environ)
+        self.folder = RunFolder(self.run_dir, name, self.signals, sweep_folder())
+        self.earlier = begin_job(self.run_dir, resume=cfg.resume)
+        self.journal = Journal(self.run_dir / "journal.jsonl")
         self.batch_sizes = BatchSizes(
             cfg, self.settings, self.trainer, self.earlier.found, self.journal.write
         )
@@ -165,20 +167,30 @@ class Job:
             ConfigError: the trainer cannot be imported, or refuses the configuration.
             JobInterrupted: after the summary was written.
         """
-        self.journal.write(JobStarted(str(self.run_dir), name_of(self.trainer), self.earlier.job))
-        if self.checkpoint is not None:
-            log.info("this run folder holds an unfinished job: going on from %s", self.checkpoint)
-        try:
-            with self.signals, self.control:
-                summary = self._train()
-        except JobInterrupted as interruption:
-            self._report(self._summary("interrupted", str(interruption)))
-            self.signals.pass_on()
-            raise
-        except ConfigError as error:
-            self._report(self._summary("failed", str(error)))
-            raise
-        self._report(summary)
+        with self.folder:
+            self.journal.write(
+                JobStarted(str(self.run_dir), name_of(self.trainer), self.earlier.job)
+            )
+            if self.checkpoint is not None:
+                log.info(
+                    "this run folder holds an unfinished job: going on from %s", self.checkpoint
+                )
+            try:
+                with self.signals:
+                    summary = self._train()
+            except JobInterrupted as interruption:
+                summary = self._summary("interrupted", str(interruption))
+                self._report(summary, interruption.exit_code)
+                self.signals.pass_on()
+                raise
+            except ConfigError as error:
+                self._report(self._summary("failed", str(error)), EXIT_BAD_CONFIG)
+                raise
+            except Exception as error:
+                reason = f"error in the launcher: {type(error).__name__}: {error}"
+                self._report(self._summary("failed", reason))
+                raise
+            self._report(summary)
         return summary
 
     def _train(self) -> Summary:
@@ -187,11 +199,10 @@ class Job:
             self.cfg,
             os.environ,
             self.run_dir,
-            executor.sleep,
-            self.control.waits,
-            self.control.token,
+            self.folder.ticking(executor.sleep),
+            self._on_wait,
+            self.folder.token,
         )
-        self.control.queue_id = lambda: self.devices.job_id
         healthy = False
         try:
             try:
@@ -234,7 +245,8 @@ class Job:
             group = self.devices.acquire()
         finally:
             self.wait_seconds = time.monotonic() - started
-        self.control.goes_on()
+        self.folder.queued(self.devices.job_id)
+        self.folder.acquired()
         self.journal.write(
             DeviceAcquired(
                 device=device_name(group),
@@ -271,7 +283,7 @@ class Job:
     def _when_ready(self, record: AttemptRecord, retry: Retry, executor: Executor) -> AttemptRecord:
         """Let pass what the retry asks for; its alternative where there was no room in time."""
         if retry.pause_seconds > 0:
-            executor.sleep(retry.pause_seconds)
+            self.folder.ticking(executor.sleep)(retry.pause_seconds)
         if retry.room is None or retry.otherwise is None:
             return record
         started = time.monotonic()
@@ -315,9 +327,14 @@ class Job:
         started = narration.started(spec, self.checkpoint)
         self.journal.write(started, number)
         free_before = devices.free_bytes(spec.gpus)
-        request, hold = self._request(number, spec, search), self.devices.hold
-        with self.control.attempt(number, started) as channel:
-            outcome = executor.run(request, self._on_event, hold=hold, channel=channel)
+        self.folder.attempt_starts(number, started)
+        reservation = () if self.devices.hold is None else (self.devices.hold,)
+        outcome = executor.run(
+            self._request(number, spec, search),
+            self._on_event,
+            hold=(*reservation, *self.folder.hold),
+            tick=self.folder.tick,
+        )
         # in this process its memory does not come back
         expected = () if self.cfg.isolation == "none" else free_before
         free_after = self.devices.ended(spec.gpus, outcome, expected)
@@ -335,7 +352,7 @@ class Job:
         told = record.as_json(len(self.records) - 1)
         self.journal.write(AttemptEnded(told, evidence_of(outcome)), number)
         narration.say(number, outcome, decision)
-        self.control.decided(attempt, decision, self.checkpoint)
+        self.folder.decided(attempt, decision, self.checkpoint)
         return record
 
     def _decide(self, attempt: Attempt) -> Decision | None:
@@ -386,9 +403,13 @@ class Job:
         self.journal.write(event, self._number())
         self.devices.on_event(event)
         self.batch_sizes.on_event(event)
-        self.control.on_event(event)
+        self.folder.on_event(event)
         if isinstance(event, CheckpointSaved):
             self.checkpoint = Path(event.path)
+
+    def _on_wait(self, status: WaitStatus) -> None:
+        self.folder.queued(self.devices.job_id)
+        self.folder.waits(status)
 
     def _summary(self, status: str, reason: str | None, result: Any = None) -> Summary:
         return Summary(
@@ -402,11 +423,12 @@ class Job:
             checkpoint=self.checkpoint,
         )
 
-    def _report(self, summary: Summary) -> None:
+    def _report(self, summary: Summary, exit_code: int | None = None) -> None:
         self.journal.write(JobEnded(summary.status, summary.reason))
         summary.write()
         if summary.status == "completed":
             complete_job(self.run_dir)
+        self.folder.ended(summary.status, summary.reason, exit_code)
         if self.records:
             log.info("attempts:\n%s", attempts_table(self.records))
             memory = gpu_memory_summary(self.records[-1])

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from robust_train.errors import ConfigError
@@ -116,3 +117,14 @@ def run_folder(run_dir: str | Path | None) -> Path:
     except OSError as error:
         raise ConfigError(f"run folder {path}: cannot be made: {error.strerror}") from error
     return path.resolve()
+
+
+def sweep_folder() -> Path | None:
+    """The folder of the sweep that this process's job belongs to; None outside of one."""
+    if not HydraConfig.initialized():
+        return None
+    hydra = HydraConfig.get()
+    if hydra.mode != RunMode.MULTIRUN:
+        return None
+    # relative to where the sweep was started: Hydra may have changed the working directory
+    return Path(str(hydra.runtime.cwd)) / str(hydra.sweep.dir)

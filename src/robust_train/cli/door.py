@@ -10,9 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-EXIT_FAILED = 1
-EXIT_BAD_CONFIG = 2
-EXIT_NO_DEVICE = 75
+from robust_train.errors import EXIT_BAD_CONFIG, EXIT_FAILED, JobInterrupted
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"
 _CONFIGS = "pkg://robust_train.configs"
@@ -44,7 +42,6 @@ def _open(job: Callable[[Any], Any], name: str, config_name: str, ending: Any) -
     import hydra
 
     from robust_train.config.refusals import REFUSALS, explain
-    from robust_train.errors import JobInterrupted
     from robust_train.execution import at_hand
     from robust_train.sweep import session
     from robust_train.sweep.plugins_of_others import known_problem

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,17 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from robust_train.batch.search import BatchSearch
-from robust_train.cli.door import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_NO_DEVICE
 from robust_train.config.batch import settle_batch_size
 from robust_train.config.schema import validate
-from robust_train.control.attempt import AttemptRequests
-from robust_train.control.job import JobControl
-from robust_train.errors import ConfigError, Interrupted, JobInterrupted, UserError
+from robust_train.errors import (
+    EXIT_BAD_CONFIG,
+    EXIT_FAILED,
+    EXIT_NO_DEVICE,
+    ConfigError,
+    Interrupted,
+    JobInterrupted,
+    UserError,
+)
 from robust_train.events import AttemptStarted
 from robust_train.execution.child import plain, trainer_traceback
 from robust_train.execution.request import TrainerRef, call_trainer
@@ -28,8 +32,11 @@ from robust_train.launcher import Job
 from robust_train.memory.stability import attempt_stability
 from robust_train.queue.devices import job_name
 from robust_train.run import Run
+from robust_train.runfolder.attempt_requests import AttemptRequests
+from robust_train.runfolder.folder import RunFolder
+from robust_train.runfolder.requests import sweep_stop_requested
 from robust_train.runfolder.summary import Summary, objective_of
-from robust_train.settings import target_of
+from robust_train.settings import sweep_folder, target_of
 from robust_train.sweep.current import (
     CurrentJob,
     current_job,
@@ -84,6 +91,9 @@ def robust_job(cfg: DictConfig) -> Any:
         return _refused(error)
     except JobInterrupted as error:
         job_interrupted(error, error.exit_code)
+        if _is_sweep_stopped():
+            ending.note(error.exit_code)
+            return _no_objective()
         raise
     if summary.status == "completed":
         return summary.objective
@@ -104,6 +114,12 @@ def _refused(error: ConfigError) -> float | None:
     ending.refuse(str(error))
     job_refused(str(error))
     return _no_objective()
+
+
+def _is_sweep_stopped() -> bool:
+    """Whether the sweep goes on to its next jobs, none of which is started any more."""
+    folder = sweep_folder()
+    return folder is not None and sweep_stop_requested(folder)
 
 
 def _no_objective() -> float | None:
@@ -128,8 +144,6 @@ def plain_job(cfg: DictConfig) -> Any:
     ending.started = True
     signals = SignalWatch()
     run_dir = Path(HydraConfig.get().runtime.output_dir)
-    control = JobControl(job_name(cfg, run_dir), run_dir, signals, os.environ)
-    run = Run(run_dir=run_dir, report=control.on_event, can_restart=False)
 
     def stop(signum: int) -> None:
         run.request_stop()
@@ -138,31 +152,39 @@ def plain_job(cfg: DictConfig) -> Any:
 
     try:
         _check_place(current_job())
-        if settle_batch_size(cfg):
-            effective = cfg.training.batch_size
-            run.batch_search = BatchSearch(effective, memory_share=cfg.memory.fraction)
-        validate(cfg)
-        _, trainer = TrainerRef(target_of(cfg)).load()
-        cfg.device = _torch_device(str(cfg.device))
-        training = cfg.training
-        given = AttemptStarted(
-            cfg.device, training.batch_size, training.gradient_accumulation_steps
-        )
-        with (
-            signals,
-            signals.handed_to(stop),
-            control,
-            control.attempt(1, given) as channel,
-            AttemptRequests(run, channel, run_dir),
-        ):
-            result = call_trainer(trainer, cfg, run)
-            signals.raise_if_received()
+        folder = RunFolder(run_dir, job_name(cfg, run_dir), signals, sweep_folder())
+    except ConfigError as error:
+        return _refused(error)
+    run = Run(run_dir=run_dir, report=folder.on_event, can_restart=False)
+    requests = AttemptRequests(run, run_dir, folder.tick)
+    try:
+        with folder:
+            if settle_batch_size(cfg):
+                effective = cfg.training.batch_size
+                run.batch_search = BatchSearch(effective, memory_share=cfg.memory.fraction)
+            validate(cfg)
+            _, trainer = TrainerRef(target_of(cfg)).load()
+            cfg.device = _torch_device(str(cfg.device))
+            training = cfg.training
+            folder.attempt_starts(
+                1,
+                AttemptStarted(
+                    cfg.device, training.batch_size, training.gradient_accumulation_steps
+                ),
+            )
+            with signals, signals.handed_to(stop), requests:
+                result = call_trainer(trainer, cfg, run)
+                signals.raise_if_received()
+            folder.ended("completed", None)
         _end_memory(run, None)
     except ConfigError as error:
         return _refused(error)
     except KeyboardInterrupt as error:
         code = 130 if signals.received is None else JobInterrupted(signals.received).exit_code
         job_interrupted(error, code)
+        if _is_sweep_stopped():
+            ending.note(code)
+            return _no_objective()
         signals.raise_if_received()
         raise
     except UserError as error:

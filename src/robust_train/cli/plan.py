@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from robust_train.cli.door import EXIT_BAD_CONFIG
 from robust_train.cli.parser import Parser
 from robust_train.cli.table import print_table
+from robust_train.errors import EXIT_BAD_CONFIG
 from robust_train.gpu.visible import VARIABLE
 from robust_train.values import GIB, MIB
 

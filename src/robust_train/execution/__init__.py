@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import select
-import socket
 import time
 from collections.abc import Callable
 from typing import Protocol
@@ -34,13 +33,13 @@ class Executor(Protocol):
         request: AttemptRequest,
         on_event: Callable[[Event], None],
         *,
-        hold: int | None = None,
-        channel: socket.socket | None = None,
+        hold: tuple[int, ...] = (),
+        tick: Callable[[], None] = lambda: None,
     ) -> Outcome:
         """Run one attempt to its end, however it ends.
 
-        The attempt and what it starts keep a copy of the descriptor ``hold`` open. What is asked of
-        it while it runs comes over ``channel``.
+        The attempt and what it starts keep copies of the descriptors ``hold`` open. ``tick`` is
+        called at least twice a second, unless the attempt runs in this process.
         """
 
     def close(self, *, keep_server: bool) -> None:

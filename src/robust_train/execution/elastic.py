@@ -12,7 +12,6 @@ import faulthandler
 import logging
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
@@ -48,7 +47,6 @@ _LAST_WORDS_SECONDS = 1.0
 def run_ranks(
     request: AttemptRequest,
     trainer: Callable[..., Any] | None,
-    channel: socket.socket | None,
     report: Callable[[dict[str, Any]], None],
 ) -> int:
     """Run the trainer in ``request.ranks`` processes, and report how that ended as one event.
@@ -56,7 +54,6 @@ def run_ranks(
     Args:
         request: the attempt.
         trainer: None where each rank has to import it first.
-        channel: for requests of a live run.
         report: takes the attempt's events.
 
     Returns:
@@ -68,7 +65,7 @@ def run_ranks(
             logging.getLogger(name).setLevel(logging.CRITICAL)
     votes = Votes(request.ranks)
     accounts = tuple(os.memfd_create(f"rank-{rank}") for rank in range(request.ranks))
-    given = Rank(request, trainer, channel, report, votes, accounts)
+    given = Rank(request, trainer, report, votes, accounts)
     spec = WorkerSpec(
         role="robust_train",
         local_world_size=request.ranks,

@@ -171,8 +171,8 @@ class ForkServer:
         on_event: EventHandler,
         signals: SignalWatch,
         stop_grace_seconds: float,
-        hold: int | None = None,
-        channel: socket.socket | None = None,
+        hold: tuple[int, ...] = (),
+        tick: Callable[[], None] = lambda: None,
     ) -> Exited:
         """Run one attempt to its end, whatever that is.
 
@@ -180,7 +180,7 @@ class ForkServer:
         the second kills it at once.
 
         An attempt that stalls writes its threads' stacks and is killed. It and what it starts keep
-        a copy of the descriptor ``hold`` open. It gets ``channel``, for what is asked of it.
+        copies of the descriptors ``hold`` open. ``tick`` is called at least twice a second.
 
         Raises:
             ServerDied: the server's process ended under the attempt.
@@ -203,9 +203,7 @@ class ForkServer:
         with signals.handed_to(stop) as wakeup, selectors.DefaultSelector() as selector:
             signals.raise_if_received()
             self._is_running = True
-            given = () if channel is None else (channel.fileno(),)
-            fork = {"kind": "fork", "request": request, "has_channel": channel is not None}
-            self._send(fork, given if hold is None else (*given, hold))
+            self._send({"kind": "fork", "request": request}, hold)
             forked = True
             if kill_at is not None:  # a signal that came before there was a child to stop
                 send_stop()
@@ -215,7 +213,8 @@ class ForkServer:
                 selector.register(stream.read_fd, selectors.EVENT_READ)
             while True:
                 left = None if kill_at is None else max(kill_at - time.monotonic(), 0)
-                selector.select(_sooner(left, stall.seconds_left()))
+                tick()
+                selector.select(_sooner(0.5, _sooner(left, stall.seconds_left())))
                 with contextlib.suppress(BlockingIOError):
                     os.read(wakeup, 4096)
                 if kill_at is not None and time.monotonic() >= kill_at:

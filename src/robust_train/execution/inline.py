@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import time
 from collections.abc import Callable
 from typing import Any
 
-from robust_train.control.attempt import AttemptRequests
 from robust_train.errors import Interrupted
 from robust_train.events import Event, MemoryHeld, parse
 from robust_train.execution import sleep_until_readable
@@ -24,6 +22,7 @@ from robust_train.execution.signals import SignalWatch
 from robust_train.memory.allocator import allocator_variable
 from robust_train.memory.cleanup import StartingMemory, release_and_check
 from robust_train.run import Run
+from robust_train.runfolder.attempt_requests import AttemptRequests
 from robust_train.values import FailureKind, Outcome
 
 log = logging.getLogger("robust_train")
@@ -57,10 +56,10 @@ class InlineExecutor:
         request: AttemptRequest,
         on_event: Callable[[Event], None],
         *,
-        hold: int | None = None,
-        channel: socket.socket | None = None,
+        hold: tuple[int, ...] = (),
+        tick: Callable[[], None] = lambda: None,
     ) -> Outcome:
-        """Run one attempt; ``hold`` is open in this process anyway."""
+        """Run one attempt; ``hold`` is open in this process anyway, whose main thread is busy."""
         ending: dict[str, Any] = {}
         seen: dict[str, int] = {}
         returned: dict[str, Any] | None = None
@@ -96,7 +95,7 @@ class InlineExecutor:
         if self._memory_at_first is None:
             self._memory_at_first = StartingMemory.now()
         started = time.monotonic()
-        with self._signals.handed_to(stop), AttemptRequests(run, channel, request.run_dir):
+        with self._signals.handed_to(stop), AttemptRequests(run, request.run_dir, tick):
             error = run_attempt(request, self._trainer, run, report)
         memory = {k: v for k, v in ending["memory"].items() if isinstance(v, int)}
         on_gpu = "max_allocated" in memory

@@ -9,7 +9,6 @@ import logging
 import pickle
 import shlex
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -95,8 +94,8 @@ class ProcessExecutor:
         request: AttemptRequest,
         on_event: Callable[[Event], None],
         *,
-        hold: int | None = None,
-        channel: socket.socket | None = None,
+        hold: tuple[int, ...] = (),
+        tick: Callable[[], None] = lambda: None,
     ) -> Outcome:
         """Run one attempt.
 
@@ -115,7 +114,7 @@ class ProcessExecutor:
                 signals=self._signals,
                 stop_grace_seconds=self._stop_grace_seconds,
                 hold=hold,
-                channel=channel,
+                tick=tick,
             )
             server.pump.end_log()
             tail = server.pump.tail

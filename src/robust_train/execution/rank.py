@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -17,7 +16,6 @@ from typing import Any
 
 from omegaconf import DictConfig, open_dict
 
-from robust_train.control.attempt import AttemptRequests
 from robust_train.events import Event
 from robust_train.execution.child import run_attempt, stop_on_sigterm
 from robust_train.execution.output import flush_output
@@ -26,6 +24,7 @@ from robust_train.execution.request import AttemptRequest
 from robust_train.execution.stall import DUMP_STACKS
 from robust_train.execution.votes import Votes
 from robust_train.run import Report, Run
+from robust_train.runfolder.attempt_requests import AttemptRequests
 
 _EVENTS_OF_ANY_RANK = frozenset(
     {"memory", "out_of_memory", "micro_batch_changed", "micro_batch_exhausted"}
@@ -40,7 +39,6 @@ class Rank:
     Attributes:
         request: the attempt.
         trainer: None where it has to be imported first.
-        channel: for requests of a live run, which the first rank takes; None where there are none.
         report: takes the attempt's events.
         votes: the group's flags.
         accounts: a descriptor of a file in memory for each rank's account of its end.
@@ -48,7 +46,6 @@ class Rank:
 
     request: AttemptRequest
     trainer: Callable[..., Any] | None
-    channel: socket.socket | None
     report: Callable[[dict[str, Any]], None]
     votes: Votes
     accounts: tuple[int, ...]
@@ -76,11 +73,8 @@ def be_rank(given: Rank) -> None:
         stop_on_sigterm(run)
         _settle(rank, request)
         request = replace(request, cfg=_config_of(rank, request.cfg))
-        channel = given.channel if rank == 0 else None
-        if rank and given.channel is not None:
-            given.channel.close()
         trainer = given.trainer or request.trainer.load()[1]
-        with AttemptRequests(run, channel, run.run_dir):
+        with AttemptRequests(run, run.run_dir):
             error = run_attempt(request, trainer, run, _account_to(given.accounts[rank], run))
         completed = error is None
         # from here on others may still be at work, and a wish to stop is theirs to hear

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from robust_train.control.attempt import AttemptRequests
 from robust_train.errors import ConfigError
 from robust_train.events import Event
 from robust_train.execution.child import adopt_hydra, run_attempt, stop_on_sigterm
@@ -34,6 +33,7 @@ from robust_train.execution.wire import (
     send_message,
 )
 from robust_train.run import Run
+from robust_train.runfolder.attempt_requests import AttemptRequests
 
 _KILL_SECONDS = 5.0
 
@@ -44,8 +44,8 @@ class Server:
     Messages in: ``hello`` (the launcher's ``sys.path``, and whether to import torch now; for a fork
     of a zygote also its environment and working directory), ``share`` (become a zygote, which is
     asked over the socket that came with the message), ``load`` (a trainer), ``fork`` (run an
-    attempt in a child, which keeps open the descriptors that came with the message; the first may
-    be its channel for requests), ``signal``, ``dump_stacks``, ``kill``.
+    attempt in a child, which keeps open the descriptors that came with the message), ``signal``,
+    ``dump_stacks``, ``kill``.
     Messages out: ``loaded``, ``refused``, ``started``, ``exited``.
 
     Attributes:
@@ -109,7 +109,7 @@ class Server:
         elif kind == "load":
             self._load(message["trainer"], message["cfg"])
         elif kind == "fork":
-            self._fork(message["request"], has_channel=message["has_channel"])
+            self._fork(message["request"])
         elif kind == "signal" and self._child is not None:
             os.kill(self._child, message["signum"])
         elif kind == "dump_stacks" and self._child is not None:
@@ -143,21 +143,20 @@ class Server:
             return
         send_message(self._control, {"kind": "loaded", "unsafe": self.unsafe})
 
-    def _fork(self, request: AttemptRequest, *, has_channel: bool) -> None:
+    def _fork(self, request: AttemptRequest) -> None:
         server = os.getpid()
         pid = os.fork()
         if pid == 0:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            channel = socket.socket(fileno=self._reader.descriptors.pop(0)) if has_channel else None
-            for descriptor in self._reader.descriptors:  # a reservation: what the attempt starts
-                os.set_inheritable(descriptor, True)  # holds it as well
+            for descriptor in self._reader.descriptors:  # reservation and run folder's lock: what
+                os.set_inheritable(descriptor, True)  # the attempt starts holds them as well
             os.setpgid(0, 0)
             signal_at_parents_death(signal.SIGKILL)
             if os.getppid() != server:
                 os._exit(1)
             self._control.close()
-            self._run(request, channel)
+            self._run(request)
         while self._reader.descriptors:
             os.close(self._reader.descriptors.pop())
         with contextlib.suppress(OSError):  # the child does it too: whoever comes first
@@ -165,7 +164,7 @@ class Server:
         self._child = pid
         send_message(self._control, {"kind": "started", "pid": pid})
 
-    def _run(self, request: AttemptRequest, channel: socket.socket | None) -> None:
+    def _run(self, request: AttemptRequest) -> None:
         """Be the attempt; does not return."""
         status = 1
         try:
@@ -180,9 +179,9 @@ class Server:
                 # it brings much of torch along that one process does without
                 from robust_train.execution.elastic import run_ranks
 
-                status = run_ranks(request, self._trainer, channel, self._report)
+                status = run_ranks(request, self._trainer, self._report)
             else:
-                status = self._run_alone(request, channel)
+                status = self._run_alone(request)
             # what a normal interpreter exit would do, without the server's own frames above us
             threading._shutdown()  # type: ignore[attr-defined]
             atexit._run_exitfuncs()
@@ -192,7 +191,7 @@ class Server:
             flush_output()
             os._exit(status)
 
-    def _run_alone(self, request: AttemptRequest, channel: socket.socket | None) -> int:
+    def _run_alone(self, request: AttemptRequest) -> int:
         run = Run(
             run_dir=Path(request.run_dir),
             attempt=request.attempt,
@@ -201,7 +200,7 @@ class Server:
         )
         stop_on_sigterm(run)
         trainer = self._trainer or request.trainer.load()[1]
-        with AttemptRequests(run, channel, run.run_dir):
+        with AttemptRequests(run, run.run_dir):
             return 0 if run_attempt(request, trainer, run, self._report) is None else 1
 
     def _report(self, event: dict[str, Any]) -> None:

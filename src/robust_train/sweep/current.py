@@ -12,6 +12,8 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from robust_train.runfolder.lock import refusal
+from robust_train.runfolder.requests import sweep_stop_requested
 from robust_train.runfolder.summary import objective_of
 from robust_train.sweep import stop_word
 from robust_train.sweep.misplaced import misplaced_launcher
@@ -153,6 +155,9 @@ def reuse(record: JobRecord, folder: Path) -> None:
 
 
 def _enter_sweep(job: CurrentJob, config: DictConfig) -> None:
+    job.refusal = job.refusal or refusal(job.folder)
+    if job.refusal is not None:
+        return  # what a live job has there is left alone
     entry, job.record = plan(config, job.folder)
     if entry is Entry.REUSE:
         job.runs = False
@@ -170,7 +175,7 @@ def _enter_sweep(job: CurrentJob, config: DictConfig) -> None:
     reason = None
     if _stopped_by_failure(config, job.record.sweep):
         reason = "another job failed before (sweep_fail_fast=true)"
-    elif not stop_word.job_starts():
+    elif _is_stopped(config) or not stop_word.job_starts():
         reason = "the sweep was stopped"
     if reason is not None:
         job.runs = False
@@ -180,12 +185,19 @@ def _enter_sweep(job: CurrentJob, config: DictConfig) -> None:
     _write(job.record, job.folder)
 
 
+def _is_stopped(config: DictConfig) -> bool:
+    return sweep_stop_requested(_sweep_folder(config))
+
+
 def _stopped_by_failure(config: DictConfig, sweep: str) -> bool:
     if not OmegaConf.select(config, "sweep_fail_fast", default=False):
         return False
+    return has_failed(_sweep_folder(config), sweep)
+
+
+def _sweep_folder(config: DictConfig) -> Path:
     # Hydra may have changed the working directory (hydra.job.chdir)
-    folder = Path(str(config.hydra.runtime.cwd)) / str(config.hydra.sweep.dir)
-    return has_failed(folder, sweep)
+    return Path(str(config.hydra.runtime.cwd)) / str(config.hydra.sweep.dir)
 
 
 def _number(config: DictConfig) -> int | None:

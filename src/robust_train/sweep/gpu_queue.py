@@ -33,6 +33,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from robust_train.execution import at_hand
 from robust_train.execution.signals import SignalWatch
+from robust_train.runfolder.requests import sweep_stop_requested
 from robust_train.sweep import current, session
 from robust_train.sweep.capacity import count_cpus, count_gpus, jobs_at_once
 from robust_train.sweep.endings import ending_line, ending_of_process, zygote_line
@@ -268,6 +269,9 @@ class GpuQueue:
                 os.read(wakeup, 4096)
         _look_after_zygote(table)
         self._pass_on_signals()
+        if self._stopping is None and sweep_stop_requested(Path(self._config.hydra.sweep.dir)):
+            self._stopping = "request"  # which the jobs see as well
+            table.say("robust-train run stop: no more jobs are started, those that run end")
         for job in [job for job in self._running if job.process and job.process.poll() is not None]:
             self._running.remove(job)
             self._take_result(job, table)

@@ -1,11 +1,9 @@
-"""What an attempt makes of requests: a real channel, a real run, real optimizers."""
+"""What an attempt makes of requests: real files, a real run, real optimizers."""
 
 from __future__ import annotations
 
 import json
 import os
-import select
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,55 +16,62 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
 )
 
-from robust_train.control.attempt import AttemptRequests
+from robust_train.files import replacing
 from robust_train.run import MicroBatchPlan, Run
+from robust_train.runfolder import attempt_requests
+from robust_train.runfolder.attempt_requests import AttemptRequests
+from robust_train.runfolder.requests import TAKEN, Inbox
 from world import wait_until
 
 
 class Asking:
-    """An attempt of this process, and the launcher's end of its channel."""
+    """An attempt of this process, and a client that writes requests for it."""
 
     def __init__(self, folder: Path, **options: Any) -> None:
         self.events: list[dict[str, Any]] = []
         self.run = Run(
             run_dir=folder, report=lambda event: self.events.append(event.as_json()), **options
         )
-        self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.channel.settimeout(20)
-        self.requests = AttemptRequests(self.run, theirs, folder)
+        self.inbox = Inbox(folder)
+        self.inbox.open()
+        self.requests = AttemptRequests(self.run, folder)
         self._number = 0
 
-    def ask(self, verb: str, **options: Any) -> None:
-        """Ask, and wait until it is taken in; what reads only is not waited for."""
+    def ask(self, verb: str, **options: Any) -> int:
+        """Make a request and wait until it is taken."""
         self._number += 1
-        message = {"number": self._number, "verb": verb, "options": options}
-        waiting = len(self.requests._waiting)
-        self.channel.send(json.dumps(message).encode())
+        path = self.inbox.path / f"{self._number:04}.json"
+        waiting = self.requests.waiting
+        with replacing(path) as temporary:
+            temporary.write_text(json.dumps({"verb": verb, "options": options}))
+        wait_until(lambda: not path.exists(), "it is taken")
         if verb != "figures":
-            wait_until(lambda: len(self.requests._waiting) > waiting, "it is taken in")
+            wait_until(lambda: self.requests.waiting > waiting, "it waits for a boundary")
+        return self._number
 
-    def reply(self) -> dict[str, Any]:
-        return json.loads(self.channel.recv(100_000))
+    def has_replied(self, number: int = 0) -> bool:
+        return (self.inbox.path / f"{number or self._number:04}.answer").exists()
 
-    def has_replied(self) -> bool:
-        return bool(select.select([self.channel], [], [], 0)[0])
+    def reply(self, number: int = 0) -> dict[str, Any]:
+        """The answer to one request, by default the last."""
+        wait_until(lambda: self.has_replied(number), "it is answered")
+        return json.loads((self.inbox.path / f"{number or self._number:04}.answer").read_text())
 
 
 @pytest.fixture
-def attempt(tmp_path: Path) -> Iterator[Callable[..., Asking]]:
+def attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Asking]]:
+    monkeypatch.setattr(attempt_requests, "POLL_SECONDS", 0.01)
     made: list[Asking] = []
 
     def make(**options: Any) -> Asking:
         asking = Asking(tmp_path, **options)
         made.append(asking)
         asking.requests.__enter__()
-        assert asking.reply() == {"pid": os.getpid()}
         return asking
 
     yield make
     for asking in made:
         asking.requests.__exit__(None, None, None)
-        asking.channel.close()
 
 
 def test_what_reads_only_is_answered_without_a_boundary(attempt: Callable[..., Asking]):
@@ -86,9 +91,8 @@ def test_a_checkpoint_is_answered_when_it_is_saved(attempt: Callable[..., Asking
     assert not asking.has_replied()
     asking.run.checkpoint_saved(Path("somewhere"), 7)
     assert not asking.run.checkpoint_requested
-    replies = [asking.reply(), asking.reply()]
-    assert [reply["answer"] for reply in replies] == [{"path": "somewhere", "step": 7}] * 2
-    assert sorted(reply["number"] for reply in replies) == [1, 2]
+    for number in (1, 2):
+        assert asking.reply(number)["answer"] == {"path": "somewhere", "step": 7}
 
 
 def test_a_checkpoint_that_cannot_be_saved_is_told_of_and_not_tried_for_ever(
@@ -139,7 +143,8 @@ def test_a_restart_is_asked_for_once_the_trainer_is_known_not_to_split(
     assert not asking.run.stops_to_restart
     assert asking.run.stop_requested
     assert asking.run.stops_to_restart
-    assert asking.reply()["restart"] is True
+    (kept,) = asking.inbox.requests(TAKEN)
+    assert kept.verb == "halve_batch", "the launcher answers it, once the next attempt is decided"
     asking.run.request_stop()
     assert not asking.run.stops_to_restart, "being told to end for good goes first"
 
@@ -203,34 +208,6 @@ def test_hooks_of_others_are_left_alone(attempt: Callable[..., Asking]):
         theirs.remove()
 
 
-def test_a_launcher_that_reads_no_replies_does_not_hold_the_trainer_up(
-    attempt: Callable[..., Asking],
-):
-    asking = attempt()
-    steps = 2000
-    for _ in range(steps):
-        asking.run.request_checkpoint(asking.requests._answer_to(1))
-        asking.run.checkpoint_saved(Path("x" * 1000), 1)
-    assert len(asking.events) == steps
-
-
-def test_a_fork_of_the_attempt_does_not_keep_its_channel_open(attempt: Callable[..., Asking]):
-    asking = attempt()
-    go_read, go_write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.read(go_read, 1)
-        os._exit(0)
-    try:
-        asking.requests.__exit__(None, None, None)
-        assert asking.channel.recv(100) == b"", "the launcher sees its end"
-    finally:
-        os.write(go_write, b"g")
-        os.waitpid(pid, 0)
-        os.close(go_read)
-        os.close(go_write)
-
-
 def test_two_threads_of_a_trainer_do_not_carry_out_the_same_request(
     attempt: Callable[..., Asking],
 ):
@@ -242,6 +219,19 @@ def test_two_threads_of_a_trainer_do_not_carry_out_the_same_request(
         thread.start()
     for thread in threads:
         thread.join()
-    numbers = [asking.reply()["number"] for _ in range(20)]
-    assert sorted(numbers) == list(range(1, 21))
-    assert not asking.has_replied()
+    for number in range(1, 21):
+        assert "knows no such request" in asking.reply(number)["error"]
+    assert not asking.inbox.requests(TAKEN)
+
+
+def test_one_request_for_the_launcher_and_one_of_another_rank_are_left_alone(
+    attempt: Callable[..., Asking],
+):
+    asking = attempt(rank=1, world_size=2)
+    path = asking.inbox.path / "1.json"
+    path.write_text('{"verb": "figures"}')
+    first = attempt()  # which clears, as a launch does
+    path.write_text('{"verb": "stop"}')
+    first.ask("figures")
+    assert first.reply()["answer"]["attempt_pid"] == os.getpid()
+    assert path.exists()

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from robust_train.control.client import ControlError, StillQueued, ask, choose_run
+from robust_train.runfolder.client import ControlError, StillQueued, ask
+from robust_train.runfolder.runs import choose_run
 from simulated_nvml import Gpu, Machine
 from two_gpu_machine import A
 from world import World, is_running, wait_until
@@ -43,7 +44,7 @@ class Host:
 
     def train(self, world: World, trainer: str, *more: str, **options: Any) -> Any:
         """Start a run and wait until it trains."""
-        process = world.start(f"trainer._target_=control_trainers.{trainer}", *more, **options)
+        process = world.start(f"trainer._target_=steered_trainers.{trainer}", *more, **options)
         self.started.append(process)
         wait_until((world.folder / "ready").exists, "it trains")
         return process
@@ -105,6 +106,7 @@ def test_status_and_list_in_pipe_and_terminal(host: Host, how: str):
     more = () if how == "train.py" else (f"isolation={how}",)
     process = host.train(world, "reports_and_nothing_else", "device=cpu", *more, **options)
     wait_until(lambda: host.told("status").get("step", 0) > 1, "a step is reported")
+    wait_until(lambda: host.told("status").get("loss"), "a loss is reported")
     status = host.told("status")
     assert status["state"] == "running"
     assert status["pid"] == process.pid
@@ -128,7 +130,9 @@ def test_status_and_list_in_pipe_and_terminal(host: Host, how: str):
     (world.folder / "go").touch()
     assert world.end(process).returncode == 0
     assert host.told("list") == {"runs": []}
-    assert list((host.tmp_path / "runtime").iterdir()) == []
+    ended = host.told("status", status["id"])
+    assert (ended["state"], ended["exit_code"], ended["alive"]) == ("completed", 0, False)
+    assert list((world.run_dir / "requests").iterdir()) == []
 
 
 def test_no_run_and_two_runs_are_refused_with_what_there_is(host: Host):
@@ -178,7 +182,7 @@ def test_a_checkpoint_during_training_gives_a_path_that_exists(host: Host):
     answer = host.told("checkpoint", "--wait", "120")
     assert Path(answer["path"]).is_file()
     assert answer["step"] >= before
-    assert host.told("status")["checkpoint"] == answer["path"]
+    wait_until(lambda: host.told("status")["checkpoint"] == answer["path"], "status shows it")
     said = host.command("checkpoint")
     assert "checkpoint of step" in said.stdout
     host.told("stop")
@@ -269,7 +273,7 @@ def test_a_run_that_hangs_answers_and_says_that_the_request_is_queued(host: Host
     host.train(world, "hangs_after_a_step")
     line = host.refused("checkpoint", "--wait", "0.2")
     assert "no step has ended within 0.2 s; the request stays queued" in line
-    status = host.told("status")
+    status = wait_until(lambda: (s := host.told("status")).get("step") and s, "it reports")
     assert (status["state"], status["step"], status["total_steps"]) == ("running", 1, 10)
     os.kill(status["attempt_pid"], signal.SIGSTOP)
     assert host.told("status")["step"] == 1, "the launcher answers for it"
@@ -299,7 +303,7 @@ def test_a_run_that_waits_in_line_says_so_and_can_be_stopped(
     machine = cuda_machine_with(Gpu(uuid=A, total_mib=24000))
     first, second = (host.world(name).with_environ(machine.environ) for name in ("one", "two"))
     host.train(first, "never_uses_run", NEVER)
-    waiting = second.start("trainer._target_=control_trainers.never_uses_run", NEVER)
+    waiting = second.start("trainer._target_=steered_trainers.never_uses_run", NEVER)
     host.started.append(waiting)
 
     def as_listed() -> list[str]:
@@ -326,24 +330,35 @@ def test_a_run_that_waits_in_line_says_so_and_can_be_stopped(
     assert ended.summary["status"] == "interrupted"
 
 
-def test_a_launcher_that_was_killed_is_no_live_run(host: Host):
+def test_status_of_a_killed_launcher_says_died_with_its_last_state(host: Host):
     world = host.world("first")
     process = host.train(world, "reports_and_nothing_else")
+    status = wait_until(lambda: (s := host.told("status")).get("step") and s, "it reports")
     process.kill()
     process.communicate()
-    assert host.told("list") == {"runs": []}
-    assert list((host.tmp_path / "runtime").iterdir()) == []
+    wait_until(lambda: host.told("list") == {"runs": []}, "its attempt has ended too")
+    assert "no live run of yours" in host.refused("checkpoint", status["id"])
+    for which in (status["id"], str(world.run_dir), str(world.run_dir / "journal.jsonl")):
+        died = host.told("status", which)
+        assert (died["state"], died["last_state"], died["alive"]) == ("died", "running", False)
+        assert died["step"] >= status["step"]
+    shown = host.command("status", status["id"]).stdout
+    assert "died; the last state was running" in shown
+    assert host.told("status", status["id"])["attempt_pid"] == status["attempt_pid"]
+    (world.folder / "go").touch()
+    assert world.train("what_it_was_given").returncode == 0, "the folder is free again"
+    assert host.told("status", str(world.run_dir))["state"] == "completed"
 
 
-def test_without_a_directory_for_its_socket_a_run_trains_on_after_one_warning(host: Host):
+def test_without_a_directory_for_the_list_a_run_is_found_by_its_folder(host: Host):
     world = host.world("first")
     (host.tmp_path / "no_directory").touch()
-    world.environ["ROBUST_TRAIN_RUNTIME_DIR"] = str(host.tmp_path / "no_directory")
-    (world.folder / "go").touch()
-    ended = world.run("trainer._target_=control_trainers.never_uses_run")
-    assert ended.returncode == 0, ended.output
-    (warning,) = [line for line in ended.output.splitlines() if "cannot be talked to" in line]
-    assert "ROBUST_TRAIN_RUNTIME_DIR" in warning
+    world.environ["ROBUST_TRAIN_STATE_DIR"] = str(host.tmp_path / "no_directory")
+    process = host.train(world, "saves_when_it_stops")
+    assert "no run of yours is alive" in host.refused("status")
+    assert host.told("status", str(world.run_dir))["state"] == "running"
+    assert host.told("stop", str(world.run_dir))["exit_code"] == 143
+    assert world.end(process).returncode == 143
 
 
 def test_a_verb_that_is_none_names_those_that_are(host: Host):
