@@ -5,6 +5,7 @@ compose → acquire a device → run an attempt → classify → decide → repo
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -150,7 +151,10 @@ class Job:
         self.signals = SignalWatch()
         name = devices.job_name(cfg, self.run_dir)
         self.folder = RunFolder(self.run_dir, name, self.signals, sweep_folder())
-        self.earlier = begin_job(self.run_dir, resume=cfg.resume)
+        with contextlib.ExitStack() as undo:
+            undo.push(self.folder)  # releases the lock if this launch ends here
+            self.earlier = begin_job(self.run_dir, resume=cfg.resume)
+            undo.pop_all()
         self.journal = Journal(self.run_dir / "journal.jsonl")
         self.batch_sizes = BatchSizes(
             cfg, self.settings, self.trainer, self.earlier.found, self.journal.write
@@ -321,9 +325,8 @@ class Job:
         number = self._number()
         spec, search = self.batch_sizes.begin(spec)
         narration.announce(number, spec, is_searched=search is not None)
-        self.checkpoint = resume_from(
-            self.run_dir, self.earlier.job, self.checkpoint, sleep=executor.sleep
-        )
+        sleep = self.folder.ticking(executor.sleep)
+        self.checkpoint = resume_from(self.run_dir, self.earlier.job, self.checkpoint, sleep=sleep)
         started = narration.started(spec, self.checkpoint)
         self.journal.write(started, number)
         free_before = devices.free_bytes(spec.gpus)
