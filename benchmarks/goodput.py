@@ -107,11 +107,10 @@ def main() -> None:
     chosen = parser.parse_args()
     print(f"{'killed every':<16}" + "".join(f"{every:>8g} s" for every in chosen.every))
     for contestant in ("ours", "torchrun 300 s", "torchrun 10 s"):
-        shares = []
-        for every in chosen.every:
-            shares.append(
-                goodput(contestant, every, 60 * chosen.minutes, chosen.megabytes, chosen.target)
-            )
+        shares = [
+            goodput(contestant, every, 60 * chosen.minutes, chosen.megabytes, chosen.target)
+            for every in chosen.every
+        ]
         print(f"{contestant:<16}" + "".join(f"{share:>10.2f}" for share in shares), flush=True)
 
 
