@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 
 from robust_train.errors import Interrupted
-from robust_train.runfolder.manifests import rotate
 
 
 def counts(cfg, run):
@@ -20,7 +19,7 @@ def counts(cfg, run):
         path = run.checkpoint_dir / f"step-{step:08d}.txt"
         path.write_text(str(step))
         run.checkpoint_saved(path, step)
-        rotate(run.checkpoint_dir, run.job, "step-*.txt", 1)
+        run.saving.rotate("step-*.txt", 1)
         (run.run_dir / "pid").write_text(str(os.getpid()))
         if run.stop_requested:
             raise Interrupted(f"stopped after step {step}")

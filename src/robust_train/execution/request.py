@@ -176,7 +176,7 @@ def call_trainer(trainer: Callable[..., Any], cfg: DictConfig, run: Any) -> Any:
         return _call(trainer, cfg, run)
     run.memory_keeper = keeper = AttemptMemory(run, cfg)
     run.micro_batch_plan = MicroBatchPlan.of(cfg)
-    run.save_plan = SavePlan.of(cfg)
+    run.saving.plan = SavePlan.of(cfg)
     with keeper:
         return _call(trainer, cfg, run)
 

@@ -35,7 +35,6 @@ from robust_train.integrations.sample_order import take_over
 from robust_train.microbatch.batcher import MicroBatches
 from robust_train.run import Run
 from robust_train.runfolder.cadence import SavePlan
-from robust_train.runfolder.manifests import rotate
 
 require("accelerate", "robust_train.integrations.accelerate", extra="accelerate")
 
@@ -88,7 +87,7 @@ class RobustLoop:
             seed=cfg.training.seed,
         )
         self._cfg = cfg.training
-        run.save_plan = SavePlan.of(cfg)
+        run.saving.plan = SavePlan.of(cfg)
         self._saved_step: int | None = None
         self._total: int | None = None
         self._parts: MicroBatches | None = None
@@ -152,7 +151,7 @@ class RobustLoop:
             return None
         self._saved_step = self.step
         self.run.checkpoint_saved(path, self.step)
-        rotate(folder, self.run.job or "", f"{_SAVED}*", self._cfg.keep_checkpoints)
+        self.run.saving.rotate(f"{_SAVED}*", self._cfg.keep_checkpoints)
         return path
 
     def state_dict(self) -> dict[str, Any]:

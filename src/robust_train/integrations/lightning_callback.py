@@ -20,7 +20,6 @@ from robust_train.integrations.sample_order import SampleOrder, take_over
 from robust_train.microbatch.rng import capture_rng, restore_rng
 from robust_train.run import Run
 from robust_train.runfolder.cadence import SavePlan
-from robust_train.runfolder.manifests import rotate
 from robust_train.values import MEMORY_FAILURES
 
 log = logging.getLogger("robust_train.vision")
@@ -53,7 +52,7 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
         self.place = Place()
         self._order: SampleOrder | None = None
         self._cfg = cfg.training
-        run.save_plan = SavePlan.of(cfg)
+        run.saving.plan = SavePlan.of(cfg)
         self._restored: Mapping[str, Any] | None = None
         self._saved_step: int | None = None
         self._batches = 0  # of this epoch, behind
@@ -201,7 +200,7 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
             log.warning("checkpoint: %s; training goes on, earlier ones are kept", error)
             self.run.checkpoint_failed(str(error))
             return
-        rotate(folder, self.run.job or "", "step-*.ckpt", self._cfg.keep_checkpoints)
+        self.run.saving.rotate("step-*.ckpt", self._cfg.keep_checkpoints)
 
     def written(self, path: Path, step: int) -> None:
         """A complete checkpoint lies at ``path``."""

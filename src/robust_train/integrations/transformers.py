@@ -134,7 +134,7 @@ class RobustCallback(_TrainerCallback):  # type: ignore[misc]
     def __init__(self, cfg: DictConfig, run: Run) -> None:
         self.run = run
         self._training = cfg.training
-        run.save_plan = SavePlan.of(cfg)
+        run.saving.plan = SavePlan.of(cfg)
         self._loss: dict[str, float] = {}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
@@ -189,7 +189,7 @@ class RobustCallback(_TrainerCallback):  # type: ignore[misc]
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Saving comes after evaluating, and its time is not saving's."""
-        self.run.save_clock.begin(state.global_step)
+        self.run.saving.clock.begin(state.global_step)
 
     def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """A checkpoint is complete; if asked to stop, this is the moment."""

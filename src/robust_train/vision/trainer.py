@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -100,9 +101,12 @@ def train(cfg: DictConfig, run: Run) -> dict[str, Any]:
             run, log_every_steps=cfg.training.log_every_steps, epochs=cfg.training.epochs
         ) as reporter:
             training = Training(cfg, run, reporter, device)
-            training.resume()
-            training.fit()
-            result = training.finish()
+            try:
+                training.resume()
+                training.fit()
+                result = training.finish()
+            finally:
+                training.settle()
     except Exception as error:
         if classify_failure(error).kind in MEMORY_FAILURES:
             run.memory_milestone("out of memory")
@@ -155,7 +159,7 @@ class Training:
         )
         self.state = self._prepare(built)
         self.model: nn.Module = self.state.model
-        run.save_plan = SavePlan.of(cfg)
+        run.saving.plan = SavePlan.of(cfg)
         self.folder = CheckpointFolder(run, keep=cfg.training.keep_checkpoints)
         self.has_checkpoint = run.resume_checkpoint is not None
         self.score: Score | None = None
@@ -254,7 +258,10 @@ class Training:
                 self.state.epoch_loss.add(loss, samples)
                 self.reporter.step(place, loss, samples, lr)
             if self.run.checkpoint_due:
-                self._save()
+                self._save(in_background=True)
+            self._write(self.folder.report_written)
+        # validation may last
+        self.settle()
 
     def _gradients_of(self, step: StepSamples) -> Tensor:
         """The gradients of one optimizer step; its mean loss."""
@@ -299,15 +306,24 @@ class Training:
             self._save()
             raise Interrupted(f"stopped after step {self.state.place.step}")
 
-    def _save(self) -> None:
-        """Save a checkpoint; where that fails, training is worth more than the checkpoint."""
+    def _save(self, *, in_background: bool = False) -> None:
+        """Save a checkpoint."""
         place = self.state.place
         checked_loss(self.state.epoch_loss, place.step)
         self.has_checkpoint = True
         if not self.run.is_main:
             return
+        save = self.folder.save_from_copy if in_background else self.folder.save
+        self._write(lambda: save(self.state.content(), place.step))
+
+    def settle(self) -> None:
+        """Wait for a checkpoint that is written in the background."""
+        self._write(lambda: self.folder.report_written(wait=True))
+
+    def _write(self, write: Callable[[], object]) -> None:
+        """Where a checkpoint cannot be written, training is worth more than the checkpoint."""
         try:
-            self.folder.save(self.state.content(), place.step)
+            write()
         except CheckpointError as error:
             log.warning("checkpoint: %s; training goes on, earlier ones are kept", error)
             self.run.checkpoint_failed(str(error))
