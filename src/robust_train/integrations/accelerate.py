@@ -34,7 +34,6 @@ from robust_train.integrations.attempt import Steps, effective_batch_size, refus
 from robust_train.integrations.sample_order import take_over
 from robust_train.microbatch.batcher import MicroBatches
 from robust_train.run import Run
-from robust_train.runfolder.manifests import rotate
 
 require("accelerate", "robust_train.integrations.accelerate", extra="accelerate")
 
@@ -145,7 +144,7 @@ class RobustLoop:
             return None
         self._saved_step = self.step
         self.run.checkpoint_saved(path, self.step)
-        rotate(folder, self.run.job or "", f"{_SAVED}*", self._cfg.keep_checkpoints)
+        self.run.saving.rotate(f"{_SAVED}*", self._cfg.keep_checkpoints)
         return path
 
     def state_dict(self) -> dict[str, Any]:
