@@ -15,15 +15,24 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from robust_train.batch.known import memory_settings
 from robust_train.errors import ConfigError
-from robust_train.memory.allocator import exported_expandable_segments
+from robust_train.memory.allocator import (
+    exported_expandable_segments,
+    is_wsl,
+    use_expandable_segments,
+)
 from robust_train.policy.sizes import PolicySettings
 from robust_train.values import MIB, AttemptSpec
 
 
 def policy_settings(cfg: DictConfig, *, finds_batch_size: bool = False) -> PolicySettings:
     """The part of the config that decisions depend on."""
-    exported = exported_expandable_segments(os.environ)
-    wished = cfg.memory.expandable_segments
+    is_free = exported_expandable_segments(os.environ) is None
+    expandable_segments = use_expandable_segments(
+        cfg.memory.expandable_segments,
+        os.environ,
+        is_script=bool(OmegaConf.select(cfg, "trainer.argv")),
+        gpus=cfg.num_gpus,
+    )
     return PolicySettings(
         batch_size=cfg.training.batch_size,
         gradient_accumulation_steps=cfg.training.gradient_accumulation_steps,
@@ -37,8 +46,8 @@ def policy_settings(cfg: DictConfig, *, finds_batch_size: bool = False) -> Polic
         preserve_effective_batch_size=cfg.preserve_effective_batch_size,
         min_gpu_memory_bytes=cfg.min_gpu_memory_mb * MIB,
         prefetch_factor=cfg.training.prefetch_factor,
-        expandable_segments=wished if exported is None else exported,
-        may_use_expandable_segments=exported is None,
+        expandable_segments=expandable_segments,
+        may_use_expandable_segments=is_free and not is_wsl(),
         may_wait=cfg.wait_for_gpu,
         retry_pause_seconds=cfg.retry_pause_seconds,
         finds_batch_size=finds_batch_size,

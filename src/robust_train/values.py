@@ -47,6 +47,9 @@ class GpuInfo:
         parent_uuid: for a MIG slice the UUID of the GPU it is a part of.
         unified_memory: the GPU shares the host's memory (integrated); the figures are the host's.
         unusable: why no job may start on it now, or None.
+        mps: NVIDIA's Multi-Process Service owns it, so that exclusive mode is no obstacle.
+        cuda_index: CUDA's number of it under ``CUDA_DEVICE_ORDER=PCI_BUS_ID`` with no mask; None
+            where NVML's and CUDA's lists may differ.
     """
 
     uuid: str
@@ -62,6 +65,8 @@ class GpuInfo:
     parent_uuid: str | None = None
     unified_memory: bool = False
     unusable: str | None = None
+    mps: bool = False
+    cuda_index: int | None = None
 
 
 Group = tuple[GpuInfo, ...]
