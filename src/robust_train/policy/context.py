@@ -84,7 +84,7 @@ class FailureContext:
     def failed_before_training(self) -> bool:
         """Whether it certainly failed before the first step, so that the batch is no matter.
 
-        Of a trainer that reports nothing only the stack tells.
+        For a trainer that reports nothing only the stack is evidence.
         """
         outcome = self.attempt.outcome
         if (
