@@ -1,4 +1,4 @@
-"""Which micro-batches to try for ``training.batch_size=auto``: pure, from the results of earlier probes.
+"""Which micro-batches to try for ``training.batch_size=auto``: pure, from earlier probes.
 
 Memory is near-affine in the micro-batch: ``peak = a + b × samples``, where ``a`` holds weights,
 gradients and workspaces and ``b`` one sample's activations. A first small probe gives an upper
