@@ -30,7 +30,9 @@ def be_rank(rank: int, chosen: argparse.Namespace, port: int) -> None:
     plain, split, _ = steps_to_compare(model, torch.randn(64, 3, 32, 32), torch.randint(10, (64,)))
     group = ranks.here()
     assert group is not None
-    report = ranks.RankReport(ranks.State.THROUGH, 0, 64, 64.0, (True,) * len(list(model.parameters())))
+    report = ranks.RankReport(
+        ranks.State.THROUGH, 0, 64, 64.0, (True,) * len(list(model.parameters()))
+    )
 
     def seconds(step: Callable[[], object]) -> float:
         dist.barrier()

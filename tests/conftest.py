@@ -44,8 +44,6 @@ _LONG = (
     "test_accelerate.py",
     "test_transformers.py",
     "test_lightning.py",
-    "test_one_import.py",
-    "test_stopping_launchers_of_others.py",
 )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import torch
@@ -85,3 +87,25 @@ def test_hooks_of_others_keep_ours_away():
         assert compat.watch_optimizer_steps(lambda: None) is None
     finally:
         theirs.remove()
+
+
+def test_exit_handlers_run_as_at_an_interpreters_end():
+    code = (
+        "import atexit, os, threading, time\n"
+        "from robust_train.compat import run_exit_handlers\n"
+        "atexit.register(print, 'handler', flush=True)\n"
+        "work = lambda: (time.sleep(0.1), print('thread', flush=True))\n"
+        "threading.Thread(target=work).start()\n"
+        "run_exit_handlers()\n"
+        "os._exit(0)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.split() == ["thread", "handler"]
+
+
+def test_an_action_waits_for_cuda():
+    calls: list[int] = []
+    compat.when_cuda_starts(torch, lambda: calls.append(1))
+    assert calls == ([1] if torch.cuda.is_initialized() else [])

@@ -6,7 +6,9 @@ returns then. Nothing here imports torch: the module is an argument.
 
 from __future__ import annotations
 
+import atexit
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -88,3 +90,12 @@ def watch_optimizer_steps(on_step: Callable[[], None]) -> Callable[[], None] | N
 
     remove: Callable[[], None] = register(step_is_done).remove
     return remove
+
+
+def run_exit_handlers() -> None:
+    """Do what an interpreter's normal exit does, for a process that ends by ``os._exit``.
+
+    It waits for threads that are no daemons, then calls what ``atexit`` has registered.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()

@@ -23,7 +23,8 @@ from robust_train.memory.cleanup import (
     leaf_tensors,
     release_and_check,
 )
-from robust_train.policy.decide import PolicySettings, decide, first_attempt
+from robust_train.policy.decide import decide, first_attempt
+from robust_train.policy.sizes import PolicySettings
 from robust_train.values import MEMORY_FAILURES, Attempt, AttemptSpec, GiveUp, Outcome
 
 log = logging.getLogger("robust_train")

@@ -26,7 +26,7 @@ from robust_train.batch.search import (
 )
 from robust_train.microbatch.meters import Meter, device_of, meter_of
 from robust_train.microbatch.rewind import StepStart, cut_graphs
-from robust_train.report.units import memory as shown
+from robust_train.readable import memory as shown
 
 log = logging.getLogger("robust_train")
 

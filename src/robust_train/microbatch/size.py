@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from robust_train.policy.sizes import PolicySettings, next_rung
+from robust_train.policy.sizes import PolicySettings, next_smaller
 
 
 class MicroBatchSize:
@@ -66,7 +66,7 @@ class MicroBatchSize:
             gradient_accumulation_steps=self._accumulation,
             min_batch_size=self._min,
         )
-        return next_rung(settings, failed)[0]
+        return next_smaller(settings, failed)[0]
 
     def failed_at(self, size: int) -> None:
         """Memory ran out with parts of ``size`` samples: use the next smaller size, if any."""
