@@ -42,7 +42,7 @@ class Signals(Protocol):
     def watches(self, signum: int) -> bool:
         """Whether that signal stops the job."""
 
-    def tell(self, signum: int) -> None:
+    def deliver(self, signum: int) -> None:
         """Act as if the signal had come."""
 
 
