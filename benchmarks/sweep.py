@@ -64,8 +64,8 @@ def environment(machine: Machine, folder: Path) -> dict[str, str]:
     paths = os.pathsep.join([str(HERE), str(ROOT / "src"), str(ROOT / "tests")])
     return machine.environment(
         PYTHONPATH=paths,
+        ROBUST_TRAIN_STATE_DIR=str(folder / "runs"),
         SWEEP_BENCHMARK_LOG=str(folder / "held.jsonl"),
-        XDG_RUNTIME_DIR=str(folder),
     )
 
 

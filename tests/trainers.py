@@ -245,8 +245,9 @@ def fills_two_gib_of_the_gpu(cfg):
 def fails_by_script(cfg, run):
     """Does what the script in the environment says for this attempt's number, then succeeds.
 
-    A line is ``<step> <message>``: progress to that step, then an error with that message; the
-    message ``stall`` hangs instead, ``worker`` kills a data-loader worker.
+    A line is ``<step> <message>``: progress to that step (``-``: training does not even begin),
+    then an error with that message; the message ``stall`` hangs instead, ``worker`` kills a
+    data-loader worker.
     """
     import torch
 
@@ -264,8 +265,9 @@ def fails_by_script(cfg, run):
     if run.attempt > len(lines):
         return "trained"
     step, _, message = lines[run.attempt - 1].partition(" ")
-    run.started(0)
-    run.progress(int(step))
+    if step != "-":
+        run.started(0)
+        run.progress(int(step))
     if message == "stall":
         _hangs_for_ever()
     if message == "worker":

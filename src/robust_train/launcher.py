@@ -17,8 +17,8 @@ from typing import Any
 import tenacity
 from omegaconf import DictConfig, OmegaConf
 
+from robust_train.batch.job_sizes import BatchSizes
 from robust_train.batch.search import BatchSearch
-from robust_train.batch.sizes import BatchSizes
 from robust_train.config.batch import settle_batch_size
 from robust_train.config.schema import complete, validate
 from robust_train.errors import EXIT_BAD_CONFIG, ConfigError, JobInterrupted, NoDevice
@@ -38,8 +38,9 @@ from robust_train.execution.process import ProcessExecutor
 from robust_train.execution.request import AttemptRequest
 from robust_train.execution.signals import SignalWatch
 from robust_train.execution.trainer_ref import TrainerRef
+from robust_train.failures.advice import with_fitting_advice
 from robust_train.memory.stability import attempt_stability
-from robust_train.policy.decide import decide, decide_as_asked, first_attempt
+from robust_train.policy.decide import decide, decide_on_request, first_attempt
 from robust_train.queue import devices
 from robust_train.queue.wait import NoGpu, WaitStatus
 from robust_train.report import narration
@@ -50,6 +51,7 @@ from robust_train.runfolder.journal import Journal
 from robust_train.runfolder.summary import AttemptRecord, Summary, evidence_of
 from robust_train.settings import (
     attempt_config,
+    batch_settings,
     hydra_config,
     name_of,
     policy_settings,
@@ -61,7 +63,6 @@ from robust_train.values import (
     Attempt,
     AttemptSpec,
     Decision,
-    FailureKind,
     GiveUp,
     Group,
     Outcome,
@@ -165,7 +166,10 @@ class Job:
         self.checkpoint = self.beginning.checkpoint
         self.journal = Journal(self.run_dir / "journal.jsonl")
         self.batch_sizes = BatchSizes(
-            self.cfg, self.settings, self.trainer, self.beginning.found, self.journal.write
+            batch_settings(self.cfg, self.trainer),
+            self.settings,
+            self.beginning.found,
+            self.journal.write,
         )
         started = JobStarted(str(self.run_dir), name_of(self.trainer), self.beginning.job)
         self.journal.write(started)
@@ -302,9 +306,17 @@ class Job:
         # in this process its memory does not come back
         expected = () if self._runs_inline else free_before
         free_after = self.devices.ended(spec.gpus, outcome, expected)
-        if outcome.failure is None or not spec.gpus or self._runs_inline:
+        if outcome.failure is None:
             return outcome
-        rank = outcome.failure.rank or 0
+        failure = with_fitting_advice(
+            outcome.failure,
+            num_workers=spec.num_workers,
+            is_script=OmegaConf.select(self.cfg, "trainer.argv") is not None,
+        )
+        outcome = replace(outcome, failure=failure)
+        if not spec.gpus or self._runs_inline:
+            return outcome
+        rank = failure.rank or 0
         return replace(
             outcome,
             gpu_free_before_bytes=free_before[rank],
@@ -317,15 +329,13 @@ class Job:
             return None
         history = (*earlier, attempt)
         if attempt.outcome.stopped_for is not None and self.signals.received is None:
-            return decide_as_asked(self.settings, history)
-        if failure.kind is FailureKind.INTERRUPTED or self.signals.received is not None:
-            return GiveUp("interrupted")
-        gpus = self.devices.candidates() if attempt.spec.gpus else ()
-        decision = decide(self.settings, history, gpus)
-        if isinstance(decision, GiveUp) and failure.kind is FailureKind.BUG:
-            where = "" if failure.rank is None else f" (rank {failure.rank})"
-            return replace(decision, reason=failure.message + where)
-        return decision
+            return decide_on_request(self.settings, history)
+        if self.signals.received is not None:
+            return GiveUp("interrupted", action="stopped")
+        if not attempt.spec.gpus:
+            return decide(self.settings, history, ())
+        gpus = self.devices.candidates()
+        return decide(self.settings, history, gpus, self.devices.held_by_others(gpus))
 
     def _request(
         self, number: int, spec: AttemptSpec, search: BatchSearch | None

@@ -93,3 +93,8 @@ def shortened(text: str, longest: int) -> str:
     """Return ``text`` in one line of at most ``longest`` characters."""
     text = " ".join(text.split())
     return text if len(text) <= longest else text[: longest - 1] + "…"
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, its type where it has none."""
+    return (str(error).splitlines() or [""])[0] or type(error).__name__

@@ -14,7 +14,7 @@ from test_truth import DONE, SPEC, leave_run
 
 import robust_train
 from robust_train.cli.main import main
-from robust_train.queue.reservations import Ledger, new_record
+from robust_train.queue.reservations import JobRegistry, new_record
 from robust_train.values import MIB, Attempt
 from simulated_nvml import Gpu, Machine
 
@@ -47,11 +47,11 @@ def test_a_plan_says_what_fits_on_the_gpus_now_and_what_earlier_runs_measured(
             replace(DONE, peak_memory_bytes=75 * MIB),
         ),
     )
-    ledger = Ledger(queue)
+    registry = JobRegistry(queue)
     try:
-        with ledger.locked():
+        with registry.locked():
             record = new_record("other", str(tmp_path), 5000 * MIB, 1)
-            reservation = ledger.enter(record, ledger.entries())
+            reservation = registry.enter(record, registry.jobs())
             reservation.update(reservation.record.on([machine.uuid(0)]))
         done = subprocess.run(
             [
@@ -66,7 +66,7 @@ def test_a_plan_says_what_fits_on_the_gpus_now_and_what_earlier_runs_measured(
         )
     finally:
         reservation.release()
-        ledger.close()
+        registry.close()
     assert (done.returncode, done.stderr) == (0, "")
     plan = json.loads(done.stdout)
     assert [(row["batch_size"], row["accumulates"]) for row in plan["rows"]] == [

@@ -28,6 +28,7 @@ from two_gpu_machine import A
 from world import Ended, World, is_running, wait_until
 
 NEVER = "gpu_check_interval_seconds=600"
+SLOW = pytest.mark.slow
 
 
 class Host:
@@ -105,7 +106,7 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
             process.communicate()
 
 
-@pytest.mark.parametrize("how", ["process", "none", "train.py"])
+@pytest.mark.parametrize("how", ["process", pytest.param("none", marks=SLOW), "train.py"])
 def test_status_and_list_in_pipe_and_terminal(host: Host, how: str):
     world = host.world("first")
     options = {"script": "train.py"} if how == "train.py" else {}
@@ -198,7 +199,7 @@ def test_a_checkpoint_during_training_gives_a_path_that_exists(host: Host):
     assert answer["path"] in told
 
 
-@pytest.mark.parametrize("isolation", ["process", "none"])
+@pytest.mark.parametrize("isolation", ["process", pytest.param("none", marks=SLOW)])
 def test_halving_during_training_ends_in_the_same_weights(host: Host, isolation: str):
     results = []
     for name in ("halved", "undisturbed"):
@@ -233,7 +234,7 @@ def test_halving_stops_at_the_minimum(host: Host):
     assert "the micro-batch is 32 already, and min_batch_size=32" in host.refused("halve-batch")
 
 
-@pytest.mark.parametrize("isolation", ["process", "none"])
+@pytest.mark.parametrize("isolation", ["process", pytest.param("none", marks=SLOW)])
 def test_a_trainer_without_micro_batches_goes_on_in_a_new_attempt(host: Host, isolation: str):
     world = host.world("first")
     process = host.train(world, "saves_when_it_stops", f"isolation={isolation}")

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from robust_train.policy.sizes import PolicySettings, ladder
+from robust_train.policy.sizes import PolicySettings, sizes
 from robust_train.values import MIB
 
 MOST_PROBES = 4
@@ -66,9 +66,9 @@ def micro_batch_sizes(effective_batch_size: int, min_batch_size: int) -> tuple[i
     """
     least = min(min_batch_size, effective_batch_size)
     settings = PolicySettings(batch_size=effective_batch_size, min_batch_size=least)
-    rungs = {size for size, _ in ladder(settings)}
+    halved = {size for size, _ in sizes(settings)}
     divisors = {n for n in range(least, effective_batch_size + 1) if effective_batch_size % n == 0}
-    return tuple(sorted(rungs | divisors))
+    return tuple(sorted(halved | divisors))
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ class AttemptProgress:
 
     start_step: int = 0
     end_step: int | None = None
+    began_training: bool = False
     memory: Mapping[str, int] = field(default_factory=dict)
     micro_batch: int | None = None
     memory_cleared: MemoryCleared | None = None
@@ -54,7 +55,7 @@ class AttemptProgress:
                 memory = {**self.memory, **event.memory}
                 return replace(self, rank_died=event, memory=memory)
             case TrainingStarted():
-                return replace(self, start_step=event.step)
+                return replace(self, start_step=event.step, began_training=True)
             case Progress():
                 return replace(self, end_step=event.step)
             case MemoryReported(rank=None):
@@ -103,6 +104,7 @@ class AttemptProgress:
             seconds=seconds,
             start_step=self.start_step,
             end_step=self.end_step,
+            began_training=self.began_training,
             peak_memory_bytes=self.memory["max_allocated"] if on_gpu else resident,
             memory=dict(self.memory) if on_gpu else None,
             memory_returned=self._returned(),

@@ -31,7 +31,7 @@ from robust_train.planning.tracker import (
     StorageTracker,
 )
 from robust_train.vision.batches import Batch
-from robust_train.vision.data import shape_of_data
+from robust_train.vision.datasets import shape_of_data
 from robust_train.vision.images import ImageSpec
 from robust_train.vision.models import (
     BuiltModel,
@@ -39,10 +39,9 @@ from robust_train.vision.models import (
     enable_gradient_checkpointing,
     set_train_mode,
 )
-from robust_train.vision.precision import Precision
 from robust_train.vision.prepare import check_config
 from robust_train.vision.schedule import make_optimizer
-from robust_train.vision.step import accumulate_gradients, apply_gradients
+from robust_train.vision.step import Precision, accumulate_gradients, apply_gradients
 
 _CPU = torch.device("cpu")
 _WARM_UP = 2  # samples; BatchNorm may refuse a single one
@@ -199,12 +198,7 @@ def _build(cfg: DictConfig) -> BuiltModel:
     shape = shape_of_data(cfg.dataset)
 
     def build() -> BuiltModel:
-        return build_model(
-            model,
-            num_classes=shape.num_classes,
-            native_size=shape.size,
-            native_channels=shape.channels,
-        )
+        return build_model(model, shape)
 
     try:
         with _what_modules_have_on_meta():

@@ -20,7 +20,7 @@ from robust_train.runfolder.identity import wait_until_readable
 from robust_train.runfolder.manifests import read_manifests, rotate
 from robust_train.values import MEMORY_FAILURES
 
-log = logging.getLogger("robust_train.vision")
+log = logging.getLogger("robust_train")
 
 _NAME = re.compile(r"step-(\d{8,})\.pt")
 
