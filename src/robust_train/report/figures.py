@@ -61,7 +61,7 @@ _CAPTIONS = {"lr": "Learning rate"}
 
 @dataclass(frozen=True)
 class Key:
-    """An entry of a legend: a style's class and what it stands for."""
+    """An entry of a legend: a style's class and its meaning."""
 
     style: str
     text: str
@@ -181,7 +181,7 @@ def _memory_figure(
     lines: list[Line] = []
     legend: list[Key] = []
     for name, label, style, is_area in _FIGURES:
-        # the process's host memory says little beside a GPU's
+        # the process's host memory matters little beside a GPU's
         if name == "resident" and device.device != "cpu" and lines:
             continue
         pieces = _pieces(samples, name, clock)
