@@ -32,13 +32,14 @@ MIB = 1024**2
 
 def measure(rounds: int) -> None:
     """All three, on the machine that the environment describes."""
+
     from robust_train.execution import sleep_until_readable
     from robust_train.gpu.inventory import read_inventory
     from robust_train.gpu.visible import visible_gpus
     from robust_train.queue.host_queue import HostQueue
-    from robust_train.queue.line import Line
     from robust_train.queue.queue_dir import directory_for
-    from robust_train.queue.reservations import Ledger, new_record
+    from robust_train.queue.queued_job import QueuedJob
+    from robust_train.queue.reservations import JobRegistry, new_record
     from robust_train.queue.wait import GpuRequest, NoGpu
 
     base = directory_for(None, os.environ)
@@ -73,14 +74,14 @@ def measure(rounds: int) -> None:
         get(queue)
     lines = []
     for _ in range(20):
-        ledger = Ledger(base)
-        lines.append(Line(ledger, new_record("b", "/", 4000 * MIB, 1)))
+        registry = JobRegistry(base)
+        lines.append(QueuedJob(registry, new_record("b", "/", 4000 * MIB, 1)))
         for _ in range(2):
-            lines[-1].look(lambda: look(False), lambda gpu: True)
+            lines[-1].poll(lambda: look(False), lambda gpu: True)
     cpu = []
     for _ in range(rounds):
         started = time.process_time()
-        turn = lines[0].look(lambda: look(False), lambda gpu: True)
+        turn = lines[0].poll(lambda: look(False), lambda gpu: True)
         cpu.append(time.process_time() - started)
         assert not turn.gpus
     print(f"a look by the head of a line of 20: {statistics.median(cpu) * 1000:.2f} ms of CPU")
@@ -103,11 +104,11 @@ def measure(rounds: int) -> None:
         waiting = job()
         thread = threading.Thread(target=wait, args=(waiting, when))
         thread.start()
-        ledger = Ledger(base)
-        while not any(e.record and e.record.state.value == "waiting" for e in ledger.entries()):
+        registry = JobRegistry(base)
+        while not any(e.record and e.record.state.value == "waiting" for e in registry.jobs()):
             time.sleep(0.005)
         time.sleep(0.05)
-        ledger.close()
+        registry.close()
         released = time.perf_counter()
         others.pop(0).release()
         thread.join(30)

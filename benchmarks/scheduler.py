@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from robust_train.queue import scheduler
-from robust_train.queue.scheduler import Holding, Waiter, plan
+from robust_train.queue.scheduler import GpuReservation, WaitingJob, plan
 from robust_train.values import MIB, GpuInfo
 
 TOTAL = 40000
@@ -72,8 +72,8 @@ def simulate(jobs: Sequence[Job], gpus: int, per_device: int, *, passing: bool) 
     everywhere = frozenset(machine)
     events = [(job.arrives, 0, job.number) for job in jobs]
     heapq.heapify(events)
-    waiting: dict[str, Waiter] = {}
-    running: dict[str, list[Holding]] = {}
+    waiting: dict[str, WaitingJob] = {}
+    running: dict[str, list[GpuReservation]] = {}
     waits: list[float] = []
     costs: list[float] = []
     used_area = demand_area = busy_area = 0.0
@@ -92,13 +92,15 @@ def simulate(jobs: Sequence[Job], gpus: int, per_device: int, *, passing: bool) 
         if kind == 0:
             demand += job.memory
             size = job.need * MIB
-            waiting[name] = Waiter(name, number, size, everywhere, per_device, now, job.count)
+            waiting[name] = WaitingJob(name, number, size, everywhere, per_device, now, job.count)
         else:
             used -= job.memory
             for ended in running.pop(name):
                 assert ended.gpu is not None
                 here = machine[ended.gpu]
-                machine[ended.gpu] = replace(here, free_bytes=here.free_bytes + ended.claim_bytes)
+                machine[ended.gpu] = replace(
+                    here, free_bytes=here.free_bytes + ended.reserved_bytes
+                )
                 jobs_on[ended.gpu] -= 1
         holdings = [holding for group in running.values() for holding in group]
         started = time.perf_counter()
@@ -107,8 +109,8 @@ def simulate(jobs: Sequence[Job], gpus: int, per_device: int, *, passing: bool) 
         for granted, group in decided.groups.items():
             if (
                 not passing
-                and decided.head is not None
-                and waiting[granted].ticket > int(decided.head)
+                and decided.first is not None
+                and waiting[granted].ticket > int(decided.first)
             ):
                 continue
             waiter = waiting.pop(granted)
@@ -122,7 +124,7 @@ def simulate(jobs: Sequence[Job], gpus: int, per_device: int, *, passing: bool) 
                 machine[gpu.uuid] = replace(here, free_bytes=here.free_bytes - size)
                 jobs_on[gpu.uuid] += 1
             running[granted] = [
-                Holding(granted, gpu.uuid, size, size, per_device, now, ticket=waiter.ticket)
+                GpuReservation(granted, gpu.uuid, size, size, per_device, now, ticket=waiter.ticket)
                 for gpu in group
             ]
             waits.append(now - one.arrives)

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
-from robust_train.values import Evidence, Failure, FailureKind
+from robust_train.values import Failure, FailureKind
 
 Json = Any
 """A value of JSON's types."""
@@ -454,7 +454,7 @@ def _value(hint: Any, value: Any, where: str) -> Any:
         item = typing.get_args(hint)[0]
         return tuple(_value(item, one, where) for one in value)
     if isinstance(value, Mapping):
-        if hint in (Evidence, Failure):
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
             return _build(hint, value, where)
         if origin in (Mapping, dict) or hint in (Mapping, dict):
             return dict(value)

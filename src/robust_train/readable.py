@@ -2,15 +2,99 @@
 
 from __future__ import annotations
 
+import datetime
+
+from robust_train.values import GIB, MIB
+
+_MINUTE, _HOUR, _DAY = 60, 3600, 86400
+_ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth")
+
 
 def as_clock(seconds: int) -> str:
-    """Whole seconds as ``1:02:03`` or ``2:03``."""
+    """Return integer seconds as ``1:02:03`` or ``2:03``."""
     minutes, rest = divmod(seconds, 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
+def duration(seconds: float) -> str:
+    """Return ``0.4 s``, ``12 s``, ``3 min 5 s``, ``2 h 10 min``, ``3 d 4 h``."""
+    if 0 < seconds < 0.05:
+        return "< 0.1 s"
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    for size, name, smaller, smaller_name in (
+        (_DAY, "d", _HOUR, "h"),
+        (_HOUR, "h", _MINUTE, "min"),
+        (_MINUTE, "min", 1, "s"),
+    ):
+        if whole >= size:
+            count, rest = divmod(whole, size)
+            part = rest // smaller
+            return f"{count} {name} {part} {smaller_name}" if part else f"{count} {name}"
+    return f"{whole} s"
+
+
 def ordinal(number: int) -> str:
-    """``1st``, ``2nd``, ``3rd``, ``11th`` …"""
+    """Return ``1st``, ``2nd``, ``3rd``, ``11th`` …"""
     last = 0 if 10 < number % 100 < 20 else number % 10
     return f"{number}{ {1: 'st', 2: 'nd', 3: 'rd'}.get(last, 'th') }"
+
+
+def memory(size: float) -> str:
+    """Return ``512 MiB``, ``15.8 GiB``: about how much it is."""
+    if size >= 100 * GIB:
+        return f"{size / GIB:.0f} GiB"
+    if size >= GIB:
+        return f"{size / GIB:.1f} GiB"
+    if size >= 10 * MIB:
+        return f"{size / MIB:.0f} MiB"
+    return f"{size / MIB:.1f} MiB"
+
+
+def mib(size_bytes: int) -> str:
+    """Return ``15800 MiB``: to compare with a limit, or with what nvidia-smi shows."""
+    return f"{size_bytes // MIB} MiB"
+
+
+def number(value: float) -> str:
+    """Return at most four figures, without needless zeros."""
+    if value and (abs(value) >= 1e6 or abs(value) < 1e-3):
+        mantissa, _, exponent = f"{value:.3g}".partition("e")
+        return f"{mantissa}e{int(exponent)}" if exponent else mantissa
+    return f"{value:,.4g}" if abs(value) < 10_000 else f"{value:,.0f}"
+
+
+def percent(share: float) -> str:
+    """Return a share of 0 to 1 in percent. Only all is 100 %, only nothing is 0 %."""
+    if 0 < share < 0.01:
+        return "< 1 %"
+    if 0.99 < share < 1:
+        return "> 99 %"
+    return f"{100 * share:.0f} %"
+
+
+def ordinal_word(number: int) -> str:
+    """Return ``first``, ``12th``."""
+    return _ORDINALS[number - 1] if 1 <= number <= len(_ORDINALS) else ordinal(number)
+
+
+def moment(time: float) -> str:
+    """Return date and time of day, in this process's time zone."""
+    try:
+        at = datetime.datetime.fromtimestamp(time).astimezone()
+    except (OverflowError, OSError, ValueError):
+        return "?"
+    return at.strftime("%Y-%m-%d %H:%M:%S %Z").strip()
+
+
+def shortened(text: str, longest: int) -> str:
+    """Return ``text`` in one line of at most ``longest`` characters."""
+    text = " ".join(text.split())
+    return text if len(text) <= longest else text[: longest - 1] + "…"
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, its type where it has none."""
+    return (str(error).splitlines() or [""])[0] or type(error).__name__

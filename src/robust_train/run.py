@@ -7,8 +7,6 @@ only in where reports go.
 from __future__ import annotations
 
 import logging
-import resource
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +25,8 @@ from robust_train.events import (
     TrainingStarted,
     UserEvent,
 )
+from robust_train.memory.in_use import describe_memory
+from robust_train.memory.in_use import memory_in_use as memory_in_use
 from robust_train.runfolder.cadence import SaveClock, SavePlan
 from robust_train.runfolder.identity import read_identity, wait_until_readable
 from robust_train.runfolder.manifests import of_job, record_checkpoint
@@ -418,7 +418,7 @@ class Run:
 
     def memory_milestone(self, name: str) -> None:
         """Log and record how much memory is in use at a moment called ``name``."""
-        figures = memory_in_use()
+        figures = memory_in_use(context=False)
         log.info("%s: %s", name, describe_memory(figures))
         self.report(MemoryReported(name, **figures))
 
@@ -429,31 +429,3 @@ class Run:
     def report(self, event: Event) -> None:
         """Send one event to the launcher."""
         self._report(event)
-
-
-def memory_in_use() -> dict[str, int]:
-    """Bytes in use: ``allocated``, ``reserved``, ``max_allocated`` of CUDA's current device where
-    CUDA has been started by this process, else ``resident`` and ``max_resident`` of the process.
-    """
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        return {
-            "allocated": torch.cuda.memory_allocated(),
-            "reserved": torch.cuda.memory_reserved(),
-            "max_allocated": torch.cuda.max_memory_allocated(),
-        }
-    resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return {
-        "resident": resident_pages * resource.getpagesize(),
-        # ru_maxrss is in KiB on Linux, see getrusage(2)
-        "max_resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-    }
-
-
-def describe_memory(figures: Mapping[str, int]) -> str:
-    """The figures of :func:`memory_in_use` as a line for people."""
-    if "allocated" in figures:
-        now, peak, label = figures["allocated"], figures["max_allocated"], "GPU Memory - Allocated"
-    else:
-        now, peak, label = figures["resident"], figures["max_resident"], "Host Memory - Resident"
-    return f"{label}: {now / 1024**3:.2f} GB, Peak: {peak / 1024**3:.2f} GB"

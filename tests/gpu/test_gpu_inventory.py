@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import getpass
+import os
+import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from robust_train.gpu import unified
-from robust_train.gpu.holders import find_holders
+from robust_train.gpu import processes, unified
 from robust_train.values import GpuInfo, GpuProcess
 from simulated_nvml import (
     DRIVER_NOT_LOADED,
@@ -71,6 +74,8 @@ def test_a_gpu_is_told_with_all_its_figures(machine_with: MachineWith) -> None:
             "parent_uuid": None,
             "unified_memory": False,
             "unusable": None,
+            "mps": False,
+            "cuda_index": 0,
         }
     ]
 
@@ -108,7 +113,7 @@ def test_a_metric_that_a_gpu_lacks_is_none_and_the_gpu_is_kept(machine_with: Mac
         ("nvmlDeviceGetUUID", UNKNOWN, "Unknown Error"),
         ("nvmlDeviceGetMemoryInfo", NO_PERMISSION, "Insufficient Permissions"),
         ("nvmlDeviceGetMemoryInfo", 77, "simulated error 77"),
-        ("nvmlDeviceGetMemoryInfo", NOT_SUPPORTED, "NVML does not tell its memory"),
+        ("nvmlDeviceGetMemoryInfo", NOT_SUPPORTED, "NVML does not report its memory"),
     ],
 )
 def test_one_sick_gpu_is_skipped_with_its_reason_and_the_others_are_kept(
@@ -367,7 +372,7 @@ def test_reading_imports_no_torch(machine_with: MachineWith) -> None:
     assert machine_with(Gpu()).python(
         """
         import json, sys
-        import robust_train.cli.gpus, robust_train.gpu.best, robust_train.queue.live_line
+        import robust_train.cli.gpus, robust_train.gpu.best, robust_train.queue.wait
         from robust_train.gpu.inventory import read_inventory
         read_inventory()
         print(json.dumps("torch" not in sys.modules and "rich" not in sys.modules))
@@ -375,19 +380,62 @@ def test_reading_imports_no_torch(machine_with: MachineWith) -> None:
     )
 
 
-def process_folder(proc: Path, pid: int, command: str) -> None:
-    (proc / str(pid)).mkdir(parents=True)
-    (proc / str(pid) / "comm").write_text(command + "\n")
-
-
-@pytest.mark.parametrize(
-    ("namespace", "names"), [("pid:[4026531836]", ["train"]), ("pid:[4026532001]", [])]
-)
+@pytest.mark.parametrize("in_container", [False, True])
 def test_processes_are_named_only_where_their_ids_are_the_hosts(
-    tmp_path: Path, namespace: str, names: list[str]
+    monkeypatch: pytest.MonkeyPatch, in_container: bool
 ) -> None:
-    process_folder(tmp_path, 10, "train")
-    (tmp_path / "self/ns").mkdir(parents=True)
-    (tmp_path / "self/ns/pid").symlink_to(namespace)
-    gpu = GpuInfo("GPU-1", "A", 0, "", 10, 5, 5, processes=(GpuProcess(10), GpuProcess(11)))
-    assert [holder.command for holder in find_holders([gpu], tmp_path).values()] == names
+    monkeypatch.setattr(processes, "sees_host_pids", lambda: not in_container)
+    listed = (GpuProcess(os.getpid()), GpuProcess(2**30))
+    gpu = GpuInfo("GPU-1", "A", 0, "", 10, 5, 5, processes=listed)
+    found = processes.find_holders([gpu])
+    assert list(found) == ([] if in_container else [os.getpid()])
+    assert all(holder.user == getpass.getuser() for holder in found.values())
+
+
+def test_exclusive_mode_owned_by_mps_is_no_obstacle(
+    machine_with: MachineWith, tmp_path: Path
+) -> None:
+    server = tmp_path / "nvidia-cuda-mps-server"
+    shutil.copy("/bin/sleep", server)
+    machine = machine_with(Gpu(compute_mode=3))
+    with subprocess.Popen([server, "100"]) as running:
+        machine.update(0, compute=[(running.pid, 500)])
+        (shared,) = read(machine)["gpus"]
+        running.kill()
+    assert (shared["unusable"], shared["mps"]) == (None, True)
+    machine.update(0, compute=[(os.getpid(), 500)])
+    (owned,) = read(machine)["gpus"]
+    assert "owns it" in owned["unusable"]
+    assert not owned["mps"]
+
+
+def test_a_closed_session_lets_the_gpus_be_reset_and_the_next_call_opens_another(
+    machine_with: MachineWith,
+) -> None:
+    machine = machine_with(Gpu())
+    assert machine.python(
+        """
+        import json
+        from robust_train.gpu.inventory import read_inventory
+        from robust_train.gpu.nvml_session import close_session, known_session
+        first = read_inventory()
+        close_session()
+        closed = known_session() is None
+        close_session()
+        print(json.dumps(closed and read_inventory() == first))
+        """
+    )
+    assert machine.calls("nvmlShutdown")
+
+
+@pytest.mark.parametrize("sliced", [False, True])
+def test_cudas_numbers_are_known_where_both_lists_surely_agree(
+    machine_with: MachineWith, sliced: bool
+) -> None:
+    machine = machine_with(Gpu(mig=[Slice(5000)] if sliced else None), Gpu())
+    seen = [gpu["cuda_index"] for gpu in read(machine)["gpus"]]
+    assert seen == ([None, None] if sliced else [0, 1])
+    if not sliced:
+        for version in ("", "_v2"):
+            machine.fail(f"nvmlDeviceGetMemoryInfo{version}", UNKNOWN, 0)
+        assert [gpu["cuda_index"] for gpu in read(machine)["gpus"]] == [None]

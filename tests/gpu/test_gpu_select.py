@@ -8,8 +8,15 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from robust_train.gpu.holders import Holder
-from robust_train.gpu.select import could_ever_fit, explain, largest_possible, rank, select
+from robust_train.gpu.processes import Holder
+from robust_train.gpu.select import (
+    could_ever_fit,
+    explain,
+    largest_possible,
+    obstacles,
+    rank,
+    select,
+)
 from robust_train.values import MIB, GpuInfo, GpuProcess
 
 
@@ -40,25 +47,20 @@ GPUS = st.lists(
 )
 
 
-@given(gpus=GPUS, min_bytes=st.integers(0, 110), excluded=st.sets(st.integers(0, 7)))
+@given(gpus=GPUS, min_bytes=st.integers(0, 110))
 def test_the_choice_is_a_suitable_gpu_that_no_other_one_beats(
-    gpus: list[GpuInfo], min_bytes: int, excluded: set[int]
+    gpus: list[GpuInfo], min_bytes: int
 ) -> None:
-    exclude = frozenset(f"GPU-{index:08x}-0000" for index in excluded)
-    suitable = [
-        item
-        for item in gpus
-        if item.unusable is None and item.free_bytes >= min_bytes and item.uuid not in exclude
-    ]
-    chosen = select(gpus, min_bytes, exclude)
+    suitable = [g for g in gpus if g.unusable is None and g.free_bytes >= min_bytes]
+    chosen = select(gpus, min_bytes)
     if not suitable:
         assert chosen is None
         return
     assert chosen in suitable
     assert chosen is not None
     assert chosen.free_bytes == max(item.free_bytes for item in suitable)
-    assert rank(gpus, min_bytes, exclude)[0] == chosen
-    assert set(rank(gpus, min_bytes, exclude)) == set(suitable)
+    assert rank(gpus, min_bytes)[0] == chosen
+    assert set(rank(gpus, min_bytes)) == set(suitable)
 
 
 @given(gpus=GPUS, data=st.data())
@@ -98,7 +100,6 @@ def test_the_largest_possible_gpu_goes_by_its_size_not_by_what_is_free() -> None
     large = gpu(0, 1, total_bytes=900)
     barred = gpu(1, 50, total_bytes=1000, compute_mode="prohibited")
     assert largest_possible([gpu(2, 100), large, barred]) == large
-    assert largest_possible([large, gpu(2, 100)], {large.uuid}) == gpu(2, 100)
     assert largest_possible([barred]) is None
 
 
@@ -110,14 +111,11 @@ def test_the_explanation_names_figures_processes_and_users() -> None:
         processes=(GpuProcess(7), GpuProcess(812, 14000 * MIB), GpuProcess(9, 30 * MIB)),
     )
     barred = gpu(1, 5, unusable="compute mode is prohibited")
-    text = explain(
-        [full, barred, gpu(2, 5)], 6000 * MIB, {gpu(2, 5).uuid}, {812: Holder(812, "python", "ada")}
-    )
+    text = obstacles([full, barred], {812: Holder(812, "python", "ada")})
     assert text == (
-        "needs 6000 MiB free; GPU 0 (A100, GPU-00000000…) has 2200 MiB of 40960 MiB free: "
+        "GPU 0 (A100, GPU-00000000…) has 2200 MiB of 40960 MiB free: "
         "3 processes: python (pid 812, ada) 14000 MiB, pid 9 30 MiB, pid 7; "
-        "GPU 1 (A100, GPU-00000001…): compute mode is prohibited; "
-        "GPU 2 (A100, GPU-00000002…) was given up earlier in this job"
+        "GPU 1 (A100, GPU-00000001…): compute mode is prohibited"
     )
 
 

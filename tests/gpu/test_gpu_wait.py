@@ -7,6 +7,7 @@ import io
 import logging
 import os
 import pty
+import re
 import select as streams
 import signal
 import subprocess
@@ -19,8 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from robust_train.gpu.visible import Visible
-from robust_train.queue.live_line import LiveLine
-from robust_train.queue.wait import GpuRequest, NoGpu, WaitStatus, wait_for_gpu
+from robust_train.queue.wait import GpuRequest, NoGpu, StatusLine, WaitStatus, wait_for_gpu
 from robust_train.values import MIB, GpuInfo, GpuProcess
 from simulated_nvml import Gpu, Machine
 
@@ -61,7 +61,7 @@ class Story:
         return wait_for_gpu(
             request,
             read=self.read,
-            announce=self.said.append,
+            on_status=self.said.append,
             sleep=self.sleep,
             clock=lambda: self.now,
         )
@@ -177,16 +177,12 @@ def test_without_waiting_the_answer_is_there_at_once_and_says_who_holds_the_gpus
     assert (story.now, story.said) == (0, [])
 
 
-def test_excluded_gpus_and_all_but_the_one_asked_for_are_left_alone() -> None:
+def test_all_but_the_gpu_asked_for_are_left_alone() -> None:
     other = replace(FREE, uuid="GPU-other", free_bytes=60 * MIB)
-    assert always(FREE, other).wait(replace(REQUEST, exclude=frozenset({FREE.uuid}))) == (other,)
     assert always(FREE, other).wait(replace(REQUEST, only=frozenset({other.uuid}))) == (other,)
     refused = always(FREE).wait(replace(REQUEST, only=frozenset({"GPU-absent"})))
     assert isinstance(refused, NoGpu)
     assert "GPU-absent" in refused.reason
-    given_up = always(FREE).wait(replace(REQUEST, exclude=frozenset({FREE.uuid})))
-    assert isinstance(given_up, NoGpu)
-    assert "given up" in given_up.reason
 
 
 def test_several_gpus_are_found_together_and_waited_for_in_one_sentence() -> None:
@@ -201,7 +197,7 @@ def test_several_gpus_are_found_together_and_waited_for_in_one_sentence() -> Non
     assert isinstance(late, NoGpu)
     assert late.reason.startswith("there were no 2 GPUs that had 50 MiB free each within 0:01: GPU")
     line = WaitStatus(50 * MIB, 7, 1, "", position=2, frees_next=(1, 3), count=4).sentence()
-    assert line.startswith("2nd in line, needs 4 GPUs with 50 MiB each, GPUs 1, 3 free next, 0:07")
+    assert line.startswith("2nd in queue, needs 4 GPUs with 50 MiB each, GPUs 1, 3 free next, 0:07")
 
 
 def test_slices_of_a_gpu_are_nothing_for_a_job_of_several() -> None:
@@ -220,16 +216,16 @@ WAIT = """
 import logging, os, sys
 logging.basicConfig(level="INFO", format="%(message)s", stream=sys.stderr)
 from robust_train.gpu.inventory import read_inventory
-from robust_train.queue.live_line import LiveLine
+from robust_train.queue.wait import StatusLine
 from robust_train.gpu.visible import visible_gpus
 from robust_train.queue.wait import GpuRequest, wait_for_gpu
 request = GpuRequest(4000 * 1024**2, timeout_seconds=300, interval_seconds={interval})
 try:
-    with LiveLine() as line:
+    with StatusLine() as line:
         found = wait_for_gpu(
             request,
             read=lambda processes: visible_gpus(read_inventory(processes=processes), os.environ),
-            announce=line.show,
+            on_status=line.show,
         )
     print(found[0].uuid)
 except KeyboardInterrupt:
@@ -260,6 +256,9 @@ def test_ctrl_c_ends_the_waiting_however_long_the_interval(machine_with: Machine
     assert out.strip() == "left"
 
 
+WIPED = b"\r\n\x1b[?25h\r\x1b[1A\x1b[2K"  # a new line, the cursor back, the line gone
+
+
 def read_until(terminal: int, text: bytes) -> bytes:
     """What a program writes to its terminal, up to ``text`` or its end."""
     seen = b""
@@ -287,15 +286,16 @@ def test_a_terminal_shows_one_line_that_is_rewritten_and_wiped(machine_with: Mac
         stderr=other_side,
     )
     os.close(other_side)
-    seen = read_until(terminal, b"\r\x1b[Kwaiting for a GPU with 4000 MiB free, ")
+    seen = read_until(terminal, b"waiting for a GPU with 4000 MiB free, ")
     machine.update(0, free_mib=9000)
     seen += read_until(terminal, b"no such text")
     out, _ = process.communicate(timeout=60)
     os.close(terminal)
     assert out.decode().strip() == machine.uuid(0)
-    assert b"\n" not in seen
-    assert seen.endswith(b"\r\x1b[K")
-    assert max(len(piece.decode()) for piece in seen.split(b"\r\x1b[K")) < 60
+    assert seen.endswith(WIPED), seen
+    shown = re.sub(rb"\x1b\[[0-9;?]*[A-Za-z]", b"", seen.removesuffix(WIPED)).decode()
+    assert "\n" not in shown
+    assert max(map(len, shown.split("\r"))) <= 60
 
 
 def test_without_a_terminal_each_look_gives_one_log_line(
@@ -303,7 +303,7 @@ def test_without_a_terminal_each_look_gives_one_log_line(
 ) -> None:
     status = WaitStatus(50 * MIB, 60.0, checks=1, obstacles="busy")
     stream = io.StringIO()
-    with caplog.at_level(logging.INFO, "robust_train"), LiveLine(stream) as line:
+    with caplog.at_level(logging.INFO, "robust_train"), StatusLine(stream) as line:
         for seconds_left, checks in ((60.0, 1), (59.0, 1), (58.0, 2)):
             line.show(replace(status, seconds_left=seconds_left, checks=checks))
     assert [record.message for record in caplog.records] == [

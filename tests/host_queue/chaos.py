@@ -1,7 +1,7 @@
 """Many launchers at once on a simulated machine, a third of them killed at random moments.
 
 Run on the machine that the environment describes: ``python chaos.py JSON``. Each member stands in
-the host's line with the launcher's own code, then forks a trainer that takes what was claimed, in
+the host's queue with the launcher's own code, then forks a trainer that takes what was claimed, in
 two steps, from a device that refuses to be over-committed. Launchers and trainers are killed with
 SIGKILL. What is seen of it from outside goes into a log that :mod:`witness` judges.
 """
@@ -216,7 +216,7 @@ def _trainer(plan: dict[str, Any], uuids: list[str], device: SharedDevice, launc
 
 def _break(what: str) -> None:
     """Do harm to the code under test, in this process and those that it forks."""
-    from robust_train.queue import line, reservations, scheduler
+    from robust_train.queue import queued_job, reservations, scheduler
 
     if what == "order":
         right = scheduler.plan
@@ -224,30 +224,30 @@ def _break(what: str) -> None:
         def wrong(waiters: Any, *more: Any) -> scheduler.Plan:
             return right([replace(w, ticket=10**9 - w.ticket) for w in waiters], *more)
 
-        line.plan = wrong
+        queued_job.plan = wrong
     elif what == "head":
-        scheduler._Desk._hold_back = lambda self, waiter: ()  # type: ignore[method-assign]
+        scheduler._Planner._keep = lambda self, waiter: ()  # type: ignore[method-assign]
     elif what == "one":
-        right_many = scheduler._Desk._hold_back
+        right_many = scheduler._Planner._keep
 
         def wrong_many(self: Any, waiter: Any) -> tuple[str, ...]:
             return right_many(self, waiter)[:1]
 
-        scheduler._Desk._hold_back = wrong_many  # type: ignore[method-assign]
+        scheduler._Planner._keep = wrong_many  # type: ignore[method-assign]
     elif what == "parts":
 
         def wrong_group(self: Any, waiter: Any) -> Any:
             return self.suitable(waiter)[: waiter.count]
 
-        scheduler._Desk._choose = wrong_group  # type: ignore[method-assign]
+        scheduler._Planner._choose = wrong_group  # type: ignore[method-assign]
     elif what == "claims":
-        right_room = scheduler._Room.__init__
+        right_room = scheduler._GpuState.__init__
 
         def wrong_room(self: Any, gpu: Any, *more: Any) -> None:
             right_room(self, gpu, *more)
             self.usable = gpu.free_bytes
 
-        scheduler._Room.__init__ = wrong_room  # type: ignore[method-assign]
+        scheduler._GpuState.__init__ = wrong_room  # type: ignore[method-assign]
     elif what == "locks":
         reservations._is_locked = lambda fd: False
     else:
@@ -264,10 +264,10 @@ def _device(log: int, owner: int) -> SharedDevice:
 def _queue_folder() -> Path:
     """Made before anybody comes, so that nothing that happens there is missed."""
     from robust_train.queue.queue_dir import boot_name, directory_for
-    from robust_train.queue.reservations import Ledger
+    from robust_train.queue.reservations import JobRegistry
 
     base = directory_for(None, os.environ)
-    Ledger(base).close()
+    JobRegistry(base).close()
     return base / boot_name()
 
 

@@ -16,7 +16,7 @@ import pytest
 from witness import Verdict, judge
 
 from robust_train.queue.queue_dir import boot_name
-from robust_train.queue.reservations import Ledger
+from robust_train.queue.reservations import JobRegistry
 from simulated_nvml import Gpu, Machine
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -59,10 +59,10 @@ def test_nothing_is_over_committed_or_leaked_and_every_survivor_is_served(
     assert verdict.seen >= verdict.served > 40, verdict
     assert verdict.judged or per_device == 1, "jobs that share GPUs pass others"
     base = Path(machine.environ["ROBUST_TRAIN_QUEUE_DIR"])
-    ledger = Ledger(base)
-    with ledger.locked():
-        assert ledger.entries(sweep=True) == []
-    ledger.close()
+    registry = JobRegistry(base)
+    with registry.locked():
+        assert registry.jobs(sweep=True) == []
+    registry.close()
     assert list((base / boot_name()).iterdir()) == []
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from robust_train.gpu.select import choose_group
 from robust_train.queue import scheduler
-from robust_train.queue.scheduler import Holding, Plan, Waiter, open_to, plan, why_not
+from robust_train.queue.scheduler import GpuReservation, Plan, WaitingJob, open_to, plan, why_not
 from robust_train.values import MIB, GpuInfo
 
 UUIDS = tuple(f"GPU-{letter}" for letter in "abcdefgh")
@@ -25,12 +25,12 @@ def gpu(uuid: str, free: int = 40000, total: int = 40000, **changes: object) -> 
     return replace(info, **changes)
 
 
-def job(ticket: int, count: int, need: int = 4000, per_device: int = 1) -> Waiter:
-    return Waiter(f"job{ticket}", ticket, need * MIB, ALL, per_device, count=count)
+def job(ticket: int, count: int, need: int = 4000, per_device: int = 1) -> WaitingJob:
+    return WaitingJob(f"job{ticket}", ticket, need * MIB, ALL, per_device, count=count)
 
 
-def held(uuid: str, claim: int = 4000, by: str = "old", **changes: object) -> Holding:
-    return replace(Holding(by, uuid, claim * MIB, claim * MIB), **changes)
+def held(uuid: str, claim: int = 4000, by: str = "old", **changes: object) -> GpuReservation:
+    return replace(GpuReservation(by, uuid, claim * MIB, claim * MIB), **changes)
 
 
 def uuids(decided: Plan) -> dict[str, tuple[str, ...]]:
@@ -41,8 +41,8 @@ def test_a_job_gets_all_its_gpus_at_once_or_none_and_then_they_are_kept_for_it()
     gpus = [gpu(A, free=30000), gpu(B), gpu(C)]
     assert uuids(plan([job(1, 2)], [], gpus)) == {"job1": (B, C)}
     decided = plan([job(1, 3), job(2, 1)], [held(C)], gpus)
-    assert (decided.groups, decided.head) == ({}, "job1")
-    assert set(decided.held_back) == {A, B, C}
+    assert (decided.groups, decided.first) == ({}, "job1")
+    assert set(decided.kept) == {A, B, C}
     assert decided.awaited == (C,)
 
 
@@ -62,7 +62,7 @@ def test_small_jobs_take_only_gpus_that_are_not_kept_for_a_large_one() -> None:
     line = [job(1, 3), job(2, 1), job(3, 1)]
     decided = plan(line, holdings, gpus)
     # two are free, and of the busy ones A was taken first
-    assert decided.held_back == (C, D, A)
+    assert decided.kept == (C, D, A)
     assert not decided.groups
     assert uuids(plan(line, holdings[:1], gpus)) == {"job1": (B, C, D)}
 
@@ -103,7 +103,7 @@ def test_a_job_that_passes_takes_gpus_that_the_head_could_not_use() -> None:
 
 def test_the_longer_a_job_of_several_gpus_waits_the_more_are_kept_for_it() -> None:
     gpus = [gpu(uuid, free=3000) for uuid in UUIDS]
-    kept = [len(plan([job(1, 2)], [], gpus, now).held_back) for now in (299, 301, 601, 10**6)]
+    kept = [len(plan([job(1, 2)], [], gpus, now).kept) for now in (299, 301, 601, 10**6)]
     assert kept == [2, 4, 8, 8]
 
 
@@ -111,9 +111,9 @@ def test_a_waiter_is_told_how_many_it_needs_and_how_many_it_could_have() -> None
     gpus = [gpu(A), gpu(B, free=2000)]
     line = [job(1, 2, 6000)]
     said = why_not(line[0], [], gpus, plan(line, [], gpus))
-    assert said.startswith("needs 2 GPUs with 6000 MiB each, 1 could be had now; GPU 0 (")
+    assert said.startswith("needs 2 GPUs with 6000 MiB each, 1 available now; GPU 0 (")
     behind = why_not(job(2, 2), [], gpus, plan([*line, job(2, 2)], [], gpus))
-    assert behind.startswith("needs 2 GPUs with 4000 MiB each, 0 could be had now; GPU 0 (")
+    assert behind.startswith("needs 2 GPUs with 4000 MiB each, 0 available now; GPU 0 (")
     assert behind.count("is kept for job job1") == 2
 
 
@@ -150,10 +150,10 @@ def test_nobody_gets_a_part_and_no_gpu_is_over_committed(
         assert sum(w.need_bytes for w in here) <= info.free_bytes
         assert all(len(here) <= w.jobs_per_device for w in here)
     head = next((w for w in line if w.id not in decided.groups), None)
-    assert decided.head == (head.id if head else None), "the first who gets nothing"
+    assert decided.first == (head.id if head else None), "the first who gets nothing"
     for waiter in line:
         if head is not None and waiter.ticket > head.ticket:
-            assert not set(uuids(decided).get(waiter.id, ())) & set(decided.held_back)
+            assert not set(uuids(decided).get(waiter.id, ())) & set(decided.kept)
 
 
 @given(machines, st.integers(1, 4))
@@ -175,15 +175,15 @@ def test_a_group_is_of_one_model_where_there_are_enough_and_else_the_best(
 LONGEST = 8
 
 
-@pytest.mark.parametrize("held_back", ["as decided", "nothing"])
+@pytest.mark.parametrize("kept", ["as decided", "nothing"])
 def test_the_head_of_the_line_waits_for_no_longer_than_the_longest_job_runs(
-    held_back: str, monkeypatch: pytest.MonkeyPatch
+    kept: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Were no GPUs held back for it, it would: so this can see a large job starve."""
-    if held_back == "nothing":
-        monkeypatch.setattr(scheduler._Desk, "_hold_back", lambda self, waiter: ())
+    if kept == "nothing":
+        monkeypatch.setattr(scheduler._Planner, "_keep", lambda self, waiter: ())
     longest = max(longest_wait_of_a_head(seed) for seed in range(30))
-    assert (longest <= LONGEST) == (held_back == "as decided"), longest
+    assert (longest <= LONGEST) == (kept == "as decided"), longest
 
 
 def longest_wait_of_a_head(seed: int) -> int:
@@ -194,7 +194,7 @@ def longest_wait_of_a_head(seed: int) -> int:
     """
     rng = random.Random(seed)
     line = [job(1, 4), job(2, 4)]
-    running: list[tuple[int, list[Holding]]] = []
+    running: list[tuple[int, list[GpuReservation]]] = []
     became: dict[str, int] = {}
     longest = last_head = now = 0
     ticket = len(line)
@@ -206,21 +206,21 @@ def longest_wait_of_a_head(seed: int) -> int:
             line.append(job(ticket, *sizes, rng.randint(1, 3)))
         running = [(until, mine) for until, mine in running if until > now]
         holdings = [holding for _, mine in running for holding in mine]
-        claimed = {u: sum(h.claim_bytes for h in holdings if h.gpu == u) // MIB for u in UUIDS}
+        claimed = {u: sum(h.reserved_bytes for h in holdings if h.gpu == u) // MIB for u in UUIDS}
         decided = plan(line, holdings, [gpu(u, 40000 - claimed[u]) for u in (A, B, C, D)])
         for waiter in [w for w in line if w.id in decided.groups]:
             line.remove(waiter)
             longest = max(longest, now - became.get(waiter.id, now))
             size, company, place = waiter.need_bytes, waiter.jobs_per_device, waiter.ticket
             mine = [
-                Holding(waiter.id, g.uuid, size, size, company, now, ticket=place)
+                GpuReservation(waiter.id, g.uuid, size, size, company, now, ticket=place)
                 for g in decided.groups[waiter.id]
             ]
             assert len(mine) == waiter.count
             running.append((now + rng.randint(1, LONGEST), mine))
-        if decided.head is not None:
-            became.setdefault(decided.head, now)
-            head = next(w.ticket for w in line if w.id == decided.head)
+        if decided.first is not None:
+            became.setdefault(decided.first, now)
+            head = next(w.ticket for w in line if w.id == decided.first)
             assert head >= last_head, "nobody is head after one who came later"
             last_head = head
     return longest

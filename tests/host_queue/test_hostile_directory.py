@@ -20,10 +20,10 @@ from hosts import Host
 from hypothesis import given
 from hypothesis import strategies as st
 
-from robust_train.queue import quarantine, queue_dir
+from robust_train.queue import exclusions, queue_dir
 from robust_train.queue.queue_dir import QueueProblem, boot_name, directory_for, open_queue_dir
 from robust_train.queue.records import JobRecord, JobState, decode, encode
-from robust_train.queue.reservations import Ledger, Reservation, new_record
+from robust_train.queue.reservations import JobRegistry, Reservation, new_record
 from simulated_nvml import Gpu
 
 HostWith = Callable[..., Host]
@@ -32,19 +32,19 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 
 
 @pytest.fixture
-def ledger(tmp_path: Path) -> Iterator[Ledger]:
-    found = Ledger(tmp_path / "queue")
+def registry(tmp_path: Path) -> Iterator[JobRegistry]:
+    found = JobRegistry(tmp_path / "queue")
     yield found
     found.close()
 
 
-def enter(ledger: Ledger, name: str = "test") -> Reservation:
-    with ledger.locked():
-        return ledger.enter(new_record(name, "/run", 4000, 1), ledger.entries(sweep=True))
+def enter(registry: JobRegistry, name: str = "test") -> Reservation:
+    with registry.locked():
+        return registry.enter(new_record(name, "/run", 4000, 1), registry.jobs(sweep=True))
 
 
-def folder_of(ledger: Ledger) -> Path:
-    return ledger.directory.path
+def folder_of(registry: JobRegistry) -> Path:
+    return registry.directory.path
 
 
 # --- the directory ---
@@ -146,12 +146,12 @@ def test_a_read_only_place_is_refused(tmp_path: Path) -> None:
     assert "cannot be used" in refusal(tmp_path / "queue")
 
 
-def test_a_directory_that_was_removed_is_made_again(ledger: Ledger) -> None:
-    shutil.rmtree(folder_of(ledger).parent)
-    place = enter(ledger)
+def test_a_directory_that_was_removed_is_made_again(registry: JobRegistry) -> None:
+    shutil.rmtree(folder_of(registry).parent)
+    place = enter(registry)
     assert place.is_in_place()
-    other = Ledger(folder_of(ledger).parent)
-    assert [entry.id for entry in other.entries()] == [place.record.id]
+    other = JobRegistry(folder_of(registry).parent)
+    assert [entry.id for entry in other.jobs()] == [place.record.id]
     other.close()
 
 
@@ -188,28 +188,26 @@ def test_a_truncated_or_changed_record_is_none(cut: int, rng: random.Random) -> 
     ids=["link", "directory", "fifo", "random", "huge", "empty"],
 )
 def test_what_is_planted_under_a_jobs_name_is_no_job(
-    ledger: Ledger, plant: Callable[[Path], None]
+    registry: JobRegistry, plant: Callable[[Path], None]
 ) -> None:
-    plant(folder_of(ledger) / "job.0000000007.abcdef")
-    plant(folder_of(ledger) / "sick.GPU-1.0")
-    plant(folder_of(ledger) / "bell.0000000007.abcdef")
-    with ledger.locked():
-        assert ledger.entries(sweep=True) == []
-        ledger.ring("bell.0000000007.abcdef")
-    assert quarantine.read_sick(ledger.directory) == []
-    place = enter(ledger)
+    plant(folder_of(registry) / "job.0000000007.abcdef")
+    plant(folder_of(registry) / "sick.GPU-1.0")
+    with registry.locked():
+        assert registry.jobs(sweep=True) == []
+    assert exclusions.read_exclusions(registry.directory) == []
+    place = enter(registry)
     assert place.record.ticket == 1
     assert Path("/etc/passwd").exists()
 
 
-def test_another_name_of_a_file_is_not_trusted(ledger: Ledger, tmp_path: Path) -> None:
-    place = enter(ledger)
-    os.link(folder_of(ledger) / place.name, folder_of(ledger) / "job.0000000009.abcdef")
-    assert ledger.entries() == []  # nor the name that it had before; its holder makes a new one
-    with ledger.locked():
-        os.unlink(folder_of(ledger) / "job.0000000009.abcdef")
+def test_another_name_of_a_file_is_not_trusted(registry: JobRegistry, tmp_path: Path) -> None:
+    place = enter(registry)
+    os.link(folder_of(registry) / place.name, folder_of(registry) / "job.0000000009.abcdef")
+    assert registry.jobs() == []  # nor the name that it had before; its holder makes a new one
+    with registry.locked():
+        os.unlink(folder_of(registry) / "job.0000000009.abcdef")
         place.update(place.record)
-    assert len(ledger.entries()) == 1
+    assert len(registry.jobs()) == 1
 
 
 @pytest.mark.parametrize("damage", [b"", b"\xff" * 300, b"00000000 {}", None])
@@ -269,34 +267,35 @@ def test_a_record_of_an_earlier_version_is_none() -> None:
     assert decode(b"%08x %s" % (zlib.crc32(line), line)) is None
 
 
-def test_a_record_that_claims_another_jobs_name_is_not_believed(ledger: Ledger) -> None:
-    place = enter(ledger)
+def test_a_record_that_claims_another_jobs_name_is_not_believed(registry: JobRegistry) -> None:
+    place = enter(registry)
     forged = encode(JobRecord("9-ffffff", 9, JobState.WAITING, "eve", 1, 2, 3, "x", "/x", 1))
-    (folder_of(ledger) / place.name).write_bytes(forged)
-    assert [entry.record for entry in ledger.entries()] == [None]
+    (folder_of(registry) / place.name).write_bytes(forged)
+    assert [entry.record for entry in registry.jobs()] == [None]
 
 
-def test_a_file_that_a_cleaner_removed_is_made_again_under_its_ticket(ledger: Ledger) -> None:
-    place, later = enter(ledger), enter(ledger)
-    os.unlink(folder_of(ledger) / place.name)
-    assert [entry.ticket for entry in ledger.entries()] == [2]
-    with ledger.locked():
+def test_a_file_that_a_cleaner_removed_is_made_again_under_its_ticket(
+    registry: JobRegistry,
+) -> None:
+    place, later = enter(registry), enter(registry)
+    os.unlink(folder_of(registry) / place.name)
+    assert [entry.ticket for entry in registry.jobs()] == [2]
+    with registry.locked():
         place.update(place.record)
-    assert [entry.ticket for entry in ledger.entries()] == [1, 2]
+    assert [entry.ticket for entry in registry.jobs()] == [1, 2]
     later.release()
     place.release()
-    assert list(folder_of(ledger).iterdir()) == []
+    assert list(folder_of(registry).iterdir()) == []
 
 
-def test_ten_thousand_stale_files_are_swept_by_the_next_job(ledger: Ledger) -> None:
-    for number in range(5000):
-        for kind in ("job", "bell"):
-            (folder_of(ledger) / f"{kind}.{number:010}.abcdef").touch()
-    place = enter(ledger)
+def test_ten_thousand_stale_files_are_swept_by_the_next_job(registry: JobRegistry) -> None:
+    for number in range(10000):
+        (folder_of(registry) / f"job.{number:010}.abcdef").touch()
+    place = enter(registry)
     assert place.record.ticket == 1
-    with ledger.locked():
-        ledger.entries(sweep=True)
-    assert [path.name for path in folder_of(ledger).iterdir()] == [place.name]
+    with registry.locked():
+        registry.jobs(sweep=True)
+    assert [path.name for path in folder_of(registry).iterdir()] == [place.name]
 
 
 @needs_root
@@ -305,19 +304,19 @@ def test_stale_files_of_others_are_passed_over() -> None:
         "import os, sys\n"
         "from pathlib import Path\n"
         "import pwd\n"
-        "from robust_train.queue.reservations import Ledger, new_record\n"
+        "from robust_train.queue.reservations import JobRegistry, new_record\n"
         "os.setuid(23456)\n"
-        "ledger = Ledger(Path(sys.argv[1]))\n"
-        "with ledger.locked():\n"
-        "    assert ledger.entries(sweep=True) == []\n"
-        "    place = ledger.enter(new_record('x', '/x', 1, 1), [])\n"
+        "registry = JobRegistry(Path(sys.argv[1]))\n"
+        "with registry.locked():\n"
+        "    assert registry.jobs(sweep=True) == []\n"
+        "    place = registry.enter(new_record('x', '/x', 1, 1), [])\n"
         "assert place.is_in_place()\n"
     )
     # a directory that the other user can reach
     shared = Path(tempfile.mkdtemp(dir="/tmp"))
     shared.chmod(0o755)
     try:
-        found = Ledger(shared / "queue")
+        found = JobRegistry(shared / "queue")
         found.close()
         dead = shared / "queue" / boot_name() / "job.0000000003.abcdef"
         dead.touch()
@@ -369,14 +368,14 @@ def test_a_directory_that_cannot_be_used_means_one_warning_and_the_job_runs(
     assert job.errors.count("goes on without a reservation") == 1
 
 
-def test_a_ledger_lock_that_is_never_let_go_only_makes_wait(
-    host_with: HostWith, ledger: Ledger
+def test_a_registry_lock_that_is_never_let_go_only_makes_wait(
+    host_with: HostWith, registry: JobRegistry
 ) -> None:
     host = host_with(Gpu())
-    held = Ledger(host.base)
+    held = JobRegistry(host.base)
     with held.locked():
         waits = host.start(4000)
         assert "holds the lock" in waits.wait_for("waiting")["sentence"]
-        assert held.who_decides() == f"pid {os.getpid()}"
+        assert held.lock_holder() == f"pid {os.getpid()}"
     waits.wait_for("granted")
     held.close()

@@ -14,7 +14,7 @@ import pytest
 from hosts import Member
 
 from robust_train.queue.queue_dir import boot_name
-from robust_train.queue.reservations import Ledger
+from robust_train.queue.reservations import JobRegistry
 from simulated_nvml import Gpu, Machine
 from world import World, is_running, wait_until
 
@@ -55,11 +55,11 @@ class Shared:
     def living(self) -> int:
         if not self.base.exists():
             return 0
-        ledger = Ledger(self.base)
+        registry = JobRegistry(self.base)
         try:
-            return len(ledger.entries())
+            return len(registry.jobs())
         finally:
-            ledger.close()
+            registry.close()
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def test_a_second_job_waits_for_the_first_and_starts_when_it_ends(shared: Callab
     ended = second.end(waiting)
     assert ended.returncode == 0, ended.output
     assert ended.summary["result"]["visible"] == A
-    assert "1st in line, needs 4000 MiB, GPU 0 frees next" in ended.output
+    assert "1st in queue, needs 4000 MiB, GPU 0 frees next" in ended.output
     assert list((host.base / boot_name()).iterdir()) == []
 
 
@@ -331,7 +331,7 @@ def test_a_job_of_two_gpus_holds_both_and_hands_them_over_when_it_ends(
     try:
         waiting.waits_at(1)
         sentence = waiting.wait_for("waiting")["sentence"]
-        assert sentence.startswith("1st in line, needs 3 GPUs with 20000 MiB each, GPUs 0, 1 free")
+        assert sentence.startswith("1st in queue, needs 3 GPUs with 20000 MiB each, GPUs 0, 1 free")
         go.touch()
         ended = world.end(process)
         assert ended.returncode == 0, ended.output

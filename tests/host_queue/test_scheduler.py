@@ -8,7 +8,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from robust_train.queue.scheduler import Holding, Plan, Waiter, open_to, plan, why_not
+from robust_train.queue.scheduler import GpuReservation, Plan, WaitingJob, open_to, plan, why_not
 from robust_train.values import MIB, GpuInfo
 
 A, B, C = "GPU-a", "GPU-b", "GPU-c"
@@ -22,13 +22,15 @@ def gpu(uuid: str, total: int = 40000, free: int | None = None, **changes: objec
     return replace(info, **changes)
 
 
-def job(ticket: int, need: int, only: frozenset[str] = ALL, per_device: int = 1) -> Waiter:
-    return Waiter(f"job{ticket}", ticket, need * MIB, only, per_device)
+def job(ticket: int, need: int, only: frozenset[str] = ALL, per_device: int = 1) -> WaitingJob:
+    return WaitingJob(f"job{ticket}", ticket, need * MIB, only, per_device)
 
 
-def held(uuid: str | None, claim: int, taken: int | None = None, **changes: object) -> Holding:
+def held(
+    uuid: str | None, claim: int, taken: int | None = None, **changes: object
+) -> GpuReservation:
     known = None if taken is None else taken * MIB
-    return replace(Holding(f"on-{uuid}", uuid, claim * MIB, known), **changes)
+    return replace(GpuReservation(f"on-{uuid}", uuid, claim * MIB, known), **changes)
 
 
 def uuids(decided: Plan) -> dict[str, str]:
@@ -40,7 +42,7 @@ def test_jobs_that_come_together_get_a_gpu_each_in_the_order_of_their_tickets() 
     line = [job(3, 4000), job(1, 4000), job(2, 4000), job(4, 4000)]
     decided = plan(line, [], gpus)
     assert uuids(decided) == {"job1": B, "job2": C, "job3": A}
-    assert decided.head == "job4"
+    assert decided.first == "job4"
 
 
 def test_a_gpu_with_a_reservation_is_full_unless_both_jobs_allow_company() -> None:
@@ -91,17 +93,17 @@ def test_the_gpu_that_suits_the_head_first_is_kept_from_those_behind_it() -> Non
     holdings = [held(A, 25000, 25000, jobs_per_device=4)]
     line = [job(1, 30000, per_device=4), job(2, 12000, per_device=4), job(3, 6000, per_device=4)]
     decided = plan(line, holdings, gpus)
-    assert decided.held_back == (A,)
+    assert decided.kept == (A,)
     assert uuids(decided) == {"job2": B, "job3": B}
 
 
 def test_the_longer_the_head_waits_the_more_gpus_are_kept_for_it() -> None:
     gpus = [gpu(uuid, free=20000) for uuid in (A, B, C)]
     line = [job(1, 30000), job(2, 6000)]
-    assert len(plan(line, [], gpus, now=299).held_back) == 1
-    assert len(plan(line, [], gpus, now=301).held_back) == 2
+    assert len(plan(line, [], gpus, now=299).kept) == 1
+    assert len(plan(line, [], gpus, now=301).kept) == 2
     late = plan(line, [], gpus, now=901)
-    assert set(late.held_back) == ALL
+    assert set(late.kept) == ALL
     assert not late.grants
 
 
@@ -186,11 +188,11 @@ def test_whoever_passes_the_head_leaves_its_gpu_alone(
 ) -> None:
     line = [job(n, need, frozenset(only), per) for n, (need, per, only) in enumerate(wanted)]
     decided = plan(line, [], build(machine))
-    if decided.head is None:
+    if decided.first is None:
         return
-    head = next(w for w in line if w.id == decided.head)
+    head = next(w for w in line if w.id == decided.first)
     passed = [w for w in line if w.ticket > head.ticket and w.id in decided.grants]
-    assert all(decided.grants[w.id].uuid not in decided.held_back for w in passed)
+    assert all(decided.grants[w.id].uuid not in decided.kept for w in passed)
     assert all(w.ticket > head.ticket or w.id in decided.grants for w in line if w is not head)
 
 
@@ -218,14 +220,14 @@ def test_nobody_waits_for_ever_as_long_as_running_jobs_end(
     line = [job(n, need, frozenset(only), per) for n, (need, per, only) in enumerate(wanted)]
     line = [w for w in line if any(totals[uuid] >= w.need_bytes for uuid in w.only)]
     old, ticket = {w.id for w in line}, len(wanted)
-    running: list[Holding] = []
+    running: list[GpuReservation] = []
     started: list[str] = []
     for _ in range(400):
         if not old - set(started):
             break
         used = dict.fromkeys(totals, 0)
         for holding in running:
-            used[holding.gpu] += holding.claim_bytes
+            used[holding.gpu] += holding.reserved_bytes
         now = [
             replace(info, free_bytes=info.total_bytes - used[info.uuid], used_bytes=used[info.uuid])
             for info in gpus
@@ -239,7 +241,7 @@ def test_nobody_waits_for_ever_as_long_as_running_jobs_end(
             size = waiter.need_bytes
             per_device, came = waiter.jobs_per_device, waiter.ticket
             running.append(
-                Holding(waiter.id, where, size, size, per_device, since=ticket, ticket=came)
+                GpuReservation(waiter.id, where, size, size, per_device, since=ticket, ticket=came)
             )
         while len(line) < len(old) + 2:
             ticket += 1
@@ -256,12 +258,12 @@ def test_there_is_always_a_gpu_where_nobody_who_passed_the_head_is_in_its_way(
 ) -> None:
     """Jobs come and end at random; the head's own view of it is kept beside the scheduler's."""
     rng = random.Random(seed)
-    line: list[Waiter] = []
-    running: list[Holding] = []
+    line: list[WaitingJob] = []
+    running: list[GpuReservation] = []
     first_in_line, since = "", 0
     for now in range(1, 60):
         line.append(job(now, rng.choice((4000, 4000, 8000, 12000, 38000)), per_device=per_device))
-        used = {uuid: sum(h.claim_bytes for h in running if h.gpu == uuid) for uuid in (A, B, C)}
+        used = {uuid: sum(h.reserved_bytes for h in running if h.gpu == uuid) for uuid in (A, B, C)}
         gpus = [gpu(uuid, 40000, 40000 - taken // MIB) for uuid, taken in used.items()]
         decided = plan(line, running, gpus)
         for waiter in [w for w in line if w.id in decided.grants]:
@@ -269,7 +271,7 @@ def test_there_is_always_a_gpu_where_nobody_who_passed_the_head_is_in_its_way(
             size, where = waiter.need_bytes, decided.grants[waiter.id].uuid
             came = waiter.ticket
             running.append(
-                Holding(waiter.id, where, size, size, per_device, since=now, ticket=came)
+                GpuReservation(waiter.id, where, size, size, per_device, since=now, ticket=came)
             )
         if line:
             head = line[0]
@@ -281,7 +283,7 @@ def test_there_is_always_a_gpu_where_nobody_who_passed_the_head_is_in_its_way(
             }
             assert any(
                 len(passed) < per_device
-                and sum(h.claim_bytes for h in passed) + head.need_bytes <= 40000 * MIB
+                and sum(h.reserved_bytes for h in passed) + head.need_bytes <= 40000 * MIB
                 for passed in in_the_way.values()
             )
         for _ in range(rng.randrange(3)):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from hosts import Host, Member
 
-from robust_train.queue.reservations import Ledger
+from robust_train.queue.reservations import JobRegistry
 from simulated_nvml import Gpu
 from world import wait_until
 
@@ -40,10 +40,10 @@ def test_a_waiter_whose_driver_hangs_holds_nobody_up_and_gets_its_turn_later(
     running[0].end()
     behind.wait_for("granted")
     assert head.heard("granted") is None
-    ledger = Ledger(host.base)
-    with ledger.locked(1.0):
-        assert len(ledger.entries()) == 3
-    ledger.close()
+    registry = JobRegistry(host.base)
+    with registry.locked(1.0):
+        assert len(registry.jobs()) == 3
+    registry.close()
     running[1].end()
     host.machine.heal()
     head.wait_for("granted")
@@ -59,13 +59,13 @@ def test_a_driver_that_hangs_while_the_lock_is_held_is_given_up(host_with: HostW
     head = host.start(30000, interval=1)
     head.waits_at(1)
     # each interval is shorter than the time for which an answered look is trusted
-    ledger = Ledger(host.base)
+    registry = JobRegistry(host.base)
     host.machine.hang(MEMORY, 0)
-    wait_until(lambda: ledger.who_decides() == f"pid {head.process.pid}", "it looks")
+    wait_until(lambda: registry.lock_holder() == f"pid {head.process.pid}", "it looks")
     wait_until(lambda: hangs(head), "it gives up")
-    with ledger.locked(1.0):
-        waiting = [e.record for e in ledger.entries() if e.record and not e.record.gpus]
-    ledger.close()
+    with registry.locked(1.0):
+        waiting = [e.record for e in registry.jobs() if e.record and not e.record.gpus]
+    registry.close()
     assert [record.sees for record in waiting] == [()], "nobody relies on its looks"
     host.machine.heal()
     wait_until(lambda: "reserved by job" in sentence(head), "it sees the GPUs again")

@@ -19,7 +19,7 @@ from robust_train.errors import NoDevice
 from robust_train.execution import sleep_until_readable
 from robust_train.queue.quarantine import read_sick
 from robust_train.queue.queue_dir import directory_for
-from robust_train.queue.reservations import Ledger
+from robust_train.queue.reservations import JobRegistry
 from robust_train.values import Failure, FailureKind, Outcome, Room
 
 def devices(environ={}, **keys):
@@ -39,11 +39,11 @@ def answer(*arguments, **keys):
         job.release()
 
 def records():
-    ledger = Ledger(directory_for(None, os.environ))
+    registry = JobRegistry(directory_for(None, os.environ))
     try:
-        return [entry.record for entry in ledger.entries()]
+        return [entry.record for entry in registry.jobs()]
     finally:
-        ledger.close()
+        registry.close()
 
 """
 
@@ -68,8 +68,8 @@ ecc = Failure(FailureKind.DEVICE_FAULT, "CUDA error: uncorrectable ECC error", r
 outcome = Outcome(ecc, memory={"max_allocated": 8 * 1024**3})
 after = job.ended(group, outcome, free_bytes(group))
 seen["free_after"] = [size // 1024**2 for size in after]
-ledger = Ledger(directory_for(None, os.environ))
-seen["sick"] = [sick.uuid for sick in read_sick(ledger.directory)] == [group[1].uuid]
+registry = JobRegistry(directory_for(None, os.environ))
+seen["sick"] = [sick.uuid for sick in read_sick(registry.directory)] == [group[1].uuid]
 seen["state"] = records()[0].state.value
 offers = job.candidates()
 seen["candidates"] = indexes(offers)
@@ -77,7 +77,7 @@ exchanged = (group[0], next(gpu for gpu in offers if gpu.index == 3))
 seen["took"] = job.take(exchanged)
 (record,) = records()
 seen["moved"] = record.gpus == tuple(gpu.uuid for gpu in exchanged)
-seen["claim"] = record.claim_bytes == int(9 * 1024**3 * 1.1) + 512 * 1024**2
+seen["claim"] = record.reserved_bytes == int(9 * 1024**3 * 1.1) + 512 * 1024**2
 own = tuple(gpu.uuid for gpu in exchanged)
 seen["room"] = sorted(indexes(job.wait_for_room(Room(own, 15000 * 1024**2))))
 seen["to_cpu"] = job.take(())

@@ -15,15 +15,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from robust_train.queue.cuda_processes import (
+from robust_train.cli.kill import choose, end_all
+from robust_train.gpu import processes
+from robust_train.gpu.processes import (
     CudaProcess,
-    Listed,
-    ancestors_of,
-    choose,
+    CudaProcesses,
     list_cuda_processes,
+    started_at,
 )
-from robust_train.queue.ending import Handle, end_all
-from robust_train.queue.reservations import start_ticks
 from robust_train.values import GpuInfo, GpuProcess, Inventory
 from simulated_nvml import MIB, Gpu, Machine
 from terminal import run_at_a_terminal
@@ -250,7 +249,7 @@ PROCESSES = st.lists(
         uid=st.sampled_from([0, 1000, 1001]),
         user=st.just("u"),
         command=st.just("c"),
-        start_ticks=st.just(1),
+        started=st.just(1.0),
         gpus=st.just((0,)),
         used_bytes=st.none(),
     ),
@@ -260,10 +259,10 @@ PIDS = st.lists(st.integers(1, 14))
 
 
 @given(PROCESSES, PIDS, st.sampled_from([0, 1000]), st.frozensets(st.integers(1, 14)))
-def test_nobody_but_the_permitted_is_ever_chosen(processes, named, uid, ancestors) -> None:
-    choice = choose(Listed(tuple(processes), {}), named, uid=uid, ancestors=ancestors)
+def test_nobody_but_the_permitted_is_ever_chosen(listed, named, uid, ancestors) -> None:
+    choice = choose(CudaProcesses(tuple(listed), {}), named, uid=uid, ancestors=ancestors)
     for target in choice.targets:
-        assert target in processes
+        assert target in listed
         assert target.pid not in ancestors
         assert target.uid == uid or (uid == 0 and target.pid in named)
         assert not named or target.pid in named
@@ -277,56 +276,32 @@ def _on_a_gpu(*processes: GpuProcess) -> Inventory:
 
 
 def test_in_a_container_a_process_without_cuda_s_library_is_no_cuda_process(
-    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    proc = tmp_path / "proc"
-    (proc / "self" / "ns").mkdir(parents=True)
-    (proc / "self" / "ns" / "pid").symlink_to("pid:[4026532999]")
-    own = proc / str(os.getpid())
-    own.mkdir()
-    (own / "status").write_text("Name:\tpython\nUid:\t1000\t1000\t1000\t1000\nPPid:\t1\n")
-    (own / "maps").write_text("7f00-7f01 r-xp 0 08:01 12 /usr/lib/libc.so.6\n")
+    monkeypatch.setattr(processes, "sees_host_pids", lambda: False)
     inventory = _on_a_gpu(GpuProcess(os.getpid(), 5))
-    listed = list_cuda_processes(inventory, proc)
+    listed = list_cuda_processes(inventory)
     assert not listed.processes
     assert "outside of this container" in listed.others[os.getpid()]
-    (own / "maps").write_text("7f00-7f01 r-xp 0 08:01 12 /usr/lib/libcuda.so.570.86.15\n")
-    (process,) = list_cuda_processes(inventory, proc).processes
-    assert (process.uid, process.command, process.used_bytes) == (1000, "python", 5)
-
-
-def test_ancestors_reach_up_to_the_first_process() -> None:
-    found = ancestors_of(os.getpid())
-    assert {os.getpid(), os.getppid()} <= found
-    assert 1 in found or min(found) > 1  # a container may hide the first
+    monkeypatch.setattr(processes, "_has_cuda_library", lambda pid: True)
+    (process,) = list_cuda_processes(inventory).processes
+    assert (process.uid, process.used_bytes) == (os.getuid(), 5)
 
 
 # --- holding on to a process --------------------------------------------------------------------
 
 
-def _process(pid: int, started: int) -> CudaProcess:
+def _process(pid: int, started: float) -> CudaProcess:
     return CudaProcess(pid, os.getuid(), "u", "c", started, (0,), None)
 
 
-@pytest.fixture(params=["pidfd", "no pidfd"])
-def pidfd(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "no pidfd":
-
-        def missing(pid: int) -> int:
-            raise OSError(38, "Function not implemented")
-
-        monkeypatch.setattr(os, "pidfd_open", missing)
-
-
-@pytest.mark.usefixtures("pidfd")
 def test_a_number_that_another_process_has_now_is_never_signalled() -> None:
     innocent = subprocess.Popen(["sleep", "60"])
     try:
-        started = start_ticks(innocent.pid)
+        started = started_at(innocent.pid)
         assert started is not None
-        handle = Handle(_process(innocent.pid, started - 1))
-        (ending,) = end_all([handle], grace_seconds=0.1, last_seconds=0.1)
-        handle.close()
+        other = _process(innocent.pid, started - 1)
+        (ending,) = end_all([other], grace_seconds=0.1, last_seconds=0.1)
         assert ending.how == "gone"
         assert innocent.poll() is None
     finally:
@@ -334,29 +309,23 @@ def test_a_number_that_another_process_has_now_is_never_signalled() -> None:
         innocent.wait()
 
 
-@pytest.mark.usefixtures("pidfd")
 def test_a_process_that_ends_while_the_user_thinks_is_gone() -> None:
     process = subprocess.Popen(["sleep", "60"])
-    handle = Handle(_process(process.pid, start_ticks(process.pid) or 0))
-    assert not handle.has_ended()
+    listed = _process(process.pid, started_at(process.pid) or 0)
     process.kill()
     process.wait()
-    (ending,) = end_all([handle], grace_seconds=5, last_seconds=5)
-    handle.close()
+    (ending,) = end_all([listed], grace_seconds=5, last_seconds=5)
     assert ending.how == "gone"
 
 
-@pytest.mark.usefixtures("pidfd")
 def test_sigterm_comes_first_and_sigkill_after_the_grace() -> None:
     script = "trap '' TERM; echo ready; while :; do sleep 0.05; done"
     stubborn = subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE)
     polite = subprocess.Popen(["sleep", "60"])
     assert stubborn.stdout is not None
     stubborn.stdout.readline()
-    handles = [Handle(_process(p.pid, start_ticks(p.pid) or 0)) for p in (stubborn, polite)]
-    endings = end_all(handles, grace_seconds=0.3, last_seconds=20)
-    for handle in handles:
-        handle.close()
+    listed = [_process(p.pid, started_at(p.pid) or 0) for p in (stubborn, polite)]
+    endings = end_all(listed, grace_seconds=0.3, last_seconds=20)
     assert [ending.how for ending in endings] == ["killed", "ended"]
     assert stubborn.wait(timeout=10) == -signal.SIGKILL
     assert polite.wait(timeout=10) == -signal.SIGTERM

@@ -14,7 +14,7 @@ from test_truth import DONE, SPEC, leave_run
 
 import robust_train
 from robust_train.cli.main import main
-from robust_train.queue.reservations import Ledger, new_record
+from robust_train.queue.reservations import JobRegistry, new_record
 from robust_train.values import MIB, Attempt
 from simulated_nvml import Gpu, Machine
 
@@ -47,11 +47,11 @@ def test_a_plan_says_what_fits_on_the_gpus_now_and_what_earlier_runs_measured(
             replace(DONE, peak_memory_bytes=75 * MIB),
         ),
     )
-    ledger = Ledger(queue)
+    registry = JobRegistry(queue)
     try:
-        with ledger.locked():
+        with registry.locked():
             record = new_record("other", str(tmp_path), 5000 * MIB, 1)
-            reservation = ledger.enter(record, ledger.entries())
+            reservation = registry.enter(record, registry.jobs())
             reservation.update(reservation.record.on([machine.uuid(0)]))
         done = subprocess.run(
             [
@@ -66,7 +66,7 @@ def test_a_plan_says_what_fits_on_the_gpus_now_and_what_earlier_runs_measured(
         )
     finally:
         reservation.release()
-        ledger.close()
+        registry.close()
     assert (done.returncode, done.stderr) == (0, "")
     plan = json.loads(done.stdout)
     assert [(row["batch_size"], row["accumulates"]) for row in plan["rows"]] == [
@@ -118,7 +118,7 @@ def test_without_a_gpu_common_sizes_are_shown_as_a_hint(
         (["training.batch_size=8,16"], "training.batch_size=8,16: one value at a time"),
         (["training.batch_size"], "training.batch_size: cannot be read as an override"),
         (["--batch-sizes", "8,x"], "robust-train plan: argument --batch-sizes: 8,x"),
-        (["--batch-sizes", "0"], "accepted are whole numbers of 1 or more"),
+        (["--batch-sizes", "0"], "accepted are integers of 1 or more"),
         (["--runs", "absent"], "argument --runs: absent: there is no such folder"),
         (
             ["dataset=image_folder", "dataset.root=absent"],

@@ -17,6 +17,7 @@ from robust_train.events import AttemptStarted
 from robust_train.runfolder.client import ControlError, StillQueued, ask, status
 from robust_train.runfolder.requests import (
     Inbox,
+    Refused,
     request_sweep_stop,
     sweep_stop_requested,
 )
@@ -208,6 +209,9 @@ def test_a_stop_of_a_sweep_is_for_one_launch_of_it(tmp_path: Path):
     assert sweep_stop_requested(tmp_path)
     (tmp_path / "sweep.json").write_text('{"sweep": "second"}')
     assert not sweep_stop_requested(tmp_path)
+    (tmp_path / "sweep.json").write_text('{"sweep": "second", "status": "ended"}')
+    with pytest.raises(Refused, match="this sweep has ended"):
+        request_sweep_stop(tmp_path)
 
 
 @needs_root

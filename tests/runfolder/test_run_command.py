@@ -7,21 +7,28 @@ import json
 import os
 import pty
 import signal
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
+from robust_train import launch
+from robust_train.errors import ConfigError
 from robust_train.runfolder.client import ControlError, StillQueued, ask
-from robust_train.runfolder.runs import choose_run
+from robust_train.runfolder.runs import choose_run, read_run
 from simulated_nvml import Gpu, Machine
+from sweep_world import SweepWorld
 from two_gpu_machine import A
-from world import World, is_running, wait_until
+from world import Ended, World, is_running, wait_until
 
 NEVER = "gpu_check_interval_seconds=600"
+SLOW = pytest.mark.slow
 
 
 class Host:
@@ -99,7 +106,7 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
             process.communicate()
 
 
-@pytest.mark.parametrize("how", ["process", "none", "train.py"])
+@pytest.mark.parametrize("how", ["process", pytest.param("none", marks=SLOW), "train.py"])
 def test_status_and_list_in_pipe_and_terminal(host: Host, how: str):
     world = host.world("first")
     options = {"script": "train.py"} if how == "train.py" else {}
@@ -192,7 +199,7 @@ def test_a_checkpoint_during_training_gives_a_path_that_exists(host: Host):
     assert answer["path"] in told
 
 
-@pytest.mark.parametrize("isolation", ["process", "none"])
+@pytest.mark.parametrize("isolation", ["process", pytest.param("none", marks=SLOW)])
 def test_halving_during_training_ends_in_the_same_weights(host: Host, isolation: str):
     results = []
     for name in ("halved", "undisturbed"):
@@ -227,7 +234,7 @@ def test_halving_stops_at_the_minimum(host: Host):
     assert "the micro-batch is 32 already, and min_batch_size=32" in host.refused("halve-batch")
 
 
-@pytest.mark.parametrize("isolation", ["process", "none"])
+@pytest.mark.parametrize("isolation", ["process", pytest.param("none", marks=SLOW)])
 def test_a_trainer_without_micro_batches_goes_on_in_a_new_attempt(host: Host, isolation: str):
     world = host.world("first")
     process = host.train(world, "saves_when_it_stops", f"isolation={isolation}")
@@ -365,3 +372,130 @@ def test_a_verb_that_is_none_names_those_that_are(host: Host):
     done = host.command("explode")
     assert done.returncode == 2
     assert "halve-batch" in done.stderr
+
+
+def contents(folder: Path, but: str) -> dict[Path, bytes]:
+    """Every file of a folder that a job at work does not write to."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name not in but.split()]
+    return {path: path.read_bytes() for path in files}
+
+
+def test_a_second_launcher_in_the_folder_is_refused_and_the_first_unharmed(host: Host):
+    world = host.world("first")
+    process = host.train(world, "hangs_after_a_step")
+    target = "trainer._target_=steered_trainers.never_uses_run"
+    wait_until(lambda: host.told("status").get("step"), "it reports")
+    status, before = host.told("status"), contents(world.run_dir, but="state.json memory.jsonl")
+    since = time.strftime("%Y-%m-%d %H:%M", time.localtime(status["started"]))
+    words = (socket.gethostname(), f"pid {process.pid}", since, "hydra.run.dir", "run stop")
+    for script in ("train_robust.py", "train.py"):
+        world.run(target, "device=cpu", "training.seed=7", script=script).was_refused(words)
+    assert contents(world.run_dir, but="state.json memory.jsonl") == before, "Hydra's files too"
+    with pytest.raises(ConfigError, match=f"pid {process.pid}"):
+        launch(lambda cfg: 1, {"device": "cpu", "auto_device": False}, run_dir=world.run_dir)
+    assert contents(world.run_dir, but="state.json memory.jsonl") == before
+    assert host.told("status")["attempt_pid"] == status["attempt_pid"]
+    (world.folder / "go").touch()
+    ended = world.end(process)
+    assert (ended.returncode, ended.summary["result"]) == (0, "ended")
+
+
+def listening_sockets(process: psutil.Process) -> list[str]:
+    """Unix sockets at which a process or one of its descendants listens, and its TCP ports."""
+    table = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    listening = {f"socket:[{row[6]}]" for row in table if int(row[3], 16) & 0x10000}
+    found = []
+    for one in (process, *process.children(recursive=True)):
+        for link in Path(f"/proc/{one.pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                if os.readlink(link) in listening:
+                    found.append(f"{one.pid} {link}")
+        found += [str(c) for c in one.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+    return found
+
+
+def test_nothing_of_a_job_listens_and_the_launcher_has_one_thread(host: Host):
+    world = host.world("first")
+    world.alone = True
+    process = host.train(world, "hangs_after_a_step")
+    launcher = psutil.Process(process.pid)
+    assert launcher.children(recursive=True), "the attempt runs"
+    assert listening_sockets(launcher) == []
+    assert launcher.num_threads() == 1
+
+
+def test_an_error_inside_the_launcher_leaves_a_summary_and_the_last_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def break_down(*_: Any) -> None:
+        raise ZeroDivisionError("a bug of ours")
+
+    monkeypatch.setattr("robust_train.queue.devices.Devices.acquire", break_down)
+    with pytest.raises(ZeroDivisionError):
+        launch(lambda cfg: 1, {"isolation": "none"}, run_dir=tmp_path / "run")
+    ended = Ended(1, "", "", tmp_path / "run")
+    assert ended.summary["status"] == "failed"
+    assert "error in the launcher: ZeroDivisionError: a bug of ours" in ended.summary["reason"]
+    assert (ended.journal[-1]["event"], ended.journal[-1]["status"]) == ("job_ended", "failed")
+    run = read_run(tmp_path / "run")
+    assert run is not None
+    assert (run.status, run.alive, run.about()["exit_code"]) == ("failed", False, 1)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        ("gpu_queue", "isolation=process"),
+        pytest.param(("basic", "isolation=none"), marks=pytest.mark.slow),
+        pytest.param(("joblib", "isolation=none"), marks=pytest.mark.slow),
+    ],
+    ids=lambda how: how[0],
+)
+def test_a_sweep_is_stopped_with_all_its_jobs_and_their_checkpoints(
+    host: Host, how: tuple[str, str]
+):
+    launcher, isolation = how
+    world = host.world("first")
+    sweeps = SweepWorld(world)
+    process = sweeps.start(
+        "works_until_told",
+        "training.seed=1,2,3",
+        f"hydra/launcher={launcher}",
+        isolation,
+        "device=cpu",
+        "auto_device=false",
+        *([] if launcher == "basic" else ["hydra.launcher.n_jobs=2"]),
+    )
+    host.started.append(process)
+    numbers = (1,) if launcher == "basic" else (1, 2)
+    wait_until(lambda: all(sweeps.pid_at_work(number) for number in numbers), "jobs are at work")
+    answer = host.told("stop", str(sweeps.folder))
+    assert len(answer["jobs"]) == len(numbers)
+    ended = sweeps.end(process)
+    assert ended.returncode == 143, ended.output
+    assert "Traceback" not in ended.output
+    for number in numbers:
+        assert sweeps.summary(number - 1)["checkpoint"].endswith("when-told")
+    stopped = ["interrupted"] * len(numbers)
+    assert sweeps.column("status") == stopped + ["not_started"] * (3 - len(numbers))
+
+
+@pytest.mark.slow
+def test_a_job_of_several_ranks_takes_requests(host: Host):
+    world = host.world("first")
+    process = world.start(
+        "training.epochs=2000",
+        "training.checkpoint_every_minutes=600",
+        "num_gpus=2",
+        "device=cpu",
+        "auto_device=false",
+        "training.batch_size=32",
+    )
+    host.started.append(process)
+    wait_until(lambda: host.told("list")["runs"], "it is alive")
+    wait_until(lambda: host.told("status").get("step"), "it trains", 120)
+    assert host.told("status")["ranks"] == 2
+    assert Path(host.told("checkpoint", "--wait", "120")["path"]).is_file()
+    assert host.told("halve-batch", "--wait", "120")["after"] == {"micro_batch": 16}
+    host.told("stop")
+    assert world.end(process).returncode == 143

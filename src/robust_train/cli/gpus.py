@@ -11,8 +11,8 @@ from typing import Any
 
 from robust_train.cli.parser import Parser
 from robust_train.cli.table import print_table
-from robust_train.gpu.holders import Holder, find_holders
 from robust_train.gpu.inventory import read_inventory
+from robust_train.gpu.processes import Holder, find_holders
 from robust_train.gpu.visible import VARIABLE, Visible, visible_gpus
 from robust_train.values import MIB, GpuInfo, GpuProcess, Inventory
 

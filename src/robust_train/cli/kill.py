@@ -5,21 +5,24 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict
+import time
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
+
+import psutil
 
 from robust_train.cli.table import print_table
 from robust_train.gpu.inventory import read_inventory
-from robust_train.queue.cuda_processes import (
-    Choice,
+from robust_train.gpu.processes import (
     CudaProcess,
-    ancestors_of,
-    choose,
+    CudaProcesses,
+    is_there,
     list_cuda_processes,
+    send_signal,
 )
-from robust_train.queue.ending import Ending, Handle, end_all
 from robust_train.values import MIB
 
 COLUMNS = ("pid", "user", "command", "GPUs", "MiB")
@@ -29,6 +32,34 @@ EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 _COMMAND = "robust-train memory kill"
 _LAST_SECONDS = 10.0
+_POLL_SECONDS = 0.05
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Whom to end, and for each number that was named and must not be ended the reason."""
+
+    targets: tuple[CudaProcess, ...]
+    refusals: dict[int, str]
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How it went with a process.
+
+    Attributes:
+        process: which.
+        how: ``ended`` (after SIGTERM), ``killed`` (SIGKILL), ``gone`` (before anything was sent),
+            ``not permitted``, or ``still there``.
+    """
+
+    process: CudaProcess
+    how: str
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the process is no more."""
+        return self.how in ("ended", "killed", "gone")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,25 +91,91 @@ def run(arguments: argparse.Namespace) -> int:
     """
     inventory = read_inventory()
     if inventory.problem is not None:
-        return _fail(f"CUDA processes cannot be told: {inventory.problem}", arguments.json)
+        return _fail(f"CUDA processes cannot be listed: {inventory.problem}", arguments.json)
     listed = list_cuda_processes(inventory)
-    choice = choose(listed, arguments.pid, uid=os.getuid(), ancestors=ancestors_of(os.getpid()))
+    me = psutil.Process()
+    ancestors = {process.pid for process in (me, *me.parents())}
+    choice = choose(listed, arguments.pid, uid=os.getuid(), ancestors=ancestors)
     if choice.refusals:
         return _refuse(choice, arguments.json)
-    # from here on each is held on to, so that no number can come to mean another process
-    handles = [Handle(process) for process in choice.targets]
     try:
-        return _end(handles, arguments)
+        return _end(choice.targets, arguments)
     except KeyboardInterrupt:
         print("\nnothing further was sent", file=sys.stderr)
         return EXIT_INTERRUPTED
-    finally:
-        for handle in handles:
-            handle.close()
 
 
-def _end(handles: Sequence[Handle], arguments: argparse.Namespace) -> int:
-    targets = [handle.process for handle in handles]
+def choose(
+    listed: CudaProcesses, named: Sequence[int], *, uid: int, ancestors: Collection[int]
+) -> Choice:
+    """Decide which of the listed processes to end.
+
+    Args:
+        listed: what NVML lists.
+        named: process ids that were asked for; none: all of the caller's own.
+        uid: the caller's user; only 0 may name others' processes.
+        ancestors: the caller itself and all that it was started by.
+    """
+    if not named:
+        own = [p for p in listed.processes if p.uid == uid and p.pid not in ancestors]
+        return Choice(tuple(own), {})
+    by_pid = {process.pid: process for process in listed.processes}
+    targets: list[CudaProcess] = []
+    refusals: dict[int, str] = {}
+    for pid in dict.fromkeys(named):
+        process = by_pid.get(pid)
+        if pid in ancestors:
+            refusals[pid] = "is this command itself, or what it was started from"
+        elif process is None:
+            refusals[pid] = listed.others.get(pid, "is no CUDA process: NVML does not list it")
+        elif process.uid != uid and uid != 0:
+            refusals[pid] = f"belongs to {process.user}"
+        else:
+            targets.append(process)
+    return Choice(tuple(targets), refusals)
+
+
+def end_all(
+    processes: Sequence[CudaProcess], *, grace_seconds: float, last_seconds: float
+) -> list[Ending]:
+    """Send SIGTERM to all, and SIGKILL to those that are still there when the grace is over.
+
+    Never signals a process that has only inherited the number, however long ago it was listed.
+
+    Args:
+        processes: whom.
+        grace_seconds: time to end by themselves.
+        last_seconds: how long to wait after SIGKILL; a process in the driver may need a while.
+    """
+    how = {process: _send(process, signal.SIGTERM, "ended") for process in processes}
+    asked = [process for process in processes if how[process] == "ended"]
+    stubborn = _still_there(asked, grace_seconds)
+    how |= {process: _send(process, signal.SIGKILL, "killed") for process in stubborn}
+    # one that ended just before SIGKILL did so by itself
+    how |= {process: "ended" for process in stubborn if how[process] == "gone"}
+    killed = [process for process in stubborn if how[process] == "killed"]
+    how |= dict.fromkeys(_still_there(killed, last_seconds), "still there")
+    return [Ending(process, how[process]) for process in processes]
+
+
+def _send(process: CudaProcess, signum: signal.Signals, sent: str) -> str:
+    try:
+        return sent if send_signal(process.pid, process.started, signum) else "gone"
+    except PermissionError:
+        return "not permitted"
+
+
+def _still_there(processes: Iterable[CudaProcess], seconds: float) -> list[CudaProcess]:
+    """Wait for the processes to end; return those that have not."""
+    deadline = time.monotonic() + seconds
+    while True:
+        left = [process for process in processes if is_there(process.pid, process.started)]
+        if not left or time.monotonic() >= deadline:
+            return left
+        time.sleep(_POLL_SECONDS)
+
+
+def _end(targets: Sequence[CudaProcess], arguments: argparse.Namespace) -> int:
     if not targets:
         if arguments.json:
             _print_json([], [], dry_run=arguments.dry_run)
@@ -100,7 +197,7 @@ def _end(handles: Sequence[Handle], arguments: argparse.Namespace) -> int:
         if not _confirmed(len(targets)):
             print("nothing was ended")
             return EXIT_NOT_DONE
-    endings = end_all(handles, grace_seconds=arguments.grace, last_seconds=_LAST_SECONDS)
+    endings = end_all(targets, grace_seconds=arguments.grace, last_seconds=_LAST_SECONDS)
     if arguments.json:
         _print_json(targets, endings, dry_run=False)
     else:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from robust_train.cli.table import print_table
-from robust_train.gpu.holders import find_holders, sees_host_pids
 from robust_train.gpu.inventory import read_inventory
+from robust_train.gpu.processes import find_holders, sees_host_pids
 from robust_train.memory.host import read_host_memory
 from robust_train.values import MIB
 

@@ -7,17 +7,17 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from robust_train.cli.parser import Parser
 from robust_train.cli.table import print_table
 from robust_train.gpu.inventory import read_inventory
-from robust_train.queue import quarantine
-from robust_train.queue.census import as_waiter, census
+from robust_train.gpu.processes import send_signal, user_name
+from robust_train.queue.exclusions import mark_excluded, read_exclusions
 from robust_train.queue.queue_dir import QueueProblem, directory_for
-from robust_train.queue.records import JobRecord, JobState
-from robust_train.queue.reservations import Entry, Ledger, LedgerBusy, boottime, start_ticks
+from robust_train.queue.queued_job import as_waiting, split
+from robust_train.queue.records import JobRecord, JobState, printable
+from robust_train.queue.reservations import JobRegistry, LiveJob, RegistryBusy, boottime
 from robust_train.queue.scheduler import plan, why_not
 from robust_train.readable import as_clock
 from robust_train.values import MIB, GpuInfo
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(
         prog="robust-train queue",
         description="Jobs on this host: those that run, with their GPUs, and those that wait, with "
-        "their place in line and the reason.",
+        "their queue position and the reason.",
     )
     parser.add_argument("--json", action="store_true", help="for programs; sizes in bytes")
     parser.add_argument("--dir", help="the queue directory, as gpu_queue_dir")
@@ -48,18 +48,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     path = directory_for(arguments.dir, os.environ)
     try:
-        ledger = Ledger(path) if path.exists() else None
+        registry = JobRegistry(path) if path.exists() else None
     except QueueProblem as problem:
         print(problem, file=sys.stderr)
         return EXIT_UNUSABLE
     try:
-        entries = [] if ledger is None else _entries(ledger)
+        found = [] if registry is None else _living(registry)
         if arguments.command == "cancel":
-            return _cancel(entries, arguments.id)
-        jobs = _jobs(ledger, entries)
+            return _cancel(found, arguments.id)
+        jobs = [] if registry is None or not found else _describe(registry, found)
     finally:
-        if ledger is not None:
-            ledger.close()
+        if registry is not None:
+            registry.close()
     if arguments.json:
         print(json.dumps({"directory": str(path), "jobs": jobs}, indent=2))
     elif jobs:
@@ -69,39 +69,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _entries(ledger: Ledger) -> list[Entry]:
+def _living(registry: JobRegistry) -> list[LiveJob]:
     try:
-        with ledger.locked(_PATIENCE_SECONDS):
-            return ledger.entries(sweep=True)
-    except LedgerBusy as busy:
+        with registry.locked(_PATIENCE_SECONDS):
+            return registry.jobs(sweep=True)
+    except RegistryBusy as busy:
         print(f"warning: {busy}", file=sys.stderr)
-        return ledger.entries()
+        return registry.jobs()
 
 
-def _jobs(ledger: Ledger | None, entries: Sequence[Entry]) -> list[dict[str, Any]]:
-    if ledger is None or not entries:
-        return []
+def _describe(registry: JobRegistry, found: Sequence[LiveJob]) -> list[dict[str, Any]]:
     inventory = read_inventory(processes=False)
     if not inventory.answered:
         print(f"warning: {inventory.problem}", file=sys.stderr)
-    gpus = quarantine.without_sick(inventory.gpus, quarantine.read_sick(ledger.directory))
-    waiters, holdings = census(entries)
-    position, now = 0, boottime()
-    decided = plan(waiters, holdings, gpus, now)
+    gpus = mark_excluded(inventory.gpus, read_exclusions(registry.directory))
+    waiting, reservations = split(found)
+    queue = [job.id for job in sorted(waiting, key=lambda job: job.order)]
+    now = boottime()
+    decided = plan(waiting, reservations, gpus, now)
     jobs = []
-    for entry in entries:
-        record = entry.record
+    for job in found:
+        record = job.record
         if record is None:
-            jobs.append({"id": entry.id, "state": "unreadable", "owner_uid": entry.owner})
+            jobs.append({"id": job.id, "state": "unreadable", "owner_uid": job.owner})
             continue
-        reason = None
+        position = reason = None
         if record.state is JobState.WAITING:
-            position += 1
-            others = [holding for holding in holdings if holding.id != record.id]
-            reason = why_not(as_waiter(record), others, gpus, decided)
+            position = queue.index(record.id) + 1
+            reason = why_not(as_waiting(record), reservations, gpus, decided)
             if record.id in decided.grants:
-                reason = "its turn has come"
-        jobs.append(_as_json(record, position if reason else None, reason, now, gpus))
+                reason = "a GPU is free for it"
+        jobs.append(_as_json(record, position, reason, now, gpus))
     return jobs
 
 
@@ -121,7 +119,7 @@ def _as_json(
         "user": record.user,
         "pid": record.pid,
         "run_dir": record.run_dir,
-        "claim_bytes": record.claim_bytes,
+        "claim_bytes": record.reserved_bytes,
         "num_gpus": record.count,
         "jobs_per_device": record.jobs_per_device,
         "gpus": [
@@ -136,7 +134,8 @@ def _as_json(
 
 def _row(job: dict[str, Any]) -> list[str]:
     if job["state"] == "unreadable":
-        return [job["id"], "-", "?", "-", str(job["owner_uid"]), "?", "?", "?", "unreadable record"]
+        why = "its record cannot be read, so it may have any GPU"
+        return [job["id"], "-", "?", "-", user_name(job["owner_uid"]), "?", "?", "?", why]
     many, claim = job["num_gpus"], str(job["claim_bytes"] // MIB)
     return [
         job["id"],
@@ -152,30 +151,28 @@ def _row(job: dict[str, Any]) -> list[str]:
 
 
 def _gpus(gpus: Sequence[dict[str, Any]]) -> str:
-    """``GPU 0``, ``GPU 0, 1, 3``; in place of a number that is not known the UUID."""
+    """``GPU 0``, ``GPU 0, 1, 3``; the UUID if the number is not known."""
     if not gpus:
         return "-"
     names = [gpu["uuid"] if gpu["index"] is None else str(gpu["index"]) for gpu in gpus]
     return ("" if gpus[0]["index"] is None else "GPU ") + ", ".join(names)
 
 
-def _cancel(entries: Sequence[Entry], job_id: str) -> int:
-    entry = next((entry for entry in entries if entry.id == job_id), None)
-    if entry is None or entry.record is None:
-        print(f"robust-train queue cancel {job_id}: there is no such job", file=sys.stderr)
-        return EXIT_NOT_DONE
-    # the file's owner, not the record: that could name anybody's process
-    if entry.owner != os.geteuid():
-        print(
-            f"robust-train queue cancel {job_id}: it belongs to user {entry.owner}", file=sys.stderr
-        )
-        return EXIT_NOT_DONE
-    problem = _terminate(entry.record)
-    if problem is not None:
-        print(f"robust-train queue cancel {job_id}: {problem}", file=sys.stderr)
-        return EXIT_NOT_DONE
-    print(f"{job_id} ({entry.record.name}, pid {entry.record.pid}) was asked to stop")
-    return 0
+def _cancel(found: Sequence[LiveJob], job_id: str) -> int:
+    job = next((job for job in found if job.id == job_id), None)
+    problem: str | None
+    if job is None or job.record is None:
+        problem = "there is no such job"
+    elif job.owner != os.geteuid():
+        # the file's owner, not the record: that could name anybody's process
+        problem = f"it belongs to user {job.owner}"
+    else:
+        problem = _terminate(job.record)
+        if problem is None:
+            print(f"{job_id} ({job.record.name}, pid {job.record.pid}) was asked to stop")
+            return 0
+    print(f"robust-train queue cancel {printable(job_id)}: {problem}", file=sys.stderr)
+    return EXIT_NOT_DONE
 
 
 def _terminate(record: JobRecord) -> str | None:
@@ -185,17 +182,8 @@ def _terminate(record: JobRecord) -> str | None:
         "job ends by itself within seconds"
     )
     try:
-        process = os.pidfd_open(record.pid)
-    except OSError:
-        return gone
-    try:
-        if start_ticks(record.pid) != record.start_ticks:
+        if not send_signal(record.pid, record.started, signal.SIGTERM):
             return gone
-        if Path(f"/proc/{record.pid}").stat().st_uid != os.geteuid():
-            return f"pid {record.pid} is another user's process"
-        signal.pidfd_send_signal(process, signal.SIGTERM)
-    except OSError:
-        return gone
-    finally:
-        os.close(process)
+    except PermissionError:
+        return f"pid {record.pid} is another user's process"
     return None

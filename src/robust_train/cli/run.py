@@ -14,7 +14,7 @@ from robust_train.cli.table import print_table
 from robust_train.readable import as_clock
 from robust_train.runfolder import client
 from robust_train.runfolder.client import USUAL_WAIT_SECONDS, ControlError
-from robust_train.runfolder.requests import request_sweep_stop
+from robust_train.runfolder.requests import Refused, request_sweep_stop
 from robust_train.runfolder.runs import NoLiveRun, Run, choose_run, find_live_runs
 from robust_train.values import MIB
 
@@ -90,8 +90,8 @@ def _stop_sweep(folder: Path, as_json: bool) -> int:
     jobs = [run.id for run in find_live_runs() if folder in run.run_dir.parents]
     try:
         request_sweep_stop(folder)
-    except OSError as error:
-        return fail("run stop", f"{folder} takes no request: {error.strerror}", as_json)
+    except (OSError, Refused) as error:
+        return fail("run stop", f"{folder}: {error}", as_json)
     if as_json:
         print(json.dumps({"sweep": str(folder), "jobs": jobs, "after": "stopping"}, indent=2))
     else:

@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     from robust_train.execution import at_hand
 
-    at_hand.warm_up(warm=False)
+    at_hand.warm_up(())
     try:
         return _run(overrides, texts, options.run_dir)
     finally:

@@ -52,7 +52,7 @@ class MemoryConfig:
 
     clear_on_start: bool = True
     fraction: float = 0.95
-    expandable_segments: bool = True
+    expandable_segments: Any = "auto"
     empty_cache_frequency: int = 10
     empty_cache_threshold: float = 0.5
     clear_after_save: bool = True
@@ -279,6 +279,11 @@ def validate(cfg: DictConfig) -> None:
     _above(cfg, 0, training + "lr")
     _within(cfg, 0, 1, training + "label_smoothing", training + "warmup_fraction")
     memory = "memory."
+    if cfg.memory.expandable_segments not in ("auto", True, False):
+        raise ConfigError(
+            f"memory.expandable_segments={cfg.memory.expandable_segments}: accepted are auto, "
+            "true, false"
+        )
     _at_least(cfg, 0, memory + "empty_cache_frequency", memory + "log_frequency")
     _within(cfg, 0, 1, memory + "empty_cache_threshold")
     _above(cfg, 0, memory + "fraction")

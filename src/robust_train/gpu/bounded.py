@@ -1,8 +1,8 @@
-"""A question to the driver that is given up after some seconds.
+"""Calls to the driver, and commands, that are given up after some seconds.
 
-A wedged driver blocks its callers in the kernel, where no signal reaches them. So a thread asks,
-and is left behind where no answer comes. While it is out there nobody asks again: every further
-thread would be lost as well.
+A wedged driver blocks its callers in the kernel, where no signal reaches them. So a thread makes
+the call, and is left behind if it does not return. Until it does no other call is made: every
+further thread would be lost as well. A command is left behind in the same way.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import _thread
 import logging
 import os
 import signal
+import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar, cast
 
 log = logging.getLogger("robust_train")
@@ -20,7 +21,7 @@ log = logging.getLogger("robust_train")
 _T = TypeVar("_T")
 
 # The kernel gives a signal to the main thread unless that blocks it, as it does with these while it
-# holds the ledger lock: then nobody else may take them.
+# holds the queue lock: then nobody else may take them.
 _STOPS = {signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU}
 
 
@@ -28,7 +29,7 @@ class NoAnswer(Exception):
     """The driver has not answered in time; says for how long."""
 
 
-class _Question(Generic[_T]):
+class _Call(Generic[_T]):
     """A call in a thread of its own."""
 
     def __init__(self, call: Callable[[], _T]) -> None:
@@ -79,19 +80,18 @@ class _Question(Generic[_T]):
         )
 
 
-_out: _Question[Any] | None = None
+_out: _Call[Any] | None = None
 
 
 def ask(call: Callable[[], _T], limit_seconds: float) -> _T:
-    """What ``call`` returns or raises, unless that takes too long.
+    """Return what ``call`` returns, or raise what it raises, unless that takes too long.
 
     Args:
         call: talks to the driver.
-        limit_seconds: how long to wait for it at most. Not at all where an earlier call has not
-            come back yet.
+        limit_seconds: how long to wait at most; not at all while an earlier call hangs.
 
     Raises:
-        NoAnswer: it has not come back; the thread that it runs in is left behind.
+        NoAnswer: it has not returned; the thread that it runs in is left behind.
     """
     global _out
     if _out is not None and _out.pid == os.getpid():
@@ -99,10 +99,55 @@ def ask(call: Callable[[], _T], limit_seconds: float) -> _T:
             raise _out.silence()
         log.info("the NVIDIA driver answers again")
     _out = None
-    question = _Question(call)
-    if not question.is_answered(limit_seconds):
-        _out = question
-        silence = question.silence()
+    pending = _Call(call)
+    if not pending.is_answered(limit_seconds):
+        _out = pending
+        silence = pending.silence()
         log.warning("%s", silence)
         raise silence
-    return question.answer()
+    return pending.answer()
+
+
+def run_command(
+    command: Sequence[str],
+    limit_seconds: float,
+    environ: Mapping[str, str] | None = None,
+    *,
+    last_seconds: float = 1.0,
+) -> subprocess.CompletedProcess[str]:
+    """Run a command that may hang in the driver; return its exit code and output.
+
+    ``subprocess.run`` would wait without end for a killed child in uninterruptible sleep; here the
+    child is left behind.
+
+    Args:
+        command: its standard input is empty.
+        limit_seconds: after that it is killed.
+        environ: its whole environment; None: this process's.
+        last_seconds: how long a killed child may take to end.
+
+    Raises:
+        NoAnswer: it took too long.
+        OSError: it cannot be started.
+    """
+    child = subprocess.Popen(
+        command,
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        out, err = child.communicate(timeout=limit_seconds)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        try:
+            child.communicate(timeout=last_seconds)
+        except subprocess.TimeoutExpired:
+            log.warning("pid %d does not end after SIGKILL: it hangs in the driver", child.pid)
+        raise NoAnswer(f"{command[0]} has not ended after {limit_seconds:g} s") from None
+    except BaseException:
+        child.kill()
+        raise
+    return subprocess.CompletedProcess(command, child.returncode, out, err)

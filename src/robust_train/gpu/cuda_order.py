@@ -1,4 +1,4 @@
-"""In which order CUDA numbers this machine's GPUs, asked of CUDA's driver itself.
+"""In which order CUDA numbers this machine's GPUs, as CUDA's driver itself says.
 
 NVML numbers by PCI address. CUDA's default, ``CUDA_DEVICE_ORDER=FASTEST_FIRST``, differs from that
 on a machine with several models, by rules that are not documented; only the driver knows.
@@ -12,7 +12,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-import subprocess
 import sys
 import uuid
 from collections.abc import Mapping
@@ -22,11 +21,11 @@ _TIMEOUT_SECONDS = 60
 
 
 class CudaOrderError(RuntimeError):
-    """CUDA's driver did not tell its order; the message says why."""
+    """CUDA's driver did not give its order; the message says why."""
 
 
 def cuda_order(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """UUIDs (without ``GPU-`` or ``MIG-``) in CUDA's order with no mask set.
+    """Return UUIDs (without ``GPU-`` or ``MIG-``) in CUDA's order with no mask set.
 
     Starts CUDA's driver in a short-lived process, so that this one remains without it; asked once
     for each ``CUDA_DEVICE_ORDER``, then remembered.
@@ -49,18 +48,14 @@ def _ask_fresh_process(device_order: str | None) -> tuple[str, ...] | str:
     environ = {name: value for name, value in os.environ.items() if name not in hidden}
     if device_order is not None:
         environ["CUDA_DEVICE_ORDER"] = device_order
+    # not at the top: this file also runs as a script that has no robust_train on its path
+    from robust_train.gpu.bounded import NoAnswer, run_command
+
     # isolated (-I): the script's folder must not come before the standard library
     command = [sys.executable, "-I", "-S", __file__]
     try:
-        done = subprocess.run(
-            command,
-            env=environ,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=_TIMEOUT_SECONDS,
-        )
-    except (OSError, subprocess.SubprocessError) as error:
+        done = run_command(command, _TIMEOUT_SECONDS, environ)
+    except (OSError, NoAnswer) as error:
         return str(error)
     if done.returncode != 0:
         lines = done.stderr.strip().splitlines()
@@ -69,7 +64,7 @@ def _ask_fresh_process(device_order: str | None) -> tuple[str, ...] | str:
 
 
 def order_in_this_process() -> tuple[str, ...] | None:
-    """UUIDs (without ``GPU-`` or ``MIG-``) by CUDA ordinal here; None if CUDA has not started.
+    """Return UUIDs (without ``GPU-`` or ``MIG-``) by CUDA ordinal; None if CUDA has not started.
 
     Does not start CUDA: before ``cuInit`` the driver answers every call with
     ``CUDA_ERROR_NOT_INITIALIZED``, and a library that is not loaded cannot have been called.

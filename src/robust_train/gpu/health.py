@@ -1,4 +1,4 @@
-"""Whether a GPU says of itself that no job should start on it. Each answer is optional."""
+"""Whether a GPU says of itself that no job should start on it. Each query is optional."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ _RECOVERY = {
     2: "the host has to be rebooted",
     3: "it has to be drained of peer-to-peer traffic",
     4: "it has to be drained and reset",
+    5: "its IMEX domain has to be recovered (restart nvidia-imex on all nodes of the domain)",
+    6: "its bus has to be reset (nvidia-smi --gpu-reset does not suffice: reboot the host)",
+    7: "the whole system has to be rebooted, all nodes that share its NVLink switches",
 }
 
 
-def why_sick(nvml: Any, handle: Any) -> str | None:
-    """Why the driver wants a GPU to be left alone; None for a healthy one, or one that tells not.
+def why_unhealthy(nvml: Any, handle: Any) -> str | None:
+    """Return why the driver wants a GPU to be left alone; None if it is healthy or does not say.
 
     Args:
         nvml: the binding.

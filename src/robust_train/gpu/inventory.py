@@ -1,4 +1,4 @@
-"""What GPUs there are and how full, read from NVML in this process.
+"""Read from NVML what GPUs there are and how full.
 
 A call that fails concerns its own metric, or at most its own GPU. A call that hangs is given up.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 from robust_train.gpu import unified
 from robust_train.gpu.bounded import NoAnswer, ask
-from robust_train.gpu.health import why_sick
+from robust_train.gpu.health import why_unhealthy
 from robust_train.gpu.nvml_session import (
     Session,
     Static,
@@ -24,6 +24,7 @@ from robust_train.gpu.nvml_session import (
     optional,
     slice_handles,
 )
+from robust_train.gpu.processes import is_mps_server
 from robust_train.values import GpuInfo, GpuProcess, Inventory, SkippedGpu
 
 _HEALTH_SECONDS = 10.0
@@ -44,11 +45,11 @@ class _Unreadable(Exception):
 
 
 def read_inventory(*, processes: bool = True, waits_for_ever: bool = False) -> Inventory:
-    """All GPUs of this machine as NVML tells of them now, whatever CUDA_VISIBLE_DEVICES says.
+    """Return all GPUs of this machine as they are now, whatever CUDA_VISIBLE_DEVICES says.
 
     Never raises because of a GPU or a driver: what cannot be read is in ``skipped`` with its
-    reason, and ``problem`` says why there is nothing at all. Comes back within 5 s (30 s for the
-    first look of a process) also where the driver is wedged.
+    reason, and ``problem`` says why there is nothing at all. Returns within 5 s (30 s for the
+    first call of a process) also if the driver hangs.
 
     Args:
         processes: also list who is on each GPU. That costs some milliseconds per GPU and contends
@@ -96,16 +97,19 @@ def _read_inventory(processes: bool) -> Inventory:
             gpus.extend(found)
     # the sort is stable: the slices of a GPU stay in NVML's order
     gpus.sort(key=lambda gpu: gpu.pci_bus_id)
+    if not skipped and not any(gpu.parent_uuid for gpu in gpus):
+        # every GPU is listed, in the order of CUDA_DEVICE_ORDER=PCI_BUS_ID
+        gpus = [replace(gpu, cuda_index=number) for number, gpu in enumerate(gpus)]
     return Inventory(
         tuple(gpus), tuple(skipped), _problem(session, gpus, skipped), session.driver_version
     )
 
 
 def legacy_slice_names() -> dict[str, str]:
-    """The MIG slices' UUIDs by their old names, ``MIG-GPU-<uuid>/<gpu>/<compute instance>``.
+    """Return MIG slices' UUIDs by their old names, ``MIG-GPU-<uuid>/<gpu>/<compute instance>``.
 
     CUDA still accepts the old names, although drivers since R470 give slices UUIDs of their own.
-    Empty where the driver does not answer.
+    Empty if the driver does not answer.
     """
     try:
         return ask(_legacy_slice_names, _ANSWER_SECONDS)
@@ -142,7 +146,7 @@ def _problem(session: Session, gpus: list[GpuInfo], skipped: list[SkippedGpu]) -
 
 
 def _read_gpu(session: Session, index: int, processes: bool) -> list[GpuInfo] | SkippedGpu:
-    """One GPU, or its slices where it is cut into some."""
+    """Return one GPU, or its slices if it is cut into some."""
     nvml = session.nvml
     try:
         return _read_gpu_once(session, index, processes)
@@ -171,26 +175,25 @@ def _read_gpu_once(session: Session, index: int, processes: bool) -> list[GpuInf
     if static is None:
         static = session.known[index] = _read_static(nvml, index)
     if static.can_be_sliced and _is_sliced(nvml, static.handle):
-        slices = _read_slices(nvml, static, index, processes)
-        sick = _health(session, static, index)
-        return slices if sick is None else [replace(piece, unusable=sick) for piece in slices]
-    sick = _health(session, static, index)
-    device = _read_device(nvml, static, static.handle, index, processes)
-    return [device if sick is None else replace(device, unusable=sick)]
+        devices = _read_slices(nvml, static, index, processes)
+    else:
+        devices = [_read_device(nvml, static, static.handle, index, processes)]
+    why = _health(session, static, index)
+    return devices if why is None else [replace(device, unusable=why) for device in devices]
 
 
 def _health(session: Session, static: Static, index: int) -> str | None:
-    """Why a GPU is to be left alone. It changes seldom, so it is not asked at each look."""
+    """Return why a GPU is to be left alone. It changes seldom, so it is not read each time."""
     now = time.monotonic()
-    asked, sick = session.health.get(index, (-_HEALTH_SECONDS, None))
-    if now - asked >= _HEALTH_SECONDS:
-        sick = why_sick(session.nvml, static.handle)
-        session.health[index] = (now, sick)
-    return sick
+    read_at, why = session.health.get(index, (-_HEALTH_SECONDS, None))
+    if now - read_at >= _HEALTH_SECONDS:
+        why = why_unhealthy(session.nvml, static.handle)
+        session.health[index] = (now, why)
+    return why
 
 
 def ask_health_again() -> None:
-    """Let the next look ask the GPUs for their health, however lately that was done."""
+    """Let the next call read the GPUs' health, however lately that was done."""
     session = known_session()
     if session is not None:
         session.health.clear()
@@ -216,7 +219,7 @@ def _is_sliced(nvml: Any, handle: Any) -> bool:
 
 
 def _read_slices(nvml: Any, parent: Static, index: int, processes: bool) -> list[GpuInfo]:
-    """The slices of a GPU: nothing can run on the GPU as a whole while MIG is on."""
+    """Return the slices of a GPU: nothing can run on it as a whole while MIG is on."""
     slices: list[GpuInfo] = []
     reason = "MIG is on but no slice has been made: nvidia-smi mig -cgi … -C"
     for handle in slice_handles(nvml, parent.handle):
@@ -243,6 +246,7 @@ def _read_device(
     utilization = optional(nvml, nvml.nvmlDeviceGetUtilizationRates, handle)
     mode = optional(nvml, nvml.nvmlDeviceGetComputeMode, mode_of or handle)
     compute_mode = _COMPUTE_MODES.get(mode or 0, "default")
+    unusable, mps = _read_mode(nvml, handle, compute_mode)
     return GpuInfo(
         uuid=static.uuid,
         name=static.name,
@@ -255,34 +259,37 @@ def _read_device(
         compute_mode=compute_mode,
         processes=_read_processes(nvml, handle) if processes else None,
         unified_memory=is_unified,
-        unusable=_why_unusable(nvml, handle, compute_mode),
+        unusable=unusable,
+        mps=mps,
     )
 
 
-def _why_unusable(nvml: Any, handle: Any, compute_mode: str) -> str | None:
-    """Why the compute mode lets no job start now."""
+def _read_mode(nvml: Any, handle: Any, compute_mode: str) -> tuple[str | None, bool]:
+    """Return why the compute mode lets no job start now, and whether MPS owns the GPU."""
     if compute_mode == "prohibited":
-        return "compute mode is prohibited"
+        return "compute mode is prohibited", False
     if compute_mode.startswith("exclusive"):
         # a graphics process does not count: the mode is about CUDA contexts
         owners = _list_processes(nvml, handle, "Compute") or []
+        if any(is_mps_server(owner.pid) for owner in owners):
+            return None, True  # it lets others in
         if owners:
-            return f"compute mode is {compute_mode} and pid {owners[0].pid} owns it"
-    return None
+            return f"compute mode is {compute_mode} and pid {owners[0].pid} owns it", False
+    return None, False
 
 
 def _read_memory(nvml: Any, static: Static, handle: Any) -> tuple[int, int, int, bool]:
-    """Total, free and used bytes, and whether they are the host's."""
+    """Return total, free and used bytes, and whether they are the host's."""
     try:
         memory = memory_info(nvml, handle)
     except nvml.NVMLError_NotSupported:
         memory = None
         if not unified.is_integrated(static.name):
-            raise _Unreadable("NVML does not tell its memory (Not Supported)") from None
+            raise _Unreadable("NVML does not report its memory (Not Supported)") from None
     if memory is not None and memory.total > 0:
         return memory.total, memory.free, memory.used, False
     if not unified.is_integrated(static.name):
-        raise _Unreadable("NVML tells no memory for it (a total of 0)")
+        raise _Unreadable("NVML reports no memory for it (a total of 0)")
     host = unified.host_memory()
     if host is None:
         raise _Unreadable("it shares the host's memory, and /proc/meminfo cannot be read")
@@ -291,7 +298,7 @@ def _read_memory(nvml: Any, static: Static, handle: Any) -> tuple[int, int, int,
 
 
 def _read_processes(nvml: Any, handle: Any) -> tuple[GpuProcess, ...] | None:
-    """Who is on a device; a process that computes and draws is listed by NVML twice."""
+    """Return who is on a device; NVML lists a process that computes and draws twice."""
     compute = _list_processes(nvml, handle, "Compute")
     graphics = _list_processes(nvml, handle, "Graphics")
     if compute is None and graphics is None:
@@ -300,13 +307,13 @@ def _read_processes(nvml: Any, handle: Any) -> tuple[GpuProcess, ...] | None:
     used: dict[int, int | None] = {}
     for process in [*(compute or []), *(graphics or [])]:
         known = used.get(process.pid)
-        told = process.usedGpuMemory
-        used[process.pid] = told if known is None else max(known, told or 0)
+        size = process.usedGpuMemory
+        used[process.pid] = size if known is None else max(known, size or 0)
     return tuple(GpuProcess(pid, size, pid in computing) for pid, size in used.items())
 
 
 def _list_processes(nvml: Any, handle: Any, kind: str) -> list[Any] | None:
-    """NVML's list; None on any error. Drivers before R510 have version 2 of the call only."""
+    """Return NVML's list; None on any error. Drivers before R510 have version 2 only."""
     for version in ("v3", "v2"):
         call = getattr(nvml, f"nvmlDeviceGet{kind}RunningProcesses_{version}")
         try:

@@ -1,15 +1,19 @@
 """This process's NVML session, and why there may be none.
 
-One session per process stays open: opening one costs seconds where the driver is not persistent,
-and an open session keeps the GPUs initialised for the next look.
+One session per process stays open while GPUs are read often: opening one costs seconds where the
+driver is not persistent. Who waits for long closes it (:func:`close_session`): an open session
+blocks a reset of the GPUs.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
+
+from robust_train.gpu.bounded import NoAnswer, ask
 
 _T = TypeVar("_T")
 
@@ -60,12 +64,12 @@ _session: Session | None = None
 
 
 def known_session() -> Session | None:
-    """This process's session, None where it has none yet."""
+    """Return this process's session, None if it has none."""
     return _session if _session is not None and _session.pid == os.getpid() else None
 
 
 def open_session() -> Session | str:
-    """This process's session, or the sentence that says why there is none."""
+    """Return this process's session, or the sentence that says why there is none."""
     global _session
     if (session := known_session()) is not None:
         return session
@@ -89,13 +93,26 @@ def open_session() -> Session | str:
 
 
 def forget_session() -> None:
-    """Have the next one who asks open another one."""
+    """Have the next call open another one."""
     global _session
     _session = None
 
 
+def close_session(limit_seconds: float = 1.0) -> None:
+    """End this process's session, if it has one; the next call opens another one.
+
+    Args:
+        limit_seconds: for a driver that hangs.
+    """
+    session = known_session()
+    forget_session()
+    if session is not None:
+        with contextlib.suppress(NoAnswer, session.nvml.NVMLError):
+            ask(session.nvml.nvmlShutdown, limit_seconds)
+
+
 def init_problem(nvml: Any, error: Exception) -> str:
-    """Why the driver could not be asked, and what helps."""
+    """Return why the driver could not be asked, and what helps."""
     code = getattr(error, "value", None)
     return {
         nvml.NVML_ERROR_LIBRARY_NOT_FOUND: _NO_DRIVER,
@@ -105,7 +122,7 @@ def init_problem(nvml: Any, error: Exception) -> str:
 
 
 def optional(nvml: Any, call: Callable[..., _T], *arguments: Any) -> _T | None:
-    """A metric that a GPU may lack: None on any error."""
+    """Return a metric that a GPU may lack: None on any error."""
     try:
         return call(*arguments)
     except nvml.NVMLError:
@@ -113,7 +130,7 @@ def optional(nvml: Any, call: Callable[..., _T], *arguments: Any) -> _T | None:
 
 
 def memory_info(nvml: Any, handle: Any) -> Any:
-    """Memory as version 2 of the call tells it, else as version 1 does.
+    """Return memory as version 2 of the call gives it, else as version 1 does.
 
     Version 2 keeps what the driver reserves apart from what is used; ``free`` is the same. Some
     drivers have the symbol of version 2 and still answer it with an unknown error (seen on WSL).
@@ -125,7 +142,7 @@ def memory_info(nvml: Any, handle: Any) -> Any:
 
 
 def slice_handles(nvml: Any, parent: Any) -> list[Any]:
-    """Handles of the MIG slices of the GPU with the handle ``parent``."""
+    """Return handles of the MIG slices of the GPU with the handle ``parent``."""
     most = optional(nvml, nvml.nvmlDeviceGetMaxMigDeviceCount, parent) or 0
     # an empty slot answers NOT_FOUND
     slots = (

@@ -1,15 +1,19 @@
-"""One GPU's memory, asked of NVML often: a session and a handle that stay open."""
+"""One GPU's memory, read from NVML often: a session and a handle that stay open."""
 
 from __future__ import annotations
 
 import contextlib
 from typing import Any
 
+from robust_train.gpu.bounded import NoAnswer, ask
 from robust_train.gpu.nvml_session import memory_info, open_session, optional, slice_handles
+
+_OPENING_SECONDS = 30.0
+_ANSWER_SECONDS = 5.0
 
 
 class OneGpu:
-    """A GPU (or MIG slice) that is looked at again and again.
+    """A GPU (or MIG slice) that is read again and again. A driver that hangs is given up.
 
     Attributes:
         index: NVML's number of the GPU, of the parent GPU for a slice.
@@ -22,7 +26,14 @@ class OneGpu:
 
     @classmethod
     def find(cls, uuid: str) -> OneGpu | None:
-        """The GPU with this UUID, or whose UUID begins so; None where NVML does not show it."""
+        """Return the GPU with this UUID, or whose UUID begins so; None if NVML does not show it."""
+        try:
+            return ask(lambda: cls._find(uuid), _OPENING_SECONDS)
+        except NoAnswer:
+            return None
+
+    @classmethod
+    def _find(cls, uuid: str) -> OneGpu | None:
         session = open_session()
         if isinstance(session, str):
             return None
@@ -37,11 +48,16 @@ class OneGpu:
         return None
 
     def memory(self) -> tuple[int, int] | None:
-        """Bytes in use by everybody, and bytes there are; None once NVML has failed to answer."""
+        """Return the bytes in use by everybody and the bytes there are.
+
+        None while the driver hangs, and once NVML has failed to answer.
+        """
         if self._handle is None:
             return None
         try:
-            info = memory_info(self._nvml, self._handle)
+            info = ask(lambda: memory_info(self._nvml, self._handle), _ANSWER_SECONDS)
+        except NoAnswer:
+            return None
         except self._nvml.NVMLError:
             # a handle of a GPU that was lost can crash the driver's library
             self._handle = None

@@ -1,33 +1,23 @@
-"""Which GPU to take, and why another one does not do. Pure functions over frozen values."""
+"""Choose a GPU, and say why another one does not do. Pure functions over frozen values."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from robust_train.gpu.holders import Holder
-from robust_train.values import MIB, GpuInfo, GpuProcess, Group
+from robust_train.gpu.processes import Holder
+from robust_train.readable import mib
+from robust_train.values import GpuInfo, GpuProcess, Group
 
 _BUSIER_THAN_ANY_PERCENT = 101
-_PROCESSES_TOLD = 3
+_PROCESSES_DESCRIBED = 3
 
 
-def rank(
-    gpus: Sequence[GpuInfo], min_bytes: int, exclude: Collection[str] = frozenset()
-) -> list[GpuInfo]:
-    """The GPUs that a job could start on now, best first.
+def rank(gpus: Sequence[GpuInfo], min_bytes: int) -> list[GpuInfo]:
+    """Return the GPUs that a job needing ``min_bytes`` could start on now, best first.
 
     Most free memory comes first, then the least busy (unknown last), then the lowest PCI address.
-
-    Args:
-        gpus: what there is.
-        min_bytes: free memory that the job needs.
-        exclude: UUIDs that are out of the question.
     """
-    suitable = [
-        gpu
-        for gpu in gpus
-        if gpu.unusable is None and gpu.free_bytes >= min_bytes and gpu.uuid not in exclude
-    ]
+    suitable = [gpu for gpu in gpus if gpu.unusable is None and gpu.free_bytes >= min_bytes]
     return sorted(suitable, key=_rank_key)
 
 
@@ -41,16 +31,14 @@ def _rank_key(gpu: GpuInfo) -> tuple[int, int, str, str]:
     )
 
 
-def select(
-    gpus: Sequence[GpuInfo], min_bytes: int, exclude: Collection[str] = frozenset()
-) -> GpuInfo | None:
-    """The best GPU by :func:`rank`, or None."""
-    ranked = rank(gpus, min_bytes, exclude)
+def select(gpus: Sequence[GpuInfo], min_bytes: int) -> GpuInfo | None:
+    """Return the best GPU by :func:`rank`, or None."""
+    ranked = rank(gpus, min_bytes)
     return ranked[0] if ranked else None
 
 
 def choose_group(gpus: Sequence[GpuInfo], count: int) -> Group:
-    """So many of the GPUs, of one model where there are enough; none where there are too few.
+    """Return ``count`` of the GPUs, of one model if there are enough; none if there are too few.
 
     A group does each step together and so is as slow as its slowest GPU. Among several models it
     is the one of which there are enough first, going down the list.
@@ -69,7 +57,7 @@ def choose_group(gpus: Sequence[GpuInfo], count: int) -> Group:
 
 
 def can_be_one_of(gpu: GpuInfo, count: int) -> bool:
-    """Whether a job of so many GPUs can have it: CUDA shows one MIG slice alone to a process."""
+    """Whether a job of ``count`` GPUs can have it: CUDA shows one MIG slice alone to a process."""
     return count == 1 or gpu.parent_uuid is None
 
 
@@ -78,56 +66,41 @@ def could_ever_fit(gpu: GpuInfo, min_bytes: int) -> bool:
     return gpu.compute_mode != "prohibited" and 0 < gpu.total_bytes >= min_bytes
 
 
-def largest_possible(
-    gpus: Sequence[GpuInfo], exclude: Collection[str] = frozenset()
-) -> GpuInfo | None:
-    """The GPU with the most memory in total among those that a job could ever have."""
-    possible = [gpu for gpu in gpus if gpu.uuid not in exclude and could_ever_fit(gpu, 1)]
+def largest_possible(gpus: Sequence[GpuInfo]) -> GpuInfo | None:
+    """Return the GPU with the most memory in total among those that a job could ever have."""
+    possible = [gpu for gpu in gpus if could_ever_fit(gpu, 1)]
     return max(possible, key=lambda gpu: gpu.total_bytes, default=None)
 
 
-def explain(
-    gpus: Sequence[GpuInfo],
-    min_bytes: int,
-    exclude: Collection[str] = frozenset(),
-    holders: Mapping[int, Holder] | None = None,
-) -> str:
-    """What is needed and why each GPU does not do, as one line.
+def explain(gpus: Sequence[GpuInfo], min_bytes: int) -> str:
+    """Return what is needed and why each GPU does not do, as one line."""
+    return f"needs {mib(min_bytes)} free; {obstacles(gpus)}"
+
+
+def obstacles(gpus: Sequence[GpuInfo], holders: Mapping[int, Holder] | None = None) -> str:
+    """Return how each GPU stands, with its processes if they were listed.
 
     Args:
-        gpus: as for :func:`rank`; with their processes, if these are to be told.
-        min_bytes: as for :func:`rank`.
-        exclude: as for :func:`rank`.
+        gpus: to describe.
         holders: names for process ids.
     """
-    return f"needs {mib(min_bytes)} free; {obstacles(gpus, exclude, holders)}"
-
-
-def obstacles(
-    gpus: Sequence[GpuInfo],
-    exclude: Collection[str] = frozenset(),
-    holders: Mapping[int, Holder] | None = None,
-) -> str:
-    """How each GPU stands, as the part of :func:`explain` after what is needed."""
     parts = []
     for gpu in gpus:
-        if gpu.uuid in exclude:
-            parts.append(f"{label(gpu)} was given up earlier in this job")
-        elif gpu.unusable is not None:
+        if gpu.unusable is not None:
             parts.append(f"{label(gpu)}: {gpu.unusable}")
         else:
             room = f"{label(gpu)} has {mib(gpu.free_bytes)} of {mib(gpu.total_bytes)} free"
-            parts.append(room + _told(gpu.processes, holders or {}))
+            parts.append(room + _describe(gpu.processes, holders or {}))
     return "; ".join(parts)
 
 
 def label(gpu: GpuInfo) -> str:
-    """A GPU's name in a sentence: ``GPU 0 (NVIDIA A100, GPU-ab12cd34…)``."""
+    """Return a GPU's name in a sentence: ``GPU 0 (NVIDIA A100, GPU-ab12cd34…)``."""
     return f"GPU {gpu.index} ({gpu.name}, {gpu.uuid[:12]}…)"
 
 
 def describe_process(process: GpuProcess, holders: Mapping[int, Holder]) -> str:
-    """A process in a sentence: ``python (pid 812, ada) 14000 MiB``, as far as it is known."""
+    """Return ``python (pid 812, ada) 14000 MiB``, as far as it is known."""
     holder = holders.get(process.pid)
     who = (
         f"pid {process.pid}"
@@ -137,20 +110,17 @@ def describe_process(process: GpuProcess, holders: Mapping[int, Holder]) -> str:
     return who if process.used_bytes is None else f"{who} {mib(process.used_bytes)}"
 
 
-def _told(processes: tuple[GpuProcess, ...] | None, holders: Mapping[int, Holder]) -> str:
+def needed(size_bytes: int, count: int = 1) -> str:
+    """Return what a job needs: ``6000 MiB``, ``2 GPUs with 6000 MiB each``."""
+    return mib(size_bytes) if count == 1 else f"{count} GPUs with {mib(size_bytes)} each"
+
+
+def _describe(processes: tuple[GpuProcess, ...] | None, holders: Mapping[int, Holder]) -> str:
     if not processes:
         return ""
     largest = sorted(processes, key=lambda process: -(process.used_bytes or 0))
-    told = ", ".join(describe_process(process, holders) for process in largest[:_PROCESSES_TOLD])
+    shown = ", ".join(
+        describe_process(process, holders) for process in largest[:_PROCESSES_DESCRIBED]
+    )
     count = "1 process" if len(largest) == 1 else f"{len(largest)} processes"
-    return f": {count}: {told}" + (", …" if len(largest) > _PROCESSES_TOLD else "")
-
-
-def mib(size_bytes: int) -> str:
-    """A size for people, in MiB."""
-    return f"{size_bytes // MIB} MiB"
-
-
-def needed(size_bytes: int, count: int = 1) -> str:
-    """What a job needs, for people: ``6000 MiB``, ``2 GPUs with 6000 MiB each``."""
-    return mib(size_bytes) if count == 1 else f"{count} GPUs with {mib(size_bytes)} each"
+    return f": {count}: {shown}" + (", …" if len(largest) > _PROCESSES_DESCRIBED else "")

@@ -22,7 +22,7 @@ _INTEGER = re.compile(r"\s*([+-]?[0-9]+)", re.ASCII)
 
 @dataclass(frozen=True)
 class Visible:
-    """What a process may use.
+    """The GPUs that a process may use.
 
     Attributes:
         gpus: in the order of CUDA's ordinals. On a machine with MIG slices each slice that may be
@@ -47,7 +47,7 @@ class Visible:
         """Why there are no GPUs, where there are none."""
         if self.hidden_on_purpose:
             return f"{VARIABLE} hides every GPU"
-        return self.problem or self.warning or "no usable GPU"
+        return self.problem or self.warning or "no GPU is visible"
 
     def ordinal(self, uuid: str) -> int | None:
         """The CUDA ordinal in a process with the same environment; None if not addressable there.
@@ -98,6 +98,20 @@ def visible_gpus(
         problem=inventory.problem,
         machine=inventory.gpus,
     )
+
+
+def mask_for(gpus: Sequence[GpuInfo], *, by_index: bool) -> str:
+    """Return a CUDA_VISIBLE_DEVICES that shows exactly these GPUs, in this order.
+
+    Args:
+        gpus: to show; none hides all.
+        by_index: numbers rather than UUIDs, for programs that read integers, where NVML's and
+            CUDA's lists surely agree. They hold under ``CUDA_DEVICE_ORDER=PCI_BUS_ID``.
+    """
+    indices = [gpu.cuda_index for gpu in gpus]
+    if by_index and None not in indices:
+        return ",".join(map(str, indices))
+    return ",".join(gpu.uuid for gpu in gpus)
 
 
 def names_integers(mask: str | None) -> bool:

@@ -10,11 +10,11 @@ from omegaconf import DictConfig
 from robust_train.gpu.allocation import allocated_by
 from robust_train.gpu.inventory import read_inventory
 from robust_train.gpu.visible import visible_gpus
-from robust_train.queue import quarantine
-from robust_train.queue.census import census
+from robust_train.queue.exclusions import mark_excluded, read_exclusions
 from robust_train.queue.queue_dir import QueueProblem, directory_for
-from robust_train.queue.reservations import Ledger, boottime
-from robust_train.queue.scheduler import Holding, Waiter, open_to
+from robust_train.queue.queued_job import split
+from robust_train.queue.reservations import JobRegistry, boottime
+from robust_train.queue.scheduler import GpuReservation, WaitingJob, open_to
 from robust_train.values import MIB, GpuInfo
 
 _BEHIND_ALL = 10**15
@@ -25,7 +25,7 @@ class GpuRoom:
     """A GPU and what a new job can count on there.
 
     Attributes:
-        gpu: as NVML tells of it.
+        gpu: as NVML reports it.
         usable_bytes: free, less what others have reserved and not taken yet; 0 where no new job
             may start now.
         why_not: in that case the reason.
@@ -59,28 +59,28 @@ def machine_now(cfg: DictConfig, environ: Mapping[str, str]) -> Machine:
         return Machine(tuple(_rooms(visible.gpus, cfg, [], [])))
     path = directory_for(cfg.gpu_queue_dir, environ)
     try:
-        ledger = Ledger(path) if path.exists() else None
+        registry = JobRegistry(path) if path.exists() else None
     except QueueProblem:
         # jobs go on without reservations there
-        ledger = None
-    if ledger is None:
+        registry = None
+    if registry is None:
         return Machine(tuple(_rooms(visible.gpus, cfg, [], [])))
     try:
-        gpus = quarantine.without_sick(visible.gpus, quarantine.read_sick(ledger.directory))
-        waiters, holdings = census(ledger.entries())
+        gpus = mark_excluded(visible.gpus, read_exclusions(registry.directory))
+        waiting, reservations = split(registry.jobs())
     finally:
-        ledger.close()
-    return Machine(tuple(_rooms(gpus, cfg, waiters, holdings)))
+        registry.close()
+    return Machine(tuple(_rooms(gpus, cfg, waiting, reservations)))
 
 
 def _rooms(
     gpus: Sequence[GpuInfo],
     cfg: DictConfig,
-    waiters: Sequence[Waiter],
-    holdings: Sequence[Holding],
+    waiting: Sequence[WaitingJob],
+    reservations: Sequence[GpuReservation],
 ) -> list[GpuRoom]:
     now = boottime()
-    me = Waiter(
+    me = WaitingJob(
         "",
         _BEHIND_ALL,
         cfg.min_gpu_memory_mb * MIB,
@@ -88,19 +88,19 @@ def _rooms(
         cfg.gpu_jobs_per_device,
         now,
     )
-    usable = {gpu.uuid: gpu.free_bytes for gpu in open_to(me, waiters, holdings, gpus, now)}
+    usable = {gpu.uuid: gpu.free_bytes for gpu in open_to(me, waiting, reservations, gpus, now)}
     return [
         GpuRoom(gpu, usable[gpu.uuid])
         if gpu.uuid in usable
-        else GpuRoom(gpu, 0, _why_not(gpu, me, holdings))
+        else GpuRoom(gpu, 0, _why_not(gpu, me, reservations))
         for gpu in gpus
     ]
 
 
-def _why_not(gpu: GpuInfo, me: Waiter, holdings: Sequence[Holding]) -> str:
+def _why_not(gpu: GpuInfo, me: WaitingJob, reservations: Sequence[GpuReservation]) -> str:
     if gpu.unusable is not None:
         return gpu.unusable
-    owners = [holding.owner or holding.id for holding in holdings if holding.gpu == gpu.uuid]
+    owners = [r.owner or r.id for r in reservations if r.gpu in (gpu.uuid, None)]
     if owners:
         return f"reserved by {'; '.join(owners)}"
     if gpu.free_bytes < me.need_bytes:

@@ -139,9 +139,11 @@ class StepPredictor:
             )
 
     def _watch(self) -> None:
-        """Tell activations and gradients apart from what only passes by, and let modules compute as
-        on a GPU. Every module has to be watched, not the model alone: a backward pass recomputes
-        single ones, and torch runs it with modes for functions put aside."""
+        """Label activations and gradients, and let modules compute as on a GPU.
+
+        Every module has its hooks, not the model alone: a backward pass recomputes single modules,
+        and torch runs it without the modes for functions.
+        """
         tracker = self._tracker
         open_modes: list[ExitStack] = []
 
@@ -170,7 +172,7 @@ class StepPredictor:
 
 
 class _FakeSamples:
-    """The samples of a step, which are on the device as soon as they are asked for."""
+    """The samples of a step, which are on the device once they are read."""
 
     def __init__(self, samples: int, images: ImageSpec, tracker: StorageTracker) -> None:
         self._samples = samples

@@ -1,9 +1,8 @@
-"""From a config to the device that the first attempt takes, and what else could be taken later."""
+"""Acquire the GPUs for a job's first attempt, and offer others for the next ones."""
 
 from __future__ import annotations
 
 import logging
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,14 +12,15 @@ from omegaconf import DictConfig, OmegaConf
 from robust_train.errors import ConfigError, NoDevice
 from robust_train.events import Event, MemoryReported
 from robust_train.gpu.allocation import allocated_by
-from robust_train.gpu.footprint import footprint
+from robust_train.gpu.footprint import footprint, learn_context_bytes
 from robust_train.gpu.inventory import ask_health_again, read_inventory
+from robust_train.gpu.nvml_session import close_session
 from robust_train.gpu.select import can_be_one_of, rank
 from robust_train.gpu.visible import Visible, visible_gpus
+from robust_train.policy.unhealthy import excluded_after
 from robust_train.queue.host_queue import HostQueue, Sleep
-from robust_train.queue.live_line import LiveLine
 from robust_train.queue.queue_dir import directory_for
-from robust_train.queue.wait import GpuRequest, NoGpu, WaitStatus, wait_for_gpu
+from robust_train.queue.wait import GpuRequest, NoGpu, StatusLine, WaitStatus, wait_for_gpu
 from robust_train.values import MIB, FailureKind, GpuInfo, Group, Outcome, Room, gpus_of
 
 log = logging.getLogger("robust_train")
@@ -30,10 +30,6 @@ FreeBytes = tuple[int | None, ...]
 
 _SETTLE_SECONDS = 5.0
 _SETTLE_BAND_BYTES = 256 * MIB
-_HARDWARE = re.compile(
-    r"\becc\b|uncorrectable|nvlink|(?:gpu|device) is lost|fallen off the bus|\bxid\b|hardware",
-    re.IGNORECASE,
-)
 
 
 class Devices:
@@ -44,7 +40,7 @@ class Devices:
         environ: whose CUDA_VISIBLE_DEVICES bounds the choice.
         run_dir: the job's run folder, by which others know it.
         sleep: how to wait; whatever it raises ends the waiting.
-        on_wait: is told how the waiting stands, beside the user.
+        on_wait: called with each status of the waiting, beside the user's screen.
         token: the last part of the job's id in the host's queue; empty: any.
     """
 
@@ -61,29 +57,29 @@ class Devices:
         self._environ = environ
         self._sleep = sleep
         self._on_wait = on_wait
-        self._claim_bytes = cfg.min_gpu_memory_mb * MIB
-        self._others_took = 0
+        self._need_bytes = cfg.min_gpu_memory_mb * MIB
+        self._other_ranks_bytes = 0
         self._queue = HostQueue(
             _queue_directory(cfg, environ),
             name=job_name(cfg, run_dir),
             run_dir=str(run_dir),
             jobs_per_device=cfg.gpu_jobs_per_device,
-            read=self._look,
+            read=self._read,
             token=token,
         )
 
     @property
     def job_id(self) -> str | None:
-        """The job's id in the host's queue, None before it stood there."""
+        """The job's id in the host's queue, None before it was there."""
         return self._queue.job_id
 
     @property
     def hold(self) -> int | None:
-        """The descriptor that keeps the reservation alive; None where there is none."""
+        """The descriptor that keeps the reservation alive; None if there is none."""
         return self._queue.hold
 
     def acquire(self) -> Group:
-        """The GPUs to start on: waits for them as the config says, falls back as it allows.
+        """Return the GPUs to start on: wait for them as the config says, fall back as it allows.
 
         Returns:
             ``num_gpus`` of them, or none at all for the CPU.
@@ -104,31 +100,43 @@ class Devices:
             )
         if cfg.auto_device and cfg.device not in ("auto", "cuda"):
             log.warning("device=%s is not used because auto_device=true", cfg.device)
-        visible = self._look(False)
+        visible = self._read(False)
         if visible.warning is not None:
             log.warning("%s", visible.warning)
         if not visible.gpus:
             return _cpu_or_nothing(cfg, visible.why_none)
         only = None if cfg.auto_device else _named(str(cfg.device), visible)
-        group = self._wait_in_line(only)
+        group = self._wait_in_queue(only)
         if isinstance(group, NoGpu):
             return _cpu_or_nothing(cfg, group.reason)
         log.info("using %s", ", ".join(f"GPU {g.index} ({g.name}, {g.uuid})" for g in group))
         return group
 
     def candidates(self) -> tuple[GpuInfo, ...]:
-        """The GPUs that could be taken right now, best first; ``free_bytes`` as usable."""
+        """Return the GPUs that could be taken right now, best first; ``free_bytes`` as usable."""
         cfg = self._cfg
         offers = [gpu for gpu in self._queue.open_gpus() if can_be_one_of(gpu, cfg.num_gpus)]
         return tuple(rank(offers, cfg.min_gpu_memory_mb * MIB))
+
+    def held_by_others(self, candidates: Group) -> tuple[GpuInfo, ...]:
+        """The healthy GPUs that the job may use and that are not among the candidates now."""
+        have = {gpu.uuid for gpu in candidates}
+        return tuple(
+            gpu
+            for gpu in self._queue.look().gpus
+            if gpu.uuid not in have
+            and gpu.unusable is None
+            and gpu.total_bytes >= self._cfg.min_gpu_memory_mb * MIB
+            and can_be_one_of(gpu, self._cfg.num_gpus)
+        )
 
     def take(self, group: Group) -> bool:
         """Reserve the next attempt's GPUs in place of the last one's.
 
         Returns:
-            False where another job has one by now, and a new choice has to be made.
+            False if another job has one by now, and a new choice has to be made.
         """
-        return self._queue.take(tuple(gpu.uuid for gpu in group), self._claim_bytes)
+        return self._queue.take(tuple(gpu.uuid for gpu in group), self._need_bytes)
 
     def on_event(self, event: Event) -> None:
         """Report to the queue how much memory the attempt has reserved on its GPUs."""
@@ -136,7 +144,7 @@ class Devices:
             rank = event.rank or 0
             self._queue.report(event.reserved, rank)
             if rank > 0:  # rank 0's peak is in the outcome, and more exact
-                self._others_took = max(self._others_took, event.reserved)
+                self._other_ranks_bytes = max(self._other_ranks_bytes, event.reserved)
 
     def ended(self, group: Group, outcome: Outcome, free_before: FreeBytes) -> FreeBytes:
         """Note that an attempt's processes are gone, and let its memory come back if it failed.
@@ -145,91 +153,92 @@ class Devices:
             Bytes that are free on each of its GPUs after that; empty where it did not fail.
         """
         shown = outcome.memory or {}
-        peak = max(shown.get("max_allocated", 0), shown.get("reserved", 0), self._others_took)
-        self._others_took = 0
+        peak = max(shown.get("max_allocated", 0), shown.get("reserved", 0), self._other_ranks_bytes)
+        self._other_ranks_bytes = 0
         if peak:
             least = self._cfg.min_gpu_memory_mb * MIB
-            self._claim_bytes = max(least, footprint(peak))
+            name = group[0].name if group else None
+            if name is not None:
+                learn_context_bytes(name, shown.get("context_bytes"))
+            self._need_bytes = max(least, footprint(peak, name))
         if outcome.failure is None:
             return ()
         self._queue.drain()
         if outcome.failure.kind is FailureKind.DEVICE_FAULT:
             ask_health_again()
             suspects = gpus_of(group, outcome.failure.rank)
-            for gpu in to_put_aside(suspects, outcome.failure.message, free_bytes(suspects)):
-                self._queue.put_aside(gpu.uuid, outcome.failure.message)
+            excluded = excluded_after(outcome.failure, suspects, free_bytes(suspects))
+            for uuid, reason in excluded.items():
+                self._queue.exclude(uuid, reason)
         return settle(group, free_before, sleep=self._sleep)
 
     def wait_for_room(self, room: Room) -> Group | NoGpu:
         """Wait for free memory, as long as the config allows.
 
-        On any GPUs: back in line, in the old place. On the job's own: these are reserved already,
-        so there is nobody to stand in line behind.
+        For any GPUs: in the queue, with the old ticket. For the job's own: these are reserved
+        already, so there is nobody to queue behind.
 
         Returns:
             The GPUs that have it, else why the waiting ended.
         """
-        request = self._request(room.free_bytes, room.gpu_uuids)
-        with LiveLine() as line:
-            tell = self._tell(line)
+        request = self._request(room.free_bytes, room.gpu_uuids, room.exclude)
+        with StatusLine() as line:
+            on_status = self._shown_on(line)
             if not room.gpu_uuids:
-                return self._queue.wait(request, tell, self._sleep)
-            return wait_for_gpu(request, read=self._look, announce=tell, sleep=self._sleep)
+                return self._queue.wait(request, on_status, self._sleep)
+            return wait_for_gpu(request, read=self._read, on_status=on_status, sleep=self._sleep)
 
     def release(self) -> None:
-        """Give back what is reserved."""
+        """Release what is reserved."""
         self._queue.release()
 
-    def _wait_in_line(self, only: str | None) -> Group | NoGpu:
-        with LiveLine() as line:
-            least = self._cfg.min_gpu_memory_mb * MIB
-            request = self._request(least, () if only is None else (only,))
-            return self._queue.wait(request, self._tell(line), self._sleep)
+    def _wait_in_queue(self, only: str | None) -> Group | NoGpu:
+        least = self._cfg.min_gpu_memory_mb * MIB
+        request = self._request(least, () if only is None else (only,))
+        with StatusLine() as line:
+            return self._queue.wait(request, self._shown_on(line), self._sleep)
 
-    def _tell(self, line: LiveLine) -> Callable[[WaitStatus], None]:
-        def tell(status: WaitStatus) -> None:
+    def _shown_on(self, line: StatusLine) -> Callable[[WaitStatus], None]:
+        def on_status(status: WaitStatus) -> None:
             line.show(status)
             self._on_wait(status)
 
-        return tell
+        return on_status
 
-    def _request(self, min_bytes: int, only: Sequence[str]) -> GpuRequest:
-        """For all GPUs of ``only``; for as many as the job needs where it names none."""
+    def _request(
+        self, min_bytes: int, only: Sequence[str], exclude: Sequence[str] = ()
+    ) -> GpuRequest:
+        """Return a request for all GPUs of ``only``, or for as many as the job needs."""
         return GpuRequest(
             min_bytes=min_bytes,
             wait=self._cfg.wait_for_gpu,
             timeout_seconds=self._cfg.gpu_wait_timeout_minutes * 60,
             interval_seconds=self._cfg.gpu_check_interval_seconds,
             only=frozenset(only) if only else None,
+            exclude=frozenset(exclude),
             count=len(only) or self._cfg.num_gpus,
         )
 
-    def _look(self, processes: bool) -> Visible:
+    def _read(self, processes: bool) -> Visible:
         return visible_gpus(read_inventory(processes=processes), self._environ)
 
 
 def free_bytes(group: Group) -> FreeBytes:
-    """What NVML says is free on each of the GPUs now; None for one that does not answer."""
+    """Return what NVML says is free on each of the GPUs; None for one that does not answer.
+
+    Closes the session: a training takes days, and an open one blocks a reset of any GPU.
+    """
+    try:
+        return _free_bytes(group)
+    finally:
+        close_session()
+
+
+def _free_bytes(group: Group) -> FreeBytes:
     if not group:
         return ()
     now = {gpu.uuid: gpu.free_bytes for gpu in read_inventory(processes=False).gpus}
     return tuple(now.get(gpu.uuid) for gpu in group)
-
-
-def to_put_aside(suspects: Group, message: str, free: FreeBytes) -> Group:
-    """The GPUs that the host's jobs are to avoid after a fault.
-
-    Those that no longer answer; and the one on which the hardware failed, if it is known which.
-    Most other faults are a kernel's mistake, and the next job's kernels are others.
-
-    Args:
-        suspects: on which it may have been.
-        message: of the fault.
-        free: what is free on each of them now, None where it does not answer.
-    """
-    if len(suspects) == 1 and _HARDWARE.search(message):
-        return suspects
-    return tuple(gpu for gpu, now in zip(suspects, free, strict=True) if now is None)
 
 
 def settle(group: Group, free_before: FreeBytes, *, sleep: Callable[[float], None]) -> FreeBytes:
@@ -247,7 +256,7 @@ def settle(group: Group, free_before: FreeBytes, *, sleep: Callable[[float], Non
     """
     deadline = time.monotonic() + _SETTLE_SECONDS
     while True:
-        now = free_bytes(group)
+        now = _free_bytes(group)
         is_back = all(
             after is None or before is None or after >= before - _SETTLE_BAND_BYTES
             for before, after in zip(free_before, now, strict=False)
@@ -274,7 +283,7 @@ def name_for_trainer(group: Group, environ: Mapping[str, str], *, own_process: b
 
 
 def _queue_directory(cfg: DictConfig, environ: Mapping[str, str]) -> Path | None:
-    """Where the host's jobs queue; None where this one does not stand in line."""
+    """Return where the host's jobs queue; None if this one does not."""
     if not cfg.gpu_queue:
         return None
     owner = allocated_by(environ)

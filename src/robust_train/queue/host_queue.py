@@ -1,31 +1,39 @@
-"""This job among the host's jobs: its line, its reservation, and what happens without them.
+"""This job among the host's jobs: its queue position, its reservation, and life without them.
 
-Whatever is wrong with the queue directory, the job goes on: one warning tells what is wrong and
-what helps, and from then on GPUs are chosen by free memory alone.
+Whatever is wrong with the queue directory, the job goes on: one warning says what is wrong and what
+helps, and from then on GPUs are chosen by free memory alone.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
+from robust_train.gpu.processes import user_name
 from robust_train.gpu.visible import Visible
-from robust_train.queue import quarantine
-from robust_train.queue.line import Line
+from robust_train.queue.exclusions import exclude, mark_excluded, read_exclusions
 from robust_train.queue.queue_dir import QueueProblem
-from robust_train.queue.records import JobState
-from robust_train.queue.reservations import Ledger, Reservation, new_record
-from robust_train.queue.tenancy import Tenancy
+from robust_train.queue.queued_job import QueuedJob, as_waiting, split
+from robust_train.queue.records import JobRecord, JobState
+from robust_train.queue.reservations import (
+    JobRegistry,
+    RegistryBusy,
+    Reservation,
+    boottime,
+    new_record,
+)
+from robust_train.queue.scheduler import open_to
 from robust_train.queue.wait import GpuRequest, NoGpu, WaitStatus, wait_for_gpu
 from robust_train.values import GpuInfo, Group
 
 log = logging.getLogger("robust_train")
 
-Read = Callable[[bool], Visible]
+_REPORT_SECONDS = 1.0
 
 
 class Sleep(Protocol):
@@ -41,8 +49,8 @@ class HostQueue:
         directory: the queue directory; None for no reservations at all.
         name: what people know the job by.
         run_dir: its run folder.
-        jobs_per_device: how many jobs it suffers on a GPU of its own, itself included.
-        read: looks at the GPUs; its argument says whether to list processes.
+        jobs_per_device: maximum number of jobs per GPU that it accepts, including itself.
+        read: reads the GPUs; its argument says whether to list processes.
         token: the last part of the job's id, six hexadecimal digits; empty: any.
     """
 
@@ -53,157 +61,217 @@ class HostQueue:
         name: str,
         run_dir: str,
         jobs_per_device: int,
-        read: Read,
+        read: Callable[[bool], Visible],
         token: str = "",
     ) -> None:
-        self._token = token
-        self._job_id: str | None = None
+        self.job_id: str | None = None
+        """As ``robust-train queue`` shows it, or did last; None before the job had a ticket."""
         self._directory = directory
         self._name = name
         self._run_dir = run_dir
         self._jobs_per_device = jobs_per_device
+        self._token = token
         self._read_machine = read
-        self._ledger: Ledger | None = None
-        self._tenancy: Tenancy | None = None
+        self._registry: JobRegistry | None = None
+        self._reservation: Reservation | None = None
 
     @property
     def hold(self) -> int | None:
-        """The descriptor that keeps the reservation alive; None where there is none."""
-        return None if self._tenancy is None else self._tenancy.reservation.fd
-
-    @property
-    def job_id(self) -> str | None:
-        """As ``robust-train queue`` shows it, or did last; None before the job had a ticket."""
-        return self._job_id
+        """The descriptor that keeps the reservation alive; None if there is none."""
+        return None if self._reservation is None else self._reservation.fd
 
     def wait(
-        self, request: GpuRequest, announce: Callable[[WaitStatus], None], sleep: Sleep
+        self, request: GpuRequest, on_status: Callable[[WaitStatus], None], sleep: Sleep
     ) -> Group | NoGpu:
-        """Stand in line for GPUs and reserve them; a job that comes back keeps its ticket."""
-        tenancy, self._tenancy = self._tenancy, None
+        """Queue for GPUs and reserve them; a job that comes back keeps its ticket."""
+        before, self._reservation = self._reservation, None
         try:
-            ledger = self._open()
-            if ledger is not None:
-                place = None if tenancy is None else tenancy.reservation
-                return self._wait_in_line(ledger, place, request, announce, sleep)
+            registry = self._open()
+            if registry is not None:
+                return self._wait_in_queue(registry, before, request, on_status, sleep)
         except QueueProblem as problem:
             self._do_without(problem)
-        return wait_for_gpu(request, read=self._read, announce=announce, sleep=sleep)
+        return wait_for_gpu(request, read=self._read, on_status=on_status, sleep=sleep)
 
     def open_gpus(self) -> tuple[GpuInfo, ...]:
-        """The GPUs that the job could have now, its own included; ``free_bytes`` as usable."""
-        try:
-            if self._tenancy is not None:
-                return self._tenancy.open_gpus(self._read_memory)
-        except QueueProblem as problem:
-            self._do_without(problem)
-        return self._read_memory().gpus
+        """Return the GPUs that the job could have now, its own included, ``free_bytes`` usable."""
+        if self._reservation is not None and self._registry is not None:
+            try:
+                with self._deciding(self._registry) as visible:
+                    return self._open_gpus(self._registry, self._reservation, visible, 0)
+            except RegistryBusy:
+                return ()
+            except QueueProblem as problem:
+                self._do_without(problem)
+        return self._read(False).gpus
 
-    def take(self, uuids: Sequence[str], claim_bytes: int) -> bool:
-        """Make sure that the reservation is for the next attempt's GPUs, if there are any.
+    def look(self) -> Visible:
+        """Return all GPUs that the job may use, excluded ones marked as unusable."""
+        return self._read(False)
+
+    def take(self, uuids: Sequence[str], need_bytes: int) -> bool:
+        """Reserve the next attempt's GPUs in place of the last one's.
 
         Args:
-            uuids: of the GPUs, in the order of the ranks; none for the CPU: then everything is
-                given back.
-            claim_bytes: memory that the attempt needs on each of them.
+            uuids: of the GPUs, in the order of the ranks, some may be its own already; none for
+                the CPU: then everything is released.
+            need_bytes: memory that the attempt needs on each of them.
 
         Returns:
-            False where another job has one of them by now, and a new choice has to be made.
+            False if another job has one of them by now, and a new choice has to be made.
         """
-        if self._tenancy is None:
+        reservation, registry = self._reservation, self._registry
+        if reservation is None or registry is None:
             return True
         if not uuids:
             self.release()
             return True
+        stays = set(uuids) == set(reservation.record.gpus)
         try:
-            if set(uuids) != set(self._tenancy.gpus):
-                return self._tenancy.move(uuids, claim_bytes, self._read_memory)
-            self._tenancy.claim(uuids, claim_bytes, self._read_memory)
+            with self._deciding(registry) as visible:
+                here = self._open_gpus(registry, reservation, visible, 0 if stays else need_bytes)
+                free = {gpu.uuid: gpu.free_bytes for gpu in here if gpu.uuid in uuids}
+                if stays:  # as far as the others leave it
+                    room = reservation.record.reserved_bytes
+                    if len(free) == len(uuids):
+                        room = min(free.values())
+                    need_bytes = min(need_bytes, room)
+                elif len(free) < len(uuids):
+                    return False
+                reservation.update(reservation.record.on(uuids, need_bytes))
+        except RegistryBusy:
+            return stays
         except QueueProblem as problem:
             self._do_without(problem)
         return True
 
-    def put_aside(self, uuid: str, reason: str) -> None:
-        """Have the host's jobs avoid a GPU that proved sick."""
-        if self._ledger is not None:
-            quarantine.put_aside(self._ledger.directory, uuid, reason)
+    def exclude(self, uuid: str, reason: str) -> None:
+        """Have the host's jobs avoid a GPU that proved unhealthy."""
+        log.warning("%s is excluded for the jobs of this host: %s", uuid, reason)
+        if self._registry is not None:
+            exclude(self._registry.directory, uuid, reason)
 
     def report(self, taken_bytes: int, rank: int = 0) -> None:
-        """Tell the others how much the attempt has allocated on the GPU of one of its ranks."""
-        if self._tenancy is not None:
-            with contextlib.suppress(QueueProblem):
-                self._tenancy.report(taken_bytes, rank)
+        """Show the other jobs how much the attempt has allocated.
+
+        Args:
+            taken_bytes: on the GPU of one rank.
+            rank: one that has no GPU of its own is ignored.
+        """
+        if self._reservation is None:
+            return
+        record = self._reservation.record
+        if 0 <= rank < len(record.gpus):
+            taken = (*record.taken_bytes[:rank], taken_bytes, *record.taken_bytes[rank + 1 :])
+            self._try_to_update(replace(record, taken_bytes=taken))
 
     def drain(self) -> None:
-        """Tell the others that the attempt is gone and its memory on the way back."""
-        if self._tenancy is not None:
-            with contextlib.suppress(QueueProblem):
-                self._tenancy.drain()
+        """Show the other jobs that the attempt is gone and its memory on the way back."""
+        if self._reservation is not None:
+            record = self._reservation.record
+            self._try_to_update(record.on(record.gpus, state=JobState.DRAINING))
 
     def release(self) -> None:
-        """Give everything back; what still lives of an attempt keeps its GPUs."""
-        tenancy, self._tenancy = self._tenancy, None
-        if tenancy is not None:
-            tenancy.reservation.release()
-        ledger, self._ledger = self._ledger, None
-        if ledger is not None:
-            ledger.close()
+        """Release everything; what still lives of an attempt keeps its GPUs."""
+        reservation, self._reservation = self._reservation, None
+        if reservation is not None:
+            reservation.release()
+        registry, self._registry = self._registry, None
+        if registry is not None:
+            registry.close()
 
-    def _open(self) -> Ledger | None:
-        if self._ledger is None and self._directory is not None:
-            self._ledger = Ledger(self._directory)
-        return self._ledger
+    def _open(self) -> JobRegistry | None:
+        if self._registry is None and self._directory is not None:
+            self._registry = JobRegistry(self._directory)
+            owner = self._registry.directory.owner
+            if owner not in (0, os.geteuid()):
+                log.warning(
+                    "the queue directory %s belongs to user %s, who could remove other jobs' "
+                    "reservations (robust-train doctor shows how to give it to root)",
+                    self._directory,
+                    user_name(owner),
+                )
+        return self._registry
 
-    def _wait_in_line(
+    def _wait_in_queue(
         self,
-        ledger: Ledger,
-        place: Reservation | None,
+        registry: JobRegistry,
+        before: Reservation | None,
         request: GpuRequest,
-        announce: Callable[[WaitStatus], None],
+        on_status: Callable[[WaitStatus], None],
         sleep: Sleep,
     ) -> Group | NoGpu:
         record = new_record(
             self._name, self._run_dir, request.min_bytes, self._jobs_per_device, request.count
         )
-        record = replace(record, id=self._token)
-        line = Line(ledger, record, place, 2 * request.interval_seconds + 5)
+        queued = QueuedJob(registry, replace(record, id=self._token), before)
 
-        def tell(status: WaitStatus) -> None:
-            if line.reservation is not None:
-                self._job_id = line.reservation.record.id
-            announce(status)
+        def note(status: WaitStatus) -> None:
+            if queued.reservation is not None:
+                self.job_id = queued.reservation.record.id
+            on_status(status)
 
         try:
             return wait_for_gpu(
                 request,
                 read=self._read,
-                announce=tell,
-                sleep=lambda seconds: sleep(seconds, line.fd),
-                line=line,
+                on_status=note,
+                sleep=lambda seconds: sleep(seconds, queued.fd),
+                queued=queued,
             )
         finally:
-            line.leave()
-            reservation = line.reservation
-            if reservation is not None and reservation.record.state is not JobState.WAITING:
-                self._tenancy = Tenancy(ledger, reservation)
-                self._job_id = reservation.record.id
+            queued.leave()
+            if queued.reservation is not None:
+                self._reservation = queued.reservation
+                self.job_id = queued.reservation.record.id
+
+    @contextlib.contextmanager
+    def _deciding(self, registry: JobRegistry) -> Iterator[Visible]:
+        """Hold the queue lock, with fresh figures of the GPUs."""
+        self._read(False)  # a driver that hangs does so before the lock is taken
+        with registry.locked():
+            yield self._read(False)
+
+    def _open_gpus(
+        self,
+        registry: JobRegistry,
+        reservation: Reservation,
+        visible: Visible,
+        need_bytes: int,
+    ) -> tuple[GpuInfo, ...]:
+        record = reservation.record
+        waiting, reservations = split(registry.jobs(sweep=True), without=record.id)
+        usable = frozenset(gpu.uuid for gpu in visible.gpus)
+        me = replace(as_waiting(record), need_bytes=need_bytes, only=usable)
+        gpus, now = visible.machine or visible.gpus, boottime()
+        found = open_to(me, waiting, reservations, gpus, now)
+        readable = [other for other in reservations if other.gpu is not None]
+        if len(readable) < len(reservations):  # shuts all GPUs but those that are ours already
+            mine = replace(me, only=usable & set(record.gpus))
+            found += open_to(mine, waiting, readable, gpus, now)
+        return found
+
+    def _try_to_update(self, record: JobRecord) -> None:
+        """Update the record; nothing if others decide just now, or nothing can be written."""
+        assert self._reservation is not None
+        assert self._registry is not None
+        unless = contextlib.suppress(RegistryBusy, QueueProblem)
+        with unless, self._registry.locked(_REPORT_SECONDS):
+            self._reservation.update(record)
 
     def _read(self, processes: bool) -> Visible:
-        """The GPUs, those that proved sick marked as unusable."""
+        """Read the GPUs, those that are excluded marked as unusable."""
         visible = self._read_machine(processes)
-        if self._ledger is None:
+        if self._registry is None:
             return visible
-        sick = quarantine.read_sick(self._ledger.directory)
-        if not sick:
+        excluded = read_exclusions(self._registry.directory)
+        if not excluded:
             return visible
         return replace(
             visible,
-            gpus=quarantine.without_sick(visible.gpus, sick),
-            machine=quarantine.without_sick(visible.machine, sick),
+            gpus=mark_excluded(visible.gpus, excluded),
+            machine=mark_excluded(visible.machine, excluded),
         )
-
-    def _read_memory(self) -> Visible:
-        return self._read(False)
 
     def _do_without(self, problem: QueueProblem) -> None:
         log.warning("%s; this job goes on without a reservation", problem)

@@ -1,14 +1,16 @@
 """The directory in which this host's jobs see each other, and how its files are opened safely.
 
 Anybody may write there, so nothing in it is trusted: the directory is checked after it was opened,
-files are opened relative to it without following links, must be plain files with one name, and are
-read up to a limit. What another user puts there can make a job wait, never crash, kill or
-over-commit.
+files are opened relative to it without following links, must be plain files, and are read up to a
+limit. What another user puts there can make a job wait, never crash, kill or over-commit. Only the
+owner of the directory could remove others' files: so it is best given to root
+(:attr:`QueueDir.owner`, :func:`tmpfiles_line`).
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import os
 import re
@@ -71,36 +73,37 @@ class QueueDir:
         path: for people; files are opened through ``fd``.
         fd: the directory's descriptor.
         file_system: what it lies on, ``tmpfs`` …
+        owner: a user other than root who may remove any file in it, 0 if there is none.
     """
 
     path: Path
     fd: int
     file_system: str
+    owner: int = 0
 
     def close(self) -> None:
-        """Close the descriptor, and with it the ledger lock if it is held."""
+        """Close the descriptor, and with it the queue lock if it is held."""
         os.close(self.fd)
 
     def names(self) -> list[str]:
-        """The names in it, in no order."""
+        """Return the names in it, in no order."""
         return os.listdir(self.fd)
 
-    def open(self, name: str, *, write: bool = False) -> int | None:
-        """A descriptor of an existing plain file; None if there is none that can be trusted."""
+    def open(self, name: str) -> int | None:
+        """Return a descriptor of a plain file, for reading; None if there is none."""
         # O_NONBLOCK: a FIFO planted under the name must not block the open
-        flags = (os.O_RDWR if write else os.O_RDONLY) | os.O_NOFOLLOW | os.O_CLOEXEC
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
         try:
-            fd = os.open(name, flags | os.O_NONBLOCK, dir_fd=self.fd)
+            fd = os.open(name, flags, dir_fd=self.fd)
         except OSError:
             return None
-        told = os.fstat(fd)
-        if stat.S_ISREG(told.st_mode) and told.st_nlink <= 1:
+        if stat.S_ISREG(os.fstat(fd).st_mode):
             return fd
         os.close(fd)
         return None
 
     def create(self, name: str, mode: int) -> int:
-        """A descriptor of a new file of this process's user, for reading and writing.
+        """Return a descriptor of a new file of this process's user, for reading and writing.
 
         Raises:
             OSError: it cannot be made (full, read-only, the name is taken).
@@ -116,7 +119,7 @@ class QueueDir:
         return fd
 
     def remove(self, name: str) -> bool:
-        """Remove a file; False where that is not possible (another user's)."""
+        """Remove a file; False if that is not possible (another user's)."""
         try:
             os.unlink(name, dir_fd=self.fd)
         except OSError:
@@ -125,23 +128,23 @@ class QueueDir:
 
     def is_still(self, name: str, fd: int) -> bool:
         """Whether ``name`` is still the file behind ``fd``: a cleaner may have removed it."""
-        try:
-            there, here = os.stat(name, dir_fd=self.fd, follow_symlinks=False), os.fstat(fd)
-        except OSError:
-            return False
-        return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
+        return _is_same(name, fd, self.fd)
 
     def exists_still(self) -> bool:
         """Whether the path still leads to the directory behind ``fd``."""
-        try:
-            there, here = os.stat(self.path, follow_symlinks=False), os.fstat(self.fd)
-        except OSError:
-            return False
-        return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
+        return _is_same(self.path, self.fd)
+
+
+def _is_same(path: Path | str, fd: int, dir_fd: int | None = None) -> bool:
+    try:
+        there, here = os.stat(path, dir_fd=dir_fd, follow_symlinks=False), os.fstat(fd)
+    except OSError:
+        return False
+    return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
 
 
 def read_small(fd: int, limit_bytes: int) -> bytes:
-    """What a file holds, up to a limit; nothing where it holds more or cannot be read."""
+    """Return what a file holds; nothing if it holds more than the limit or cannot be read."""
     try:
         data = os.pread(fd, limit_bytes + 1, 0)
     except OSError:
@@ -150,7 +153,7 @@ def read_small(fd: int, limit_bytes: int) -> bytes:
 
 
 def directory_for(setting: str | None, environ: Mapping[str, str]) -> Path:
-    """Where this host's queue lies.
+    """Return where this host's queue lies.
 
     Args:
         setting: the key ``gpu_queue_dir``; None for the default.
@@ -172,27 +175,41 @@ def open_queue_dir(path: Path) -> QueueDir:
     Raises:
         QueueProblem: it must not or cannot be used.
     """
+    name = boot_name()
     base = _open_checked(path, None, path)
     try:
-        name = boot_name()
         fd = _open_checked(name, base, path / name)
-    finally:
+    except BaseException:
         os.close(base)
+        raise
     try:
         kind = file_system_of(fd)
         if kind in _NOT_LOCAL.values():
             raise _problem(
                 path, f"lies on {kind}, where a lock may hang or not reach other processes"
             )
+        if not os.access(name, os.W_OK | os.X_OK, dir_fd=base, effective_ids=True):
+            raise _problem(path / name, "is not writable")
         _try_lock(fd, path)
+        owner = os.fstat(base).st_uid or os.fstat(fd).st_uid
     except BaseException:
         os.close(fd)
         raise
-    return QueueDir(path / name, fd, kind)
+    finally:
+        os.close(base)
+    return QueueDir(path / name, fd, kind, owner)
+
+
+def tmpfiles_line(path: Path) -> str:
+    """Return the line for tmpfiles.d(5) that makes the directory at each boot and gives it to root.
+
+    systemd writes the boot id (``%b``) as :func:`boot_name` does.
+    """
+    return f"d {path}/boot-%b 1777 root root -"
 
 
 def file_system_of(fd: int) -> str:
-    """The name of the file system behind a descriptor, its magic number where it has no name."""
+    """Return the name of the file system behind a descriptor, its magic number if unknown."""
     buffer = (ctypes.c_long * 64)()  # struct statfs begins with f_type, a long
     if ctypes.CDLL(None, use_errno=True).fstatfs(fd, buffer) != 0:
         return "unknown"
@@ -201,21 +218,21 @@ def file_system_of(fd: int) -> str:
 
 
 def boot_name() -> str:
-    """This boot of this host: what lies under it is of processes that share a kernel.
+    """Return the name of this boot of this host: processes that share it share a kernel.
 
     The boot id alone is enough, and unlike the host's name it is the same in every container.
     """
     try:
-        boot_id = _BOOT_ID.read_text().strip()
+        boot_id = _BOOT_ID.read_text().strip().replace("-", "")
     except OSError:
         boot_id = ""
-    if not re.fullmatch(r"[0-9a-f-]{8,64}", boot_id):
+    if not re.fullmatch(r"[0-9a-f]{8,64}", boot_id):
         boot_id = re.sub(r"[^\w.-]", "_", os.uname().nodename) or "host"
     return f"boot-{boot_id}"
 
 
 def _open_checked(path: Path | str, dir_fd: int | None, shown: Path) -> int:
-    """A directory's descriptor, the directory made if need be.
+    """Return a directory's descriptor; make the directory if need be.
 
     Raises:
         QueueProblem: it cannot be made, or is not one to be trusted.
@@ -223,19 +240,24 @@ def _open_checked(path: Path | str, dir_fd: int | None, shown: Path) -> int:
     try:
         fd = open_or_make(path, _SHARED_MODE, dir_fd)
     except DirectoryProblem as problem:
-        raise _problem(shown, str(problem)) from problem
+        cause = problem.__cause__
+        why = why_not_written(cause) if isinstance(cause, OSError) else None
+        raise _problem(shown, why or str(problem)) from problem
     try:
         _check(os.fstat(fd), shown)
-    except OSError as error:
-        os.close(fd)
-        raise _problem(shown, f"cannot be used ({error.strerror})") from error
-    except QueueProblem:
+    except BaseException:
         os.close(fd)
         raise
-    if not os.access(path, os.W_OK | os.X_OK, dir_fd=dir_fd, effective_ids=True):
-        os.close(fd)
-        raise _problem(shown, "is not writable")
     return fd
+
+
+def why_not_written(error: OSError) -> str | None:
+    """Return what is wrong where there is no room, to follow a name in a sentence; else None."""
+    if error.errno == errno.ENOSPC:
+        return f"is on a file system that is full ({error.strerror}): make room there"
+    if error.errno == errno.EDQUOT:
+        return f"is beyond your quota ({error.strerror}): remove files of yours there"
+    return None
 
 
 def _check(told: os.stat_result, shown: Path) -> None:
@@ -252,7 +274,7 @@ def _try_lock(fd: int, path: Path) -> None:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         fcntl.flock(fd, fcntl.LOCK_UN)
     except BlockingIOError:
-        pass  # somebody decides right now: locks work
+        pass  # another process holds it right now: locks work
     except OSError as error:
         raise _problem(path, f"has no working locks ({error.strerror})") from error
 

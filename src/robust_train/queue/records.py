@@ -1,26 +1,40 @@
 """A job's record in the queue directory: a frozen value, and its form in a file.
 
 The form is a checksum and one line of JSON, padded to whole pages: a write replaces it in place
-(a new file would be another lock), and a torn, truncated or foreign content is told from a record.
+(a new file would be another lock). :func:`decode` accepts nothing else, and nothing out of range:
+a checksum shows an accident, not a lie.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from enum import Enum
-from typing import Any
 
 LIMIT_BYTES = 32768
+LAST_TICKET = 10**15 - 1
 _PAGE_BYTES = 4096
 _MOST_TEXT = 300
+_MOST_GPUS = 256
 _CHECKSUM = 9  # eight digits and a space
+_UUID = re.compile(r"[A-Za-z0-9/_-]{1,100}", re.ASCII)
+_LATEST_SECONDS = 1e10
+# inclusive ranges of the integers
+_RANGES = {
+    "ticket": (0, LAST_TICKET),
+    "uid": (0, 2**32 - 1),
+    "pid": (0, 2**31 - 1),
+    "reserved_bytes": (0, 2**50),
+    "count": (1, _MOST_GPUS),
+    "jobs_per_device": (1, 2**20),
+}
 
 
 class JobState(str, Enum):
-    """How a job stands: in line, on its GPUs, or leaving some whose memory is not back yet."""
+    """How a job stands: waiting, on its GPUs, or leaving some whose memory is not back yet."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -29,26 +43,24 @@ class JobState(str, Enum):
 
 @dataclass(frozen=True)
 class JobRecord:
-    """What a job tells the other jobs of its host.
+    """What a job shows the other jobs of its host.
 
     Attributes:
         id: unique among the jobs of this boot.
-        ticket: its place in line; lower goes first. Kept for the whole life of the job.
+        ticket: orders the queue, lower goes first. Kept for the whole life of the job.
         state: waiting, running or draining.
         user: the owner's name.
         uid: the owner's number.
         pid: the launcher's process.
-        start_ticks: when that process started, in clock ticks since boot, against reused ids.
+        started: when that process started, seconds since boot, against reused ids.
         name: what people know the job by.
         run_dir: its run folder.
-        claim_bytes: memory that it needs on each of its GPUs.
+        reserved_bytes: memory that it needs on each of its GPUs.
         count: GPUs that it needs at once.
-        jobs_per_device: how many jobs it suffers on a GPU of its own, itself included.
-        only: UUIDs of the GPUs that it may use.
-        sees: UUIDs of the GPUs that it can look at for others.
-        gpus: UUIDs of the GPUs that it has, in the order of its ranks; none while it waits, and
-            never some of those that it needs.
-        taken_bytes: what its attempt has allocated at least on each of them; None where not known.
+        jobs_per_device: maximum number of jobs per GPU that it accepts, including itself.
+        only: UUIDs of the GPUs that it may use; none while its driver does not answer.
+        gpus: UUIDs of the GPUs that it has, in the order of its ranks: all of them or none.
+        taken_bytes: least that its attempt has allocated on each of them; None where not known.
         queued_at: when it came, in seconds since boot (CLOCK_BOOTTIME).
         since: when it came into this state.
     """
@@ -59,40 +71,39 @@ class JobRecord:
     user: str
     uid: int
     pid: int
-    start_ticks: int
+    started: float
     name: str
     run_dir: str
-    claim_bytes: int
+    reserved_bytes: int
     count: int = 1
     jobs_per_device: int = 1
     only: tuple[str, ...] = ()
-    sees: tuple[str, ...] = ()
     gpus: tuple[str, ...] = ()
     taken_bytes: tuple[int | None, ...] = ()
     queued_at: float = 0.0
     since: float = 0.0
 
     def on(
-        self, gpus: Sequence[str], claim_bytes: int | None = None, state: JobState | None = None
+        self, gpus: Sequence[str], reserved_bytes: int | None = None, state: JobState | None = None
     ) -> JobRecord:
-        """The same job with these GPUs, of which nothing is known to be taken.
+        """Return the same job with these GPUs, of which nothing is known to be taken.
 
         Args:
             gpus: their UUIDs.
-            claim_bytes: memory that it needs there; None: as before.
-            state: how it stands there; running if not said, or waiting without GPUs.
+            reserved_bytes: memory that it needs there; None: as before.
+            state: running by default, or waiting without GPUs.
         """
         return replace(
             self,
             state=state or (JobState.RUNNING if gpus else JobState.WAITING),
             gpus=tuple(gpus),
             taken_bytes=(None,) * len(gpus),
-            claim_bytes=self.claim_bytes if claim_bytes is None else claim_bytes,
+            reserved_bytes=self.reserved_bytes if reserved_bytes is None else reserved_bytes,
         )
 
 
 def encode(record: JobRecord) -> bytes:
-    """The record as a file's content, a whole number of pages."""
+    """Return the record as a file's content, an integer number of pages."""
     values = asdict(record) | {"state": record.state.value}
     for key in ("user", "name", "run_dir"):
         values[key] = values[key][:_MOST_TEXT]
@@ -103,53 +114,74 @@ def encode(record: JobRecord) -> bytes:
 
 
 def decode(data: bytes) -> JobRecord | None:
-    """The record in a file's content; None for anything else."""
+    """Return the record in a file's content; None for anything else."""
     line = data[_CHECKSUM:].rstrip()
     try:
         if int(data[: _CHECKSUM - 1], 16) != zlib.crc32(line):
             return None
         values = json.loads(line)
-        return _from_values(values)
-    except (ValueError, TypeError, KeyError, RecursionError):
+        return _checked({name: values[name] for name in _NAMES})
+    except (ValueError, TypeError, KeyError, RecursionError, OverflowError):
         return None
 
 
+def printable(text: str, most: int = _MOST_TEXT) -> str:
+    """Return the first line of ``text`` without anything that could steer a terminal."""
+    line = (text.splitlines() or [""])[0]
+    return "".join(c if c.isprintable() else "?" for c in line)[:most]
+
+
 _NAMES = tuple(item.name for item in fields(JobRecord))
-_SIZES = ("ticket", "claim_bytes", "count", "jobs_per_device", "uid", "pid", "start_ticks")
 
 
-def _from_values(values: dict[str, Any]) -> JobRecord:
-    """Checks every value: a checksum shows an accident, not a lie."""
-    given = {name: values[name] for name in _NAMES}
-    for name in _SIZES:
-        if not _is_size(given[name]):
-            raise ValueError(name)
-    for name in ("count", "jobs_per_device"):
-        if given[name] < 1:
-            raise ValueError(name)
-    for name in ("id", "user", "name", "run_dir"):
-        if not isinstance(given[name], str):
-            raise ValueError(name)
-        # what is shown on a terminal must not steer it
-        given[name] = "".join(c if c.isprintable() else "?" for c in given[name])
-    for name in ("only", "sees", "gpus"):
-        uuids = given[name]
-        if not isinstance(uuids, list) or not all(isinstance(uuid, str) for uuid in uuids):
-            raise ValueError(name)
-        given[name] = tuple(uuids)
-    taken = given["taken_bytes"]
-    if not isinstance(taken, list) or not all(t is None or _is_size(t) for t in taken):
-        raise ValueError("taken_bytes")
-    given["taken_bytes"] = tuple(taken)
-    for name in ("queued_at", "since"):
-        given[name] = float(given[name])
-    given["state"] = JobState(given["state"])
-    gpus = given["gpus"]
-    needs = 0 if given["state"] is JobState.WAITING else given["count"]
-    if not len(gpus) == len(set(gpus)) == len(taken) == needs:
+def _checked(given: dict[str, object]) -> JobRecord:
+    record = JobRecord(
+        id=_text(given["id"]),
+        state=JobState(given["state"]),
+        user=_text(given["user"]),
+        name=_text(given["name"]),
+        run_dir=_text(given["run_dir"]),
+        only=_uuids(given["only"]),
+        gpus=_uuids(given["gpus"]),
+        taken_bytes=_sizes(given["taken_bytes"]),
+        started=_seconds(given["started"]),
+        queued_at=_seconds(given["queued_at"]),
+        since=_seconds(given["since"]),
+        **{name: _integer(given[name], *limits) for name, limits in _RANGES.items()},
+    )
+    needed = 0 if record.state is JobState.WAITING else record.count
+    if not len(record.gpus) == len(set(record.gpus)) == len(record.taken_bytes) == needed:
         raise ValueError("a job has all its GPUs unless it waits, and then none")
-    return JobRecord(**given)
+    return record
 
 
-def _is_size(value: object) -> bool:
-    return type(value) is int and 0 <= value < 2**62
+def _integer(value: object, least: int, most: int) -> int:
+    if type(value) is not int or not least <= value <= most:
+        raise ValueError
+    return value
+
+
+def _seconds(value: object) -> float:
+    if type(value) not in (int, float) or not 0 <= value < _LATEST_SECONDS:  # type: ignore[operator]
+        raise ValueError
+    return float(value)  # type: ignore[arg-type]
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str) or len(value) > _MOST_TEXT:
+        raise ValueError
+    return printable(value)
+
+
+def _uuids(value: object) -> tuple[str, ...]:
+    if not isinstance(value, list) or len(value) > _MOST_GPUS:
+        raise ValueError
+    if not all(isinstance(uuid, str) and _UUID.fullmatch(uuid) for uuid in value):
+        raise ValueError
+    return tuple(value)
+
+
+def _sizes(value: object) -> tuple[int | None, ...]:
+    if not isinstance(value, list):
+        raise TypeError
+    return tuple(None if size is None else _integer(size, 0, 2**50) for size in value)

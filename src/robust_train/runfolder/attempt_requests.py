@@ -32,6 +32,7 @@ from robust_train.runfolder.requests import (
 log = logging.getLogger("robust_train")
 
 POLL_SECONDS = 0.5
+_JOIN_SECONDS = 1.0
 _READ_ONLY = frozenset({"figures", "memory_info"})
 _MEMORY_PREFIX = "memory_"
 _ROUNDS = 2
@@ -52,10 +53,6 @@ class _Waiting:
     answer: Callable[[Reply], None]
     seen: Counter[str] = field(default_factory=Counter)
     begun: bool = False
-
-    @property
-    def verb(self) -> str:
-        return self.request.verb
 
 
 class AttemptRequests:
@@ -82,6 +79,7 @@ class AttemptRequests:
         self._waiting: list[_Waiting] = []
         self._is_busy = threading.Lock()
         self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
         self._stop_watching: Callable[[], None] | None = None
 
     @property
@@ -93,7 +91,10 @@ class AttemptRequests:
         if self._run.is_main:
             self._run.serve(self._waiting, self._at_boundary)
             self._run.report(AttemptProcess(os.getpid()))
-            threading.Thread(target=self._poll, name="robust-train requests", daemon=True).start()
+            self._thread = threading.Thread(
+                target=self._poll, name="robust-train requests", daemon=True
+            )
+            self._thread.start()
         return self
 
     def __exit__(
@@ -103,6 +104,8 @@ class AttemptRequests:
         frames: TracebackType | None,
     ) -> None:
         self._ended.set()
+        if self._thread is not None:
+            self._thread.join(_JOIN_SECONDS)  # a disk may hang
         if self._stop_watching is not None:
             self._stop_watching()
 
@@ -117,7 +120,7 @@ class AttemptRequests:
         return lambda reply: self._inbox.answer(request, reply)
 
     def _begin(self, waiting: _Waiting) -> None:
-        if waiting.verb in _READ_ONLY:
+        if waiting.request.verb in _READ_ONLY:
             self._carry_out(waiting, self._read)
             return
         self._waiting.append(waiting)
@@ -126,7 +129,7 @@ class AttemptRequests:
 
     def _carry_out(self, waiting: _Waiting, work: Callable[[_Waiting], Reply | None]) -> bool:
         """Return whether the request is done with: carried out, refused, or failed."""
-        verb = waiting.verb
+        verb = waiting.request.verb
         try:
             reply = work(waiting)
         except Refused as refusal:
@@ -141,7 +144,7 @@ class AttemptRequests:
         return reply is not None
 
     def _read(self, waiting: _Waiting) -> Reply:
-        if waiting.verb == "figures":
+        if waiting.request.verb == "figures":
             return {"answer": {"attempt_pid": os.getpid(), "memory": memory_in_use()}}
         return self._about_memory(waiting.request)
 
@@ -167,7 +170,7 @@ class AttemptRequests:
         Raises:
             Refused: this trainer cannot do it.
         """
-        verb = waiting.verb
+        verb = waiting.request.verb
         if verb == "checkpoint":
             return self._checkpoint(waiting)
         if verb == "halve_batch":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import select
 import signal
 import socket
 import threading
@@ -17,6 +16,7 @@ from typing import Any, Protocol
 
 from robust_train.errors import EXIT_FAILED, EXIT_NO_DEVICE, JobInterrupted
 from robust_train.events import AttemptStarted, Event
+from robust_train.queue.wait import WaitStatus
 from robust_train.runfolder import runs
 from robust_train.runfolder.lock import RunLock, user_name
 from robust_train.runfolder.requests import (
@@ -44,18 +44,8 @@ class Signals(Protocol):
     def watches(self, signum: int) -> bool:
         """Whether that signal stops the job."""
 
-    def tell(self, signum: int) -> None:
+    def deliver(self, signum: int) -> None:
         """Act as if the signal had come."""
-
-
-class WaitStatus(Protocol):
-    """How the waiting for a device stands."""
-
-    @property
-    def position(self) -> int: ...
-    @property
-    def seconds_left(self) -> float: ...
-    def sentence(self) -> str: ...
 
 
 class RunFolder:
@@ -83,21 +73,11 @@ class RunFolder:
         self._run_dir = run_dir
         self._signals = signals
         self._sweep_folder = sweep_folder
-        own_id = f"0-{self.token}"
-        self._lock = RunLock(run_dir, own_id)
+        job_id, now = f"0-{self.token}", time.time()
+        self._lock = RunLock(run_dir, job_id)
         self._inbox = Inbox(run_dir)
-        now = time.time()
-        state = RunState(
-            id=own_id,
-            name=name,
-            run_dir=str(run_dir),
-            pid=os.getpid(),
-            host=socket.gethostname(),
-            user=user_name(),
-            started=now,
-            since=now,
-        )
-        self._file = StateFile(run_dir, state)
+        where = (str(run_dir), os.getpid(), socket.gethostname(), user_name())
+        self._file = StateFile(run_dir, RunState(job_id, name, *where, started=now, since=now))
         self._next_poll = 0.0
 
     @property
@@ -146,31 +126,14 @@ class RunFolder:
         if now < self._next_poll:
             return
         self._next_poll = now + _POLL_SECONDS
-        if self._signals.received is not None and not self.state.is_final:
-            self._change(state="stopping")
+        self._update(lambda state: state)
         self._file.write_if_due()
         for request in self._inbox.requests():
             self._handle(request)
         sweep = self._sweep_folder
         if sweep is not None and self._signals.received is None and sweep_stop_requested(sweep):
             log.info("the sweep is stopped by robust-train run stop")
-            self._signals.tell(signal.SIGTERM)
-
-    def ticking(self, sleep: Callable[..., None]) -> Callable[..., None]:
-        """Return ``sleep(seconds, wake)`` with ticks in between."""
-
-        def sleep_and_tick(seconds: float, wake: int | None = None) -> None:
-            until = time.monotonic() + seconds
-            while True:
-                self.tick()
-                left = until - time.monotonic()
-                if left <= 0:
-                    return
-                sleep(min(left, _POLL_SECONDS), wake)
-                if wake is not None and _is_readable(wake):
-                    return
-
-        return sleep_and_tick
+            self._signals.deliver(signal.SIGTERM)
 
     def queued(self, job_id: str | None) -> None:
         """Take over the job's id in the host's queue."""
@@ -193,11 +156,11 @@ class RunFolder:
 
     def attempt_starts(self, number: int, started: AttemptStarted) -> None:
         """Attempt ``number`` starts."""
-        self._file.update(lambda state: with_attempt(state, number, started))
+        self._update(lambda state: with_attempt(state, number, started))
 
     def on_event(self, event: Event) -> None:
         """Take in an event of the attempt."""
-        self._file.update(lambda state: after_event(state, event))
+        self._update(lambda state: after_event(state, event))
 
     def decided(self, attempt: Attempt, decision: Decision | None, checkpoint: Path | None) -> None:
         """An attempt has ended, and what comes next is known: answer what it has not answered."""
@@ -212,7 +175,16 @@ class RunFolder:
         self._change(state=status, reason=reason, exit_code=code, waiting=None)
 
     def _change(self, **changes: Any) -> None:
-        self._file.update(lambda state: replace(state, **changes))
+        self._update(lambda state: replace(state, **changes))
+
+    def _update(self, change: Callable[[RunState], RunState]) -> None:
+        def stopping(state: RunState) -> RunState:
+            state = change(state)
+            if self._signals.received is None or state.is_final:
+                return state
+            return replace(state, state="stopping")
+
+        self._file.update(stopping)
 
     def _handle(self, request: Request) -> None:
         state = self.state.state
@@ -241,16 +213,8 @@ class RunFolder:
         self._change(state="stopping")
         answer = {"before": before, "after": "stopping", "signal": "SIGTERM", "exit_code": 143}
         self._inbox.answer(request, {"answer": answer})
-        main = threading.main_thread().ident
-        assert main is not None
-        # to that thread: sent to another one, it would not wake a sleeping job
-        signal.pthread_kill(main, signal.SIGTERM)
-
-
-def _is_readable(descriptor: int) -> bool:
-    poll = select.poll()
-    poll.register(descriptor, select.POLLIN)
-    return bool(poll.poll(0))
+        # to the main thread: sent to another one, it would not wake a sleeping job
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
 
 
 def _reply_after(

@@ -20,6 +20,7 @@ from pathlib import Path
 import psutil
 
 from robust_train.errors import ConfigError
+from robust_train.events import from_json
 from robust_train.files import read_small
 
 log = logging.getLogger("robust_train")
@@ -30,6 +31,7 @@ _RETRY_SECONDS = 0.5
 _ORPHAN_SECONDS = 15.0
 _POLL_SECONDS = 0.02
 _MAX_BYTES = 4096
+_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 def user_name() -> str:
@@ -42,15 +44,9 @@ def user_name() -> str:
 
 @dataclass(frozen=True)
 class Holder:
-    """The content of a lock: the launcher that holds it.
+    """The content of a lock: the launcher that holds it since ``since``, and its job's id.
 
-    Attributes:
-        host: its host name.
-        pid: its process id there.
-        process_started: start time of that process, in seconds of the epoch.
-        since: when it took the lock.
-        user: its user's name.
-        job: the job's id.
+    ``process_started`` is the start time of process ``pid``, in seconds of the epoch.
     """
 
     host: str
@@ -63,24 +59,16 @@ class Holder:
     @classmethod
     def here(cls, job: str) -> Holder:
         """Return this process as a holder."""
-        pid = os.getpid()
-        started = psutil.Process(pid).create_time()
-        return cls(socket.gethostname(), pid, started, time.time(), user_name(), job)
+        process = psutil.Process()
+        started = process.create_time()
+        return cls(socket.gethostname(), process.pid, started, time.time(), user_name(), job)
 
     @classmethod
     def parse(cls, data: bytes) -> Holder | None:
         """Return the holder in the content of a lock; None where that is empty or torn."""
         try:
-            found = json.loads(data)
-            return cls(
-                str(found["host"]),
-                int(found["pid"]),
-                float(found["process_started"]),
-                float(found["since"]),
-                str(found["user"]),
-                str(found["job"]),
-            )
-        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+            return from_json(cls, json.loads(data))
+        except (ValueError, RecursionError):
             return None
 
     @property
@@ -121,8 +109,7 @@ class RunLock:
         self._fd: int | None = None
         path = run_dir / LOCK_FILE
         try:
-            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-            self._fd = os.open(path, flags, 0o666)
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | _FLAGS, 0o666)
             _wait_for_lock(self._fd, run_dir)
         except ConfigError:
             self.release()
@@ -152,8 +139,7 @@ class RunLock:
 def is_held(run_dir: Path) -> bool | None:
     """Return whether a job is alive in the folder; None where the disk does not tell."""
     try:
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        fd = os.open(run_dir / LOCK_FILE, flags)
+        fd = os.open(run_dir / LOCK_FILE, os.O_RDONLY | _FLAGS)
     except FileNotFoundError:
         return False
     except OSError:

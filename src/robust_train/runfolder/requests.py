@@ -136,18 +136,21 @@ def request_sweep_stop(folder: Path) -> None:
     """Ask a sweep and all its jobs to stop.
 
     Raises:
+        Refused: it has ended.
         OSError: the sweep folder cannot be written to.
     """
-    content = {"sweep": _sweep_id(folder), "user": user_name()}
+    sweep = _sweep(folder)
+    if sweep.get("status", "running") != "running":
+        raise Refused("this sweep has ended")
     with replacing(folder / SWEEP_STOP_FILE) as temporary:
-        temporary.write_text(json.dumps(content) + "\n")
+        temporary.write_text(json.dumps({"sweep": sweep.get("sweep"), "user": user_name()}) + "\n")
 
 
 def sweep_stop_requested(folder: Path) -> bool:
     """Return whether ``robust-train run stop`` was run for this launch of the sweep."""
     path = folder / SWEEP_STOP_FILE
     try:
-        return bool(_read_own(path)["sweep"] == _sweep_id(folder))
+        return bool(_read_own(path)["sweep"] == _sweep(folder).get("sweep"))
     except FileNotFoundError:
         return False
     except (OSError, ValueError, KeyError, RecursionError) as problem:
@@ -157,10 +160,10 @@ def sweep_stop_requested(folder: Path) -> bool:
         return False
 
 
-def _sweep_id(folder: Path) -> str | None:
-    """Return the id of the sweep's launch; None where ``sweep.json`` does not tell."""
+def _sweep(folder: Path) -> dict[str, Any]:
+    """Return the content of ``sweep.json``; empty where it cannot be read."""
     try:
         found = json.loads(read_small(folder / "sweep.json", 1 << 26)[0])
-        return str(found["sweep"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ class RunState:
     Attributes:
         id: the job's id in ``robust-train queue``, or ``0-…`` for one that never queued.
         name: what people know the job by.
+        run_dir: where the folder was when the job started.
         pid: of the launcher, on ``host``.
         started: when this launch began.
         state: ``starting``, ``waiting``, ``running``, ``between attempts``, ``stopping``, or how
@@ -53,6 +54,9 @@ class RunState:
         job: identity of the job through all its launches.
         waiting: ``position``, ``reason`` and ``seconds_left`` while it waits for a GPU.
         attempt: number of the attempt, from 1; what follows is of it.
+        attempt_pid: of rank 0.
+        device: ``cuda:<number>`` as ``nvidia-smi`` counts, several with commas, or ``cpu``.
+        batch_size: samples in one forward and backward pass of one rank.
         micro_batch: what ``batch_size`` is split into since.
         checkpoint: the last one that was reported.
         memory: bytes in use, by name, at the last milestone.
@@ -115,32 +119,14 @@ class RunState:
         return found if found.schema == SCHEMA else None
 
 
-_OF_AN_ATTEMPT = (
-    "attempt_pid",
-    "micro_batch",
-    "step",
-    "total_steps",
-    "loss",
-    "memory",
-    "reason",
-)
-_OF_A_SPEC = (
-    "device",
-    "gpu_uuids",
-    "ranks",
-    "batch_size",
-    "gradient_accumulation_steps",
-    "num_workers",
-    "prefetch_factor",
-    "expandable_segments",
-)
+_NAMES = [item.name for item in fields(RunState)]
+_OF_AN_ATTEMPT = _NAMES[_NAMES.index("attempt_pid") : _NAMES.index("checkpoint")]
 
 
 def with_attempt(state: RunState, number: int, started: AttemptStarted) -> RunState:
     """Return the state at the start of attempt ``number``."""
-    fresh: dict[str, Any] = dict.fromkeys(_OF_AN_ATTEMPT)
-    fresh |= {name: getattr(started, name) for name in _OF_A_SPEC}
-    state = replace(state, state="running", waiting=None, attempt=number, **fresh)
+    fresh: dict[str, Any] = {name: getattr(started, name, None) for name in _OF_AN_ATTEMPT}
+    state = replace(state, state="running", waiting=None, attempt=number, reason=None, **fresh)
     return _with_effective_batch(state)
 
 

@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 from robust_train.errors import EXIT_BAD_CONFIG
 from robust_train.runfolder.lock import refusal
 from robust_train.sweep import current, session
-from robust_train.sweep.mask import restore_mask
+from robust_train.sweep.plugins_of_others import restore_mask
 
 
 class SweepCallback(Callback):

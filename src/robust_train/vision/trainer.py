@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from robust_train.errors import Interrupted, UserError
 from robust_train.failures import classify_failure
+from robust_train.microbatch.replicas import Replicated
 from robust_train.microbatch.rng import seed_everything, seed_rank
 from robust_train.run import MicroBatchPlan, Run
 from robust_train.runfolder.cadence import SavePlan
@@ -192,7 +192,7 @@ class Training:
                 log.info("resumed from %s, step %d", path, self.state.position.step)
         if self.run.world_size > 1:
             # all ranks have read the checkpoint when this returns, and hold the same weights
-            self.model = DistributedDataParallel(self.state.model)
+            self.model = Replicated(self.state.model)
             seed_rank(self.cfg.training.seed, self.state.position.step, self.run.rank)
         self.reporter.begin(self.state.position, self._total_steps())
 

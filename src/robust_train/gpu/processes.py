@@ -1,0 +1,201 @@
+"""The processes behind the ids that NVML lists: whose they are, and which are CUDA processes."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import signal
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import psutil
+
+from robust_train.values import GpuInfo, Inventory
+
+# the kernel's PROC_PID_INIT_INO
+INITIAL_PID_NAMESPACE = "pid:[4026531836]"
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A process that holds GPU memory: the command's short name and its user."""
+
+    pid: int
+    command: str
+    user: str
+
+
+@dataclass(frozen=True)
+class CudaProcess:
+    """A process that NVML lists as computing, and that exists under this number here.
+
+    Attributes:
+        pid: its id.
+        uid: its real user; ``user`` is the name.
+        command: its short name.
+        started: seconds since boot, against reused ids.
+        gpus: NVML's indices of the GPUs that it is on.
+        used_bytes: its memory on all of them; None if the driver does not say.
+    """
+
+    pid: int
+    uid: int
+    user: str
+    command: str
+    started: float
+    gpus: tuple[int, ...]
+    used_bytes: int | None
+
+
+@dataclass(frozen=True)
+class CudaProcesses:
+    """What NVML lists.
+
+    Attributes:
+        processes: CUDA processes that are known here.
+        others: why a listed number is none of them, by number.
+    """
+
+    processes: tuple[CudaProcess, ...]
+    others: dict[int, str]
+
+
+def find_holders(gpus: Iterable[GpuInfo]) -> dict[int, Holder]:
+    """Return names for the processes on ``gpus``, by process id; without those that are unknown.
+
+    NVML lists the ids of the host. Inside a container the same number is another process or none,
+    so nothing is looked up there: no name is better than a wrong one.
+    """
+    if not sees_host_pids():
+        return {}
+    found = {}
+    for pid in sorted({process.pid for gpu in gpus for process in gpu.processes or ()}):
+        try:
+            process = psutil.Process(pid)
+            command, user = _command(process), user_name(process.uids().effective)
+        except psutil.Error:
+            continue
+        found[pid] = Holder(pid, command, user)
+    return found
+
+
+def list_cuda_processes(inventory: Inventory) -> CudaProcesses:
+    """Return who computes on the GPUs of ``inventory``.
+
+    NVML may list the host's numbers inside a container, where the same number is another process.
+    So there a process counts only if it has CUDA's library loaded.
+    """
+    on: dict[int, list[int]] = {}
+    used: dict[int, int | None] = {}
+    others: dict[int, str] = {}
+    for gpu in inventory.gpus:
+        for process in gpu.processes or ():
+            if not process.computes:
+                others[process.pid] = "only draws on a GPU and is no CUDA process"
+                continue
+            on.setdefault(process.pid, []).append(gpu.index)
+            known, size = used.get(process.pid, 0), process.used_bytes
+            used[process.pid] = None if known is None or size is None else known + size
+    needs_proof = not sees_host_pids()
+    processes = []
+    for pid in sorted(on):
+        others.pop(pid, None)
+        found = _identify(pid, tuple(dict.fromkeys(on[pid])), used[pid])
+        if found is None:
+            others[pid] = "is not visible from here (in another container, or it just ended)"
+        elif needs_proof and not _has_cuda_library(pid):
+            others[pid] = (
+                "has not loaded CUDA's library: NVML means another process by that number, one "
+                "outside of this container"
+            )
+        else:
+            processes.append(found)
+    return CudaProcesses(tuple(processes), others)
+
+
+def sees_host_pids() -> bool:
+    """Whether this process numbers processes as the host does; in a container it does not."""
+    try:
+        return os.readlink("/proc/self/ns/pid") == INITIAL_PID_NAMESPACE
+    except OSError:
+        return False
+
+
+def started_at(pid: int) -> float | None:
+    """Return when a process started, in seconds since boot; None if there is none.
+
+    Unlike the time of day it is the same for whoever asks, whenever the clock was set.
+    """
+    try:
+        booted = psutil.boot_time()  # first: psutil adds the one that it read last
+        return round(psutil.Process(pid).create_time() - booted, 2)
+    except psutil.Error:
+        return None
+
+
+def send_signal(pid: int, started: float, signum: signal.Signals) -> bool:
+    """Signal a process that is known by number and start; False if it has ended.
+
+    Raises:
+        PermissionError: it is another user's.
+    """
+    try:
+        process = psutil.Process(pid)
+        if not is_there(pid, started):
+            return False
+        process.send_signal(signum)  # compares the start once more
+    except psutil.AccessDenied as error:
+        raise PermissionError from error
+    except psutil.NoSuchProcess:
+        return False
+    return True
+
+
+def is_there(pid: int, started: float) -> bool:
+    """Whether that process has not ended; a zombie has: it holds nothing any more."""
+    try:
+        status = psutil.Process(pid).status()
+    except psutil.Error:
+        return False
+    return status != psutil.STATUS_ZOMBIE and started_at(pid) == started
+
+
+def user_name(uid: int) -> str:
+    """Return the name of a user, or the number if there is none."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+def is_mps_server(pid: int) -> bool:
+    """Whether a process is NVIDIA's Multi-Process Service, which shares a GPU among others."""
+    try:
+        return psutil.Process(pid).name().startswith("nvidia-cuda-mps")
+    except psutil.Error:
+        return False
+
+
+def _identify(pid: int, gpus: tuple[int, ...], used_bytes: int | None) -> CudaProcess | None:
+    try:
+        process = psutil.Process(pid)
+        # the real user, by whom signals go
+        uid, command = process.uids().real, _command(process)
+    except psutil.Error:
+        return None
+    started = started_at(pid)
+    if started is None:
+        return None
+    return CudaProcess(pid, uid, user_name(uid), command, started, gpus, used_bytes)
+
+
+def _command(process: psutil.Process) -> str:
+    return "".join(c if c.isprintable() else "?" for c in process.name())
+
+
+def _has_cuda_library(pid: int) -> bool:
+    try:
+        maps = psutil.Process(pid).memory_maps()
+    except psutil.Error:
+        return False
+    return any("libcuda.so" in os.path.basename(entry.path) for entry in maps)

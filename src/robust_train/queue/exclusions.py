@@ -1,0 +1,104 @@
+"""GPUs that proved unhealthy under a job: excluded for the host's jobs for a while.
+
+One small file a GPU and user in the queue directory. It counts for half an hour, so nobody's file
+can shut a GPU for ever; after that the GPU's own health alone decides, and it is tried again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from robust_train.queue.queue_dir import QueueDir, read_small
+from robust_train.queue.records import printable
+from robust_train.queue.reservations import boottime
+from robust_train.values import GpuInfo
+
+SECONDS = 1800.0
+_LIMIT_BYTES = 4096
+_MOST_TEXT = 200
+_FILE = re.compile(r"sick\.([A-Za-z0-9-]{1,80})\.(\d{1,10})", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Exclusion:
+    """A GPU to be avoided.
+
+    Attributes:
+        uuid: the GPU.
+        reason: what happened, one line.
+        since: seconds since boot.
+        uid: whose job it was.
+    """
+
+    uuid: str
+    reason: str
+    since: float
+    uid: int
+
+    def sentence(self, now: float) -> str:
+        """Return what happened, how long ago, and for how long it counts."""
+        ago, left = (now - self.since) / 60, (SECONDS - (now - self.since)) / 60
+        return (
+            f"it failed under a job {ago:.0f} min ago ({self.reason}) and is excluded for another "
+            f"{left:.0f} min (robust-train doctor --clear {self.uuid})"
+        )
+
+
+def read_exclusions(directory: QueueDir) -> list[Exclusion]:
+    """Return the GPUs to be avoided now; what cannot be read or is too old does not count."""
+    found, now = [], boottime()
+    for name in directory.names():
+        parts = _FILE.fullmatch(name)
+        fd = None if parts is None else directory.open(name)
+        if parts is None or fd is None:
+            continue
+        try:
+            values = json.loads(read_small(fd, _LIMIT_BYTES))
+            reason = printable(str(values["reason"]), _MOST_TEXT)
+            since, uid = float(values["since"]), os.fstat(fd).st_uid
+        except (ValueError, TypeError, KeyError, RecursionError, OverflowError):
+            continue
+        finally:
+            os.close(fd)
+        if 0 <= now - since < SECONDS:  # and not so for NaN
+            found.append(Exclusion(parts[1], reason, since, uid))
+    return found
+
+
+def exclude(directory: QueueDir, uuid: str, reason: str) -> None:
+    """Have a GPU avoided from now on; nothing if the directory takes no more files."""
+    name = f"sick.{uuid}.{os.geteuid()}"
+    if not _FILE.fullmatch(name):
+        return
+    directory.remove(name)
+    content = json.dumps({"reason": printable(reason, _MOST_TEXT), "since": boottime()})
+    with contextlib.suppress(OSError):
+        fd = directory.create(name, 0o644)
+        try:
+            os.write(fd, content.encode())
+        finally:
+            os.close(fd)
+
+
+def clear(directory: QueueDir, uuid: str) -> bool:
+    """Use a GPU again; False if nothing of the caller's own excluded it."""
+    mine = [f"sick.{uuid}.{os.geteuid()}"]
+    if os.geteuid() == 0:
+        mine = [name for name in directory.names() if name.startswith(f"sick.{uuid}.")]
+    removed = [name for name in mine if directory.remove(name)]
+    return bool(removed)
+
+
+def mark_excluded(gpus: Sequence[GpuInfo], excluded: Sequence[Exclusion]) -> tuple[GpuInfo, ...]:
+    """Return the GPUs, those to be avoided marked as unusable."""
+    now = boottime()
+    known = {item.uuid: item.sentence(now) for item in excluded}
+    return tuple(
+        replace(gpu, unusable=known[gpu.uuid]) if gpu.uuid in known and not gpu.unusable else gpu
+        for gpu in gpus
+    )

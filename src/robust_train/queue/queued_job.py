@@ -1,0 +1,278 @@
+"""One job in the host's queue: it polls until it has its GPUs.
+
+A job decides for itself, inside the queue lock and on fresh figures of the GPUs, and its record
+says so before the lock is released: all the GPUs of a job in one write. It polls when the queue
+directory changes, some times in the seconds after another job has ended (its memory comes back a
+little later), and at the usual interval.
+
+The driver is asked before the lock is taken unless it answered lately, so that one that hangs
+mostly does so without it. A job whose driver hangs says that it can use no GPU, and so delays
+nobody; nor does one that does not take its GPUs (:func:`robust_train.queue.scheduler.untaken`).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from robust_train.gpu.nvml_session import known_session
+from robust_train.gpu.processes import user_name
+from robust_train.gpu.visible import Visible
+from robust_train.queue.inotify import Watch
+from robust_train.queue.records import JobRecord, JobState
+from robust_train.queue.reservations import (
+    PREFIX,
+    JobRegistry,
+    LiveJob,
+    RegistryBusy,
+    Reservation,
+    boottime,
+)
+from robust_train.queue.scheduler import (
+    GpuReservation,
+    Plan,
+    Untaken,
+    WaitingJob,
+    plan,
+    to_pass_over,
+    untaken,
+    why_not,
+)
+from robust_train.values import GpuInfo, Group
+
+_LOCK_SECONDS = 2.0
+_SETTLE_SECONDS = 5.0
+_SHORTEST_PAUSE_SECONDS = 0.02
+_LONGEST_PAUSE_SECONDS = 0.6
+_WITHOUT_EVENTS_SECONDS = 1.0
+_TRUST_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class PollResult:
+    """Result of one scheduling attempt.
+
+    Attributes:
+        gpus: what the job has now, ``free_bytes`` as far as it can count on them; none: wait on.
+        position: in the queue, 1 for the first.
+        obstacles: why it waits, in one sentence.
+        frees_next: NVML's numbers of the GPUs that the first waiting job waits for.
+        strangers_only: no other job of ours has anything to do with it.
+        again_seconds: when to poll again though nothing changes; None: at the usual interval.
+    """
+
+    gpus: Group = ()
+    position: int = 1
+    obstacles: str = ""
+    frees_next: tuple[int, ...] = ()
+    strangers_only: bool = False
+    again_seconds: float | None = None
+
+
+class QueuedJob:
+    """One job's queue position, from its first poll until it has GPUs or leaves.
+
+    Args:
+        registry: the host's jobs.
+        record: of this job.
+        reservation: the one that it has already, if it comes back.
+    """
+
+    def __init__(
+        self, registry: JobRegistry, record: JobRecord, reservation: Reservation | None = None
+    ) -> None:
+        self.reservation = reservation
+        self._registry = registry
+        self._template = record
+        self._directory = registry.directory
+        self._watch = Watch(self._directory.fd)
+        self._answered_at = -math.inf
+        self._untaken: Untaken = {}
+        self._polled_at = -math.inf
+        self._position = 1
+        self._settle_until = 0.0
+        self._pause = _SHORTEST_PAUSE_SECONDS
+
+    @property
+    def fd(self) -> int | None:
+        """Becomes readable when :meth:`has_changed` may be true; None without inotify."""
+        return self._watch.fd
+
+    def poll(self, read: Callable[[], Visible], may_use: Callable[[GpuInfo], bool]) -> PollResult:
+        """Take GPUs if the scheduler gives this job any, else return why not.
+
+        Args:
+            read: reads the GPUs.
+            may_use: whether the job may use a GPU at all.
+
+        Raises:
+            QueueProblem: the queue directory cannot be used any more.
+        """
+        self.has_changed()  # what happened until now is seen by this poll
+        silent = None
+        if not self._is_trusted():
+            visible = read()
+            silent = None if self._note(visible) else visible
+        try:
+            with self._registry.locked(_LOCK_SECONDS):
+                found = self._decide(silent or read(), may_use)
+        except RegistryBusy as error:
+            return PollResult(obstacles=str(error), again_seconds=_LONGEST_PAUSE_SECONDS)
+        self._polled_at, self._position = time.monotonic(), found.position
+        return found if found.gpus else replace(found, again_seconds=self._again(found))
+
+    def has_changed(self) -> bool:
+        """Whether something happened in the queue that is worth a poll."""
+        mine = None if self.reservation is None else self.reservation.name
+        events = [
+            (name, is_closed)
+            for name, is_closed in self._watch.read()
+            if not name or (name.startswith(PREFIX) and name != mine)
+        ]
+        if any(is_closed for _, is_closed in events):
+            self._settle_until = time.monotonic() + _SETTLE_SECONDS
+            self._pause = _SHORTEST_PAUSE_SECONDS
+        return bool(events)
+
+    @property
+    def pause_seconds(self) -> float:
+        """What to wait at least before the next poll: the first in the queue goes first."""
+        pause = min(_SHORTEST_PAUSE_SECONDS * (self._position - 1), 0.4)
+        return max(self._polled_at + pause - time.monotonic(), 0.0)
+
+    def leave(self) -> None:
+        """Leave the queue, or, with GPUs, just stop watching it."""
+        self._watch.close()
+        if self.reservation is not None and self.reservation.record.state is JobState.WAITING:
+            self.reservation.release()
+            self.reservation = None
+
+    def _decide(self, visible: Visible, may_use: Callable[[GpuInfo], bool]) -> PollResult:
+        """Decide under the queue lock."""
+        self._note(visible)
+        if self._registry.directory is not self._directory:  # it was removed and made again
+            self._directory = self._registry.directory
+            self._watch.close()
+            self._watch = Watch(self._directory.fd)
+        jobs = self._registry.jobs(sweep=True)
+        me = self._enter(jobs)
+        gpus = visible.machine or visible.gpus
+        usable = tuple(gpu.uuid for gpu in visible.gpus if may_use(gpu))
+        record = replace(me.record, only=usable)
+        mine = as_waiting(record)
+        others, reservations = split(jobs, without=record.id)
+        ahead = sum(job.order < mine.order for job in others)
+        if not visible.answered:
+            me.update(record)
+            return PollResult(position=ahead + 1, obstacles=visible.problem or "")
+        decided = self._plan([*others, mine], reservations, gpus, record.id)
+        granted = decided.groups.get(record.id)
+        if granted is not None:
+            me.update(record.on([gpu.uuid for gpu in granted]))
+            return PollResult(granted)
+        me.update(record)
+        in_the_way = any(r.gpu is None or r.gpu in mine.only for r in reservations)
+        frees = (gpu.index for gpu in gpus if gpu.uuid in decided.awaited)
+        return PollResult(
+            position=ahead + 1,
+            obstacles=why_not(mine, reservations, gpus, decided),
+            frees_next=tuple(dict.fromkeys(frees)),  # slices of a GPU have its number
+            strangers_only=ahead == 0 and not in_the_way,
+        )
+
+    def _plan(
+        self,
+        waiting: Sequence[WaitingJob],
+        reservations: Sequence[GpuReservation],
+        gpus: Sequence[GpuInfo],
+        my_id: str,
+    ) -> Plan:
+        """Plan without those who do not take their GPUs; note who does not take them now."""
+        now = boottime()
+        decided = everybody = plan(waiting, reservations, gpus, now)
+        skipped = to_pass_over(self._untaken, now) & everybody.groups.keys()
+        if skipped:
+            decided = plan([w for w in waiting if w.id not in skipped], reservations, gpus, now)
+        granted = (everybody.groups.keys() | decided.groups.keys()) - {my_id}
+        self._untaken = untaken(self._untaken, granted, now)
+        return decided
+
+    def _is_trusted(self) -> bool:
+        """Whether the driver answered so lately that it may be asked while others wait."""
+        lately = time.monotonic() < self._answered_at + _TRUST_SECONDS
+        return lately and known_session() is not None
+
+    def _note(self, visible: Visible) -> bool:
+        self._answered_at = time.monotonic() if visible.answered else -math.inf
+        return visible.answered
+
+    def _enter(self, jobs: Sequence[LiveJob]) -> Reservation:
+        if self.reservation is None:
+            self.reservation = self._registry.enter(self._template, jobs)
+        elif self.reservation.record.state is not JobState.WAITING:
+            self.reservation.update(self.reservation.record.on(()))
+        return self.reservation
+
+    def _again(self, found: PollResult) -> float | None:
+        now = time.monotonic()
+        if now < self._settle_until:
+            pause, self._pause = self._pause, min(self._pause * 2, _LONGEST_PAUSE_SECONDS)
+            return max(pause, self.pause_seconds)
+        if self._untaken or self._answered_at == -math.inf or self.fd is None:
+            return _WITHOUT_EVENTS_SECONDS
+        return None
+
+
+def split(
+    jobs: Iterable[LiveJob], *, without: str | None = None
+) -> tuple[list[WaitingJob], list[GpuReservation]]:
+    """Return the living jobs as the scheduler takes them: who waits, and the reservations.
+
+    Args:
+        jobs: the living jobs.
+        without: id of one to leave out.
+    """
+    waiting, reservations = [], []
+    for job in jobs:
+        record = job.record
+        if job.id == without:
+            continue
+        if record is None:
+            reservations.append(GpuReservation(job.id, None, 0, owner=user_name(job.owner)))
+        elif record.state is JobState.WAITING:
+            waiting.append(as_waiting(record))
+        else:
+            reservations += _as_reservations(record)
+    return waiting, reservations
+
+
+def as_waiting(record: JobRecord) -> WaitingJob:
+    """Return a job as one that needs GPUs."""
+    return WaitingJob(
+        record.id,
+        record.ticket,
+        record.reserved_bytes,
+        frozenset(record.only),
+        record.jobs_per_device,
+        record.queued_at,
+        record.count,
+    )
+
+
+def _as_reservations(record: JobRecord) -> list[GpuReservation]:
+    return [
+        GpuReservation(
+            id=record.id,
+            gpu=gpu,
+            reserved_bytes=record.reserved_bytes,
+            taken_bytes=taken_bytes,
+            jobs_per_device=record.jobs_per_device,
+            since=record.since,
+            draining=record.state is JobState.DRAINING,
+            owner=f"{record.name}, {record.user}",
+            ticket=record.ticket,
+        )
+        for gpu, taken_bytes in zip(record.gpus, record.taken_bytes, strict=True)
+    ]
