@@ -6,7 +6,6 @@ import pytest
 
 from world import World
 
-
 MISTAKES = [
     (["training.batchsize=8"], ["training.batchsize=8", "batch_size", "no such key"]),
     (["training.batch_size=many"], ["training.batch_size=many", "a whole number"]),
