@@ -283,7 +283,7 @@ def test_a_full_disk_is_said_as_what_it_is(base: Path) -> None:
         os.unlink(registry.directory.path / place.name)
         (registry.directory.path / place.name).mkdir()
         for _ in range(3):
-            with registry.locked(), pytest.raises(Exception, match="cannot be written|full"):
+            with registry.locked(), pytest.raises(Exception, match=r"cannot be written|full"):
                 place.update(place.record.on(["GPU-a"]))
         assert place.fd == fd
         assert os.fstat(fd)
