@@ -110,3 +110,7 @@ bench:
     {{ python }} benchmarks/scheduler.py
     {{ python }} benchmarks/recovery.py
     {{ python }} benchmarks/plan_accuracy.py
+
+# On a machine with a GPU: what was expected there against what is seen, in ten minutes
+gpu-check *probes:
+    {{ python }} benchmarks/gpu_check.py {{ probes }}

@@ -46,12 +46,13 @@ def measure(overrides: list[str], contestant: str, limit_mib: int, at_most: int)
     from robust_train import find_batch_size
     from robust_train.memory.cleanup import return_memory
     from robust_train.vision.models import build_model, set_train_mode
+    from robust_train.vision.splits import Shape
 
     torch.manual_seed(0)
     torch.set_num_threads(1)
     with initialize_config_module("robust_train.configs", version_base="1.3"):
         cfg = compose("config", overrides=overrides)
-    built = build_model(cfg.model, num_classes=10, native_size=8, native_channels=3)
+    built = build_model(cfg.model, Shape(num_classes=10, size=8, channels=3))
     model = built.module
     set_train_mode(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -30,7 +30,9 @@ def be_rank(rank: int, chosen: argparse.Namespace, port: int) -> None:
     plain, split, _ = steps_to_compare(model, torch.randn(64, 3, 32, 32), torch.randint(10, (64,)))
     group = ranks.here()
     assert group is not None
-    told = ranks.Told(ranks.State.THROUGH, 0, 64, 64.0, (True,) * len(list(model.parameters())))
+    report = ranks.RankReport(
+        ranks.State.THROUGH, 0, 64, 64.0, (True,) * len(list(model.parameters()))
+    )
 
     def seconds(step: Callable[[], object]) -> float:
         dist.barrier()
@@ -42,7 +44,7 @@ def be_rank(rank: int, chosen: argparse.Namespace, port: int) -> None:
         plain(), split()
     pairs = [(seconds(plain), seconds(split)) for _ in range(chosen.steps)]
     before, after = (statistics.median(times) for times in zip(*pairs, strict=True))
-    alone = statistics.median(seconds(lambda: group.agree(told)) for _ in range(chosen.steps))
+    alone = statistics.median(seconds(lambda: group.exchange(report)) for _ in range(chosen.steps))
     if rank == 0:
         print(f"{chosen.ranks} ranks, median of {chosen.steps} steps, interleaved")
         print(f"the wrapper's own step: {before * 1e3:.3f} ms")

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,9 +32,9 @@ def alone(world: World) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _own_control_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _own_list_of_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs of one test must not be found by those of another."""
-    monkeypatch.setenv("ROBUST_TRAIN_RUNTIME_DIR", str(tmp_path / "runtime"))
+    monkeypatch.setenv("ROBUST_TRAIN_STATE_DIR", str(tmp_path / "runs"))
 
 
 _LONG = (
@@ -41,8 +44,6 @@ _LONG = (
     "test_accelerate.py",
     "test_transformers.py",
     "test_lightning.py",
-    "test_one_import.py",
-    "test_stopping_launchers_of_others.py",
 )
 
 
@@ -66,3 +67,14 @@ def pytest_configure() -> None:
     for signum in (signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(signum) == signal.SIG_IGN:
             signal.signal(signum, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def _gpu_alone(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tests that need a GPU have it one at a time, however many workers there are."""
+    if request.node.get_closest_marker("gpu") is None:
+        yield
+        return
+    with (Path(tempfile.gettempdir()) / f"robust-train-gpu-tests-{os.getuid()}").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

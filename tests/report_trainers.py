@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -28,6 +27,7 @@ def within_a_budget(cfg, run):
     target = data.sum(1, keepdim=True)
     run.checkpoint_dir.mkdir(exist_ok=True)
     run.started(first)
+    run.record("retried", {"loss": "high"})
     for step in range(first + 1, STEPS + 1):
         loss = nn.functional.mse_loss(model(data), target)
         optimizer.zero_grad()
@@ -38,7 +38,7 @@ def within_a_budget(cfg, run):
             path = run.checkpoint_dir / f"step-{step}"
             torch.save((step, model.state_dict()), path)
             run.checkpoint_saved(path, step)
-            run.record("epoch", {"epoch": step // 10, "step": step, "val_loss": loss.item() * 1.1})
+            run.epoch_ended(step // 10, val_loss=loss.item() * 1.1)
         if step == 25 + 4 * run.attempt and cfg.training.batch_size > budgets.get(gpu, 10**9):
             raise torch.OutOfMemoryError(
                 "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of "
@@ -47,40 +47,3 @@ def within_a_budget(cfg, run):
             )
         time.sleep(0.02)  # so that a report a tenth of a second is passed on for some steps
     return {"objective": loss.item(), "steps": STEPS}
-
-
-def says_something_nasty(cfg, run):
-    """Fails with a text that would be a script if it were let."""
-    run.started(0)
-    run.progress(1, loss=float("nan"), **{"<i>metric</i>": 0.5})
-    raise RuntimeError(
-        "</script><script>console.error('got in')</script><img src=x onerror=alert(1)>"
-    )
-
-
-def fails_above_lr(cfg, run):
-    """A job of a sweep: fits, or fails where the rate is too high."""
-    if cfg.training.lr > 0.05:
-        raise ValueError(f"this learning rate is not for me: {cfg.training.lr}")
-    return within_a_budget(cfg, run)
-
-
-def waits_to_be_killed(cfg, run):
-    """Saves a checkpoint, says so, and goes on for ever."""
-    run.checkpoint_dir.mkdir(exist_ok=True)
-    run.started(0)
-    step = 0
-    while True:
-        step += 1
-        run.progress(step, loss=1 / step)
-        if step == 20:
-            path = run.checkpoint_dir / "twenty"
-            path.touch()
-            run.checkpoint_saved(path, step)
-        if step == 60:
-            Path(os.environ["READY_FILE"]).write_text(str(os.getpid()))
-        if run.stop_requested:
-            from robust_train.errors import Interrupted
-
-            raise Interrupted
-        time.sleep(0.01)

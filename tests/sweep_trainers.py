@@ -98,6 +98,25 @@ def works_until_told(cfg, run):
     raise Interrupted
 
 
+def saves_slowly_when_told(cfg, run):
+    """Like :func:`works_until_told`, with a checkpoint that takes a second to write."""
+    run.checkpoint_dir.mkdir(exist_ok=True)
+    run.progress(1)
+    assert not run.stop_requested
+    (_place(cfg) / f"working-{cfg.training.seed}").write_text(str(os.getpid()))
+    while not run.stop_requested:
+        time.sleep(0.01)
+    path = run.checkpoint_dir / "when-told"
+    with path.open("w") as file:
+        for letter in "whole":
+            time.sleep(0.2)
+            file.write(letter)
+    run.checkpoint_saved(path, 1)
+    from robust_train.errors import Interrupted
+
+    raise Interrupted
+
+
 def completes_1_and_works_at_2(cfg, run):
     if cfg.training.seed == 1:
         return objective(cfg)

@@ -20,7 +20,7 @@ class SweepWorld:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        world.alone = True  # a sweep has a zygote of its own
+        world.alone = True  # its jobs start their own interpreters
         self.folder = world.folder / "sweep"
         self.place = world.folder / "place"
         self.place.mkdir()

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from robust_train.batch.job_sizes import BatchSizes
 from robust_train.batch.known import (
     VALID_SECONDS,
     Fact,
@@ -19,13 +20,13 @@ from robust_train.batch.known import (
     KnownBatches,
     cache_directory,
     memory_key,
+    memory_settings,
 )
-from robust_train.batch.sizes import BatchSizes
 from robust_train.config.batch import settle_batch_size
 from robust_train.config.schema import complete
-from robust_train.events import BatchSizeFound, KnownBatchUsed, MicroBatchChanged
+from robust_train.events import BatchSizeFound, Event, KnownBatchUsed, MicroBatchChanged
 from robust_train.policy.decide import first_attempt
-from robust_train.settings import policy_settings
+from robust_train.settings import batch_settings, policy_settings
 from robust_train.values import GIB, Failure, FailureKind, GpuInfo, Group, Outcome
 
 GPU = GpuInfo("GPU-1", "NVIDIA H200", 0, "0:1", 140 * GIB, 139 * GIB, GIB)
@@ -34,19 +35,15 @@ RAN_OUT = Outcome(Failure(FailureKind.DEVICE_OOM, "CUDA out of memory"))
 
 
 class Job:
-    """The sizes of one job, whose attempts are told of rather than run."""
+    """The sizes of one job, whose attempts are described rather than run."""
 
     def __init__(self, found: dict[str, int] | None = None, **cfg: object) -> None:
         self.cfg = complete(cfg)
         is_auto = settle_batch_size(self.cfg)
         self.settings = policy_settings(self.cfg, finds_batch_size=is_auto)
-        self.said: list[tuple[str, dict[str, object]]] = []
+        self.said: list[Event] = []
         self.sizes = BatchSizes(
-            self.cfg,
-            self.settings,
-            "my.trainer",
-            found or {},
-            self.said.append,
+            batch_settings(self.cfg, "my.trainer"), self.settings, found or {}, self.said.append
         )
 
     def begin(self, *gpus: GpuInfo):
@@ -126,7 +123,7 @@ def test_a_size_is_searched_for_once_on_each_kind_of_device_and_run_folder():
     assert job.search is None
     job.begin_on(())
     assert job.search is not None
-    key = memory_key(job.cfg, "my.trainer", GPU, None)
+    key = memory_key(memory_settings(job.cfg), "my.trainer", GPU, None)
     resumed = Job({key: 8}, training=AUTO)
     assert (resumed.begin(), resumed.search) == ((8, 8), None)
 
@@ -172,7 +169,7 @@ def test_sizes_that_steps_went_down_to_are_known_as_well():
 
 def test_what_does_not_change_memory_does_not_change_the_key():
     def key(gpu: GpuInfo | None = GPU, **cfg: object) -> str:
-        return memory_key(complete(cfg), "my.trainer", gpu, 64 * GIB)
+        return memory_key(memory_settings(complete(cfg)), "my.trainer", gpu, 64 * GIB)
 
     same = key()
     assert key(training={"lr": 0.5, "batch_size": 8, "epochs": 3}, max_retries=9) == same
@@ -186,7 +183,7 @@ def test_what_does_not_change_memory_does_not_change_the_key():
         key(gpu_jobs_per_device=2),
         key(replace(GPU, total_bytes=80 * GIB)),
         key(None),
-        memory_key(complete({}), "another.trainer", GPU, 64 * GIB),
+        memory_key(memory_settings(complete({})), "another.trainer", GPU, 64 * GIB),
     ]
     assert len({same, *different}) == len(different) + 1
 

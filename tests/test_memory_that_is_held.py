@@ -11,8 +11,7 @@ from torch import nn
 
 from robust_train import launch
 from robust_train.memory.holders import holder_of
-from robust_train.vision.precision import Precision
-from robust_train.vision.step import apply_gradients
+from robust_train.vision.step import Precision, apply_gradients
 
 KEPT = []
 

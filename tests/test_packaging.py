@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -42,6 +43,18 @@ def test_the_wheel_carries_configs_types_and_hydra_plugins(wheel: Path):
     assert "hydra_plugins/robust_train_gpu_queue/__init__.py" in names
     # a namespace that other plugins share: a file of ours there would hide theirs
     assert "hydra_plugins/__init__.py" not in names
+
+
+def test_only_planning_imports_the_built_in_trainer():
+    """It is a product on top of the library."""
+    package = ROOT / "src" / "robust_train"
+    importing = [
+        str(path.relative_to(package))
+        for path in package.rglob("*.py")
+        if path.relative_to(package).parts[0] not in ("vision", "planning")
+        and re.search(r"(from|import) robust_train\.vision", path.read_text())
+    ]
+    assert importing == []
 
 
 @pytest.fixture

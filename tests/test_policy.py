@@ -7,7 +7,8 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from robust_train.policy.decide import PolicySettings, decide, first_attempt, ladder, next_rung
+from robust_train.policy.decide import decide, first_attempt
+from robust_train.policy.sizes import PolicySettings, next_smaller, sizes
 from robust_train.values import (
     GIB,
     MEMORY_FAILURES,
@@ -80,10 +81,34 @@ def test_gives_a_device_up_after_max_retries_smaller_batches():
     assert actions[:3] == ["halve_batch", "halve_batch", "cpu_fallback"]
 
 
-def test_a_gpu_with_no_more_to_offer_is_not_tried():
+def test_one_gpu_that_is_alike_gives_a_second_opinion_before_the_cpu_and_a_smaller_one_does_not():
+    settings = PolicySettings(batch_size=256, min_batch_size=1, max_retries=2)
+    alike = (gpu(0, 10), gpu(1, 9.5), gpu(2, 9.5), gpu(3, 5))
+    specs, actions, _ = run_to_the_end(settings, alike)
+    assert [(s.device, s.batch_size) for s in specs[:5]] == [
+        ("cuda:0", 256),
+        ("cuda:0", 128),
+        ("cuda:0", 64),
+        ("cuda:1", 64),  # the same step there is proof: nothing else is tried on GPUs
+        ("cpu", 256),
+    ]
+    assert actions[2:4] == ["switch_gpu", "cpu_fallback"]
+    specs, _, _ = run_to_the_end(settings, (gpu(0, 10), gpu(3, 5)))
+    assert [s.device for s in specs if s.gpu] == ["cuda:0"] * 3
+    only_here = replace(settings, may_switch_gpu=False)
+    assert {s.device for s in run_to_the_end(only_here, alike)[0]} == {"cuda:0", "cpu"}
+
+
+def test_a_second_opinion_that_gets_further_is_no_proof():
     settings = PolicySettings(batch_size=4, min_batch_size=4)
-    specs, _, _ = run_to_the_end(settings, (gpu(0, 10), gpu(1, 10), gpu(2, 5)))
-    assert [s.device for s in specs] == ["cuda:0", "cpu"]
+    one, two, three = gpu(0, 10), gpu(1, 10), gpu(2, 10)
+    first = failed(first_attempt(settings, (one,)))
+    decision = decide(settings, (first,), (one, two, three))
+    assert isinstance(decision, Retry)
+    further = Attempt(decision.spec, replace(first.outcome, end_step=900))
+    third = decide(settings, (first, further), (one, two, three))
+    assert isinstance(third, Retry)
+    assert third.spec.device == "cuda:2"
 
 
 def test_a_gpu_below_the_required_memory_is_not_tried():
@@ -116,7 +141,7 @@ def test_host_oom_takes_workers_away_before_it_halves_and_never_changes_the_devi
 def test_accumulation_keeps_the_effective_batch_where_half_does_not_divide():
     # 100 = 50 × 2; half of 50 is 25; at most half of 25 the largest divisor of 100 is 10
     settings = PolicySettings(batch_size=100, min_batch_size=4)
-    assert list(ladder(settings)) == [(100, 1), (50, 2), (25, 4), (10, 10), (5, 20), (4, 25)]
+    assert list(sizes(settings)) == [(100, 1), (50, 2), (25, 4), (10, 10), (5, 20), (4, 25)]
 
 
 def test_warns_when_no_micro_batch_divides_the_effective_batch():
@@ -190,10 +215,10 @@ def test_never_tries_the_same_thing_twice(settings, gpus, kinds):
 def test_effective_batch_is_exact_wherever_a_divisor_lies_in_range(settings):
     settings = replace(settings, preserve_effective_batch_size=True)
     effective = settings.effective_batch_size
-    for batch, _ in list(ladder(settings)):
+    for batch, _ in list(sizes(settings)):
         if batch == settings.min_batch_size:
             continue
-        smaller, accumulation = next_rung(settings, batch)
+        smaller, accumulation = next_smaller(settings, batch)
         in_range = range(settings.min_batch_size, max(batch // 2, settings.min_batch_size) + 1)
         assert smaller in in_range
         if any(effective % candidate == 0 for candidate in in_range):

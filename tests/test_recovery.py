@@ -385,3 +385,58 @@ def test_class_methods_and_static_methods_are_retried():
 
     assert Experiment.train() == 4
     assert Experiment.evaluate(batch_size=8) == 2
+
+
+def step_over(model: torch.nn.Module, x: torch.Tensor, batch_size: int) -> None:
+    """Add the gradient of the sum over ``x``; memory runs out in the second part of more than 4."""
+    for start in range(0, len(x), batch_size):
+        if start and batch_size > 4:
+            out_of_memory()
+        model(x[start : start + batch_size]).sum().backward()
+
+
+def test_a_failed_try_s_gradients_do_not_count_in_any_call():
+    """Gradients add up over three calls, as in accumulation, and each first try fails half-way."""
+    model, x = torch.nn.Linear(3, 1), torch.randn(16, 3)
+    accumulate = retry_on_oom()(lambda batch_size: step_over(model, x, batch_size))
+    step_over(model, x, 4)
+    expected = model.weight.grad * 4
+    held = model.weight.grad
+    for _ in range(3):
+        accumulate(8)
+    torch.testing.assert_close(model.weight.grad, expected)
+    assert model.weight.grad is held, "a view into a bucket of DDP's stays one"
+
+
+def test_a_handler_goes_back_to_the_gradients_of_its_own_try():
+    model, x = torch.nn.Linear(3, 1), torch.randn(16, 3)
+    handler = OOMHandler(8, 1)
+    for _ in range(2):
+        handler.run(lambda batch_size: step_over(model, x, batch_size))
+    by_run = model.weight.grad.clone()
+    model.zero_grad()
+    handler = OOMHandler(8, 1)
+    for _ in range(2):
+        handler.start_try()
+        while True:
+            try:
+                step_over(model, x, handler.batch_size)
+                break
+            except Exception as error:
+                assert handler.handle(error)  # noqa: PT017
+    torch.testing.assert_close(model.weight.grad, by_run)
+    torch.testing.assert_close(model.weight.grad, 2 * x.sum(dim=0, keepdim=True))
+
+
+def test_a_try_that_zeroes_its_gradients_begins_each_time_with_those_of_the_call():
+    model, x, seen = torch.nn.Linear(3, 1), torch.randn(16, 3), []
+    step_over(model, x, 4)
+
+    def train(batch_size: int) -> None:
+        seen.append(model.weight.grad.clone())
+        model.zero_grad(set_to_none=False)
+        step_over(model, x, batch_size)
+
+    retry_on_oom()(train)(8)
+    assert len(seen) == 2
+    assert torch.equal(*seen)

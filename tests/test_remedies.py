@@ -8,11 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from robust_train.policy.decide import PolicySettings, decide, decide_as_asked, first_attempt
+from robust_train.policy.decide import decide, decide_on_request, first_attempt
+from robust_train.policy.sizes import PolicySettings
+from robust_train.policy.unhealthy import excluded_after
 from robust_train.values import (
     GIB,
     Attempt,
     AttemptSpec,
+    Clue,
     Evidence,
     Failure,
     FailureKind,
@@ -102,7 +105,7 @@ def test_memory_that_others_took_is_not_waited_for_by_a_job_that_does_not_wait()
     assert after(failure, settings=settings).action == "halve_batch"
 
 
-def test_a_request_too_big_even_with_what_others_took_goes_down_the_ladder():
+def test_a_request_too_big_even_with_what_others_took_halves_the_batch():
     evidence = Evidence(requested_bytes=9 * GIB, free_bytes=GIB)
     spec = first_attempt(SETTINGS, (gpu(0, 20),))
     failure = failed(spec, FailureKind.DEVICE_OOM, evidence, **taken(6))
@@ -124,11 +127,50 @@ def test_the_next_attempt_starts_at_the_micro_batch_that_the_trainer_had_come_do
     assert after(at_the_bottom, gpus=(gpu(1, 40),)).action == "switch_gpu"
 
 
+def test_at_our_own_limit_nobody_else_is_blamed():
+    evidence = Evidence(requested_bytes=GIB, free_bytes=3 * GIB, own_limit=True)
+    spec = first_attempt(SETTINGS, (gpu(0, 20),))
+    retry = after(failed(spec, FailureKind.DEVICE_OOM, evidence, **taken(6)), gpus=(gpu(1, 30),))
+    assert retry.action == "halve_batch"
+    assert "own limit (memory.fraction)" in retry.reason
+
+
+@pytest.mark.parametrize("known_by", ["stack", "trainer", "history"])
+def test_before_the_first_step_the_batch_is_not_halved(known_by: str):
+    settings = replace(SETTINGS, reports_start=known_by == "trainer")
+    spec = first_attempt(settings, (gpu(0, 20),))
+    evidence = Evidence(clue=Clue.MODEL if known_by == "stack" else None)
+    history = (failed(spec, FailureKind.DEVICE_OOM, evidence),)
+    if known_by == "history":
+        earlier = failed(spec, FailureKind.COMM, began_training=True, end_step=40)
+        history = (earlier, *history)
+    retry = after(*history, gpus=(gpu(1, 40),), settings=settings)
+    assert (retry.action, retry.spec.batch_size) == ("switch_gpu", 64)
+    alone = replace(settings, allow_cpu_fallback=False)
+    decision = decide(alone, history, ())
+    assert isinstance(decision, GiveUp)
+    assert "model, optimizer and data do not fit" in decision.reason
+
+
+def test_a_trainer_that_reports_nothing_may_have_run_out_in_a_step():
+    failure = failed(first_attempt(SETTINGS, (gpu(0, 20),)), FailureKind.DEVICE_OOM)
+    assert after(failure).action == "halve_batch"
+    began = failed(failure.spec, FailureKind.DEVICE_OOM, began_training=True)
+    assert after(began, settings=replace(SETTINGS, reports_start=True)).action == "halve_batch"
+
+
+def test_an_import_without_memory_is_no_matter_of_batch_or_workers():
+    failure = failed(first_attempt(SETTINGS, ()), FailureKind.HOST_OOM, Evidence(clue=Clue.IMPORT))
+    decision = decide(SETTINGS, (failure,), ())
+    assert isinstance(decision, GiveUp)
+    assert "while a module was imported" in decision.reason
+
+
 # --- host_oom and worker_death ---
 
 
 def as_asked(*history: Attempt) -> Retry:
-    decision = decide_as_asked(SETTINGS, history)
+    decision = decide_on_request(SETTINGS, history)
     assert isinstance(decision, Retry)
     return decision
 
@@ -187,20 +229,89 @@ def test_a_worker_that_died_means_fewer_workers_down_to_none_and_then_the_end():
 # --- devices ---
 
 
-def test_a_device_fault_goes_on_at_the_same_batch_on_another_gpu_and_avoids_the_sick_one():
+HARDWARE = Evidence(clue=Clue.HARDWARE)
+BUSY = Evidence(clue=Clue.BUSY)
+DRIVER = Evidence(clue=Clue.DRIVER)
+
+
+def fault(spec: AttemptSpec, step: int | None, evidence: Evidence | None = None, **outcome: object):
+    return failed(spec, FailureKind.DEVICE_FAULT, evidence, end_step=step, **outcome)
+
+
+def test_a_fault_of_the_context_is_mended_by_a_new_process_on_the_same_gpu():
+    gpus = (gpu(0, 70), gpu(1, 10))
+    first = fault(first_attempt(SETTINGS, gpus[:1]), 40)
+    retry = after(first, gpus=gpus)
+    assert (retry.action, retry.spec) == ("retry", first.spec)
+    assert "excluded" not in retry.reason
+    # at the same step again: another GPU, then nothing more to learn
+    again = after(first, first, gpus=gpus)
+    assert (again.action, again.spec.device, again.spec.batch_size) == ("switch_gpu", "cuda:1", 64)
+    assert isinstance(decide(SETTINGS, (first, first, fault(again.spec, 40)), gpus), GiveUp)
+
+
+def test_faults_at_other_steps_stay_on_the_gpu_while_the_job_gets_further():
+    gpus = (gpu(0, 70), gpu(1, 60))
+    spec = first_attempt(SETTINGS, gpus[:1])
+    moving = [fault(spec, 10 * n + 3, start_step=10 * n) for n in range(9)]
+    assert after(*moving, gpus=gpus).spec == spec
+    standing = [fault(spec, n) for n in range(9)]
+    assert [after(*standing[:n], gpus=gpus).spec.device for n in (3, 4)] == ["cuda:0", "cuda:1"]
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_gpu_whose_hardware_failed_is_left_at_once(gone: bool):
     spec = first_attempt(SETTINGS, (gpu(0, 70),))
-    first = failed(spec, FailureKind.DEVICE_FAULT, end_step=40)
-    retry = after(first, gpus=(gpu(0, 70), gpu(1, 10), gpu(2, 5)))
-    assert (retry.spec.device, retry.spec.batch_size) == ("cuda:1", 64)
-    assert "cuda:0 is avoided from now on" in retry.reason
-    second = failed(retry.spec, FailureKind.DEVICE_FAULT, end_step=55)
-    retry = after(first, second, gpus=(gpu(0, 70), gpu(1, 10), gpu(2, 5)))
-    assert retry.spec.device == "cuda:2"
+    ill = replace(gpu(0, 70), unusable="a memory row failed") if gone else gpu(0, 70)
+    evidence = Evidence() if gone else HARDWARE
+    retry = after(fault(spec, 40, evidence), gpus=(ill, gpu(1, 10)))
+    assert (retry.action, retry.spec.device) == ("switch_gpu", "cuda:1")
+    # two GPUs whose hardware failed are two GPUs whose hardware failed
+    both = after(fault(spec, 40, HARDWARE), fault(retry.spec, 40, HARDWARE), gpus=(gpu(2, 9),))
+    assert both.spec.device == "cuda:2"
+    assert "cuda:1 is excluded as unhealthy" in both.reason
 
 
-def test_a_device_fault_without_another_gpu_goes_on_on_the_cpu():
-    failure = failed(first_attempt(SETTINGS, (gpu(0, 70),)), FailureKind.DEVICE_FAULT, end_step=4)
-    assert after(failure, gpus=(gpu(0, 70),)).action == "cpu_fallback"
+def test_the_cpu_comes_after_every_gpu_and_after_waiting_for_those_that_others_have():
+    failure = fault(first_attempt(SETTINGS, (gpu(0, 70),)), 4, HARDWARE)
+    assert after(failure, gpus=()).action == "cpu_fallback"
+    decision = decide(SETTINGS, (failure,), (), held=(gpu(1, 3),))
+    assert isinstance(decision, Retry)
+    assert decision.action == "wait"
+    assert decision.room is not None
+    assert (decision.room.gpu_uuids, decision.room.exclude) == ((), ("GPU-0",))
+    assert isinstance(decision.otherwise, Retry)
+    assert decision.otherwise.action == "cpu_fallback"
+    # the job's own GPU is nothing to wait for
+    own = decide(SETTINGS, (failure,), (), held=(gpu(0, 3),))
+    assert own.action == "cpu_fallback"
+
+
+def test_what_the_host_avoids_after_a_fault_follows_from_the_same_evidence():
+    one, two = gpu(0, 1), gpu(1, 1)
+    ecc = Failure(FailureKind.DEVICE_FAULT, "uncorrectable ECC error", HARDWARE)
+    assert excluded_after(ecc, (one,), (1,)) == {"GPU-0": "uncorrectable ECC error"}
+    assert excluded_after(ecc, (one, two), (1, 1)) == {}, "which of the two is not known"
+    address = replace(ecc, evidence=Evidence())
+    assert excluded_after(address, (one,), (1,)) == {}
+    assert set(excluded_after(address, (one, two), (1, None))) == {"GPU-1"}
+    assert excluded_after(replace(ecc, kind=FailureKind.DEVICE_OOM), (one,), (None,)) == {}
+
+
+def test_a_driver_error_before_the_first_step_turns_expandable_segments_off_once():
+    gpus = (gpu(0, 70),)
+    spec = first_attempt(SETTINGS, gpus)
+    first = fault(spec, None, DRIVER)
+    retry = after(first, gpus=gpus)
+    assert (retry.action, retry.spec) == (
+        "no_expandable_segments",
+        replace(spec, expandable_segments=False),
+    )
+    second = failed(retry.spec, FailureKind.DEVICE_OOM, FRAGMENTED)
+    assert after(first, second, gpus=gpus).action == "halve_batch", "never on again"
+    assert after(fault(spec, 7, DRIVER), gpus=gpus).action == "retry"
+    chosen = replace(SETTINGS, may_use_expandable_segments=False)
+    assert after(first, gpus=gpus, settings=chosen).action == "retry"
 
 
 @pytest.mark.parametrize("step", [40, None])
@@ -212,7 +323,7 @@ def test_the_same_fault_at_the_same_step_on_two_devices_is_not_the_devices(step:
     assert "on two devices (cuda:0 and cuda:1) is not the device's" in decision.reason
 
 
-def test_a_device_that_is_not_to_be_had_means_the_next_one_and_in_the_end_the_cpu():
+def test_a_device_that_is_unavailable_means_the_next_one_and_in_the_end_the_cpu():
     spec = first_attempt(SETTINGS, (gpu(0, 70),))
     history: tuple[Attempt, ...] = ()
     devices = []
@@ -221,6 +332,15 @@ def test_a_device_that_is_not_to_be_had_means_the_next_one_and_in_the_end_the_cp
         spec = after(*history, gpus=(gpu(0, 70), gpu(1, 60), gpu(2, 50))).spec
         devices.append(spec.device)
     assert devices == ["cuda:1", "cuda:2", "cpu"]
+
+
+def test_a_busy_gpu_that_is_free_is_asked_again_after_a_pause():
+    failure = failed(first_attempt(SETTINGS, (gpu(0, 70),)), FailureKind.DEVICE_UNAVAILABLE, BUSY)
+    retries = [after(*[failure] * n, gpus=(gpu(0, 70),)) for n in range(1, 5)]
+    assert [r.action for r in retries] == ["retry"] * 3 + ["cpu_fallback"]
+    assert [r.pause_seconds for r in retries[:3]] == [10, 20, 40]
+    # somebody has it now: wait for the next one
+    assert after(failure, gpus=()).action == "wait"
 
 
 # --- comm ---
@@ -237,18 +357,21 @@ def test_peers_are_tried_again_after_growing_pauses_and_not_for_ever():
 # --- all of it ---
 
 sizes = st.integers(0, 80 * GIB)
+clues = [value for name, value in vars(Clue).items() if name.isupper()]
 evidence_strategy = st.builds(
     Evidence,
     requested_bytes=st.none() | sizes,
     reserved_unallocated_bytes=st.none() | sizes,
     free_bytes=st.none() | sizes,
     fragmented=st.booleans(),
+    own_limit=st.booleans(),
+    clue=st.none() | st.sampled_from(clues),
 )
 kinds = st.sampled_from(sorted(FailureKind))
 
 
 @given(st.data())
-def test_any_series_of_failures_ends_keeps_the_effective_batch_and_never_returns_to_a_device(data):
+def test_any_series_of_failures_ends_keeps_the_effective_batch_and_takes_the_cpu_last(data):
     batch = data.draw(st.integers(1, 256))
     settings = PolicySettings(
         batch_size=batch,
@@ -260,30 +383,42 @@ def test_any_series_of_failures_ends_keeps_the_effective_batch_and_never_returns
         allow_cpu_fallback=data.draw(st.booleans()),
         expandable_segments=data.draw(st.booleans()),
         may_wait=data.draw(st.booleans()),
+        reports_start=data.draw(st.booleans()),
     )
-    gpus = tuple(gpu(i, free) for i, free in enumerate(data.draw(st.lists(st.floats(1, 80)))))
+    free = data.draw(st.lists(st.floats(1, 80), max_size=4))
+    gpus = tuple(gpu(index, gib) for index, gib in enumerate(free))
+    held = tuple(gpu(index + 10, 9) for index in range(data.draw(st.integers(0, 2))))
     spec = first_attempt(settings, gpus[:1])
     history: tuple[Attempt, ...] = ()
     visited = [spec.device_key]
     while True:
-        kind = data.draw(kinds)
+        kind, evidence = data.draw(kinds), data.draw(evidence_strategy)
         outcome = {
+            "start_step": data.draw(st.integers(0, 2)),
             "end_step": data.draw(st.none() | st.integers(0, 3)),
             "gpu_free_before_bytes": data.draw(st.none() | sizes),
             "gpu_free_after_bytes": data.draw(st.none() | sizes),
             "micro_batch": data.draw(st.none() | st.integers(settings.min_batch_size, batch)),
         }
-        history += (failed(spec, kind, data.draw(evidence_strategy), **outcome),)
-        decision = decide(settings, history, gpus)
+        history += (failed(spec, kind, evidence, **outcome),)
+        decision = decide(settings, history, gpus, held)
+        if isinstance(decision, Retry) and decision.otherwise and data.draw(st.booleans()):
+            decision = decision.otherwise
         if isinstance(decision, GiveUp):
             return
         assert kind not in (FailureKind.BUG, FailureKind.INTERRUPTED)
-        waits_in_vain = decision.otherwise is not None and data.draw(st.booleans())
-        if waits_in_vain:
-            decision = decision.otherwise
-            if isinstance(decision, GiveUp):
-                return
-        spec = decision.spec
+        is_ill = kind is FailureKind.DEVICE_FAULT and evidence.clue == Clue.HARDWARE
+        if decision.room is not None and not decision.room.gpu_uuids:
+            others = [g for g in (*held, *gpus) if g.uuid not in decision.room.exclude]
+            assert not (is_ill and spec.gpus[0] in others)
+            found = data.draw(st.sampled_from(others))
+            spec = replace(decision.spec, gpus=(found,))
+            visited.append(spec.device_key)
+        elif is_ill and decision.action != "no_expandable_segments":
+            assert decision.spec.device_key != spec.device_key
+            spec = decision.spec
+        else:
+            spec = decision.spec
         assert settings.min_batch_size <= spec.batch_size <= settings.batch_size
         effective = settings.effective_batch_size
         if effective % spec.batch_size == 0:
@@ -291,6 +426,8 @@ def test_any_series_of_failures_ends_keeps_the_effective_batch_and_never_returns
         if spec.device_key != visited[-1]:
             assert spec.device_key not in visited
             visited.append(spec.device_key)
+        assert "cpu" not in visited[:-1], "the CPU is the last device"
+        assert history.count(history[-1]) < 100
         assert len(history) < 400, "does not end"
 
 
@@ -330,13 +467,13 @@ def test_a_group_halves_for_all_and_exchanges_every_gpu_that_has_no_more_than_th
     assert (one.action, one.spec.gpus) == ("switch_gpu", (bigger, big))
 
 
-def test_a_sick_gpu_of_a_group_is_exchanged_and_the_others_stay():
+def test_a_faulty_gpu_of_a_group_is_exchanged_and_the_others_stay():
     settings = PolicySettings(batch_size=8, ranks=2)
     spec = first_attempt(settings, (gpu(0, 20), gpu(1, 20)))
     decision = decide(settings, (of_rank(spec, 1, FailureKind.DEVICE_FAULT),), (gpu(2, 20),))
     assert isinstance(decision, Retry)
     assert [g.index for g in decision.spec.gpus] == [0, 2]
-    assert "cuda:1 is avoided" in decision.reason
+    assert "same batch on cuda:2" in decision.reason
 
 
 def test_the_cpu_in_place_of_several_gpus_halves_by_the_whole_effective_batch():

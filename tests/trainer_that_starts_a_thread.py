@@ -1,9 +1,9 @@
-"""A user's module that starts a thread when it is imported."""
+"""Imports a library that starts a native thread, and fails once."""
 
-import threading
-
-threading.Thread(target=threading.Event().wait, daemon=True).start()
+import starts_a_native_thread
 
 
-def train(cfg):
-    return "trained"
+def train(cfg, run):
+    if run.attempt == 1:
+        raise MemoryError
+    return starts_a_native_thread.VALUE

@@ -13,11 +13,9 @@ import threading
 import time
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-
 
 def what_it_was_given(cfg):
+    torch = sys.modules.get("torch")
     return {
         "device": cfg.device,
         "batch_size": cfg.training.batch_size,
@@ -25,7 +23,7 @@ def what_it_was_given(cfg):
         "num_workers": cfg.training.num_workers,
         "lr": cfg.training.lr,
         "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
-        "cuda_started": torch.cuda.is_initialized(),
+        "cuda_started": torch is not None and torch.cuda.is_initialized(),
         "cwd": os.getcwd(),
         "parent": os.getppid(),
     }
@@ -40,6 +38,8 @@ def uses_run(cfg, run):
 
 
 def returns_an_objective(cfg):
+    import torch
+
     return {"objective": cfg.training.lr * 1000, "note": torch.tensor(0.5)}
 
 
@@ -70,7 +70,7 @@ def within_a_budget(cfg):
         while not Path(os.environ["GO_FILE"]).exists():
             time.sleep(0.01)
     if cfg.training.batch_size > budgets.get(gpu, 10**9):
-        raise torch.OutOfMemoryError(
+        raise RuntimeError(
             "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of "
             "15.78 GiB of which 1.20 GiB is free."
         )
@@ -157,6 +157,8 @@ def prints(cfg):
 
 
 def allocator_settings(cfg):
+    import torch
+
     return torch._C._accelerator_getAllocatorSettings()
 
 
@@ -224,12 +226,16 @@ def within_a_data_limit(cfg, run):
 
 
 def sees_through_torch(cfg):
+    import torch
+
     properties = torch.cuda.get_device_properties(cfg.device)
     return {"uuid": f"GPU-{properties.uuid}", "count": torch.cuda.device_count()}
 
 
 def fills_two_gib_of_the_gpu(cfg):
     """Real tensors, 100 MiB a sample, in a process that may have 2 GiB of the GPU."""
+    import torch
+
     _, total = torch.cuda.mem_get_info(cfg.device)
     torch.cuda.set_per_process_memory_fraction(2 * 1024**3 / total)
     batch = torch.empty(cfg.training.batch_size, 100 * 1024**2, dtype=torch.uint8, device="cuda")
@@ -239,9 +245,12 @@ def fills_two_gib_of_the_gpu(cfg):
 def fails_by_script(cfg, run):
     """Does what the script in the environment says for this attempt's number, then succeeds.
 
-    A line is ``<step> <message>``: progress to that step, then an error with that message; the
-    message ``stall`` hangs instead, ``worker`` kills a data-loader worker.
+    A line is ``<step> <message>``: progress to that step (``-``: training does not even begin),
+    then an error with that message; the message ``stall`` hangs instead, ``worker`` kills a
+    data-loader worker.
     """
+    import torch
+
     lines = Path(os.environ["FAILURES_FILE"]).read_text().splitlines()
     with Path(os.environ["ATTEMPTS_FILE"]).open("a") as file:
         given = {
@@ -256,15 +265,16 @@ def fails_by_script(cfg, run):
     if run.attempt > len(lines):
         return "trained"
     step, _, message = lines[run.attempt - 1].partition(" ")
-    run.started(0)
-    run.progress(int(step))
+    if step != "-":
+        run.started(0)
+        run.progress(int(step))
     if message == "stall":
         _hangs_for_ever()
     if message == "worker":
         workers = cfg.training.num_workers
         list(torch.utils.data.DataLoader(_KillsItsWorker(), num_workers=workers))
     if "out of memory" in message:
-        raise torch.OutOfMemoryError(message)
+        raise RuntimeError(message)
     raise RuntimeError(message)
 
 
@@ -281,11 +291,13 @@ def _hangs_for_ever():
     threading.Event().wait()
 
 
-class _KillsItsWorker(torch.utils.data.Dataset):
+class _KillsItsWorker:
     def __len__(self):
         return 8
 
     def __getitem__(self, index):
+        import torch
+
         if torch.utils.data.get_worker_info() is not None:
             os.kill(os.getpid(), signal.SIGKILL)
         return index
@@ -315,13 +327,15 @@ def fills_memory(cfg):
 
 def splits_within_a_budget(cfg, run):
     """A step in which parts above the GPU's budget run out of memory."""
+    import torch
+
     budgets = json.loads(os.environ["BATCH_BUDGETS"])
     budget = budgets.get(os.environ.get("CUDA_VISIBLE_DEVICES") or "cpu", 10**9)
     batches = run.micro_batches(torch.zeros(cfg.training.batch_size, 1), training=True)
     for micro in batches:
         with micro:
             if len(micro) > budget:
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+                raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     return {"repeats": batches.repeats, "part": len(micro)}
 
 
@@ -331,7 +345,7 @@ def cpu_waits_for_go(cfg):
     with Path(os.environ["ATTEMPTS_FILE"]).open("a") as file:
         file.write(f"{gpu}\n")
     if gpu != "cpu":
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     while not Path(os.environ["GO_FILE"]).exists():
         time.sleep(0.01)
 
@@ -343,11 +357,13 @@ def tells_its_memory(cfg, run):
     while not Path(f"{os.environ['GO_FILE']}.{run.attempt}").exists():
         time.sleep(0.01)
     if run.attempt == 1:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
 def tells_what_it_holds(cfg, run):
     """One of several ranks: tells of its GPU's memory, waits to be told, says what all saw."""
+    import torch.distributed as dist
+
     dist.init_process_group("gloo")
     run.record("memory", {"reserved": (run.rank + 1) * 1024**3})
     while not Path(os.environ["GO_FILE"]).exists():

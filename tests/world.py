@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import pty
+import shutil
 import subprocess
 import sys
 import time
@@ -15,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import preloaded
-from shared_torch import requests_of
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = ROOT / "tests"
@@ -119,12 +119,6 @@ class World:
     ) -> subprocess.Popen[str]:
         """Start a command; the caller waits for it."""
         command = self.command(*arguments, script=script)
-        # what holds for the launcher's process, a limit for example, must hold for its attempts
-        alone = self.alone or "preexec_fn" in options
-        if script == "train_robust.py" and not alone:
-            zygote = requests_of(self.environ)
-            command[1:1] = [str(TESTS / "shared_torch.py"), str(zygote)]
-            options["pass_fds"] = (*options.get("pass_fds", ()), zygote)
         return subprocess.Popen(
             command,
             cwd=self.folder,
@@ -179,3 +173,12 @@ class World:
         """The same world with more environment variables."""
         self.environ |= dict(more)
         return self
+
+    def with_libraries(self) -> World:
+        """The same world with ``tests/libraries`` installed."""
+        base = self.folder / "installed"
+        version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+        packages = base / "lib" / version / "site-packages"
+        shutil.copytree(TESTS / "libraries", packages)
+        path = f"{self.environ['PYTHONPATH']}:{packages}"
+        return self.with_environ({"PYTHONUSERBASE": str(base), "PYTHONPATH": path})

@@ -37,7 +37,7 @@ def train(cfg, run):
 
 
 def samples_in_a_step(cfg):
-    """Stays the same when the launcher makes micro-batches smaller."""
+    """Return a constant, also when the launcher halves the micro-batch size."""
     return cfg.training.batch_size * cfg.training.gradient_accumulation_steps
 
 

@@ -7,6 +7,11 @@ import signal
 WARNING_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 """With these Slurm and submitit announce that a job will be taken off its node."""
 
+EXIT_FAILED = 1
+EXIT_BAD_CONFIG = 2
+EXIT_NO_DEVICE = 75
+"""Exit codes of a job; the last is EX_TEMPFAIL of sysexits.h."""
+
 
 class ConfigError(ValueError):
     """The user's configuration cannot be used. The message names key, value and remedy."""

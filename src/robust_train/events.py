@@ -14,9 +14,9 @@ import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
-from robust_train.values import Evidence, Failure, FailureKind
+from robust_train.values import Failure, FailureKind
 
 Json = Any
 """A value of JSON's types."""
@@ -210,6 +210,14 @@ class RequestDone(Event):
 
 
 @dataclass(frozen=True)
+class AttemptProcess(Event):
+    """The attempt runs in process ``pid``; of several ranks, rank 0."""
+
+    name = "attempt_process"
+    pid: int
+
+
+@dataclass(frozen=True)
 class ScriptStarted(Event):
     """``trainer=command`` starts its program."""
 
@@ -399,6 +407,21 @@ def parse(data: object) -> Event:
     return event
 
 
+T = TypeVar("T")
+
+
+def from_json(cls: type[T], data: object) -> T:
+    """Return the frozen dataclass ``cls`` from one JSON object; unknown keys are ignored.
+
+    Raises:
+        MalformedEvent: a field is missing or of another type.
+    """
+    if not isinstance(data, Mapping):
+        raise MalformedEvent("not an object")
+    found: T = _build(cls, data, cls.__name__)
+    return found
+
+
 def _build(cls: type[Any], data: Mapping[str, Any], where: str) -> Any:
     hints = _hints(cls)
     given: dict[str, Any] = {}
@@ -431,7 +454,7 @@ def _value(hint: Any, value: Any, where: str) -> Any:
         item = typing.get_args(hint)[0]
         return tuple(_value(item, one, where) for one in value)
     if isinstance(value, Mapping):
-        if hint in (Evidence, Failure):
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
             return _build(hint, value, where)
         if origin in (Mapping, dict) or hint in (Mapping, dict):
             return dict(value)

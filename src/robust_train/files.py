@@ -5,23 +5,41 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Yields a path beside ``path`` to write to; when the block is left, that becomes ``path``.
+def replacing(path: Path, *, durable: bool = False) -> Iterator[Path]:
+    """Yield a path beside ``path`` to write to; when the block is left, that becomes ``path``.
 
     If the block raises, or the renaming does, nothing of it stays and what was there is untouched.
+    ``durable``: the new content survives a power cut once the block is left.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield temporary
+        if durable:
+            sync(temporary)
         temporary.replace(path)
+        if durable:
+            sync(path.parent)
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
+
+
+def sync(path: Path) -> None:
+    """Have a file's content, or the names in a directory, survive a power cut."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # no such promise on this disk
+            raise
+    finally:
+        os.close(fd)
 
 
 class DirectoryProblem(Exception):
@@ -64,3 +82,22 @@ def open_or_make(path: Path | str, mode: int, dir_fd: int | None = None) -> int:
             os.close(fd)
             raise DirectoryProblem(f"cannot be used ({error.strerror})") from error
     return fd
+
+
+def read_small(path: Path, most_bytes: int) -> tuple[bytes, int]:
+    """Return content and owner of a file that anybody may have put there.
+
+    Raises:
+        OSError: it cannot be read. ELOOP for a symbolic link, EINVAL for what is no regular file
+            or has more than ``most_bytes``.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "no regular file")
+        if status.st_size > most_bytes:
+            raise OSError(errno.EINVAL, f"larger than {most_bytes} bytes")
+        return os.read(fd, most_bytes), status.st_uid
+    finally:
+        os.close(fd)

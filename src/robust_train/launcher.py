@@ -1,10 +1,11 @@
 """The story of a job, top to bottom.
 
-compose → acquire a device → run an attempt → classify → decide → report
+compose → acquire a device → run an attempt → classify → decide → record → summary
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import time
@@ -16,18 +17,11 @@ from typing import Any
 import tenacity
 from omegaconf import DictConfig, OmegaConf
 
+from robust_train.batch.job_sizes import BatchSizes
 from robust_train.batch.search import BatchSearch
-from robust_train.batch.sizes import BatchSizes
 from robust_train.config.batch import settle_batch_size
 from robust_train.config.schema import complete, validate
-from robust_train.control.job import JobControl
-from robust_train.errors import (
-    AttemptsExhausted,
-    ConfigError,
-    JobInterrupted,
-    NoDevice,
-    TrainerFailed,
-)
+from robust_train.errors import EXIT_BAD_CONFIG, ConfigError, JobInterrupted, NoDevice
 from robust_train.events import (
     AttemptEnded,
     CheckpointSaved,
@@ -41,38 +35,37 @@ from robust_train.execution import Executor
 from robust_train.execution.environment import attempt_environment
 from robust_train.execution.inline import InlineExecutor
 from robust_train.execution.process import ProcessExecutor
-from robust_train.execution.request import AttemptRequest, TrainerRef
+from robust_train.execution.request import AttemptRequest
 from robust_train.execution.signals import SignalWatch
+from robust_train.execution.trainer_ref import TrainerRef
+from robust_train.failures.advice import with_fitting_advice
 from robust_train.memory.stability import attempt_stability
-from robust_train.policy.decide import decide, decide_as_asked, first_attempt
+from robust_train.policy.decide import decide, decide_on_request, first_attempt
 from robust_train.queue import devices
-from robust_train.queue.wait import NoGpu
+from robust_train.queue.wait import NoGpu, WaitStatus
 from robust_train.report import narration
 from robust_train.report.html import write_report
-from robust_train.runfolder.journal import Journal, read_earlier
-from robust_train.runfolder.summary import (
-    AttemptRecord,
-    Summary,
-    attempts_table,
-    evidence_of,
-    gpu_memory_summary,
-)
+from robust_train.runfolder.folder import RunFolder
+from robust_train.runfolder.identity import begin_job, complete_job, resume_from
+from robust_train.runfolder.journal import Journal
+from robust_train.runfolder.summary import AttemptRecord, Summary, evidence_of
 from robust_train.settings import (
     attempt_config,
+    batch_settings,
     hydra_config,
     name_of,
     policy_settings,
     run_folder,
+    sweep_folder,
     target_of,
 )
 from robust_train.values import (
-    MEMORY_FAILURES,
     Attempt,
     AttemptSpec,
     Decision,
-    FailureKind,
     GiveUp,
     Group,
+    Outcome,
     Retry,
     device_name,
 )
@@ -101,26 +94,17 @@ def launch(
         The summary of a completed job; ``summary.result`` is what the trainer returned.
 
     Raises:
-        ConfigError: the configuration or the trainer's path cannot be used; nothing was started.
+        ConfigError: the configuration or the trainer's path cannot be used, or a live job holds
+            the run folder; nothing was started.
         NoDevice: no device in time, and the CPU is not allowed.
         AttemptsExhausted: memory ran out on every device that may be used.
         TrainerFailed: the trainer failed otherwise; or its own exception, where that could be
             carried over from the attempt's process.
         JobInterrupted: Ctrl-C or SIGTERM.
     """
-    job = Job(trainer, complete(cfg or {}), run_dir)
-    summary = job.run()
-    if summary.status == "completed":
-        return summary
-    if summary.status == "no_device":
-        raise NoDevice(str(summary.reason))
-    last = summary.attempts[-1].attempt.outcome
-    if last.failure is not None and last.failure.kind in MEMORY_FAILURES:
-        raise AttemptsExhausted(str(summary.reason))
-    text = str(summary.reason)
-    if last.traceback is not None:  # a crash's stack does not say which signal ended the process
-        text = last.traceback if text in last.traceback else f"{text}\n{last.traceback}"
-    raise TrainerFailed(text) if last.error is None else last.error from TrainerFailed(text)
+    summary = Job(trainer, complete(cfg or {}), run_dir).run()
+    summary.raise_unless_completed()
+    return summary
 
 
 class Job:
@@ -132,7 +116,7 @@ class Job:
         run_dir: as for :func:`launch`.
 
     Raises:
-        ConfigError: the configuration cannot be used.
+        ConfigError: the configuration cannot be used, or a live job holds the run folder.
     """
 
     def __init__(
@@ -144,88 +128,87 @@ class Job:
         self.trainer = trainer or target_of(cfg)
         self.settings = policy_settings(cfg, finds_batch_size=is_auto)
         self.run_dir = run_folder(run_dir)
-        self.earlier = read_earlier(self.run_dir / "journal.jsonl")
-        self.journal = Journal(self.run_dir / "journal.jsonl")
         self.signals = SignalWatch()
         name = devices.job_name(cfg, self.run_dir)
-        self.control = JobControl(name, self.run_dir, self.signals, os.environ)
-        self.batch_sizes = BatchSizes(
-            cfg, self.settings, self.trainer, self.earlier.found, self.journal.write
-        )
+        self.folder = RunFolder(self.run_dir, name, self.signals, sweep_folder())
         self.records: list[AttemptRecord] = []
-        self.checkpoint: Path | None = self.earlier.checkpoint if cfg.resume else None
         self.wait_seconds = 0.0
+        self._runs_inline = cfg.isolation == "none"
         self._started = time.monotonic()
 
     def run(self) -> Summary:
-        """Run the job to its end, write ``summary.json``, show the table.
+        """Run the job to its end and write ``summary.json``.
 
         Raises:
             ConfigError: the trainer cannot be imported, or refuses the configuration.
             JobInterrupted: after the summary was written.
         """
-        self.journal.write(JobStarted(str(self.run_dir), name_of(self.trainer)))
+        with self.folder:
+            self._begin()
+            try:
+                with self.signals:
+                    summary = self._train()
+            except JobInterrupted as interruption:
+                self._end("interrupted", str(interruption), exit_code=interruption.exit_code)
+                self.signals.pass_on()
+                raise
+            except ConfigError as error:
+                self._end("failed", str(error), exit_code=EXIT_BAD_CONFIG)
+                raise
+            except Exception as error:
+                self._end("failed", f"error in the launcher: {type(error).__name__}: {error}")
+                raise
+            return summary
+
+    def _begin(self) -> None:
+        """Find out where the job stands on the disk."""
+        self.beginning = begin_job(self.run_dir, resume=self.cfg.resume)
+        self.checkpoint = self.beginning.checkpoint
+        self.journal = Journal(self.run_dir / "journal.jsonl")
+        self.batch_sizes = BatchSizes(
+            batch_settings(self.cfg, self.trainer),
+            self.settings,
+            self.beginning.found,
+            self.journal.write,
+        )
+        started = JobStarted(str(self.run_dir), name_of(self.trainer), self.beginning.job)
+        self.journal.write(started)
         if self.checkpoint is not None:
-            log.info("this run folder holds an unfinished job: going on from %s", self.checkpoint)
-        try:
-            with self.signals, self.control:
-                summary = self._train()
-        except JobInterrupted as interruption:
-            self._report(self._summary("interrupted", str(interruption)))
-            self.signals.pass_on()
-            raise
-        except ConfigError as error:
-            self._report(self._summary("failed", str(error)))
-            raise
-        self._report(summary)
-        return summary
+            log.info("this run folder holds an unfinished job: resuming from %s", self.checkpoint)
 
     def _train(self) -> Summary:
-        executor = self._executor()
+        self.executor = executor = self._executor()
+        self.sleep = functools.partial(executor.sleep, tick=self.folder.tick)
         self.devices = devices.Devices(
-            self.cfg,
-            os.environ,
-            self.run_dir,
-            executor.sleep,
-            self.control.waits,
-            self.control.token,
+            self.cfg, os.environ, self.run_dir, self.sleep, self._on_wait, self.folder.token
         )
-        self.control.queue_id = lambda: self.devices.job_id
         healthy = False
         try:
-            try:
-                group = self._acquire_device()
-            except NoDevice as error:
-                return self._summary("no_device", str(error))
+            group = self._acquire_device()
             executor.prepare()
-            spec = first_attempt(self.settings, group)
-            last = self._attempt_until_done(executor, spec)
+            last = self._attempt_until_done(first_attempt(self.settings, group))
             healthy = True
+        except NoDevice as error:
+            return self._end("no_device", str(error))
         finally:
-            executor.close(keep_server=healthy)
-            self.devices.release()
+            # however often somebody presses Ctrl-C: the GPU is released
+            with self.signals.handed_to(lambda signum: None):
+                executor.close(keep_server=healthy)
+                self.devices.release()
         self.signals.raise_if_received()
-        outcome = last.attempt.outcome
-        if outcome.failure is None:
-            return self._summary("completed", None, outcome.result)
-        assert last.decision is not None
-        return self._summary("failed", last.decision.reason)
+        if last.decision is None:
+            return self._end("completed", None, last.attempt.outcome.result)
+        return self._end("failed", last.decision.reason)
 
     def _executor(self) -> Executor:
-        """How attempts run. A separate process starts importing the trainer right away."""
-        if self.cfg.isolation == "none":
+        """How attempts run. A separate process starts importing libraries right away."""
+        if self._runs_inline:
             trainer = self.trainer
-            function = TrainerRef(trainer).load()[1] if isinstance(trainer, str) else trainer
-            return InlineExecutor(function, self.signals)
+            function = TrainerRef(trainer).load() if isinstance(trainer, str) else trainer
+            return InlineExecutor(lambda: function, self.signals)
         cfg = self.cfg.copy()
         OmegaConf.resolve(cfg)
-        return ProcessExecutor(
-            TrainerRef.of(self.trainer),
-            cfg,
-            self.run_dir,
-            self.signals,
-            self.cfg.stop_grace_seconds,
-        )
+        return ProcessExecutor(TrainerRef.of(self.trainer), cfg, self.run_dir, self.signals)
 
     def _acquire_device(self) -> Group:
         started = time.monotonic()
@@ -233,131 +216,136 @@ class Job:
             group = self.devices.acquire()
         finally:
             self.wait_seconds = time.monotonic() - started
-        self.control.goes_on()
-        self.journal.write(
-            DeviceAcquired(
-                device=device_name(group),
-                gpu_uuids=tuple(gpu.uuid for gpu in group),
-                gpu_names=tuple(gpu.name for gpu in group),
-                wait_seconds=round(self.wait_seconds, 3),
-            )
-        )
+        self.folder.queued(self.devices.job_id)
+        self.folder.acquired()
+        uuids, names = tuple(gpu.uuid for gpu in group), tuple(gpu.name for gpu in group)
+        seconds = round(self.wait_seconds, 3)
+        self.journal.write(DeviceAcquired(device_name(group), uuids, names, seconds))
         return group
 
-    def _attempt_until_done(self, executor: Executor, spec: AttemptSpec) -> AttemptRecord:
-        """The retry loop: it goes on as long as the policy's decision is a Retry."""
-        next_spec = spec
-
-        def attempt_and_decide() -> AttemptRecord:
-            nonlocal next_spec
-            record = self._attempt(executor, next_spec)
-            if isinstance(record.decision, Retry):
-                record = self._when_ready(record, record.decision, executor)
-            while isinstance(record.decision, Retry):
-                next_spec = record.decision.spec
-                if self.devices.take(next_spec.gpus):
-                    break
-                record = self._decide_again(record, record.decision)
-            return record
-
+    def _attempt_until_done(self, first: AttemptSpec) -> AttemptRecord:
+        """Run attempts as long as the decision after each is to retry."""
         retrying = tenacity.Retrying(
             retry=tenacity.retry_if_result(lambda record: isinstance(record.decision, Retry)),
+            wait=_decided_pause,
+            sleep=self.sleep,
             stop=tenacity.stop_never,
-            wait=tenacity.wait_none(),
         )
-        return retrying(attempt_and_decide)
+        return retrying(self._next_attempt, first)
 
-    def _when_ready(self, record: AttemptRecord, retry: Retry, executor: Executor) -> AttemptRecord:
-        """Let pass what the retry asks for; its alternative where there was no room in time."""
-        if retry.pause_seconds > 0:
-            executor.sleep(retry.pause_seconds)
-        if retry.room is None or retry.otherwise is None:
+    def _next_attempt(self, first: AttemptSpec) -> AttemptRecord:
+        """Run the first attempt, or what was decided after the last one if it can be had."""
+        if not self.records:
+            return self._attempt(first)
+        record = self._with_room(self.records[-1])
+        while isinstance(record.decision, Retry):
+            spec = record.decision.spec
+            if self.devices.take(spec.gpus):
+                return self._attempt(spec)
+            problem = f"{spec.device} went to another job meanwhile"
+            history = tuple(one.attempt for one in self.records[:-1])
+            decision = self._decide(record.attempt, history)
+            assert decision is not None
+            record = self._decide_again(record, decision, "lost_race", problem)
+        return record
+
+    def _with_room(self, record: AttemptRecord) -> AttemptRecord:
+        """Wait for the free memory that a retry needs, else take its alternative."""
+        retry = record.decision
+        if not isinstance(retry, Retry) or retry.room is None or retry.otherwise is None:
             return record
         started = time.monotonic()
         found = self.devices.wait_for_room(retry.room)
         self.wait_seconds += time.monotonic() - started
         if isinstance(found, NoGpu):
-            problem = found.reason
-            return self._decided_otherwise(record, retry.otherwise, "waited_in_vain", problem)
-        if not retry.room.gpu_uuids:
-            record = replace(record, decision=replace(retry, spec=replace(retry.spec, gpus=found)))
-            self.records[-1] = record
-        return record
+            return self._decide_again(record, retry.otherwise, "waited_in_vain", found.reason)
+        if retry.room.gpu_uuids:
+            return record
+        return replace(record, decision=replace(retry, spec=replace(retry.spec, gpus=found)))
 
-    def _decide_again(self, record: AttemptRecord, retry: Retry) -> AttemptRecord:
-        """Another job was faster: the same decision on the GPUs as they are now."""
-        self.records.pop()
-        decision = self._decide(record.attempt)
-        self.records.append(record)
-        assert decision is not None
-        problem = f"{retry.spec.device} went to another job meanwhile"
-        return self._decided_otherwise(record, decision, "lost_race", problem)
-
-    def _decided_otherwise(
+    def _decide_again(
         self, record: AttemptRecord, decision: Decision, why: str, problem: str
     ) -> AttemptRecord:
-        record = replace(record, decision=decision)
-        self.records[-1] = record
-        action, reason = decision.action, decision.reason
-        again = DecidedAgain(why, problem, action, reason)
-        self.journal.write(again, self._number() - 1)
-        log.warning("%s; %s", problem, reason)
+        self.records[-1] = record = replace(record, decision=decision)
+        again = DecidedAgain(why, problem, decision.action, decision.reason)
+        self.journal.write(again, self._number - 1)
+        log.warning("%s; %s", problem, decision.reason)
         return record
 
-    def _attempt(self, executor: Executor, spec: AttemptSpec) -> AttemptRecord:
-        number = self._number()
+    def _attempt(self, spec: AttemptSpec) -> AttemptRecord:
+        number = self._number
         spec, search = self.batch_sizes.begin(spec)
         narration.announce(number, spec, is_searched=search is not None)
+        self.checkpoint = resume_from(
+            self.run_dir, self.beginning.job, self.checkpoint, sleep=self.sleep
+        )
         started = narration.started(spec, self.checkpoint)
         self.journal.write(started, number)
-        free_before = devices.free_bytes(spec.gpus)
-        request, hold = self._request(number, spec, search), self.devices.hold
-        with self.control.attempt(number, started) as channel:
-            outcome = executor.run(request, self._on_event, hold=hold, channel=channel)
-        # in this process its memory does not come back
-        expected = () if self.cfg.isolation == "none" else free_before
-        free_after = self.devices.ended(spec.gpus, outcome, expected)
-        if outcome.failure is not None and spec.gpus and self.cfg.isolation != "none":
-            where = outcome.failure.rank or 0
-            outcome = replace(
-                outcome,
-                gpu_free_before_bytes=free_before[where],
-                gpu_free_after_bytes=free_after[where],
-            )
+        self.folder.attempt_starts(number, started)
+        outcome = self._run_attempt(number, spec, search)
         attempt = Attempt(*self.batch_sizes.end(spec, outcome))
-        decision = self._decide(attempt)
+        decision = self._decide(attempt, tuple(record.attempt for record in self.records))
         record = AttemptRecord(attempt, decision, attempt_stability(self.run_dir, number))
         self.records.append(record)
-        told = record.as_json(len(self.records) - 1)
-        self.journal.write(AttemptEnded(told, evidence_of(outcome)), number)
+        content = record.as_json(len(self.records) - 1)
+        self.journal.write(AttemptEnded(content, evidence_of(outcome)), number)
         narration.say(number, outcome, decision)
-        self.control.decided(attempt, decision, self.checkpoint)
+        self.folder.decided(attempt, decision, self.checkpoint)
         return record
 
-    def _decide(self, attempt: Attempt) -> Decision | None:
+    def _run_attempt(self, number: int, spec: AttemptSpec, search: BatchSearch | None) -> Outcome:
+        """Run one attempt; free memory of its GPUs before and after tells who took it."""
+        free_before = devices.free_bytes(spec.gpus)
+        reservation = () if self.devices.hold is None else (self.devices.hold,)
+        outcome = self.executor.run(
+            self._request(number, spec, search),
+            self._on_event,
+            hold=(*reservation, *self.folder.hold),
+            tick=self.folder.tick,
+        )
+        # in this process its memory does not come back
+        expected = () if self._runs_inline else free_before
+        free_after = self.devices.ended(spec.gpus, outcome, expected)
+        if outcome.failure is None:
+            return outcome
+        failure = with_fitting_advice(
+            outcome.failure,
+            num_workers=spec.num_workers,
+            is_script=OmegaConf.select(self.cfg, "trainer.argv") is not None,
+        )
+        outcome = replace(outcome, failure=failure)
+        if not spec.gpus or self._runs_inline:
+            return outcome
+        rank = failure.rank or 0
+        return replace(
+            outcome,
+            gpu_free_before_bytes=free_before[rank],
+            gpu_free_after_bytes=free_after[rank],
+        )
+
+    def _decide(self, attempt: Attempt, earlier: tuple[Attempt, ...]) -> Decision | None:
         failure = attempt.outcome.failure
         if failure is None:
             return None
-        history = (*(record.attempt for record in self.records), attempt)
+        history = (*earlier, attempt)
         if attempt.outcome.stopped_for is not None and self.signals.received is None:
-            return decide_as_asked(self.settings, history)
-        if failure.kind is FailureKind.INTERRUPTED or self.signals.received is not None:
-            return GiveUp("interrupted")
-        gpus = self.devices.candidates() if attempt.spec.gpus else ()
-        decision = decide(self.settings, history, gpus)
-        if isinstance(decision, GiveUp) and failure.kind is FailureKind.BUG:
-            where = "" if failure.rank is None else f" (rank {failure.rank})"
-            return replace(decision, reason=failure.message + where)
-        return decision
+            return decide_on_request(self.settings, history)
+        if self.signals.received is not None:
+            return GiveUp("interrupted", action="stopped")
+        if not attempt.spec.gpus:
+            return decide(self.settings, history, ())
+        gpus = self.devices.candidates()
+        return decide(self.settings, history, gpus, self.devices.held_by_others(gpus))
 
     def _request(
         self, number: int, spec: AttemptSpec, search: BatchSearch | None
     ) -> AttemptRequest:
-        inline = self.cfg.isolation == "none"
-        device = devices.name_for_trainer(spec.gpus, os.environ, own_process=not inline)
+        device = devices.name_for_trainer(spec.gpus, os.environ, own_process=not self._runs_inline)
         cfg = attempt_config(self.cfg, spec, device)
         return AttemptRequest(
-            trainer=TrainerRef("inline.trainer") if inline else TrainerRef.of(self.trainer),
+            trainer=TrainerRef("inline.trainer")
+            if self._runs_inline
+            else TrainerRef.of(self.trainer),
             cfg=cfg,
             hydra_cfg=hydra_config(),
             attempt=number,
@@ -367,27 +355,34 @@ class Job:
                 os.environ, spec.gpus, expandable_segments=spec.expandable_segments
             ),
             cwd=os.getcwd(),
-            stall_timeout_seconds=60 * self.cfg.stall_timeout_minutes,
+            stall_timeout_seconds=60 * cfg.stall_timeout_minutes,
             # a script starts its processes itself
             ranks=1 if OmegaConf.select(cfg, "trainer.argv") else spec.ranks,
-            stop_grace_seconds=self.cfg.stop_grace_seconds,
+            stop_grace_seconds=cfg.stop_grace_seconds,
             batch_search=search,
         )
 
+    @property
     def _number(self) -> int:
-        """Of the attempt that runs or comes next, in all launches of this run folder."""
-        return self.earlier.attempts + len(self.records) + 1
+        """Number of the attempt that runs or comes next, in all launches of this run folder."""
+        return self.beginning.attempts + len(self.records) + 1
 
     def _on_event(self, event: Event) -> None:
-        self.journal.write(event, self._number())
+        self.journal.write(event, self._number)
         self.devices.on_event(event)
         self.batch_sizes.on_event(event)
-        self.control.on_event(event)
+        self.folder.on_event(event)
         if isinstance(event, CheckpointSaved):
             self.checkpoint = Path(event.path)
 
-    def _summary(self, status: str, reason: str | None, result: Any = None) -> Summary:
-        return Summary(
+    def _on_wait(self, status: WaitStatus) -> None:
+        self.folder.queued(self.devices.job_id)
+        self.folder.waits(status)
+
+    def _end(
+        self, status: str, reason: str | None, result: Any = None, exit_code: int | None = None
+    ) -> Summary:
+        summary = Summary(
             status=status,
             reason=reason,
             result=result,
@@ -397,15 +392,17 @@ class Job:
             attempts=tuple(self.records),
             checkpoint=self.checkpoint,
         )
-
-    def _report(self, summary: Summary) -> None:
-        self.journal.write(JobEnded(summary.status, summary.reason))
+        self.journal.write(JobEnded(status, reason))
         summary.write()
-        if self.records:
-            log.info("attempts:\n%s", attempts_table(self.records))
-            memory = gpu_memory_summary(self.records[-1])
-            if memory is not None:
-                log.info("%s", memory)
+        if status == "completed":
+            complete_job(self.run_dir)
+        self.folder.ended(status, reason, exit_code)
+        narration.conclude(summary)
         write_report(self.run_dir)
-        ending = f"{summary.status} after {summary.wall_seconds:.1f} s"
-        log.info("%s; run folder: %s", ending, self.run_dir)
+        return summary
+
+
+def _decided_pause(state: tenacity.RetryCallState) -> float:
+    """Return the seconds that the last decision asks to let pass."""
+    assert state.outcome is not None
+    return float(state.outcome.result().decision.pause_seconds)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import datetime
+
 from robust_train.values import GIB, MIB
 
 _MINUTE, _HOUR, _DAY = 60, 3600, 86400
+_ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth")
 
 
 def as_clock(seconds: int) -> str:
@@ -53,3 +56,45 @@ def memory(size: float) -> str:
 def mib(size_bytes: int) -> str:
     """Return ``15800 MiB``: to compare with a limit, or with what nvidia-smi shows."""
     return f"{size_bytes // MIB} MiB"
+
+
+def number(value: float) -> str:
+    """Return at most four figures, without needless zeros."""
+    if value and (abs(value) >= 1e6 or abs(value) < 1e-3):
+        mantissa, _, exponent = f"{value:.3g}".partition("e")
+        return f"{mantissa}e{int(exponent)}" if exponent else mantissa
+    return f"{value:,.4g}" if abs(value) < 10_000 else f"{value:,.0f}"
+
+
+def percent(share: float) -> str:
+    """Return a share of 0 to 1 in percent. Only all is 100 %, only nothing is 0 %."""
+    if 0 < share < 0.01:
+        return "< 1 %"
+    if 0.99 < share < 1:
+        return "> 99 %"
+    return f"{100 * share:.0f} %"
+
+
+def ordinal_word(number: int) -> str:
+    """Return ``first``, ``12th``."""
+    return _ORDINALS[number - 1] if 1 <= number <= len(_ORDINALS) else ordinal(number)
+
+
+def moment(time: float) -> str:
+    """Return date and time of day, in this process's time zone."""
+    try:
+        at = datetime.datetime.fromtimestamp(time).astimezone()
+    except (OverflowError, OSError, ValueError):
+        return "?"
+    return at.strftime("%Y-%m-%d %H:%M:%S %Z").strip()
+
+
+def shortened(text: str, longest: int) -> str:
+    """Return ``text`` in one line of at most ``longest`` characters."""
+    text = " ".join(text.split())
+    return text if len(text) <= longest else text[: longest - 1] + "…"
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, its type where it has none."""
+    return (str(error).splitlines() or [""])[0] or type(error).__name__

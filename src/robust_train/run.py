@@ -7,8 +7,6 @@ only in where reports go.
 from __future__ import annotations
 
 import logging
-import resource
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +25,11 @@ from robust_train.events import (
     TrainingStarted,
     UserEvent,
 )
+from robust_train.memory.in_use import describe_memory
+from robust_train.memory.in_use import memory_in_use as memory_in_use
+from robust_train.runfolder.cadence import SaveClock, SavePlan
+from robust_train.runfolder.identity import read_identity, wait_until_readable
+from robust_train.runfolder.manifests import of_job, record_checkpoint
 
 if TYPE_CHECKING:
     from robust_train.batch.search import BatchSearch
@@ -115,6 +118,7 @@ class Run:
         resume_checkpoint: the checkpoint to go on from, None for a fresh start.
         is_cooperative: the trainer has looked at :attr:`stop_requested`.
         looks_for_checkpoint_requests: it has looked at :attr:`checkpoint_requested`.
+        job: identity of the job, the same for all of its attempts; empty without a launcher.
         can_restart: a launcher would start another attempt from the last checkpoint.
         was_told_to_restart: the trainer has seen that it is to stop for that.
         last_step: last optimizer step that was reported, None before the first.
@@ -153,6 +157,11 @@ class Run:
         self.rank = rank
         self.world_size = world_size
         self._flags = flags
+        identity = wait_until_readable(lambda: read_identity(run_dir))
+        self.job: str | None = "" if identity is None else identity.id
+        self._job_started = None if identity is None else identity.started
+        self._save_plan = SavePlan()
+        self._save_clock: SaveClock | None = None
         self._checkpoint_flag_seen = 0
         self.batch_search: BatchSearch | None = None
         self._micro_batch_plan = MicroBatchPlan()
@@ -214,6 +223,48 @@ class Run:
     def stops_to_restart(self) -> bool:
         """Whether it ends for another attempt to go on, and not because it was to stop for good."""
         return self.was_told_to_restart and not self._stop.is_set()
+
+    @property
+    def save_plan(self) -> SavePlan:
+        """How often to save. Whoever calls the trainer sets it from the config."""
+        return self._save_plan
+
+    @save_plan.setter
+    def save_plan(self, plan: SavePlan) -> None:
+        self._save_plan = plan
+        self._save_clock = None
+
+    @property
+    def save_clock(self) -> SaveClock:
+        """What measures the time between checkpoints; made at first use."""
+        if self._save_clock is None:
+            known = of_job(self.checkpoint_dir, self.job) if self.job else []
+            self._save_clock = SaveClock(
+                self._save_plan,
+                cost=next((one.seconds for one in reversed(known) if one.seconds), None),
+                failures=self.attempt - 1,
+                job_started=self._job_started,
+            )
+        return self._save_clock
+
+    @property
+    def checkpoint_due(self) -> bool:
+        """Whether to save a checkpoint now: it is time, or somebody asks for one::
+
+            if run.checkpoint_due:
+                save(path)
+                run.checkpoint_saved(path, step)
+
+        Read it once after each optimizer step. Of several ranks all have to; rank 0's clock counts,
+        and all see it at the same step.
+        """
+        is_time = self.is_main and self.save_clock.is_due(self.last_step)
+        if is_time and self._flags is not None:
+            self._flags.raise_flag(CHECKPOINT)
+        is_due = self.checkpoint_requested or (is_time and self._flags is None)
+        if is_due:
+            self.save_clock.begin(self.last_step)
+        return is_due
 
     @property
     def checkpoint_requested(self) -> bool:
@@ -333,13 +384,30 @@ class Run:
             event = replace(event, last_micro_batch=self.last_micro_batch)
         self.report(event)
 
-    def checkpoint_saved(self, path: Path, step: int) -> None:
+    def checkpoint_saved(self, path: Path, step: int | None) -> None:
         """Say that a complete checkpoint lies at ``path``: a later attempt resumes from it."""
+        self._record_checkpoint(Path(path), step)
         self.report(CheckpointSaved(str(path), step))
         if self.memory_keeper is not None:
             self.memory_keeper.checkpoint_saved()
         if self._checkpoint_answers:
             self._answer_checkpoint({"answer": {"path": str(path), "step": step}})
+
+    def _record_checkpoint(self, path: Path, step: int | None) -> None:
+        seconds = self.save_clock.saved(step)
+        if self.job is None or not self.is_main:
+            return
+        try:
+            record_checkpoint(
+                self.checkpoint_dir,
+                path,
+                job=self.job,
+                attempt=self.attempt,
+                step=None if step is None else int(step),
+                seconds=seconds,
+            )
+        except OSError as error:
+            log.warning("no manifest of the checkpoint %s: %s", path, error.strerror or error)
 
     def epoch_ended(self, epoch: int, **scalars: float) -> None:
         """Say that epoch ``epoch`` (from 1) is done; ``scalars`` (losses …) go to the journal."""
@@ -350,7 +418,7 @@ class Run:
 
     def memory_milestone(self, name: str) -> None:
         """Log and record how much memory is in use at a moment called ``name``."""
-        figures = memory_in_use()
+        figures = memory_in_use(context=False)
         log.info("%s: %s", name, describe_memory(figures))
         self.report(MemoryReported(name, **figures))
 
@@ -361,31 +429,3 @@ class Run:
     def report(self, event: Event) -> None:
         """Send one event to the launcher."""
         self._report(event)
-
-
-def memory_in_use() -> dict[str, int]:
-    """Bytes in use: ``allocated``, ``reserved``, ``max_allocated`` of CUDA's current device where
-    CUDA has been started by this process, else ``resident`` and ``max_resident`` of the process.
-    """
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        return {
-            "allocated": torch.cuda.memory_allocated(),
-            "reserved": torch.cuda.memory_reserved(),
-            "max_allocated": torch.cuda.max_memory_allocated(),
-        }
-    resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return {
-        "resident": resident_pages * resource.getpagesize(),
-        # ru_maxrss is in KiB on Linux, see getrusage(2)
-        "max_resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-    }
-
-
-def describe_memory(figures: Mapping[str, int]) -> str:
-    """The figures of :func:`memory_in_use` as a line for people."""
-    if "allocated" in figures:
-        now, peak, label = figures["allocated"], figures["max_allocated"], "GPU Memory - Allocated"
-    else:
-        now, peak, label = figures["resident"], figures["max_resident"], "Host Memory - Resident"
-    return f"{label}: {now / 1024**3:.2f} GB, Peak: {peak / 1024**3:.2f} GB"

@@ -4,23 +4,35 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
+from robust_train.batch.known import memory_settings
 from robust_train.errors import ConfigError
-from robust_train.memory.allocator import exported_expandable_segments
+from robust_train.memory.allocator import (
+    exported_expandable_segments,
+    is_wsl,
+    use_expandable_segments,
+)
 from robust_train.policy.sizes import PolicySettings
 from robust_train.values import MIB, AttemptSpec
 
 
 def policy_settings(cfg: DictConfig, *, finds_batch_size: bool = False) -> PolicySettings:
     """The part of the config that decisions depend on."""
-    exported = exported_expandable_segments(os.environ)
-    wished = cfg.memory.expandable_segments
+    is_free = exported_expandable_segments(os.environ) is None
+    expandable_segments = use_expandable_segments(
+        cfg.memory.expandable_segments,
+        os.environ,
+        is_script=bool(OmegaConf.select(cfg, "trainer.argv")),
+        gpus=cfg.num_gpus,
+    )
     return PolicySettings(
         batch_size=cfg.training.batch_size,
         gradient_accumulation_steps=cfg.training.gradient_accumulation_steps,
@@ -34,12 +46,48 @@ def policy_settings(cfg: DictConfig, *, finds_batch_size: bool = False) -> Polic
         preserve_effective_batch_size=cfg.preserve_effective_batch_size,
         min_gpu_memory_bytes=cfg.min_gpu_memory_mb * MIB,
         prefetch_factor=cfg.training.prefetch_factor,
-        expandable_segments=wished if exported is None else exported,
-        may_use_expandable_segments=exported is None,
+        expandable_segments=expandable_segments,
+        may_use_expandable_segments=is_free and not is_wsl(),
         may_wait=cfg.wait_for_gpu,
         retry_pause_seconds=cfg.retry_pause_seconds,
         finds_batch_size=finds_batch_size,
+        reports_start=_is_built_in(cfg),
     )
+
+
+@dataclass(frozen=True)
+class BatchSettings:
+    """What the config says about the size with which attempts begin.
+
+    Attributes:
+        trainer: the trainer's dotted path.
+        memory_settings: the part of the config on which memory depends.
+        memory_share: of the device's memory, the most to count on.
+        reuse_known_batch: whether sizes that earlier jobs found count.
+        is_script: the trainer is a program that cannot be probed.
+    """
+
+    trainer: str
+    memory_settings: Mapping[str, Any]
+    memory_share: float
+    reuse_known_batch: bool
+    is_script: bool
+
+
+def batch_settings(cfg: DictConfig, trainer: str | Callable[..., Any]) -> BatchSettings:
+    """Return the part of the config that :class:`robust_train.batch.job_sizes.BatchSizes` needs."""
+    return BatchSettings(
+        trainer=name_of(trainer),
+        memory_settings=memory_settings(cfg),
+        memory_share=cfg.memory.fraction / cfg.gpu_jobs_per_device,
+        reuse_known_batch=cfg.reuse_known_batch,
+        is_script=OmegaConf.select(cfg, "trainer.argv") is not None,
+    )
+
+
+def _is_built_in(cfg: DictConfig) -> bool:
+    target = OmegaConf.select(cfg, "trainer._target_")
+    return isinstance(target, str) and target.startswith("robust_train.vision.")
 
 
 def attempt_config(cfg: DictConfig, spec: AttemptSpec, device: str) -> DictConfig:
@@ -116,3 +164,14 @@ def run_folder(run_dir: str | Path | None) -> Path:
     except OSError as error:
         raise ConfigError(f"run folder {path}: cannot be made: {error.strerror}") from error
     return path.resolve()
+
+
+def sweep_folder() -> Path | None:
+    """The folder of the sweep that this process's job belongs to; None outside of one."""
+    if not HydraConfig.initialized():
+        return None
+    hydra = HydraConfig.get()
+    if hydra.mode != RunMode.MULTIRUN:
+        return None
+    # relative to where the sweep was started: Hydra may have changed the working directory
+    return Path(str(hydra.runtime.cwd)) / str(hydra.sweep.dir)

@@ -128,7 +128,10 @@ class Evidence:
         reserved_unallocated_bytes: held by the caching allocator but unused.
         free_bytes: free on the device at that moment.
         total_bytes: size of the device.
+        allowed_bytes: what ``memory.fraction`` lets this process have of it.
         fragmented: the allocator held at least as much unused memory as was asked for.
+        own_limit: the process reached its own limit while the device had enough free memory.
+        clue: what the message or the stack tells beyond the kind, one of :class:`Clue`.
         library: who raised (``torch``, ``cublas``, ``cudnn``, ``numpy``, ``kernel`` …).
     """
 
@@ -137,8 +140,30 @@ class Evidence:
     reserved_unallocated_bytes: int | None = None
     free_bytes: int | None = None
     total_bytes: int | None = None
+    allowed_bytes: int | None = None
     fragmented: bool = False
+    own_limit: bool = False
+    clue: str | None = None
     library: str | None = None
+
+
+class Clue:
+    """Values of :attr:`Evidence.clue`; plain strings, so that they travel as JSON."""
+
+    HARDWARE = "hardware"
+    """The GPU itself is at fault: ECC, NVLink, a lost device."""
+    BUSY = "busy"
+    """The device refused a context for now."""
+    DRIVER = "driver"
+    """The driver refused a call, as it does where it lacks virtual memory management."""
+    IMPORT = "import"
+    """Memory ran out while a module was imported."""
+    MODEL = "model"
+    """Memory ran out while a model was moved to the device."""
+    SHARED_MEMORY = "shared_memory"
+    """``/dev/shm`` is too small."""
+    DOWNLOAD = "download"
+    """Data or weights could not be fetched."""
 
 
 @dataclass(frozen=True)
@@ -218,6 +243,8 @@ class Outcome:
         seconds: wall time of the attempt.
         start_step: optimizer step it started from (0 for a fresh start).
         end_step: last optimizer step it reported, None if it reported none.
+        began_training: it reported that training begins. False tells nothing of a trainer that
+            reports nothing.
         peak_memory_bytes: of the device, or of the process where it ran on the CPU.
         memory: device memory at the end (``allocated``, ``reserved``, ``max_allocated``), bytes;
             of several ranks that of the one with the highest peak.
@@ -239,6 +266,7 @@ class Outcome:
     seconds: float = 0.0
     start_step: int = 0
     end_step: int | None = None
+    began_training: bool = False
     peak_memory_bytes: int | None = None
     memory: dict[str, int] | None = None
     memory_returned: dict[str, Any] | None = None
@@ -273,11 +301,17 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Room:
-    """Free memory that must be there first: on which GPUs (empty: any), and how many bytes on
-    each."""
+    """Free memory that must be there first.
+
+    Attributes:
+        gpu_uuids: on all of these GPUs; empty: on as many as the job needs, whichever they are.
+        free_bytes: on each of them.
+        exclude: GPUs that will not do.
+    """
 
     gpu_uuids: tuple[str, ...]
     free_bytes: int
+    exclude: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -305,7 +339,7 @@ class Retry:
 
 @dataclass(frozen=True)
 class GiveUp:
-    """Decision: stop, for ``reason``."""
+    """Decision: no further attempt. ``action`` is ``stopped`` where the user stopped the job."""
 
     reason: str
     action: str = "give_up"

@@ -61,10 +61,9 @@ def test_its_recipe_trains_and_its_checkpoint_is_resumed_from(world: World, proj
     run_dir = f"hydra.run.dir={project / 'run'}"
     ended = _run(world, project, "just", "train", "spirals.steps=100", run_dir)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    # as if it had been killed after the checkpoint: without the line that says that it completed
-    journal = project / "run" / "journal.jsonl"
-    lines = [line for line in journal.read_text().splitlines() if '"job_ended"' not in line]
-    journal.write_text("\n".join(lines) + "\n")
+    # as if it had been killed after the checkpoint
+    identity = project / "run" / "job.json"
+    identity.write_text(json.dumps(json.loads(identity.read_text()) | {"completed": None}))
     ended = _run(world, project, "just", "train", "spirals.steps=120", run_dir)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     (attempt,) = json.loads((project / "run" / "summary.json").read_text())["attempts"]
@@ -82,7 +81,7 @@ def test_nothing_is_overwritten(world: World, project: Path):
     assert not (project / "conf").exists()
 
 
-def test_a_place_that_cannot_be_written_is_refused(world: World):
+def test_a_folder_that_cannot_be_written_is_refused(world: World):
     (world.folder / "file").write_text("")
     refused = _init(world, "file/mine")
     assert refused.returncode == 2
@@ -102,7 +101,7 @@ def own_project(tmp_path: Path) -> Path:
     return copied
 
 
-def test_a_hydra_project_of_ones_own_builds_on_robust(world: World, own_project: Path):
+def test_a_hydra_project_of_your_own_builds_on_robust(world: World, own_project: Path):
     ended = _run(world, own_project, sys.executable, "main.py", "training.batch_size=60")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     (summary,) = _summaries(own_project)

@@ -10,21 +10,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from robust_train.events import Failed, Finished
 from robust_train.execution.root_cause import RankEnd, root_cause
 from robust_train.execution.votes import Votes
 from robust_train.run import CHECKPOINT, STOP, Run
+from robust_train.values import Failure, FailureKind
 
 
 def failed(rank: int, kind: str, at: float, **more: Any) -> RankEnd:
-    account = {"event": "failed", "failure": {"kind": kind, "message": ""}, **more}
-    return RankEnd(rank, 100 + rank, account, at, 1)
+    ending = Failed(Failure(FailureKind(kind), ""), **more)
+    return RankEnd(rank, 100 + rank, ending, at, 1)
 
 
 def died(rank: int, at: float, signum: int = signal.SIGKILL, **more: Any) -> RankEnd:
     return RankEnd(rank, 100 + rank, None, at, -signum, **more)
 
 
-FINISHED = RankEnd(0, 100, {"event": "finished"}, 9.0)
+FINISHED = RankEnd(0, 100, Finished(), 9.0)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +46,7 @@ FINISHED = RankEnd(0, 100, {"event": "finished"}, 9.0)
             [died(0, 2, was_killed=True), failed(1, "host_oom", 1)], 1, id="not whom we killed"
         ),
         pytest.param(
-            [failed(0, "device_oom", 1, heard_of_rank=1), failed(1, "device_oom", 2)],
+            [failed(0, "device_oom", 1, caused_by_rank=1), failed(1, "device_oom", 2)],
             1,
             id="not who has heard of it",
         ),

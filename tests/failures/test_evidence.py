@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from robust_train.failures import classify_failure
-from robust_train.values import Evidence
+from robust_train.failures.advice import with_fitting_advice
+from robust_train.values import Clue, Evidence
 
 KIB, MIB, GIB = 1024, 1024**2, 1024**3
 
@@ -142,6 +143,53 @@ def test_fragmented_is_as_much_unused_as_was_asked_for(
     assert evidence.fragmented is fragmented
 
 
+OWN_LIMIT = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.15 GiB of "
+    "which 70.20 GiB is free. Including non-PyTorch memory, this process has 8.90 GiB memory in "
+    "use. 8.00 GiB allowed; Of the allocated memory 7.90 GiB is allocated by PyTorch, and 12.00 "
+    "MiB is reserved by PyTorch but unallocated."
+)
+
+
+def test_more_free_than_requested_is_our_own_limit() -> None:
+    evidence = evidence_of(OWN_LIMIT)
+
+    assert evidence.own_limit
+    assert evidence.allowed_bytes == 8 * GIB
+    assert evidence.free_bytes == int(70.2 * GIB)
+    assert not evidence_of(OWN_LIMIT.replace("70.20 GiB is free", "1.20 GiB is free")).own_limit
+    assert evidence_of(
+        "CUDA out of memory. Allocation was preemptively rejected because it would exceed "
+        "per_process_memory_fraction limit. Requested size: 2147483648"
+    ).own_limit
+    assert not evidence_of("CUDA error: out of memory").own_limit
+
+
+@pytest.mark.parametrize(
+    ("message", "clue"),
+    [
+        ("CUDA error: uncorrectable ECC error encountered", Clue.HARDWARE),
+        ("NVRM: Xid (PCI:0000:02:00): 79, GPU has fallen off the bus.", Clue.HARDWARE),
+        ("NVRM: Xid (PCI:0000:b3:00): 31, pid=4211, name=python, MMU Fault", None),
+        ("CUDA error: an illegal memory access was encountered", None),
+        ("CUDA error: misaligned address", None),
+        ("CUDA error: unspecified launch failure", None),
+        ("CUDA error: hardware stack error", None),
+        ("CUDA error: CUBLAS_STATUS_INTERNAL_ERROR when calling `cublasSgemm`", None),
+        ("CUDA driver error: unknown error", Clue.DRIVER),
+        ("CUDA error: operation not supported", Clue.DRIVER),
+        ("CUDA error: operation not supported on global/shared address space", None),
+        ("CUDA error: CUDA-capable device(s) is/are busy or unavailable", Clue.BUSY),
+        ("CUDA error: invalid device ordinal", None),
+        ("Error while creating shared memory segment /dev/shm/nccl-a (size 9)", Clue.SHARED_MEMORY),
+        ("504 Server Error: Gateway Time-out for url: https://huggingface.co", Clue.DOWNLOAD),
+        ("Connection reset by peer", None),
+    ],
+)
+def test_the_words_tell_what_else_there_is_to_know(message: str, clue: str | None) -> None:
+    assert evidence_of(message).clue == clue
+
+
 # --- advice ---------------------------------------------------------------------------------------
 
 
@@ -204,6 +252,27 @@ def test_pinned_memory_is_advised_to_pin_less() -> None:
     advice = advice_of("failed to alloc 34359738368 bytes on host: CUDA_ERROR_OUT_OF_MEMORY")
 
     assert "pin less" in advice[0]
+
+
+def test_advice_fits_the_clue() -> None:
+    shared = advice_of("Error while creating shared memory segment /dev/shm/nccl-a (size 9)")
+    assert "--shm-size" in shared[0]
+    hardware = advice_of("CUDA error: uncorrectable ECC error encountered")
+    assert not any("CUDA_LAUNCH_BLOCKING" in sentence for sentence in hardware)
+    assert "CUDA_LAUNCH_BLOCKING" in advice_of("CUDA error: misaligned address")[0]
+    own = advice_of(OWN_LIMIT)
+    assert "memory.fraction" in own[0]
+    assert not any("who else" in sentence for sentence in own)
+
+
+@pytest.mark.parametrize(("workers", "is_script"), [(0, False), (4, True)])
+def test_advice_about_workers_is_for_trainers_that_have_them(workers: int, is_script: bool) -> None:
+    failure = classify_failure(MemoryError())
+    fitting = with_fitting_advice(failure, num_workers=workers, is_script=is_script)
+
+    assert not any("num_workers" in sentence for sentence in fitting.advice)
+    assert any("batch_size" in sentence for sentence in fitting.advice)
+    assert with_fitting_advice(failure, num_workers=2, is_script=False) == failure
 
 
 @pytest.mark.parametrize("error", [KeyError("lr"), KeyboardInterrupt()])

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
+import socket
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from robust_train.failures import classify_failure
-from robust_train.values import FailureKind
+from robust_train.failures import classify_exit, classify_failure
+from robust_train.values import Clue, FailureKind
 
 OOM = (
     "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 11.76 GiB of "
@@ -239,3 +242,82 @@ def test_leaving_with_a_signals_code_is_an_interruption(code: int) -> None:
 @pytest.mark.parametrize("code", [1, 2, "no data", None])
 def test_leaving_with_any_other_code_is_a_bug(code: object) -> None:
     assert classify_failure(SystemExit(code)).kind is FailureKind.BUG
+
+
+# --- what only the stack tells ---
+
+
+def test_memory_that_ran_out_in_an_import_is_no_matter_of_the_batch() -> None:
+    def lazily() -> None:
+        from failures import modules_that_fail
+
+        assert modules_that_fail
+
+    failure = classify_failure(caught(lazily))
+    log = traceback.format_exception(caught(lazily))
+    outer = '  File "train.py", line 1, in <module>\n'
+    exit_failure = classify_exit(1, log[0] + outer + "".join(log[1:]))
+
+    for found in (failure, exit_failure):
+        assert found.kind is FailureKind.HOST_OOM
+        assert found.evidence.clue == Clue.IMPORT
+    assert classify_failure(caught(lambda: [0] * 10**15)).evidence.clue is None
+
+
+def test_memory_that_ran_out_while_a_model_was_moved_is_no_matter_of_the_batch() -> None:
+    import torch
+
+    class Large(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(1))
+
+        def forward(self, batch: Any) -> Any:
+            raise torch.OutOfMemoryError(OOM)
+
+        def move(self) -> None:
+            def run_out(tensor: Any) -> Any:
+                raise torch.OutOfMemoryError(OOM)
+
+            self._apply(run_out)
+
+    model = Large()
+    assert classify_failure(caught(model.move)).evidence.clue == Clue.MODEL
+    assert classify_failure(caught(lambda: model(None))).evidence.clue is None
+
+
+def test_a_time_out_is_the_networks_only_where_the_networks_code_raised_it() -> None:
+    def own() -> None:
+        raise TimeoutError("the epoch took too long")
+
+    def of_a_server() -> None:
+        import urllib.request
+
+        silent = socket.socket()
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        with silent:
+            urllib.request.urlopen(f"http://127.0.0.1:{silent.getsockname()[1]}", timeout=0.05)
+
+    def of_a_future() -> None:
+        concurrent.futures.Future[int]().result(timeout=0.01)
+
+    assert classify_failure(caught(own)).kind is FailureKind.BUG
+    assert classify_failure(caught(of_a_future)).kind is FailureKind.BUG
+    assert classify_failure(caught(of_a_server)).kind is FailureKind.COMM
+    bare = type("TimeoutError", (TimeoutError,), {"__module__": "aiohttp.client"})
+    code = compile("def get(): raise error()", "/x/site-packages/aiohttp/client.py", "exec")
+    scope: dict[str, Any] = {"error": bare}
+    exec(code, scope)
+    assert classify_failure(caught(scope["get"])).kind is FailureKind.COMM
+
+
+def test_descriptors_that_data_loaders_exhaust_mean_fewer_workers() -> None:
+    def raised_in(path: str) -> BaseException:
+        scope: dict[str, Any] = {}
+        exec(compile("def run(): raise OSError(24, 'Too many open files')", path, "exec"), scope)
+        return caught(scope["run"])
+
+    loader = raised_in("/lib/python3.11/multiprocessing/reduction.py")
+    assert classify_failure(loader).kind is FailureKind.WORKER_DEATH
+    assert classify_failure(raised_in("/home/me/train.py")).kind is FailureKind.BUG

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from failures.messages import CASES
 from robust_train.failures import classify_exit, classify_failure
-from robust_train.failures.accounts import PROGRAMMING_ERRORS
-from robust_train.failures.memory import KERNEL_OOM
+from robust_train.failures.error_reports import PROGRAMMING_ERRORS
+from robust_train.failures.memory_patterns import KERNEL_OOM
 from robust_train.values import FailureKind
 
 # of the classes of Python itself, those that a text can make

@@ -101,3 +101,8 @@ def went_on(ended: Ended) -> None:
 
 def events(ended: Ended, name: str) -> list[dict]:
     return [event for event in ended.journal if event["event"] == name]
+
+
+def recorded(journal: list[dict], name: str) -> list[dict]:
+    """The fields of the trainer's own events called ``name``."""
+    return [e["fields"] for e in journal if e["event"] == "user" and e["event_name"] == name]

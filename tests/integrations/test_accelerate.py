@@ -10,7 +10,7 @@ from jobs import Example, events, stopped_and_resumed
 from omegaconf import OmegaConf
 from torch.utils.data import DataLoader, TensorDataset
 
-from robust_train.errors import UserError
+from robust_train.errors import Interrupted, UserError
 from robust_train.run import MicroBatchPlan, Run
 from world import Ended
 
@@ -48,7 +48,7 @@ def same_weights(one: Ended, other: Ended) -> None:
         torch.testing.assert_close(weights(other)[name], weight, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("isolation", ["process", "none"])
+@pytest.mark.parametrize("isolation", ["process", pytest.param("none", marks=pytest.mark.slow)])
 def test_where_memory_runs_out_in_a_step_only_the_step_is_repeated(
     example: Example, uninterrupted: Ended, isolation: str
 ):
@@ -62,6 +62,7 @@ def test_where_memory_runs_out_in_a_step_only_the_step_is_repeated(
     same_weights(uninterrupted, ended)
 
 
+@pytest.mark.slow
 def test_where_it_runs_out_outside_of_a_step_the_next_attempt_goes_on_with_half(
     example: Example, uninterrupted: Ended
 ):
@@ -78,7 +79,8 @@ def test_where_it_runs_out_outside_of_a_step_the_next_attempt_goes_on_with_half(
     same_weights(uninterrupted, ended)
 
 
-def test_sigterm_leaves_a_checkpoint_to_go_on_from_to_the_very_same_weights(example: Example):
+@pytest.mark.slow
+def test_a_job_stopped_by_sigterm_resumes_to_the_very_same_weights(example: Example):
     """With dropout, so with the random numbers as well."""
     dropout = "model.dropout=0.3"
     whole = example.run("example", "whole", dropout)
@@ -104,11 +106,20 @@ def _cfg(batch_size: int = 8, accumulation: int = 1):
     )
 
 
-def _train(folder: Path, cfg, resume: Path | None = None, backward=None, asks=None, **options):
+def _train(
+    folder: Path,
+    cfg,
+    resume: Path | None = None,
+    backward=None,
+    asks=None,
+    stop_at=None,
+    reports=None,
+    **options,
+):
     from robust_train.integrations.accelerate import RobustLoop, effective_batch_size
 
     torch.manual_seed(0)
-    reports: list[dict] = []
+    reports = [] if reports is None else reports
     run = Run(
         run_dir=folder,
         resume_checkpoint=resume,
@@ -140,10 +151,12 @@ def _train(folder: Path, cfg, resume: Path | None = None, backward=None, asks=No
                         backward(accelerator, micro, loss)
             optimizer.step()
             optimizer.zero_grad()
+            if loop.step + 1 == stop_at:
+                run.request_stop()
     return accelerator.unwrap_model(model).weight.detach(), seen, reports
 
 
-def test_every_checkpoint_can_be_gone_on_from_with_another_micro_batch(tmp_path: Path):
+def test_any_checkpoint_can_be_resumed_from_with_another_micro_batch(tmp_path: Path):
     """At any step of three epochs, the samples that follow and the weights are the same."""
     whole, seen, reports = _train(tmp_path / "whole", _cfg(8))
     saved = {e["step"]: Path(e["path"]) for e in reports if e["event"] == "checkpoint"}
@@ -154,6 +167,20 @@ def test_every_checkpoint_can_be_gone_on_from_with_another_micro_batch(tmp_path:
         assert rest == seen[behind:], step
         assert [e["step"] for e in again if e["event"] == "training_started"] == [step]
         torch.testing.assert_close(weight, whole)
+
+
+def test_a_stop_leaves_a_checkpoint_of_the_last_step(tmp_path: Path):
+    cfg = _cfg(8)
+    cfg.training.checkpoint_every_steps = None
+    whole, seen, _ = _train(tmp_path / "whole", cfg)
+    reports: list[dict] = []
+    with pytest.raises(Interrupted, match="stopped after step 5"):
+        _train(tmp_path / "run", cfg, stop_at=5, reports=reports)
+    last = [e for e in reports if e["event"] == "checkpoint"][-1]
+    assert last["step"] == 5
+    weight, rest, _ = _train(tmp_path / "run", cfg, Path(last["path"]))
+    assert rest == seen[22 + 16 :]
+    assert torch.equal(weight, whole)
 
 
 def test_accelerates_own_backward_gives_the_same_if_the_loss_is_weighted(tmp_path: Path):
@@ -177,7 +204,7 @@ def test_autocast_reaches_the_parts_of_a_step(tmp_path: Path, request: pytest.Fi
     torch.testing.assert_close(exact, coarse, rtol=0.1, atol=0.1)
 
 
-def test_a_checkpoint_half_written_by_a_killed_attempt_is_in_nobodys_way(tmp_path: Path):
+def test_a_half_written_checkpoint_of_a_killed_attempt_does_no_harm(tmp_path: Path):
     leftover = tmp_path / "checkpoints" / ".step-00000002.tmp"
     leftover.mkdir(parents=True)
     (leftover / "model.safetensors").write_bytes(b"half")
@@ -195,7 +222,7 @@ def test_a_loader_of_micro_batches_is_refused(tmp_path: Path):
     from robust_train.integrations.accelerate import RobustLoop
 
     loader = DataLoader(TensorDataset(torch.zeros(20, 1)), 8)
-    with pytest.raises(UserError, match=r"makes batches of 8, but this attempt is to use 16"):
+    with pytest.raises(UserError, match=r"makes batches of 8, but this attempt uses 16"):
         RobustLoop(
             accelerate.Accelerator(cpu=True),
             torch.nn.Linear(1, 1),
@@ -205,7 +232,7 @@ def test_a_loader_of_micro_batches_is_refused(tmp_path: Path):
         )
 
 
-def test_a_checkpoint_that_somebody_asks_for_is_saved_and_answered(tmp_path: Path):
+def test_a_requested_checkpoint_is_saved_and_answered(tmp_path: Path):
     cfg = _cfg(8)
     cfg.training.checkpoint_every_steps = None
     answers: list[dict] = []

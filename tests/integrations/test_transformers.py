@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from jobs import Example, events, stopped_and_resumed, went_on
+from jobs import Example, events, recorded, stopped_and_resumed, went_on
 from omegaconf import OmegaConf
 
 from robust_train.errors import UserError
@@ -46,7 +46,7 @@ def weights(ended: Ended) -> dict[str, torch.Tensor]:
 
 
 def test_what_the_trainer_logs_is_in_the_journal(uninterrupted: Ended):
-    evaluated = [e for e in events(uninterrupted, "metrics") if "eval_loss" in e]
+    evaluated = [e for e in recorded(uninterrupted.journal, "metrics") if "eval_loss" in e]
     assert [e["step"] for e in evaluated] == [6, 12]
     assert uninterrupted.summary["result"] == pytest.approx(evaluated[-1]["eval_loss"])
     assert {e["total_steps"] for e in events(uninterrupted, "progress")} == {12}
@@ -56,7 +56,7 @@ def test_what_the_trainer_logs_is_in_the_journal(uninterrupted: Ended):
     }
 
 
-@pytest.mark.parametrize("isolation", ["process", "none"])
+@pytest.mark.parametrize("isolation", ["process", pytest.param("none", marks=pytest.mark.slow)])
 def test_where_memory_runs_out_it_goes_on_with_half_the_micro_batch_to_the_same_weights(
     example: Example, uninterrupted: Ended, isolation: str
 ):
@@ -68,7 +68,8 @@ def test_where_memory_runs_out_it_goes_on_with_half_the_micro_batch_to_the_same_
         torch.testing.assert_close(weights(ended)[name], weight, rtol=1e-3, atol=1e-5)
 
 
-def test_sigterm_leaves_a_checkpoint_to_go_on_from_to_the_very_same_weights(
+@pytest.mark.slow
+def test_a_job_stopped_by_sigterm_resumes_to_the_very_same_weights(
     example: Example, uninterrupted: Ended
 ):
     _, ended = stopped_and_resumed(example)
@@ -139,7 +140,7 @@ def _fit(folder: Path, cfg, resume: Path | None = None, asks=None, **more):
     return model, result, reports
 
 
-def test_every_checkpoint_can_be_gone_on_from_with_another_micro_batch(tmp_path: Path):
+def test_any_checkpoint_can_be_resumed_from_with_another_micro_batch(tmp_path: Path):
     """At any step of three epochs, the samples that follow and the weights are the same."""
     whole, _, reports = _fit(tmp_path / "whole", _cfg(8))
     saved = {e["step"]: Path(e["path"]) for e in reports if e["event"] == "checkpoint"}
@@ -151,7 +152,7 @@ def test_every_checkpoint_can_be_gone_on_from_with_another_micro_batch(tmp_path:
         torch.testing.assert_close(rest.layer.weight, whole.layer.weight)
 
 
-def test_a_job_whose_last_step_is_done_makes_no_step_more(tmp_path: Path):
+def test_a_job_whose_last_step_is_done_makes_no_further_step(tmp_path: Path):
     whole, result, reports = _fit(tmp_path / "whole", _cfg(8), max_steps=4)
     last = Path([e["path"] for e in reports if e["event"] == "checkpoint"][-1])
     rest, again, _ = _fit(tmp_path / "rest", _cfg(4, 2), last, max_steps=4)
@@ -160,17 +161,19 @@ def test_a_job_whose_last_step_is_done_makes_no_step_more(tmp_path: Path):
     assert again["eval_loss"] == pytest.approx(result["eval_loss"])
 
 
-def test_an_incomplete_checkpoint_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_an_incomplete_checkpoint_is_not_resumed_from(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
     folder = tmp_path / "job"
     _, _, reports = _fit(folder, _cfg(8))
     saved = [Path(e["path"]) for e in reports if e["event"] == "checkpoint"]
     (saved[-1] / "robust_train.json").unlink()
     _, _, again = _fit(folder, _cfg(8), saved[-1])
-    assert [e["step"] for e in again if e["event"] == "training_started"] == [8]
-    assert "gone or incomplete" in caplog.text
+    assert [e["step"] for e in again if e["event"] == "training_started"] == [0]
+    assert "is incomplete" in caplog.text
 
 
-def test_another_effective_batch_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_another_effective_batch_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     _, _, reports = _fit(tmp_path / "job", _cfg(8))
     first = Path(next(e["path"] for e in reports if e["event"] == "checkpoint"))
     _fit(tmp_path / "other", _cfg(3, 2), first)
@@ -180,8 +183,8 @@ def test_another_effective_batch_is_told(tmp_path: Path, caplog: pytest.LogCaptu
 @pytest.mark.parametrize(
     ("option", "said"),
     [
-        ({"per_device_train_batch_size": 4}, "per_device_train_batch_size=4.* to use 8"),
-        ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps=2.* to use 1"),
+        ({"per_device_train_batch_size": 4}, "per_device_train_batch_size=4.* uses 8"),
+        ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps=2.* uses 1"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size=True"),
         ({"ignore_data_skip": True}, "ignore_data_skip=True"),
         ({"save_only_model": True}, "save_only_model=True"),
@@ -233,7 +236,7 @@ def test_a_stop_during_evaluation_waits_for_no_more_of_it(tmp_path: Path):
     with pytest.raises(Interrupted):
         fit(trainer, cfg=cfg, run=run)
     assert [e["step"] for e in reports if e["event"] == "checkpoint"] == [3]
-    assert not [e for e in reports if e["event"] == "metrics" and "eval_loss" in e]
+    assert not [e for e in recorded(reports, "metrics") if "eval_loss" in e]
 
     saved = Path(next(e["path"] for e in reports if e["event"] == "checkpoint"))
     rest, _, _ = _fit(tmp_path / "rest", _cfg(8), saved)
@@ -241,7 +244,7 @@ def test_a_stop_during_evaluation_waits_for_no_more_of_it(tmp_path: Path):
     assert rest.seen == whole.seen[22:]
 
 
-def test_a_checkpoint_that_somebody_asks_for_is_saved_and_answered(tmp_path: Path):
+def test_a_requested_checkpoint_is_saved_and_answered(tmp_path: Path):
     cfg = _cfg(8)
     cfg.training.checkpoint_every_steps = None
     answers: list[dict] = []

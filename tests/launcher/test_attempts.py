@@ -14,7 +14,6 @@ import pytest
 from world import ROOT, World, is_running, parent_of, wait_until
 
 
-@pytest.mark.usefixtures("alone")
 def test_a_function_of_cfg_is_enough_and_its_result_is_the_jobs_result(world: World):
     ended = world.train("what_it_was_given", "training.batch_size=12", "training.lr=0.5")
     assert ended.returncode == 0, ended.output
@@ -28,7 +27,6 @@ def test_a_function_of_cfg_is_enough_and_its_result_is_the_jobs_result(world: Wo
     assert ended.summary["schema"] == 1
 
 
-@pytest.mark.usefixtures("alone")
 def test_an_attempt_on_the_cpu_sees_no_gpu_and_has_not_started_cuda(world: World):
     result = world.train("what_it_was_given").summary["result"]
     assert result["visible"] == ""
@@ -48,7 +46,6 @@ def test_an_object_that_can_be_called_is_a_trainer(world: World):
     assert world.train("instance", "training.batch_size=9").summary["result"] == 9
 
 
-@pytest.mark.usefixtures("alone")
 def test_a_bug_ends_the_job_at_once_with_the_trainers_own_traceback(world: World):
     ended = world.train("has_a_bug")
     assert ended.returncode == 1
@@ -82,7 +79,6 @@ def test_a_child_that_is_killed_is_an_outcome(world: World):
     assert "SIGKILL" in ended.attempts[0]["message"]
 
 
-@pytest.mark.usefixtures("alone")
 def test_the_stack_of_a_segfault_is_in_the_attempts_log(world: World):
     world.train("dies_of_segfault")
     assert "dies_of_segfault" in (world.run_dir / "attempt-1.log").read_text()
@@ -100,7 +96,6 @@ def test_the_next_attempt_resumes_from_the_last_checkpoint(world: World):
     assert events.index("attempt_started") < events.index("checkpoint")
 
 
-@pytest.mark.usefixtures("alone")
 def test_retries_come_from_one_fork_server(world: World):
     attempts = world.folder / "attempts"
     world.environ |= {"BATCH_BUDGETS": '{"cpu": 16}', "ATTEMPTS_FILE": str(attempts)}
@@ -111,7 +106,6 @@ def test_retries_come_from_one_fork_server(world: World):
     assert len({parent for *_, parent in lines}) == 1
 
 
-@pytest.mark.usefixtures("alone")
 def test_what_a_trainer_prints_is_shown_and_kept(world: World):
     ended = world.train("prints")
     assert "a line on stdout" in ended.stdout
@@ -137,7 +131,6 @@ def test_logging_and_hydra_config_work_inside_an_attempt(world: World):
     assert "said through logging" in (world.run_dir / "train_robust.log").read_text()
 
 
-@pytest.mark.usefixtures("alone")
 def test_allocator_settings_are_in_place_before_cuda_starts(world: World):
     ended = world.train("allocator_settings")
     assert "expandable_segments:True" in ended.summary["result"]
@@ -146,7 +139,6 @@ def test_allocator_settings_are_in_place_before_cuda_starts(world: World):
     assert ended.summary["result"] == "max_split_size_mb:128,expandable_segments:False"
 
 
-@pytest.mark.usefixtures("alone")
 def test_openmp_spins_only_for_a_moment_unless_told_otherwise(world: World):
     ended = world.train("openmp_settings")
     assert ended.summary["result"] == {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
@@ -183,7 +175,6 @@ def test_a_trainer_that_never_looks_is_interrupted_and_can_clean_up(world: World
     assert Path(f"{ready}.cleaned").exists()
 
 
-@pytest.mark.usefixtures("alone")
 def test_a_trainer_that_does_not_stop_is_killed_with_all_it_started(world: World):
     ready = world.folder / "ready"
     world.environ["READY_FILE"] = str(ready)
@@ -198,7 +189,6 @@ def test_a_trainer_that_does_not_stop_is_killed_with_all_it_started(world: World
         wait_until(lambda pid=pid: not is_running(int(pid)), f"process {pid} ends")
 
 
-@pytest.mark.usefixtures("alone")
 def test_a_killed_launcher_leaves_nothing_behind(world: World):
     ready = world.folder / "ready"
     world.environ["READY_FILE"] = str(ready)
@@ -210,7 +200,6 @@ def test_a_killed_launcher_leaves_nothing_behind(world: World):
     process.communicate()
 
 
-@pytest.mark.usefixtures("alone")
 def test_a_killed_fork_server_takes_its_attempt_along_and_is_an_outcome(world: World):
     ready = world.folder / "ready"
     world.environ["READY_FILE"] = str(ready)
@@ -223,7 +212,6 @@ def test_a_killed_fork_server_takes_its_attempt_along_and_is_an_outcome(world: W
     wait_until(lambda: not is_running(child), "the attempt ends")
 
 
-@pytest.mark.usefixtures("alone")
 def test_the_launcher_itself_never_imports_torch(world: World):
     code = (
         "import sys\n"
@@ -255,13 +243,6 @@ def test_import_of_the_package_alone_does_not_import_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-@pytest.mark.usefixtures("alone")
-def test_a_module_that_starts_a_thread_gets_fresh_interpreters_and_a_warning(world: World):
-    ended = world.run("trainer._target_=trainer_that_starts_a_thread.train")
-    assert ended.returncode == 0, ended.output
-    assert "trainer_that_starts_a_thread starts a thread when it is imported" in ended.stdout
-
-
 def test_a_job_goes_on_when_its_journal_cannot_be_written(world: World):
     world.run_dir.mkdir()
     (world.run_dir / "journal.jsonl").symlink_to("/dev/full")
@@ -271,7 +252,6 @@ def test_a_job_goes_on_when_its_journal_cannot_be_written(world: World):
     assert ended.summary["status"] == "completed"
 
 
-@pytest.mark.usefixtures("alone")
 def test_inline_attempts_run_in_the_launchers_process(world: World):
     ended = world.train("what_it_was_given", "isolation=none")
     assert ended.returncode == 0, ended.output

@@ -34,10 +34,11 @@ def test_the_default_job_reads_real_digits_with_97_percent_or_more(world: World)
     assert Path(ended.summary["checkpoint"]).exists()
     assert "Effective batch size: 64" in ended.stdout
     assert "Memory - " in ended.stdout
-    assert "\r" not in ended.output, "no progress bar where there is no terminal"
+    assert "\r" not in ended.output, "no progress bar without a terminal"
     assert list((world.run_dir / "tensorboard").iterdir())
 
 
+@pytest.mark.slow
 def test_a_terminal_shows_a_progress_bar(world: World):
     shown = world.run_in_terminal("training.epochs=2")
     assert "\r" in shown
@@ -106,6 +107,7 @@ def test_lora_on_flowers_from_the_original_files(world: World):
     assert 0 <= ended.summary["result"]["test_accuracy"] <= 1
 
 
+@pytest.mark.slow
 def test_a_linear_probe_on_birds_from_the_original_files(world: World):
     root = write_cub200(world.folder / "data")
     ended = world.run(
@@ -121,6 +123,7 @@ def test_a_linear_probe_on_birds_from_the_original_files(world: World):
     assert ended.summary["wait_seconds"] < 120 * 60, "without a GPU nothing is waited for"
 
 
+@pytest.mark.slow
 def test_a_sweep_over_models_and_rates(world: World):
     sweep = world.folder / "sweep"
     ended = world.run(
@@ -140,7 +143,7 @@ def test_a_sweep_over_models_and_rates(world: World):
     assert [s["status"] for s in summaries] == ["completed"] * 4
 
 
-def test_without_a_network_one_line_says_what_is_missing_and_what_helps(world: World):
+def test_absent_data_is_refused_in_one_line_with_the_way_out(world: World):
     ended = world.run("model=linear_probe", "dataset=flowers102", "dataset.download=false")
     assert ended.returncode == 2, ended.output
     assert "dataset" in ended.stderr.splitlines()[-1]
@@ -148,7 +151,7 @@ def test_without_a_network_one_line_says_what_is_missing_and_what_helps(world: W
     assert "Traceback" not in ended.output
 
 
-def test_a_real_out_of_memory_error_is_recovered_from_inside_the_step(world: World):
+def test_a_real_out_of_memory_error_repeats_the_step_only(world: World):
     """The limit is between what the whole batch needs and what half of it does."""
     arguments = ("model.width=64", "training.batch_size=1024", "training.epochs=2")
     # freed blocks go back at once, so that the limit is one on what is held

@@ -198,8 +198,15 @@ def test_a_lost_gpu_is_skipped_with_its_reason(world: World, two_gpus: Machine):
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_a_module_that_starts_cuda_gets_fresh_interpreters_and_a_warning(world: World):
+def test_a_module_that_starts_cuda_at_import_sees_the_attempts_gpu(world: World):
     ended = world.run("trainer._target_=trainer_that_starts_cuda.train")
     assert ended.returncode == 0, ended.output
-    assert ended.summary["result"]["visible"] == A
-    assert "trainer_that_starts_cuda starts CUDA when it is imported" in ended.stdout
+    assert ended.summary["result"] == A
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_library_that_starts_cuda_is_imported_by_each_attempt(world: World):
+    ended = world.with_libraries().run("trainer._target_=trainer_with_cuda_library.train")
+    assert ended.returncode == 0, ended.output
+    assert ended.summary["result"] == A
+    assert "starts_cuda starts CUDA when it is imported" in ended.stdout

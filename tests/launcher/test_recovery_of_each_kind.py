@@ -22,6 +22,7 @@ FRAGMENTED = (
 )
 PLAIN_OOM = "CUDA out of memory. Tried to allocate 2.00 GiB."
 ILLEGAL_ADDRESS = "CUDA error: an illegal memory access was encountered"
+ECC = "CUDA error: uncorrectable ECC error encountered"
 BUSY = "CUDA error: CUDA-capable device(s) is/are busy or unavailable"
 PEER_GONE = (
     "[../third_party/gloo/gloo/transport/tcp/pair.cc:525] Read error [10.0.0.2]:3: "
@@ -106,7 +107,7 @@ def test_a_step_that_is_split_needs_no_new_attempt(world: World):
     assert ended.summary["result"] == {"repeats": 2, "part": 16}
 
 
-@pytest.mark.parametrize("isolation", ["process", "none"])
+@pytest.mark.parametrize("isolation", ["process", pytest.param("none", marks=pytest.mark.slow)])
 def test_where_splitting_does_not_help_the_next_attempt_is_elsewhere(world: World, isolation: str):
     world.environ["BATCH_BUDGETS"] = json.dumps({"cpu": 1})
     ended = world.train("splits_within_a_budget", f"isolation={isolation}")
@@ -126,29 +127,51 @@ def test_a_gpu_on_which_no_part_fits_is_left_for_another(world: World):
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_a_sick_gpu_is_left_and_avoided(script: Script):
-    ended = script.run(f"40 {ILLEGAL_ADDRESS}")
+def test_an_illegal_address_costs_a_process_and_twice_at_the_same_step_the_gpu(script: Script):
+    ended = script.run(f"40 {ILLEGAL_ADDRESS}", f"40 {ILLEGAL_ADDRESS}")
     assert ended.returncode == 0, ended.output
-    assert [attempt["outcome"] for attempt in ended.attempts] == ["device_fault", "completed"]
-    assert [given["gpu"] for given in script.given] == [A, B]
-    assert [given["batch_size"] for given in script.given] == [64, 64]
-    assert "cuda:0 is avoided from now on" in ended.output
+    assert actions(ended) == ["retry", "switch_gpu", "none"]
+    assert [given["gpu"] for given in script.given] == [A, A, B]
+    assert [given["batch_size"] for given in script.given] == [64, 64, 64]
+    assert "excluded" not in ended.output
 
 
 @pytest.mark.usefixtures("two_gpus")
+def test_a_gpu_whose_memory_failed_is_left_at_once_and_excluded(script: Script):
+    ended = script.run(f"40 {ECC}", f"40 {ECC}")
+    assert ended.returncode == 0, ended.output
+    assert [given["gpu"] for given in script.given] == [A, B, "cpu"]
+    assert "cuda:0 is excluded as unhealthy" in ended.output
+    assert "not the device's" not in ended.output
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("two_gpus")
 def test_the_same_fault_at_the_same_step_on_two_gpus_ends_the_job(script: Script):
-    ended = script.run(f"40 {ILLEGAL_ADDRESS}", f"40 {ILLEGAL_ADDRESS}")
+    ended = script.run(*[f"40 {ILLEGAL_ADDRESS}"] * 3)
     assert ended.returncode == 1, ended.output
-    assert len(ended.attempts) == 2
+    assert len(ended.attempts) == 3
     assert "at step 40 on two devices" in ended.summary["reason"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("two_gpus")
-def test_a_busy_gpu_means_the_next_one_and_then_the_cpu(script: Script):
-    ended = script.run(f"0 {BUSY}", f"0 {BUSY}")
+def test_a_busy_gpu_that_is_free_gets_a_pause_then_the_next_one_and_then_the_cpu(script: Script):
+    ended = script.run(*[f"0 {BUSY}"] * 3, overrides=("max_retries=1",))
     assert ended.returncode == 0, ended.output
-    assert [given["gpu"] for given in script.given] == [A, B, "cpu"]
-    assert actions(ended) == ["switch_gpu", "cpu_fallback", "none"]
+    assert [given["gpu"] for given in script.given] == [A, A, B, "cpu"]
+    assert actions(ended) == ["retry", "switch_gpu", "cpu_fallback", "none"]
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_driver_that_refuses_the_first_allocation_gets_no_expandable_segments(script: Script):
+    ended = script.run("- CUDA driver error: unknown error")
+    assert ended.returncode == 0, ended.output
+    assert actions(ended) == ["no_expandable_segments", "none"]
+    assert [given["allocator"] for given in script.given] == [
+        "expandable_segments:True",
+        "expandable_segments:False",
+    ]
 
 
 def test_a_dead_peer_is_tried_again_after_growing_pauses(script: Script):
@@ -188,7 +211,9 @@ def test_the_stack_of_a_segfault_is_in_the_journal(world: World):
     assert "dies_of_segfault" in evidence["traceback"]
 
 
-@pytest.mark.parametrize("signum", [signal.SIGUSR1, signal.SIGUSR2])
+@pytest.mark.parametrize(
+    "signum", [signal.SIGUSR1, pytest.param(signal.SIGUSR2, marks=pytest.mark.slow)]
+)
 def test_a_schedulers_warning_saves_a_checkpoint_and_ends_as_preempted(world: World, signum: int):
     ready = world.folder / "ready"
     world.environ["READY_FILE"] = str(ready)
@@ -217,6 +242,7 @@ def test_the_same_command_goes_on_with_an_unfinished_job_in_its_run_folder(world
     assert world.train("uses_run").summary["result"]["resume_checkpoint"] is None
 
 
+@pytest.mark.slow
 def test_an_unfinished_job_is_left_alone_if_the_user_says_so(world: World):
     world.environ["READY_FILE"] = str(world.folder / "ready")
     process = world.start("trainer._target_=trainers.catches_everything_and_stops_politely")

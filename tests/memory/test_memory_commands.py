@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -22,10 +21,6 @@ MachineWith = Callable[..., Machine]
 
 COMMAND = [sys.executable, "-m", "robust_train.cli.main"]
 VARIABLE = allocator_variable({})
-
-needs_live_runs = pytest.mark.skipif(
-    find_spec("robust_train.control") is None, reason="runs cannot be talked to in this version"
-)
 
 
 def run(environ, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -45,7 +40,7 @@ def alone(tmp_path: Path):
     """The environment of a machine on which no run is alive."""
 
     def of(machine: Machine, **more: str) -> dict[str, str]:
-        return machine.environment(ROBUST_TRAIN_RUNTIME_DIR=str(tmp_path / "nobody"), **more)
+        return machine.environment(ROBUST_TRAIN_STATE_DIR=str(tmp_path / "nobody"), **more)
 
     return of
 
@@ -170,7 +165,6 @@ def test_the_commands_are_listed() -> None:
 # --- no live run --------------------------------------------------------------------------------
 
 
-@needs_live_runs
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -198,7 +192,6 @@ def test_without_a_live_run_it_says_what_can_and_cannot_be_done(
     assert sentence.split()[0] in shown
 
 
-@needs_live_runs
 @pytest.mark.parametrize("arguments", [("memory", "info"), ("cleanup", "--stats-only")])
 def test_without_a_live_run_info_shows_the_machine(
     machine_with: MachineWith, alone, arguments
@@ -216,7 +209,6 @@ def test_without_a_live_run_info_shows_the_machine(
     assert "│" in shown
 
 
-@needs_live_runs
 def test_a_run_that_was_named_and_is_not_there_is_an_error(
     machine_with: MachineWith, alone
 ) -> None:
@@ -233,9 +225,8 @@ def test_a_run_that_was_named_and_is_not_there_is_an_error(
 @pytest.fixture
 def live(world: World, tmp_path: Path) -> Iterator[World]:
     """A run that trains on the CPU until it is stopped."""
-    runtime = str(tmp_path / "runtime")
     paths = f"{TESTS / 'memory'}:{TESTS}:{ROOT / 'src'}"
-    world.with_environ({"ROBUST_TRAIN_RUNTIME_DIR": runtime, "PYTHONPATH": paths})
+    world.with_environ({"PYTHONPATH": paths})
     process = world.start(
         "trainer._target_=trainer_that_holds_memory.holds_memory_until_stopped",
         "auto_device=false",
@@ -263,7 +254,6 @@ def asked(world: World, *arguments: str):
     return json.loads(done.stdout)
 
 
-@needs_live_runs
 def test_a_live_run_does_what_it_is_asked_and_tells_before_and_after(live: World) -> None:
     told = asked(live, "memory", "info")
     assert told["live_run"]["after"]["allocated"] > 192 * MIB
@@ -289,7 +279,6 @@ def test_a_live_run_does_what_it_is_asked_and_tells_before_and_after(live: World
     assert "fraction=1e-06: that is 0 MiB of host memory" in line
 
 
-@needs_live_runs
 def test_people_see_a_sentence_and_a_table(live: World) -> None:
     done = run(live.environ, "memory", "clear")
     assert done.returncode == 0, done.stderr

@@ -21,7 +21,7 @@ def written_down(ended: Ended, attempt: int = 1) -> dict[str, Any]:
     return json.loads((ended.run_dir / f"oom-attempt-{attempt}.json").read_text())
 
 
-@pytest.mark.parametrize("isolation", ["process", "none"])
+@pytest.mark.parametrize("isolation", ["process", pytest.param("none", marks=pytest.mark.slow)])
 def test_the_final_clean_up_says_what_it_returned(own_trainers: World, isolation: str):
     ended = run(own_trainers, "ends_epochs", *ON_CPU, f"isolation={isolation}")
     assert ended.returncode == 0, ended.output
@@ -36,7 +36,7 @@ def test_the_final_clean_up_says_what_it_returned(own_trainers: World, isolation
 
 def test_epochs_of_a_trainer_of_ones_own_are_in_the_journal(own_trainers: World):
     ended = run(own_trainers, "ends_epochs", *ON_CPU)
-    told = [(e["epoch"], e["step"], e["val_loss"]) for e in events(ended, "epoch")]
+    told = [(e["epoch"], e["step"], e["metrics"]["val_loss"]) for e in events(ended, "epoch")]
     assert told == [(1, 3, 0.5), (2, 6, 0.25)]
 
 
@@ -54,7 +54,7 @@ def test_a_fraction_says_once_that_it_has_no_effect_on_the_cpu(own_trainers: Wor
     assert "memory.fraction" not in default.output
 
 
-@pytest.mark.parametrize("isolation", ["process", "none"])
+@pytest.mark.parametrize("isolation", ["process", pytest.param("none", marks=pytest.mark.slow)])
 def test_what_fills_the_memory_is_named_by_the_variables_of_the_failed_functions(
     own_trainers: World, isolation: str
 ):
@@ -114,6 +114,7 @@ def test_nothing_is_written_down_for_a_bug_or_where_it_is_turned_off(
     assert events(ended, "out_of_memory") == []
 
 
+@pytest.mark.slow
 def test_what_cannot_be_written_does_not_hide_why_memory_ran_out(own_trainers: World):
     (own_trainers.run_dir / "oom-attempt-1.json").mkdir(parents=True)
     ended = run(own_trainers, "runs_out_in_a_function", *ON_CPU, "min_batch_size=64")
@@ -134,6 +135,7 @@ def test_a_leak_is_suspected_with_its_rate(own_trainers: World):
     assert "attempt 1: memory is growing (leak suspected: " in ended.output
 
 
+@pytest.mark.slow
 def test_a_healthy_run_is_stable(own_trainers: World):
     ended = run(own_trainers, "is_healthy", *ON_CPU, "memory.sample_interval_ms=10")
     assert ended.returncode == 0, ended.output
@@ -151,6 +153,7 @@ def test_a_killed_attempt_is_judged_by_what_it_had_sampled(own_trainers: World):
     assert ended.attempts[0]["memory_stability"]["kind"] == "unknown"
 
 
+@pytest.mark.slow
 def test_the_frames_of_a_failed_trainer_are_left_to_a_debugger_that_asks_for_them(
     own_trainers: World,
 ):

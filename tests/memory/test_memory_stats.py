@@ -19,12 +19,13 @@ import robust_train
 from robust_train import memory
 from robust_train.memory.host import (
     cgroup_rooms,
-    parse_status,
+    own_memory,
     read_host_memory,
     reset_peak,
     room_within,
 )
-from robust_train.memory.stats import fragmentation, ordinal_of, unused_blocks
+from robust_train.memory.segments import unused_blocks
+from robust_train.memory.stats import fragmentation, ordinal_of
 from simulated_nvml import MIB, Gpu, Machine
 
 MachineWith = Callable[..., Machine]
@@ -151,9 +152,11 @@ def test_fragmentation_is_a_share_and_nothing_for_one_block(sizes) -> None:
     assert (share == 0) == (len(sizes) <= 1)
 
 
-def test_proc_s_sizes_are_read_in_bytes() -> None:
+def test_proc_s_sizes_are_read_in_bytes(tmp_path: Path) -> None:
+    (tmp_path / "proc/self").mkdir(parents=True)
     text = "Name:\tkB python\nVmRSS:\t     12 kB\nThreads:\t3\nVmBad:\tx kB\n"
-    assert parse_status(text) == {"VmRSS": 12 * 1024}
+    (tmp_path / "proc/self/status").write_text(text)
+    assert own_memory(tmp_path) == {"VmRSS": 12 * 1024}
 
 
 def _cgroup_v2(root: Path, limit: str, current: int, inactive: int) -> None:

@@ -8,8 +8,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from robust_train.memory.record import Kept, Limits, thinned
-from robust_train.memory.samples import Sample
+from robust_train.memory.samples import Kept, Limits, Sample, thinned
 
 LIMITS = Limits(first=5, between=12, newest=4, slack=6)
 

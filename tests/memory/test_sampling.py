@@ -9,11 +9,11 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from memory_world import ON_CPU, run, start
 
-from robust_train.memory.record import Limits
 from robust_train.memory.sampler import Sampler
-from robust_train.memory.samples import FILE_NAME, Sample, encode, read_samples
+from robust_train.memory.samples import FILE_NAME, Limits, Sample, encode, read_samples
 from robust_train.values import MIB
 from simulated_nvml import Gpu, Machine
 from two_gpu_machine import A, B
@@ -112,6 +112,7 @@ def test_a_disk_that_is_full_is_warned_about_once_and_the_run_goes_on(own_traine
     assert ended.output.count(f"cannot write {blocked}: No space left on device") == 1
 
 
+@pytest.mark.slow
 def test_train_py_samples_too(world: World):
     ended = world.run(
         "device=cpu", "training.epochs=1", "memory.sample_interval_ms=20", script="train.py"

@@ -12,11 +12,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from robust_train.microbatch.batcher import MicroBatcher
 from robust_train.vision.batches import Batch
-from robust_train.vision.data import shape_of_data
+from robust_train.vision.datasets import shape_of_data
 from robust_train.vision.models import build_model, enable_gradient_checkpointing, set_train_mode
-from robust_train.vision.precision import Precision
 from robust_train.vision.schedule import make_optimizer
-from robust_train.vision.step import accumulate_gradients, apply_gradients
+from robust_train.vision.step import Precision, accumulate_gradients, apply_gradients
 
 
 class RealSteps:
@@ -25,12 +24,7 @@ class RealSteps:
     def __init__(self, cfg: DictConfig, device: str) -> None:
         self.cfg, self.device = cfg, torch.device(device)
         shape = shape_of_data(cfg.dataset)
-        built = build_model(
-            cfg.model,
-            num_classes=shape.num_classes,
-            native_size=shape.size,
-            native_channels=shape.channels,
-        )
+        built = build_model(cfg.model, shape)
         if cfg.training.gradient_checkpointing:
             enable_gradient_checkpointing(built.module)
         self.images, self.classes = built.images, shape.num_classes

@@ -118,7 +118,7 @@ def test_without_a_gpu_common_sizes_are_shown_as_a_hint(
         (["training.batch_size=8,16"], "training.batch_size=8,16: one value at a time"),
         (["training.batch_size"], "training.batch_size: cannot be read as an override"),
         (["--batch-sizes", "8,x"], "robust-train plan: argument --batch-sizes: 8,x"),
-        (["--batch-sizes", "0"], "accepted are whole numbers of 1 or more"),
+        (["--batch-sizes", "0"], "accepted are integers of 1 or more"),
         (["--runs", "absent"], "argument --runs: absent: there is no such folder"),
         (
             ["dataset=image_folder", "dataset.root=absent"],

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from robust_train.report import plots, units
+from robust_train import readable
+from robust_train.report import plots
 from robust_train.report.axes import (
     Scale,
     byte_ticks,
@@ -89,19 +90,19 @@ def test_a_scale_maps_the_ends_of_its_range_and_takes_one_without_extent():
     ],
 )
 def test_durations_are_told_as_people_say_them(seconds, text):
-    assert units.duration(seconds) == text
+    assert readable.duration(seconds) == text
 
 
 def test_other_figures_for_people():
-    assert units.memory(512 * MIB) == "512 MiB"
-    assert units.memory(15.8 * 1024 * MIB) == "15.8 GiB"
-    assert [units.percent(share) for share in (0, 0.001, 0.5, 0.999, 1)] == [
+    assert readable.memory(512 * MIB) == "512 MiB"
+    assert readable.memory(15.8 * 1024 * MIB) == "15.8 GiB"
+    assert [readable.percent(share) for share in (0, 0.001, 0.5, 0.999, 1)] == [
         *("0 %", "< 1 %", "50 %", "> 99 %", "100 %")
     ]
-    assert [units.ordinal(n) for n in (1, 3, 11, 12, 21, 22, 113)] == [
+    assert [readable.ordinal_word(n) for n in (1, 3, 11, 12, 21, 22, 113)] == [
         *("first", "third", "11th", "12th", "21st", "22nd", "113th")
     ]
-    assert [units.number(v) for v in (0, 0.25, 1234, 12345, 6.17e-8, 2e6)] == [
+    assert [readable.number(v) for v in (0, 0.25, 1234, 12345, 6.17e-8, 2e6)] == [
         *("0", "0.25", "1,234", "12,345", "6.17e-8", "2e6")
     ]
 

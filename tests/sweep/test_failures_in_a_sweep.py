@@ -74,6 +74,7 @@ def test_fail_fast_with_the_basic_launcher_starts_no_more_jobs(sweeps: SweepWorl
     assert sweeps.column("status") == ["failed", "not_started"]
 
 
+@pytest.mark.slow
 def test_a_plain_sweep_has_its_table_too(sweeps: SweepWorld):
     arguments = sweeps.arguments("fails_at_2", "training.seed=1,2,3")
     arguments.remove("isolation=none")

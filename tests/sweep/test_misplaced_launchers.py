@@ -52,7 +52,7 @@ def test_in_an_experiment_file_that_the_sweep_varies(sweeps: SweepWorld, configs
     ended = sweeps.world.run("--config-dir", str(configs), *arguments)
     line = refused(ended, sweeps)
     assert "gpu_queue" in line
-    assert "type hydra/launcher=gpu_queue on the command line" in line
+    assert "put hydra/launcher=gpu_queue on the command line" in line
 
 
 def test_in_an_experiment_file_that_is_not_varied_it_counts(sweeps: SweepWorld, configs: Path):

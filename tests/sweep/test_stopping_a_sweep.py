@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -73,6 +75,67 @@ def pending(pid: int, signum: int) -> bool:
         return False
     masks = [line.split() for line in status.splitlines() if line[:6] in ("SigPnd", "ShdPnd")]
     return any(int(mask, 16) >> (signum - 1) & 1 for _, mask in masks)
+
+
+JOBLIB = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        ["hydra/launcher=gpu_queue", "hydra.launcher.n_jobs=2"],
+        pytest.param(JOBLIB, marks=pytest.mark.slow),
+        pytest.param(["hydra/launcher=submitit_local"], marks=pytest.mark.slow),
+        pytest.param(["hydra/launcher=basic"], marks=pytest.mark.slow),
+    ],
+    ids=lambda launcher: launcher[0].rpartition("=")[2],
+)
+def test_run_stop_ends_a_sweep_and_each_job_saves_a_checkpoint(
+    sweeps: SweepWorld, launcher: list[str]
+):
+    name = launcher[0].rpartition("=")[2].partition("_")[0]
+    if name in ("joblib", "submitit"):
+        pytest.importorskip(f"hydra_plugins.hydra_{name}_launcher", reason="extra [sweep]")
+    process = sweeps.start("works_until_told", "training.seed=1,2,3", *launcher)
+    at_work = (1,) if name == "basic" else (1, 2)
+    wait_until(lambda: all(map(sweeps.pid_at_work, at_work)), "the first jobs are at work")
+    stopped = run_stop(sweeps)
+    assert stopped.returncode == 0, stopped.stderr
+    ended = sweeps.end(process)
+    assert ended.returncode == 143, ended.output
+    for number in range(len(at_work)):
+        assert sweeps.jobs[number]["status"] == "interrupted"
+        assert sweeps.summary(number)["checkpoint"].endswith("when-told")
+    assert "Traceback" not in ended.output
+    wait_until(lambda: not left_behind(sweeps), "nothing is left behind")
+
+
+def run_stop(sweeps: SweepWorld) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "robust_train.cli.main", "run", "stop", str(sweeps.folder)],
+        env=sweeps.world.environ,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("isolation", ["none", pytest.param("process", marks=pytest.mark.slow)])
+def test_sigterm_to_every_process_at_once_ends_each_job_with_a_whole_checkpoint(
+    sweeps: SweepWorld, isolation: str
+):
+    """As a logout, ``pkill -f`` or a batch system sends it."""
+    process = sweeps.start("saves_slowly_when_told", "training.seed=1,2", f"isolation={isolation}")
+    wait_until(lambda: both_at_work(sweeps), "both jobs are at work")
+    for found in left_behind(sweeps):
+        os.kill(int(found.name), signal.SIGTERM)
+    ended = sweeps.end(process)
+    assert ended.returncode == 143, ended.output
+    assert sweeps.column("status") == ["interrupted", "interrupted"]
+    for number in (0, 1):
+        checkpoint = Path(sweeps.summary(number)["checkpoint"])
+        assert checkpoint.read_text() == "whole"
+    wait_until(lambda: not left_behind(sweeps), "nothing is left behind")
 
 
 @pytest.mark.parametrize("isolation", ["none", "process"])

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from pathlib import Path
 
+import psutil
 import pytest
+from omegaconf import OmegaConf
 
-from robust_train.sweep.capacity import jobs_at_once
-from robust_train.sweep.live_table import LiveRow, most_telling
-from robust_train.sweep.misplaced import misplaced_launcher
-from robust_train.sweep.progress import JournalFollower, Progress, advance
+from robust_train.gpu import inventory
+from robust_train.sweep.capacity import count_gpus, jobs_at_once
+from robust_train.sweep.live_table import LiveRow, most_important
+from robust_train.sweep.plugins_of_others import misplaced_launcher
 from robust_train.sweep.record import Entry, JobRecord, decide, read_record, set_aside
 from robust_train.sweep.rows import exit_code_of, row_of
 from robust_train.sweep.table import differing_overrides, tally
@@ -74,6 +77,14 @@ def test_as_many_jobs_at_once_as_there_is_room_for(
     assert found == at_once
 
 
+def test_a_driver_that_hangs_does_not_hold_a_sweep_up(monkeypatch: pytest.MonkeyPatch, caplog):
+    monkeypatch.setattr(inventory, "read_inventory", lambda **options: time.sleep(600))
+    before = psutil.Process().children()
+    assert count_gpus(OmegaConf.create({"device": "auto"}), limit_seconds=0.2) == 0
+    assert psutil.Process().children() == before, "it is not left behind where it can be killed"
+    assert "hydra.launcher.n_jobs" in caplog.text
+
+
 def row(status: str, exit_code: int):
     record = dataclasses.replace(RECORD, status=status, exit_code=exit_code)
     return row_of(Path("0"), record, None)
@@ -102,11 +113,10 @@ def test_the_table_shows_only_in_what_the_jobs_differ():
 
 
 def test_a_table_too_long_for_the_terminal_keeps_what_runs_and_what_failed():
-    rows = [LiveRow(n, "", Progress("completed")) for n in range(10)]
-    rows[4] = LiveRow(4, "", Progress("failed"))
-    rows[7] = LiveRow(7, "", Progress("running"))
-    assert [r.job for r in most_telling(rows, 3)] == [0, 4, 7]
-    assert len(most_telling(rows, -5)) == 1
+    statuses = {4: "failed", 7: "between attempts"}
+    rows = [LiveRow(n, "", statuses.get(n, "completed")) for n in range(10)]
+    assert [r.job for r in most_important(rows, 3)] == [0, 4, 7]
+    assert len(most_important(rows, -5)) == 1
 
 
 def test_a_launcher_counts_only_where_hydra_reads_it_in_time():
@@ -115,30 +125,6 @@ def test_a_launcher_counts_only_where_hydra_reads_it_in_time():
     assert misplaced_launcher("joblib", None, [], in_sweep=False) is None
     assert misplaced_launcher("joblib", "joblib", typed, in_sweep=True) is None
     assert misplaced_launcher("joblib", "basic", [], in_sweep=True) is not None
-
-
-def test_progress_follows_the_journal_of_this_launch_only(tmp_path: Path):
-    journal = tmp_path / "journal.jsonl"
-    journal.write_text('{"event": "job_ended", "status": "failed"}\n')
-    follower = JournalFollower(journal)
-    assert follower.look() == Progress("pending")
-    with journal.open("a") as file:
-        file.write('{"event": "job_started"}\n{"event": "attempt_started", "attempt": 2, ')
-        file.flush()
-        assert follower.look().status == "waiting", "half a line is not read"
-        file.write('"device": "cuda:1", "batch_size": 32}\n{"event": "progress", "step": 7}\n')
-    assert follower.look() == Progress("running", 2, "cuda:1", 32, 7)
-
-
-def test_a_journal_that_was_moved_aside_is_followed_by_the_new_one(tmp_path: Path):
-    journal = tmp_path / "journal.jsonl"
-    journal.write_text('{"event": "job_ended", "status": "failed"}\n')
-    follower = JournalFollower(journal)
-    journal.rename(tmp_path / "old")
-    assert follower.look() == Progress("pending")
-    journal.write_text('{"event": "job_started"}\n')
-    assert follower.look().status == "waiting"
-    assert advance(Progress("running", 1), {"event": "of_the_trainer"}) == Progress("running", 1)
 
 
 def test_setting_aside_keeps_what_belongs_to_the_new_job(tmp_path: Path):

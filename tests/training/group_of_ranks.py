@@ -120,6 +120,77 @@ def refused(batcher: MicroBatcher) -> str:
     return "not refused"
 
 
+class RunsOutInBackward(torch.autograd.Function):
+    """Has no memory for gradients of more than four samples on rank 1."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if dist.get_rank() == 1 and len(gradient) > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return gradient
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(RunsOutInBackward.apply(self.first(x).tanh()))
+
+
+def wrapped(how: str, rank: int, ranks: int) -> object:
+    """A step of 16 samples with a wrapper that is not the outermost module, or is not named."""
+    net = Deep()
+    # a bucket for each parameter: one that is passed over pairs all that follow wrongly
+    bucket_mib = 1 if how == "compiled" else 1e-5  # dynamo takes no less
+    shared = DistributedDataParallel(
+        net, bucket_cap_mb=bucket_mib, static_graph=how == "static graph"
+    )
+    model: nn.Module = shared
+    if how == "compiled":
+        model = torch.compile(shared, backend="eager")
+    elif how == "inside of another":
+        model = nn.Sequential(nn.Identity(), shared)
+    x, y = data(16, 5)
+    mine = slice(rank * 16 // ranks, (rank + 1) * 16 // ranks)
+    named = net if how == "around the one that is named" else model
+    if how == "another default device":
+        torch.set_default_device("meta")
+    try:
+        parts = MicroBatcher().micro_batches((x[mine], y[mine]), named)
+        for micro in parts:
+            with micro:
+                inputs, wanted = micro.data
+                micro.backward(nn.functional.mse_loss(model(inputs), wanted))
+    except UserError as error:
+        return str(error)
+    finally:
+        torch.set_default_device("cpu")
+    gradients = torch.cat([p.grad.reshape(-1) for p in net.parameters()])
+    net.zero_grad()
+    for start in range(0, 16, 4):
+        share = slice(start, start + 4)
+        (nn.functional.mse_loss(net(x[share]), y[share]) / 4).backward()
+    expected = torch.cat([p.grad.reshape(-1) for p in net.parameters()])
+    return [parts.repeats, float((gradients - expected).abs().max())]
+
+
+WAYS = (
+    "plain",
+    "compiled",
+    "inside of another",
+    "around the one that is named",
+    "another default device",
+    "static graph",
+)
+
+
 def be_rank(rank: int, ranks: int, folder: str) -> dict[str, object]:
     store = dist.FileStore(f"{folder}/store-{ranks}", ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
@@ -136,6 +207,8 @@ def be_rank(rank: int, ranks: int, folder: str) -> dict[str, object]:
         batcher.shrink("a test wishes it")
     seen["wished"] = train(batcher, Net(), rank, ranks)["size"]
     seen["refused"] = refused(MicroBatcher())
+    if ranks == 2:
+        seen["wrapped"] = {how: wrapped(how, rank, ranks) for how in WAYS}
     dist.destroy_process_group()
     return seen
 

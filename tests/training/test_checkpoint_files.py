@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import preloaded
+from robust_train.run import Run
 from robust_train.runfolder.checkpoints import (
     CheckpointError,
     CheckpointFolder,
-    SaveClock,
     read_newest,
     write_atomically,
 )
@@ -33,6 +33,11 @@ except UserError as error:
     print("FAILED", type(error).__name__, error)
 print("STEPS", run.last_step, "CHECKPOINTS", len(run.of("checkpoint")))
 """
+
+
+def folder_of(run_dir: Path, keep: int = 5) -> CheckpointFolder:
+    """Checkpoints of a run without a launcher."""
+    return CheckpointFolder(Run(run_dir=run_dir), keep=keep)
 
 
 def in_a_limited_process(folder: Path, limit_bytes: int) -> subprocess.CompletedProcess[str]:
@@ -69,12 +74,12 @@ def test_a_failed_save_leaves_the_old_file_as_it_was(tmp_path):
 def test_a_folder_that_cannot_be_made_is_an_error_that_names_the_file(tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(CheckpointError, match=r"cannot write .*step-00000001\.pt"):
-        CheckpointFolder(tmp_path / "file", keep=2).save({}, 1)
+        folder_of(tmp_path / "file").save({}, 1)
 
 
 @pytest.mark.parametrize("damage", ["truncated", "a flipped byte", "empty", "missing"])
 def test_a_damaged_file_is_passed_over_for_the_newest_intact_one(tmp_path, damage):
-    folder = CheckpointFolder(tmp_path, keep=5)
+    folder = folder_of(tmp_path)
     for step in (10, 20, 30):
         path = folder.save({"step": step, "weights": torch.randn(5000)}, step)
     data = bytearray(path.read_bytes())
@@ -107,9 +112,9 @@ class RunsCode:
 def test_a_foreign_file_is_passed_over_without_running_its_code(
     tmp_path, caplog, capfd, content, why
 ):
-    folder = CheckpointFolder(tmp_path, keep=5)
+    folder = folder_of(tmp_path)
     folder.save({"step": 20}, 20)
-    foreign = tmp_path / "step-00000030.pt"
+    foreign = folder.path / "step-00000030.pt"
     torch.save(content, foreign)
     found = read_newest(foreign, required=["step"])
     assert found is not None
@@ -120,7 +125,7 @@ def test_a_foreign_file_is_passed_over_without_running_its_code(
 
 def test_no_flipped_byte_is_believed(tmp_path):
     """Whatever byte is hit, the content is the old one or the file is refused."""
-    folder = CheckpointFolder(tmp_path, keep=5)
+    folder = folder_of(tmp_path)
     content = {"step": 30, "weights": torch.arange(40), "rng": [1, [2, 3], None]}
     path = folder.save(content, 30)
     data = path.read_bytes()
@@ -137,7 +142,7 @@ def test_no_flipped_byte_is_believed(tmp_path):
 
 
 def test_too_little_memory_to_read_a_checkpoint_does_not_condemn_it(tmp_path, monkeypatch):
-    path = CheckpointFolder(tmp_path, keep=5).save({"step": 30}, 30)
+    path = folder_of(tmp_path).save({"step": 30}, 30)
 
     def no_memory(*args, **options):
         raise MemoryError
@@ -148,44 +153,7 @@ def test_too_little_memory_to_read_a_checkpoint_does_not_condemn_it(tmp_path, mo
 
 
 def test_a_later_checkpoint_than_the_one_asked_for_is_never_used(tmp_path):
-    folder = CheckpointFolder(tmp_path, keep=5)
+    folder = folder_of(tmp_path)
     paths = [folder.save({"step": step}, step) for step in (10, 20)]
     paths[0].write_bytes(b"")
     assert read_newest(paths[0]) is None
-
-
-class Clock:
-    def __init__(self):
-        self.seconds = 0.0
-
-    def __call__(self):
-        return self.seconds
-
-
-def test_a_checkpoint_is_due_when_its_interval_is_over():
-    clock = Clock()
-    saves = SaveClock(300, now=clock)
-    clock.seconds = 299
-    assert not saves.is_due(step=10)
-    clock.seconds = 300
-    assert saves.is_due(step=11)
-    saves.saved(1.0, step=11)
-    assert not saves.is_due(step=12)
-
-
-def test_a_checkpoint_is_due_after_so_many_steps_from_where_the_attempt_began():
-    saves = SaveClock(1e9, every_steps=3, now=Clock())
-    assert [step for step in range(41, 47) if saves.is_due(step)] == [43, 44, 45, 46]
-    saves.saved(1.0, step=46)
-    assert [step for step in range(47, 51) if saves.is_due(step)] == [49, 50]
-
-
-def test_an_epoch_s_end_saves_while_that_costs_at_most_a_twentieth_of_the_time():
-    clock = Clock()
-    saves = SaveClock(300, now=clock)
-    assert saves.is_due_after_epoch()
-    saves.saved(seconds=2.0, step=23)
-    clock.seconds = 39
-    assert not saves.is_due_after_epoch()
-    clock.seconds = 40
-    assert saves.is_due_after_epoch()

@@ -19,10 +19,10 @@ from training_world import (
 
 from robust_train.errors import ConfigError
 from robust_train.vision.batches import Loading, in_order
-from robust_train.vision.data import open_data
-from robust_train.vision.images import ImageDataset, ImageFiles, ImageSpec
+from robust_train.vision.datasets import open_data
+from robust_train.vision.images import ImageDataset, ImageSpec
 from robust_train.vision.prepare import check_config
-from robust_train.vision.splits import stratified_split
+from robust_train.vision.splits import ImageFiles, stratified_split
 from robust_train.vision.trainer import train
 
 RGB_16 = ImageSpec(16, 3, (0.5,) * 3, (0.5,) * 3)
@@ -40,16 +40,16 @@ def refusal_of(cfg):
 
 
 def test_digits_are_split_alike_for_every_class_and_every_seed():
-    splits = open_data(config("dataset=digits").dataset).splits
+    splits = open_data(config("dataset=digits").dataset)
     assert (len(splits.train.labels), len(splits.test.labels)) == (1438, 359)
     counts = torch.bincount(torch.tensor(splits.test.labels), minlength=10)
     assert int(counts.min()) >= 35
     assert set(splits.train.numbers).isdisjoint(splits.test.numbers)
-    assert open_data(config("dataset=digits", "seed=7").dataset).splits == splits
+    assert open_data(config("dataset=digits", "seed=7").dataset) == splits
 
 
 def test_digits_become_the_images_that_a_backbone_takes():
-    splits = open_data(config("dataset=digits").dataset).splits
+    splits = open_data(config("dataset=digits").dataset)
     small, label = ImageDataset(splits.test, ImageSpec(8, 1, (0.0,), (1.0,)))[0, 0]
     large, same = ImageDataset(splits.test, RGB_16)[0, 0]
     assert small.shape == (1, 8, 8)
@@ -63,8 +63,8 @@ def test_digits_become_the_images_that_a_backbone_takes():
 
 
 def test_flowers102_in_its_original_files_has_the_official_parts(tmp_path):
-    splits = open_data(dataset_config("flowers102", write_flowers102(tmp_path))).splits
-    assert splits.num_classes == 102
+    splits = open_data(dataset_config("flowers102", write_flowers102(tmp_path)))
+    assert splits.shape.num_classes == 102
     assert splits.train.labels == [0, 0, 1, 1, 101, 101]
     assert splits.validation.labels == splits.test.labels == [0, 1, 101]
     assert splits.train.paths[0] == tmp_path / "flowers-102" / "jpg" / "image_00001.jpg"
@@ -72,30 +72,30 @@ def test_flowers102_in_its_original_files_has_the_official_parts(tmp_path):
 
 def test_flowers102_may_lie_in_the_root_itself(tmp_path):
     root = write_flowers102(tmp_path) / "flowers-102"
-    assert len(open_data(dataset_config("flowers102", root)).splits.train.labels) == 6
+    assert len(open_data(dataset_config("flowers102", root)).train.labels) == 6
 
 
 def test_cub200_in_its_original_archive_format_has_the_official_parts(tmp_path):
-    splits = open_data(dataset_config("cub200", write_cub200(tmp_path))).splits
-    assert splits.num_classes == 200
+    splits = open_data(dataset_config("cub200", write_cub200(tmp_path)))
+    assert splits.shape.num_classes == 200
     assert splits.train.labels == splits.test.labels == [0, 0, 199, 199]
     assert "001.Black_footed_Albatross" in str(splits.train.paths[0])
 
 
 def test_image_folder_uses_its_test_folder(tmp_path):
-    splits = open_data(dataset_config("image_folder", write_image_folder(tmp_path))).splits
-    assert splits.num_classes == 2
+    splits = open_data(dataset_config("image_folder", write_image_folder(tmp_path)))
+    assert splits.shape.num_classes == 2
     assert len(splits.train.labels) == len(splits.test.labels) == 16
 
 
 def test_image_folder_without_a_test_folder_is_split_the_same_way_each_time(tmp_path):
     root = write_image_folder(tmp_path, parts=["train"])
     cfg = dataset_config("image_folder", root, "dataset.test_fraction=0.25")
-    splits = open_data(cfg).splits
+    splits = open_data(cfg)
     assert sorted(splits.test.labels) == [0, 0, 1, 1]
     assert len(splits.train.labels) == 12
     assert set(splits.train.paths).isdisjoint(splits.test.paths)
-    assert open_data(cfg).splits == splits
+    assert open_data(cfg) == splits
 
 
 def test_a_split_leaves_every_class_something_to_train_on():
@@ -127,7 +127,7 @@ def test_a_tiny_backbone_trains_on_the_original_files(tmp_path, dataset, write):
     run = WatchedRun(tmp_path / "run")
     result = train(cfg, run)
     assert 0 <= result["test_accuracy"] <= 1
-    assert result["steps"] == -(-len(open_data(cfg.dataset).splits.train.labels) // 4)
+    assert result["steps"] == -(-len(open_data(cfg.dataset).train.labels) // 4)
 
 
 @pytest.mark.parametrize(
@@ -154,9 +154,9 @@ def test_absent_data_that_may_not_be_fetched_is_refused(tmp_path, name):
 
 
 def test_a_silent_server_does_not_hold_the_download_for_ever(tmp_path, monkeypatch):
-    from robust_train.vision import download
+    from robust_train.vision import published
 
-    monkeypatch.setattr(download, "_SILENCE_SECONDS", 0.2)
+    monkeypatch.setattr(published, "_SILENCE_SECONDS", 0.2)
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen()
@@ -221,7 +221,7 @@ def test_a_truncated_image_is_an_error_of_one_line_that_names_the_file(tmp_path,
     root = write_image_folder(tmp_path)
     broken = root / "train" / "dogs" / "3.jpg"
     broken.write_bytes(broken.read_bytes()[:300])
-    splits = open_data(dataset_config("image_folder", root)).splits
+    splits = open_data(dataset_config("image_folder", root))
     dataset = ImageDataset(splits.train, RGB_16)
     loading = Loading(workers, 2, torch.device("cpu"))
     with pytest.raises(ConfigError) as refusal:
@@ -261,7 +261,7 @@ def test_fewer_classes_than_the_data_has_are_refused(tmp_path):
 
 def test_augmentation_depends_on_seed_epoch_and_sample_alone(tmp_path):
     root = write_image_folder(tmp_path)
-    source = open_data(dataset_config("image_folder", root)).splits.train
+    source = open_data(dataset_config("image_folder", root)).train
 
     def image(seed, epoch, index):
         torch.rand(1)
@@ -273,7 +273,7 @@ def test_augmentation_depends_on_seed_epoch_and_sample_alone(tmp_path):
 
 
 def test_loading_does_not_draw_from_the_generator_that_dropout_uses(tmp_path):
-    source = open_data(config("dataset=digits").dataset).splits.train
+    source = open_data(config("dataset=digits").dataset).train
     dataset = ImageDataset(source, ImageSpec(8, 1, (0.5,), (0.5,)), augment="shift")
     before = torch.get_rng_state()
     batches = list(Loading(0, 2, torch.device("cpu")).batches(dataset, in_order(range(100), 8), 0))
@@ -281,7 +281,7 @@ def test_loading_does_not_draw_from_the_generator_that_dropout_uses(tmp_path):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-class TellsItsSignals:
+class ShowsItsSignals:
     """White images where SIGTERM ends the process and SIGINT does nothing, black ones elsewhere."""
 
     labels = (0, 0)
@@ -298,7 +298,7 @@ class TellsItsSignals:
 def test_workers_do_not_answer_signals_in_the_run_s_place():
     before = {s: signal.signal(s, lambda *_: None) for s in (signal.SIGTERM, signal.SIGINT)}
     try:
-        dataset = ImageDataset(TellsItsSignals(), ImageSpec(4, 1, (0.0,), (1.0,)))
+        dataset = ImageDataset(ShowsItsSignals(), ImageSpec(4, 1, (0.0,), (1.0,)))
         [(images, _)] = Loading(1, 2, torch.device("cpu")).batches(dataset, [[0, 1]], 0)
     finally:
         for signum, handler in before.items():

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from robust_train.memory.cleanup import return_memory
 from robust_train.microbatch.batcher import MicroBatcher
 from robust_train.microbatch.find_batch_size import find_batch_size
 
@@ -77,3 +78,37 @@ def test_the_largest_batch_that_fits_the_gpu_is_found_and_fits(room):
         optimizer.zero_grad()
     with pytest.raises(torch.OutOfMemoryError):
         step(int(1.2 * found.batch_size))
+
+
+def test_the_generator_of_the_model_s_own_gpu_is_rewound():
+    """The draws of the last GPU are the same again, whichever is the current one."""
+    device = torch.device("cuda", torch.cuda.device_count() - 1)
+    model, draws = nn.Linear(4, 1).to(device), []
+    torch.cuda.set_device(0)
+    for micro in MicroBatcher(8).micro_batches(torch.ones(8, 4), model):
+        with micro:
+            draws.append(torch.rand((), device=device).item())
+            if len(draws) == 1:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            micro.backward(model(micro.data.to(device)).mean())
+    assert draws[1] == draws[0]
+
+
+def test_clearing_leaves_a_captured_graph_usable():
+    a = torch.randn(4096, 256, device="cuda", dtype=torch.bfloat16)
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        a.T @ a
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        out = a.T @ a
+    graph.replay()
+    torch.cuda.synchronize()
+    expected = out.clone()
+    return_memory(thorough=False, workspaces=True)
+    junk = torch.full((64 * MIB,), 7, dtype=torch.uint8, device="cuda")
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out, expected)
+    assert bool((junk == 7).all())

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -21,6 +23,7 @@ from robust_train.vision.models import (
     trained_state,
 )
 from robust_train.vision.prepare import check_config
+from robust_train.vision.splits import Shape
 from robust_train.vision.trainer import preload_modules, train
 
 
@@ -28,7 +31,7 @@ def built(*overrides, num_classes=5):
     cfg = config(*overrides)
     check_config(cfg)
     torch.manual_seed(0)
-    return build_model(cfg.model, num_classes=num_classes, native_size=8, native_channels=1)
+    return build_model(cfg.model, Shape(num_classes, size=8, channels=1))
 
 
 def refusal_of(*overrides):
@@ -54,20 +57,20 @@ def test_the_cnn_takes_images_of_any_size(size, channels):
     ("model", "backbone"),
     [
         ("linear_probe", "test_vit"),
-        ("linear_probe", "test_resnet"),
+        pytest.param("linear_probe", "test_resnet", marks=pytest.mark.slow),
         ("lora", "test_vit"),
-        ("full_finetune", "test_convnext"),
+        pytest.param("full_finetune", "test_convnext", marks=pytest.mark.slow),
         ("full_finetune", "test_resnet"),
     ],
 )
 def test_every_model_learns_from_digits(tmp_path, model, backbone):
-    cfg = config(f"model={model}", *TINY_VIT, f"model.backbone={backbone}", "training.epochs=2")
+    cfg = config(f"model={model}", *TINY_VIT, f"model.backbone={backbone}", "training.epochs=1")
     run = WatchedRun(tmp_path)
     result = train(cfg, run)
-    assert result["steps"] == 46
-    first, second = run.of("epoch")
-    assert second["train_loss"] < first["train_loss"]
-    assert result["objective"] == result["test_accuracy"] == second["val_accuracy"]
+    assert result["steps"] == 23
+    (epoch,) = run.of("epoch")
+    assert epoch["metrics"]["val_loss"] < math.log(10), "better than chance"
+    assert result["objective"] == result["test_accuracy"] == epoch["metrics"]["val_accuracy"]
 
 
 def test_a_linear_probe_trains_its_last_layer_alone(tmp_path):

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import random
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import is_tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from training_world import WatchedRun, config, difference, trained_weights
 
 import preloaded
 from robust_train.batch.search import BatchSearch
 from robust_train.errors import AttemptsExhausted
 from robust_train.microbatch.find_batch_size import find_batch_size
-from robust_train.microbatch.probing import optimizer_state_bytes
+from robust_train.microbatch.meters import HostMeter
+from robust_train.microbatch.probing import Prober, optimizer_state_bytes, optimizer_step_bytes
 from robust_train.run import MicroBatchPlan, Run
 from robust_train.vision.trainer import train
 from world import ROOT
@@ -282,3 +286,60 @@ def test_what_the_optimizer_is_going_to_take_is_what_it_then_takes(make, states)
     )
     assert taken == expected
     assert optimizer_state_bytes(model.parameters()) == 0
+
+
+class LargestAtOnce(TorchDispatchMode):
+    """The most bytes that results of operations hold at one moment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive: weakref.WeakSet = weakref.WeakSet()
+        self.most = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        given = {
+            t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if is_tensor(t)
+        }
+        results = function(*args, **(kwargs or {}))
+        for item in tree_leaves(results):
+            if is_tensor(item) and item.untyped_storage().data_ptr() not in given:
+                self.alive.add(item)
+        held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in self.alive}
+        self.most = max(self.most, sum(held.values()))
+        return results
+
+
+@pytest.mark.parametrize(
+    ("make", "copies"),
+    [
+        (lambda p: torch.optim.AdamW(p, foreach=True), 1),
+        (lambda p: torch.optim.Adam(p, foreach=True, weight_decay=0.1), 1),
+        (lambda p: torch.optim.SGD(p, lr=0.1, foreach=True, momentum=0.9), 0),
+        (lambda p: torch.optim.SGD(p, lr=0.1, foreach=True, weight_decay=0.1), 1),
+        (lambda p: torch.optim.AdamW(p, foreach=False), 0),
+    ],
+)
+def test_copies_that_a_foreach_optimizer_s_step_makes_are_known_before(make, copies):
+    model = nn.Sequential(*(nn.Linear(100, 100, bias=False) for _ in range(20)))
+    optimizer = make(model.parameters())
+    expected = optimizer_step_bytes(model.parameters())
+    assert expected == copies * 20 * 4 * 100 * 100
+    for _ in range(2):  # the first makes the state
+        model(torch.ones(1, 100)).sum().backward()
+        with LargestAtOnce() as largest:
+            optimizer.step()
+    one = 20 * 4 * 100 * 100
+    assert expected <= largest.most < expected + one / 4
+
+
+def test_where_the_step_s_own_copy_does_not_fit_no_size_does():
+    class Full(HostMeter):
+        def begin(self):
+            return 90
+
+        def limit(self):
+            return 100
+
+    assert Prober((1, 2), Full(), 0, 10).begin() == 2
+    assert Prober((1, 2), Full(), 0, 11).begin() is None
+    assert Prober((1, 2), Full(), 11).begin() is None

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from training_world import difference, trained_weights
 
 import preloaded
-from robust_train.microbatch.ranks import State, Told, verdict
+from robust_train.microbatch.ranks import RankReport, State, agree
 from robust_train.microbatch.size import MicroBatchSize
 from robust_train.vision.batches import BatchPlan, share_of
 
@@ -80,10 +80,31 @@ def test_a_wish_for_smaller_parts_on_one_rank_reaches_all(group: dict[str, Any])
     assert {member["wished"] for member in members(group, 4)} == {2}
 
 
-def test_a_model_that_talks_in_its_passes_is_refused(group: dict[str, Any]):
-    assert {m["refused"].split(" talks")[0] for m in members(group, 4)} == {
+def test_a_model_that_communicates_in_its_passes_is_refused(group: dict[str, Any]):
+    assert {m["refused"].split(" gathers")[0] for m in members(group, 4)} == {
         "run.micro_batches: 1 (SyncBatchNorm)"
     }
+    for seen in members(group, 2):
+        assert "has static_graph" in seen["wrapped"]["static graph"]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "plain",
+        "compiled",
+        "inside of another",
+        "around the one that is named",
+        "another default device",
+    ],
+)
+def test_ddp_is_found_at_any_depth_when_one_rank_runs_out_of_memory_in_backward(
+    group: dict[str, Any], how: str
+):
+    for seen in members(group, 2):
+        repeats, difference_from_alone = seen["wrapped"][how]
+        assert repeats == 1
+        assert difference_from_alone < 1e-6
 
 
 def test_the_built_in_trainer_gives_the_same_on_any_number_of_ranks_also_resumed(
@@ -98,12 +119,14 @@ def test_the_built_in_trainer_gives_the_same_on_any_number_of_ranks_also_resumed
     accuracies = [rank["result"]["test_accuracy"] for rank in rest]
     assert accuracies == [one["result"]["test_accuracy"]] * 4, "of the whole test set, on each"
     for epoch, alone in zip(rest[0]["epochs"], one["epochs"], strict=True):
-        assert epoch["train_loss"] == pytest.approx(alone["train_loss"], abs=1e-4)
-        assert epoch["val_loss"] == pytest.approx(alone["val_loss"], abs=1e-4)
+        assert epoch["metrics"]["train_loss"] == pytest.approx(
+            alone["metrics"]["train_loss"], abs=1e-4
+        )
+        assert epoch["metrics"]["val_loss"] == pytest.approx(alone["metrics"]["val_loss"], abs=1e-4)
 
 
-TOLD = st.builds(
-    Told,
+REPORTS = st.builds(
+    RankReport,
     st.sampled_from(State),
     st.integers(0, 2**20),
     st.integers(0, 2**20),
@@ -112,17 +135,17 @@ TOLD = st.builds(
 )
 
 
-@given(st.lists(TOLD, min_size=1, max_size=5))
-def test_what_ranks_tell_survives_as_numbers_and_one_verdict_holds_for_all(told: list[Told]):
-    assert [Told.from_row(one.row(), 100) for one in told] == told
-    judged = verdict(told)
-    assert (judged.rank is None) == all(one.state is State.THROUGH for one in told)
-    if judged.rank is not None:
-        assert told[judged.rank].state is judged.state
-        assert judged.state.is_exhausted == any(one.state.is_exhausted for one in told)
-    assert judged.size == min((one.size for one in told if one.size), default=None)
-    assert judged.has_gradient == tuple(
-        any(one.has_gradient[i] for one in told) for i in range(100)
+@given(st.lists(REPORTS, min_size=1, max_size=5))
+def test_reports_survive_as_numbers_and_one_agreement_holds_for_all(reports: list[RankReport]):
+    assert [RankReport.from_row(one.row(), 100) for one in reports] == reports
+    agreed = agree(reports)
+    assert (agreed.rank is None) == all(one.state is State.THROUGH for one in reports)
+    if agreed.rank is not None:
+        assert reports[agreed.rank].state is agreed.state
+        assert agreed.state.is_exhausted == any(one.state.is_exhausted for one in reports)
+    assert agreed.size == min((one.size for one in reports if one.size), default=None)
+    assert agreed.has_gradient == tuple(
+        any(one.has_gradient[i] for one in reports) for i in range(100)
     )
 
 

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import preloaded
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -16,6 +18,8 @@ ROOT = Path(__file__).resolve().parents[2]
 GROWING_SAMPLES = """
 import json, sys, tempfile
 from pathlib import Path
+
+import pytest
 
 import preloaded
 import torch
@@ -90,6 +94,7 @@ def test_samples_that_outgrow_memory_at_step_40_of_60_cost_one_step_and_change_n
         assert (sizes if int(step) != 40 else sizes[-len(expected) :]) == expected
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_again_and_again_ends_with_the_same_weights_bit_for_bit(tmp_path):
     """Four kills here; fifty in benchmarks/kill_and_resume.py."""
     ended = subprocess.run(

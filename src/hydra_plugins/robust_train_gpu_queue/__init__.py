@@ -19,7 +19,7 @@ class GpuQueueConf:
     """``hydra.launcher``."""
 
     _target_: str = "hydra_plugins.robust_train_gpu_queue.GpuQueueLauncher"
-    # how many jobs run at once; null: one for each place on a GPU, or half the CPU cores
+    # how many jobs run at once; null: as many as fit on the GPUs, or half the CPU cores
     n_jobs: int | None = None
 
 

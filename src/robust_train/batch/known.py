@@ -1,7 +1,7 @@
-"""Which micro-batches are known to fit, and not to, from earlier jobs of this user.
+"""Which micro-batches fit, and which do not, as earlier jobs of this user found.
 
 One small JSON file for each combination of what memory depends on, in the user's cache directory.
-Whatever is wrong there, the job goes on without: a guess is all that is lost.
+Whatever is wrong there, the job goes on without: only a guess is lost.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _NO_MATTER = {
         "clear_on_start empty_cache_frequency empty_cache_threshold clear_after_save "
         "clear_after_epoch clear_on_failure log_frequency sample_interval_ms snapshot_on_oom"
     ),
-    "model": "lr",
+    "model": "lr pretrained weights",
     "dataset": "download num_workers epochs",
 }
 _MATTERS = ("model", "dataset", "trainer", "training", "memory", "gpu_jobs_per_device")
@@ -60,8 +60,8 @@ class Fact:
         batch_size: micro-batch, samples.
         when: seconds since the epoch.
         room_bytes: free on the GPU when the attempt began; None for the CPU.
-        peak_bytes: that were used; None where memory ran out.
-        predicted: it was not tried, but probes of smaller sizes tell.
+        peak_bytes: used at most; None where memory ran out.
+        predicted: concluded from probes of smaller sizes, not tried.
     """
 
     batch_size: int
@@ -69,6 +69,10 @@ class Fact:
     room_bytes: int | None = None
     peak_bytes: int | None = None
     predicted: bool = False
+
+    def is_fresh(self, now: float) -> bool:
+        """Return whether it still counts; a clock that was wrong must not make it last for ever."""
+        return now - VALID_SECONDS <= self.when <= now + 86400
 
 
 @dataclass(frozen=True)
@@ -79,18 +83,16 @@ class Known:
     too_large: Fact | None = None
 
     def at(self, now: float, room_bytes: int | None) -> Known:
-        """What of it counts now, with so much room: what is full now holds less."""
+        """Return what of it counts now, with so much room: what is full now holds less."""
         fitted, too_large = self.fitted, self.too_large
-        if fitted is not None and not (_is_fresh(fitted, now) and _has(room_bytes, fitted)):
+        if fitted is not None and not (fitted.is_fresh(now) and _has(room_bytes, fitted)):
             fitted = None
-        if too_large is not None and not (
-            _is_fresh(too_large, now) and _had(too_large, room_bytes)
-        ):
+        if too_large is not None and not (too_large.is_fresh(now) and _had(too_large, room_bytes)):
             too_large = None
         return Known(fitted, too_large)
 
     def learn(self, fitted: Fact | None, too_large: Fact | None) -> Known:
-        """With what an attempt has told; where the two contradict each other the newer counts."""
+        """Add what an attempt taught; where facts contradict each other the newer counts."""
         largest, smallest = self.fitted, self.too_large
         if fitted is not None:
             if smallest is not None and smallest.batch_size <= fitted.batch_size:
@@ -105,44 +107,27 @@ class Known:
         return Known(largest, smallest)
 
 
-def _is_fresh(fact: Fact, now: float) -> bool:
-    # a clock that was wrong must not make it last for ever
-    return now - VALID_SECONDS <= fact.when <= now + 86400
-
-
 def _has(room: int | None, fact: Fact) -> bool:
-    if room is None or fact.room_bytes is None:
-        return True
-    if room >= fact.room_bytes * (1 - _SAME_ROOM):
+    if room is None or fact.room_bytes is None or room >= fact.room_bytes * (1 - _SAME_ROOM):
         return True
     return fact.peak_bytes is not None and room >= footprint(fact.peak_bytes)
 
 
 def _had(fact: Fact, room: int | None) -> bool:
-    if room is None or fact.room_bytes is None:
-        return True
-    return room <= fact.room_bytes * (1 + _SAME_ROOM)
+    return room is None or fact.room_bytes is None or room <= fact.room_bytes * (1 + _SAME_ROOM)
 
 
-def memory_key(cfg: DictConfig, trainer: str, gpu: GpuInfo | None, host_bytes: int | None) -> str:
-    """The name of what memory depends on: model, data, precision, device, torch.
-
-    Keys of a user's own project are part of it, since any may change a tensor's shape.
+def memory_key(
+    settings: Mapping[str, Any], trainer: str, gpu: GpuInfo | None, host_bytes: int | None
+) -> str:
+    """Return the name of what memory depends on: model, data, precision, device, torch.
 
     Args:
-        cfg: the job's config.
+        settings: of :func:`memory_settings`.
         trainer: its dotted path.
         gpu: the device, None for the CPU.
         host_bytes: the host's memory, for the CPU.
     """
-    content = OmegaConf.to_container(cfg, resolve=True)
-    assert isinstance(content, dict)
-    ours = set(RobustConfig.__dataclass_fields__) - set(_MATTERS)
-    parts: dict[str, Any] = {str(key): value for key, value in content.items() if key not in ours}
-    for group, names in _NO_MATTER.items():
-        if isinstance(parts.get(group), dict):
-            skipped = names.split()
-            parts[group] = {k: v for k, v in parts[group].items() if k not in skipped}
     if gpu is None:
         limits = [
             resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_DATA, resource.RLIMIT_AS)
@@ -152,9 +137,25 @@ def memory_key(cfg: DictConfig, trainer: str, gpu: GpuInfo | None, host_bytes: i
     else:
         device = [gpu.name, gpu.total_bytes]
     versions = {name: _version(name) for name in ("torch", "robust-train")}
-    whole = {"config": parts, "trainer": trainer, "device": device, "versions": versions}
+    whole = {"config": settings, "trainer": trainer, "device": device, "versions": versions}
     text = json.dumps(whole, sort_keys=True, default=repr)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def memory_settings(cfg: DictConfig) -> dict[str, Any]:
+    """Return the part of a config on which memory depends, the batch left out.
+
+    Keys of a user's own project are part of it, since any may change a tensor's shape.
+    """
+    content = OmegaConf.to_container(cfg, resolve=True)
+    assert isinstance(content, dict)
+    ours = set(RobustConfig.__dataclass_fields__) - set(_MATTERS)
+    parts: dict[str, Any] = {str(key): value for key, value in content.items() if key not in ours}
+    for group, names in _NO_MATTER.items():
+        if isinstance(parts.get(group), dict):
+            skipped = names.split()
+            parts[group] = {k: v for k, v in parts[group].items() if k not in skipped}
+    return parts
 
 
 def _version(distribution: str) -> str | None:
@@ -165,7 +166,7 @@ def _version(distribution: str) -> str | None:
 
 
 def cache_directory(environ: Mapping[str, str]) -> Path | None:
-    """Where the files lie: ``$XDG_CACHE_HOME/robust-train/known-batches``; None without a home."""
+    """Return ``$XDG_CACHE_HOME/robust-train/known-batches``; None without a home."""
     chosen, home = environ.get("XDG_CACHE_HOME", ""), environ.get("HOME", "")
     # a relative path is to be ignored, says the XDG Base Directory Specification
     if os.path.isabs(chosen):
@@ -177,14 +178,14 @@ class KnownBatches:
     """The files of :func:`cache_directory`. Nothing here raises.
 
     Args:
-        folder: where they lie; None: nowhere.
+        folder: where they are; None: nowhere.
     """
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
 
     def read(self, key: str) -> Known:
-        """What is known; nothing where the file is not there, not ours or not readable."""
+        """Return what is known; nothing without a readable file of this user's."""
         if self._folder is None:
             return Known()
         path = self._folder / f"{key}.json"
@@ -193,38 +194,31 @@ class KnownBatches:
             with os.fdopen(fd, "rb") as file:
                 about = os.fstat(fd)
                 if not stat.S_ISREG(about.st_mode) or about.st_uid != os.geteuid():
-                    log.debug("%s: is not a file of this user's, ignored", path)
-                    return Known()
-                content = json.loads(file.read(_LARGEST_FILE))
-            return _parsed(content)
+                    raise ValueError("not a file of this user's")
+                return _parsed(json.loads(file.read(_LARGEST_FILE)))
         except OSError as error:
             if error.errno != errno.ENOENT:
                 log.debug("%s: %s, ignored", path, error.strerror)
         except (ValueError, TypeError, KeyError) as error:
-            log.debug("%s: cannot be understood (%s), ignored", path, error)
+            log.debug("%s: %s, ignored", path, error)
         return Known()
 
-    def write(self, key: str, known: Known, about: Mapping[str, Any]) -> None:
-        """Put a file down, whole or not at all; ``about`` is for people who look at it."""
+    def write(self, key: str, known: Known, about: Mapping[str, str]) -> None:
+        """Write a file, whole or not at all; ``about`` is for people who read it."""
         if self._folder is None:
             return
         content = {"schema": SCHEMA, **about, **asdict(known)}
-        path = self._folder / f"{key}.json"
         try:
             folder = open_or_make(self._folder, 0o700)
+            try:
+                if os.fstat(folder).st_uid != os.geteuid():
+                    raise PermissionError(errno.EPERM, "another user's")
+                with replacing(self._folder / f"{key}.json") as temporary:
+                    temporary.write_text(json.dumps(content, indent=2) + "\n")
+            finally:
+                os.close(folder)
         except (DirectoryProblem, OSError) as error:
             log.debug("%s: %s, nothing is remembered", self._folder, error)
-            return
-        try:
-            if os.fstat(folder).st_uid != os.geteuid():
-                log.debug("%s: is another user's, nothing is remembered", self._folder)
-                return
-            with replacing(path) as temporary:
-                temporary.write_text(json.dumps(content, indent=2) + "\n")
-        except OSError as error:
-            log.debug("%s: %s, nothing is remembered", path, error.strerror)
-        finally:
-            os.close(folder)
 
 
 def _parsed(content: Any) -> Known:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from robust_train.policy.sizes import PolicySettings, ladder
+from robust_train.policy.sizes import PolicySettings, sizes
 from robust_train.values import MIB
 
 MOST_PROBES = 4
@@ -66,9 +66,9 @@ def micro_batch_sizes(effective_batch_size: int, min_batch_size: int) -> tuple[i
     """
     least = min(min_batch_size, effective_batch_size)
     settings = PolicySettings(batch_size=effective_batch_size, min_batch_size=least)
-    rungs = {size for size, _ in ladder(settings)}
+    halved = {size for size, _ in sizes(settings)}
     divisors = {n for n in range(least, effective_batch_size + 1) if effective_batch_size % n == 0}
-    return tuple(sorted(rungs | divisors))
+    return tuple(sorted(halved | divisors))
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def largest_that_fits(probes: Sequence[Probe], limits: Limits) -> Probe | None:
 
 
 @dataclass(frozen=True)
-class _Line:
+class Line:
     """``peak = at_zero + per_sample × samples``."""
 
     at_zero: float
@@ -150,12 +150,12 @@ class _Line:
         return self.at_zero + self.per_sample * samples
 
     @classmethod
-    def through(cls, one: tuple[float, float], other: tuple[float, float]) -> _Line:
+    def through(cls, one: tuple[float, float], other: tuple[float, float]) -> Line:
         slope = (other[1] - one[1]) / (other[0] - one[0])
         return cls(one[1] - slope * one[0], slope)
 
 
-def _line(probes: Sequence[Probe], best: Probe, limits: Limits) -> _Line:
+def _line(probes: Sequence[Probe], best: Probe, limits: Limits) -> Line:
     """The line to predict by: between what fitted and what did not, else through what fitted."""
     assert best.peak_bytes is not None
     here = (float(best.batch_size), float(best.peak_bytes))
@@ -164,16 +164,16 @@ def _line(probes: Sequence[Probe], best: Probe, limits: Limits) -> _Line:
         nearest = min(above, key=lambda p: p.batch_size)
         measured = nearest.peak_bytes
         peak = limits.but_for(1 - _BEYOND) if measured is None else float(measured)
-        return _Line.through(here, (float(nearest.batch_size), peak))
+        return Line.through(here, (float(nearest.batch_size), peak))
     before = _before(probes, best)
     if before is not None and before.peak_bytes is not None:
         noise = _NOISE_BYTES if _is_vague(probes, best) else 0
         risen = max(best.peak_bytes - before.peak_bytes, 0) + noise
-        return _Line.through((float(before.batch_size), here[1] - risen), here)
+        return Line.through((float(before.batch_size), here[1] - risen), here)
     # all that one size has grown by, as if a sample's share were all of it: never too little
     rest = limits.rest_bytes
     growth = max(best.peak_bytes - rest, 0) + _NOISE_BYTES
-    return _Line.through((0.0, float(rest)), (here[0], float(rest + growth)))
+    return Line.through((0.0, float(rest)), (here[0], float(rest + growth)))
 
 
 def _before(probes: Sequence[Probe], best: Probe) -> Probe | None:

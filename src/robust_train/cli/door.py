@@ -5,14 +5,14 @@ A user's mistake ends in one line and exit code 2; a trainer's bug in its own tr
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-EXIT_FAILED = 1
-EXIT_BAD_CONFIG = 2
-EXIT_NO_DEVICE = 75
+from robust_train.errors import EXIT_BAD_CONFIG, EXIT_FAILED, JobInterrupted
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"
 _CONFIGS = "pkg://robust_train.configs"
@@ -20,31 +20,59 @@ _CONFIGS = "pkg://robust_train.configs"
 
 def open_robust() -> None:
     """``python train_robust.py``: run a job, or with ``-m`` a sweep, under the launcher."""
-    if _will_train_in_a_process(sys.argv[1:]):
-        # torch is imported over there while Hydra is imported and composes here
-        from robust_train.execution import at_hand
+    with _quiet_signals(), _never_blocking_output():
+        libraries = _libraries(sys.argv[1:])
+        if libraries is not None:
+            # they are imported over there while Hydra is imported and composes here
+            from robust_train.execution import at_hand
 
-        at_hand.warm_up(warm="trainer=command" not in sys.argv)
-    from robust_train.cli import jobs
+            at_hand.warm_up(libraries)
+        from robust_train.cli import jobs
 
-    _open(jobs.robust_job, "train_robust", "robust", jobs.ending)
+        code = _open(jobs.robust_job, "train_robust", "robust", jobs.ending)
+    sys.exit(code)
 
 
 def open_plain() -> None:
     """``python train.py``: the same trainer, one run in this process, no supervision."""
-    from robust_train.execution.environment import shared_machine_environment
+    with _quiet_signals():
+        from robust_train.execution.environment import shared_machine_environment
 
-    os.environ.update(shared_machine_environment(os.environ))
-    from robust_train.cli import jobs
+        os.environ.update(shared_machine_environment(os.environ))
+        from robust_train.cli import jobs
 
-    _open(jobs.plain_job, "train", "config", jobs.ending)
+        code = _open(jobs.plain_job, "train", "config", jobs.ending)
+    sys.exit(code)
 
 
-def _open(job: Callable[[Any], Any], name: str, config_name: str, ending: Any) -> None:
+@contextlib.contextmanager
+def _never_blocking_output() -> Iterator[None]:
+    from robust_train.execution.screen import never_blocking_output  # once signals are quiet
+
+    with never_blocking_output():
+        yield
+
+
+@contextlib.contextmanager
+def _quiet_signals() -> Iterator[None]:
+    """End this process without a traceback at a signal that comes before or after the job."""
+
+    def end(signum: int, frame: object) -> None:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        os._exit(128 + signum)
+
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(signum) in (signal.SIG_DFL, signal.default_int_handler):
+            signal.signal(signum, end)
+    yield
+
+
+def _open(job: Callable[[Any], Any], name: str, config_name: str, ending: Any) -> int:
     import hydra
 
     from robust_train.config.refusals import REFUSALS, explain
-    from robust_train.errors import JobInterrupted
     from robust_train.execution import at_hand
     from robust_train.sweep import session
     from robust_train.sweep.plugins_of_others import known_problem
@@ -80,20 +108,29 @@ def _open(job: Callable[[Any], Any], name: str, config_name: str, ending: Any) -
         of_the_sweep = session.finish()
     except KeyboardInterrupt:
         of_the_sweep = 130
-    sys.exit(code or of_the_sweep)
+    return int(code or of_the_sweep)
 
 
-def _will_train_in_a_process(arguments: list[str]) -> bool:
-    """Whether a warm fork server will be of use: not for ``--help`` and its like."""
-    flags = {"-m", "--multirun"}
-    # their jobs can use it; with Hydra's other launchers each job starts its own
-    launchers = {"hydra/launcher=basic", "hydra/launcher=gpu_queue"}
+def _libraries(arguments: list[str]) -> tuple[str, ...] | None:
+    """Return what a fork server can import now, None where none will be of use (``--help``)."""
+    given = dict(one.lstrip("+~").partition("=")[::2] for one in arguments if "=" in one)
     with_value = ("--config-name", "--config-dir", "--config-path", "-cn", "-cd", "-cp")
-    for argument in arguments:
-        if argument.startswith("-") and not (argument in flags or argument.startswith(with_value)):
-            return False
-        if argument.startswith("isolation=none"):
-            return False
-        if argument.startswith("hydra/launcher=") and argument not in launchers:
-            return False
-    return True
+    flags = {one for one in arguments if one.startswith("-") and not one.startswith(with_value)}
+    if flags - {"-m", "--multirun"} or given.get("isolation") == "none":
+        return None
+    # the jobs of other launchers start their own
+    if given.get("hydra/launcher", "basic") != "basic":
+        return None
+    if given.get("trainer") == "command":
+        return ()
+    target = given.get("trainer._target_")
+    if target is None:
+        return ("torch",)
+    from robust_train.errors import ConfigError
+    from robust_train.execution.library_imports import libraries_of
+    from robust_train.execution.trainer_ref import TrainerRef
+
+    try:
+        return libraries_of(TrainerRef(target))
+    except ConfigError:  # said by the job
+        return None

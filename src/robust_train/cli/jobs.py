@@ -13,23 +13,28 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from robust_train.batch.search import BatchSearch
-from robust_train.cli.door import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_NO_DEVICE
 from robust_train.config.batch import settle_batch_size
 from robust_train.config.schema import validate
-from robust_train.control.attempt import AttemptRequests
-from robust_train.control.job import JobControl
-from robust_train.errors import ConfigError, Interrupted, JobInterrupted, UserError
+from robust_train.errors import (
+    EXIT_BAD_CONFIG,
+    EXIT_FAILED,
+    EXIT_NO_DEVICE,
+    ConfigError,
+    JobInterrupted,
+)
 from robust_train.events import AttemptStarted
-from robust_train.execution.child import plain, trainer_traceback
-from robust_train.execution.request import TrainerRef, call_trainer
+from robust_train.execution.inline import InlineExecutor
+from robust_train.execution.request import AttemptRequest
+from robust_train.execution.runner import plain
 from robust_train.execution.signals import SignalWatch
-from robust_train.failures import classify_failure
+from robust_train.execution.trainer_ref import TrainerRef
 from robust_train.launcher import Job
 from robust_train.memory.stability import attempt_stability
 from robust_train.queue.devices import job_name
-from robust_train.run import Run
+from robust_train.runfolder.folder import RunFolder
+from robust_train.runfolder.requests import sweep_stop_requested
 from robust_train.runfolder.summary import Summary, objective_of
-from robust_train.settings import target_of
+from robust_train.settings import sweep_folder, target_of
 from robust_train.sweep.current import (
     CurrentJob,
     current_job,
@@ -38,7 +43,7 @@ from robust_train.sweep.current import (
     job_refused,
 )
 from robust_train.sweep.plugins_of_others import no_objective
-from robust_train.values import MEMORY_FAILURES, FailureKind
+from robust_train.values import MEMORY_FAILURES, FailureKind, Outcome
 
 log = logging.getLogger("robust_train")
 
@@ -83,8 +88,7 @@ def robust_job(cfg: DictConfig) -> Any:
     except ConfigError as error:
         return _refused(error)
     except JobInterrupted as error:
-        job_interrupted(error, error.exit_code)
-        raise
+        return _interrupted(error)
     if summary.status == "completed":
         return summary.objective
     say_why(summary)
@@ -103,6 +107,16 @@ def _refused(error: ConfigError) -> float | None:
     # said here, because Hydra puts lines of its own around what a job raises
     ending.refuse(str(error))
     job_refused(str(error))
+    return _no_objective()
+
+
+def _interrupted(error: JobInterrupted) -> float | None:
+    job_interrupted(error, error.exit_code)
+    folder = sweep_folder()
+    if folder is None or not sweep_stop_requested(folder):
+        raise error
+    # the sweep goes on to its next jobs, none of which is started any more
+    ending.note(error.exit_code)
     return _no_objective()
 
 
@@ -126,66 +140,61 @@ def say_why(summary: Summary) -> None:
 def plain_job(cfg: DictConfig) -> Any:
     """One plain run of the trainer in this process."""
     ending.started = True
-    signals = SignalWatch()
-    run_dir = Path(HydraConfig.get().runtime.output_dir)
-    control = JobControl(job_name(cfg, run_dir), run_dir, signals, os.environ)
-    run = Run(run_dir=run_dir, report=control.on_event, can_restart=False)
-
-    def stop(signum: int) -> None:
-        run.request_stop()
-        if not run.is_cooperative:
-            raise Interrupted("interrupted")
-
     try:
         _check_place(current_job())
-        if settle_batch_size(cfg):
-            effective = cfg.training.batch_size
-            run.batch_search = BatchSearch(effective, memory_share=cfg.memory.fraction)
-        validate(cfg)
-        _, trainer = TrainerRef(target_of(cfg)).load()
-        cfg.device = _torch_device(str(cfg.device))
-        training = cfg.training
-        given = AttemptStarted(
-            cfg.device, training.batch_size, training.gradient_accumulation_steps
-        )
-        with (
-            signals,
-            signals.handed_to(stop),
-            control,
-            control.attempt(1, given) as channel,
-            AttemptRequests(run, channel, run_dir),
-        ):
-            result = call_trainer(trainer, cfg, run)
-            signals.raise_if_received()
-        _end_memory(run, None)
+        request = _plain_request(cfg)
+        outcome = _run_plainly(request)
     except ConfigError as error:
         return _refused(error)
-    except KeyboardInterrupt as error:
-        code = 130 if signals.received is None else JobInterrupted(signals.received).exit_code
-        job_interrupted(error, code)
+    except JobInterrupted as error:
+        return _interrupted(error)
+    attempt_stability(request.run_dir, request.attempt)
+    if outcome.failure is None:
+        log.info("completed; run folder: %s", request.run_dir)
+        return plain(objective_of(outcome.result))
+    failure = outcome.failure
+    print(outcome.traceback or f"failed: {failure.message}\n", file=sys.stderr, end="")
+    if failure.kind in MEMORY_FAILURES:
+        print("train_robust.py would go on with a smaller batch", file=sys.stderr)
+    ending.note(EXIT_FAILED)
+    job_ended("failed", EXIT_FAILED, reason=failure.message)
+    return _no_objective()
+
+
+def _plain_request(cfg: DictConfig) -> AttemptRequest:
+    search = None
+    if settle_batch_size(cfg):
+        search = BatchSearch(cfg.training.batch_size, memory_share=cfg.memory.fraction)
+    validate(cfg)
+    cfg.device = _torch_device(str(cfg.device))
+    return AttemptRequest(
+        trainer=TrainerRef(target_of(cfg)),
+        cfg=cfg,
+        hydra_cfg=None,
+        attempt=1,
+        run_dir=Path(HydraConfig.get().runtime.output_dir),
+        resume_checkpoint=None,
+        environ=dict(os.environ),
+        cwd=os.getcwd(),
+        batch_search=search,
+    )
+
+
+def _run_plainly(request: AttemptRequest) -> Outcome:
+    cfg, run_dir = request.cfg, request.run_dir
+    signals = SignalWatch()
+    folder = RunFolder(run_dir, job_name(cfg, run_dir), signals, sweep_folder())
+    executor = InlineExecutor(request.trainer.load, signals, can_restart=False)
+    executor.prepare()
+    training = cfg.training
+    given = AttemptStarted(cfg.device, training.batch_size, training.gradient_accumulation_steps)
+    with folder, signals:
+        folder.attempt_starts(1, given)
+        outcome = executor.run(request, folder.on_event, hold=folder.hold, tick=folder.tick)
         signals.raise_if_received()
-        raise
-    except UserError as error:
-        print(f"failed: {error}", file=sys.stderr)
-        ending.note(EXIT_FAILED)
-        job_ended("failed", EXIT_FAILED, reason=str(error))
-        return _no_objective()
-    except Exception as error:
-        print(trainer_traceback(error), file=sys.stderr, end="")
-        if classify_failure(error).kind in MEMORY_FAILURES:
-            print("train_robust.py would go on with a smaller batch", file=sys.stderr)
-        ending.note(EXIT_FAILED)
-        job_ended("failed", EXIT_FAILED, reason=classify_failure(error).message)
-        _end_memory(run, error)
-        return _no_objective()
-    log.info("completed; run folder: %s", run.run_dir)
-    return plain(objective_of(result))
-
-
-def _end_memory(run: Run, error: Exception | None) -> None:
-    if run.memory_keeper is not None:
-        run.memory_keeper.clean_up(error)
-    attempt_stability(run.run_dir, run.attempt)
+        status = "completed" if outcome.failure is None else "failed"
+        folder.ended(status, None if outcome.failure is None else outcome.failure.message)
+    return outcome
 
 
 def _torch_device(device: str) -> str:

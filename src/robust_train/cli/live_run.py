@@ -59,13 +59,8 @@ def ask_run(
         verb: of :func:`robust_train.memory.requests.perform`.
         options: of the verb.
     """
-    from robust_train.control.client import (
-        ControlError,
-        NoLiveRun,
-        ask,
-        choose_run,
-        find_live_runs,
-    )
+    from robust_train.runfolder.client import ControlError, ask
+    from robust_train.runfolder.runs import NoLiveRun, choose_run, find_live_runs
 
     if which is None and not find_live_runs():
         return None, None

@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import NoReturn
 
-from robust_train.cli.door import EXIT_BAD_CONFIG
+from robust_train.errors import EXIT_BAD_CONFIG
 
 
 class Parser(argparse.ArgumentParser):

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from robust_train.cli.door import EXIT_BAD_CONFIG
 from robust_train.cli.parser import Parser
 from robust_train.cli.table import print_table
+from robust_train.errors import EXIT_BAD_CONFIG
 from robust_train.gpu.visible import VARIABLE
 from robust_train.values import GIB, MIB
 
@@ -80,7 +80,7 @@ def _parser() -> Parser:
 
 def _sizes(text: str) -> list[int]:
     if not re.fullmatch(r"0*[1-9]\d{0,5}(,0*[1-9]\d{0,5})*", text):
-        raise argparse.ArgumentTypeError(f"{text}: accepted are whole numbers of 1 or more, 8,16")
+        raise argparse.ArgumentTypeError(f"{text}: accepted are integers of 1 or more, 8,16")
     return [int(part) for part in text.split(",")]
 
 
@@ -115,8 +115,7 @@ def _plan(arguments: argparse.Namespace) -> MemoryPlan:
 
 @contextlib.contextmanager
 def _quiet_and_without_gpus() -> Iterator[None]:
-    """What the trainer logs while it builds a model is about training; and it is NVML that tells of
-    the GPUs, torch has no business on them here."""
+    """Hide GPUs from torch, which must not start CUDA here, and what the model's builder logs."""
     log, visible = logging.getLogger("robust_train"), os.environ.get(VARIABLE)
     level = log.level
     log.setLevel(logging.WARNING)
@@ -202,9 +201,7 @@ def _about_truth(plan: MemoryPlan) -> str:
     note = ""
     if plan.truth.on_cpu:
         runs = "1 was" if plan.truth.on_cpu == 1 else f"{plan.truth.on_cpu} were"
-        note = (
-            f" ({runs} on the CPU: there whole processes are measured, which tells nothing of it)"
-        )
+        note = f" ({runs} on the CPU, where only whole processes are measured)"
     return f"measured: no earlier run of this job on a GPU was found{note}"
 
 

@@ -1,44 +1,41 @@
-"""``robust-train run``: see the caller's live runs, and steer one while it trains."""
+"""``robust-train run``: list live runs, show how one stands, and steer it while it trains."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from robust_train.cli.live_run import fail
 from robust_train.cli.parser import Parser
 from robust_train.cli.table import print_table
-from robust_train.control.client import (
-    ControlError,
-    LiveRun,
-    NoLiveRun,
-    ask,
-    choose_run,
-    find_live_runs,
-)
-from robust_train.control.protocol import USUAL_WAIT_SECONDS
 from robust_train.readable import as_clock
+from robust_train.runfolder import client
+from robust_train.runfolder.client import USUAL_WAIT_SECONDS, ControlError
+from robust_train.runfolder.requests import Refused, request_sweep_stop
+from robust_train.runfolder.runs import NoLiveRun, Run, choose_run, find_live_runs
 from robust_train.values import MIB
 
 COLUMNS = ("id", "state", "job", "pid", "attempt", "device", "batch", "step", "for", "run folder")
 _RIGHT = {"pid", "attempt", "step", "for"}
-EXIT_NOT_DONE = 1
 
 _VERBS = {
-    "list": "your live runs on this machine",
-    "status": "how a run stands: state, device, batch, step, loss, last checkpoint, memory",
+    "list": "your live runs",
+    "status": "how a run stands, or stood when it ended: state, device, batch, step, loss, last "
+    "checkpoint, memory",
     "checkpoint": "save a checkpoint at the next step and train on",
     "halve-batch": "go on with half the micro-batch at the same effective batch size",
-    "stop": "save a checkpoint and end, as SIGTERM would",
+    "stop": "save a checkpoint and end, as SIGTERM would; RUN may be a sweep's folder",
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Carry the command out; returns the exit code.
 
-    0: done. 1: there is no such run, or it does not do it, or not yet; one line says which.
+    0: done (``status``: told, also of a run that has ended or died). 1: there is no such run, or it
+    does not do it, or not yet; one line says which.
     """
     parser = Parser(prog="robust-train run", description="Talk to a run that is alive.")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -66,14 +63,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if arguments.command == "list":
         return _list(arguments.json)
+    which = arguments.run or arguments.which
     try:
-        run = choose_run(arguments.run or arguments.which)
+        if arguments.command == "stop" and which and (Path(which) / "sweep.json").is_file():
+            return _stop_sweep(Path(which).resolve(), arguments.json)
+        run = choose_run(which, dead_too=arguments.command == "status")
         answer = _ask(run, arguments)
     except (NoLiveRun, ControlError) as problem:
-        if arguments.json:
-            print(json.dumps({"error": str(problem)}, indent=2))
-        print(f"robust-train run {arguments.command}: {problem}", file=sys.stderr)
-        return EXIT_NOT_DONE
+        return fail(f"run {arguments.command}", str(problem), arguments.json)
     if arguments.json:
         print(json.dumps({"run": run.id, **answer}, indent=2))
     else:
@@ -81,19 +78,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _ask(run: LiveRun, arguments: argparse.Namespace) -> dict[str, Any]:
+def _ask(run: Run, arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.command == "stop":
-        return ask(run, "stop", now=arguments.now)
+        return client.ask(run, "stop", now=arguments.now)
     if arguments.command == "status":
-        return ask(run, "status")
-    return ask(run, arguments.command.replace("-", "_"), wait_seconds=arguments.wait)
+        return client.status(run)
+    return client.ask(run, arguments.command.replace("-", "_"), wait_seconds=arguments.wait)
+
+
+def _stop_sweep(folder: Path, as_json: bool) -> int:
+    jobs = [run.id for run in find_live_runs() if folder in run.run_dir.parents]
+    try:
+        request_sweep_stop(folder)
+    except (OSError, Refused) as error:
+        return fail("run stop", f"{folder}: {error}", as_json)
+    if as_json:
+        print(json.dumps({"sweep": str(folder), "jobs": jobs, "after": "stopping"}, indent=2))
+    else:
+        print(f"{folder}: {len(jobs)} jobs save a checkpoint and end; no other one is started")
+    return 0
 
 
 def _list(as_json: bool) -> int:
     runs = find_live_runs()
     if as_json:
-        listed = [{"id": r.id, "pid": r.pid, "state": r.state, **r.about} for r in runs]
-        print(json.dumps({"runs": listed}, indent=2))
+        print(json.dumps({"runs": [run.about() for run in runs]}, indent=2))
     elif runs:
         print_table(COLUMNS, [_row(run) for run in runs], _RIGHT)
     else:
@@ -101,33 +110,39 @@ def _list(as_json: bool) -> int:
     return 0
 
 
-def _row(run: LiveRun) -> list[str]:
-    about = run.about
+def _row(run: Run) -> list[str]:
+    about = run.about()
+    seconds = about.get("seconds_in_state")
     return [
         run.id,
-        run.state,
+        run.status if run.is_here else f"{run.status} on {about['host']}",
         str(about.get("name", "-")),
         str(run.pid),
         str(about.get("attempt", "-")),
         str(about.get("device", "-")),
         _batch(about) or "-",
         _step(about) or "-",
-        as_clock(int(about["seconds_in_state"])) if about else "-",
-        str(run.run_dir) if about else "-",
+        "-" if seconds is None else as_clock(int(seconds)),
+        str(run.run_dir),
     ]
 
 
-def _show_status(run: LiveRun, about: Mapping[str, Any]) -> None:
-    waiting = about["waiting"] or {}
-    reason = about.get("reason") if about["state"] == "between attempts" else None
-    memory = about.get("memory") or {}
+def _show_status(run: Run, about: Mapping[str, Any]) -> None:
+    waiting = about.get("waiting") or {}
+    state, loss, memory = about["state"], about.get("loss"), about.get("memory") or {}
+    seconds = as_clock(int(about.get("seconds_in_state", 0)))
+    since = f"{state} for {seconds}" if run.alive else state
+    if "last_state" in about:
+        since = f"{state}; the last state was {about['last_state']}, {seconds} long"
     rows = (
         ("run", about["id"]),
-        ("job", about["name"]),
-        ("state", f"{about['state']} for {as_clock(int(about['seconds_in_state']))}"),
-        ("why", waiting.get("reason") or reason),
+        ("job", about.get("name")),
+        ("state", since),
+        ("why", waiting.get("reason") or (None if state == "running" else about.get("reason"))),
         ("position", waiting.get("position")),
+        ("exit code", about.get("exit_code")),
         ("run folder", about["run_dir"]),
+        ("host", None if run.is_here else about.get("host")),
         ("launcher pid", about["pid"]),
         ("attempt", about.get("attempt")),
         ("attempt pid", about.get("attempt_pid")),
@@ -135,29 +150,29 @@ def _show_status(run: LiveRun, about: Mapping[str, Any]) -> None:
         ("batch", _batch(about)),
         ("effective batch", about.get("effective_batch_size")),
         ("step", _step(about)),
-        ("loss", None if about.get("loss") is None else f"{about['loss']:.4g}"),
+        ("loss", None if loss is None else f"{loss:.4g}"),
         ("last checkpoint", about.get("checkpoint")),
         ("memory", ", ".join(f"{k} {v // MIB} MiB" for k, v in memory.items()) or None),
-        ("started", f"{as_clock(int(about['seconds']))} ago"),
+        ("started", f"{as_clock(int(about['seconds']))} ago" if run.alive else None),
     )
     known = [[name, str(value)] for name, value in rows if value is not None]
     print_table(("what", "value"), known)
 
 
-def _show_checkpoint(run: LiveRun, answer: Mapping[str, Any]) -> None:
+def _show_checkpoint(run: Run, answer: Mapping[str, Any]) -> None:
     print(f"{run.id}: checkpoint of step {answer['step']}: {answer['path']}")
 
 
-def _show_halved(run: LiveRun, answer: Mapping[str, Any]) -> None:
+def _show_halved(run: Run, answer: Mapping[str, Any]) -> None:
     before, after = answer["before"]["micro_batch"], answer["after"]["micro_batch"]
     print(f"{run.id}: micro-batch {before} → {after}, {answer['how']}")
 
 
-def _show_stop(run: LiveRun, answer: Mapping[str, Any]) -> None:
-    print(f"{run.id} (pid {run.pid}, {answer['before']}) was asked to stop; it will exit with 143")
+def _show_stop(run: Run, answer: Mapping[str, Any]) -> None:
+    print(f"{run.id} (pid {run.pid}, {answer['before']}) stops and will exit with 143")
 
 
-_SHOW: dict[str, Callable[[LiveRun, Mapping[str, Any]], None]] = {
+_SHOW: dict[str, Callable[[Run, Mapping[str, Any]], None]] = {
     "status": _show_status,
     "checkpoint": _show_checkpoint,
     "halve-batch": _show_halved,

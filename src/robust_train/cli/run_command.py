@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from robust_train.cli.door import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_NO_DEVICE
 from robust_train.cli.main import OF_LIVE_RUNS
 from robust_train.cli.parser import Parser
+from robust_train.errors import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_NO_DEVICE
 from robust_train.script.values import PLACEHOLDERS, literal, placeholders_in
 
 log = logging.getLogger("robust_train")
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     from robust_train.execution import at_hand
 
-    at_hand.warm_up(warm=False)
+    at_hand.warm_up(())
     try:
         return _run(overrides, texts, options.run_dir)
     finally:

@@ -42,7 +42,7 @@ class TrainingConfig:
     log_every_steps: int = 50
     regrow_after_steps: int | None = None
     checkpoint_every_steps: int | None = None
-    checkpoint_every_minutes: float = 5.0
+    checkpoint_every_minutes: Any = "auto"  # minutes or auto: see runfolder/cadence.py
     keep_checkpoints: int = 2
 
 
@@ -52,7 +52,7 @@ class MemoryConfig:
 
     clear_on_start: bool = True
     fraction: float = 0.95
-    expandable_segments: bool = True
+    expandable_segments: Any = "auto"
     empty_cache_frequency: int = 10
     empty_cache_threshold: float = 0.5
     clear_after_save: bool = True
@@ -270,13 +270,20 @@ def validate(cfg: DictConfig) -> None:
     )
     _at_least(cfg, 1, training + "keep_checkpoints")
     _at_least(cfg, 0, training + "num_workers", training + "weight_decay", training + "seed")
-    _at_least(cfg, 0, training + "max_grad_norm", training + "checkpoint_every_minutes")
+    _at_least(cfg, 0, training + "max_grad_norm")
+    if str(cfg.training.checkpoint_every_minutes).lower() != "auto":
+        _at_least(cfg, 0, training + "checkpoint_every_minutes")
     for key in ("regrow_after_steps", "checkpoint_every_steps"):
         if OmegaConf.select(cfg, training + key) is not None:
             _at_least(cfg, 0, training + key)
     _above(cfg, 0, training + "lr")
     _within(cfg, 0, 1, training + "label_smoothing", training + "warmup_fraction")
     memory = "memory."
+    if cfg.memory.expandable_segments not in ("auto", True, False):
+        raise ConfigError(
+            f"memory.expandable_segments={cfg.memory.expandable_segments}: accepted are auto, "
+            "true, false"
+        )
     _at_least(cfg, 0, memory + "empty_cache_frequency", memory + "log_frequency")
     _within(cfg, 0, 1, memory + "empty_cache_threshold")
     _above(cfg, 0, memory + "fraction")

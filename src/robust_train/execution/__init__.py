@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import select
-import socket
 import time
 from collections.abc import Callable
 from typing import Protocol
@@ -14,9 +13,14 @@ from robust_train.values import Outcome
 
 
 class Executor(Protocol):
-    """What the launcher needs of a way to run attempts."""
+    """What the launcher needs of a way to run attempts.
 
-    def sleep(self, seconds: float, wake: int | None = None) -> None:
+    ``tick`` is called at least every half second.
+    """
+
+    def sleep(
+        self, seconds: float, wake: int | None = None, tick: Callable[[], None] = lambda: None
+    ) -> None:
         """Wait while a device is waited for; may raise what makes waiting pointless.
 
         Returns early when the descriptor ``wake`` becomes readable.
@@ -26,7 +30,7 @@ class Executor(Protocol):
         """Make sure that the trainer can be called.
 
         Raises:
-            ConfigError: it cannot be imported.
+            ConfigError: it cannot.
         """
 
     def run(
@@ -34,24 +38,24 @@ class Executor(Protocol):
         request: AttemptRequest,
         on_event: Callable[[Event], None],
         *,
-        hold: int | None = None,
-        channel: socket.socket | None = None,
+        hold: tuple[int, ...] = (),
+        tick: Callable[[], None] = lambda: None,
     ) -> Outcome:
         """Run one attempt to its end, however it ends.
 
-        The attempt and what it starts keep a copy of the descriptor ``hold`` open. What is asked of
-        it while it runs comes over ``channel``.
+        The attempt and what it starts keep copies of the descriptors ``hold`` open. ``tick`` is
+        called at least twice a second.
         """
 
     def close(self, *, keep_server: bool) -> None:
         """Release what was started; ``keep_server``: another job may follow in this process."""
 
 
-def sleep_until_readable(seconds: float, wake: int | None) -> None:
-    """Sleep, but not past the moment when the descriptor ``wake`` becomes readable."""
+def sleep_until_readable(seconds: float, wake: int | None) -> bool:
+    """Sleep; return early, and True, when the descriptor ``wake`` becomes readable."""
     if wake is None:
         time.sleep(seconds)
-        return
+        return False
     poll = select.poll()  # not select.select: descriptors may be above 1023
     poll.register(wake, select.POLLIN)
-    poll.poll(seconds * 1000)
+    return bool(poll.poll(seconds * 1000))

@@ -11,7 +11,7 @@ from robust_train.values import Group
 def attempt_environment(
     environ: Mapping[str, str], gpus: Group, *, expandable_segments: bool
 ) -> dict[str, str]:
-    """The launcher's environment with the attempt's own settings.
+    """Return the launcher's environment with the attempt's own settings.
 
     The attempt sees its own GPUs, named by UUID because indices depend on who counts, or none.
 
@@ -32,7 +32,7 @@ def attempt_environment(
 
 
 def shared_machine_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment for a process that will import torch on a machine with other jobs.
+    """Return the environment for a process that will import torch on a machine with other jobs.
 
     Threads of a parallel region that wait for each other spin by default; where other jobs want the
     same cores, the one they wait for does not get one meanwhile. Not to spin at all costs a system
@@ -43,3 +43,29 @@ def shared_machine_environment(environ: Mapping[str, str]) -> dict[str, str]:
     if "OMP_WAIT_POLICY" in environ or "GOMP_SPINCOUNT" in environ:
         return dict(environ)
     return {**environ, "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
+
+
+# what an attempt can still change after libraries were imported, and what none of them reads
+_NOT_READ_AT_IMPORT = ("HYDRA_", "ROBUST_TRAIN_", "NCCL_", "CUBLAS_", "SLURM_", "SUBMITIT_")
+_SET_FOR_EACH_ATTEMPT = frozenset({"CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "COLUMNS", "LINES"})
+_ALLOCATORS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+
+
+def read_at_import(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that a library may read when it is imported.
+
+    Of the allocator's settings that is only ``backend``.
+    """
+    read = {
+        name: value
+        for name, value in environ.items()
+        if not name.startswith(_NOT_READ_AT_IMPORT)
+        and name not in _SET_FOR_EACH_ATTEMPT
+        and name not in _ALLOCATORS
+    }
+    for name in _ALLOCATORS:
+        settings = environ.get(name, "").replace(" ", "").split(",")
+        backend = next((entry for entry in settings if entry.startswith("backend:")), None)
+        if backend is not None:
+            read[name] = backend
+    return read

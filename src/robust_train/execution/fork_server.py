@@ -1,8 +1,14 @@
-"""The launcher's side of the fork server: start it early, load a trainer, run attempts in it."""
+"""The launcher's side of the fork server: start it early, have libraries imported, run attempts.
+
+Why not :mod:`multiprocessing`'s: ours imports libraries when it is told to and says whether it may
+still be forked; it hands locks and sockets of the launcher to the attempt, gives that a process
+group and a parent-death signal, takes in what it leaves running, and ends with the launcher.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import selectors
 import signal
@@ -10,30 +16,36 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+import psutil
+from omegaconf import DictConfig
 
 from robust_train.errors import ConfigError
-from robust_train.execution.environment import shared_machine_environment
+from robust_train.events import Event, Failed, Finished
+from robust_train.execution.environment import read_at_import, shared_machine_environment
+from robust_train.execution.fork_messages import Exited, Fork, Import, Imported, Refused, Signal
+from robust_train.execution.linux import JOB_MARKER, become_subreaper, is_marked, kill_descendants
 from robust_train.execution.output import OutputPump
-from robust_train.execution.request import AttemptRequest, TrainerRef
+from robust_train.execution.request import AttemptRequest
+from robust_train.execution.screen import waiting_screens
 from robust_train.execution.signals import SignalWatch
-from robust_train.execution.stall import STACKS_SECONDS, StallWatch
+from robust_train.execution.stall import DUMP_STACKS, STACKS_SECONDS, StallWatch
+from robust_train.execution.trainer_ref import TrainerRef
 from robust_train.execution.wire import (
     ORPHAN_GRACE_SECONDS,
     MessageReader,
     read_events,
     send_message,
 )
-from robust_train.execution.zygote_handle import (
-    ForkedProcess,
-    ServerProcess,
-    ZygoteHandle,
-    for_torch,
-)
 
-EventHandler = Callable[[dict[str, Any]], None]
+log = logging.getLogger("robust_train")
+
+TICK_SECONDS = 0.5
+_AFTER_FAILURE_SECONDS = 10.0
+_AFTER_KILL_SECONDS = 8.0
 
 
 class ServerDied(Exception):
@@ -44,99 +56,71 @@ class ServerDied(Exception):
         self.returncode = returncode
 
 
-class ServerNeverStarted(ServerDied):
-    """The zygote did not fork the server. ``reason`` says why, as the end of a sentence."""
-
-    def __init__(self, returncode: int, reason: str) -> None:
-        super().__init__(returncode)
-        self.reason = reason
-
-
-@dataclass(frozen=True)
-class Exited:
-    """How an attempt's process ended.
-
-    Attributes:
-        pid: its process id, None where the fork server died.
-        returncode: as subprocess has it.
-        max_resident_bytes: the process's peak resident memory.
-        stalled: it was killed because it made no progress.
-    """
-
-    pid: int | None
-    returncode: int
-    max_resident_bytes: int = 0
-    stalled: bool = False
-
-
 class ForkServer:
-    """One server process; it imports torch while the launcher composes and chooses a device.
+    """One server process; it imports libraries while the launcher composes and waits for a device.
 
     Args:
-        warm: import torch now. False for a bare interpreter in which every attempt imports afresh.
-        forked: the zygote to fork it from, and the trainer it is for; None to start an interpreter.
+        libraries: what to import right away (see :class:`.fork_messages.Import`).
     """
 
-    def __init__(
-        self, *, warm: bool = True, forked: tuple[ZygoteHandle, TrainerRef] | None = None
-    ) -> None:
+    def __init__(self, libraries: Sequence[str] = ()) -> None:
         control, control_there = socket.socketpair()
         events, events_there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.pump = OutputPump()
         self._control, self._events = control, events
         self._reader = MessageReader(control)
-        self._unsafe: str | None = None
-        self._loaded: TrainerRef | None = None
+        self._answers_due = 0
+        self._unsafe: dict[str, str] = {}
         self._is_running = False
-        self._is_fresh = True
-        self._environ = shared_machine_environment(os.environ)
-        self._process: ServerProcess
-        path = [os.path.abspath(entry) for entry in sys.path]
-        hello = {"kind": "hello", "path": path, "warm": warm, "environ": None, "cwd": None}
+        self._is_stuck = False
+        self._token = os.urandom(8).hex()
+        environ = shared_machine_environment(os.environ)
+        self._read_at_import = read_at_import(environ)
+        self._owner = os.getpid()
+        # what the server leaves behind if it is killed becomes ours to end
+        become_subreaper()
         with control_there, events_there:
             channels = (control_there.fileno(), events_there.fileno())
-            if forked is None:
-                self._process = self._start(channels)
-            else:
-                zygote, trainer = forked
-                output = [stream.child_fd for stream in self.pump.streams]
-                self._process = zygote.fork_server(trainer, path, [*channels, *output])
-                hello |= {"environ": zygote.environ, "cwd": zygote.cwd}
-        with contextlib.suppress(OSError):  # known by the time that anything is wanted of it
-            send_message(control, hello)
-
-    def _start(self, channels: tuple[int, int]) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            [sys.executable, "-m", "robust_train.execution.serve", *map(str, channels)],
-            pass_fds=channels,
-            stdin=subprocess.DEVNULL,
-            stdout=self.pump.stdout.child_fd,
-            stderr=self.pump.stderr.child_fd,
-            start_new_session=True,
-            env=self._environ,
-        )
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "robust_train.execution.serve", *map(str, channels)],
+                pass_fds=channels,
+                stdin=subprocess.DEVNULL,
+                stdout=self.pump.stdout.child_fd,
+                stderr=self.pump.stderr.child_fd,
+                start_new_session=True,
+                env={**environ, JOB_MARKER: self._token},
+            )
+        with contextlib.suppress(ServerDied):  # known by the time that anything is wanted of it
+            self.begin_import(libraries)
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process runs."""
-        return self._process.poll() is None
+        """Whether the process runs and can run attempts."""
+        return not self._is_stuck and self._process.poll() is None
 
-    def begin_loading(self, trainer: TrainerRef, cfg: Any) -> None:
-        """Have the trainer's module imported; :meth:`poll_loading` tells when it is."""
-        self._loaded = None
-        self._is_fresh = False
-        self._send({"kind": "load", "trainer": trainer, "cfg": cfg})
+    def suits(self, environ: Mapping[str, str]) -> bool:
+        """Return whether libraries would be imported in the same environment today."""
+        return self._read_at_import == read_at_import(shared_machine_environment(environ))
 
-    def poll_loading(
-        self, trainer: TrainerRef, timeout_seconds: float | None, wake: int | None = None
-    ) -> bool:
-        """Whether ``trainer`` is imported, waiting at most ``timeout_seconds`` (None: until it is).
+    def begin_import(
+        self,
+        libraries: Sequence[str],
+        trainer: TrainerRef | None = None,
+        cfg: DictConfig | None = None,
+    ) -> None:
+        """Have libraries imported; for the arguments see :class:`.fork_messages.Import`."""
+        path = tuple(os.path.abspath(entry) for entry in sys.path)
+        self._answers_due += 1
+        self._send(Import(path, tuple(libraries), trainer, cfg))
+
+    def poll_import(self, timeout_seconds: float | None, wake: int | None = None) -> bool:
+        """Return whether everything is imported, after at most ``timeout_seconds``.
 
         A descriptor ``wake`` that becomes readable ends the waiting.
 
         Raises:
-            ConfigError: it cannot be imported.
-            ServerDied: the import ended the process.
+            ConfigError: the trainer refuses the configuration.
+            ServerDied: an import ended the process.
         """
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         with selectors.DefaultSelector() as selector:
@@ -145,7 +129,7 @@ class ForkServer:
                 selector.register(stream.read_fd, selectors.EVENT_READ)
             if wake is not None:
                 selector.register(wake, selectors.EVENT_READ)
-            while self._loaded is None:
+            while self._answers_due:
                 left = None if deadline is None else deadline - time.monotonic()
                 if left is not None and left <= 0:
                     return False
@@ -153,39 +137,37 @@ class ForkServer:
                     return False
                 self.pump.move()
                 for message in self._messages():
-                    if message["kind"] == "refused":
-                        raise ConfigError(message["reason"])
-                    if message["kind"] == "loaded":
-                        self._loaded, self._unsafe = trainer, message["unsafe"]
+                    self._answers_due -= 1
+                    if isinstance(message, Refused):
+                        raise ConfigError(message.reason)
+                    if isinstance(message, Imported):
+                        self._unsafe |= message.unsafe
         return True
 
     @property
-    def unsafe(self) -> str | None:
-        """Why attempts must not be forked from this server; None if they may."""
+    def unsafe(self) -> Mapping[str, str]:
+        """Libraries after whose import attempts must not be forked, and why."""
         return self._unsafe
 
     def run(
         self,
         request: AttemptRequest,
         *,
-        on_event: EventHandler,
+        on_event: Callable[[Event], None],
         signals: SignalWatch,
-        stop_grace_seconds: float,
-        hold: int | None = None,
-        channel: socket.socket | None = None,
+        hold: tuple[int, ...],
+        tick: Callable[[], None],
     ) -> Exited:
         """Run one attempt to its end, whatever that is.
 
         The first signal asks the attempt to stop, and after ``stop_grace_seconds`` it is killed;
-        the second kills it at once.
-
-        An attempt that stalls writes its threads' stacks and is killed. It and what it starts keep
-        a copy of the descriptor ``hold`` open. It gets ``channel``, for what is asked of it.
+        the second kills it at once. It is also killed when it stalls, after its threads' stacks are
+        written; and when its process does not end after it has reported its end.
 
         Raises:
             ServerDied: the server's process ended under the attempt.
         """
-        kill_at: float | None = None
+        clock = _KillClock(request.stop_grace_seconds)
         forked = stop_sent = stalled = False
         stall = StallWatch(request.stall_timeout_seconds)
 
@@ -193,104 +175,147 @@ class ForkServer:
             nonlocal stop_sent
             if forked and not stop_sent:
                 stop_sent = True
-                self._send({"kind": "signal", "signum": signal.SIGTERM})
+                self._send(Signal(signal.SIGTERM))
 
         def stop(signum: int) -> None:
-            nonlocal kill_at
-            kill_at = time.monotonic() + (stop_grace_seconds if kill_at is None else 0.0)
+            clock.stop()
             send_stop()
 
         with signals.handed_to(stop) as wakeup, selectors.DefaultSelector() as selector:
             signals.raise_if_received()
             self._is_running = True
-            given = () if channel is None else (channel.fileno(),)
-            fork = {"kind": "fork", "request": request, "has_channel": channel is not None}
-            self._send(fork, given if hold is None else (*given, hold))
+            self._send(Fork(request), hold)
             forked = True
-            if kill_at is not None:  # a signal that came before there was a child to stop
+            if clock.is_set:  # a signal that came before there was a child to stop
                 send_stop()
             for source in (self._control, self._events, wakeup):
                 selector.register(source, selectors.EVENT_READ)
             for stream in self.pump.streams:
                 selector.register(stream.read_fd, selectors.EVENT_READ)
             while True:
-                left = None if kill_at is None else max(kill_at - time.monotonic(), 0)
-                selector.select(_sooner(left, stall.seconds_left()))
+                selector.select(_soonest(TICK_SECONDS, clock.seconds_left(), stall.seconds_left()))
                 with contextlib.suppress(BlockingIOError):
                     os.read(wakeup, 4096)
-                if kill_at is not None and time.monotonic() >= kill_at:
-                    self._send({"kind": "kill"})
-                    kill_at = time.monotonic() + 1.0
+                if clock.kills_now():
+                    self._send(Signal(signal.SIGKILL))
                 # messages before events and output: what the child sent before it ended is then
                 # already there when its end is known
-                ended = [m for m in self._messages() if m["kind"] == "exited"]
+                ended = [m for m in self._messages() if isinstance(m, Exited)]
                 self.pump.move()
                 for event in read_events(self._events):
-                    stall.hear(event)
+                    stall.on_event(event)
+                    clock.on_event(event)
                     on_event(event)
-                if ended:
+                if ended or clock.gives_up:
                     self._is_running = False
                     self.pump.drain()
-                    end = ended[-1]
-                    return Exited(end["pid"], end["returncode"], end["max_resident_bytes"], stalled)
+                if ended:
+                    return replace(ended[-1], stalled=stalled)
+                if clock.gives_up:
+                    self._is_stuck = True
+                    log.warning("the attempt's process hangs in the kernel; it is left behind")
+                    return Exited(None, -signal.SIGKILL, stalled=stalled)
                 if stall.seconds_left() == 0:
                     stalled = True
                     stall.end()
-                    self._send({"kind": "dump_stacks"})
-                    kill_at = time.monotonic() + STACKS_SECONDS
+                    self._send(Signal(DUMP_STACKS))
+                    clock.kill_in(STACKS_SECONDS)
+                for screen in waiting_screens():
+                    screen.show()
+                tick()
 
     def close(self) -> None:
         """End the server and whatever it runs."""
         self._control.close()
-        if self._is_running:  # the server ends the attempt and all that it started, then itself
+        if os.getpid() == self._owner:
+            if self._is_running:  # the server ends the attempt and all that it started, then itself
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(ORPHAN_GRACE_SECONDS + 1.0)
+            self._process.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(ORPHAN_GRACE_SECONDS + 1.0)
-        self._process.kill()
-        self._process.wait()
-        if isinstance(self._process, ForkedProcess):
-            self._process.close()
+                self._process.wait(_AFTER_KILL_SECONDS)
+            self._end_leftovers()
         self._events.close()
         self.pump.close()
 
-    def suits(self, environ: Mapping[str, str]) -> bool:
-        """Whether it can become a zygote for jobs in this environment."""
-        same = for_torch(self._environ) == for_torch(shared_machine_environment(environ))
-        return self._is_fresh and self.is_alive and same
+    def _end_leftovers(self) -> None:
+        """End what the server could not end itself: it was killed."""
+        left = kill_descendants(is_ours=partial(_is_of_job, self._token, self._process.pid))
+        if left:
+            log.warning("processes %s of the attempt cannot be ended", left)
 
-    def share(self) -> ZygoteHandle:
-        """Make a zygote of it; nothing else can be done with it then.
-
-        Raises:
-            ServerDied: it has ended.
-        """
-        assert isinstance(self._process, subprocess.Popen)
-        requests, requests_there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with requests_there:
-            self._send({"kind": "share"}, (requests_there.fileno(),))
-        self._control.close()
-        self._events.close()
-        return ZygoteHandle(self._process, requests, self.pump, self._environ)
-
-    def _messages(self) -> list[Any]:
+    def _messages(self) -> list[object]:
         messages = self._reader.read()
         if self._reader.closed and not messages:
             raise self._death()
         return messages
 
-    def _send(self, message: Any, descriptors: tuple[int, ...] = ()) -> None:
+    def _send(self, message: object, descriptors: tuple[int, ...] = ()) -> None:
         try:
             send_message(self._control, message, descriptors)
         except OSError as error:
             raise self._death() from error
 
     def _death(self) -> ServerDied:
-        returncode = self._process.wait()
-        if isinstance(self._process, ForkedProcess) and self._process.refusal is not None:
-            return ServerNeverStarted(returncode, self._process.refusal)
-        return ServerDied(returncode)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_AFTER_KILL_SECONDS)
+        return ServerDied(self._process.poll() or -signal.SIGKILL)
 
 
-def _sooner(one: float | None, other: float | None) -> float | None:
-    if one is None or other is None:
-        return one if other is None else other
-    return min(one, other)
+def _is_of_job(token: str, server_pid: int, process: psutil.Process) -> bool:
+    return process.pid != server_pid and is_marked(process, token)
+
+
+def _soonest(*seconds: float | None) -> float:
+    return min(one for one in seconds if one is not None)
+
+
+class _KillClock:
+    """When an attempt is killed: it was asked to stop, stalled, or its end does not come."""
+
+    def __init__(self, stop_grace_seconds: float) -> None:
+        self._grace_seconds = stop_grace_seconds
+        self._kill_at: float | None = None
+        self._gone_at: float | None = None
+        self._is_stopping = False
+
+    @property
+    def is_set(self) -> bool:
+        """Whether the attempt is going to be killed."""
+        return self._kill_at is not None
+
+    @property
+    def gives_up(self) -> bool:
+        """Whether it was killed long ago and is still there."""
+        return self._gone_at is not None and time.monotonic() >= self._gone_at
+
+    def kill_in(self, seconds: float) -> None:
+        """Kill the attempt in so many seconds, if not earlier."""
+        at = time.monotonic() + seconds
+        self._kill_at = at if self._kill_at is None else min(at, self._kill_at)
+
+    def stop(self) -> None:
+        """A signal has come: the first leaves time for a checkpoint, the second none."""
+        self.kill_in(0.0 if self._is_stopping else self._grace_seconds)
+        self._is_stopping = True
+
+    def on_event(self, event: Event) -> None:
+        """Limit the time between the report of an end and the end of the process."""
+        if isinstance(event, Finished):
+            self.kill_in(self._grace_seconds)
+        elif isinstance(event, Failed):
+            self.kill_in(_AFTER_FAILURE_SECONDS)
+
+    def kills_now(self) -> bool:
+        """Return whether it is time for SIGKILL, which is sent again and again."""
+        now = time.monotonic()
+        if self._kill_at is None or now < self._kill_at:
+            return False
+        self._kill_at = now + 1.0
+        if self._gone_at is None:
+            self._gone_at = now + _AFTER_KILL_SECONDS
+        return True
+
+    def seconds_left(self) -> float | None:
+        """Return the seconds until the next kill, None if there will be none."""
+        return None if self._kill_at is None else max(self._kill_at - time.monotonic(), 0.0)

@@ -10,10 +10,17 @@ import selectors
 import struct
 import sys
 import termios
+import time
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
+
+from robust_train.execution.screen import screen_of
 
 _TAIL_BYTES = 16_384
+_MOST_READS = 16
+_LONGEST_LINE_BYTES = 1 << 20
+_BAR_SECONDS = 1.0
+"""How often the log takes in the state of a line that is still being rewritten."""
 
 
 class OutputStream:
@@ -27,7 +34,7 @@ class OutputStream:
     """
 
     def __init__(self, target_fd: int | None, fallback: object) -> None:
-        self._target_fd = target_fd
+        self._screen = None if target_fd is None else screen_of(target_fd)
         self._fallback = fallback
         if target_fd is not None and os.isatty(target_fd):
             self.read_fd, self.child_fd = pty.openpty()
@@ -44,18 +51,12 @@ class OutputStream:
             return b""
 
     def show(self, data: bytes) -> None:
-        """Pass on to our own stream; one that was closed (``| head``) ends the showing only."""
-        if self._target_fd is None:
-            with contextlib.suppress(Exception):
-                self._fallback.write(data.decode(errors="replace"))  # type: ignore[attr-defined]
+        """Pass on to our own stream, without waiting for its reader."""
+        if self._screen is not None:
+            self._screen.write(data)
             return
-        while data:
-            try:
-                data = data[os.write(self._target_fd, data) :]
-            except BlockingIOError:
-                continue
-            except OSError:
-                return
+        with contextlib.suppress(Exception):
+            self._fallback.write(data.decode(errors="replace"))  # type: ignore[attr-defined]
 
     def close(self) -> None:
         """Close both ends."""
@@ -70,8 +71,7 @@ class OutputPump:
     def __init__(self) -> None:
         self.stdout = OutputStream(_descriptor(sys.stdout), sys.stdout)
         self.stderr = OutputStream(_descriptor(sys.stderr), sys.stderr)
-        self._log: BinaryIO | None = None
-        self._line = b""
+        self._log: AttemptLog | None = None
         self._tail = b""
 
     @property
@@ -89,21 +89,21 @@ class OutputPump:
         self.end_log()
         self._tail = b""
         with contextlib.suppress(OSError):
-            self._log = path.open("ab")
+            self._log = AttemptLog(path.open("ab", buffering=0))
 
     def end_log(self) -> None:
         """Close the current log file."""
         if self._log is not None:
-            with contextlib.suppress(OSError):
-                self._log.write(_settled(self._line))
-                self._log.close()
-        self._log, self._line = None, b""
+            self._log.close()
+        self._log = None
 
     def move(self) -> bool:
         """Pass on everything that has arrived; whether there was anything."""
         moved = False
         for stream in self.streams:
-            while data := stream.read():
+            for _ in range(_MOST_READS):  # signals and events have their turn in between
+                if not (data := stream.read()):
+                    break
                 moved = True
                 flush_output()
                 stream.show(data)
@@ -127,11 +127,49 @@ class OutputPump:
 
     def _keep(self, data: bytes) -> None:
         self._tail = (self._tail + data)[-_TAIL_BYTES:]
-        *lines, self._line = (self._line + data).split(b"\n")
         if self._log is not None:
-            with contextlib.suppress(OSError):
-                self._log.write(b"".join(_settled(line) + b"\n" for line in lines))
-                self._log.flush()
+            self._log.write(data)
+
+
+class AttemptLog:
+    """What an attempt prints, as a terminal shows it in the end.
+
+    Progress bars rewrite their line by carriage return, perhaps for weeks: only the last state of a
+    line is kept, in memory as in the file.
+
+    Args:
+        file: open for appending, unbuffered.
+    """
+
+    def __init__(self, file: FileIO) -> None:
+        self._file = file
+        self._line = b""
+        self._settled_bytes = file.tell()
+        self._next_state = 0.0
+
+    def write(self, data: bytes) -> None:
+        """Take in what was printed."""
+        *lines, rest = (self._line + data).split(b"\n")
+        cut = rest.rstrip(b"\r").rfind(b"\r")
+        self._line = rest[max(cut, 0) :][-_LONGEST_LINE_BYTES:]
+        now = time.monotonic()
+        if not lines and now < self._next_state:
+            return
+        self._next_state = now + _BAR_SECONDS
+        self._put(b"".join(_settled(line) + b"\n" for line in lines))
+
+    def close(self) -> None:
+        """Write the last line's last state and close the file."""
+        self._put(b"")
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+    def _put(self, lines: bytes) -> None:
+        """Write whole lines, and after them the present state of the unfinished one."""
+        with contextlib.suppress(OSError):
+            self._file.truncate(self._settled_bytes)
+            self._settled_bytes += self._file.write(lines)
+            self._file.write(_settled(self._line))
 
 
 def _settled(line: bytes) -> bytes:

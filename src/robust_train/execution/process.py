@@ -6,33 +6,29 @@ import base64
 import contextlib
 import io
 import logging
+import os
 import pickle
 import shlex
 import signal
-import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from omegaconf import DictConfig, OmegaConf
+
 from robust_train.errors import ConfigError
-from robust_train.events import Event, MalformedEvent, ScriptEnded, Stalled, parse
+from robust_train.events import Event, Failed, Finished, ScriptStarted, Stalled
 from robust_train.execution import at_hand, sleep_until_readable
-from robust_train.execution.child import (
-    failure_from_json,
-    finally_returned,
-    micro_batch_in_use,
-)
-from robust_train.execution.fork_server import (
-    Exited,
-    ForkServer,
-    ServerDied,
-    ServerNeverStarted,
-)
-from robust_train.execution.request import AttemptRequest, TrainerRef
+from robust_train.execution.fork_messages import Exited
+from robust_train.execution.fork_server import TICK_SECONDS, ForkServer, ServerDied
+from robust_train.execution.library_imports import PRELOAD, libraries_of
+from robust_train.execution.progress import AttemptProgress
+from robust_train.execution.request import AttemptRequest
 from robust_train.execution.signals import SignalWatch
+from robust_train.execution.trainer_ref import TrainerRef
 from robust_train.failures import classify_exit
 from robust_train.memory.oom_killer import OomKillWatch
 from robust_train.script.ending import last_words, script_failure
@@ -46,93 +42,125 @@ class ProcessExecutor:
 
     Args:
         trainer: what to run.
-        cfg: the composed config, for what the trainer's module wants to have imported early.
+        cfg: the composed config.
         run_dir: where the attempts' output is kept, as ``attempt-<n>.log``.
         signals: the launcher's signals.
-        stop_grace_seconds: time for a last checkpoint when stopped.
+
+    Raises:
+        ConfigError: the trainer cannot be imported, as far as its source tells.
     """
 
     def __init__(
-        self,
-        trainer: TrainerRef,
-        cfg: Any,
-        run_dir: Path,
-        signals: SignalWatch,
-        stop_grace_seconds: float,
+        self, trainer: TrainerRef, cfg: DictConfig, run_dir: Path, signals: SignalWatch
     ) -> None:
-        self.trainer = trainer
+        self._trainer = trainer
         self._cfg = cfg
         self._run_dir = run_dir
         self._signals = signals
-        self._stop_grace_seconds = stop_grace_seconds
+        wanted = OmegaConf.select(cfg, f"trainer.{PRELOAD}")
+        found = libraries_of(trainer)
+        self._libraries = list(found if wanted is None else wanted)
+        if cfg.num_gpus > 1 and OmegaConf.select(cfg, "trainer.argv") is None:
+            self._libraries.append("torch.distributed")
+        self._unsafe: set[str] = set()
         self._server: ForkServer | None = None
-        self._fork_is_safe = True
-        self._start(at_hand.take(trainer))
+        self._start()
 
-    def sleep(self, seconds: float, wake: int | None = None) -> None:
-        """Wait, but not for a trainer that cannot be imported, nor past a readable ``wake``.
+    def sleep(
+        self, seconds: float, wake: int | None = None, tick: Callable[[], None] = lambda: None
+    ) -> None:
+        """Wait, but not for a trainer that refuses the configuration, nor past a readable ``wake``.
 
         Raises:
-            ConfigError: the trainer cannot be imported.
+            ConfigError: the trainer refuses it.
         """
         until = time.monotonic() + seconds
-        with contextlib.suppress(ServerDied):  # told by the attempt, with its output
-            if self._server is not None:
-                self._poll_loading(seconds, wake)
-        sleep_until_readable(max(until - time.monotonic(), 0), wake)
+        while (left := until - time.monotonic()) > 0:
+            tick()
+            slice_seconds = min(left, TICK_SECONDS)
+            started = time.monotonic()
+            with contextlib.suppress(ServerDied):  # reported by the attempt, with its output
+                if self._server is not None:
+                    self._server.poll_import(slice_seconds, wake)
+            rest = slice_seconds - (time.monotonic() - started)
+            if sleep_until_readable(max(rest, 0.0), wake):
+                return
 
     def prepare(self) -> None:
-        """Wait until the trainer is imported.
+        """Wait until libraries are imported.
 
         Raises:
-            ConfigError: it cannot be.
+            ConfigError: the trainer refuses the configuration.
         """
-        with contextlib.suppress(ServerDied):  # an outcome of the first attempt
-            self._ready_server()
+        self._ready_server()
 
     def run(
         self,
         request: AttemptRequest,
         on_event: Callable[[Event], None],
         *,
-        hold: int | None = None,
-        channel: socket.socket | None = None,
+        hold: tuple[int, ...] = (),
+        tick: Callable[[], None] = lambda: None,
     ) -> Outcome:
         """Run one attempt.
 
         Raises:
-            ConfigError: the trainer cannot be imported.
+            ConfigError: the trainer cannot be imported or refuses the configuration.
         """
         started = time.monotonic()
-        collector = _Collector(on_event, OomKillWatch.start())
+        oom_kills = OomKillWatch.start()
+        progress = AttemptProgress()
+
+        def take(event: Event) -> None:
+            nonlocal progress
+            progress = progress.after(event)
+            if isinstance(event, ScriptStarted):
+                # logged here, because what the attempt prints is evidence
+                log.info("running %s", shlex.join(event.argv))
+            if not isinstance(event, (Finished, Failed)):
+                on_event(event)
+
         log_path = self._run_dir / f"attempt-{request.attempt}.log"
         try:
-            server = self._ready_server()
+            server = self._ready_server(request.environ)
             server.pump.start_log(log_path)
             exited = server.run(
                 request,
-                on_event=collector,
+                on_event=take,
                 signals=self._signals,
-                stop_grace_seconds=self._stop_grace_seconds,
                 hold=hold,
-                channel=channel,
+                tick=tick,
             )
             server.pump.end_log()
             tail = server.pump.tail
+            if not server.is_alive:
+                self._end_server()
         except ServerDied as death:
             exited = Exited(None, death.returncode)
             tail = self._end_server()
         seconds = time.monotonic() - started
-        stacks = _stacks(request, keep=not collector.runs_script)
+        if isinstance(progress.ending, Failed) and progress.ending.config_error:
+            raise ConfigError(progress.ending.config_error)
+        runs_script = progress.script_started is not None
+        stacks = _stacks(request, keep=not runs_script)
         if exited.stalled:
-            on_event(Stalled(request.stall_timeout_seconds, stacks["stacks"]))
+            on_event(Stalled(request.stall_timeout_seconds, stacks))
         was_stopped = self._signals.received is not None
-        outcome = collector.outcome(exited, tail, seconds, was_stopped)
-        if collector.runs_script and outcome.failure is not None:
-            outcome = replace(outcome, traceback=last_words(tail, log_path.name), error=None)
-        if exited.stalled and outcome.failure is not None and not was_stopped:
-            failure = _stalled(request, has_stacks=bool(stacks["stacks"]))
-            return replace(outcome, failure=failure, traceback=stacks["stacks"] or None)
+        failure = failure_of(progress, exited, tail, was_stopped, oom_kills.killed)
+        trace, error = _native_stack(tail), _unpickled(progress.ending)
+        if exited.stalled and failure is not None and not was_stopped:
+            failure = _stalled(request, has_stacks=bool(stacks))
+            outcome = progress.outcome(failure, seconds, error=error)
+            return replace(outcome, traceback=stacks or None)
+        outcome = progress.outcome(
+            failure,
+            seconds,
+            max_resident_bytes=exited.max_resident_bytes,
+            traceback=trace,
+            error=error,
+        )
+        if runs_script and failure is not None:
+            return replace(outcome, traceback=last_words(tail, log_path.name), error=None)
         return outcome
 
     def close(self, *, keep_server: bool) -> None:
@@ -140,50 +168,48 @@ class ProcessExecutor:
         server, self._server = self._server, None
         if server is None:
             return
-        if keep_server and self._fork_is_safe and server.is_alive:
+        if keep_server and not self._unsafe and server.is_alive:
             at_hand.park(server)
         else:
             server.close()
 
-    def _start(self, server: ForkServer) -> None:
-        self._server = server
+    def _start(self) -> ForkServer:
+        self._server = server = at_hand.take()
+        safe = [name for name in self._libraries if name.partition(":")[0] not in self._unsafe]
+        ours = self._trainer if self._trainer.is_ours else None
         with contextlib.suppress(ServerDied):
-            server.begin_loading(self.trainer, self._cfg)
+            server.begin_import(safe, ours, self._cfg if ours else None)
+        return server
 
-    def _ready_server(self) -> ForkServer:
-        if not self._fork_is_safe:
-            # a trainer that must not be forked after its import gets a bare interpreter each time
-            self._server = self._server or ForkServer(warm=False)
-            return self._server
-        if self._server is None:
-            self._start(at_hand.take(self.trainer))
-        server = self._poll_loading(None)
-        if server.unsafe is None:
-            return server
-        log.warning(
-            "%s: every attempt starts in a fresh interpreter instead of a fork, and that takes "
-            "seconds longer",
-            server.unsafe,
-        )
-        self._fork_is_safe = False
-        self._end_server()
-        return self._ready_server()
-
-    def _poll_loading(self, seconds: float | None, wake: int | None = None) -> ForkServer:
-        """As the server's own; one that never was forked is replaced by an interpreter of ours."""
-        assert self._server is not None
-        try:
-            self._server.poll_loading(self.trainer, seconds, wake)
-        except ServerNeverStarted as death:
-            log.warning("%s: this job imports torch and its trainer by itself", death.reason)
+    def _ready_server(self, environ: Mapping[str, str] | None = None) -> ForkServer:
+        """Return a server that may be forked, with as many libraries imported as that allows."""
+        while True:
+            server = self._server
+            if server is None or not server.is_alive or not server.suits(environ or os.environ):
+                self._end_server()
+                server = self._start()
+            try:
+                server.poll_import(None)
+            except ServerDied as death:
+                if not self._libraries:
+                    raise
+                log.warning(
+                    "importing %s ended the process (%d): attempts import by themselves",
+                    ", ".join(self._libraries),
+                    death.returncode,
+                )
+                self._libraries = []
+                self._end_server()
+                continue
+            if not server.unsafe:
+                return server
+            for name, reason in server.unsafe.items():
+                log.warning("%s %s: every attempt imports it anew", name, reason)
+            self._unsafe |= server.unsafe.keys()
             self._end_server()
-            server = ForkServer()
-            self._start(server)
-            server.poll_loading(self.trainer, seconds, wake)
-        return self._server
 
     def _end_server(self) -> str:
-        """End the server; what it or its attempt printed last."""
+        """End the server; return what it or its attempt printed last."""
         server, self._server = self._server, None
         if server is None:
             return ""
@@ -191,106 +217,44 @@ class ProcessExecutor:
         return server.pump.tail
 
 
-class _Collector:
-    """Listens to an attempt's events and makes its outcome of them."""
+def failure_of(
+    progress: AttemptProgress,
+    exited: Exited,
+    tail: str,
+    was_stopped: bool,
+    oom_killed: Callable[[int], bool | None],
+) -> Failure | None:
+    """Return why an attempt failed, by its own report or by its process's end.
 
-    def __init__(self, forward: Callable[[Event], None], oom_kills: OomKillWatch) -> None:
-        self._forward = forward
-        self._oom_kills = oom_kills
-        self._ending: dict[str, Any] | None = None
-        self._start_step = 0
-        self._end_step: int | None = None
-        self._memory: dict[str, int] = {}
-        self._micro_batch: int | None = None
-        self._returned: dict[str, Any] | None = None
-        self.runs_script = False
-        self._script_ended: dict[str, Any] | None = None
-        self._rank_died: dict[str, Any] | None = None
+    Args:
+        progress: what its events add up to.
+        exited: how its process ended.
+        tail: the end of what it printed.
+        was_stopped: the launcher had asked it to stop.
+        oom_killed: whether the kernel's OOM killer took a process.
+    """
 
-    def __call__(self, event: dict[str, Any]) -> None:
-        kind = event["event"]
-        if kind in ("finished", "failed"):
-            self._ending = event
-            self._memory.update(event["memory"])
-            if event["step"] is not None:
-                self._end_step = event["step"]
-            return
-        if kind == "rank_died":
-            self._rank_died = event
-            self._memory.update(event["memory"])
-        elif kind == "training_started":
-            self._start_step = event["step"]
-        elif kind == "progress":
-            self._end_step = event["step"]
-        elif kind == "memory" and event["rank"] is None:
-            figures = {k: v for k, v in event.items() if isinstance(v, int)}
-            self._memory.update(figures)
-        elif kind == "script_started":
-            self.runs_script = True
-            # said here, because what the attempt prints is evidence
-            log.info("running %s", shlex.join(event["argv"]))
-        elif kind == "script_ended":
-            self._script_ended = event
-        self._micro_batch = micro_batch_in_use(event) or self._micro_batch
-        self._returned = finally_returned(event) or self._returned
-        try:
-            self._forward(parse(event))
-        except MalformedEvent as problem:
-            log.debug("event dropped: %s", problem)
-
-    def outcome(
-        self,
-        exited: Exited,
-        tail: str,
-        seconds: float,
-        was_stopped: bool,
-    ) -> Outcome:
-        ending = self._ending or {}
-        if ending.get("config_error"):
-            raise ConfigError(ending["config_error"])
-        failure = self._failure(exited, tail, was_stopped)
-        on_gpu = "max_allocated" in self._memory
-        peak = self._memory["max_allocated"] if on_gpu else exited.max_resident_bytes or None
-        return Outcome(
-            failure=failure,
-            result=ending.get("result"),
-            seconds=seconds,
-            start_step=self._start_step,
-            end_step=self._end_step,
-            peak_memory_bytes=peak,
-            memory=dict(self._memory) if on_gpu else None,
-            memory_returned=self._returned,
-            micro_batch=self._micro_batch,
-            stopped_for=ending.get("stopped_for"),
-            traceback=ending.get("traceback") or _native_stack(tail),
-            error=_unpickled(ending.get("error")),
-        )
-
-    def _failure(self, exited: Exited, tail: str, was_stopped: bool) -> Failure | None:
-        if self._ending is None:
-            if was_stopped:
-                return Failure(FailureKind.INTERRUPTED, "did not stop in time and was killed")
-            died = self._rank_died
-            if died is None:
-                return self._death(exited.pid, exited.returncode, tail)
-            return replace(self._death(died["pid"], died["returncode"], tail), rank=died["rank"])
-        if self._ending["event"] == "finished":
-            return None
-        failure = failure_from_json(self._ending["failure"])
-        if self._script_ended is None or failure.kind is FailureKind.INTERRUPTED:
-            return failure
-        ended = parse(self._script_ended)
-        assert isinstance(ended, ScriptEnded)
-        return script_failure(ended, tail, self._oom_kills.killed)
-
-    def _death(self, pid: int | None, returncode: int, tail: str) -> Failure:
-        """Of a process that gave no account of its end."""
+    def death(pid: int | None, returncode: int) -> Failure:
         if returncode == 0:
             return Failure(FailureKind.BUG, "the trainer ended its process without returning")
-        oom_killed = None
-        if returncode == -signal.SIGKILL and pid is not None:
-            oom_killed = self._oom_kills.killed(pid)
-        return classify_exit(returncode, tail, oom_killed=oom_killed)
+        is_kill = returncode == -signal.SIGKILL and pid is not None
+        return classify_exit(
+            returncode, tail, oom_killed=oom_killed(pid) if is_kill and pid else None
+        )
+
+    if isinstance(progress.ending, Finished):
+        return None
+    if progress.failure is not None:
+        is_scripts = progress.failure.kind is not FailureKind.INTERRUPTED
+        if progress.script_ended is None or not is_scripts:
+            return progress.failure
+        return script_failure(progress.script_ended, tail, oom_killed)
+    if was_stopped:
+        return Failure(FailureKind.INTERRUPTED, "did not stop in time and was killed")
+    died = progress.rank_died
+    if died is not None:
+        return replace(death(died.pid, died.returncode), rank=died.rank)
+    return death(exited.pid, exited.returncode)
 
 
 def _stalled(request: AttemptRequest, *, has_stacks: bool) -> Failure:
@@ -303,8 +267,8 @@ def _stalled(request: AttemptRequest, *, has_stacks: bool) -> Failure:
     )
 
 
-def _stacks(request: AttemptRequest, *, keep: bool) -> dict[str, str]:
-    """What the attempt wrote when it was asked what its threads do; the file goes if empty.
+def _stacks(request: AttemptRequest, *, keep: bool) -> str:
+    """Return what the attempt wrote when asked what its threads do; remove the file if empty.
 
     Not kept of an attempt that only waits for a script.
     """
@@ -313,12 +277,12 @@ def _stacks(request: AttemptRequest, *, keep: bool) -> dict[str, str]:
         if not text:
             request.stacks_file.unlink()
     except OSError:
-        return {"stacks": ""}
-    return {"stacks": text}
+        return ""
+    return text
 
 
 def _native_stack(tail: str) -> str | None:
-    """The stack that faulthandler printed when the process crashed, None if it did not."""
+    """Return the stack that faulthandler printed when the process crashed, None if it did not."""
     start = tail.rfind("Fatal Python error: ")
     return None if start < 0 else tail[start:].strip() + "\n"
 
@@ -332,11 +296,11 @@ class _LoadedOnlyUnpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def _unpickled(encoded: str | None) -> BaseException | None:
-    if encoded is None:
+def _unpickled(ending: Finished | Failed | None) -> BaseException | None:
+    if not isinstance(ending, Failed) or ending.error is None:
         return None
     try:
-        error = _LoadedOnlyUnpickler(io.BytesIO(base64.b64decode(encoded))).load()
+        error = _LoadedOnlyUnpickler(io.BytesIO(base64.b64decode(ending.error))).load()
     except Exception:
         return None
     return error if isinstance(error, BaseException) else None

@@ -2,35 +2,42 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import faulthandler
 import json
 import logging
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
 from omegaconf import DictConfig, open_dict
 
-from robust_train.control.attempt import AttemptRequests
-from robust_train.events import Event
-from robust_train.execution.child import run_attempt, stop_on_sigterm
+from robust_train.compat import run_exit_handlers, when_cuda_starts
+from robust_train.events import (
+    Event,
+    Failed,
+    Finished,
+    MemoryReported,
+    MicroBatchChanged,
+    MicroBatchExhausted,
+    OutOfMemory,
+    parse,
+)
+from robust_train.execution.linux import signal_at_parents_death
 from robust_train.execution.output import flush_output
-from robust_train.execution.prctl import signal_at_parents_death
 from robust_train.execution.request import AttemptRequest
+from robust_train.execution.runner import STOP_SIGNALS, run_attempt, stop_on_signals
 from robust_train.execution.stall import DUMP_STACKS
 from robust_train.execution.votes import Votes
-from robust_train.run import Report, Run
+from robust_train.execution.wire import EventSender
+from robust_train.run import Run
 
-_EVENTS_OF_ANY_RANK = frozenset(
-    {"memory", "out_of_memory", "micro_batch_changed", "micro_batch_exhausted"}
-)
-"""What the launcher hears of other ranks than the first, with their number."""
+_EVENTS_OF_ANY_RANK = (MemoryReported, OutOfMemory, MicroBatchChanged, MicroBatchExhausted)
+"""What the launcher gets of other ranks than the first, with their number."""
 
 
 @dataclass(frozen=True)
@@ -38,90 +45,89 @@ class Rank:
     """What a rank's process is given; it travels by fork.
 
     Attributes:
+        rank: its number.
         request: the attempt.
-        trainer: None where it has to be imported first.
-        channel: for requests of a live run, which the first rank takes; None where there are none.
-        report: takes the attempt's events.
+        send: takes the attempt's events.
         votes: the group's flags.
-        accounts: a descriptor of a file in memory for each rank's account of its end.
+        ending: a descriptor of a file in memory for the event of its end.
+        port: reads the port of the group's store, once there is one.
     """
 
+    rank: int
     request: AttemptRequest
-    trainer: Callable[..., Any] | None
-    channel: socket.socket | None
-    report: Callable[[dict[str, Any]], None]
+    send: EventSender
     votes: Votes
-    accounts: tuple[int, ...]
+    ending: int
+    port: int
 
 
 def be_rank(given: Rank) -> None:
-    """Run the trainer as the rank that the elastic agent's variables name.
-
-    Returns when it has completed; otherwise the process ends here.
-    """
-    rank = int(os.environ["RANK"])
-    request = given.request
-    completed = False
+    """Run the trainer as one of the ranks; does not return."""
+    request, rank = given.request, given.rank
+    status = 1
     try:
-        signal_at_parents_death(signal.SIGKILL)
         run = Run(
-            run_dir=Path(request.run_dir),
+            run_dir=request.run_dir,
             attempt=request.attempt,
             resume_checkpoint=request.resume_checkpoint,
-            report=_report_of(rank, given.report),
+            report=_report_of(rank, given.send),
             rank=rank,
             world_size=request.ranks,
             flags=given.votes,
         )
-        stop_on_sigterm(run)
+        _set_environment(rank, request, given.port)
         _settle(rank, request)
-        request = replace(request, cfg=_config_of(rank, request.cfg))
-        channel = given.channel if rank == 0 else None
-        if rank and given.channel is not None:
-            given.channel.close()
-        trainer = given.trainer or request.trainer.load()[1]
-        with AttemptRequests(run, channel, run.run_dir):
-            error = run_attempt(request, trainer, run, _account_to(given.accounts[rank], run))
-        completed = error is None
-        # from here on others may still be at work, and a wish to stop is theirs to hear
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        error = run_attempt(
+            replace(request, cfg=_config_of(rank, request.cfg)),
+            run,
+            request.trainer.load,
+            _ending_to(given.ending),
+            stopping=stop_on_signals,
+            process_ends=True,
+        )
+        status = int(error is not None)
+        # from here on others may still be at work, and a wish to stop is theirs
+        for signum in STOP_SIGNALS:
+            signal.signal(signum, signal.SIG_IGN)
+        flush_output()
+        if status == 0:
+            run_exit_handlers()
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:
         flush_output()
-        if not completed:
-            # not the interpreter's way out: a collective's thread may wait for peers there
-            os._exit(1)
+        given.send.flush()
+        # after a failure not the interpreter's way out: a collective's thread may wait for peers
+        os._exit(status)
 
 
-def read_account(descriptor: int) -> tuple[float, dict[str, Any]] | None:
-    """When and how a rank has ended by its own account; None where it gave none."""
+def read_ending(descriptor: int) -> tuple[float, Finished | Failed] | None:
+    """Return when and how a rank has ended by its own report; None where it made none so far."""
     data = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
-    try:
-        account: dict[str, Any] = json.loads(data)
-    except ValueError:
-        return None
-    return account.pop("at"), account
+    with contextlib.suppress(ValueError):
+        found = json.loads(data)
+        event = parse(found["event"])
+        if isinstance(event, (Finished, Failed)):
+            return found["at"], event
+    return None
 
 
-def _account_to(descriptor: int, run: Run) -> Callable[[dict[str, Any]], None]:
-    def report(event: dict[str, Any]) -> None:
-        account = {**event, "at": time.monotonic()}
-        os.pwrite(descriptor, json.dumps(account, default=repr).encode(), 0)
+def _ending_to(descriptor: int) -> Callable[[Event], None]:
+    def send(event: Event) -> None:
+        data = {"at": time.monotonic(), "event": event.as_json()}
+        with open(descriptor, "w", closefd=False) as file:
+            json.dump(data, file, default=repr)
 
-    return report
+    return send
 
 
-def _report_of(rank: int, report: Callable[[dict[str, Any]], None]) -> Report:
-    def of_first(event: Event) -> None:
-        report(event.as_json())
-
+def _report_of(rank: int, send: EventSender) -> Callable[[Event], None]:
     if rank == 0:
-        return of_first
+        return send
 
     def of_another(event: Event) -> None:
-        if event.name in _EVENTS_OF_ANY_RANK:
-            report({**event.as_json(), "rank": rank})
+        if isinstance(event, _EVENTS_OF_ANY_RANK):
+            send(dataclasses.replace(event, rank=rank))
 
     return of_another
 
@@ -137,21 +143,43 @@ def _config_of(rank: int, cfg: DictConfig) -> DictConfig:
     return cfg
 
 
+def _set_environment(rank: int, request: AttemptRequest, port: int) -> None:
+    """Set what torch's ``env://`` and other libraries read, as torch's own launcher does."""
+    with open(port) as pipe:
+        number = pipe.read()
+    for name in ("RANK", "LOCAL_RANK", "ROLE_RANK"):
+        os.environ[name] = str(rank)
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"):
+        os.environ[name] = str(request.ranks)
+    os.environ |= {
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": number,
+        "TORCHELASTIC_RUN_ID": "robust_train",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        # the store lives in the attempt's own process
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    # all ranks are on this host: no look-up of its name, which may have no address
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
 def _settle(rank: int, request: AttemptRequest) -> None:
-    """What each of several processes of one machine needs."""
+    """Set up what each of several processes of one machine needs."""
     if rank:
         # the same lines of every rank would hide what differs
         for handler in logging.getLogger().handlers:
             handler.addFilter(lambda record: _mark(rank, record))
     if request.stall_timeout_seconds > 0:
         faulthandler.register(DUMP_STACKS, file=request.stacks_file.open("a"))
-    # all ranks are on this host: no look-up of its name, which may have no address
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch = sys.modules["torch"]
     if str(request.cfg.device).startswith("cuda"):
-        # for trainers that say just "cuda"; takes effect when CUDA starts
-        torch.cuda._lazy_call(lambda: torch.cuda.set_device(rank))
-    elif "OMP_NUM_THREADS" not in os.environ:
+        # for trainers that say just "cuda"
+        when_cuda_starts(torch, lambda: torch.cuda.set_device(rank))
+    if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // request.ranks))
 
 
@@ -161,3 +189,10 @@ def _mark(rank: int, record: logging.LogRecord) -> bool:
     if not getattr(record, "is_marked", False):
         record.msg, record.is_marked = f"[rank {rank}] {record.msg}", True
     return True
+
+
+def become_rank(parent: int) -> None:
+    """Tie a freshly forked rank to the attempt's process."""
+    signal_at_parents_death(signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from robust_train.events import Failed, Finished
 from robust_train.values import FailureKind
 
-_FOLLOWS_FROM_OTHERS = frozenset({FailureKind.COMM.value, FailureKind.INTERRUPTED.value})
+_FOLLOWS_FROM_OTHERS = frozenset({FailureKind.COMM, FailureKind.INTERRUPTED})
 
 
 @dataclass(frozen=True)
@@ -19,56 +19,53 @@ class RankEnd:
     Attributes:
         rank: its number.
         pid: its process id.
-        account: its own ``finished`` or ``failed`` event; None where it died without a word.
-        at: seconds of the monotonic clock: when it gave its account, else when it was seen dead.
+        ending: the event of its end; None where it died without one.
+        at: seconds of the monotonic clock: when it reported its end, else when it was seen dead.
         returncode: as subprocess has it, None where it did not end by itself.
         was_killed: it was killed because another had failed.
     """
 
     rank: int
     pid: int
-    account: Mapping[str, Any] | None
+    ending: Finished | Failed | None
     at: float
     returncode: int | None = None
     was_killed: bool = False
 
     @property
-    def kind(self) -> str | None:
-        """The failure's kind by its own account, None without one."""
-        if self.account is None or self.account["event"] == "finished":
-            return None
-        kind: str = self.account["failure"]["kind"]
-        return kind
+    def kind(self) -> FailureKind | None:
+        """The failure's kind by its own report, None without one."""
+        return self.ending.failure.kind if isinstance(self.ending, Failed) else None
 
     @property
     def is_failure(self) -> bool:
-        """It failed, and not because it was killed for another's failure."""
-        if self.account is not None:
-            return bool(self.account["event"] == "failed")
+        """Whether it failed, and not because it was killed for another's failure."""
+        if self.ending is not None:
+            return isinstance(self.ending, Failed)
         return not self.was_killed
 
     @property
     def others_know(self) -> bool:
-        """The other ranks have heard of its end and end by themselves, after a last checkpoint."""
-        if self.kind == FailureKind.INTERRUPTED.value:
+        """Whether the other ranks end by themselves, after a last checkpoint."""
+        if self.kind is FailureKind.INTERRUPTED:
             return True
-        return self.account is not None and bool(self.account.get("others_know"))
+        return isinstance(self.ending, Failed) and self.ending.others_know
 
 
 def root_cause(ends: Sequence[RankEnd]) -> RankEnd | None:
-    """The end that the others followed from; None where no rank failed.
+    """Return the end that the others followed from; None where no rank failed.
 
-    A rank that the kernel killed says nothing, and its peers report a broken connection first: so
-    SIGKILL comes before any account. After that the earliest one counts that is no consequence by
-    its nature (a lost connection, having been told to stop) or by its own word.
+    A rank that the kernel killed reports nothing, and its peers report a broken connection first:
+    so SIGKILL comes before any report. After that the earliest one counts that is no consequence by
+    its nature (a lost connection, having been asked to stop) or by its own word.
     """
     failures = [end for end in ends if end.is_failure]
     return min(failures, key=_order, default=None)
 
 
 def _order(end: RankEnd) -> tuple[int, float]:
-    if end.account is None:
+    if not isinstance(end.ending, Failed):
         return (0 if end.returncode == -signal.SIGKILL else 1), end.at
-    if end.account.get("heard_of_rank") is not None:
+    if end.ending.caused_by_rank is not None:
         return 2, end.at
     return (3 if end.kind in _FOLLOWS_FROM_OTHERS else 1), end.at

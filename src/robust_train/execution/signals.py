@@ -30,10 +30,9 @@ class SignalWatch:
         self.received: int | None = None
         self._handler: Callable[[int], None] | None = None
         self._previous: dict[int, Any] = {}
-        self._told: int | None = None
+        self._delivered: int | None = None
 
     def __enter__(self) -> SignalWatch:
-        global _watch
         if threading.current_thread() is threading.main_thread():
             for signum in (*_STOPS, *WARNING_SIGNALS):
                 previous = signal.getsignal(signum)
@@ -45,9 +44,6 @@ class SignalWatch:
                     continue  # comes with every preemption and is not its signal to requeue
                 self._previous[signum] = previous
                 signal.signal(signum, self._on_signal)
-            _watch = self
-            if _told_before is not None:
-                self.tell(_told_before)
         return self
 
     def __exit__(
@@ -56,17 +52,14 @@ class SignalWatch:
         error: BaseException | None,
         frames: TracebackType | None,
     ) -> None:
-        global _watch
-        if _watch is self:
-            _watch = None
         for signum, previous in self._previous.items():
             signal.signal(signum, previous)
 
-    def tell(self, signum: int) -> None:
-        """As if the signal had come, from any thread; nothing where one has come already."""
+    def deliver(self, signum: int) -> None:
+        """Act as if the signal had come, from any thread; ignored if one has come already."""
         if self.received is None and self._previous:
-            self._told = signum
-            # which of them says it does not matter; under submitit it may not be this one itself
+            self._delivered = signum
+            # any watched signal wakes the main thread; under submitit ``signum`` may not be one
             signal.pthread_kill(threading.main_thread().ident or 0, next(iter(self._previous)))
 
     @contextlib.contextmanager
@@ -90,7 +83,7 @@ class SignalWatch:
             os.close(write_end)
 
     def watches(self, signum: int) -> bool:
-        """Whether that signal is taken as a wish to stop."""
+        """Return whether that signal stops the job."""
         return signum in self._previous
 
     def pass_on(self) -> None:
@@ -108,26 +101,10 @@ class SignalWatch:
             raise JobInterrupted(self.received)
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
-        signum, self._told = self._told or signum, None
+        signum, self._delivered = self._delivered or signum, None
         if self.received is None:
             self.received = signum
         if self._handler is not None:
             self._handler(signum)
         else:
             raise JobInterrupted(signum)
-
-
-_watch: SignalWatch | None = None
-_told_before: int | None = None
-
-
-def stop_job(signum: int) -> None:
-    """Have the job of this process stop, from any thread; if it has not begun, when it does.
-
-    Args:
-        signum: what it takes for the reason.
-    """
-    global _told_before
-    _told_before = signum
-    if _watch is not None:
-        _watch.tell(signum)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+
+from robust_train.events import Event, Failed, Finished, Progress, TrainingStarted
 
 DUMP_STACKS = signal.SIGRTMAX - 1
 """Asks an attempt for that; trainers and schedulers have uses for SIGUSR1 and SIGUSR2."""
@@ -29,13 +30,15 @@ class StallWatch:
         self._clock = clock
         self._last: float | None = None
 
-    def hear(self, event: Mapping[str, Any]) -> None:
+    def on_event(self, event: Event) -> None:
         """Take an event of the attempt into account."""
-        if self.timeout_seconds > 0 and event["event"] in ("training_started", "progress"):
+        if isinstance(event, (Finished, Failed)):
+            self.end()
+        elif self.timeout_seconds > 0 and isinstance(event, (TrainingStarted, Progress)):
             self._last = self._clock()
 
     def seconds_left(self) -> float | None:
-        """Until the attempt is stalled, 0 when it is; None while it is not counted."""
+        """Return the seconds until it is stalled, 0 when it is; None while it is not counted."""
         if self._last is None:
             return None
         return max(self._last + self.timeout_seconds - self._clock(), 0.0)

@@ -1,15 +1,18 @@
-"""What several ranks do at the same place of their loops, agreed upon without a collective."""
+"""What several ranks do at the same step of their loops, agreed upon without a collective."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import mmap
-import multiprocessing
+import os
+import threading
+from collections.abc import Iterator
 
 from robust_train.run import CHECKPOINT, RESTART, STOP
 
 _FLAGS = (STOP, RESTART, CHECKPOINT)
 _WORD = 8
-_PATIENCE_SECONDS = 1.0
 
 
 class Votes:
@@ -17,7 +20,9 @@ class Votes:
 
     A flag that is raised becomes due one look after that of the rank that is furthest: no rank has
     got there yet, so all see it at the same look, which is the same step of loops that are alike.
-    Counting and reading happen under one lock, or a rank could slip past between the two.
+    Counting and reading happen under one lock, or a rank could slip past between the two; the
+    kernel releases the lock of a rank that dies. Raising takes no lock, for a signal's handler may
+    interrupt a look.
 
     Made before the ranks are forked.
 
@@ -27,24 +32,25 @@ class Votes:
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
-        self._memory = mmap.mmap(-1, len(_FLAGS) * (ranks + 1) * _WORD)
+        self._row = ranks + 2  # raised, due, and the looks of each rank
+        self._memory = mmap.mmap(-1, len(_FLAGS) * self._row * _WORD)
         self._words = memoryview(self._memory).cast("q")
-        # a signal's handler may raise a flag while its own thread looks at one
-        self._lock = multiprocessing.get_context("fork").RLock()
+        self._file = os.memfd_create("votes")
+        self._own_file: tuple[int, int] | None = None
+        self._thread_lock = threading.Lock()
 
     def look(self, flag: str, rank: int) -> int:
-        """Count a look of ``rank``. The number of the look at which the flag is due, 0 if not yet.
+        """Count a look of ``rank``; return the number of the look at which the flag is due, or 0.
 
         It stays due until it is raised anew.
         """
-        place = self._place(flag)
-        self._acquire()
-        try:
-            self._words[place + 1 + rank] += 1
-            due: int = self._words[place]
-            return due if due and self._words[place + 1 + rank] >= due else 0
-        finally:
-            self._lock.release()
+        row = _FLAGS.index(flag) * self._row
+        with self._locked():
+            self._take_raised(flag, row)
+            mine = row + 2 + rank
+            self._words[mine] += 1
+            due: int = self._words[row + 1]
+            return due if due and self._words[mine] >= due else 0
 
     def raise_flag(self, flag: str) -> None:
         """Have all ranks see ``flag``.
@@ -52,19 +58,30 @@ class Votes:
         Nothing where some have still to see it: those that have would see it a second time. Only
         checkpoints are wished for again and again; what ends the attempt is due for good.
         """
-        place = self._place(flag)
-        self._acquire()
-        try:
-            looks = self._words[place + 1 : place + 1 + self._ranks]
-            due = self._words[place]
-            if not due or (flag == CHECKPOINT and min(looks) >= due):
-                self._words[place] = max(looks) + 1
-        finally:
-            self._lock.release()
+        self._words[_FLAGS.index(flag) * self._row] = 1
 
-    def _place(self, flag: str) -> int:
-        return _FLAGS.index(flag) * (self._ranks + 1)
+    def _take_raised(self, flag: str, row: int) -> None:
+        if not self._words[row]:
+            return
+        self._words[row] = 0
+        due = self._words[row + 1]
+        looks = self._words[row + 2 : row + self._row]
+        if not due or (flag == CHECKPOINT and min(looks) >= due):
+            self._words[row + 1] = max(looks) + 1
 
-    def _acquire(self) -> None:
-        if not self._lock.acquire(timeout=_PATIENCE_SECONDS):
-            raise RuntimeError("a rank died while it held the lock of the group's flags")
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        with self._thread_lock:
+            file = self._file_of_this_process()
+            fcntl.flock(file, fcntl.LOCK_EX)
+            try:
+                yield
+            finally:
+                fcntl.flock(file, fcntl.LOCK_UN)
+
+    def _file_of_this_process(self) -> int:
+        """Return a description of the file of its own: a fork shares its parent's, and its lock."""
+        if self._own_file is None or self._own_file[0] != os.getpid():
+            path = f"/proc/self/fd/{self._file}"
+            self._own_file = os.getpid(), os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        return self._own_file[1]

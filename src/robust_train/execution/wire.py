@@ -3,32 +3,41 @@
 Control messages are pickled objects with a length in front, on a stream socket between two
 processes of one user. Events are JSON, one per packet on a sequenced-packet socket: several
 processes may write to it, a packet arrives whole or not at all, and a writer that is killed
-half-way leaves no torn message behind. Requests to a zygote are pickled objects on such a socket,
-for the same reason.
+half-way leaves no torn message behind.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
+import os
 import pickle
+import select
 import socket
 import struct
+import threading
+import time
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
+
+from robust_train.events import Event, MalformedEvent, parse
+
+log = logging.getLogger("robust_train")
 
 ORPHAN_GRACE_SECONDS = 5.0
 """How long an attempt whose launcher is gone may take for a last checkpoint."""
 
 _LENGTH = struct.Struct("!I")
 _DESCRIPTOR = struct.Struct("i")
-_MOST_DESCRIPTORS = 5
-_MAX_EVENT_BYTES = 60_000
-_MAX_TEXT = 12_000
-_MAX_PACKET_BYTES = 1 << 18
+_MOST_DESCRIPTORS = 8
+_LARGEST_PACKET = 60_000
+_IN_A_FILE = b"\0"
+_MOST_WAITING = 100_000
 
 
-def send_message(channel: socket.socket, message: Any, descriptors: Sequence[int] = ()) -> None:
+def send_message(channel: socket.socket, message: object, descriptors: Sequence[int] = ()) -> None:
     """Send one object, and copies of open descriptors with it (for the reader's ``descriptors``).
 
     Raises OSError when the other side is gone.
@@ -55,10 +64,10 @@ class MessageReader:
         self.descriptors: list[int] = []
 
     def read(self) -> list[Any]:
-        """Every message that has arrived completely, oldest first."""
+        """Return every message that has arrived completely, oldest first."""
         while not self.closed:
             try:
-                data, descriptors = _receive(self._channel, 1 << 16, socket.MSG_DONTWAIT)
+                data, descriptors = _receive(self._channel, 1 << 16)
                 self.descriptors += descriptors
             except BlockingIOError:
                 break
@@ -77,32 +86,12 @@ class MessageReader:
         return messages
 
 
-def send_packet(channel: socket.socket, message: Any, descriptors: Sequence[int]) -> None:
-    """Send one object and copies of open descriptors as one packet.
-
-    Raises OSError when the other side is gone or the packet is too large.
-    """
-    socket.send_fds(channel, [pickle.dumps(message)], list(descriptors))
-
-
-def receive_packet(channel: socket.socket) -> tuple[Any, list[int]] | None:
-    """The next packet and the descriptors that came with it, which the caller closes.
-
-    Waits for one; None when nobody can send any more.
-    """
-    try:
-        data, descriptors = _receive(channel, _MAX_PACKET_BYTES, 0)
-    except ConnectionError:
-        return None
-    return (pickle.loads(data), descriptors) if data else None
-
-
-def _receive(channel: socket.socket, size: int, flags: int) -> tuple[bytes, list[int]]:
-    # socket.recv_fds would not close the descriptors on exec
+def _receive(channel: socket.socket, size: int) -> tuple[bytes, list[int]]:
+    """Read without waiting; socket.recv_fds would not close the descriptors on exec."""
     data, extras, _, _ = channel.recvmsg(
         size,
         socket.CMSG_SPACE(_MOST_DESCRIPTORS * _DESCRIPTOR.size),
-        flags | socket.MSG_CMSG_CLOEXEC,
+        socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC,
     )
     descriptors: list[int] = []
     for level, kind, content in extras:
@@ -112,34 +101,90 @@ def _receive(channel: socket.socket, size: int, flags: int) -> tuple[bytes, list
     return data, descriptors
 
 
-def send_event(channel: socket.socket, event: dict[str, Any]) -> None:
-    """Send one event; a launcher that is gone is not the trainer's trouble."""
-    data = json.dumps(event, default=repr).encode()
-    if len(data) > _MAX_EVENT_BYTES:
-        data = json.dumps(_shortened(event), default=repr).encode()
-    with contextlib.suppress(OSError):
-        channel.send(data)
+class EventSender:
+    """Sends an attempt's events; the trainer never waits for a launcher that does not read.
+
+    Where the socket is full, progress is dropped and everything else is kept until the next event
+    or :meth:`flush`. A launcher that is gone is not the trainer's trouble.
+    """
+
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel = channel
+        self._waiting: deque[bytes] = deque()
+        self._lock = threading.RLock()  # a signal's handler may interrupt a send
+
+    def __call__(self, event: Event) -> None:
+        """Send one event."""
+        with self._lock:
+            if not self._send_waiting() and event.may_be_dropped:
+                return
+            if len(self._waiting) < _MOST_WAITING:
+                self._waiting.append(json.dumps(event.as_json(), default=repr).encode())
+            self._send_waiting()
+
+    def flush(self, timeout_seconds: float | None = None) -> None:
+        """Wait until everything is sent: the attempt ends."""
+        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        poll = select.poll()
+        poll.register(self._channel, select.POLLOUT)
+        while True:
+            with self._lock:
+                if self._send_waiting():
+                    return
+            if deadline is not None and time.monotonic() >= deadline:
+                return
+            poll.poll(500)
+
+    def _send_waiting(self) -> bool:
+        """Send what can be sent; return whether nothing is left."""
+        while self._waiting:
+            try:
+                self._send(self._waiting[0])
+            except BlockingIOError:
+                return False
+            except OSError:
+                self._waiting.clear()
+                break
+            self._waiting.popleft()
+        return True
+
+    def _send(self, data: bytes) -> None:
+        if len(data) <= _LARGEST_PACKET:
+            self._channel.send(data, socket.MSG_DONTWAIT)
+            return
+        file = os.memfd_create("event")
+        try:
+            with open(file, "wb", closefd=False) as writer:
+                writer.write(data)
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, _DESCRIPTOR.pack(file))]
+            self._channel.sendmsg([_IN_A_FILE], rights, socket.MSG_DONTWAIT)
+        finally:
+            os.close(file)
 
 
-def read_events(channel: socket.socket) -> list[dict[str, Any]]:
-    """Every event that has arrived, oldest first, without waiting."""
-    events: list[dict[str, Any]] = []
+def read_events(channel: socket.socket) -> list[Event]:
+    """Return every event that has arrived, oldest first, without waiting."""
+    events: list[Event] = []
     while True:
         try:
-            data = channel.recv(_MAX_EVENT_BYTES * 2, socket.MSG_DONTWAIT)
+            data, descriptors = _receive(channel, 2 * _LARGEST_PACKET)
         except OSError:
             return events
         if not data:
             return events
-        events.append(json.loads(data))
+        try:
+            events.append(parse(json.loads(_content(data, descriptors))))
+        except (ValueError, OSError) as error:  # MalformedEvent is a ValueError
+            kind = "malformed event" if isinstance(error, MalformedEvent) else "torn event"
+            log.debug("%s from the attempt: %s", kind, error)
 
 
-def _shortened(value: Any) -> Any:
-    """``value`` with long texts cut in the middle and what cannot be cut replaced by a note."""
-    if isinstance(value, str) and len(value) > _MAX_TEXT:
-        return value[: _MAX_TEXT // 4] + "\n[…]\n" + value[-3 * _MAX_TEXT // 4 :]
-    if isinstance(value, dict):
-        return {key: _shortened(item) for key, item in value.items()}
-    if isinstance(value, list) and len(json.dumps(value, default=repr)) > _MAX_TEXT:
-        return f"[{len(value)} items, too long to carry over]"
-    return value
+def _content(data: bytes, descriptors: Sequence[int]) -> bytes:
+    try:
+        if not data.startswith(_IN_A_FILE):
+            return data
+        return os.pread(descriptors[0], os.fstat(descriptors[0]).st_size, 0) if descriptors else b""
+    finally:
+        for descriptor in descriptors:
+            with contextlib.suppress(OSError):
+                os.close(descriptor)

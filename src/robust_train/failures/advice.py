@@ -2,77 +2,110 @@
 
 from __future__ import annotations
 
-from robust_train.values import Evidence, FailureKind
+from dataclasses import replace
+
+from robust_train.values import Clue, Evidence, Failure, FailureKind
 
 _SMALLER_BATCH = (
     "use a smaller training.batch_size: activations take memory for each sample",
     "use more training.gradient_accumulation_steps with it: the effective batch stays the same",
 )
-_SMALLER_RANK = "try a smaller model.lora_r where the model is trained with LoRA"
 _DEFRAGMENT = (
     "set memory.expandable_segments=true: the allocator holds enough memory, in pieces too small"
 )
+_RAISE_LIMIT = (
+    "set a larger memory.fraction: the GPU had room, but this job's own limit was reached"
+)
 _OTHERS = "see with nvidia-smi who else holds memory of this GPU, or use another"
-_DEVICE_OOM = (
-    *_SMALLER_BATCH,
+_OF_THE_MODEL = (
     "set training.mixed_precision=true: activations take about half the memory",
     "set training.gradient_checkpointing=true: less memory for about a third more time",
-    _SMALLER_RANK,
-    _OTHERS,
+    "try a smaller model.lora_r where the model is trained with LoRA",
 )
-_HOST_OOM = (
-    "use fewer training.num_workers: each is a process with memory of its own",
-    "use a smaller training.prefetch_factor: fewer batches wait in memory",
-    *_SMALLER_BATCH,
-    "give the job more memory (the container's or the scheduler's limit counts, not the machine's)",
+_FEWER_WORKERS = "use fewer training.num_workers: each is a process with memory of its own"
+_NO_WORKERS = "use fewer training.num_workers, 0 to load in the training process"
+_LESS_AHEAD = "use a smaller training.prefetch_factor: fewer batches wait in memory"
+_MORE_MEMORY = (
+    "give the job more memory (the container's or the scheduler's limit counts, not the machine's)"
 )
-_PINNED = (
-    "pin less: pinned memory is bounded by the host's memory and by ulimit -l",
-    *_HOST_OOM,
+_MORE_SHARED_MEMORY = (
+    "give the container more shared memory (docker run --shm-size=8g, or --ipc=host)"
 )
-_WORKER_DEATH = (
-    "use fewer training.num_workers, 0 to load in the training process",
-    "use a smaller training.prefetch_factor: fewer batches wait in shared memory",
-    "give the container more shared memory (docker run --shm-size=8g, or --ipc=host)",
-)
-_DEVICE_FAULT = (
-    "run on another GPU: this one reported a fault and needs a look (nvidia-smi -q, dmesg for Xid)",
-    "run once with CUDA_LAUNCH_BLOCKING=1 if it also happens there: a kernel is then at fault",
-)
-_DEVICE_UNAVAILABLE = (
-    "check the driver and that the GPU is there: nvidia-smi",
-    "check CUDA_VISIBLE_DEVICES: a wrong entry hides itself and all after it",
-    "check that this torch was built for this GPU and driver: python -m torch.utils.collect_env",
-    "see whether another process holds the GPU in exclusive mode",
-)
-_COMM = (
-    "try again: a peer went away or answered too late",
-    "look at the first rank that failed; the others only report that it is gone",
-    "run with NCCL_DEBUG=INFO if it happens again",
-)
+_NEEDS_WORKERS = frozenset({_FEWER_WORKERS, _NO_WORKERS, _LESS_AHEAD})
 
 _ADVICE: dict[FailureKind, tuple[str, ...]] = {
-    FailureKind.DEVICE_OOM: _DEVICE_OOM,
-    FailureKind.HOST_OOM: _HOST_OOM,
-    FailureKind.WORKER_DEATH: _WORKER_DEATH,
-    FailureKind.DEVICE_FAULT: _DEVICE_FAULT,
-    FailureKind.DEVICE_UNAVAILABLE: _DEVICE_UNAVAILABLE,
-    FailureKind.COMM: _COMM,
+    FailureKind.DEVICE_OOM: (*_SMALLER_BATCH, *_OF_THE_MODEL, _OTHERS),
+    FailureKind.HOST_OOM: (_FEWER_WORKERS, _LESS_AHEAD, *_SMALLER_BATCH, _MORE_MEMORY),
+    FailureKind.WORKER_DEATH: (_NO_WORKERS, _LESS_AHEAD, _MORE_SHARED_MEMORY),
+    FailureKind.DEVICE_FAULT: (
+        "run once with CUDA_LAUNCH_BLOCKING=1: the traceback then names the kernel at fault",
+        "if it happens on this GPU alone, check the GPU (nvidia-smi -q, dmesg for Xid)",
+    ),
+    FailureKind.DEVICE_UNAVAILABLE: (
+        "check the driver and that the GPU is there: nvidia-smi",
+        "check CUDA_VISIBLE_DEVICES: a wrong entry hides itself and all after it",
+        "check that this torch was built for this GPU and driver: "
+        "python -m torch.utils.collect_env",
+        "see whether another process holds the GPU in exclusive mode",
+    ),
+    FailureKind.COMM: (
+        "try again: a peer went away or answered too late",
+        "look at the first rank that failed; the others only report that it is gone",
+        "run with NCCL_DEBUG=INFO if it happens again",
+    ),
+}
+
+_BY_CLUE: dict[tuple[FailureKind, str], tuple[str, ...]] = {
+    (FailureKind.DEVICE_FAULT, Clue.HARDWARE): (
+        "check this GPU: its hardware reported a fault (nvidia-smi -q, dmesg for Xid)",
+        "robust-train doctor says whether it is healthy again; a reset or reboot may be needed",
+    ),
+    (FailureKind.DEVICE_FAULT, Clue.DRIVER): (
+        "set memory.expandable_segments=false: WSL2 and some vGPUs do not support them",
+        "update the NVIDIA driver",
+    ),
+    (FailureKind.DEVICE_UNAVAILABLE, Clue.BUSY): (
+        "see whether another process holds the GPU in exclusive mode: nvidia-smi",
+        "where MPS is used: check that nvidia-cuda-mps-control runs as this user",
+    ),
+    (FailureKind.COMM, Clue.SHARED_MEMORY): (
+        _MORE_SHARED_MEMORY,
+        "or run with NCCL_SHM_DISABLE=1, which is slower; remove stale /dev/shm/nccl-* files",
+    ),
+    (FailureKind.COMM, Clue.DOWNLOAD): (
+        "try again: the server did not answer in time",
+        "download the files before the job, and run it with HF_HUB_OFFLINE=1",
+    ),
+    (FailureKind.HOST_OOM, Clue.IMPORT): (_MORE_MEMORY,),
+    (FailureKind.HOST_OOM, Clue.MODEL): (_MORE_MEMORY,),
+    (FailureKind.DEVICE_OOM, Clue.MODEL): (*_OF_THE_MODEL[2:], "use a smaller model", _OTHERS),
 }
 
 
 def advice_for(kind: FailureKind, evidence: Evidence) -> tuple[str, ...]:
-    """Short sentences that fit the case, most promising first; none for bugs and interruptions."""
-    advice = _ADVICE.get(kind, ())
-    if kind is FailureKind.DEVICE_OOM:
-        if evidence.fragmented:
-            advice = (_DEFRAGMENT, *advice)
-        if _is_others(evidence):
-            advice = (_OTHERS, *(sentence for sentence in advice if sentence != _OTHERS))
-        return advice
+    """Return short sentences, most promising first; none for bugs and interruptions."""
+    advice = _BY_CLUE.get((kind, evidence.clue or ""), _ADVICE.get(kind, ()))
     if kind is FailureKind.HOST_OOM and evidence.library == "pinned memory":
-        return _PINNED
+        return ("pin less: it is bounded by the host's memory and by ulimit -l", *advice)
+    if kind is not FailureKind.DEVICE_OOM:
+        return advice
+    first = ((_DEFRAGMENT, evidence.fragmented), (_RAISE_LIMIT, evidence.own_limit))
+    advice = (*(sentence for sentence, holds in first if holds), *advice)
+    if evidence.own_limit:
+        return tuple(sentence for sentence in advice if sentence != _OTHERS)
+    if _is_others(evidence):
+        return (_OTHERS, *(sentence for sentence in advice if sentence != _OTHERS))
     return advice
+
+
+def with_fitting_advice(failure: Failure, *, num_workers: int, is_script: bool) -> Failure:
+    """Leave out advice that a trainer without data-loader workers, or a script, cannot follow."""
+    unfit: frozenset[str] = frozenset()
+    if num_workers == 0 or is_script:
+        unfit |= _NEEDS_WORKERS
+    if is_script:
+        unfit |= frozenset(_OF_THE_MODEL)
+    return replace(failure, advice=tuple(s for s in failure.advice if s not in unfit))
 
 
 def _is_others(evidence: Evidence) -> bool:

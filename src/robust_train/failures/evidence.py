@@ -7,7 +7,8 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-from robust_train.values import Evidence
+from robust_train.failures.patterns import Match
+from robust_train.values import Evidence, FailureKind
 
 # torch's and MPS's "MB" are 1024 based too; XLA's letters stand alone ("5.02G")
 _UNITS = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3, "t": 1024**4, "p": 1024**5, "e": 1024**6}
@@ -53,6 +54,8 @@ _FREE = _table(
     r"Free memory: (?:SIZE|(?P<plain>\d+))",
     r"Available memory of COUNT is smaller",
 )
+_ALLOWED = _table(r"SIZE allowed;")
+_PREEMPTIVE = re.compile(r"preemptively rejected|exceed allowed memory", re.IGNORECASE)
 _TOTAL = _table(
     r"SIZE total capacity",
     r"total capac?ity of SIZE",
@@ -64,27 +67,37 @@ _TOTAL = _table(
 _TORCH = frozenset({"torch", "cuda", "hip", "cublas", "cudnn", "cufft", "cusolver", "nccl", None})
 
 
-def read_evidence(text: str, library: str | None) -> Evidence:
-    """What a message tells; ``text`` is on one line."""
+def read_evidence(text: str, match: Match) -> Evidence:
+    """Return what a message tells; ``text`` is on one line.
+
+    torch asks the driver only below ``memory.fraction``: if more was free than was requested, or
+    it rejects "preemptively" (since 2.15), the process reached its own limit.
+    """
     requested = _first(_REQUESTED, text)
     allocated = _first(_ALLOCATED, text)
     unused = _first(_UNUSED, text)
     reserved = _first(_RESERVED, text)
     if unused is None and reserved is not None and allocated is not None:
         unused = max(0, reserved - allocated)
+    free, allowed = _first(_FREE, text), _first(_ALLOWED, text)
+    had_room = requested is not None and free is not None and free >= requested
+    is_device = match.kind is FailureKind.DEVICE_OOM and match.library == "torch"
     return Evidence(
         requested_bytes=requested,
         allocated_bytes=allocated,
         reserved_unallocated_bytes=unused,
-        free_bytes=_first(_FREE, text),
+        free_bytes=free,
         total_bytes=_first(_TOTAL, text),
+        allowed_bytes=allowed,
         fragmented=_is_fragmented(requested, unused),
-        library=library,
+        own_limit=is_device and (had_room or _PREEMPTIVE.search(text) is not None),
+        clue=match.clue,
+        library=match.library,
     )
 
 
 def with_statistics(evidence: Evidence, text: str) -> Evidence:
-    """Fill in what the message left out from torch, if it is here and has started CUDA."""
+    """Fill in from torch what the message left out, if torch is loaded and has started CUDA."""
     torch = sys.modules.get("torch")
     if torch is None or evidence.library not in _TORCH:
         return evidence

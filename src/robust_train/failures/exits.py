@@ -6,12 +6,13 @@ import re
 import signal
 from collections.abc import Sequence
 
-from robust_train.failures.accounts import Account, accounts_in, one_line
 from robust_train.failures.advice import advice_for
+from robust_train.failures.error_reports import ErrorReport, one_line, reports_in
 from robust_train.failures.evidence import read_evidence
-from robust_train.failures.judge import judge
-from robust_train.failures.memory import KERNEL_OOM
-from robust_train.failures.rules import Verdict
+from robust_train.failures.matching import match
+from robust_train.failures.memory_patterns import KERNEL_OOM
+from robust_train.failures.patterns import Match
+from robust_train.failures.stack import last_stack_in, refined
 from robust_train.values import Evidence, Failure, FailureKind
 
 # Asked to stop: by people, by schedulers (Slurm warns with SIGUSR1, SIGXCPU is its time limit), by
@@ -37,7 +38,7 @@ _NATIVE = re.compile(
 def classify_exit(
     returncode: int, output_tail: str = "", *, oom_killed: bool | None = None
 ) -> Failure:
-    """Say why a process failed that could not say so itself.
+    """Return why a process failed that left no report.
 
     A bare SIGKILL is ``host_oom`` only on evidence: the kernel's or the scheduler's words in the
     output, or ``oom_killed``. Without, somebody or something killed it on purpose: ``interrupted``,
@@ -60,12 +61,13 @@ def classify_exit(
         return _failure(FailureKind.HOST_OOM, f"{ended}: {said}", Evidence(library="kernel"))
     if name in _STOPS:
         # nothing else in the output speaks against the signal: peers of a failed rank get it too
-        return Failure(FailureKind.INTERRUPTED, ended)
-    told = _told(output_tail, lines, native=name is not None)
-    if told is not None:
-        account, verdict = told
-        evidence = read_evidence(account.text, verdict.library)
-        return _failure(verdict.kind, f"{ended}: {account.headline}", evidence)
+        by_whom = " (sent by another process or user)" if name == "SIGKILL" else ""
+        return Failure(FailureKind.INTERRUPTED, ended + by_whom)
+    reported = _reported_in(output_tail, lines, native=name is not None)
+    if reported is not None:
+        report, found = reported
+        evidence = read_evidence(report.text, found)
+        return _failure(found.kind, f"{ended}: {report.headline}", evidence)
     if name == "SIGBUS":
         # a page of shared or mapped memory that cannot be had: what a full /dev/shm ends in
         return _failure(FailureKind.WORKER_DEATH, ended, Evidence(library="kernel"))
@@ -76,7 +78,7 @@ def classify_exit(
 
 
 def signal_of(returncode: int) -> int | None:
-    """The signal in an exit status, in either spelling; None where there is none."""
+    """Return the signal in an exit status, in either spelling; None without one."""
     number = -returncode if returncode < 0 else returncode - 128
     return number if number > 0 and _signal_name(number) is not None else None
 
@@ -90,32 +92,35 @@ def _signal_name(number: int | None) -> str | None:
         return None
 
 
-def _told(output: str, lines: Sequence[str], native: bool) -> tuple[Account, Verdict] | None:
-    """What the output says was the end: a traceback, C++'s last words, or the last lines.
+def _reported_in(
+    output: str, lines: Sequence[str], native: bool
+) -> tuple[ErrorReport, Match] | None:
+    """Return what the output shows as the end: a traceback, C++'s last words, or the last lines.
 
     Where there is a traceback, it alone counts: what was logged before may have been overcome.
     """
     has_traceback = "Traceback (most recent call last)" in output
     if not native and not has_traceback:
-        last = next(accounts_in(next((line for line in reversed(lines) if line.strip()), "")))
-        verdict = judge(last)
-        if verdict is not None:
-            return last, verdict
+        last = next(reports_in(next((line for line in reversed(lines) if line.strip()), "")))
+        found = match(last)
+        if found is not None:
+            return last, found
         if last.is_programming_error:
             return None
     if native or not has_traceback:
         text = _last_words(lines, native)
         if native and _CORRUPTED.search(text):
             return None
-        account = Account((), text, _shown(lines, text))
-        verdict = judge(account)
-        if verdict is not None:
-            return account, verdict
+        report = ErrorReport((), text, _shown(lines, text))
+        found = match(report)
+        if found is not None:
+            return report, found
     if has_traceback:
-        for account in accounts_in(output):
-            verdict = judge(account)
-            if verdict is not None:
-                return account, verdict
+        stack = last_stack_in(output)
+        for report in reports_in(output):
+            found = refined(match(report), report.text, report.types, stack)
+            if found is not None:
+                return report, found
     return None
 
 
@@ -133,14 +138,14 @@ def _shown(lines: Sequence[str], text: str) -> str:
         if "what():" in line:
             return line.partition("what():")[2].strip()[:300]
     for line in reversed(lines):
-        if judge(Account((), one_line([line]), "")) is not None:
+        if match(ErrorReport((), one_line([line]), "")) is not None:
             return line.strip()[:300]
     return text[:300]
 
 
-def _line_with(match: re.Match[str], text: str) -> str:
-    start = text.rfind("\n", 0, match.start()) + 1
-    end = text.find("\n", match.end())
+def _line_with(found: re.Match[str], text: str) -> str:
+    start = text.rfind("\n", 0, found.start()) + 1
+    end = text.find("\n", found.end())
     return text[start : end if end >= 0 else len(text)].strip()[:300]
 
 

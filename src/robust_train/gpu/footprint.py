@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from robust_train.values import MIB
+import contextlib
+import json
+import os
+from pathlib import Path
+
+from robust_train.files import replacing
+from robust_train.values import GIB, MIB
 
 CONTEXT_BYTES = 512 * MIB
 """A CUDA context with its kernels, which NVML shows beside torch's cache. Reported are 274 MiB
@@ -15,6 +21,48 @@ driver for 2 MiB or 20 MiB at least (``kSmallBuffer``, ``kLargeBuffer`` in CUDAC
 and keeps what lies between tensors. With expandable segments it is mostly less."""
 
 
-def footprint(allocated_bytes: int) -> int:
-    """Bytes that NVML shows for a process whose tensors take ``allocated_bytes`` at their peak."""
-    return int(allocated_bytes * CACHE_FACTOR) + CONTEXT_BYTES
+_PLAUSIBLE = range(64 * MIB, 8 * GIB)
+
+
+def footprint(allocated_bytes: int, gpu_name: str | None = None) -> int:
+    """Return what NVML shows for a process whose tensors take ``allocated_bytes`` at their peak.
+
+    Args:
+        allocated_bytes: see above.
+        gpu_name: model of the GPU, for what earlier jobs have measured there.
+    """
+    learned = None if gpu_name is None else learned_context_bytes(gpu_name)
+    return int(allocated_bytes * CACHE_FACTOR) + (learned or CONTEXT_BYTES)
+
+
+def learned_context_bytes(gpu_name: str) -> int | None:
+    """Return the largest context that this user's jobs have had on GPUs of this model, if known."""
+    return _read().get(gpu_name)
+
+
+def learn_context_bytes(gpu_name: str, measured: int | None) -> None:
+    """Remember an attempt's ``context_bytes``. Never raises: a guess is all that is lost."""
+    if measured is None or measured not in _PLAUSIBLE:
+        return
+    known = _read()
+    if measured > known.get(gpu_name, 0):
+        with contextlib.suppress(OSError):
+            path = _file()
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with replacing(path) as temporary:
+                temporary.write_text(json.dumps({**known, gpu_name: measured}, indent=2) + "\n")
+
+
+def _read() -> dict[str, int]:
+    try:
+        content = json.loads(_file().read_text())
+        return {str(name): int(size) for name, size in content.items() if int(size) in _PLAUSIBLE}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
+
+
+def _file() -> Path:
+    # a relative path is to be ignored, says the XDG Base Directory Specification
+    chosen = os.environ.get("XDG_CACHE_HOME", "")
+    cache = Path(chosen) if os.path.isabs(chosen) else Path.home() / ".cache"
+    return cache / "robust-train" / "contexts.json"

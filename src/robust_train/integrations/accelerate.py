@@ -1,4 +1,4 @@
-"""A loop of one's own with accelerate under the launcher: :class:`RobustLoop`.
+"""A loop of your own with accelerate under the launcher: :class:`RobustLoop`.
 
 ::
 
@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,42 +30,37 @@ from omegaconf import DictConfig
 
 from robust_train.config.extras import require
 from robust_train.errors import Interrupted, UserError
-from robust_train.integrations.one_process import refuse_ranks
+from robust_train.integrations.attempt import Steps, effective_batch_size, refuse_ranks
 from robust_train.integrations.sample_order import take_over
 from robust_train.microbatch.batcher import MicroBatches
 from robust_train.run import Run
-from robust_train.runfolder.checkpoints import SaveClock
+from robust_train.runfolder.manifests import rotate
 
 require("accelerate", "robust_train.integrations.accelerate", extra="accelerate")
 
-log = logging.getLogger("robust_train.vision")
+log = logging.getLogger("robust_train.integrations")
 
 __all__ = ["RobustLoop", "effective_batch_size"]
 
 _SAVED = "step-"
 
 
-def effective_batch_size(cfg: DictConfig) -> int:
-    """Samples in an optimizer step: what the loader's batches have, however they are split."""
-    return int(cfg.training.batch_size * cfg.training.gradient_accumulation_steps)
-
-
 class RobustLoop:
     """Epochs and batches of a job, over all of its attempts.
 
-    A batch is an optimizer step. Where memory runs out in it, only that step is repeated, with
-    smaller parts; where that is not enough the next attempt goes on from the last checkpoint,
-    which holds all that ``Accelerator.save_state`` saves and the place in the data.
+    A batch is an optimizer step. If memory runs out in it, only that step is repeated, with smaller
+    parts; if that is not enough, the next attempt resumes from the last checkpoint, which holds all
+    that ``Accelerator.save_state`` saves and the position in the data.
 
     Args:
-        accelerator: of one process, without an accumulation of its own.
-        model: what gets gradients, as ``accelerator.prepare`` gave it.
-        loader: of training samples, in batches of :func:`effective_batch_size`.
-        cfg: the config that the launcher gave to the trainer function.
-        run: the run that it gave.
+        accelerator: has one process and no accumulation of its own.
+        model: the prepared model.
+        loader: training samples in batches of :func:`effective_batch_size`.
+        cfg: the trainer function's config.
+        run: its run.
 
     Raises:
-        UserError: the effective batch could not be kept with these; the message says why.
+        UserError: the effective batch cannot be kept; the message says why.
     """
 
     def __init__(
@@ -88,36 +82,32 @@ class RobustLoop:
             seed=cfg.training.seed,
         )
         self._cfg = cfg.training
-        self._clock = SaveClock(
-            60 * cfg.training.checkpoint_every_minutes,
-            every_steps=cfg.training.checkpoint_every_steps,
-        )
+        self._steps = Steps(cfg, run)
         self._saved_step: int | None = None
         self._total: int | None = None
         self._parts: MicroBatches | None = None
-        self._loss: dict[str, float] = {}
         accelerator.register_for_checkpointing(self)
         if run.stop_requested:
             raise Interrupted("stopped before the first step")
 
     def epochs(self, count: int) -> Iterator[int]:
-        """The epochs that are left, from 0; the first one may have begun in an earlier attempt."""
-        self._resume()
+        """Yield the epochs that are left, from 0; an earlier attempt may have begun the first."""
+        if self.run.resume_checkpoint is not None:
+            self.accelerator.load_state(str(self.run.resume_checkpoint))
         self._total = count * -(-len(self._order) // self._effective)
         self.run.started(self.step)
         self.run.memory_milestone("training begins")
         while self.epoch < count:
             yield self.epoch
             self.epoch, self.samples = self.epoch + 1, 0
-            if self.epoch < count and self._clock.is_due_after_epoch():
+            if self.epoch < count and self._saved_step is None:
                 self.save()
 
     def batches(self) -> Iterator[Any]:
-        """The batches of the current epoch that are left; asking for the next one says that the
-        step is done.
+        """Yield the batches of the current epoch that are left; the next one ends the step.
 
         Raises:
-            Interrupted: the run was asked to stop; a checkpoint was saved.
+            Interrupted: a stop was requested; a checkpoint was saved.
         """
         self._order.begin(self.epoch, self.samples)
         if self.samples >= len(self._order):
@@ -129,7 +119,7 @@ class RobustLoop:
             self._step_done()
 
     def micro_batches(self, batch: Any, **options: Any) -> MicroBatches:
-        """``run.micro_batches`` of this loop's model."""
+        """Call ``run.micro_batches`` for this loop's model."""
         self._parts = self.run.micro_batches(batch, self.model, **options)
         return self._parts
 
@@ -137,9 +127,8 @@ class RobustLoop:
         """Save a checkpoint, and remove those that are too many.
 
         Returns:
-            Where it lies; None where it could not be written, which a warning tells.
+            Its path; None if it could not be written (a warning says so).
         """
-        started = time.monotonic()
         folder = self.run.checkpoint_dir
         path = folder / f"{_SAVED}{self.step:08d}"
         unfinished = folder / f".{path.name}.tmp"
@@ -152,18 +141,15 @@ class RobustLoop:
             unfinished.rename(path)
         except OSError as error:
             log.warning("checkpoint: %s; training goes on, earlier ones are kept", error)
-            self._clock.saved(time.monotonic() - started, self.step)
             self.run.checkpoint_failed(str(error))
             return None
         self._saved_step = self.step
-        self._clock.saved(time.monotonic() - started, self.step)
         self.run.checkpoint_saved(path, self.step)
-        for old in sorted(folder.glob(f"{_SAVED}*"))[: -self._cfg.keep_checkpoints]:
-            shutil.rmtree(old, ignore_errors=True)
+        rotate(folder, self.run.job or "", f"{_SAVED}*", self._cfg.keep_checkpoints)
         return path
 
     def state_dict(self) -> dict[str, Any]:
-        """For ``Accelerator.save_state``."""
+        """Return what ``Accelerator.save_state`` saves."""
         return {
             "epoch": self.epoch,
             "samples": self.samples,
@@ -172,42 +158,22 @@ class RobustLoop:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """For ``Accelerator.load_state``."""
+        """Restore what ``Accelerator.load_state`` has read."""
         self.epoch, self.samples = state["epoch"], state["samples"]
         self.step = self._saved_step = state["step"]
         self.run.micro_batcher.restore(state["micro_batch"])
 
-    def _resume(self) -> None:
-        if self.run.resume_checkpoint is None:
-            return
-        path = Path(self.run.resume_checkpoint)
-        if not path.exists():
-            left = sorted(self.run.checkpoint_dir.glob(f"{_SAVED}*"))
-            log.warning(
-                "the checkpoint %s is gone: training goes on from %s",
-                path,
-                left[-1] if left else "the beginning",
-            )
-            if not left:
-                return
-            path = left[-1]
-        self.accelerator.load_state(str(path))
-
     def _step_done(self) -> None:
-        is_first = self.run.last_step is None
-        # reading it waits for the GPU
+        # reading the loss waits for the GPU
         if self._parts is not None and self.step % max(self._cfg.log_every_steps, 1) == 0:
-            self._loss = {"loss": float(self._parts.loss)}
+            self._steps.log_loss(float(self._parts.loss))
         self._parts = None
-        if self.run.progress(self.step, total_steps=self._total, **self._loss):
-            self._loss = {}
-        if is_first:
-            self.run.memory_milestone("first step done")
+        self._steps.done(self.step, self._total)
         if self.run.stop_requested:
             if self._saved_step != self.step:
                 self.save()
             raise Interrupted(f"stopped after step {self.step}")
-        if self.run.checkpoint_requested or self._clock.is_due(self.step):
+        if self.run.checkpoint_due:
             self.save()
 
 
@@ -219,12 +185,11 @@ def _check(accelerator: Any) -> None:
         )
     if accelerator.gradient_accumulation_steps != 1:
         raise UserError(
-            "Accelerator: has an accumulation of its own, which would divide the gradients once "
-            "more; leave gradient_accumulation_steps out and set "
-            "training.gradient_accumulation_steps"
+            "Accelerator: has an accumulation of its own, which divides the gradients again; leave "
+            "gradient_accumulation_steps out and set training.gradient_accumulation_steps"
         )
     if accelerator.project_configuration.automatic_checkpoint_naming:
         raise UserError(
-            "Accelerator: automatic_checkpoint_naming puts checkpoints where no later attempt "
-            "finds them; leave it out"
+            "Accelerator: automatic_checkpoint_naming hides checkpoints from later attempts; leave "
+            "it out"
         )

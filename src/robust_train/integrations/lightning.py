@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import warnings
 from functools import wraps
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,22 +19,21 @@ from omegaconf import DictConfig
 
 from robust_train.config.extras import require
 from robust_train.errors import Interrupted, UserError
+from robust_train.integrations.attempt import refuse_ranks, result_of
 from robust_train.integrations.lightning_callback import RobustCallback, Stopped, logged
-from robust_train.integrations.one_process import refuse_ranks
-from robust_train.integrations.result import chosen
 from robust_train.run import Run
 
 _NEEDED_BY = "robust_train.integrations.lightning"
 _pytorch = require("lightning.pytorch", _NEEDED_BY, extra="lightning")
 _callbacks = require("lightning.pytorch.callbacks", _NEEDED_BY, extra="lightning")
 
-log = logging.getLogger("robust_train.vision")
+log = logging.getLogger("robust_train.integrations")
 
 __all__ = ["RobustCallback", "fit", "trainer_arguments"]
 
 
 def trainer_arguments(cfg: DictConfig, run: Run) -> dict[str, Any]:
-    """Arguments for ``Trainer``: the attempt's device, and the run folder for what it writes."""
+    """Return arguments for ``Trainer``: the attempt's device and the run folder."""
     refuse_ranks(run, "Lightning")
     device = torch.device(cfg.device)
     on_gpu = device.type == "cuda"
@@ -56,25 +54,24 @@ def fit(
     metric: str | None = None,
     **options: Any,
 ) -> Any:
-    """``trainer.fit`` as an attempt: it goes on from the last checkpoint and stops when asked to.
+    """Run ``trainer.fit`` as an attempt: resume from the last checkpoint, stop on request.
 
     Args:
         trainer: a ``lightning.Trainer`` for one device; ``accumulate_grad_batches`` is set here.
         model: the ``LightningModule``, with automatic optimization.
-        data: a ``LightningDataModule``, or a ``DataLoader`` of training samples. A data module's
-            ``batch_size`` (attribute or hyperparameter) is set here; a loader has to be made with
-            ``cfg.training.batch_size``.
-        cfg: the config that the launcher gave to the trainer function.
-        run: the run that it gave.
-        metric: name of a logged value, which becomes the job's result; None: all of them.
-        options: for ``trainer.fit``, such as ``val_dataloaders`` or ``weights_only``.
+        data: a ``LightningDataModule``, whose ``batch_size`` (attribute or hyperparameter) is set
+            here, or a ``DataLoader`` made with ``cfg.training.batch_size``.
+        cfg: the trainer function's config.
+        run: its run.
+        metric: the logged value that becomes the job's result; None: all of them.
+        options: further arguments of ``trainer.fit``, such as ``val_dataloaders``.
 
     Returns:
         The value of ``metric`` as a float, or all logged values as a dictionary.
 
     Raises:
         UserError: trainer, model or data cannot keep the effective batch; the message says why.
-        Interrupted: the run was asked to stop; a checkpoint was saved.
+        Interrupted: a stop was requested; a checkpoint was saved.
     """
     refuse_ranks(run, "Lightning")
     _check(trainer, model, cfg)
@@ -85,19 +82,20 @@ def fit(
     _give_batch_size(data, cfg.training.batch_size)
     _hand_over_loaders(data, callback)
     trainer.callbacks.append(callback)
+    path = run.resume_checkpoint
     is_module = hasattr(data, "train_dataloader")
     options |= {"datamodule": data} if is_module else {"train_dataloaders": data}
     try:
         with warnings.catch_warnings():
-            # Lightning cannot know that this loader goes on where it was
+            # Lightning cannot know that this loader continues where it was
             warnings.filterwarnings(
                 "ignore", message="You're resuming from a checkpoint that ended"
             )
-            trainer.fit(model, ckpt_path=_existing(run), **options)
+            trainer.fit(model, ckpt_path=None if path is None else str(path), **options)
     except Stopped as stopped:
         raise Interrupted(str(stopped)) from None
     except SystemExit:
-        # what Lightning makes of a KeyboardInterrupt and of SIGTERM
+        # Lightning's answer to a KeyboardInterrupt and to SIGTERM
         if run.stop_requested:
             raise Interrupted(f"stopped after step {trainer.global_step}") from None
         raise
@@ -114,7 +112,7 @@ def _check(trainer: Any, model: Any, cfg: DictConfig) -> None:
     if not model.automatic_optimization:
         raise UserError(
             f"{type(model).__name__}.automatic_optimization=False: Lightning accumulates no "
-            "gradients there, so a smaller micro-batch would be another training; use a plain loop "
+            "gradients there, so a smaller micro-batch would change the training; use a plain loop "
             "with run.micro_batches"
         )
     if trainer.accumulate_grad_batches not in (1, accumulation) or any(
@@ -140,7 +138,7 @@ def _check(trainer: Any, model: Any, cfg: DictConfig) -> None:
 
 
 def _give_batch_size(data: Any, batch_size: int) -> None:
-    """Where Lightning's own batch size finder looks for it as well."""
+    """Set the batch size where Lightning's own batch size finder sets it."""
     if not hasattr(data, "train_dataloader"):
         return
     if hasattr(data, "batch_size"):
@@ -150,7 +148,7 @@ def _give_batch_size(data: Any, batch_size: int) -> None:
 
 
 def _hand_over_loaders(data: Any, callback: RobustCallback) -> None:
-    """Every loader of training samples goes through the callback when Lightning asks for it."""
+    """Let the callback order every loader of training samples."""
     if not hasattr(data, "train_dataloader"):
         callback.own_loader(data, "train_dataloaders")
         return
@@ -163,28 +161,14 @@ def _hand_over_loaders(data: Any, callback: RobustCallback) -> None:
     data.train_dataloader = train_dataloader
 
 
-def _existing(run: Run) -> str | None:
-    """The checkpoint to go on from, or where somebody removed it, the newest that is left."""
-    path = run.resume_checkpoint
-    if path is None or Path(path).exists():
-        return None if path is None else str(path)
-    left = sorted(run.checkpoint_dir.glob("step-*.ckpt"))
-    log.warning(
-        "the checkpoint %s is gone: training goes on from %s",
-        path,
-        left[-1] if left else "the beginning",
-    )
-    return str(left[-1]) if left else None
-
-
 def _result(trainer: Any, model: Any, data: Any, metric: str | None, validation: Any) -> Any:
     found = logged(trainer)
     if metric not in found and _can_validate(trainer, data, validation):
-        # an attempt that resumes after the last step trains nothing and so logs nothing
+        # an attempt that resumes after the last step trains and logs nothing
         loaders = {"dataloaders": validation} if validation is not None else {"datamodule": data}
         trainer.validate(model, **loaders, verbose=False)
         found |= logged(trainer)
-    return chosen(metric, found)
+    return result_of(metric, found)
 
 
 def _can_validate(trainer: Any, data: Any, validation: Any) -> bool:

@@ -1,11 +1,10 @@
-"""What :func:`robust_train.integrations.lightning.fit` adds to a Lightning trainer."""
+"""The callback that :func:`robust_train.integrations.lightning.fit` adds to a trainer."""
 
 from __future__ import annotations
 
 import logging
 import signal
 import threading
-import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,15 +14,18 @@ from omegaconf import DictConfig
 
 from robust_train.config.extras import require
 from robust_train.errors import UserError
-from robust_train.failures import classify_failure
-from robust_train.integrations.lightning_place import Place, loops_at, share_of_step
+from robust_train.integrations.attempt import Steps, effective_batch_size, log_out_of_memory
+from robust_train.integrations.lightning_position import (
+    ResumePosition,
+    loops_at,
+    share_of_step,
+)
 from robust_train.integrations.sample_order import SampleOrder, take_over
 from robust_train.microbatch.rng import capture_rng, restore_rng
 from robust_train.run import Run
-from robust_train.runfolder.checkpoints import SaveClock
-from robust_train.values import MEMORY_FAILURES
+from robust_train.runfolder.manifests import rotate
 
-log = logging.getLogger("robust_train.vision")
+log = logging.getLogger("robust_train.integrations")
 
 _NEEDED_BY = "robust_train.integrations.lightning"
 _Checkpoint: Any = require("lightning.pytorch.callbacks", _NEEDED_BY, extra="lightning").Checkpoint
@@ -36,64 +38,57 @@ class Stopped(Exception):
 
 
 class RobustCallback(_Checkpoint):  # type: ignore[misc]
-    """What :func:`fit` adds to a trainer: place, checkpoints, journal, and stopping.
+    """Adds resume position, checkpoints, progress and stopping to a trainer.
 
     It is a ``Checkpoint``, so Lightning calls it after the user's own callbacks.
 
     Args:
-        cfg: the config that the launcher gave to the trainer function.
-        run: the run that it gave.
+        cfg: the trainer function's config.
+        run: its run.
     """
 
     def __init__(self, cfg: DictConfig, run: Run) -> None:
         self.run = run
         self.micro_batch: int = cfg.training.batch_size
         self.accumulation: int = cfg.training.gradient_accumulation_steps
-        self.seed = cfg.training.seed
-        self.place = Place()
+        self.position = ResumePosition()
         self._order: SampleOrder | None = None
-        self._cfg = cfg.training
-        self._clock = SaveClock(
-            60 * cfg.training.checkpoint_every_minutes,
-            every_steps=cfg.training.checkpoint_every_steps,
-        )
+        self._cfg = cfg
+        self._steps = Steps(cfg, run)
         self._restored: Mapping[str, Any] | None = None
         self._saved_step: int | None = None
-        self._batches = 0  # of this epoch, behind
-        self._seen = 0  # samples of this epoch, those of the step in progress included
+        self._batches = 0  # of this epoch, done
+        self._seen = 0  # samples of this epoch, the step in progress included
         self._group = self.accumulation  # micro-batches in the step in progress
         self._sigterm: Any = signal.SIG_DFL
-        self._loss: dict[str, float] = {}
 
     def own_loader(self, loader: Any, name: str) -> Any:
-        """Have the training samples come in an order that a resumed run can go on with."""
+        """Give the training samples an order that a resumed run can continue."""
         self._order = take_over(
             loader,
             name=name,
             batch_size=self.micro_batch,
-            multiple=self.micro_batch * self.accumulation,
-            seed=self.seed,
+            multiple=effective_batch_size(self._cfg),
+            seed=self._cfg.training.seed,
         )
-        self.place = replace(self.place, epoch_samples=len(self._order))
-        self._find_place()
+        self.position = replace(self.position, epoch_samples=len(self._order))
+        self._set_order()
         return loader
 
-    def _find_place(self) -> None:
+    def _set_order(self) -> None:
         if self._order is None:
             return
-        if self.place.samples >= self.place.epoch_samples:
-            self._order.begin(self.place.epoch + 1)
+        if self.position.samples >= self.position.epoch_samples:
+            self._order.begin(self.position.epoch + 1)
         else:
-            self._order.begin(self.place.epoch, self.place.samples)
-
-    # what is in a checkpoint
+            self._order.begin(self.position.epoch, self.position.samples)
 
     def state_dict(self) -> dict[str, Any]:
-        """Lightning saves it with everything else."""
-        return {"place": asdict(self.place), "rng": capture_rng(self._device)}
+        """Return what Lightning saves in the checkpoint."""
+        return {"position": asdict(self.position), "rng": capture_rng(self._device)}
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Before Lightning reads its loops: have them go on in this attempt's micro-batches."""
+        """Convert the loops' counters to this attempt's micro-batches."""
         restored = checkpoint["callbacks"].get(self.state_key)
         if restored is None:
             raise UserError(
@@ -101,53 +96,51 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
                 "another run folder, or load its weights in the model"
             )
         self._restored = restored
-        self.place = Place(**restored["place"])
+        self.position = ResumePosition(**restored["position"])
         loops = checkpoint["loops"]
-        loops["fit_loop"] = loops_at(loops["fit_loop"], self.place, self.micro_batch)
-        self._find_place()
-
-    # the story of a fit
+        loops["fit_loop"] = loops_at(loops["fit_loop"], self.position, self.micro_batch)
+        self._set_order()
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Hear of every checkpoint, whoever has it written."""
+        """Watch every checkpoint that is written, by whichever callback."""
         if stage != "fit":
             return
         self._device = trainer.strategy.root_device
-        trainer.strategy.checkpoint_io = _AnnouncingIO(trainer.strategy.checkpoint_io, self)
+        trainer.strategy.checkpoint_io = _ReportingIO(trainer.strategy.checkpoint_io, self)
         self._sigterm = signal.getsignal(signal.SIGTERM)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Random numbers go on as well."""
+        """Restore random numbers and counters."""
         if self._sigterm not in (signal.SIG_DFL, None) and _is_main_thread():
-            # Lightning's own, which it has put before the launcher's, ends the run within a step
+            # Lightning's own handler, which replaced the launcher's, ends the run within a step
             signal.signal(signal.SIGTERM, self._sigterm)
         if self._restored is not None:
             restore_rng(self._restored["rng"], self._device)
             self._restored = None
-        is_between = self.place.samples in (0, self.place.epoch_samples)
-        self._seen = 0 if is_between else self.place.samples
-        self._batches = 0 if is_between else self.place.batches_behind(self.micro_batch)
+        is_between = self.position.samples in (0, self.position.epoch_samples)
+        self._seen = 0 if is_between else self.position.samples
+        self._batches = 0 if is_between else self.position.batches_done(self.micro_batch)
         self._begin_group()
         self.run.started(trainer.global_step)
         self.run.memory_milestone("fit begins")
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        """Not called where an epoch is resumed in the middle."""
-        self.place = replace(self.place, epoch=trainer.current_epoch, samples=0)
+        """Begin an epoch; not called if one is resumed in the middle."""
+        self.position = replace(self.position, epoch=trainer.current_epoch, samples=0)
         self._seen = self._batches = 0
         self._begin_group()
         if self._order is not None:
-            # with reloaded data there has been one pass more than epochs
+            # reloaded data has had one pass more than epochs
             self._order.begin(trainer.current_epoch)
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
-        """Have every sample of a step count the same, also where the step is short."""
+        """Weight the loss so that every sample of a step counts the same."""
         share = share_of_step(
             self._next_samples(),
             group=self._group,
             micro_batch=self.micro_batch,
             accumulation=self.accumulation,
-            left=self.place.epoch_samples - self.place.samples,
+            left=self.position.epoch_samples - self.position.samples,
         )
         if share != 1 and loss.requires_grad:
             loss.register_hook(lambda gradient: gradient * share)
@@ -155,28 +148,26 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """After an optimizer step: count it, save if it is time, stop if asked to."""
+        """Count an optimizer step, save if it is time, stop if requested."""
         self._seen += self._next_samples()
         self._batches += 1
-        if trainer.global_step == self.place.step:
+        if trainer.global_step == self.position.step:
             return
-        is_first = self.run.last_step is None
-        self.place = replace(self.place, samples=self._seen, step=trainer.global_step)
+        self.position = replace(self.position, samples=self._seen, step=trainer.global_step)
         self._begin_group()
-        self._tell(trainer, outputs)
-        if is_first:
-            self.run.memory_milestone("first step done")
-        self._stop_if_asked(trainer)
-        if self._seen < self.place.epoch_samples and self._is_due():
+        self._step_done(trainer, outputs)
+        self._stop_if_requested(trainer)
+        # at the end of an epoch once validation has logged its figures
+        if self._seen < self.position.epoch_samples and self.run.checkpoint_due:
             self.save(trainer)
 
     def on_validation_batch_end(self, trainer: Any, *arguments: Any) -> None:
-        """Validation may last; what it has computed so far is not kept."""
+        """Stop during validation if requested; what it has computed is not kept."""
         if not trainer.sanity_checking and trainer.state.fn == "fit":
-            self._stop_if_asked(trainer)
+            self._stop_if_requested(trainer)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """The figures go into the journal."""
+        """Record the figures in the journal."""
         if not trainer.sanity_checking and trainer.state.fn == "fit":
             self.run.record("validation", {"step": trainer.global_step, **logged(trainer)})
 
@@ -186,68 +177,58 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
         if self._saved_step == step:
             return
         is_last = step == trainer.estimated_stepping_batches
-        if is_last or self._is_due() or self._clock.is_due_after_epoch():
+        if is_last or self._saved_step is None or self.run.checkpoint_due:
             self.save(trainer)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Say how much memory was in use when it ran out."""
-        if isinstance(exception, Exception) and classify_failure(exception).kind in MEMORY_FAILURES:
-            self.run.memory_milestone("out of memory")
+        """Log how much memory was in use when it ran out."""
+        log_out_of_memory(self.run, exception)
 
     def save(self, trainer: Any) -> None:
         """Save a checkpoint into the run folder, and remove those that are too many."""
-        folder, started = self.run.checkpoint_dir, time.monotonic()
+        folder = self.run.checkpoint_dir
         try:
-            trainer.save_checkpoint(folder / f"step-{self.place.step:08d}.ckpt")
+            trainer.save_checkpoint(folder / f"step-{self.position.step:08d}.ckpt")
         except OSError as error:
             log.warning("checkpoint: %s; training goes on, earlier ones are kept", error)
-            self._clock.saved(time.monotonic() - started, self.place.step)
             self.run.checkpoint_failed(str(error))
             return
-        for old in sorted(folder.glob("step-*.ckpt"))[: -self._cfg.keep_checkpoints]:
-            old.unlink(missing_ok=True)
+        rotate(folder, self.run.job or "", "step-*.ckpt", self._cfg.training.keep_checkpoints)
 
-    def written(self, path: Path, step: int, seconds: float) -> None:
-        """A complete checkpoint lies at ``path``; writing it took ``seconds``."""
+    def written(self, path: Path, step: int) -> None:
+        """Report the complete checkpoint ``path``."""
         self._saved_step = step
-        self._clock.saved(seconds, step)
         self.run.checkpoint_saved(path, step)
-
-    def _is_due(self) -> bool:
-        return self.run.checkpoint_requested or self._clock.is_due(self.place.step)
 
     def _begin_group(self) -> None:
         self._group = self.accumulation - self._batches % self.accumulation
 
     def _next_samples(self) -> int:
-        return min(self.micro_batch, self.place.epoch_samples - self._seen)
+        return min(self.micro_batch, self.position.epoch_samples - self._seen)
 
-    def _tell(self, trainer: Any, outputs: Any) -> None:
-        step = self.place.step
-        total = trainer.estimated_stepping_batches
-        # reading it waits for the GPU
-        if step % max(self._cfg.log_every_steps, 1) == 0 and isinstance(outputs, Mapping):
+    def _step_done(self, trainer: Any, outputs: Any) -> None:
+        step, total = self.position.step, trainer.estimated_stepping_batches
+        # reading the loss waits for the GPU
+        if step % max(self._cfg.training.log_every_steps, 1) == 0 and isinstance(outputs, Mapping):
             # Lightning has divided it
-            self._loss = {"loss": float(outputs["loss"]) * self.accumulation}
-        total_steps = None if total == float("inf") else total
-        if self.run.progress(step, total_steps=total_steps, **self._loss):
-            self._loss = {}
+            self._steps.log_loss(float(outputs["loss"]) * self.accumulation)
+        self._steps.done(step, None if total == float("inf") else total)
 
-    def _stop_if_asked(self, trainer: Any) -> None:
+    def _stop_if_requested(self, trainer: Any) -> None:
         if not self.run.stop_requested:
             return
-        if self._saved_step != self.place.step:
+        if self._saved_step != self.position.step:
             self.save(trainer)
-        raise Stopped(f"stopped after step {self.place.step}")
+        raise Stopped(f"stopped after step {self.position.step}")
 
 
-class _AnnouncingIO(_CheckpointIO):  # type: ignore[misc]
-    """Writes checkpoints as another one does, and tells of those that can be resumed from."""
+class _ReportingIO(_CheckpointIO):  # type: ignore[misc]
+    """Writes checkpoints as another one does, and reports those that can be resumed from."""
 
     def __init__(self, inner: Any, callback: RobustCallback) -> None:
         if isinstance(inner, _io.AsyncCheckpointIO):
             raise UserError(
-                "AsyncCheckpointIO: nobody can tell when a checkpoint is complete; leave it out"
+                "AsyncCheckpointIO: does not say when a checkpoint is complete; leave it out"
             )
         self._inner = inner
         self._callback = callback
@@ -255,13 +236,10 @@ class _AnnouncingIO(_CheckpointIO):  # type: ignore[misc]
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
     ) -> None:
-        started = time.monotonic()
         self._inner.save_checkpoint(checkpoint, path, storage_options)
-        # weights alone are no place to go on from
+        # nothing resumes from weights alone
         if "optimizer_states" in checkpoint and Path(path).exists():
-            self._callback.written(
-                Path(path).absolute(), checkpoint["global_step"], time.monotonic() - started
-            )
+            self._callback.written(Path(path).absolute(), checkpoint["global_step"])
 
     def load_checkpoint(self, *arguments: Any, **options: Any) -> Any:
         return self._inner.load_checkpoint(*arguments, **options)
@@ -274,7 +252,7 @@ class _AnnouncingIO(_CheckpointIO):  # type: ignore[misc]
 
 
 def logged(trainer: Any) -> dict[str, float]:
-    """The latest figures that the model has logged."""
+    """Return the latest figures that the model has logged."""
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 

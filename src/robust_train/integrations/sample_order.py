@@ -1,8 +1,7 @@
-"""The order in which a data loader gives its samples, such that a resumed run finds its place.
+"""An order of samples that a resumed run can continue at any position.
 
-A loader that shuffles draws its order from torch's global generator, which stands elsewhere in
-another process, and whose draws dropout shares. Here the order depends on the seed and the epoch
-alone, and an epoch can begin at any sample, whatever the micro-batch is by then.
+A shuffling loader draws its order from torch's global generator, which dropout shares. Here the
+order depends on seed and epoch alone, and an epoch can begin at any sample.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from robust_train.microbatch.rng import GeneratorStates, seed_everything
 
 
 class SampleOrder(Sampler[Any]):
-    """What another sampler gives, in an order that depends on seed and epoch alone.
+    """Another sampler's indices in an order that depends on seed and epoch alone.
 
     Args:
-        sampler: of a map-style data set; it must have a length.
-        seed: of the order.
-        limit: samples in an epoch at most; None: all.
-        generator: the loader's, which gives its workers their seeds, by seed and epoch too.
+        sampler: a sampler that has a length.
+        seed: fixes the order of each epoch.
+        limit: maximum number of samples in an epoch; None: all.
+        generator: the loader's, for its workers' seeds; they depend on seed and epoch too.
     """
 
     def __init__(
@@ -43,17 +42,17 @@ class SampleOrder(Sampler[Any]):
         self.begin(0)
 
     def begin(self, epoch: int, skip: int = 0) -> None:
-        """Have the next pass be that of ``epoch`` (from 0), without its first ``skip`` samples.
+        """Set the next pass to ``epoch`` (from 0) without its first ``skip`` samples.
 
-        Every pass after it is the next epoch's, from its beginning.
+        Every later pass is the next whole epoch.
         """
         self._epoch, self._skip = epoch, skip
-        # a loader draws its workers' seed before it asks for the first sample
+        # a loader draws its workers' seed before the first sample
         if self._generator is not None:
             self._generator.manual_seed(self._seed_of(epoch))
 
     def __len__(self) -> int:
-        """Samples in a whole epoch."""
+        """Return the samples in a whole epoch."""
         return self._length
 
     def __iter__(self) -> Iterator[Any]:
@@ -79,38 +78,38 @@ class SampleOrder(Sampler[Any]):
 
 
 def take_over(loader: Any, *, name: str, batch_size: int, multiple: int, seed: int) -> SampleOrder:
-    """Have ``loader`` give its samples in a :class:`SampleOrder`.
+    """Replace the sampler of ``loader`` by a :class:`SampleOrder` and return it.
 
-    Where it leaves an incomplete last batch out (``drop_last``), an epoch has the largest multiple
-    of ``multiple`` samples, so that its steps do not depend on the micro-batch.
+    With ``drop_last`` an epoch has the largest multiple of ``multiple`` samples, so its steps do
+    not depend on the micro-batch.
 
     Args:
         loader: changed in place.
-        name: of what made it, for the message.
-        batch_size: samples that its batches must have.
+        name: names the loader in messages.
+        batch_size: the batch size that it must have.
         multiple: samples in an optimizer step.
-        seed: of the order.
+        seed: fixes the order of each epoch.
 
     Raises:
         UserError: it is no plain loader of a map-style data set, or has another batch size.
     """
-    # accelerate puts its own around it
+    # accelerate wraps it
     loader = getattr(loader, "base_dataloader", loader)
     if not isinstance(loader, DataLoader):
         raise UserError(
-            f"{name}: is a {type(loader).__name__}; only a torch DataLoader can go on where an "
+            f"{name}: is a {type(loader).__name__}; only a torch DataLoader can resume where an "
             "earlier attempt stopped"
         )
     batches = loader.batch_sampler
     sampler: Any = getattr(batches, "sampler", None)
     if type(batches) is not BatchSampler or not hasattr(sampler, "__len__"):
         raise UserError(
-            f"{name}: needs a map-style data set and batches made by batch_size=…; with a batch "
-            "sampler of its own or an iterable data set nobody can tell where to go on"
+            f"{name}: needs a map-style data set and batches made by batch_size=…; a batch "
+            "sampler of its own or an iterable data set cannot be resumed at a sample"
         )
     if batches.batch_size != batch_size:
         raise UserError(
-            f"{name}: makes batches of {batches.batch_size}, but this attempt is to use "
+            f"{name}: makes batches of {batches.batch_size}, but this attempt uses "
             f"{batch_size}; take it from cfg.training when the loader is made"
         )
     if loader.generator is None:

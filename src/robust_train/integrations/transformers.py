@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,35 +20,40 @@ from omegaconf import DictConfig
 
 from robust_train.config.extras import require
 from robust_train.errors import Interrupted, UserError
-from robust_train.failures import classify_failure
-from robust_train.integrations.one_process import refuse_ranks
-from robust_train.integrations.result import chosen
+from robust_train.integrations.attempt import (
+    Steps,
+    effective_batch_size,
+    log_out_of_memory,
+    refuse_ranks,
+    result_of,
+)
 from robust_train.run import Run
-from robust_train.runfolder.checkpoints import SaveClock
-from robust_train.values import MEMORY_FAILURES
 
 _NEEDED_BY = "robust_train.integrations.transformers"
 require("accelerate", _NEEDED_BY, extra="transformers")  # Trainer cannot be had without it
 _transformers = require("transformers", _NEEDED_BY, extra="transformers")
 
-log = logging.getLogger("robust_train.vision")
+log = logging.getLogger("robust_train.integrations")
 
 __all__ = ["RobustCallback", "fit", "training_arguments"]
 
 _MARK = "robust_train.json"
-"""Lies in a checkpoint that was written to its end; the Trainer writes many files in place."""
+"""Marks a complete checkpoint; the Trainer writes many files in place."""
 
 
 def training_arguments(cfg: DictConfig, run: Run) -> dict[str, Any]:
-    """What of ``TrainingArguments`` belongs to the launcher, for this attempt.
+    """Return the launcher's part of ``TrainingArguments`` for this attempt.
 
-    Device, micro-batch, accumulation, data-loader workers, seeds, the folder of the checkpoints,
-    how many of them are kept, and the one to go on from. Everything else is the trainer's own.
+    Device, micro-batch, accumulation, data-loader workers, seeds, and checkpoints: their folder,
+    how many to keep, and which one to resume from.
     """
     refuse_ranks(run, "transformers")
     training = cfg.training
     workers = training.num_workers
-    checkpoint = _existing(run)
+    checkpoint = run.resume_checkpoint
+    if checkpoint is not None and not (Path(checkpoint) / _MARK).exists():
+        log.warning("checkpoint %s is incomplete: training starts from the beginning", checkpoint)
+        checkpoint = None
     return {
         "output_dir": str(run.checkpoint_dir),
         "use_cpu": cfg.device == "cpu",
@@ -63,28 +67,27 @@ def training_arguments(cfg: DictConfig, run: Run) -> dict[str, Any]:
         "dataloader_prefetch_factor": training.prefetch_factor if workers else None,
         "seed": training.seed,
         "data_seed": training.seed,
-        # the last but one must not go before the launcher has heard of the last
+        # the last but one must stay until the launcher knows of the last
         "save_total_limit": max(training.keep_checkpoints, 2),
     }
 
 
 def fit(trainer: Any, *, cfg: DictConfig, run: Run, metric: str | None = None) -> Any:
-    """``trainer.train`` as an attempt: it goes on from the last checkpoint and stops when asked to.
+    """Run ``trainer.train`` as an attempt: resume from the last checkpoint, stop on request.
 
     Args:
-        trainer: a ``transformers.Trainer`` or one derived from it, made with
-            :func:`training_arguments`.
-        cfg: the config that the launcher gave to the trainer function.
-        run: the run that it gave.
-        metric: name of a figure of the last evaluation, such as ``eval_loss``, which becomes the
-            job's result; None: all of them.
+        trainer: a ``transformers.Trainer`` or a subclass, made with :func:`training_arguments`.
+        cfg: the trainer function's config.
+        run: its run.
+        metric: the figure of the last evaluation, such as ``eval_loss``, that becomes the job's
+            result; None: all of them.
 
     Returns:
         The figure, or all of the last evaluation as a dictionary.
 
     Raises:
         UserError: the trainer cannot keep the effective batch; the message says why.
-        Interrupted: the run was asked to stop; a checkpoint was saved.
+        Interrupted: a stop was requested; a checkpoint was saved.
     """
     refuse_ranks(run, "transformers")
     _check(trainer.args, cfg)
@@ -103,119 +106,100 @@ def fit(trainer: Any, *, cfg: DictConfig, run: Run, metric: str | None = None) -
         return _result(trainer, metric)
     except _StoppedInEvaluation:
         if not (_folder(trainer.args, trainer.state) / _MARK).exists():
-            # nothing was trained since the last step: its state is all here
+            # nothing was trained since the last step
             trainer._save_checkpoint(trainer.model, trial=None)
             callback.saved(trainer.args, trainer.state)
         raise Interrupted(f"stopped after step {trainer.state.global_step}") from None
     except Exception as error:
-        if classify_failure(error).kind in MEMORY_FAILURES:
-            run.memory_milestone("out of memory")
+        log_out_of_memory(run, error)
         raise
 
 
 class _AlreadyDone(Exception):
-    """The checkpoint is that of the last step; the Trainer would make one step too many."""
+    """The checkpoint is the last step's; the Trainer would make one step too many."""
 
 
 class _StoppedInEvaluation(Exception):
-    """The run was asked to stop while the Trainer evaluates."""
+    """A stop was requested while the Trainer evaluates."""
 
 
 _TrainerCallback: Any = _transformers.TrainerCallback
 
 
 class RobustCallback(_TrainerCallback):  # type: ignore[misc]
-    """What :func:`fit` adds to a trainer: checkpoints, journal, and stopping.
-
-    Args:
-        cfg: the config that the launcher gave to the trainer function.
-        run: the run that it gave.
-    """
+    """Adds checkpoints, progress and stopping to a trainer."""
 
     def __init__(self, cfg: DictConfig, run: Run) -> None:
         self.run = run
-        self._training = cfg.training
-        self._clock = SaveClock(
-            60 * cfg.training.checkpoint_every_minutes,
-            every_steps=cfg.training.checkpoint_every_steps,
-        )
-        self._loss: dict[str, float] = {}
-        self._save_began = 0.0
+        self._cfg = cfg
+        self._steps = Steps(cfg, run)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """The batches must be those of this attempt, whatever the checkpoint says."""
+        """Check that batches have this attempt's size, whatever the checkpoint says."""
         batches = getattr(others.get("train_dataloader"), "batch_sampler", None)
         size = getattr(batches, "batch_size", None)
-        if size is not None and size != self._training.batch_size:
+        if size is not None and size != self._cfg.training.batch_size:
             raise UserError(
-                f"Trainer: makes batches of {size}, but this attempt is to use "
-                f"{self._training.batch_size}; a get_train_dataloader of your own has to take it "
-                "from args.train_batch_size"
+                f"Trainer: makes batches of {size}, but this attempt uses "
+                f"{self._cfg.training.batch_size}; a get_train_dataloader of your own has to "
+                "take it from args.train_batch_size"
             )
         self.run.started(state.global_step)
         self.run.memory_milestone("training begins")
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """A step may come although all are done, where ``max_steps`` ends within an epoch."""
+        """Refuse a step after the last, which comes if ``max_steps`` ends within an epoch."""
         if state.global_step >= state.max_steps:
             raise _AlreadyDone
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> Any:
-        """After an optimizer step: save if it is time, or if asked to stop."""
-        is_first = self.run.last_step is None
-        if self.run.progress(state.global_step, total_steps=state.max_steps, **self._loss):
-            self._loss = {}
-        if is_first:
-            self.run.memory_milestone("first step done")
+        """Save after an optimizer step if it is time or a stop is requested."""
+        self._steps.done(state.global_step, state.max_steps)
         saves_soon = args.save_strategy == "epoch" and state.epoch == round(state.epoch)
         if self.run.stop_requested:
             control.should_evaluate = False
             control.should_save = True
-        elif not saves_soon and (
-            self.run.checkpoint_requested or self._clock.is_due(state.global_step)
-        ):
+        elif self.run.checkpoint_due and not saves_soon:
             control.should_save = True
         self._before_saving(args, state, control)
         return control
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """The Trainer may save and evaluate once more."""
+        """Prepare for another save by the Trainer."""
         self._before_saving(args, state, control)
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Evaluation may last; what it has computed so far is not kept."""
+        """Stop during evaluation if requested; what it has computed is not kept."""
         if self.run.stop_requested:
             raise _StoppedInEvaluation
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **others: Any) -> None:
-        """What the Trainer logs goes into the journal."""
+        """Record what the Trainer logs in the journal."""
         figures = _numbers(logs or {})
         if "loss" in figures:
-            self._loss = {"loss": figures["loss"]}
+            self._steps.log_loss(figures["loss"])
         self.run.record("metrics", {"step": state.global_step, **figures})
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Saving comes after evaluating, and its time is not saving's."""
-        self._save_began = time.monotonic()
+        """Start the clock of saving, which comes after evaluating."""
+        self.run.save_clock.begin(state.global_step)
 
     def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """A checkpoint is complete; if asked to stop, this is the moment."""
+        """Report a complete checkpoint, and stop here if requested."""
         self.saved(args, state)
         if self.run.stop_requested:
             raise Interrupted(f"stopped after step {state.global_step}")
 
     def _before_saving(self, args: Any, state: Any, control: Any) -> None:
-        """A checkpoint of this very step would be written over, file by file."""
-        self._save_began = time.monotonic()
+        """Unmark a checkpoint of this very step, which is overwritten file by file."""
         if control.should_save:
             (_folder(args, state) / _MARK).unlink(missing_ok=True)
 
     def saved(self, args: Any, state: Any) -> None:
-        """Announce the checkpoint of this step."""
+        """Report the checkpoint of this step."""
         path = _folder(args, state)
-        mark = {"effective_batch_size": _effective(self._training)}
+        mark = {"effective_batch_size": effective_batch_size(self._cfg)}
         (path / _MARK).write_text(json.dumps(mark))
-        self._clock.saved(time.monotonic() - self._save_began, state.global_step)
         self.run.checkpoint_saved(path, state.global_step)
 
 
@@ -232,7 +216,7 @@ def _check(args: Any, cfg: DictConfig) -> None:
     for name, value in wanted.items():
         if getattr(args, name) != value:
             raise UserError(
-                f"TrainingArguments: {name}={getattr(args, name)}, but this attempt is to use "
+                f"TrainingArguments: {name}={getattr(args, name)}, but this attempt uses "
                 f"{value}; pass **training_arguments(cfg, run) and leave {name} out"
             )
     if args.n_gpu > 1 or args.world_size > 1:
@@ -242,8 +226,8 @@ def _check(args: Any, cfg: DictConfig) -> None:
         )
     refused = {
         "auto_find_batch_size": "the launcher chooses the batch, and keeps the effective one",
-        "ignore_data_skip": "a resumed epoch would begin anew",
-        "save_only_model": "nobody can go on from weights alone",
+        "ignore_data_skip": "a resumed epoch would start again",
+        "save_only_model": "nothing resumes from weights alone",
         "dataloader_drop_last": "which samples are left out would depend on the micro-batch; "
         "shorten the data set instead",
     }
@@ -253,37 +237,16 @@ def _check(args: Any, cfg: DictConfig) -> None:
 
 
 def _compare(checkpoint: Path, cfg: DictConfig) -> None:
-    """The Trainer counts steps: its place in the data is right while they keep their size."""
+    """Warn if the effective batch has changed: the Trainer's position counts steps."""
     there = json.loads((checkpoint / _MARK).read_text())["effective_batch_size"]
-    here = _effective(cfg.training)
+    here = effective_batch_size(cfg)
     if there != here:
         log.warning(
             "the checkpoint was written at an effective batch size of %d, now it is %d: the "
-            "Trainer counts steps, so this epoch goes on at another sample",
+            "Trainer counts steps, so this epoch continues at another sample",
             there,
             here,
         )
-
-
-def _effective(training: Any) -> int:
-    return int(training.batch_size * training.gradient_accumulation_steps)
-
-
-def _existing(run: Run) -> Path | None:
-    """The checkpoint to go on from, or where that is gone, the newest complete one."""
-    if run.resume_checkpoint is None:
-        return None
-    wanted = Path(run.resume_checkpoint)
-    if (wanted / _MARK).exists():
-        return wanted
-    complete = [mark.parent for mark in run.checkpoint_dir.glob(f"checkpoint-*/{_MARK}")]
-    newest = max(complete, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
-    log.warning(
-        "the checkpoint %s is gone or incomplete: training goes on from %s",
-        wanted,
-        newest or "the beginning",
-    )
-    return newest
 
 
 def _numbers(logs: Mapping[str, Any]) -> dict[str, float]:
@@ -299,4 +262,4 @@ def _result(trainer: Any, metric: str | None) -> Any:
     is_evaluated = any(name.startswith("eval_") for name in found)
     if trainer.eval_dataset is not None and not is_evaluated:
         found |= _numbers(trainer.evaluate())
-    return chosen(metric, found)
+    return result_of(metric, found)

@@ -1,48 +1,80 @@
-"""The variable that CUDA's caching allocator is set up by, and what is wished for in it."""
+"""The variable that CUDA's caching allocator is set up by; when to use expandable segments."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from importlib import metadata
+from pathlib import Path
 
-_NEW_NAME, _OLD_NAME = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
+VARIABLE = "PYTORCH_CUDA_ALLOC_CONF"
+"""Read by every torch since 2.4. Torch 2.10 and later read it first, then ``PYTORCH_ALLOC_CONF``;
+the first that is set wins."""
+
+_NEWER = "PYTORCH_ALLOC_CONF"
+
+
+def use_expandable_segments(
+    wish: bool | str,
+    environ: Mapping[str, str],
+    *,
+    is_script: bool = False,
+    gpus: int = 1,
+    kernel: str | None = None,
+) -> bool:
+    """Decide whether the allocator uses expandable segments from the start.
+
+    They avoid most fragmentation. They fail at the first allocation under WSL2, whose driver has no
+    virtual memory management, and break CUDA graphs over NCCL's peer-to-peer transport as well as
+    vLLM's all-reduce: so ``auto`` leaves scripts and several GPUs alone.
+
+    Args:
+        wish: ``memory.expandable_segments``; what the environment says goes before it.
+        environ: the user's.
+        is_script: a program of the user's trains.
+        gpus: of an attempt.
+        kernel: see :func:`is_wsl`.
+    """
+    exported = exported_expandable_segments(environ)
+    if exported is not None:
+        return exported
+    if isinstance(wish, bool):
+        return wish
+    return not is_script and gpus == 1 and not is_wsl(kernel)
+
+
+def is_wsl(kernel: str | None = None) -> bool:
+    """Return whether the kernel, by default this machine's ``/proc/version``, is WSL's."""
+    if kernel is None:
+        try:
+            kernel = Path("/proc/version").read_text(errors="replace")
+        except OSError:
+            return False
+    return "microsoft" in kernel.lower()
 
 
 def allocator_variable(environ: Mapping[str, str]) -> str:
-    """The variable that the installed torch reads its allocator settings from.
-
-    Torch 2.10 and later read ``PYTORCH_ALLOC_CONF`` first and the old name if that is not set.
-    """
-    if not _torch_reads_new_name():
-        return _OLD_NAME
-    return _OLD_NAME if _OLD_NAME in environ and _NEW_NAME not in environ else _NEW_NAME
+    """Return the name of the variable, whichever the user exports."""
+    return VARIABLE
 
 
 def allocator_settings(environ: Mapping[str, str], *, expandable_segments: bool) -> str:
-    """The variable's value with a wish about expandable segments in it.
+    """Return the variable's value: what the user exports under either name, and ours.
 
-    Torch parses the variable as a whole, so the wish joins what is there already; what the
-    environment says of expandable segments goes before it.
+    Torch parses the variable as a whole, so ours joins what is there already; what the environment
+    says of expandable segments goes before it.
     """
-    settings = environ.get(allocator_variable(environ), "")
+    settings = _exported(environ)
     if exported_expandable_segments(environ) is not None:
         return settings
-    wish = f"expandable_segments:{expandable_segments}"
-    return f"{settings},{wish}" if settings else wish
+    ours = f"expandable_segments:{expandable_segments}"
+    return f"{settings},{ours}" if settings else ours
 
 
 def exported_expandable_segments(environ: Mapping[str, str]) -> bool | None:
-    """What the user's own environment says of expandable segments, None if nothing."""
-    found = re.search(
-        r"expandable_segments\s*:\s*(\w+)", environ.get(allocator_variable(environ), "")
-    )
+    """Return what the user's own environment says of expandable segments, None if nothing."""
+    found = re.search(r"expandable_segments\s*:\s*(\w+)", _exported(environ))
     return None if found is None else found.group(1).lower() == "true"
 
 
-def _torch_reads_new_name() -> bool:
-    try:
-        major, minor = metadata.version("torch").split(".")[:2]
-        return (int(major), int(minor)) >= (2, 10)
-    except (metadata.PackageNotFoundError, ValueError):
-        return True
+def _exported(environ: Mapping[str, str]) -> str:
+    return environ.get(VARIABLE) or environ.get(_NEWER) or ""

@@ -1,7 +1,6 @@
-"""Letting go of the memory of a failed try before the next one, and checking that it is gone.
+"""Release the memory of a failed try before the next one, and check that it is gone.
 
-Imports no torch: it is looked up among the loaded modules, and where it is not loaded there are no
-tensors to care about.
+Imports no torch: where it is not loaded there are no tensors to care about.
 """
 
 from __future__ import annotations
@@ -13,13 +12,17 @@ import gc
 import logging
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+from robust_train.compat import clear_cublas_workspaces
 from robust_train.memory import holders
 from robust_train.memory.holders import started_torch
+from robust_train.memory.segments import has_private_pools, memory_segments
+from robust_train.readable import first_line
 from robust_train.values import MIB
 
 log = logging.getLogger("robust_train")
@@ -31,25 +34,21 @@ _TOP = 3
 
 
 def release_memory(error: BaseException, *, thorough: bool = True) -> None:
-    """Let go of everything that a failed try still holds in this process.
+    """Release everything that a failed try still holds in this process.
 
     Whoever keeps the exception (a logger, a Future, tenacity's retry state) keeps its traceback,
     the traceback keeps the frames, and their variables keep every tensor of the failed pass. So
-    the frames are emptied, whoever keeps them; then optimizers whose step ran out of memory lose
-    what they had only half made, and memory goes back to the device and the system.
+    the frames are emptied, whoever keeps them. An optimizer whose first step ran out of memory
+    loses its half-made state.
 
     Call it outside of the failed function, as soon as it has failed. Frames that still run, among
     them the caller's own, cannot be emptied.
-
-    Args:
-        error: what ended the try.
-        thorough: see :func:`return_memory`.
     """
     optimizers = _optimizers_in_their_first_step(error)
     clear_frames(error)
     for optimizer in optimizers:
         optimizer.state.clear()
-    return_memory(thorough=thorough)
+    return_memory(thorough=thorough, workspaces=True)
 
 
 def clear_frames(error: BaseException) -> None:
@@ -60,34 +59,69 @@ def clear_frames(error: BaseException) -> None:
                 frame.clear()
             except RuntimeError:
                 continue  # it still runs
-            # a debugger's look has left a copy of the variables there; this updates it, to nothing
+            # a debugger may have left a copy of the variables there; this updates it, to nothing
             _ = frame.f_locals
 
 
-def return_memory(*, thorough: bool = True) -> None:
-    """Collect garbage, and give unused memory back to the device and to the system.
+def return_memory(*, thorough: bool = True, workspaces: bool = False) -> None:
+    """Collect garbage, and return unused memory to the device and to the system.
 
     Args:
         thorough: look through all objects; else only through young ones, as those of a pass that
             has just failed are, in a tenth of the time beside a process full of libraries.
+        workspaces: return cuBLAS's as well, unless a CUDA graph was captured, which embeds their
+            addresses. Never between steps that go well.
     """
     gc.collect() if thorough else gc.collect(1)
     torch = started_torch()
     if torch is not None:
-        # cuBLAS keeps workspaces of up to 32 MiB for each stream in the caching allocator
-        clear_workspaces = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
         try:
-            if clear_workspaces is not None:
-                clear_workspaces()
-            # what other processes have let go of becomes cache, which the next call returns
+            if workspaces and has_private_pools(memory_segments(torch)) is False:
+                clear_cublas_workspaces(torch)
+            # what other processes have released becomes cache, which the next call returns
             torch.cuda.ipc_collect()
             torch.cuda.empty_cache()
         except RuntimeError as error:  # it synchronises, so it shows what else went wrong
-            log.warning("cannot empty the CUDA cache: %s", str(error).splitlines()[0])
+            log.warning("cannot empty the CUDA cache: %s", first_line(error))
     trim = _malloc_trim()
     if trim is not None:
         # a cgroup counts freed pages that the C library keeps for later
         trim(0)
+
+
+class KeptGradients:
+    """Gradients as they are now, to go back to after a failed try: the same tensors and values.
+
+    A try may add to a gradient or set it to zero, so its values are copied; on the host where the
+    device has no room for that.
+    """
+
+    def __init__(self, tensors: Iterable[Any]) -> None:
+        self._kept = {
+            id(tensor): (weakref.ref(tensor), gradient, _copied(gradient))
+            for tensor in tensors
+            if (gradient := _gradient(tensor)) is not None
+        }
+
+    def restore(self) -> None:
+        """Drop gradients that were not there, and give the others their values back."""
+        for tensor in leaf_tensors():
+            if tensor.grad is not None and not self._knows(tensor):
+                tensor.grad = None
+        for reference, gradient, values in self._kept.values():
+            tensor = reference()
+            if tensor is not None:
+                gradient.data.copy_(values)
+                tensor.grad = gradient
+
+    def _knows(self, tensor: Any) -> bool:
+        kept = self._kept.get(id(tensor))
+        return kept is not None and kept[0]() is tensor
+
+
+def leaf_tensors() -> list[Any]:
+    """Return every tensor that a backward pass may give a gradient."""
+    return [t for t in holders.live_tensors() if t.is_leaf and t.requires_grad]
 
 
 @dataclass(frozen=True)
@@ -100,31 +134,22 @@ class StartingMemory:
     Attributes:
         bytes_on: bytes by device, ``cpu`` or ``cuda:0``.
         storages: the CPU's and GPUs' storages at that moment.
-        with_gradient: ids of the tensors that had a gradient.
+        gradients: of that moment.
     """
 
     bytes_on: Mapping[str, int]
     storages: frozenset[holders.StorageKey]
-    with_gradient: frozenset[int]
+    gradients: KeptGradients
 
     @classmethod
-    def now(cls) -> StartingMemory:
-        """As it is at this moment."""
+    def now(cls, gradients: KeptGradients | None = None) -> StartingMemory:
+        """Return the figures of this moment; ``gradients`` where they are kept already."""
+        kept = KeptGradients(leaf_tensors()) if gradients is None else gradients
         tensors = holders.live_tensors()
-        return cls(
-            bytes_on=holders.bytes_on(tensors),
-            storages=frozenset(holders.storages(tensors)),
-            with_gradient=frozenset(id(t) for t in tensors if _gradient(t) is not None),
-        )
-
-    def drop_new_gradients(self) -> None:
-        """Remove gradients that were not there at the start: the failed try has left them."""
-        for tensor in holders.live_tensors():
-            if _gradient(tensor) is not None and id(tensor) not in self.with_gradient:
-                tensor.grad = None
+        return cls(holders.bytes_on(tensors), frozenset(holders.storages(tensors)), kept)
 
     def what_is_left(self) -> str | None:
-        """What a failed try has left behind, as a sentence; None for no more than one percent."""
+        """Describe what a failed try has left behind; None for no more than one percent."""
         tensors = holders.live_tensors()
         grown = {
             device: (now - self.bytes_on.get(device, 0), self.bytes_on.get(device, 0))
@@ -151,29 +176,31 @@ class StartingMemory:
 
 
 def release_and_check(
-    error: BaseException, start: StartingMemory | None, *, keep_traceback: bool = True
+    error: BaseException,
+    start: StartingMemory | None,
+    gradients: KeptGradients | None = None,
+    *,
+    keep_traceback: bool = True,
 ) -> str | None:
-    """:func:`release_memory`, drop the try's gradients, and say what is left.
+    """Do :func:`release_memory`, restore the gradients, and return what is left as a sentence.
 
     Args:
         error: what ended the try.
         start: from before the first try; None skips the check.
+        gradients: from before the try; None for those of ``start``.
         keep_traceback: False where nobody will show it again. An emptied frame still keeps its
             function, and with it the variables of a closure.
-
-    Returns:
-        A sentence for the log where more than one percent is left, with the largest tensors and
-        who holds them.
     """
     release_memory(error)
     if not keep_traceback:
         for current in _with_causes(error):
             current.__traceback__ = None
         return_memory()
-    if start is None:
-        return None
-    start.drop_new_gradients()
-    return start.what_is_left()
+    if gradients is None and start is not None:
+        gradients = start.gradients
+    if gradients is not None:
+        gradients.restore()
+    return None if start is None else start.what_is_left()
 
 
 def _with_causes(error: BaseException) -> Iterator[BaseException]:
@@ -212,11 +239,21 @@ def _optimizer_of(frame: FrameType, base: type) -> Any:
 def _never_stepped(optimizer: Any) -> bool:
     """Whether its counters say so; the step that failed may have counted itself already."""
     counters = [state["step"] for state in optimizer.state.values() if "step" in state]
-    return bool(counters) and all(float(counter) <= 1 for counter in counters)
+    try:
+        return bool(counters) and all(float(counter) <= 1 for counter in counters)
+    except RuntimeError:  # they are on a device that has failed
+        return False
 
 
 def _gradient(tensor: Any) -> Any:
     return tensor.grad if tensor.is_leaf and tensor.requires_grad else None
+
+
+def _copied(gradient: Any) -> Any:
+    try:
+        return gradient.detach().clone()
+    except (RuntimeError, MemoryError):
+        return gradient.detach().cpu()
 
 
 @functools.lru_cache(maxsize=1)

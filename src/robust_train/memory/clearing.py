@@ -82,7 +82,7 @@ def clear_gpu_memory(force: bool = False) -> Cleared:
     before = get_gpu_memory_stats()
     done: list[str] = []
     dropped = _drop_unreachable(done) if force else 0
-    return_memory()
+    return_memory(workspaces=True)
     held: tuple[HeldTensor, ...] = ()
     if force:
         held = tuple(
@@ -125,7 +125,7 @@ def cleanup_model_memory(model: nn.Module, *, keep_weights: bool = True) -> Clea
         weights = "weights dropped"
     done = (f"gradients and optimizer state ({len(optimizers)} found) dropped, {weights}",)
     del optimizers
-    return_memory()
+    return_memory(workspaces=True)
     cleared = Cleared(before, get_gpu_memory_stats(), done=done)
     log.info("%s", cleared.description)
     return cleared

@@ -1,10 +1,14 @@
-"""Host memory: what this process has, and what there is for it."""
+"""Host memory: what this process has, and what there is for it. In bytes."""
 
 from __future__ import annotations
 
+import contextlib
+import resource
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from robust_train.gpu.unified import host_memory
 from robust_train.memory.oom_killer import memory_counters, parse_cgroups, parse_mounts
@@ -21,8 +25,8 @@ class HostMemory:
         resident: memory of this process that is in RAM.
         peak: the most that ever was, since the process began or the peak was reset.
         data: writable private memory, which RLIMIT_DATA limits.
-        available: what a new program could get, here and within the cgroup; None if untold.
-        total: of the machine, or of the cgroup where that has less; None if untold.
+        available: what a new program could get, here and within the cgroup; None if unknown.
+        total: of the machine, or of the cgroup where that has less; None if unknown.
     """
 
     resident: int
@@ -33,7 +37,7 @@ class HostMemory:
 
 
 def read_host_memory(root: Path = Path("/")) -> HostMemory:
-    """As it is now, for this process. Only Linux tells it (``/proc``)."""
+    """Return the figures of this moment for this process, from Linux's ``/proc``."""
     own = own_memory(root)
     machine = host_memory(root / "proc/meminfo")
     rooms = [machine] if machine is not None else []
@@ -48,12 +52,50 @@ def read_host_memory(root: Path = Path("/")) -> HostMemory:
 
 
 def own_memory(root: Path = Path("/")) -> dict[str, int]:
-    """This process's sizes as ``/proc/self/status`` names them, in bytes: ``VmRSS``, ``VmHWM`` …"""
-    return parse_status((root / "proc/self/status").read_text(errors="replace"))
+    """Return this process's sizes as ``/proc/self/status`` names them: ``VmRSS``, ``VmHWM`` …
+
+    psutil has neither the peak nor what of the resident memory is anonymous.
+    """
+    sizes = {}
+    for line in (root / "proc/self/status").read_text(errors="replace").splitlines():
+        key, _, value = line.partition(":")
+        words = value.split()
+        if len(words) == 2 and words[1] == "kB" and words[0].isdigit():
+            sizes[key] = int(words[0]) * 1024  # "kB" there are KiB
+    return sizes
+
+
+def resident_bytes(process: psutil.Process | None = None) -> tuple[int, int]:
+    """Return what of a process is in RAM, and what of that is its own; by default this one's.
+
+    Not its own are pages of files and memory shared with other processes.
+    """
+    memory = (process or psutil.Process()).memory_info()
+    return memory.rss, memory.rss - memory.shared
+
+
+def resident_bytes_of_tree(process: psutil.Process) -> tuple[int, int]:
+    """Return :func:`resident_bytes` of a process and its descendants.
+
+    Pages of files count once, as those of the process that has most. Pages that a fork still shares
+    with its parent count for both: only a walk through all of them could tell, which takes long.
+    """
+    own, shared = 0, 0
+    for member in (process, *process.children(recursive=True)):
+        with contextlib.suppress(psutil.Error):
+            resident, anonymous = resident_bytes(member)
+            own, shared = own + anonymous, max(shared, resident - anonymous)
+    return own + shared, own
+
+
+def largest_resident() -> int:
+    """Return the most of this process that ever was in RAM."""
+    # ru_maxrss is in KiB on Linux, see getrusage(2)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def reset_peak(clear_refs: Path = Path("/proc/self/clear_refs")) -> bool:
-    """Let the peak of resident memory start anew; False where the kernel does not let us.
+    """Let the peak of resident memory start anew; False where the kernel does not allow that.
 
     Writing 5 there is described in proc(5); it needs Linux 4.0 and CONFIG_PROC_PAGE_MONITOR.
     """
@@ -64,19 +106,8 @@ def reset_peak(clear_refs: Path = Path("/proc/self/clear_refs")) -> bool:
     return True
 
 
-def parse_status(text: str) -> dict[str, int]:
-    """The sizes of ``/proc/<pid>/status`` in bytes."""
-    sizes = {}
-    for line in text.splitlines():
-        key, _, value = line.partition(":")
-        words = value.split()
-        if len(words) == 2 and words[1] == "kB" and words[0].isdigit():
-            sizes[key] = int(words[0]) * 1024  # "kB" there are KiB
-    return sizes
-
-
 def cgroup_rooms(root: Path = Path("/")) -> list[tuple[int, int]]:
-    """Limit and what is left of it, for every cgroup above this process that has a limit."""
+    """Return limit and rest of it, for every cgroup above this process that has a limit."""
     read = _reader(root)
     files = memory_counters(
         parse_cgroups(read("/proc/self/cgroup") or ""),
@@ -102,9 +133,9 @@ def cgroup_rooms(root: Path = Path("/")) -> list[tuple[int, int]]:
 def room_within(
     limit: str | None, usage: str | None, stat: str | None, cached: str
 ) -> tuple[int, int] | None:
-    """A cgroup's limit and what is left of it, from its files; None without a limit.
+    """Return a cgroup's limit and the rest of it, from its files; None without a limit.
 
-    The inactive page cache counts as usage there and gives way when memory is asked for.
+    The inactive page cache counts as usage there and gives way when memory is requested.
     """
     if limit is None or usage is None or not limit.strip().isdigit():
         return None  # "max"

@@ -16,9 +16,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from robust_train.compat import (
+    dump_allocator_snapshot,
+    record_allocator_history,
+    when_cuda_starts,
+)
 from robust_train.events import OutOfMemory
 from robust_train.memory.holders import started_torch
 from robust_train.memory.tensors import largest_tensors
+from robust_train.readable import first_line
 from robust_train.values import MIB, Failure, FailureKind
 
 log = logging.getLogger("robust_train")
@@ -32,23 +38,18 @@ _HISTORY_ENTRIES = 20_000
 def record_history_after_an_oom(run_dir: Path) -> bool:
     """Record where GPU memory is allocated from now on, if it has run out in this run folder.
 
-    Torch's documentation speaks of 2 µs for each allocation and free, which thousands of them in a
-    step make a few percent: too much for a run that may never need it, worth it for one that has
-    failed before.
-
-    Returns:
-        Whether it is recorded, or will be as soon as CUDA starts.
+    It costs 2 µs for each allocation and free, says torch's documentation: too much for a run that
+    may never need it. Returns whether it is recorded, or will be as soon as CUDA starts.
     """
     torch = sys.modules.get("torch")
     if torch is None or next(run_dir.glob("oom-attempt-*.json"), None) is None:
         return False
 
     def record() -> None:
-        # a private function of torch: whatever it does in another version, training goes on
         with contextlib.suppress(Exception):
-            torch.cuda.memory._record_memory_history(stacks="python", max_entries=_HISTORY_ENTRIES)
+            record_allocator_history(torch, _HISTORY_ENTRIES)
 
-    torch.cuda._lazy_call(record)
+    when_cuda_starts(torch, record)
     return True
 
 
@@ -71,7 +72,7 @@ def write_down(
     try:
         return _write_down(run_dir, attempt, step, failure)
     except Exception as error:
-        log.warning("cannot write down what fills the memory: %s", _first_line(error))
+        log.warning("cannot write down what fills the memory: %s", first_line(error))
         return None
 
 
@@ -116,9 +117,9 @@ def _dump_snapshot(path: Path) -> str | None:
     if torch is None:
         return None
     try:
-        torch.cuda.memory._dump_snapshot(str(path))
+        dump_allocator_snapshot(torch, str(path))
     except Exception as error:
-        log.warning("no memory snapshot: %s", _first_line(error))
+        log.warning("no memory snapshot: %s", first_line(error))
         with contextlib.suppress(OSError):
             path.unlink()
         return None
@@ -135,7 +136,3 @@ def _told(tensors: Sequence[Mapping[str, Any]], file: str | None) -> str:
         if tensor["bytes"] >= _WORTH_TELLING * tensors[0]["bytes"]
     )
     return f"the largest tensors are {largest}" + (f"; all in {file}" if file else "")
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0] or type(error).__name__

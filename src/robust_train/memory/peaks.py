@@ -10,6 +10,7 @@ from typing import Any
 
 from robust_train.memory import host
 from robust_train.memory.holders import started_torch
+from robust_train.memory.segments import busiest_gpu
 from robust_train.memory.stats import MemoryStats, get_gpu_memory_stats, ordinal_of
 from robust_train.values import MIB
 
@@ -117,7 +118,7 @@ def _reset(device: Any) -> bool:
         context._note(*_figures(context._wanted))
     torch = _torch_for(device)
     if torch is not None:
-        torch.cuda.reset_peak_memory_stats(ordinal_of(device))
+        torch.cuda.reset_peak_memory_stats(_ordinal(torch, device))
         return True
     return host.reset_peak()
 
@@ -126,8 +127,7 @@ def _figures(device: Any) -> tuple[str, int, int]:
     """The device, and its bytes in use now and at the peak; without the costlier statistics."""
     torch = _torch_for(device)
     if torch is not None:
-        ordinal = ordinal_of(device)
-        ordinal = torch.cuda.current_device() if ordinal is None else ordinal
+        ordinal = _ordinal(torch, device)
         return (
             f"cuda:{ordinal}",
             torch.cuda.memory_allocated(ordinal),
@@ -135,6 +135,11 @@ def _figures(device: Any) -> tuple[str, int, int]:
         )
     own = host.own_memory()
     return "cpu", own["VmRSS"], own["VmHWM"]
+
+
+def _ordinal(torch: Any, device: Any) -> int:
+    ordinal = ordinal_of(device)
+    return busiest_gpu(torch) if ordinal is None else ordinal
 
 
 def _torch_for(device: Any) -> Any:

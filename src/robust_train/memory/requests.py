@@ -7,6 +7,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from robust_train.compat import (
+    allocator_history_is_recorded,
+    dump_allocator_snapshot,
+    record_allocator_history,
+)
 from robust_train.files import replacing
 from robust_train.memory.clearing import clear_gpu_memory
 from robust_train.memory.holders import started_torch
@@ -98,13 +103,13 @@ def _snapshot(options: Mapping[str, Any], run_dir: Path) -> Answer:
     else:
         snapshot_path = run_dir / f"memory-snapshot-{number}.pickle"
         with replacing(snapshot_path) as path:
-            torch.cuda.memory._dump_snapshot(str(path))
+            dump_allocator_snapshot(torch, str(path))
         written.append(snapshot_path)
         sentences.append(
             f"torch's snapshot is in {snapshot_path}, for https://pytorch.org/memory_viz"
         )
-        if not torch._C._cuda_isHistoryEnabled():
-            torch.cuda.memory._record_memory_history(stacks="python", max_entries=_HISTORY_ENTRIES)
+        if not allocator_history_is_recorded(torch):
+            record_allocator_history(torch, _HISTORY_ENTRIES)
             sentences.append(
                 "it shows what is allocated now; from here on the history is recorded, for the "
                 "next snapshot"

@@ -1,6 +1,7 @@
 """Memory over time of one attempt: a thread beside the training writes ``memory.jsonl``.
 
-It runs in the attempt's own process, because nobody else can ask that process's caching allocator.
+It runs in the attempt's own process, because nobody else can read that process's caching allocator.
+It starts no CUDA and imports no torch.
 """
 
 from __future__ import annotations
@@ -11,18 +12,21 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from robust_train.files import replacing
-from robust_train.memory.probe import Probe
-from robust_train.memory.record import Kept, Limits, thinned
-from robust_train.memory.samples import FILE_NAME, Sample, encode
+import psutil
+
+from robust_train.gpu.one import OneGpu
+from robust_train.memory.holders import started_torch
+from robust_train.memory.host import resident_bytes, resident_bytes_of_tree
+from robust_train.memory.samples import FILE_NAME, Limits, Sample, SampleFile
+from robust_train.memory.segments import cached_on, device_index
+from robust_train.readable import first_line
 
 log = logging.getLogger("robust_train")
 
 _COST_SHARE = 0.0025
-_EARLIER_BYTES = 8 * 1024**2
 _STOP_SECONDS = 2.0
 
 
@@ -56,7 +60,7 @@ class _NotWhileForking:
             self._lock.release()
 
 
-_sampling = _NotWhileForking()
+_sampling: _NotWhileForking | None = None
 
 
 class Sampler:
@@ -72,7 +76,7 @@ class Sampler:
         interval_seconds: see above.
         step: the last optimizer step that was reported.
         limits: how many samples are kept.
-        whole_tree: see :class:`robust_train.memory.probe.Probe`.
+        whole_tree: all that this process has started counts, as where a script trains.
     """
 
     def __init__(
@@ -87,16 +91,17 @@ class Sampler:
     ) -> None:
         self._file = SampleFile(run_dir / FILE_NAME, limits or Limits())
         self._attempt = attempt
-        self._device = device
+        self._probe = _Probe(device, whole_tree)
         self._interval_seconds = interval_seconds
         self._step = step
-        self._whole_tree = whole_tree
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._work, name="memory sampler", daemon=True)
         self._pid = os.getpid()
 
     def start(self) -> None:
         """Begin. A machine that has no room for one more thread goes without."""
+        global _sampling
+        _sampling = _sampling or _NotWhileForking()
         try:
             self._thread.start()
         except RuntimeError as error:
@@ -111,107 +116,72 @@ class Sampler:
 
     def _work(self) -> None:
         try:
-            probe = Probe(self._device, whole_tree=self._whole_tree)
-        except OSError:  # no /proc
-            return
-        with contextlib.closing(probe), contextlib.closing(self._file):
-            is_last = False
-            spent = time.thread_time()
-            while True:
-                with _sampling:
-                    sample = Sample(
-                        time=round(time.time(), 4),
-                        attempt=self._attempt,
-                        step=self._step(),
-                        **probe.read(),
-                    )
-                self._file.add(sample)
-                if is_last:
-                    return
-                # waking up counts as well, which is why it is measured from one to the next
-                cost, spent = time.thread_time() - spent, time.thread_time()
-                is_last = self._ended.wait(max(self._interval_seconds, cost / _COST_SHARE))
+            with contextlib.closing(self._file):
+                self._sample_until_ended()
+        except Exception as error:  # nothing that is read here is worth an attempt
+            log.warning("memory over time in %s ends: %s", FILE_NAME, first_line(error))
+
+    def _sample_until_ended(self) -> None:
+        assert _sampling is not None
+        is_last = False
+        spent = time.thread_time()
+        while True:
+            with _sampling:
+                figures = self._probe.read()
+            now = round(time.time(), 4)
+            self._file.add(Sample(now, self._attempt, step=self._step(), **figures))
+            if is_last:
+                return
+            # waking up counts as well, which is why it is measured from one to the next
+            cost, spent = time.thread_time() - spent, time.thread_time()
+            is_last = self._ended.wait(max(self._interval_seconds, cost / _COST_SHARE))
 
 
-class SampleFile:
-    """The file, of bounded size: earlier attempts' samples, then this one's.
+class _Probe:
+    """Reads all there is about one attempt's memory, cheaply and often. For one thread."""
 
-    A disk that is full or gone must not end a training run: the first failure is warned about, and
-    the file is made whole once there is room again.
+    def __init__(self, device: str, whole_tree: bool) -> None:
+        self._device = device
+        self._index = device_index(device)
+        self._process = psutil.Process()
+        self._resident = resident_bytes_of_tree if whole_tree else resident_bytes
+        self._gpu: OneGpu | None = None
+        self._searched: str | None = None
 
-    Args:
-        path: the file.
-        limits: how many samples of this attempt are kept.
-    """
+    def read(self) -> dict[str, Any]:
+        """Return fields of a :class:`robust_train.memory.samples.Sample`."""
+        resident, anonymous = self._resident(self._process)
+        fields: dict[str, Any] = {"resident": resident, "anonymous": anonymous}
+        if self._index is None:
+            return {"device": self._device, **fields}
+        self._find_gpu(self._index)
+        cached = cached_on(self._index)
+        if cached is not None:
+            fields |= {"allocated": cached.allocated, "reserved": cached.reserved}
+        whole = None if self._gpu is None else self._gpu.memory()
+        if whole is not None:
+            fields["gpu_used"], fields["gpu_total"] = whole
+        device = self._device if self._gpu is None else f"cuda:{self._gpu.index}"
+        return {"device": device, **fields}
 
-    def __init__(self, path: Path, limits: Limits) -> None:
-        self._path = path
-        self._limits = limits
-        self._kept = Kept()
-        self._newest: list[Sample] = []
-        self._earlier: int | None = None
-        self._is_torn = False
-        self._warned = False
-        self._descriptor: int | None = None
+    def _find_gpu(self, index: int) -> None:
+        """Find the GPU by the UUID that CUDA knows it by, once that is known."""
+        if self._gpu is None:
+            uuid = _uuid_of(index)
+            if uuid is not None and uuid != self._searched:
+                self._searched = uuid
+                self._gpu = OneGpu.find(uuid)
 
-    def close(self) -> None:
-        """Give the file descriptor back."""
-        descriptor, self._descriptor = self._descriptor, None
-        if descriptor is not None:
-            os.close(descriptor)
 
-    def add(self, sample: Sample) -> None:
-        """Write one more sample; once in a while all anew, without those that are too many."""
-        self._newest.append(sample)
-        try:
-            if self._earlier is None:
-                self._earlier = self._make_room()
-            if len(self._newest) >= self._limits.newest + self._limits.slack:
-                self._kept = thinned(replace(self._kept, newest=tuple(self._newest)), self._limits)
-                self._newest = list(self._kept.newest)
-                self._rewrite()
-            else:
-                self._append(sample)
-        except OSError as error:
-            self._is_torn = True
-            if not self._warned:
-                self._warned = True
-                log.warning("cannot write %s: %s; training goes on", self._path, error.strerror)
-
-    def _append(self, sample: Sample) -> None:
-        data = (encode(sample) + "\n").encode()
-        if self._is_torn:
-            data = b"\n" + data
-        if self._descriptor is None:
-            # it stays open: at each system call the thread has to wait for the interpreter anew
-            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-            self._descriptor = os.open(self._path, flags, 0o666)
-        self._is_torn = os.write(self._descriptor, data) < len(data)
-
-    def _make_room(self) -> int:
-        """Bytes of earlier attempts, after every other of their lines has gone if they are many."""
-        if not self._path.is_file():
-            return 0
-        earlier = self._path.read_bytes()
-        is_whole = earlier.endswith(b"\n") or not earlier
-        lines = earlier.splitlines(keepends=True)
-        if len(earlier) <= _EARLIER_BYTES and is_whole:
-            return len(earlier)
-        lines = lines[:: 1 if len(earlier) <= _EARLIER_BYTES else 2]
-        if not lines[-1].endswith(b"\n"):
-            lines[-1] += b"\n"
-        self._replace(b"".join(lines))
-        return sum(map(len, lines))
-
-    def _rewrite(self) -> None:
-        with self._path.open("rb") as file:
-            earlier = file.read(self._earlier or 0)
-        own = "".join(encode(sample) + "\n" for sample in self._kept.samples())
-        self._replace(earlier + own.encode())
-        self._is_torn = False
-
-    def _replace(self, content: bytes) -> None:
-        """Put the new file in the old one's place, whole or not at all."""
-        self.close()
-        with replacing(self._path) as temporary:
-            temporary.write_bytes(content)
+def _uuid_of(index: int) -> str | None:
+    """By ``CUDA_VISIBLE_DEVICES`` where that holds UUIDs, else by torch once CUDA has started."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if index < len(visible) and visible[index].strip().startswith(("GPU-", "MIG-")):
+        return visible[index].strip()
+    torch = started_torch()
+    if torch is None:
+        return None
+    try:
+        return f"GPU-{torch.cuda.get_device_properties(index).uuid}"
+    except (AttributeError, RuntimeError, AssertionError):
+        return None

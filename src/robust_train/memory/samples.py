@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
+from robust_train.files import replacing
+
+log = logging.getLogger("robust_train")
+
 FILE_NAME = "memory.jsonl"
+
+_EARLIER_BYTES = 8 * 1024**2
 
 
 @dataclass(frozen=True)
@@ -40,7 +49,7 @@ class Sample:
 
 
 def encode(sample: Sample) -> str:
-    """The sample as a line of the file, without its end."""
+    """Return the sample as a line of the file, without its end."""
     known = {name: value for name, value in vars(sample).items() if value is not None}
     return json.dumps(known, separators=(",", ":"))
 
@@ -49,9 +58,7 @@ _NAMES = frozenset(item.name for item in fields(Sample))
 
 
 def read_samples(path: Path) -> list[Sample]:
-    """The samples of a file in its order; none where there is no file, torn lines are skipped."""
-    if not path.is_file():
-        return []
+    """Return the samples of a file in its order; none without a file, torn lines are skipped."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     except OSError:
@@ -64,3 +71,151 @@ def read_samples(path: Path) -> list[Sample]:
         except (ValueError, TypeError, AttributeError):
             continue
     return samples
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How many samples are kept of one attempt, however long it runs.
+
+    Attributes:
+        first: of the training's beginning, all of them: they show how memory rises and falls with
+            each micro-batch.
+        between: spread evenly over the time since then.
+        newest: all of them: they show what came before an attempt's end.
+        slack: that may come on top before the record is thinned again.
+    """
+
+    first: int = 400
+    between: int = 2000
+    newest: int = 300
+    slack: int = 1000
+
+    @property
+    def most(self) -> int:
+        """Samples that a record never exceeds."""
+        return self.first + self.between + self.newest + self.slack
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What is kept, oldest first; samples ``between`` are at least ``spacing`` seconds apart."""
+
+    first: tuple[Sample, ...] = ()
+    between: tuple[Sample, ...] = ()
+    newest: tuple[Sample, ...] = ()
+    spacing: float = 0.0
+
+    def __len__(self) -> int:
+        return len(self.first) + len(self.between) + len(self.newest)
+
+    def samples(self) -> list[Sample]:
+        """Return all of them in the order of time."""
+        return sorted((*self.first, *self.between, *self.newest), key=lambda sample: sample.time)
+
+
+def thinned(kept: Kept, limits: Limits) -> Kept:
+    """Return ``kept`` without what is more than ``limits`` allow.
+
+    The samples that are no longer among the newest join those between, which become sparser, by
+    half each time, until they are few enough.
+    """
+    cut = max(len(kept.newest) - limits.newest, 0)
+    leaving, newest = kept.newest[:cut], kept.newest[cut:]
+    # before the first step nothing trains yet; a download there may take an hour
+    training = [sample for sample in leaving if sample.step is not None]
+    chosen = training[: max(limits.first - len(kept.first), 0)]
+    ids = set(map(id, chosen))
+    between = (*kept.between, *(sample for sample in leaving if id(sample) not in ids))
+    spacing = kept.spacing
+    while len(between := _apart(between, spacing)) > limits.between:
+        length = between[-1].time - between[0].time
+        spacing = max(2 * spacing, length / (2 * limits.between), 1e-6)
+    return Kept((*kept.first, *chosen), between, newest, spacing)
+
+
+def _apart(samples: Sequence[Sample], spacing: float) -> tuple[Sample, ...]:
+    chosen: list[Sample] = []
+    for sample in samples:
+        # a clock that was set back must not end the record
+        if not chosen or not 0 <= sample.time - chosen[-1].time < spacing:
+            chosen.append(sample)
+    return tuple(chosen)
+
+
+class SampleFile:
+    """The file, of bounded size: earlier attempts' samples, then this one's.
+
+    A disk that is full or gone must not end a training run: the first failure is warned about, and
+    the file is made whole once there is room again.
+    """
+
+    def __init__(self, path: Path, limits: Limits) -> None:
+        self._path = path
+        self._limits = limits
+        self._kept = Kept()
+        self._newest: list[Sample] = []
+        self._earlier: int | None = None
+        self._is_torn = False
+        self._warned = False
+        self._descriptor: int | None = None
+
+    def close(self) -> None:
+        """Close the file descriptor."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+
+    def add(self, sample: Sample) -> None:
+        """Write one more sample; once in a while all anew, thinned."""
+        self._newest.append(sample)
+        try:
+            if self._earlier is None:
+                self._earlier = self._make_room()
+            if len(self._newest) >= self._limits.newest + self._limits.slack:
+                self._kept = thinned(replace(self._kept, newest=tuple(self._newest)), self._limits)
+                self._newest = list(self._kept.newest)
+                self._rewrite()
+            else:
+                self._append(sample)
+        except OSError as error:
+            self._is_torn = True
+            if not self._warned:
+                self._warned = True
+                log.warning("cannot write %s: %s; training goes on", self._path, error.strerror)
+
+    def _append(self, sample: Sample) -> None:
+        data = (encode(sample) + "\n").encode()
+        if self._is_torn:
+            data = b"\n" + data
+        if self._descriptor is None:
+            # it stays open: at each system call the thread has to wait for the interpreter anew
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+            self._descriptor = os.open(self._path, flags, 0o666)
+        self._is_torn = os.write(self._descriptor, data) < len(data)
+
+    def _make_room(self) -> int:
+        """Bytes of earlier attempts, after every other of their lines has gone if they are many."""
+        if not self._path.is_file():
+            return 0
+        earlier = self._path.read_bytes()
+        is_small = len(earlier) <= _EARLIER_BYTES
+        if is_small and (earlier.endswith(b"\n") or not earlier):
+            return len(earlier)
+        lines = earlier.splitlines(keepends=True)[:: 1 if is_small else 2]
+        if not lines[-1].endswith(b"\n"):
+            lines[-1] += b"\n"
+        self._replace(b"".join(lines))
+        return sum(map(len, lines))
+
+    def _rewrite(self) -> None:
+        with self._path.open("rb") as file:
+            earlier = file.read(self._earlier or 0)
+        own = "".join(encode(sample) + "\n" for sample in self._kept.samples())
+        self._replace(earlier + own.encode())
+        self._is_torn = False
+
+    def _replace(self, content: bytes) -> None:
+        """Put the new file in the old one's place, whole or not at all."""
+        self.close()
+        with replacing(self._path) as temporary:
+            temporary.write_bytes(content)

@@ -9,13 +9,18 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+from robust_train.compat import set_allocator_settings, when_cuda_starts
+from robust_train.config.schema import MemoryConfig
 from robust_train.memory.allocator import (
     allocator_settings,
     allocator_variable,
     exported_expandable_segments,
+    is_wsl,
 )
 from robust_train.memory.host import read_host_memory
+from robust_train.memory.segments import busiest_gpu
 from robust_train.memory.stats import ordinal_of
+from robust_train.readable import first_line
 from robust_train.values import MIB
 
 log = logging.getLogger("robust_train")
@@ -58,12 +63,10 @@ class MemoryLimit:
 def set_memory_fraction(fraction: float = 0.8, device: Any = None) -> MemoryLimit:
     """Let this process take at most a share of the device's memory; 1 lifts the limit.
 
-    On a GPU it limits torch's caching allocator: what would go beyond it is out of memory, as if
-    the GPU were smaller. CUDA contexts, NCCL and cuBLAS workspaces outside of the allocator do not
-    count. CUDA is started if it was not. Without CUDA the writable private memory of this process
-    is limited to that share of the host's memory (RLIMIT_DATA, see setrlimit(2)): a request beyond
-    it raises MemoryError in place of waking the kernel's OOM killer. Child processes inherit that
-    limit, each for itself.
+    On a GPU it limits torch's caching allocator, as if the GPU were smaller; CUDA contexts and
+    NCCL's memory do not count. CUDA is started if it was not. Without CUDA the writable private
+    memory of this process is limited to that share of the host's (RLIMIT_DATA, see setrlimit(2)):
+    a request beyond it raises MemoryError. Child processes inherit that, each for itself.
 
     Args:
         fraction: over 0, up to 1.
@@ -87,13 +90,43 @@ def set_memory_fraction(fraction: float = 0.8, device: Any = None) -> MemoryLimi
     return limit
 
 
+def limit_when_cuda_starts(fraction: float, index: int | None) -> bool:
+    """Let this process's caching allocator hold at most this share of a GPU's memory.
+
+    Takes effect when torch starts CUDA, and does not start it; a limit that is refused is logged.
+
+    Args:
+        fraction: above 0 to 1; 1 is no limit.
+        index: of the GPU, as this process counts; None for the CPU.
+
+    Returns:
+        Whether all is done; False where torch is not imported yet.
+    """
+    if index is None:
+        if fraction != MemoryConfig.fraction:
+            log.info("memory.fraction=%g: has no effect on the CPU", fraction)
+        return True
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return False
+
+    def limit() -> None:
+        try:
+            torch.cuda.set_per_process_memory_fraction(float(fraction), index)
+        except (RuntimeError, ValueError) as error:
+            log.warning("memory.fraction=%g: %s", fraction, first_line(error))
+
+    when_cuda_starts(torch, limit)
+    return True
+
+
 def enable_memory_efficient_settings(
     *, fraction: float | None = 0.95, tf32: bool = True
 ) -> tuple[str, ...]:
     """Set up CUDA's allocator and arithmetic for a tight GPU; returns what was done, in sentences.
 
-    Expandable segments, unless the environment says otherwise: under the variable that the
-    installed torch reads, for programs started from here, and in this process where CUDA is there.
+    Expandable segments, unless the environment says otherwise or this is WSL, which lacks them: in
+    the variable, for programs started from here, and in this process where CUDA is there.
     Segments that the allocator has already stay as they are, so call it before CUDA is used.
 
     Args:
@@ -106,16 +139,19 @@ def enable_memory_efficient_settings(
     exported = exported_expandable_segments(os.environ)
     settings = allocator_settings(os.environ, expandable_segments=True)
     done = []
-    if exported is None:
+    is_possible = exported is None and not is_wsl()
+    if is_possible:
         os.environ[variable] = settings
         done.append(f"{variable}={settings} for programs started from here")
+    elif exported is None:
+        done.append("no expandable segments: WSL's driver has none")
     else:
         done.append(f"{variable} has expandable_segments:{exported} already, which stays")
     torch = usable_torch()
     if torch is None:
         done.append("no CUDA in this process: nothing else to set")
     else:
-        if exported is None:
+        if is_possible:
             done.append(_apply_to_allocator(torch, settings))
         if fraction is not None:
             done.append(set_memory_fraction(fraction).description)
@@ -135,23 +171,20 @@ def usable_torch() -> Any:
 
 
 def _apply_to_allocator(torch: Any, settings: str) -> str:
-    # torch 2.10 and later; before that the function of CUDA's own
-    apply = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
-    apply = apply or torch._C._cuda_cudaCachingAllocator_set_allocator_settings
     try:
-        apply(settings)
+        set_allocator_settings(torch, settings)
     except (RuntimeError, ValueError) as error:
-        return f"torch refuses {settings}: {str(error).splitlines()[0]}"
+        return f"torch refuses {settings}: {first_line(error)}"
     return f"the allocator of this process: {settings}"
 
 
 def _limit_cuda(torch: Any, fraction: float, ordinal: int | None) -> MemoryLimit:
     if ordinal is None:
-        ordinal = torch.cuda.current_device()
+        ordinal = busiest_gpu(torch)
     if ordinal >= torch.cuda.device_count():
         raise ValueError(f"device cuda:{ordinal}: this process sees {torch.cuda.device_count()}")
     torch.cuda.set_per_process_memory_fraction(fraction, ordinal)
-    total = torch.cuda.mem_get_info(ordinal)[1]
+    total = torch.cuda.get_device_properties(ordinal).total_memory
     return MemoryLimit(
         device=f"cuda:{ordinal}",
         fraction=fraction,

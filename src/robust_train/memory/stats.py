@@ -9,19 +9,18 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import IO, Any
 
+from robust_train.compat import has_context
 from robust_train.gpu.inventory import read_inventory
 from robust_train.gpu.visible import visible_gpus
 from robust_train.memory.holders import started_torch
 from robust_train.memory.host import read_host_memory
+from robust_train.memory.segments import busiest_gpu, memory_segments, unused_blocks
 from robust_train.values import MIB
 
 log = logging.getLogger("robust_train")
-
-_DEFAULT_POOL = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -92,11 +91,13 @@ class MemoryStats:
 def get_gpu_memory_stats(device: Any = None) -> MemoryStats:
     """Memory of this process on ``device``, and how full the device is.
 
-    Where this process has not started CUDA, NVML tells of the GPU that would be used; where there
-    is no GPU for it either, the figures are the host's, and ``note`` says so.
+    Where this process has not started CUDA, the figures are NVML's, of the GPU that would be used;
+    where there is no GPU for it either, the host's, and ``note`` says so. A question makes no CUDA
+    context: that would take hundreds of MiB.
 
     Args:
-        device: number, ``cuda:1``, ``cpu`` or a torch.device; None for the current device.
+        device: number, ``cuda:1``, ``cpu`` or a torch.device; None for the GPU where this process
+            holds most, the current one where it holds nothing.
 
     Raises:
         ValueError: there is no such device.
@@ -106,7 +107,7 @@ def get_gpu_memory_stats(device: Any = None) -> MemoryStats:
         return _of_host("")
     torch = started_torch()
     if torch is not None:
-        return _of_cuda(torch, torch.cuda.current_device() if ordinal is None else ordinal)
+        return _of_cuda(torch, busiest_gpu(torch) if ordinal is None else ordinal)
     return _of_nvml(ordinal or 0) or _of_host("no CUDA in this process")
 
 
@@ -173,26 +174,6 @@ def ordinal_of(device: Any) -> int | None:
     return number
 
 
-def unused_blocks(segments: Iterable[Mapping[str, Any]], ordinal: int) -> tuple[int, int]:
-    """The largest unused block of a device, and the sum of all, in bytes.
-
-    Args:
-        segments: what ``torch.cuda.memory_snapshot()`` returns.
-        ordinal: CUDA's number of the device.
-
-    Blocks in private pools (CUDA graphs) do not count: only their graph can use them.
-    """
-    sizes = [
-        int(block["size"])
-        for segment in segments
-        if segment["device"] == ordinal
-        and tuple(segment.get("segment_pool_id", _DEFAULT_POOL)) == _DEFAULT_POOL
-        for block in segment["blocks"]
-        if block["state"] == "inactive"
-    ]
-    return max(sizes, default=0), sum(sizes)
-
-
 def fragmentation(largest: int, unused: int) -> float:
     """Share of ``unused`` bytes outside of the ``largest`` block; 0 where nothing is unused."""
     return 1 - largest / unused if unused else 0.0
@@ -202,8 +183,9 @@ def _of_cuda(torch: Any, ordinal: int) -> MemoryStats:
     if ordinal >= torch.cuda.device_count():
         raise ValueError(f"device cuda:{ordinal}: this process sees {torch.cuda.device_count()}")
     told = torch.cuda.memory_stats(ordinal)
-    free, total = torch.cuda.mem_get_info(ordinal)
-    blocks = _blocks(torch, ordinal)
+    free, total = _room(torch, ordinal)
+    segments = memory_segments(torch)
+    blocks = None if segments is None else unused_blocks(segments, ordinal)
     return MemoryStats(
         device=f"cuda:{ordinal}",
         allocated=told.get("allocated_bytes.all.current", 0),
@@ -219,17 +201,14 @@ def _of_cuda(torch: Any, ordinal: int) -> MemoryStats:
     )
 
 
-def _blocks(torch: Any, ordinal: int) -> tuple[int, int] | None:
-    """None where the allocator has no snapshots (``backend:cudaMallocAsync``)."""
-    try:
-        try:
-            # without the recorded history, which may be gigabytes
-            segments = torch.cuda.memory_snapshot(include_traces=False)
-        except TypeError:
-            segments = torch.cuda.memory_snapshot()
-    except RuntimeError:
-        return None
-    return unused_blocks(segments, ordinal)
+def _room(torch: Any, ordinal: int) -> tuple[int | None, int]:
+    """Bytes free on a GPU, and its size; by NVML where this process has no context there."""
+    if has_context(torch, ordinal):
+        free, total = torch.cuda.mem_get_info(ordinal)
+        return free, total
+    about = torch.cuda.get_device_properties(ordinal)
+    found = [g for g in read_inventory(processes=False).gpus if g.uuid == f"GPU-{about.uuid}"]
+    return found[0].free_bytes if found else None, about.total_memory
 
 
 def _of_nvml(ordinal: int) -> MemoryStats | None:

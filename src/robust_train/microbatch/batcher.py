@@ -1,4 +1,4 @@
-"""Running out of memory inside an optimizer step, and repeating just that step with finer parts.
+"""Repeat just the optimizer step in which memory runs out, with finer parts.
 
 ::
 
@@ -10,15 +10,16 @@
                 micro.backward(criterion(model(x.to(device)), y.to(device)))
         optimizer.step()
 
-A loop cannot repeat a body that has raised, so each part of the batch is a context manager: it
-takes the out-of-memory error, and the loop then starts over with smaller parts. Gradients are
-weighted by samples, so every split gives the gradient of the mean loss over the whole batch.
+A loop cannot repeat a body that has raised, so each part is a context manager: it takes the
+out-of-memory error, and the loop starts over with smaller parts. Gradients are weighted by samples,
+so every split gives the gradient of the mean loss over the whole batch.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,8 +28,7 @@ from torch import Tensor
 from robust_train.batch.search import BatchSearch
 from robust_train.failures import classify_failure
 from robust_train.memory.cleanup import clear_frames, return_memory
-from robust_train.microbatch import record as told
-from robust_train.microbatch import splitting
+from robust_train.microbatch import record, splitting
 from robust_train.microbatch.part import MicroBatch
 from robust_train.microbatch.probing import probe_parts
 from robust_train.microbatch.ranks import ran_out_elsewhere
@@ -36,7 +36,10 @@ from robust_train.microbatch.rewind import Models, StepStart, Watch, cut_graphs
 from robust_train.microbatch.rng import GeneratorStates
 from robust_train.microbatch.shared_step import SharedStep
 from robust_train.microbatch.size import MicroBatchSize
+from robust_train.readable import first_line
 from robust_train.values import MEMORY_FAILURES, Failure
+
+log = logging.getLogger("robust_train")
 
 
 class MicroBatcher:
@@ -45,14 +48,14 @@ class MicroBatcher:
     Args:
         batch_size: most samples in one forward and backward pass; None: the whole batch at first.
         min_batch_size: parts of this many samples are not split further: the error is raised.
-        gradient_accumulation_steps: the requested one; sizes are preferred that divide
-            ``batch_size × gradient_accumulation_steps``.
-        regrow_after_steps: see :class:`.micro_batch_size.MicroBatchSize`; None: never.
+        gradient_accumulation_steps: the requested one; divisors of the effective batch are
+            preferred.
+        regrow_after_steps: see :class:`robust_train.microbatch.size.MicroBatchSize`; None: never.
         on_event: called with an event at every change of the size.
-        step: says which optimizer step this is, from 1; by default steps are counted here.
-        on_oom: gets the error of a part in which memory ran out, before anything is let go of.
-        search: find the largest size that fits in the first step; the loop's body is then run on
-            parts of the batch that are only measured, four at most.
+        step: returns the number of the optimizer step, from 1; by default they are counted here.
+        on_oom: called with the error when memory ran out, before anything is released.
+        search: find the largest size that fits in the first step, by at most four parts of the
+            batch that are only measured.
 
     Raises:
         ValueError: a size is below 1.
@@ -65,7 +68,7 @@ class MicroBatcher:
         min_batch_size: int = 1,
         gradient_accumulation_steps: int = 1,
         regrow_after_steps: int | None = None,
-        on_event: told.OnEvent | None = None,
+        on_event: record.OnEvent | None = None,
         step: Callable[[], int] | None = None,
         on_oom: Callable[[BaseException], None] | None = None,
         search: BatchSearch | None = None,
@@ -116,11 +119,11 @@ class MicroBatcher:
                 for validation under ``torch.no_grad()``: only the part that failed is repeated.
             count: of how many items the loss over some data is a mean, where these are not the
                 samples; for a sum ``lambda data: 1``.
-            length: number of samples of such a batch, where it cannot be told.
+            length: number of samples of such a batch, where it cannot be record.
             split: ``split(batch, start, stop)``, where the batch cannot be sliced.
 
         Raises:
-            TypeError, ValueError: the number of samples cannot be told.
+            TypeError, ValueError: the number of samples cannot be record.
         """
         samples = (length or splitting.length_of)(batch)
         size = self._training if training else self._other
@@ -128,30 +131,30 @@ class MicroBatcher:
         return MicroBatches(self, size, parts, model, training)
 
     def shrink(self, reason: str) -> tuple[int, int] | None:
-        """Split finer from the next batch on because somebody wishes it: (from, to), or None."""
+        """Split finer from the next batch on, on request; return (from, to), or None."""
         changed = self._training.shrink()
         if changed:
             self._other.shrink()
-            told.changed(self._on_event, self._step_number(begins=False), *changed, reason)
+            record.changed(self._on_event, self._step_number(begins=False), *changed, reason)
         return changed
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint: the sizes in use, so that a resumed run splits as before."""
+        """Return the sizes in use, for a checkpoint."""
         return {"training": self._training.state(), "other": self._other.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state` gave, unless another batch size was asked for since."""
+        """Take over :meth:`state`'s result, unless another batch size was requested since."""
         self._training.restore(state["training"])
         self._other.restore(state["other"])
 
     def _probe(self, batches: MicroBatches, start: StepStart) -> Iterator[MicroBatch]:
-        """Before the first step: the parts by which the size is found, where one is to be."""
+        """Before the first step: the parts by which the size is searched for, if it is."""
         search, self._search = self._search, None
         found = None if search is None else (yield from probe_parts(search, batches, start))
         if search is not None and found is not None:
             for size in (self._training, self._other):
                 size.begin_at(found.batch_size)
-            told.found(self._on_event, search, found)
+            record.found(self._on_event, search, found)
 
     def _step_number(self, *, begins: bool) -> int:
         self._steps_begun += begins
@@ -164,8 +167,7 @@ class MicroBatches:
     Attributes:
         samples: in the whole batch.
         repeats: how often the step has started over (training) or a part was repeated.
-        kept: what the bodies gave to :meth:`MicroBatch.keep`, in the order of the samples; each
-            sample's once, however often its part was repeated.
+        kept: what the bodies gave to :meth:`MicroBatch.keep`, each sample's once, in their order.
     """
 
     def __init__(
@@ -191,7 +193,7 @@ class MicroBatches:
 
     @property
     def loss(self) -> Tensor:
-        """Mean loss over the batch (detached), of what was given to :meth:`MicroBatch.backward`."""
+        """Mean loss over the batch (detached), of :meth:`MicroBatch.backward`'s."""
         return torch.zeros(()) if self._loss is None else self._loss
 
     def __iter__(self) -> Iterator[MicroBatch]:
@@ -199,11 +201,26 @@ class MicroBatches:
         return self._training() if self._is_training else self._once_each()
 
     def probe(self, size: int) -> MicroBatch:
-        """The first ``size`` samples as a part that is only measured."""
+        """Return the first ``size`` samples as a part that is only measured."""
         return MicroBatch(self, *self._parts.part(0, size), 0, size, is_probe=True)
 
+    def part_done(self, loss: Tensor | None, kept: Sequence[Any]) -> None:
+        """Take the results of a part whose body went through."""
+        self.kept += kept
+        if loss is not None:
+            self._loss = loss if self._loss is None else self._loss + loss
+
+    def has_gradients(self) -> bool:
+        """Return whether any parameter has a gradient of this step."""
+        return self._start is not None and self._start.has_gradients()
+
+    def leave(self) -> None:
+        """End the step early: gradients of earlier batches are as before it."""
+        if self._start is not None:
+            self._start.end()
+
     def forget(self) -> None:
-        """Drop what the parts so far have left: losses, and what was kept."""
+        """Drop losses and results of the parts so far."""
         self.kept, self._loss = [], None
 
     def _training(self) -> Iterator[MicroBatch]:
@@ -230,7 +247,7 @@ class MicroBatches:
         grown = self._size.step_done()
         if grown is not None:
             reason = "memory has sufficed for long enough to try the larger size again"
-            told.changed(self._batcher._on_event, self._number, *grown, reason)
+            record.changed(self._batcher._on_event, self._number, *grown, reason)
 
     def _all_parts(self) -> Generator[MicroBatch, None, MicroBatch | None]:
         """The parts, up to the one in which memory runs out, if any: that one."""
@@ -238,26 +255,26 @@ class MicroBatches:
         while waiting:
             micro = self._next(waiting)
             yield micro
-            micro._must_have_been_used()
-            if micro._failure is not None:
+            micro.must_have_been_used()
+            if micro.failure is not None:
                 return micro
         return None
 
     def _must_repeat(self, failed: MicroBatch | None) -> bool:
         """Whether the step has to start over, here or on another rank."""
-        failure = None if failed is None else failed._failure
-        used = 0 if failed is None else failed._size
-        verdict = self._shared.agree(self._size, self._parts.items, failure, used)
-        if verdict is None:
+        failure = None if failed is None else failed.failure
+        used = 0 if failed is None else failed.size
+        agreed = self._shared.agree(self._size, self._parts.items, failure, used)
+        if agreed is None:
             return failed is not None
-        if verdict.state.is_exhausted:
+        if agreed.state.is_exhausted:
             assert self._start is not None
             self._start.rewind()
-            raise ran_out_elsewhere(verdict)
+            raise ran_out_elsewhere(agreed)
         is_known = failed is not None
-        self.repeats += verdict.rank is not None and not is_known
-        self._size.agree(verdict.size, failed=verdict.failed_size, is_known=is_known)
-        return verdict.rank is not None
+        self.repeats += agreed.rank is not None and not is_known
+        self._size.agree(agreed.size, failed=agreed.failed_size, is_known=is_known)
+        return agreed.rank is not None
 
     def _once_each(self) -> Iterator[MicroBatch]:
         waiting = self._bounds(0)
@@ -265,8 +282,8 @@ class MicroBatches:
             generators = GeneratorStates()
             micro = self._next(waiting)
             yield micro
-            micro._must_have_been_used()
-            if micro._failure is not None:
+            micro.must_have_been_used()
+            if micro.failure is not None:
                 self._recover(micro)
                 generators.restore()
                 waiting = self._bounds(micro.start)
@@ -282,21 +299,19 @@ class MicroBatches:
 
     def _recover(self, failed: MicroBatch) -> None:
         """Free what the failed pass holds. The ``with`` is over: nobody has its exception now."""
-        failure, before = failed._failure, failed._size
+        failure, before = failed.failure, failed.size
         assert failure is not None
         self.repeats += 1
         cut_graphs(failed.since)
-        return_memory(thorough=self.repeats > 1)
+        return_memory(thorough=self.repeats > 1, workspaces=True)
         where = self._batcher._on_event, self._number, self._is_training
-        told.repeated(*where, failure, before, self._size.current)
+        record.repeated(*where, failure, before, self._size.current)
 
-    def _take(self, micro: MicroBatch, error: Exception) -> bool:
-        """Whether the failure of ``micro`` is one to repeat the step for; else put all in order."""
+    def part_failed(self, micro: MicroBatch, error: Exception) -> bool:
+        """Return whether the step is repeated for this failure; else put all in order for it."""
         failure = classify_failure(error)
         if failure.kind not in MEMORY_FAILURES:
-            if micro.is_probe and self._start is not None:
-                self._start.rewind()
-            self._leave()
+            self._restore(rewinds=micro.is_probe)
             return False
         if micro.is_probe:
             clear_frames(error)
@@ -309,21 +324,29 @@ class MicroBatches:
         if smaller is not None:
             if self._batcher._on_oom is not None:
                 self._batcher._on_oom(error)
-            micro._size, micro._failure = used, failure
+            micro.size, micro.failure = used, failure
             clear_frames(error)
             return True
         self._give_up(error, failure, used)
         return False
 
     def _give_up(self, error: Exception, failure: Failure, used: int) -> None:
-        """Leave model and generators as they were before the step, and say what was tried."""
-        if self._start is not None:
-            self._start.rewind()
-        self._leave()
+        """Leave model and generators as they were before the step, and report what was tried."""
+        self._restore(rewinds=True)
         self._shared.exhausted(self._size, self._parts.items, failure, used, error)
         where = self._batcher._on_event, self._number, self._is_training
-        told.exhausted(*where, failure, used, self._size.tried, error)
+        record.exhausted(*where, failure, used, self._size.tried, error)
 
-    def _leave(self) -> None:
-        if self._start is not None:
+    def _restore(self, *, rewinds: bool) -> None:
+        """Go back to the step's start while an error is on its way, which must not be lost.
+
+        After a fault of the device every call that reaches it raises once more.
+        """
+        if self._start is None:
+            return
+        try:
+            if rewinds:
+                self._start.rewind()
             self._start.end()
+        except Exception as error:
+            log.warning("the step's start cannot be restored: %s", first_line(error))

@@ -9,12 +9,18 @@ from typing import Any
 import torch
 
 from robust_train.batch.search import micro_batch_sizes
+from robust_train.compat import autograd_sequence_number
 from robust_train.errors import AttemptsExhausted
 from robust_train.failures import classify_failure
 from robust_train.memory.cleanup import clear_frames
-from robust_train.microbatch.meters import current_device, meter_of
-from robust_train.microbatch.probing import FoundBatchSize, Prober, optimizer_state_bytes
-from robust_train.microbatch.rewind import Models, Watch, cut_graphs, sequence_number
+from robust_train.microbatch.meters import device_of, meter_of
+from robust_train.microbatch.probing import (
+    FoundBatchSize,
+    Prober,
+    optimizer_state_bytes,
+    optimizer_step_bytes,
+)
+from robust_train.microbatch.rewind import Models, Watch, cut_graphs
 from robust_train.values import MEMORY_FAILURES
 
 log = logging.getLogger("robust_train")
@@ -40,19 +46,19 @@ def find_batch_size(
         found = find_batch_size(try_batch, at_most=512, model=model)
         loader = DataLoader(data, found.batch_size)
 
-    After each try gradients, buffers (BatchNorm's statistics) and generators are as before it. An
-    optimizer's step is not wanted: it would change the weights.
+    After each try gradients, buffers and generators are as before it. It makes no optimizer step:
+    that would change the weights.
 
     Args:
         try_batch: a forward and backward pass of that many samples.
         at_most: the largest size to consider.
         min_batch_size: the smallest.
         model: what gets gradients; None: all modules and optimizers of this process.
-        device: whose memory it is about; None: the current GPU where CUDA has been started, else
-            the CPU.
+        device: whose memory it is about; None: that of the model, or where there is none yet the
+            current GPU if CUDA has been started, else the CPU.
         effective_batch_size: samples in an optimizer step: prefer its divisors.
-        reserve_bytes: needed later beside what a pass shows. State that an optimizer has not made
-            yet is counted without that where ``model`` is given.
+        reserve_bytes: needed later beside what a pass shows; an optimizer's state that is not made
+            yet counts by itself where ``model`` is given.
         memory_fraction: of the GPU's memory, the most to count on.
 
     Raises:
@@ -66,14 +72,17 @@ def find_batch_size(
         wanted = micro_batch_sizes(effective_batch_size, min_batch_size)
         sizes = tuple(size for size in wanted if size <= at_most) or (at_most,)
     start = Watch().begin(model)
+    parameters = list(start.parameters())
+    step_bytes = 0
     if model is not None:
-        reserve_bytes += optimizer_state_bytes(start.parameters())
-    where = current_device() if device is None else torch.device(device)
-    prober = Prober(sizes, meter_of(where, memory_fraction), reserve_bytes)
+        reserve_bytes += optimizer_state_bytes(parameters)
+        step_bytes = optimizer_step_bytes(parameters)
+    where = torch.device(device) if device is not None else device_of(parameters)
+    prober = Prober(sizes, meter_of(where, memory_fraction), reserve_bytes, step_bytes)
     try:
         start.make_gradients()
         while (size := prober.begin()) is not None:
-            since = sequence_number()
+            since = autograd_sequence_number(torch)
             prober.end(ran_out=not _goes_through(try_batch, size))
             cut_graphs(since)
             start.rewind()

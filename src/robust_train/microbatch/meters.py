@@ -8,6 +8,7 @@ cgroup) and what the machine has left.
 from __future__ import annotations
 
 import resource
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
@@ -15,7 +16,7 @@ import torch
 from robust_train.memory import host
 from robust_train.memory.cleanup import return_memory
 
-_UNTOLD_BYTES = 2**62  # where neither kernel nor limits tell, only running out of memory does
+_UNKNOWN_BYTES = 2**62  # where neither kernel nor limits tell, only running out of memory does
 
 
 class Meter(Protocol):
@@ -55,9 +56,9 @@ class GpuMeter:
 
     def limit(self) -> int:
         free, total = torch.cuda.mem_get_info(self._index)
-        # what memory.fraction has told the allocator; older versions of torch do not say
-        told = getattr(torch.cuda, "get_per_process_memory_fraction", lambda index: 1.0)
-        share = min(self._share, told(self._index))
+        # the allocator's limit by memory.fraction; torch before 2.8 does not say
+        known = getattr(torch.cuda, "get_per_process_memory_fraction", lambda index: 1.0)
+        share = min(self._share, known(self._index))
         return min(int(share * total), free + torch.cuda.memory_reserved(self._index))
 
 
@@ -86,7 +87,7 @@ class HostMeter:
             most, _ = resource.getrlimit(kind)
             if most != resource.RLIM_INFINITY:
                 rooms.append(most - own.get(used, 0))
-        return own.get("RssAnon", 0) + max(min(rooms, default=_UNTOLD_BYTES), 0)
+        return own.get("RssAnon", 0) + max(min(rooms, default=_UNKNOWN_BYTES), 0)
 
 
 def meter_of(device: torch.device, share: float) -> Meter:
@@ -97,7 +98,12 @@ def meter_of(device: torch.device, share: float) -> Meter:
     return HostMeter()
 
 
-def current_device() -> torch.device:
-    """The current GPU where this process has started CUDA, else the CPU."""
+def device_of(parameters: Iterable[torch.Tensor]) -> torch.device:
+    """Return the GPU that the parameters are on, or the first of their devices.
+
+    Without any: the current GPU where this process has started CUDA, else the CPU.
+    """
+    found = list(dict.fromkeys(parameter.device for parameter in parameters))
     is_on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return torch.device("cuda" if is_on_gpu else "cpu")
+    found.append(torch.device("cuda" if is_on_gpu else "cpu"))
+    return next((device for device in found if device.type == "cuda"), found[0])

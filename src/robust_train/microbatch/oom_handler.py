@@ -1,8 +1,8 @@
-"""Recovery from out-of-memory errors inside one process, for people without the launcher.
+"""Recovery from out-of-memory errors inside one process, without the launcher.
 
-The same classifier and the same policy as the launcher's: what is not a matter of memory is raised
-at once, the effective batch is kept, and memory is really let go of before the next try. What still
-holds some after that is named in the log.
+The same classifier and the same policy as the launcher's: other failures are raised at once, the
+effective batch is kept, and memory is really released before the next try. What still holds some
+after that is named in the log.
 """
 
 from __future__ import annotations
@@ -11,13 +11,20 @@ import functools
 import inspect
 import logging
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from robust_train.errors import AttemptsExhausted
 from robust_train.failures import classify_failure
-from robust_train.memory.cleanup import StartingMemory, release_and_check
-from robust_train.policy.decide import PolicySettings, decide, first_attempt
+from robust_train.memory.cleanup import (
+    KeptGradients,
+    StartingMemory,
+    leaf_tensors,
+    release_and_check,
+)
+from robust_train.policy.decide import decide, first_attempt
+from robust_train.policy.sizes import PolicySettings
 from robust_train.values import MEMORY_FAILURES, Attempt, AttemptSpec, GiveUp, Outcome
 
 log = logging.getLogger("robust_train")
@@ -46,8 +53,10 @@ class OOMHandler:
                 if not handler.handle(error):
                     raise
 
-    After a failed try its frames are emptied, the gradients it left are dropped, and what it still
-    holds beyond one percent of the memory at the start is logged with the holders' names.
+    After a failed try its frames are emptied, gradients are as they were before it, and what it
+    still holds beyond one percent of the memory at the start is logged with the holders' names.
+    "Before it" is when the handler was made or :meth:`run` was called: where gradients add up over
+    several calls of a loop of one's own, call :meth:`start_try` before each.
 
     Args:
         initial_batch_size: micro-batch of the first try.
@@ -73,6 +82,7 @@ class OOMHandler:
         preserve_effective_batch_size: bool = True,
         batch_argument: str = "batch_size",
         check_memory: bool = True,
+        _leaves: _Leaves | None = None,
     ) -> None:
         if not 1 <= min_batch_size <= initial_batch_size:
             raise ValueError(
@@ -95,7 +105,13 @@ class OOMHandler:
         self._batch_argument = batch_argument
         self._spec: AttemptSpec = first_attempt(self._settings, ())
         self._history: tuple[Attempt, ...] = ()
-        self._start = StartingMemory.now() if check_memory else None
+        self._leaves = _leaves or _Leaves()
+        self.start_try()
+        self._start = StartingMemory.now(self._gradients) if check_memory else None
+
+    def start_try(self) -> None:
+        """Keep the gradients as they are now, for :meth:`handle` to go back to."""
+        self._gradients = KeptGradients(self._leaves.now())
 
     @property
     def batch_size(self) -> int:
@@ -108,7 +124,7 @@ class OOMHandler:
         return self._spec.gradient_accumulation_steps
 
     def handle(self, error: BaseException) -> bool:
-        """Take a failure: let go of its memory and make the batch smaller.
+        """Take a failure: release its memory, restore gradients, and make the batch smaller.
 
         Returns:
             Whether to try again; False for what is not a matter of memory.
@@ -119,7 +135,7 @@ class OOMHandler:
         failure = classify_failure(error)
         if failure.kind not in MEMORY_FAILURES:
             return False
-        left = release_and_check(error, self._start)
+        left = release_and_check(error, self._start, self._gradients)
         self._history += (Attempt(self._spec, Outcome(failure)),)
         decision = decide(self._settings, self._history, ())
         if isinstance(decision, GiveUp):
@@ -144,6 +160,7 @@ class OOMHandler:
         _must_be_plain(train_fn, "OOMHandler.run")
         parameters = inspect.signature(train_fn).parameters
         is_named = self._batch_argument in parameters
+        self.start_try()
         while True:
             sizes = () if is_named else (self.batch_size,)
             named = {self._batch_argument: self.batch_size} if is_named else {}
@@ -167,6 +184,27 @@ class OOMHandler:
                 f"{spec.gradient_accumulation_steps}: {failure.message}"
             )
         return "\n".join(lines)
+
+
+class _Leaves:
+    """The tensors that may get gradients, looked for at most one percent of the time."""
+
+    def __init__(self) -> None:
+        self._found: list[weakref.ref[Any]] = []
+        self._next_look = 0.0
+
+    @property
+    def is_due(self) -> bool:
+        return time.monotonic() >= self._next_look
+
+    def now(self) -> list[Any]:
+        # those that are made between two looks count as made by the try
+        if self.is_due:
+            started = time.monotonic()
+            self._found = [weakref.ref(tensor) for tensor in leaf_tensors()]
+            now = time.monotonic()
+            self._next_look = now + (now - started) / _CHECK_SHARE
+        return [tensor for reference in self._found if (tensor := reference()) is not None]
 
 
 def adaptive_batch_training(
@@ -220,26 +258,23 @@ def retry_on_oom(
                 f"retry_on_oom: {_name_of(function)} has no parameter {batch_argument!r}; name the "
                 "batch with batch_argument=…"
             )
-        next_check = 0.0
+        # a function that is called for every batch must not pay for a look each time
+        leaves = _Leaves()
 
         @functools.wraps(function)
         def with_retries(*args: Any, **kwargs: Any) -> T:
-            nonlocal next_check
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
             accumulation = bound.arguments.get(_ACCUMULATION)
             batch_size = bound.arguments[batch_argument]
-            now = time.monotonic()
             handler = OOMHandler(
                 batch_size,
                 min(min_batch_size, batch_size),
                 gradient_accumulation_steps=1 if accumulation is None else accumulation,
                 max_retries=max_retries,
-                check_memory=now >= next_check,
+                check_memory=leaves.is_due,
+                _leaves=leaves,
             )
-            if now >= next_check:
-                # a function that is called for every batch must not pay for it every time
-                next_check = now + (time.monotonic() - now) / _CHECK_SHARE
             while True:
                 bound.arguments[batch_argument] = handler.batch_size
                 if accumulation is not None:

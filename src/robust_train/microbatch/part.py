@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from robust_train.microbatch import record as told
-from robust_train.microbatch.rewind import sequence_number
+from robust_train.compat import autograd_sequence_number
+from robust_train.microbatch import record
 from robust_train.values import Failure
 
-if TYPE_CHECKING:
-    from robust_train.microbatch.batcher import MicroBatches
+
+class Step(Protocol):
+    """What a part needs of its step (:class:`robust_train.microbatch.batcher.MicroBatches`)."""
+
+    def part_done(self, loss: Tensor | None, kept: Sequence[Any]) -> None:
+        """Take the results of a part whose body went through."""
+
+    def part_failed(self, part: MicroBatch, error: Exception) -> bool:
+        """Return whether the step is repeated; else all is put in order for the error."""
+
+    def has_gradients(self) -> bool:
+        """Return whether any parameter has a gradient of this step."""
+
+    def leave(self) -> None:
+        """End the step early."""
 
 
 class MicroBatch:
@@ -25,11 +39,13 @@ class MicroBatch:
         done: the body went through; False after memory ran out in it.
         is_probe: it is only measured, and nothing of it is left afterwards.
         since: autograd's number when the body began.
+        failure: why memory ran out in it, None where it did not.
+        size: most samples in a part when it did.
     """
 
     def __init__(
         self,
-        batches: MicroBatches,
+        step: Step,
         data: Any,
         weight: float,
         start: int,
@@ -42,15 +58,15 @@ class MicroBatch:
         self.stop = stop
         self.done = False
         self.is_probe = is_probe
-        self._batches = batches
+        self._step = step
         self._weight = weight
         self._is_weighted = False
         self._loss: Tensor | None = None
         self._kept: list[Any] = []
         self._entered = False
         self.since: int | None = None
-        self._failure: Failure | None = None
-        self._size = stop - start
+        self.failure: Failure | None = None
+        self.size = stop - start
 
     def __len__(self) -> int:
         """Samples in this part."""
@@ -83,37 +99,31 @@ class MicroBatch:
 
     def __enter__(self) -> MicroBatch:
         self._entered = True
-        self.since = sequence_number()
+        self.since = autograd_sequence_number(torch)
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, frames: Any) -> bool:
-        batches = self._batches
         if error is None:
             self._check_weighted()
             self.done = True
-            batches.kept += self._kept
-            if self._loss is not None:
-                before = batches._loss
-                batches._loss = self._loss if before is None else before + self._loss
+            self._step.part_done(self._loss, self._kept)
             return False
         if not isinstance(error, Exception):
-            batches._leave()
+            self._step.leave()
             return False
-        is_taken = batches._take(self, error)
+        is_repeated = self._step.part_failed(self, error)
         self.data, self._loss, self._kept = None, None, []
-        return is_taken
+        return is_repeated
 
     def _check_weighted(self) -> None:
-        """The first part tells whether the loop weights its losses; a wrong one must not go on."""
+        """Refuse a loop that does not weight its losses, in its first part."""
         # a probe's gradients were made for it
-        if self._is_weighted or self.start or self.is_probe:
+        if self._is_weighted or self.start or self.is_probe or not self._step.has_gradients():
             return
-        start = self._batches._start
-        if start is None or not start.has_gradients():
-            return
-        self._batches._leave()
-        raise RuntimeError(told.NO_WEIGHT)
+        self._step.leave()
+        raise RuntimeError(record.NO_WEIGHT)
 
-    def _must_have_been_used(self) -> None:
+    def must_have_been_used(self) -> None:
+        """Raise RuntimeError for a loop without ``with``."""
         if not self._entered:
-            raise RuntimeError(told.NOT_ENTERED)
+            raise RuntimeError(record.NOT_ENTERED)

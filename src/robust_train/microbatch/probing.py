@@ -24,9 +24,9 @@ from robust_train.batch.search import (
     next_size,
     predicted_bytes,
 )
-from robust_train.microbatch.meters import Meter, current_device, meter_of
+from robust_train.microbatch.meters import Meter, device_of, meter_of
 from robust_train.microbatch.rewind import StepStart, cut_graphs
-from robust_train.report.units import memory as shown
+from robust_train.readable import memory as shown
 
 log = logging.getLogger("robust_train")
 
@@ -86,12 +86,21 @@ class Prober:
         sizes: to choose from, the smallest first.
         meter: of the device.
         reserve_bytes: that training will need beside what a pass shows.
+        step_bytes: that the optimizer takes for the time of a step, when the pass's activations
+            are gone: a size fits if both the pass and the step do.
     """
 
-    def __init__(self, sizes: tuple[int, ...] | range, meter: Meter, reserve_bytes: int = 0):
+    def __init__(
+        self,
+        sizes: tuple[int, ...] | range,
+        meter: Meter,
+        reserve_bytes: int = 0,
+        step_bytes: int = 0,
+    ):
         self._sizes = sizes
         self._meter = meter
         self._reserve = reserve_bytes
+        self._step_bytes = step_bytes
         self._probes: list[Probe] = []
         self._expected: dict[int, int | None] = {}
         self._limits = Limits()
@@ -109,6 +118,13 @@ class Prober:
         # threads and workspaces come with the first pass and stay
         limit = min(limit, self._limits.limit_bytes) if self._probes else limit
         self._limits = Limits(rest, limit)
+        if rest + self._step_bytes > limit:
+            log.warning(
+                "no batch fits: the optimizer's step takes %s for a copy of all parameters; "
+                "foreach=False or fused=True spares it",
+                shown(self._step_bytes),
+            )
+            return None
         self._size = size
         return size
 
@@ -189,7 +205,7 @@ class Splits(Protocol):
 def _prober_for(search: BatchSearch, samples: int, parameters: Iterable[Tensor]) -> Prober | None:
     """The search for a step of ``samples``; None where it cannot be one process's and device's."""
     tensors = list(parameters)
-    devices = {tensor.device for tensor in tensors} or {current_device()}
+    devices = {tensor.device for tensor in tensors} or {device_of(())}
     is_one_of_several = (
         torch.distributed.is_available()
         and torch.distributed.is_initialized()
@@ -200,31 +216,64 @@ def _prober_for(search: BatchSearch, samples: int, parameters: Iterable[Tensor])
         log.info("training.batch_size=auto: no probes, since %s: sizes are halved instead", why)
         return None
     meter = meter_of(devices.pop(), search.memory_share)
-    return Prober(search.sizes(samples), meter, optimizer_state_bytes(tensors))
+    state, step = optimizer_state_bytes(tensors), optimizer_step_bytes(tensors)
+    return Prober(search.sizes(samples), meter, state, step)
 
 
 def optimizer_state_bytes(parameters: Iterable[Tensor]) -> int:
-    """Bytes of optimizer state that the first step is going to make for these parameters."""
+    """Return the bytes of optimizer state that the first step is going to make."""
+    return sum(
+        (2 if optimizer is None else states_per_parameter(optimizer)) * _bytes(parameter)
+        for parameter, optimizer in _with_optimizers(parameters)
+        if optimizer is None or parameter not in optimizer.state
+    )
+
+
+def optimizer_step_bytes(parameters: Iterable[Tensor]) -> int:
+    """Return the bytes that a step takes beside the state, for its own time."""
+    return sum(
+        copies_in_a_step(optimizer, parameter.device.type) * _bytes(parameter)
+        for parameter, optimizer in _with_optimizers(parameters)
+    )
+
+
+def _with_optimizers(parameters: Iterable[Tensor]) -> list[tuple[Tensor, Any]]:
+    """Pair what is trained with its optimizer; None where one is made later, as Adam's kin."""
     missing = {id(p): p for p in parameters if p.requires_grad}
-    expected = 0
+    found: list[tuple[Tensor, Any]] = []
     for item in gc.get_objects():
-        if not issubclass(type(item), torch.optim.Optimizer):
-            continue
-        for parameter in (p for group in item.param_groups for p in group["params"]):
-            if missing.pop(id(parameter), None) is not None and parameter not in item.state:
-                expected += states_per_parameter(item) * _bytes(parameter)
-    # an optimizer that is made later: most are Adam's kin
-    return expected + sum(2 * _bytes(parameter) for parameter in missing.values())
+        # type(), not isinstance(): proxies may compute their __class__
+        if issubclass(type(item), torch.optim.Optimizer):
+            of_item = (p for group in item.param_groups for p in group["params"])
+            found += [(p, item) for p in of_item if missing.pop(id(p), None) is not None]
+    return found + [(parameter, None) for parameter in missing.values()]
 
 
 def states_per_parameter(optimizer: torch.optim.Optimizer) -> int:
-    """How many tensors of a parameter's size this kind of optimizer keeps, as torch's own do."""
+    """Return how many tensors of a parameter's size this kind of optimizer keeps."""
     settings = optimizer.defaults
     if "betas" in settings:  # Adam and its kin
         return 2 + bool(settings.get("amsgrad"))
     if "momentum" in settings:  # SGD, RMSprop (which has alpha)
         return bool(settings["momentum"]) + ("alpha" in settings) + bool(settings.get("centered"))
     return 2
+
+
+def copies_in_a_step(optimizer: torch.optim.Optimizer | None, device: str) -> int:
+    """Return how many copies of all parameters a step holds at once.
+
+    The ``foreach`` implementations, torch's choice on a GPU, compute on lists of whole tensors:
+    Adam's kin and RMSprop make one of the denominators, SGD one of the gradients where weight decay
+    is added to them (``_multi_tensor_*`` in torch/optim).
+    """
+    if optimizer is None:
+        return int(device == "cuda")
+    settings = optimizer.defaults
+    uses_foreach = settings.get("foreach")
+    if uses_foreach is None:
+        uses_foreach = device == "cuda" and not settings.get("fused")
+    copies = "betas" in settings or "alpha" in settings or bool(settings.get("weight_decay"))
+    return int(bool(uses_foreach) and copies)
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -1,4 +1,4 @@
-"""What is said of micro-batches: a line in the log, and an event for the journal."""
+"""What is logged of micro-batches: a line, and an event for the journal."""
 
 from __future__ import annotations
 

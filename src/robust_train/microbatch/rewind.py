@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,7 +66,7 @@ class _FirstCopy:
 
 
 class Watch:
-    """Remembers of each model which buffers its forward pass changes, without keeping it alive."""
+    """Remembers which buffers each model's forward pass changes, without keeping it alive."""
 
     def __init__(self) -> None:
         self._models: weakref.WeakKeyDictionary[nn.Module, _Watched] = weakref.WeakKeyDictionary()
@@ -101,10 +101,10 @@ class Watch:
 
 
 class StepStart:
-    """The state at the start of an optimizer step. Costs next to nothing where nothing is set.
+    """The state at the start of an optimizer step.
 
-    Gradients that are there already (the user accumulates over several batches) are laid aside,
-    so that those of the step can be dropped; :meth:`end` adds them again.
+    Gradients that are there already (of earlier batches) are laid aside, so that those of the step
+    can be dropped; :meth:`end` adds them again.
     """
 
     def __init__(self, watch: Watch, models: Models) -> None:
@@ -132,10 +132,7 @@ class StepStart:
         return self._is_open
 
     def make_gradients(self) -> None:
-        """Give every parameter a gradient of zeros: they take their memory before the pass does.
-
-        So it is in all micro-batches of a step but the first.
-        """
+        """Give every parameter a gradient of zeros, as in all micro-batches but the first."""
         for parameter in self.parameters():
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -190,18 +187,11 @@ class StepStart:
         yield from _in_optimizers(self._optimizers)
 
 
-def sequence_number() -> int | None:
-    """The number that autograd gives the next operation of this thread; None if torch is silent."""
-    get = getattr(torch._C._autograd, "_get_sequence_nr", None)
-    return None if get is None else int(get())
-
-
 def cut_graphs(since: int | None) -> None:
-    """Detach every tensor that was computed since a :func:`sequence_number`.
+    """Detach every tensor that was computed since an :func:`autograd_sequence_number`.
 
     A user's variables (the loss, the model's output) outlive a failed pass and hold its graph and
-    so all its activations, while the next try needs that memory. The graph is of no use any more:
-    its backward pass has failed or never started.
+    so all its activations, which are of no use any more.
     """
     if since is None:
         return
@@ -282,27 +272,40 @@ def _learn_changes(watched: _Watched, first: list[_FirstCopy] | None) -> None:
 
 
 def _copy_changing(watched: _Watched) -> None:
-    """Copies of the buffers that are known to change, into the memory of the last copies."""
+    """Copy the buffers that are known to change, into the memory of the last copies."""
     sources = [tensor for b in watched.changing or () if (tensor := b.now()) is not None]
     copies = watched.copies
     is_same = len(copies) == len(sources) and all(
         copy.shape == source.shape and copy.dtype == source.dtype and copy.device == source.device
         for copy, source in zip(copies, sources, strict=True)
     )
-    if not is_same:
+    if is_same:
+        copy_all(copies, sources)
+    else:
         watched.copies = [source.detach().clone() for source in sources]
-    elif sources:
-        with torch.no_grad():
-            # few launches for any number of buffers
-            torch._foreach_copy_(copies, sources)
+
+
+@torch.no_grad()
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy each source into its target: one kernel for all of a device and number format.
+
+    A list of mixed formats would take torch's slow path, a kernel for each tensor.
+    """
+    groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        key = target.device, target.dtype, source.device, source.dtype
+        group = groups.setdefault(key, ([], []))
+        group[0].append(target)
+        group[1].append(source)
+    for group in groups.values():
+        torch._foreach_copy_(*group)
 
 
 def _restore(watched: _Watched, first: list[_FirstCopy] | None) -> None:
     for copy in first or ():
         copy.restore()
     changing = [tensor for b in watched.changing or () if (tensor := b.now()) is not None]
-    for tensor, values in zip(changing, watched.copies, strict=True):
-        tensor.copy_(values)
+    copy_all(changing, watched.copies)
     for buffer, version in watched.steady:
         tensor = buffer.now()
         if tensor is not None and tensor._version != version:

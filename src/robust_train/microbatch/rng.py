@@ -19,10 +19,7 @@ def seed_everything(seed: int) -> None:
 
 
 def seed_rank(seed: int, step: int, rank: int) -> None:
-    """Have each rank but the first draw numbers of its own from step ``step`` on.
-
-    A checkpoint holds the state of the first; the others' follow from where the run is.
-    """
+    """Have each rank but the first, whose state a checkpoint holds, draw numbers of its own."""
     if rank:
         seed_everything((seed * 1_000_003 + step * 1009 + rank) % 2**63)
 
@@ -57,7 +54,8 @@ def restore_rng(state: Mapping[str, Any], device: torch.device) -> None:
 class GeneratorStates:
     """The states at this moment, to go back to within this process.
 
-    Taken before every optimizer step, so nothing is converted; of the GPUs only the current one.
+    Taken before every optimizer step, so nothing is converted. Of all GPUs, whichever the model is
+    on: a generator's state lies on the host, and reading it makes no CUDA context.
     """
 
     def __init__(self) -> None:
@@ -65,10 +63,9 @@ class GeneratorStates:
         self._torch = torch.get_rng_state()
         numpy = sys.modules.get("numpy")
         self._numpy = None if numpy is None else numpy.random.get_state()
-        self._cuda: tuple[int, torch.Tensor] | None = None
+        self._cuda: list[torch.Tensor] = []
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            index = torch.cuda.current_device()
-            self._cuda = index, torch.cuda.get_rng_state(index)
+            self._cuda = torch.cuda.get_rng_state_all()
 
     def restore(self) -> None:
         """Set the generators back."""
@@ -76,6 +73,5 @@ class GeneratorStates:
         torch.set_rng_state(self._torch)
         if self._numpy is not None:
             sys.modules["numpy"].random.set_state(self._numpy)
-        if self._cuda is not None:
-            index, state = self._cuda
-            torch.cuda.set_rng_state(state, index)
+        if self._cuda:
+            torch.cuda.set_rng_state_all(self._cuda)

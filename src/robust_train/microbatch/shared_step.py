@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
-from robust_train.microbatch import ranks
-from robust_train.microbatch.ranks import Ranks, State, Told, Verdict
+from robust_train.microbatch import ranks, replicas
+from robust_train.microbatch.ranks import Agreement, RankReport, Ranks, State
+from robust_train.microbatch.replicas import Replica
 from robust_train.microbatch.size import MicroBatchSize
 from robust_train.values import Failure
 
@@ -21,21 +22,21 @@ class SharedStep:
 
     Attributes:
         group: the ranks, None for one alone.
-        models: those whose gradients are shared.
+        replicas: the models whose gradients are shared.
         parameters: what is trained in them.
-        verdict: the last one that was agreed on.
+        agreement: the last one.
         items: this rank's.
     """
 
     group: Ranks | None = None
-    models: Sequence[DistributedDataParallel] = ()
+    replicas: Sequence[Replica] = ()
     parameters: Sequence[nn.Parameter] = ()
-    verdict: Verdict | None = None
+    agreement: Agreement | None = None
     items: float = 0.0
 
     @classmethod
     def begin(cls, models: Iterable[nn.Module]) -> SharedStep:
-        """The step of this process, with the others if there are any.
+        """Return the step of this process, with the other ranks if there are any.
 
         Raises:
             UserError: a model that cannot be split here.
@@ -43,27 +44,21 @@ class SharedStep:
         group = ranks.here()
         if group is None:
             return cls()
-        models = list(models)
-        group.check(models)
-        replicas = ranks.replicas(models)
-        return cls(group, replicas, ranks.shared_parameters(replicas))
+        found = group.replicas.of(models)
+        return cls(group, found, replicas.shared_parameters(found))
 
-    @contextlib.contextmanager
-    def without_collectives(self) -> Iterator[None]:
-        """Within this block the models' passes send nothing."""
-        if not self.models:
-            yield
-            return
-        with ranks.without_collectives(self.models):
-            yield
+    def without_collectives(self) -> AbstractContextManager[None]:
+        """Let the models' passes send nothing within this block."""
+        if not self.replicas:
+            return contextlib.nullcontext()
+        return replicas.without_collectives(self.replicas)
 
     def agree(
         self, size: MicroBatchSize, items: float, failure: Failure | None, failed_size: int
-    ) -> Verdict | None:
-        """Tell the other ranks how this one's parts went, and hear from them; None where there are
-        none."""
+    ) -> Agreement | None:
+        """Exchange with the other ranks how the parts went; None where there are none."""
         state = State.THROUGH if failure is None else State.of(failure.kind, is_exhausted=False)
-        return self._agree(size, items, state, failed_size)
+        return self._exchange(size, items, state, failed_size)
 
     def exhausted(
         self,
@@ -73,30 +68,30 @@ class SharedStep:
         failed_size: int,
         error: Exception,
     ) -> None:
-        """Tell them that this one cannot go on: they end as well, and may save before that."""
+        """Report that this rank cannot go on: the others end as well, and may save before that."""
         state = State.of(failure.kind, is_exhausted=True)
-        if self._agree(size, items, state, failed_size) is not None:
+        if self._exchange(size, items, state, failed_size) is not None:
             error.others_know = True  # type: ignore[attr-defined]
 
     def sum_gradients(self, loss: Tensor | None) -> Tensor | None:
-        """One gradient for all; the mean loss over all ranks' samples."""
-        verdict = self.verdict
-        if verdict is None or not self.parameters or not verdict.items:
+        """Make one gradient for all; return the mean loss over all ranks' samples."""
+        agreed = self.agreement
+        if agreed is None or not self.parameters or not agreed.items:
             return loss
-        share, group = self.items / verdict.items, self.models[0].process_group
-        return ranks.sum_gradients(self.parameters, verdict.has_gradient, share, loss, group)
+        share, group = self.items / agreed.items, self.replicas[0].process_group
+        return replicas.sum_gradients(self.parameters, agreed.has_gradient, share, loss, group)
 
     def share_buffers(self) -> None:
-        """Every rank goes on with the buffers of the first."""
-        ranks.share_buffers(self.models)
+        """Give every rank the buffers of the first."""
+        replicas.share_buffers(self.replicas)
 
-    def _agree(
+    def _exchange(
         self, size: MicroBatchSize, items: float, state: State, failed_size: int
-    ) -> Verdict | None:
+    ) -> Agreement | None:
         if self.group is None:
             return None
         present = tuple(parameter.grad is not None for parameter in self.parameters)
         self.items = items
-        told = Told(state, failed_size, size.current or 0, items, present)
-        self.verdict = self.group.agree(told)
-        return self.verdict
+        report = RankReport(state, failed_size, size.current or 0, items, present)
+        self.agreement = self.group.exchange(report)
+        return self.agreement

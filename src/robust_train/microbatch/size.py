@@ -5,22 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from robust_train.policy.sizes import PolicySettings, next_rung
+from robust_train.policy.sizes import PolicySettings, next_smaller
 
 
 class MicroBatchSize:
     """The size in use, and what is known about others. Samples throughout.
 
-    It shrinks by the launcher's own ladder (:func:`robust_train.policy.sizes.next_rung`): at
-    most half, at least ``min_batch_size``, a divisor of the effective batch where there is one.
+    It shrinks as the launcher's does: at most half, at least ``min_batch_size``, a divisor of the
+    effective batch where there is one.
 
     Args:
         batch_size: to begin with; None for as many as the first batch has.
         min_batch_size: never less.
         gradient_accumulation_steps: for the effective batch, whose divisors are preferred.
-        regrow_after_steps: after so many optimizer steps without running out of memory the next
-            larger size is tried; each time that a size has failed doubles its wait. None or 0:
-            never.
+        regrow_after_steps: steps without running out of memory after which the next larger size
+            is tried; each failure of a size doubles its wait. None or 0: never.
     """
 
     def __init__(
@@ -48,13 +47,9 @@ class MicroBatchSize:
         return samples if self.current is None else min(self.current, samples)
 
     def begin_at(self, size: int | None) -> None:
-        """Use what probes have found to fit, from the first step on. It never grows beyond that.
-
-        None (nothing fits) leaves all as it is.
-        """
-        if size is None:
-            return
-        self.current = self._found = self._limit = size
+        """Use what probes have found to fit, and never more; None changes nothing."""
+        if size is not None:
+            self.current = self._found = self._limit = size
 
     @property
     def tried(self) -> tuple[int, ...]:
@@ -71,7 +66,7 @@ class MicroBatchSize:
             gradient_accumulation_steps=self._accumulation,
             min_batch_size=self._min,
         )
-        return next_rung(settings, failed)[0]
+        return next_smaller(settings, failed)[0]
 
     def failed_at(self, size: int) -> None:
         """Memory ran out with parts of ``size`` samples: use the next smaller size, if any."""
@@ -82,10 +77,7 @@ class MicroBatchSize:
             self.current = smaller
 
     def shrink(self) -> tuple[int, int] | None:
-        """Use the next smaller size, if any, because somebody wishes it: (from, to).
-
-        The size does not grow beyond that by itself any more.
-        """
+        """Use the next smaller size on request, and never more again: (from, to), or None."""
         before = min(self.current or self._largest_batch, self._largest_batch) or self.current
         smaller = None if before is None else self.smaller_than(before)
         if before is None or smaller is None:
@@ -98,9 +90,9 @@ class MicroBatchSize:
         """Take over what several ranks have agreed on.
 
         Args:
-            size: no more than so many samples in a part from now on; None: the whole batch.
+            size: most samples in a part from now on; None: the whole batch.
             failed: the size at which memory ran out on some rank, 0 where it did not.
-            is_known: that was here, and :meth:`failed_at` has been told.
+            is_known: that was here, and :meth:`failed_at` was called.
         """
         if failed and not is_known:
             self._failures[failed] = self._failures.get(failed, 0) + 1
@@ -112,7 +104,7 @@ class MicroBatchSize:
                 self._clean_steps = 0
 
     def step_done(self) -> tuple[int, int] | None:
-        """An optimizer step went through. Returns (from, to) if the size grows for the next one."""
+        """Count an optimizer step; return (from, to) if the size grows for the next one."""
         if not self._regrow_after or self.current is None:
             return None
         self._clean_steps += 1
@@ -140,10 +132,8 @@ class MicroBatchSize:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state` gave, unless another size was asked for since.
-
-        What probes had found is asked for by its number afterwards.
-        """
+        """Take over :meth:`state`'s result, unless another size was requested since."""
+        # what probes had found is requested by its number afterwards
         if self._requested not in (state["requested"], state.get("found")):
             return
         self.current = state["current"]

@@ -56,11 +56,10 @@ def length_of(batch: Any) -> int:
 def part_of(batch: Any, start: int, stop: int) -> Any:
     """The samples from ``start`` up to, without, ``stop``, in the same structure as ``batch``.
 
-    Tensors and arrays with a first dimension are sliced, which copies nothing; mappings, tuples,
-    namedtuples and dataclasses are rebuilt around their parts. A list is walked if it holds tensors
-    or arrays, as loaders make of tuples, else it is sliced as a list of samples. Numbers, strings,
-    None and tensors without dimensions go along as they are. A list with one tensor for each sample
-    looks the same as a loader's: for that give functions of your own.
+    Tensors and arrays are sliced, which copies nothing; mappings, tuples and dataclasses are built
+    anew around their parts. A list that holds tensors or arrays, as loaders make of tuples, is
+    walked, any other is sliced as a list of samples. The rest goes along as it is. A list with one
+    tensor for each sample looks the same as a loader's: for that give functions of your own.
     """
     if _is_array(batch):
         return batch[start:stop] if _rank(batch) else batch

@@ -57,7 +57,7 @@ class AsOnCuda(TorchFunctionMode):
 class FakeTracker(StorageTracker):  # type: ignore[no-untyped-call]
     """Counts what fake tensors on the CPU stand for.
 
-    No value is computed, so questions for one get an answer that no size depends on.
+    No value is computed, so whoever reads one gets a value that no size depends on.
 
     Args:
         on_cuda: they stand for tensors on a GPU, and sizes are those of its allocator.
@@ -76,7 +76,7 @@ class FakeTracker(StorageTracker):  # type: ignore[no-untyped-call]
         if func is torch.ops.aten._local_scalar_dense.default:
             return 1.0
         if func is torch.ops.aten.equal.default:
-            # the trainer asks which buffers a step has changed: running statistics, not indices
+            # the trainer looks for buffers that a step has changed: running statistics, not indices
             return not args[0].is_floating_point()
         return super().__torch_dispatch__(func, types, args, kwargs)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from robust_train.batch.search import Line
 from robust_train.gpu.footprint import CACHE_FACTOR, footprint
 from robust_train.values import GIB, MIB
 
@@ -29,7 +31,7 @@ class Peak:
     Attributes:
         batch_size: micro-batch, samples.
         accumulates: the step has more than one micro-batch.
-        tensors_bytes: of tensors, and of what kernels hold while they run.
+        tensors_bytes: of tensors, and of kernels while they run.
         parts: the same by category at that moment.
     """
 
@@ -40,17 +42,17 @@ class Peak:
 
     @property
     def allocated_bytes(self) -> int:
-        """What ``torch.cuda.max_memory_allocated`` will tell: tensors and cuBLAS's workspaces."""
+        """Return the expected ``torch.cuda.max_memory_allocated``, cuBLAS's workspaces included."""
         return self.tensors_bytes + WORKSPACE_BYTES
 
     @property
     def gpu_bytes(self) -> int:
-        """What must be free on a GPU, the context and the allocator's cache included."""
+        """Return what must be free on a GPU, the context and the allocator's cache included."""
         return footprint(self.allocated_bytes)
 
 
 def fits(peak: Peak, free_bytes: int, total_bytes: int, fraction: float) -> bool:
-    """Whether a step goes through on a GPU.
+    """Return whether a step fits on a GPU.
 
     Args:
         peak: of the step.
@@ -65,11 +67,11 @@ def fits(peak: Peak, free_bytes: int, total_bytes: int, fraction: float) -> bool
 def largest_batch(
     predict: Callable[[int], Peak], does_fit: Callable[[Peak], bool], near: int
 ) -> int | None:
-    """The largest micro-batch that fits, None where a single sample does not.
+    """Return the largest micro-batch that fits, None where a single sample does not.
 
-    Memory is near-affine in the batch, so the line through two predictions says where to look. The
-    answer is always a size that was predicted itself and found to fit; the next one does not fit by
-    a prediction of its own or by the line through this one.
+    Memory is near-affine in the batch, so the line through two predictions says which size to try.
+    The result is always a size that was predicted itself and found to fit; the next one does not
+    fit by a prediction of its own or by the line through this one.
 
     Args:
         predict: the peak of a size; called about three times.
@@ -77,47 +79,27 @@ def largest_batch(
         near: where to begin: this size and twice as much.
     """
     below, above = predict(near), predict(2 * near)
-    low = next((peak for peak in (above, below) if does_fit(peak)), None)
-    high = next((peak for peak in (below, above) if not does_fit(peak)), None)
+    low = next((peak.batch_size for peak in (above, below) if does_fit(peak)), 0)
+    high = next((p.batch_size for p in (below, above) if not does_fit(p)), LARGEST_BATCH + 1)
     for _ in range(_MOST_TRIES):
-        least = 0 if low is None else low.batch_size
-        most = LARGEST_BATCH if high is None else high.batch_size - 1
-        guess = _last_on_line(below, above, does_fit, least, most)
-        if guess == 0 and most:
-            # the line may be wrong about the smallest
-            guess = 1
-        if guess == least:
+        line = Line.through(*((p.batch_size, p.tensors_bytes) for p in (below, above)))
+
+        def is_too_large(size: int, line: Line = line, like: Peak = above) -> bool:
+            return not does_fit(replace(like, tensors_bytes=round(line.at(size))))
+
+        # the line may be wrong about the smallest
+        sizes = range(low + 1, high)
+        guess = low + bisect_left(sizes, True, key=is_too_large) or min(1, len(sizes))
+        if guess == low:
             break
         tried = predict(guess)
-        if does_fit(tried):
-            low = tried
-        else:
-            high = tried
+        low, high = (guess, high) if does_fit(tried) else (low, guess)
         # the line goes through the newest and the known size nearest to it
         nearest = min((below, above), key=lambda peak: abs(peak.batch_size - guess))
         below, above = sorted((nearest, tried), key=lambda peak: peak.batch_size)
-    return None if low is None else low.batch_size
-
-
-def _last_on_line(
-    below: Peak, above: Peak, does_fit: Callable[[Peak], bool], least: int, most: int
-) -> int:
-    """The last size from ``least`` to ``most`` that fits by the line through two peaks."""
-    slope = (above.tensors_bytes - below.tensors_bytes) / (above.batch_size - below.batch_size)
-
-    def on_line(size: int) -> Peak:
-        tensors = above.tensors_bytes + round(slope * (size - above.batch_size))
-        return Peak(size, above.accumulates, tensors, {})
-
-    while least < most:
-        middle = (least + most + 1) // 2
-        if does_fit(on_line(middle)):
-            least = middle
-        else:
-            most = middle - 1
-    return least
+    return low or None
 
 
 def error_percent(predicted: int, measured: int) -> float:
-    """How far a prediction is off what was measured, in percent of that; positive: too high."""
+    """Return the error of a prediction in percent of what was measured; positive: too high."""
     return 100 * (predicted / measured - 1)

@@ -25,7 +25,7 @@ class GpuRoom:
     """A GPU and what a new job can count on there.
 
     Attributes:
-        gpu: as NVML tells of it.
+        gpu: as NVML reports it.
         usable_bytes: free, less what others have reserved and not taken yet; 0 where no new job
             may start now.
         why_not: in that case the reason.

@@ -48,7 +48,7 @@ class Row:
 
     @property
     def error_percent(self) -> float | None:
-        """How far the prediction is off, None where nothing was measured."""
+        """Return the prediction's error, None where nothing was measured."""
         if self.measured is None:
             return None
         return error_percent(self.peak.allocated_bytes, self.measured.peak_bytes)
@@ -99,12 +99,12 @@ class MemoryPlan:
 
     @property
     def mean_error_percent(self) -> float | None:
-        """Mean of the rows' errors, their signs dropped; None where nothing was measured."""
+        """Return the mean of the rows' absolute errors; None where nothing was measured."""
         errors = [abs(row.error_percent) for row in self.rows if row.error_percent is not None]
         return sum(errors) / len(errors) if errors else None
 
     def as_json(self) -> dict[str, Any]:
-        """The plan in JSON's types; sizes are bytes."""
+        """Return the plan in JSON's types; sizes are bytes."""
         return {
             "schema": SCHEMA,
             "model": self.model,
@@ -169,7 +169,7 @@ def plan_memory(
     if target != BUILT_IN:
         raise ConfigError(
             f"trainer._target_={target}: only the built-in trainer can be planned; a short run of "
-            "yours tells its peak as peak_memory_bytes in summary.json"
+            "yours leaves its peak as peak_memory_bytes in summary.json"
         )
     predict = _predictor(cfg)
     truth = find_truth(cfg, map(Path, ROOTS if runs is None else runs))
@@ -233,7 +233,7 @@ def _predictor(cfg: DictConfig) -> Callable[[int, bool], Peak]:
 
 
 def _accumulates(cfg: DictConfig, batch_size: int) -> bool:
-    """Whether the launcher would make a step of several such micro-batches."""
+    """Return whether the launcher would make a step of several such micro-batches."""
     training = cfg.training
     if not cfg.preserve_effective_batch_size or batch_size > training.batch_size:
         return bool(training.gradient_accumulation_steps > 1)

@@ -31,7 +31,7 @@ from robust_train.planning.tracker import (
     StorageTracker,
 )
 from robust_train.vision.batches import Batch
-from robust_train.vision.data import shape_of_data
+from robust_train.vision.datasets import shape_of_data
 from robust_train.vision.images import ImageSpec
 from robust_train.vision.models import (
     BuiltModel,
@@ -39,10 +39,9 @@ from robust_train.vision.models import (
     enable_gradient_checkpointing,
     set_train_mode,
 )
-from robust_train.vision.precision import Precision
 from robust_train.vision.prepare import check_config
 from robust_train.vision.schedule import make_optimizer
-from robust_train.vision.step import accumulate_gradients, apply_gradients
+from robust_train.vision.step import Precision, accumulate_gradients, apply_gradients
 
 _CPU = torch.device("cpu")
 _WARM_UP = 2  # samples; BatchNorm may refuse a single one
@@ -140,9 +139,11 @@ class StepPredictor:
             )
 
     def _watch(self) -> None:
-        """Tell activations and gradients apart from what only passes by, and let modules compute as
-        on a GPU. Every module has to be watched, not the model alone: a backward pass recomputes
-        single ones, and torch runs it with modes for functions put aside."""
+        """Label activations and gradients, and let modules compute as on a GPU.
+
+        Every module has its hooks, not the model alone: a backward pass recomputes single modules,
+        and torch runs it without the modes for functions.
+        """
         tracker = self._tracker
         open_modes: list[ExitStack] = []
 
@@ -171,7 +172,7 @@ class StepPredictor:
 
 
 class _FakeSamples:
-    """The samples of a step, which are on the device as soon as they are asked for."""
+    """The samples of a step, which are on the device once they are read."""
 
     def __init__(self, samples: int, images: ImageSpec, tracker: StorageTracker) -> None:
         self._samples = samples
@@ -197,12 +198,7 @@ def _build(cfg: DictConfig) -> BuiltModel:
     shape = shape_of_data(cfg.dataset)
 
     def build() -> BuiltModel:
-        return build_model(
-            model,
-            num_classes=shape.num_classes,
-            native_size=shape.size,
-            native_channels=shape.channels,
-        )
+        return build_model(model, shape)
 
     try:
         with _what_modules_have_on_meta():

@@ -24,7 +24,7 @@ Scratch = Callable[[Any, tuple[Any, ...], Any], int]
 
 
 def no_scratch(operation: Any, arguments: tuple[Any, ...], result: Any) -> int:
-    """For devices whose operations are not known to allocate beside their results."""
+    """Return 0: for devices whose operations are not known to allocate beside their results."""
     return 0
 
 
@@ -33,12 +33,12 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Views share a storage, which counts once; it stops counting when its last tensor is gone,
     autograd's saved tensors included. What existed before has to be named with :meth:`label`.
-    torch's own ``MemTracker`` does the like, but imports torch.distributed, wants hooks on every
-    module and has no place for what kernels use.
+    torch's own ``MemTracker`` is similar, but imports torch.distributed, needs hooks on every
+    module and cannot count what kernels use.
 
     Args:
         block_bytes: sizes are rounded up to it. CUDA's caching allocator hands out 512
-            (``kMinBlockSize``); 1 counts what was asked for.
+            (``kMinBlockSize``); 1 counts what was requested.
         scratch: what operations allocate beside their results.
 
     Attributes:

@@ -1,14 +1,15 @@
-"""What a decision looks at, and the GPUs of an attempt as a group. Pure."""
+"""What a rule may look at after a failure."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from robust_train.policy.sizes import PolicySettings, at_micro_batch
+from robust_train.policy.sizes import PolicySettings, with_accumulation
 from robust_train.values import (
     Attempt,
     AttemptSpec,
+    Clue,
     Evidence,
     Failure,
     FailureKind,
@@ -17,79 +18,134 @@ from robust_train.values import (
     gpus_of,
 )
 
+_BEFORE_TRAINING = (Clue.IMPORT, Clue.MODEL)
+
 
 @dataclass(frozen=True)
-class Case:
-    """All that a rule may look at: settings, every attempt so far, and the GPUs now, best first."""
+class FailureContext:
+    """A failure and all that happened before it.
+
+    Attributes:
+        settings: what the user asked for.
+        history: every attempt so far; the last one has failed.
+        gpus: those that could be taken now, best first, the job's own included.
+        held: those that the job may use, but others have them now.
+    """
 
     settings: PolicySettings
     history: tuple[Attempt, ...]
     gpus: tuple[GpuInfo, ...]
+    held: tuple[GpuInfo, ...] = ()
+
+    @property
+    def attempt(self) -> Attempt:
+        """The attempt that failed."""
+        return self.history[-1]
 
     @property
     def last(self) -> AttemptSpec:
-        """What the attempt that just failed was using when it failed.
-
-        A trainer that splits its batches further by itself tells; then the next attempt need not
-        find that size out again.
-        """
-        attempt = self.history[-1]
-        reached = attempt.outcome.micro_batch
-        if reached is None or reached >= attempt.spec.batch_size:
-            return attempt.spec
-        batch_size, accumulation = at_micro_batch(self.sizes, reached)
-        return replace(
-            attempt.spec, batch_size=batch_size, gradient_accumulation_steps=accumulation
-        )
+        """What the attempt used when it failed; a trainer may have split its batches further."""
+        spec, reached = self.attempt.spec, self.attempt.outcome.micro_batch
+        if reached is None or reached >= spec.batch_size:
+            return spec
+        batch_size, accumulation = with_accumulation(self.sizes, reached)
+        return replace(spec, batch_size=batch_size, gradient_accumulation_steps=accumulation)
 
     @property
     def sizes(self) -> PolicySettings:
         """The settings as they are for the ranks of the attempt that failed."""
-        return self.settings.for_ranks(self.history[-1].spec.ranks)
-
-    @property
-    def failed_gpus(self) -> Group:
-        """The GPU on which it failed; all of the attempt's where that is not known."""
-        return failed_gpus(self.history[-1])
-
-    def new_in(self, group: Group) -> Group:
-        """The GPUs of ``group`` that the attempt did not have."""
-        return tuple(gpu for gpu in group if gpu not in self.last.gpus)
+        return self.settings.for_ranks(self.attempt.spec.ranks)
 
     @property
     def failure(self) -> Failure:
         """Why it failed."""
-        failure = self.history[-1].outcome.failure
+        failure = self.attempt.outcome.failure
         assert failure is not None, "a completed attempt needs no decision"
         return failure
 
     @property
     def evidence(self) -> Evidence:
-        """The figures of the failure."""
+        """What is known about the failure."""
         return self.failure.evidence
+
+    @property
+    def failed_gpus(self) -> Group:
+        """The GPU on which it failed; all of the attempt's where that is not known."""
+        return failed_gpus(self.attempt)
+
+    @property
+    def gpus_are_available(self) -> bool:
+        """Whether the GPUs on which it failed could be taken again now."""
+        usable = {gpu.uuid for gpu in self.gpus if gpu.unusable is None}
+        return bool(self.last.gpus) and usable.issuperset(uuids(self.failed_gpus))
+
+    @property
+    def failed_before_training(self) -> bool:
+        """Whether it certainly failed before the first step, so that the batch is no matter.
+
+        Of a trainer that reports nothing only the stack tells.
+        """
+        outcome = self.attempt.outcome
+        if (
+            outcome.began_training
+            or outcome.end_step is not None
+            or outcome.micro_batch is not None
+        ):
+            return False
+        return (
+            self.evidence.clue in _BEFORE_TRAINING
+            or self.settings.reports_start
+            or any(attempt.outcome.began_training for attempt in self.history)
+        )
 
     @property
     def tried_devices(self) -> frozenset[str]:
         """UUIDs of the GPUs that have had an attempt, and ``cpu`` if it has."""
-        used = (attempt.spec.gpus for attempt in self.history)
-        return frozenset(gpu.uuid for group in used for gpu in group) | {
-            attempt.spec.device_key for attempt in self.history if not attempt.spec.gpus
-        }
+        return frozenset(key for a in self.history for key in uuids(a.spec.gpus) or ("cpu",))
 
     @property
     def smaller_batches_tried_here(self) -> int:
         """How often a failure reduced the micro-batch on the device that failed last."""
-        sizes = {
+        here = {
             a.spec.batch_size
             for a in self.history
             if a.spec.device_key == self.last.device_key and a.outcome.stopped_for is None
         }
-        return len(sizes) - 1
+        return len(here) - 1
 
-    def failures_of(self, kind: FailureKind) -> int:
-        """How many attempts failed in this way."""
-        outcomes = (attempt.outcome for attempt in self.history)
-        return sum(o.failure is not None and o.failure.kind is kind for o in outcomes)
+    @property
+    def failures_without_progress(self) -> int:
+        """How many attempts failed in this way since the job last resumed from a later step."""
+        resumed, count = -1, 0
+        for attempt in self.history:
+            if attempt.outcome.start_step > resumed:
+                resumed, count = attempt.outcome.start_step, 0
+            failure = attempt.outcome.failure
+            count += failure is not None and failure.kind is self.failure.kind
+        return count
+
+    def earlier_at_same_step(self) -> Iterable[Attempt]:
+        """The attempts before that failed in the same way at the same step."""
+        for earlier in self.history[:-1]:
+            outcome = earlier.outcome
+            if outcome.failure is None or outcome.failure.kind is not self.failure.kind:
+                continue
+            if outcome.end_step == self.attempt.outcome.end_step:
+                yield earlier
+
+    def faulty(self) -> tuple[str, ...]:
+        """UUIDs of the GPUs that had a fault in this job."""
+        faults = (
+            attempt
+            for attempt in self.history
+            if attempt.outcome.failure is not None
+            and attempt.outcome.failure.kind is FailureKind.DEVICE_FAULT
+        )
+        return tuple(dict.fromkeys(uuid for a in faults for uuid in uuids(failed_gpus(a))))
+
+    def new_in(self, group: Group) -> Group:
+        """The GPUs of ``group`` that the attempt did not have."""
+        return tuple(gpu for gpu in group if gpu not in self.last.gpus)
 
 
 def failed_gpus(attempt: Attempt) -> Group:
@@ -99,7 +155,7 @@ def failed_gpus(attempt: Attempt) -> Group:
 
 
 def exchanged(group: Group, leaving: Group, offers: Sequence[GpuInfo]) -> Group | None:
-    """``group`` with the best of ``offers`` in the places of those that leave; None if too few."""
+    """``group`` with the best of ``offers`` in place of those that leave; None if too few."""
     if len(offers) < len(leaving):
         return None
     best = iter(offers)

@@ -1,19 +1,17 @@
 """What to do after an attempt failed: a pure function from settings, history and GPUs.
 
-:func:`decide` looks the failure's kind up in :data:`REMEDIES` and takes the first rule that has
-something to offer. The rules live in
-:mod:`robust_train.policy.remedies`; adding a remedy is adding a rule to the table.
+:func:`decide` takes the first rule of the failure's row in :data:`REMEDIES` that has something to
+offer. To add a remedy, add a rule to :mod:`robust_train.policy.remedies` and name it in the table.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from robust_train.errors import AttemptsExhausted
-from robust_train.policy.context import Case
+from robust_train.policy.context import FailureContext
 from robust_train.policy.remedies import (
     Rule,
-    back_in_line,
+    busy_gpu_again,
     cpu_fallback,
     expandable_segments,
     fewer_workers,
@@ -22,14 +20,20 @@ from robust_train.policy.remedies import (
     other_gpu,
     room_taken_by_others,
     same_again,
-    same_failure_elsewhere,
+    same_fault_elsewhere,
+    same_gpu_again,
+    second_opinion,
     switch_gpu,
+    wait_for_other_gpu,
+    wait_for_turn,
+    without_expandable_segments,
 )
-from robust_train.policy.sizes import PolicySettings, ladder, next_rung
+from robust_train.policy.sizes import PolicySettings
 from robust_train.values import (
     MEMORY_FAILURES,
     Attempt,
     AttemptSpec,
+    Clue,
     Decision,
     FailureKind,
     GiveUp,
@@ -37,39 +41,32 @@ from robust_train.values import (
     Group,
 )
 
-__all__ = [
-    "REMEDIES",
-    "AttemptsExhausted",
-    "PolicySettings",
-    "decide",
-    "decide_as_asked",
-    "first_attempt",
-    "ladder",
-    "next_rung",
-]
-
-
 REMEDIES: dict[FailureKind, tuple[Rule, ...]] = {
     FailureKind.DEVICE_OOM: (
         room_taken_by_others,
         expandable_segments,
         halve_batch,
         switch_gpu,
+        second_opinion,
         cpu_fallback,
     ),
     FailureKind.HOST_OOM: (fewer_workers, halve_batch),
     FailureKind.WORKER_DEATH: (fewer_workers,),
-    FailureKind.DEVICE_FAULT: (other_gpu, cpu_fallback),
-    FailureKind.DEVICE_UNAVAILABLE: (other_gpu, back_in_line, cpu_fallback),
+    FailureKind.DEVICE_FAULT: (
+        without_expandable_segments,
+        same_gpu_again,
+        other_gpu,
+        wait_for_other_gpu,
+        cpu_fallback,
+    ),
+    FailureKind.DEVICE_UNAVAILABLE: (busy_gpu_again, other_gpu, wait_for_turn, cpu_fallback),
     FailureKind.COMM: (same_again,),
 }
 """What to try for each kind of failure, in order. A kind that is absent is never retried."""
 
-_BLAMED_ON_THE_DEVICE = frozenset({FailureKind.DEVICE_FAULT, FailureKind.COMM})
-
 
 def first_attempt(settings: PolicySettings, gpus: Group) -> AttemptSpec:
-    """The requested batch on the GPUs that were found, or the CPU."""
+    """Return the requested batch on the GPUs that were found, or on the CPU."""
     settings = settings.for_ranks(len(gpus) or settings.cpu_ranks)
     return AttemptSpec(
         gpus=gpus,
@@ -83,53 +80,68 @@ def first_attempt(settings: PolicySettings, gpus: Group) -> AttemptSpec:
 
 
 def decide(
-    settings: PolicySettings, history: tuple[Attempt, ...], gpus: tuple[GpuInfo, ...]
+    settings: PolicySettings,
+    history: tuple[Attempt, ...],
+    gpus: tuple[GpuInfo, ...],
+    held: tuple[GpuInfo, ...] = (),
 ) -> Decision:
     """Choose the next attempt, or give up.
 
-    A retry that has to wait for room carries in ``otherwise`` what to do if the waiting is in vain.
+    A retry that has to wait for room carries in ``otherwise`` what to do if the wait is in vain.
 
     Args:
         settings: what the user asked for.
         history: every attempt so far; the last one has failed.
         gpus: the GPUs that could be taken now, best first; empty where there are none.
+        held: GPUs that the job may use, but that others have now.
     """
-    case = Case(settings, history, gpus)
-    if case.failure.kind in _BLAMED_ON_THE_DEVICE:
-        not_the_device = same_failure_elsewhere(case)
+    context = FailureContext(settings, history, gpus, held)
+    if context.failure.kind is FailureKind.DEVICE_FAULT:
+        not_the_device = same_fault_elsewhere(context)
         if not_the_device is not None:
             return GiveUp(not_the_device)
-    return _first_remedy(case, REMEDIES.get(case.failure.kind, ()))
+    return _first_remedy(context, REMEDIES.get(context.failure.kind, ()))
 
 
-def decide_as_asked(settings: PolicySettings, history: tuple[Attempt, ...]) -> Decision:
-    """What to do after an attempt was stopped because its user wants the batch halved."""
-    return halve_batch_on_request(Case(settings, history, ()))
+def decide_on_request(settings: PolicySettings, history: tuple[Attempt, ...]) -> Decision:
+    """Return what comes after an attempt that stopped because its user wants the batch halved."""
+    return halve_batch_on_request(FailureContext(settings, history, ()))
 
 
-def _first_remedy(case: Case, rules: tuple[Rule, ...]) -> Decision:
+def _first_remedy(context: FailureContext, rules: tuple[Rule, ...]) -> Decision:
     for number, rule in enumerate(rules, start=1):
-        retry = rule(case)
+        retry = rule(context)
         if retry is None:
             continue
         if retry.room is not None:
-            return replace(retry, otherwise=_first_remedy(case, rules[number:]))
+            return replace(retry, otherwise=_first_remedy(context, rules[number:]))
         return retry
-    return GiveUp(_why_give_up(case))
+    return GiveUp(_why_give_up(context))
 
 
-def _why_give_up(case: Case) -> str:
+def _why_give_up(context: FailureContext) -> str:
     """One sentence: what failed, and with what it was tried."""
-    kind, message = case.failure.kind, case.failure.message
+    kind, message, settings = context.failure.kind, context.failure.message, context.settings
     if kind not in REMEDIES:
-        return f"{kind.value} is not retried: {message}"
+        rank = context.failure.rank
+        return message if rank is None else f"{message} (rank {rank})"
+    if kind in MEMORY_FAILURES and context.failed_before_training:
+        if context.evidence.clue == Clue.IMPORT:
+            return f"out of memory while a module was imported; the batch is no matter: {message}"
+        return (
+            "out of memory before the first step: model, optimizer and data do not fit, and a "
+            f"smaller batch does not help: {message}"
+        )
+    if kind is FailureKind.COMM:
+        count = context.failures_without_progress
+        return f"network failure, {count} attempts without progress: giving up ({message})"
     tried: dict[str, list[str]] = {}
-    for attempt in case.history:
+    for attempt in context.history:
         size, reached = str(attempt.spec.batch_size), attempt.outcome.micro_batch
-        sizes = size if reached is None else f"{size} down to {reached}"
-        tried.setdefault(attempt.spec.device, []).append(sizes)
+        reached_size = size if reached is None else f"{size} down to {reached}"
+        tried.setdefault(attempt.spec.device, []).append(reached_size)
     listed = "; ".join(f"{device} at micro-batch {', '.join(b)}" for device, b in tried.items())
     if kind in MEMORY_FAILURES:
-        hint = "" if case.settings.allow_cpu_fallback else " (allow_cpu_fallback is false)"
+        hint = "" if settings.allow_cpu_fallback else " (allow_cpu_fallback is false)"
         return f"out of memory on every device that may be used: {listed}{hint}"
     return f"{kind.value} again after everything that may help ({listed}): {message}"

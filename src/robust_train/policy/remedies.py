@@ -1,148 +1,133 @@
-"""What may help after a failure: one pure rule for each remedy, from a case to a retry or None."""
+"""What may help after a failure: one rule a remedy, from the context to a retry or None."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
 
-from robust_train.policy.context import Case, exchanged, failed_gpus, uuids
-from robust_train.policy.sizes import PolicySettings, ladder, next_rung
+from robust_train.policy.context import FailureContext, exchanged, failed_gpus, uuids
+from robust_train.policy.sizes import PolicySettings, largest_up_to, next_smaller
+from robust_train.policy.unhealthy import is_hardware_fault
 from robust_train.values import (
     MIB,
+    Attempt,
     AttemptSpec,
-    Evidence,
+    Clue,
     FailureKind,
     GpuInfo,
+    Group,
     Retry,
     Room,
     device_name,
 )
 
 NOTABLE_BYTES = 256 * MIB
-"""Taken by others, so much is taken for the reason why memory ran out."""
+"""If other processes took at least this many bytes, they are blamed for running out of memory."""
 
-Rule = Callable[[Case], "Retry | None"]
+ALIKE = 0.9
+"""Share of a GPU's free memory that another must have to count as much like it."""
+
+Rule = Callable[[FailureContext], "Retry | None"]
 
 
-def room_taken_by_others(case: Case) -> Retry | None:
-    """Somebody else took the memory: the same batch where there is room, or when there is again."""
-    settings, evidence = case.settings, case.evidence
-    taken = case.history[-1].outcome.taken_by_others_bytes
-    if not case.last.gpus or taken < NOTABLE_BYTES or not _would_have_fitted(evidence, taken):
+# --- memory ---------------------------------------------------------------------------------------
+
+
+def room_taken_by_others(context: FailureContext) -> Retry | None:
+    """Others took the memory: the same batch where there is room, or when there is again."""
+    settings, taken = context.settings, context.attempt.outcome.taken_by_others_bytes
+    if not context.last.gpus or taken < NOTABLE_BYTES or not _would_have_fitted(context, taken):
         return None
-    if _same_tried_here(case) > settings.max_retries:
+    if _tries_of_the_same(context) > settings.max_retries:
         return None
-    needed = case.history[-1].outcome.gpu_free_before_bytes
+    needed = context.attempt.outcome.gpu_free_before_bytes
     assert needed is not None
-    said = f"{_what_failed(case)}, but others took {taken // MIB} MiB of it meanwhile"
-    if settings.may_switch_gpu:
-        offers = [gpu for gpu in _untried(case) if gpu.free_bytes >= needed]
-        group = exchanged(case.last.gpus, case.failed_gpus, offers)
-        if group is not None:
-            least = min(gpu.free_bytes for gpu in case.new_in(group))
-            return Retry(
-                replace(case.last, gpus=group),
-                action="switch_gpu",
-                reason=f"{said}; {device_name(case.new_in(group))} has {least // MIB} MiB free: "
-                "same batch there",
-            )
+    why = f"{_what_failed(context)}, but others took {taken // MIB} MiB of it meanwhile"
+    offers = [gpu for gpu in _untried(context) if gpu.free_bytes >= needed]
+    group = exchanged(context.last.gpus, context.failed_gpus, offers)
+    if group is not None:
+        new = context.new_in(group)
+        free = min(gpu.free_bytes for gpu in new) // MIB
+        reason = f"{why}; {device_name(new)} has {free} MiB free: same batch there"
+        return Retry(replace(context.last, gpus=group), "switch_gpu", reason)
     if not settings.may_wait:
         return None
     return Retry(
-        case.last,
+        context.last,
         action="wait",
-        reason=f"{said}: same batch when {needed // MIB} MiB are free there again",
-        room=Room(uuids(case.failed_gpus), needed),
+        reason=f"{why}: same batch when {needed // MIB} MiB are free there again",
+        room=Room(uuids(context.failed_gpus), needed),
     )
 
 
-def expandable_segments(case: Case) -> Retry | None:
-    """The allocator held enough memory in pieces too small: the same batch without pieces."""
-    last, settings = case.last, case.settings
-    if not last.gpus or last.expandable_segments or not settings.may_use_expandable_segments:
+def expandable_segments(context: FailureContext) -> Retry | None:
+    """The allocator holds enough memory in pieces too small: the same batch without pieces."""
+    last = context.last
+    if not last.gpus or last.expandable_segments or not context.evidence.fragmented:
         return None
-    if not case.evidence.fragmented:
+    if not context.settings.may_use_expandable_segments or _driver_refused_segments(context):
         return None
-    unused = case.evidence.reserved_unallocated_bytes or 0
+    unused = context.evidence.reserved_unallocated_bytes or 0
     return Retry(
         replace(last, expandable_segments=True),
         action="expandable_segments",
-        reason=f"{_what_failed(case)} with {unused // MIB} MiB reserved but unused: fragmentation; "
-        "same batch with expandable segments",
+        reason=f"{_what_failed(context)} with {unused // MIB} MiB reserved but unused: "
+        "fragmentation; same batch with expandable segments",
     )
 
 
-def fewer_workers(case: Case) -> Retry | None:
+def fewer_workers(context: FailureContext) -> Retry | None:
     """Data-loader workers hold memory of their own: half of them, each with less ahead."""
-    last = case.last
-    if last.num_workers == 0:
+    last = context.last
+    if last.num_workers == 0 or context.evidence.clue == Clue.IMPORT:
         return None
     workers, prefetch = last.num_workers // 2, max(last.prefetch_factor // 2, 1)
-    ahead = "" if workers == 0 else f", {last.prefetch_factor} → {prefetch} batches ahead"
+    ahead = f", {last.prefetch_factor} → {prefetch} batches ahead"
     return Retry(
         replace(last, num_workers=workers, prefetch_factor=prefetch),
         action="fewer_workers",
-        reason=f"{_what_failed(case)}: {last.num_workers} → {workers} data-loader workers"
-        + (ahead if prefetch != last.prefetch_factor else ""),
+        reason=f"{_what_failed(context)}: {last.num_workers} → {workers} data-loader workers"
+        + (ahead if workers and prefetch != last.prefetch_factor else ""),
     )
 
 
-def halve_batch(case: Case) -> Retry | None:
-    """Half the micro-batch on the same device, while there is something to halve."""
-    settings, last = case.settings, case.last
-    if last.batch_size <= settings.min_batch_size:
+def halve_batch(context: FailureContext) -> Retry | None:
+    """Half the micro-batch on the same device, while that can help."""
+    settings, last = context.settings, context.last
+    if last.batch_size <= settings.min_batch_size or context.failed_before_training:
         return None
-    is_last = case.smaller_batches_tried_here >= settings.max_retries
+    if _confirmed_by_another_gpu(context):
+        return None
+    is_last = context.smaller_batches_tried_here >= settings.max_retries
     if is_last and not settings.finds_batch_size:
         return None
-    batch_size, accumulation = next_rung(case.sizes, last.batch_size)
-    spec = replace(last, batch_size=batch_size, gradient_accumulation_steps=accumulation)
-    return Retry(
-        spec,
-        action="halve_batch",
-        reason=f"{_what_failed(case)}: micro-batch {last.batch_size} → {batch_size}, "
-        f"accumulation {last.gradient_accumulation_steps} → {accumulation}",
-        warning=_effective_batch_warning(settings, spec),
-    )
+    return _halved(context, "halve_batch", f"{_what_failed(context)}: micro-batch ")
 
 
-def halve_batch_on_request(case: Case) -> Retry:
-    """Half the micro-batch on the same device because the user asks for it, as small as may be."""
-    settings, last = case.settings, case.last
-    spec, size = last, "as small as may be"
-    if last.batch_size > settings.min_batch_size:
-        batch_size, accumulation = next_rung(case.sizes, last.batch_size)
-        spec = replace(last, batch_size=batch_size, gradient_accumulation_steps=accumulation)
-        size = (
-            f"{last.batch_size} → {batch_size}, accumulation "
-            f"{last.gradient_accumulation_steps} → {accumulation}"
-        )
-    return Retry(
-        spec,
-        action="halve_batch_on_request",
-        reason=f"asked for by 'robust-train run halve-batch': micro-batch {size}",
-        warning=_effective_batch_warning(settings, spec),
-    )
+def halve_batch_on_request(context: FailureContext) -> Retry:
+    """Half the micro-batch on the same device because the user asks for it."""
+    action, why = "halve_batch_on_request", "requested by 'robust-train run halve-batch': "
+    if context.last.batch_size <= context.settings.min_batch_size:
+        size = context.last.batch_size
+        return Retry(context.last, action, f"{why}micro-batch {size} is the smallest already")
+    return _halved(context, action, f"{why}micro-batch ")
 
 
-def switch_gpu(case: Case) -> Retry | None:
-    """The best GPU not tried yet, if it offers more memory than the one that failed did.
+def switch_gpu(context: FailureContext) -> Retry | None:
+    """The best GPU not tried yet, if it offers more memory than the one that failed.
 
-    Of several GPUs that share a step all that offer no more than the failed one are exchanged:
+    Of several GPUs that share a step, all that offer no more than the failed one are exchanged:
     the next one of them would run out at the same size.
     """
-    if not case.last.gpus or not case.settings.may_switch_gpu:
-        return None
-    had = min(gpu.free_bytes for gpu in case.failed_gpus)
-    short = tuple(gpu for gpu in case.last.gpus if gpu.free_bytes <= had)
-    offers = [gpu for gpu in _untried(case) if gpu.free_bytes > had]
-    group = exchanged(case.last.gpus, short, offers)
-    if group is None:
+    had, short = _shortest(context)
+    offers = [gpu for gpu in _untried(context) if gpu.free_bytes > had]
+    group = exchanged(context.last.gpus, short, offers)
+    if not group:
         return None
     offered = min(gpu.free_bytes for gpu in group)
-    batch_size, accumulation = _rung_that_should_fit(case, had=had, offered=offered)
+    batch_size, accumulation = _size_that_should_fit(context, had=had, offered=offered)
     spec = replace(
-        case.last,
+        context.last,
         gpus=group,
         batch_size=batch_size,
         gradient_accumulation_steps=accumulation,
@@ -150,134 +135,241 @@ def switch_gpu(case: Case) -> Retry | None:
     return Retry(
         spec,
         action="switch_gpu",
-        reason=f"{_what_failed(case)} at micro-batch {case.last.batch_size}; "
+        reason=f"{_what_failed(context)} at micro-batch {context.last.batch_size}; "
         f"{spec.device} has {offered // MIB} MiB free "
-        f"({had // MIB} were free on {device_name(case.failed_gpus)})",
-        warning=_effective_batch_warning(case.settings, spec),
+        f"({had // MIB} were free on {device_name(context.failed_gpus)})",
+        warning=_effective_batch_warning(context.settings, spec),
     )
 
 
-def other_gpu(case: Case) -> Retry | None:
-    """The same batch on the best GPU not tried yet: this one is sick, or not to be had."""
-    if not case.last.gpus or not case.settings.may_switch_gpu:
-        return None
-    group = exchanged(case.last.gpus, case.failed_gpus, _untried(case))
-    if group is None:
-        return None
-    return Retry(
-        replace(case.last, gpus=group),
-        action="switch_gpu",
-        reason=f"{_what_failed(case)}: same batch on {device_name(case.new_in(group))}; "
-        f"{device_name(case.failed_gpus)} is avoided from now on",
-    )
+def second_opinion(context: FailureContext) -> Retry | None:
+    """Before the CPU, one untried GPU with about as much free memory, at the last size.
 
-
-def back_in_line(case: Case) -> Retry | None:
-    """Somebody else was faster on the GPU: the same batch on the next one that is to be had.
-
-    Only where the GPUs themselves show it, since a device may be unavailable for good as well.
+    An attempt costs a minute, the CPU days. Where memory runs out there at the same step, it is
+    no matter of the GPU, and others like it are not tried.
     """
-    settings, ours = case.settings, uuids(case.last.gpus)
-    if not ours or not settings.may_wait or {gpu.uuid for gpu in case.gpus}.issuperset(ours):
+    had, short = _shortest(context)
+    if _confirmed_by_another_gpu(context):
         return None
-    if case.failures_of(FailureKind.DEVICE_UNAVAILABLE) > settings.max_retries:
+    offers = [gpu for gpu in _untried(context) if gpu.free_bytes >= ALIKE * had]
+    group = exchanged(context.last.gpus, short, offers)
+    if not group:
+        return None
+    new = device_name(context.new_in(group))
+    return Retry(
+        replace(context.last, gpus=group),
+        action="switch_gpu",
+        reason=f"{_what_failed(context)} at micro-batch {context.last.batch_size}: "
+        f"same size once on {new}, which has about as much memory free, before the CPU",
+    )
+
+
+# --- devices --------------------------------------------------------------------------------------
+
+
+def without_expandable_segments(context: FailureContext) -> Retry | None:
+    """WSL2 and some vGPUs fail at the first allocation with them: once without."""
+    last = context.last
+    if not last.gpus or not last.expandable_segments or _has_begun(context.attempt):
+        return None
+    if not context.settings.may_use_expandable_segments or context.evidence.clue != Clue.DRIVER:
         return None
     return Retry(
-        case.last,
+        replace(last, expandable_segments=False),
+        action="no_expandable_segments",
+        reason=f"{_what_failed(context)} before the first step: the same again without expandable "
+        "segments, which this driver may not support",
+    )
+
+
+def same_gpu_again(context: FailureContext) -> Retry | None:
+    """A new process on the same GPU: most faults break the process's context, not the GPU."""
+    if is_hardware_fault(context.evidence) or not context.gpus_are_available:
+        return None
+    here = uuids(context.failed_gpus)
+    if any(uuids(failed_gpus(attempt)) == here for attempt in context.earlier_at_same_step()):
+        return None
+    if context.failures_without_progress > context.settings.max_retries:
+        return None
+    where = device_name(context.failed_gpus)
+    reason = f"{_what_failed(context)}: a new process on {where}"
+    return Retry(context.last, "retry", reason)
+
+
+def other_gpu(context: FailureContext) -> Retry | None:
+    """The same batch on the best GPU not tried yet."""
+    group = exchanged(context.last.gpus, context.failed_gpus, _untried(context))
+    if not group:
+        return None
+    reason = f"{_what_failed(context)}: same batch on {device_name(context.new_in(group))}"
+    if is_hardware_fault(context.evidence):
+        reason += f"; {device_name(context.failed_gpus)} is excluded as unhealthy"
+    return Retry(replace(context.last, gpus=group), "switch_gpu", reason)
+
+
+def wait_for_other_gpu(context: FailureContext) -> Retry | None:
+    """Others have the GPUs that would do: the same batch on the first that becomes free."""
+    settings, faulty = context.settings, context.faulty()
+    others = [gpu for gpu in context.held if gpu.uuid not in faulty]
+    if len(others) < len(context.failed_gpus) or not context.last.gpus:
+        return None
+    if not settings.may_wait or not settings.may_switch_gpu:
+        return None
+    return Retry(
+        context.last,
         action="wait",
-        reason=f"{_what_failed(case)}, and somebody else has it: same batch when its turn comes",
+        reason=f"{_what_failed(context)}: same batch on the next GPU that becomes free",
+        room=Room((), settings.min_gpu_memory_bytes, exclude=faulty),
+    )
+
+
+def busy_gpu_again(context: FailureContext) -> Retry | None:
+    """It refused a context although it is free: the same after a pause."""
+    if context.evidence.clue != Clue.BUSY or not context.gpus_are_available:
+        return None
+    return same_again(context)
+
+
+def wait_for_turn(context: FailureContext) -> Retry | None:
+    """Somebody else was faster on the GPU: the same batch on the next one that is available."""
+    settings, ours = context.settings, uuids(context.last.gpus)
+    if not ours or not settings.may_wait or {gpu.uuid for gpu in context.gpus}.issuperset(ours):
+        return None
+    if context.failures_without_progress > settings.max_retries:
+        return None
+    return Retry(
+        context.last,
+        action="wait",
+        reason=f"{_what_failed(context)}, and somebody else has it: "
+        "same batch on the next available GPU",
         room=Room(() if settings.may_switch_gpu else ours, settings.min_gpu_memory_bytes),
     )
 
 
-def same_again(case: Case) -> Retry | None:
-    """The same once more after a pause that doubles each time: peers and networks come back."""
-    failures = case.failures_of(case.failure.kind)
-    if failures > case.settings.max_retries:
+def same_again(context: FailureContext) -> Retry | None:
+    """The same after a pause that doubles each time: peers, networks and devices come back."""
+    failures = context.failures_without_progress
+    if failures > context.settings.max_retries:
         return None
-    pause = case.settings.retry_pause_seconds * 2 ** (failures - 1)
-    return Retry(
-        case.last,
-        action="retry",
-        reason=f"{_what_failed(case)}: the same again in {pause:g} s",
-        pause_seconds=pause,
-    )
+    pause = context.settings.retry_pause_seconds * 2 ** (failures - 1)
+    reason = f"{_what_failed(context)}: the same again in {pause:g} s"
+    return Retry(context.last, "retry", reason, pause_seconds=pause)
 
 
-def cpu_fallback(case: Case) -> Retry | None:
+def cpu_fallback(context: FailureContext) -> Retry | None:
     """The CPU at the requested batch, once, where the user allows it."""
-    if not case.settings.allow_cpu_fallback or "cpu" in case.tried_devices:
+    if not context.settings.allow_cpu_fallback or "cpu" in context.tried_devices:
         return None
-    sizes = case.settings.for_ranks(case.settings.cpu_ranks)
+    settings = context.settings.for_ranks(context.settings.cpu_ranks)
     spec = replace(
-        case.last,
+        context.last,
         gpus=(),
-        ranks=sizes.ranks,
-        batch_size=sizes.batch_size,
-        gradient_accumulation_steps=sizes.gradient_accumulation_steps,
+        ranks=settings.ranks,
+        batch_size=settings.batch_size,
+        gradient_accumulation_steps=settings.gradient_accumulation_steps,
     )
-    if case.failure.kind is FailureKind.DEVICE_OOM:
-        why = f"{_what_failed(case)} at micro-batch {case.last.batch_size} and no GPU has more"
-        return Retry(spec, action="cpu_fallback", reason=f"{why} to offer")
-    return Retry(
-        spec,
-        action="cpu_fallback",
-        reason=f"{_what_failed(case)} and no other GPU is to be had: on the CPU",
-    )
+    why = f"{_what_failed(context)} and no other GPU is available: on the CPU"
+    if context.failure.kind is FailureKind.DEVICE_OOM:
+        size = context.last.batch_size
+        why = f"{_what_failed(context)} at micro-batch {size} and no GPU has more to offer"
+    return Retry(spec, "cpu_fallback", why)
 
 
-def same_failure_elsewhere(case: Case) -> str | None:
-    """Why the device is not to blame: the same failure at the same step on two devices."""
-    attempt, failure = case.history[-1], case.failure
-    here = uuids(case.failed_gpus)
-    for earlier in case.history[:-1]:
-        if earlier.outcome.failure is None or uuids(failed_gpus(earlier)) == here:
-            continue
-        if earlier.outcome.failure.kind is not failure.kind:
-            continue
-        if earlier.outcome.end_step == attempt.outcome.end_step:
-            step = attempt.outcome.end_step
+def same_fault_elsewhere(context: FailureContext) -> str | None:
+    """Why the device is not to blame: the same fault at the same step on two devices."""
+    if is_hardware_fault(context.evidence):
+        return None
+    here = uuids(context.failed_gpus)
+    for earlier in context.earlier_at_same_step():
+        if uuids(failed_gpus(earlier)) != here:
+            step = context.attempt.outcome.end_step
             where = "before the first step" if step is None else f"at step {step}"
             return (
                 f"the same failure {where} on two devices ({device_name(failed_gpus(earlier))} "
-                f"and {device_name(case.failed_gpus)}) is not the device's: {failure.message}"
+                f"and {device_name(context.failed_gpus)}) is not the device's: "
+                f"{context.failure.message}"
             )
     return None
 
 
-def _untried(case: Case) -> list[GpuInfo]:
+# --- what rules share -----------------------------------------------------------------------------
+
+
+def _untried(context: FailureContext) -> list[GpuInfo]:
     """GPUs that could be taken now and have had no attempt, best first."""
+    if not context.settings.may_switch_gpu:
+        return []
     return [
         gpu
-        for gpu in case.gpus
-        if gpu.uuid not in case.tried_devices
+        for gpu in context.gpus
+        if gpu.uuid not in context.tried_devices
         and gpu.unusable is None
-        and gpu.free_bytes >= case.settings.min_gpu_memory_bytes
+        and gpu.free_bytes >= context.settings.min_gpu_memory_bytes
     ]
 
 
-def _would_have_fitted(evidence: Evidence, taken: int) -> bool:
-    """Whether what was asked for could have been had out of what others took."""
-    if evidence.requested_bytes is None:
-        return True
-    return (evidence.free_bytes or 0) + taken >= evidence.requested_bytes
+def _shortest(context: FailureContext) -> tuple[int, Group]:
+    """The free memory that did not suffice, and the attempt's GPUs that had no more."""
+    had = min((gpu.free_bytes for gpu in context.failed_gpus), default=0)
+    return had, tuple(gpu for gpu in context.last.gpus if gpu.free_bytes <= had)
 
 
-def _same_tried_here(case: Case) -> int:
-    here = (case.last.device_key, case.last.batch_size)
-    return sum((a.spec.device_key, a.spec.batch_size) == here for a in case.history)
+def _confirmed_by_another_gpu(context: FailureContext) -> bool:
+    """Whether memory ran out at the same step and size on another GPU with no less memory."""
+    (had, _), here = _shortest(context), {*uuids(context.failed_gpus)}
+    for earlier in context.earlier_at_same_step():
+        there = failed_gpus(earlier)
+        if not here or not there or here.intersection(uuids(there)):
+            continue
+        reached = earlier.outcome.micro_batch or earlier.spec.batch_size
+        if reached <= context.last.batch_size and min(gpu.free_bytes for gpu in there) >= had:
+            return True
+    return False
 
 
-def _rung_that_should_fit(case: Case, *, had: int, offered: int) -> tuple[int, int]:
-    """The largest rung within the share by which ``offered`` bytes are more than the failed GPU's.
+def _has_begun(attempt: Attempt) -> bool:
+    return attempt.outcome.began_training or attempt.outcome.end_step is not None
+
+
+def _driver_refused_segments(context: FailureContext) -> bool:
+    failures = (attempt.outcome.failure for attempt in context.history)
+    return any(failure and failure.evidence.clue == Clue.DRIVER for failure in failures)
+
+
+def _would_have_fitted(context: FailureContext, taken: int) -> bool:
+    """Whether what others took would have met the request; not where our own limit was reached."""
+    evidence = context.evidence
+    if evidence.own_limit:
+        return False
+    return (evidence.free_bytes or 0) + taken >= (evidence.requested_bytes or 0)
+
+
+def _tries_of_the_same(context: FailureContext) -> int:
+    here = (context.last.device_key, context.last.batch_size)
+    return sum((a.spec.device_key, a.spec.batch_size) == here for a in context.history)
+
+
+def _size_that_should_fit(context: FailureContext, *, had: int, offered: int) -> tuple[int, int]:
+    """The largest size within the share by which ``offered`` bytes are more than ``had``.
 
     Memory is near-affine in the micro-batch with a constant part above zero, so ``k`` times the
     memory holds at least ``k`` times the micro-batch that almost fitted.
     """
-    growth = offered / max(had, 1)
-    rungs = list(ladder(case.sizes))
-    fitting = [rung for rung in rungs if rung[0] <= case.last.batch_size * growth]
-    return fitting[0] if fitting else rungs[-1]
+    at_most = context.last.batch_size * offered / max(had, 1)
+    return largest_up_to(context.sizes, at_most)
+
+
+def _halved(context: FailureContext, action: str, why: str) -> Retry:
+    last = context.last
+    batch_size, accumulation = next_smaller(context.sizes, last.batch_size)
+    spec = replace(last, batch_size=batch_size, gradient_accumulation_steps=accumulation)
+    return Retry(
+        spec,
+        action=action,
+        reason=f"{why}{last.batch_size} → {batch_size}, "
+        f"accumulation {last.gradient_accumulation_steps} → {accumulation}",
+        warning=_effective_batch_warning(context.settings, spec),
+    )
 
 
 def _effective_batch_warning(settings: PolicySettings, spec: AttemptSpec) -> str | None:
@@ -295,15 +387,16 @@ def _effective_batch_warning(settings: PolicySettings, spec: AttemptSpec) -> str
     )
 
 
-def _what_failed(case: Case) -> str:
-    kind, device = case.failure.kind, device_name(case.failed_gpus)
-    rank = "" if case.failure.rank is None else f" (rank {case.failure.rank})"
-    if kind is FailureKind.DEVICE_OOM:
-        return f"out of memory on {device}{rank}"
-    if kind is FailureKind.HOST_OOM:
+def _what_failed(context: FailureContext) -> str:
+    failure, device = context.failure, device_name(context.failed_gpus)
+    rank = "" if failure.rank is None else f" (rank {failure.rank})"
+    if failure.kind is FailureKind.DEVICE_OOM:
+        limit = " at this job's own limit (memory.fraction)" if failure.evidence.own_limit else ""
+        return f"out of memory on {device}{rank}{limit}"
+    if failure.kind is FailureKind.HOST_OOM:
         return f"out of memory on the host{rank}"
-    if kind is FailureKind.DEVICE_FAULT:
-        return f"{device} failed ({case.failure.message})"
-    if kind is FailureKind.DEVICE_UNAVAILABLE:
-        return f"{device} is not to be had ({case.failure.message})"
-    return case.failure.message
+    if failure.kind is FailureKind.DEVICE_FAULT:
+        return f"{device} failed ({failure.message})"
+    if failure.kind is FailureKind.DEVICE_UNAVAILABLE:
+        return f"{device} is not available ({failure.message})"
+    return failure.message

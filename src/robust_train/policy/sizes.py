@@ -1,4 +1,4 @@
-"""The sizes a job may be cut into: micro-batches at one effective batch size."""
+"""What decisions depend on, and the sizes that a job's batch may be split into."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class PolicySettings:
-    """What the user asked for, as far as decisions depend on it.
+    """The user's wishes as far as decisions depend on them.
 
     Attributes:
         batch_size: requested micro-batch of each rank.
@@ -17,19 +17,20 @@ class PolicySettings:
         cpu_ranks: processes on the CPU.
         num_workers: requested data-loader workers.
         min_batch_size: no attempt uses a smaller micro-batch.
-        max_retries: smaller micro-batches tried on one device before it is given up, and tries of
-            the same thing where a failure may pass by itself.
+        max_retries: smaller micro-batches tried on one device, and failures in the same way
+            without progress, before something else is tried.
         may_switch_gpu: whether another GPU may be taken.
         allow_cpu_fallback: whether the CPU may be taken in the end.
         preserve_effective_batch_size: whether accumulation grows as the micro-batch shrinks.
         min_gpu_memory_bytes: memory a GPU must have free to be taken.
         prefetch_factor: requested batches that each data-loader worker prepares ahead.
-        expandable_segments: what the allocator is to use from the start.
-        may_use_expandable_segments: False where the user's own environment forbids them.
-        may_wait: whether to wait for memory that somebody else took.
-        retry_pause_seconds: before the first try of the same thing; doubles with each.
-        finds_batch_size: ``batch_size`` is only the most to begin with, as it is with
-            ``training.batch_size=auto``, so halving it is no retry.
+        expandable_segments: what the allocator uses from the start.
+        may_use_expandable_segments: False where the user's own environment settles it.
+        may_wait: whether to wait for a GPU or for memory that somebody else took.
+        retry_pause_seconds: before the first retry of the same thing; doubles with each.
+        finds_batch_size: ``training.batch_size=auto``: ``batch_size`` is only the largest, so
+            halving it is no retry.
+        reports_start: the trainer is known to report when training begins.
     """
 
     batch_size: int
@@ -49,51 +50,61 @@ class PolicySettings:
     may_wait: bool = True
     retry_pause_seconds: float = 10.0
     finds_batch_size: bool = False
+    reports_start: bool = False
 
     @property
     def effective_batch_size(self) -> int:
         """Samples per optimizer step that the user asked for."""
-        return self.batch_size * self.gradient_accumulation_steps * self.ranks
+        return self.share * self.ranks
+
+    @property
+    def share(self) -> int:
+        """Samples of each rank per optimizer step."""
+        return self.batch_size * self.gradient_accumulation_steps
 
     def for_ranks(self, ranks: int) -> PolicySettings:
-        """The same effective batch shared by another number of processes."""
-        steps = self.gradient_accumulation_steps
+        """Share the same effective batch among another number of processes."""
         if ranks == self.ranks or not self.preserve_effective_batch_size:
             return replace(self, ranks=ranks)
-        share = self.batch_size * ranks
-        steps = -(-self.effective_batch_size // share)
+        steps = -(-self.effective_batch_size // (self.batch_size * ranks))
         return replace(self, ranks=ranks, gradient_accumulation_steps=steps)
 
 
-def next_rung(settings: PolicySettings, batch_size: int) -> tuple[int, int]:
-    """The next smaller micro-batch and its accumulation.
-
-    At most half of ``batch_size`` but not below ``min_batch_size``; among those the largest divisor
-    of a rank's share of the effective batch, so that the product stays exact. Where no divisor lies
-    in that range the accumulation is rounded up, and the effective batch is no longer exact.
-    """
-    at_most = max(batch_size // 2, settings.min_batch_size)
-    if not settings.preserve_effective_batch_size:
-        return at_most, settings.gradient_accumulation_steps
-    share = settings.batch_size * settings.gradient_accumulation_steps
-    for candidate in range(at_most, settings.min_batch_size - 1, -1):
-        if share % candidate == 0:
-            return candidate, share // candidate
-    return at_most, -(-share // at_most)
-
-
-def at_micro_batch(settings: PolicySettings, batch_size: int) -> tuple[int, int]:
-    """``batch_size`` and the accumulation that makes up the effective batch with it."""
+def with_accumulation(settings: PolicySettings, batch_size: int) -> tuple[int, int]:
+    """Return ``batch_size`` and the accumulation that makes up the effective batch with it."""
     if not settings.preserve_effective_batch_size:
         return batch_size, settings.gradient_accumulation_steps
-    share = settings.batch_size * settings.gradient_accumulation_steps
-    return batch_size, -(-share // batch_size)
+    return batch_size, -(-settings.share // batch_size)
 
 
-def ladder(settings: PolicySettings) -> Iterator[tuple[int, int]]:
-    """Every (micro-batch, accumulation) from the requested one down to ``min_batch_size``."""
-    rung = settings.batch_size, settings.gradient_accumulation_steps
-    yield rung
-    while rung[0] > settings.min_batch_size:
-        rung = next_rung(settings, rung[0])
-        yield rung
+def next_smaller(settings: PolicySettings, batch_size: int) -> tuple[int, int]:
+    """Return the next smaller micro-batch and its accumulation.
+
+    At most half of ``batch_size``, not below ``min_batch_size``; among those the largest divisor
+    of a rank's share of the effective batch. Without a divisor in that range the accumulation is
+    rounded up, and the effective batch is no longer exact.
+    """
+    at_most = max(batch_size // 2, settings.min_batch_size)
+    if settings.preserve_effective_batch_size:
+        for candidate in range(at_most, settings.min_batch_size - 1, -1):
+            if settings.share % candidate == 0:
+                return candidate, settings.share // candidate
+    return with_accumulation(settings, at_most)
+
+
+def sizes(settings: PolicySettings) -> Iterator[tuple[int, int]]:
+    """Yield each (micro-batch, accumulation) from the requested one to ``min_batch_size``."""
+    size = settings.batch_size, settings.gradient_accumulation_steps
+    yield size
+    while size[0] > settings.min_batch_size:
+        size = next_smaller(settings, size[0])
+        yield size
+
+
+def largest_up_to(settings: PolicySettings, at_most: float) -> tuple[int, int]:
+    """Return the largest of :func:`sizes` that is no larger, else the smallest."""
+    size = settings.batch_size, settings.gradient_accumulation_steps
+    for size in sizes(settings):
+        if size[0] <= at_most:
+            break
+    return size

@@ -8,7 +8,7 @@ from robust_train import launch
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
 def main(cfg: DictConfig) -> object:
-    """One job: picks a device, runs ``trainer._target_``, recovers when memory runs out."""
+    """Run one job: choose a device, call ``trainer._target_``, recover when memory runs out."""
     return launch(None, cfg).objective
 
 

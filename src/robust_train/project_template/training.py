@@ -1,4 +1,4 @@
-"""The trainer. Replace data and model with yours; what stays is how the launcher is spoken to."""
+"""The trainer. Replace data and model with yours, and keep the calls of ``run``."""
 
 import torch
 from omegaconf import DictConfig
@@ -8,7 +8,7 @@ from robust_train import Run
 
 
 def train(cfg: DictConfig, run: Run) -> float:
-    """Learn to tell two spirals apart; returns the accuracy, which a sweep would optimise."""
+    """Learn to separate two spirals; return the accuracy, which a sweep optimises."""
     device = torch.device(cfg.device)
     torch.manual_seed(cfg.seed)
     points, labels = two_spirals(cfg.spirals.samples)
@@ -20,7 +20,7 @@ def train(cfg: DictConfig, run: Run) -> float:
     criterion = nn.CrossEntropyLoss()
     first = load(run, model, optimizer)
     run.started(first)
-    # samples per optimizer step: stays the same when the launcher makes micro-batches smaller
+    # samples per optimizer step: constant, also when the launcher halves the micro-batch size
     samples = cfg.training.batch_size * cfg.training.gradient_accumulation_steps
     for step in range(first + 1, cfg.spirals.steps + 1):
         chosen = torch.randint(len(points), (samples,))
@@ -31,9 +31,10 @@ def train(cfg: DictConfig, run: Run) -> float:
                 micro.backward(criterion(model(x.to(device)), y.to(device)))
         optimizer.step()
         run.progress(step, total_steps=cfg.spirals.steps)
-        if step % cfg.spirals.checkpoint_every == 0 or run.stop_requested:
+        is_last = step == cfg.spirals.steps or run.stop_requested
+        if run.checkpoint_due or is_last:
             save(run, model, optimizer, step)
-        if run.stop_requested:
+        if is_last:
             break
     with torch.no_grad():
         guessed = model(points.to(device)).argmax(1).cpu()
@@ -41,7 +42,7 @@ def train(cfg: DictConfig, run: Run) -> float:
 
 
 def two_spirals(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Points of two interleaved spirals, and which one each belongs to."""
+    """Return points of two interleaved spirals, and the spiral of each."""
     labels = torch.arange(samples) % 2
     angle = torch.rand(samples) * 6 + 1
     turned = angle + labels * torch.pi
@@ -50,7 +51,7 @@ def two_spirals(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def save(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Write a checkpoint, whole or not at all, and tell the launcher."""
+    """Write a checkpoint, whole or not at all, and report it."""
     run.checkpoint_dir.mkdir(exist_ok=True)
     path = run.checkpoint_dir / "last.pt"
     state = {"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
@@ -60,7 +61,7 @@ def save(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, step: int
 
 
 def load(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Go on from the last checkpoint, if there is one; returns the steps done so far."""
+    """Load the last checkpoint, if there is one; return the steps done so far."""
     if run.resume_checkpoint is None:
         return 0
     state = torch.load(run.resume_checkpoint, weights_only=True)

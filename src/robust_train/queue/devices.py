@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,11 +12,12 @@ from omegaconf import DictConfig, OmegaConf
 from robust_train.errors import ConfigError, NoDevice
 from robust_train.events import Event, MemoryReported
 from robust_train.gpu.allocation import allocated_by
-from robust_train.gpu.footprint import footprint
+from robust_train.gpu.footprint import footprint, learn_context_bytes
 from robust_train.gpu.inventory import ask_health_again, read_inventory
 from robust_train.gpu.nvml_session import close_session
 from robust_train.gpu.select import can_be_one_of, rank
 from robust_train.gpu.visible import Visible, visible_gpus
+from robust_train.policy.unhealthy import excluded_after
 from robust_train.queue.host_queue import HostQueue, Sleep
 from robust_train.queue.queue_dir import directory_for
 from robust_train.queue.wait import GpuRequest, NoGpu, StatusLine, WaitStatus, wait_for_gpu
@@ -30,10 +30,6 @@ FreeBytes = tuple[int | None, ...]
 
 _SETTLE_SECONDS = 5.0
 _SETTLE_BAND_BYTES = 256 * MIB
-_HARDWARE = re.compile(
-    r"\becc\b|uncorrectable|nvlink|(?:gpu|device) is lost|fallen off the bus|\bxid\b|hardware",
-    re.IGNORECASE,
-)
 
 
 class Devices:
@@ -122,6 +118,18 @@ class Devices:
         offers = [gpu for gpu in self._queue.open_gpus() if can_be_one_of(gpu, cfg.num_gpus)]
         return tuple(rank(offers, cfg.min_gpu_memory_mb * MIB))
 
+    def held_by_others(self, candidates: Group) -> tuple[GpuInfo, ...]:
+        """The healthy GPUs that the job may use and that are not among the candidates now."""
+        have = {gpu.uuid for gpu in candidates}
+        return tuple(
+            gpu
+            for gpu in self._queue.look().gpus
+            if gpu.uuid not in have
+            and gpu.unusable is None
+            and gpu.total_bytes >= self._cfg.min_gpu_memory_mb * MIB
+            and can_be_one_of(gpu, self._cfg.num_gpus)
+        )
+
     def take(self, group: Group) -> bool:
         """Reserve the next attempt's GPUs in place of the last one's.
 
@@ -149,15 +157,19 @@ class Devices:
         self._other_ranks_bytes = 0
         if peak:
             least = self._cfg.min_gpu_memory_mb * MIB
-            self._need_bytes = max(least, footprint(peak))
+            name = group[0].name if group else None
+            if name is not None:
+                learn_context_bytes(name, shown.get("context_bytes"))
+            self._need_bytes = max(least, footprint(peak, name))
         if outcome.failure is None:
             return ()
         self._queue.drain()
         if outcome.failure.kind is FailureKind.DEVICE_FAULT:
             ask_health_again()
             suspects = gpus_of(group, outcome.failure.rank)
-            for gpu in to_exclude(suspects, outcome.failure.message, free_bytes(suspects)):
-                self._queue.exclude(gpu.uuid, outcome.failure.message)
+            excluded = excluded_after(outcome.failure, suspects, free_bytes(suspects))
+            for uuid, reason in excluded.items():
+                self._queue.exclude(uuid, reason)
         return settle(group, free_before, sleep=self._sleep)
 
     def wait_for_room(self, room: Room) -> Group | NoGpu:
@@ -169,7 +181,7 @@ class Devices:
         Returns:
             The GPUs that have it, else why the waiting ended.
         """
-        request = self._request(room.free_bytes, room.gpu_uuids)
+        request = self._request(room.free_bytes, room.gpu_uuids, room.exclude)
         with StatusLine() as line:
             on_status = self._shown_on(line)
             if not room.gpu_uuids:
@@ -193,7 +205,9 @@ class Devices:
 
         return on_status
 
-    def _request(self, min_bytes: int, only: Sequence[str]) -> GpuRequest:
+    def _request(
+        self, min_bytes: int, only: Sequence[str], exclude: Sequence[str] = ()
+    ) -> GpuRequest:
         """Return a request for all GPUs of ``only``, or for as many as the job needs."""
         return GpuRequest(
             min_bytes=min_bytes,
@@ -201,6 +215,7 @@ class Devices:
             timeout_seconds=self._cfg.gpu_wait_timeout_minutes * 60,
             interval_seconds=self._cfg.gpu_check_interval_seconds,
             only=frozenset(only) if only else None,
+            exclude=frozenset(exclude),
             count=len(only) or self._cfg.num_gpus,
         )
 
@@ -224,22 +239,6 @@ def _free_bytes(group: Group) -> FreeBytes:
         return ()
     now = {gpu.uuid: gpu.free_bytes for gpu in read_inventory(processes=False).gpus}
     return tuple(now.get(gpu.uuid) for gpu in group)
-
-
-def to_exclude(suspects: Group, message: str, free: FreeBytes) -> Group:
-    """Return the GPUs that the host's jobs are to avoid after a fault.
-
-    Those that no longer answer; and the one on which the hardware failed, if it is known which.
-    Most other faults are a kernel's mistake, and the next job's kernels are others.
-
-    Args:
-        suspects: on which it may have been.
-        message: of the fault.
-        free: what is free on each of them now, None where it does not answer.
-    """
-    if len(suspects) == 1 and _HARDWARE.search(message):
-        return suspects
-    return tuple(gpu for gpu, now in zip(suspects, free, strict=True) if now is None)
 
 
 def settle(group: Group, free_before: FreeBytes, *, sleep: Callable[[float], None]) -> FreeBytes:

@@ -105,6 +105,10 @@ class HostQueue:
                 self._do_without(problem)
         return self._read(False).gpus
 
+    def look(self) -> Visible:
+        """Return all GPUs that the job may use, excluded ones marked as unusable."""
+        return self._read(False)
+
     def take(self, uuids: Sequence[str], need_bytes: int) -> bool:
         """Reserve the next attempt's GPUs in place of the last one's.
 

@@ -49,6 +49,7 @@ class GpuRequest:
         interval_seconds: between two polls of the GPUs.
         only: UUIDs of the GPUs that will do, None for any.
         count: GPUs that it needs at once.
+        exclude: UUIDs of GPUs that will not do.
     """
 
     min_bytes: int
@@ -57,6 +58,7 @@ class GpuRequest:
     interval_seconds: float = 30.0
     only: frozenset[str] | None = None
     count: int = 1
+    exclude: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -312,7 +314,7 @@ def _candidates(request: GpuRequest, visible: Visible) -> list[GpuInfo]:
 
 def _may_use(request: GpuRequest, gpu: GpuInfo) -> bool:
     is_named = request.only is None or gpu.uuid in request.only
-    return is_named and can_be_one_of(gpu, request.count)
+    return is_named and gpu.uuid not in request.exclude and can_be_one_of(gpu, request.count)
 
 
 def _why_pointless(request: GpuRequest, visible: Visible) -> str | None:

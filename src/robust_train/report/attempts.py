@@ -1,4 +1,4 @@
-"""Attempts and launches as the journal tells of them. All of it is pure."""
+"""The attempts and launches in a journal. All of it is pure."""
 
 from __future__ import annotations
 
@@ -6,14 +6,29 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from robust_train.report.sources import Event
+from robust_train.events import (
+    AttemptEnded,
+    AttemptStarted,
+    BatchSizeFound,
+    CheckpointSaved,
+    DecidedAgain,
+    DeviceAcquired,
+    JobEnded,
+    JobStarted,
+    MalformedEvent,
+    Progress,
+    TrainingStarted,
+    from_json,
+)
+from robust_train.report.sources import Entry
+from robust_train.runfolder.summary import AttemptSummary
 
 UNFINISHED = "unfinished"
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch of the job: the launcher's start to its end, or to its last sign of life.
+    """One launch of the job: from the launcher's start to its end, or to its last entry.
 
     Attributes:
         start: seconds since the epoch.
@@ -39,13 +54,13 @@ class AttemptStory:
     Attributes:
         number: counted from 1 through all launches of the run folder.
         device: ``cuda:<index>`` or ``cpu``.
-        gpu_uuid: of the GPU, None on the CPU.
+        gpu_uuid: of the first GPU, None on the CPU.
         batch_size, gradient_accumulation_steps, ranks: what it was to use.
-        started, ended: seconds since the epoch; the end is the last sign of life where it died.
+        started, ended: seconds since the epoch; the end is the last entry where it died.
         outcome: ``completed``, a failure's kind, or ``unfinished``.
         message: of the failure.
         action, reason: what was decided after it.
-        start_step: the step it went on from.
+        start_step: the step it started from.
         end_step: the last one it reported.
         peak_memory_bytes: of the device, or of the process on the CPU.
         training_began: when the first step did, None if never.
@@ -53,7 +68,7 @@ class AttemptStory:
         checkpoints: (step, time) of each checkpoint.
         evidence: about the failure, in JSON's types.
         traceback: of the failure.
-        stability: how its memory developed, a sentence; None where nobody said.
+        stability: how its memory developed, a sentence; None where unknown.
     """
 
     number: int
@@ -91,120 +106,110 @@ class AttemptStory:
         return self.batch_size * self.gradient_accumulation_steps * self.ranks
 
     @property
-    def place(self) -> str:
+    def where(self) -> str:
         """Its device for people."""
         return "the CPU" if self.device == "cpu" else self.device
 
 
-def launches_of(events: Sequence[Event]) -> tuple[Launch, ...]:
-    """The launches that a journal tells of, oldest first."""
+def launches_of(entries: Sequence[Entry]) -> tuple[Launch, ...]:
+    """Return the launches in a journal, oldest first."""
     launches: list[Launch] = []
-    for event in events:
-        if event.name == "job_started" or not launches:
-            launches.append(Launch(event.time, event.time))
-        launch = replace(launches[-1], end=event.time)
-        if event.name == "job_ended":
-            launch = replace(launch, status=event.text("status"), reason=event.text("reason"))
-        elif event.name == "device_acquired":
-            waited = max(event.number("wait_seconds") or 0.0, 0.0)
-            launch = replace(launch, device_acquired=event.time, device_wait_seconds=waited)
+    for entry in entries:
+        event = entry.event
+        if isinstance(event, JobStarted) or not launches:
+            launches.append(Launch(entry.time, entry.time))
+        launch = replace(launches[-1], end=entry.time)
+        if isinstance(event, JobEnded):
+            launch = replace(launch, status=event.status, reason=event.reason)
+        elif isinstance(event, DeviceAcquired):
+            waited = max(event.wait_seconds, 0.0)
+            launch = replace(launch, device_acquired=entry.time, device_wait_seconds=waited)
         launches[-1] = launch
     return tuple(launches)
 
 
-def attempts_of(events: Sequence[Event]) -> tuple[AttemptStory, ...]:
-    """The attempts that a journal tells of, oldest first."""
-    grouped: dict[int, list[Event]] = {}
+def attempts_of(entries: Sequence[Entry]) -> tuple[AttemptStory, ...]:
+    """Return the attempts in a journal, oldest first."""
+    grouped: dict[int, list[Entry]] = {}
     last: int | None = None
-    for event in events:
-        number = event.whole("attempt")
-        if number is not None:
-            last = number
-        elif event.name in ("waited_in_vain", "lost_race"):
+    for entry in entries:
+        number = entry.attempt
+        if number is None and isinstance(entry.event, DecidedAgain):
             number = last  # decided anew about the attempt before
         if number is not None:
-            grouped.setdefault(number, []).append(event)
-    saved = {event.text("path"): event.whole("step") for event in events if event.text("path")}
+            last = number
+            grouped.setdefault(number, []).append(entry)
+    saved = {e.event.path: e.event.step for e in entries if isinstance(e.event, CheckpointSaved)}
     stories = (_attempt(number, own, saved) for number, own in grouped.items())
     return tuple(sorted(stories, key=lambda story: (story.started, story.number)))
 
 
 def _attempt(
-    number: int, events: Sequence[Event], saved: Mapping[str | None, int | None]
+    number: int, entries: Sequence[Entry], saved: Mapping[str, int | None]
 ) -> AttemptStory:
-    story = AttemptStory(number, started=events[0].time, ended=events[-1].time)
+    story = AttemptStory(number, started=entries[0].time, ended=entries[-1].time)
     progress: list[tuple[int, float]] = []
     checkpoints: list[tuple[int, float]] = []
-    for event in events:
-        step = event.whole("step")
-        if event.name == "progress" and step is not None:
-            progress.append((step, event.time))
-        elif event.name == "checkpoint" and step is not None:
-            checkpoints.append((step, event.time))
-        elif event.name == "attempt_started":
-            story = _started(story, event, saved)
-        elif event.name == "training_started":
-            story = replace(story, start_step=step or 0, training_began=event.time)
-        elif event.name == "batch_size_found":
-            story = replace(story, **_what_it_used(story, event))
-        elif event.name == "attempt_ended":
-            story = _ended(story, event)
-        elif event.name in ("waited_in_vain", "lost_race"):
-            story = replace(story, action=event.text("action"), reason=event.text("reason"))
-    began = story.training_began
-    if began is None and progress:
-        began = progress[0][1]
-    end_step = story.end_step
-    if end_step is None and progress:
-        end_step = progress[-1][0]
+    for entry in entries:
+        time = entry.time
+        match entry.event:
+            case Progress(step=step):
+                progress.append((step, time))
+            case CheckpointSaved(step=int(step)):
+                checkpoints.append((step, time))
+            case AttemptStarted() as event:
+                story = replace(
+                    story,
+                    device=event.device,
+                    gpu_uuid=event.gpu_uuids[0] if event.gpu_uuids else None,
+                    batch_size=event.batch_size,
+                    gradient_accumulation_steps=event.gradient_accumulation_steps,
+                    ranks=event.ranks,
+                    started=time,
+                    start_step=saved.get(event.resume_checkpoint or "") or 0,
+                )
+            case TrainingStarted(step=step):
+                story = replace(story, start_step=step, training_began=time)
+            case BatchSizeFound(batch_size=int(size), gradient_accumulation_steps=accumulation):
+                story = replace(story, batch_size=size, gradient_accumulation_steps=accumulation)
+            case AttemptEnded() as event:
+                story = _ended(story, event, time)
+            case DecidedAgain(action=action, reason=reason):
+                story = replace(story, action=action, reason=reason)
     return replace(
         story,
-        training_began=began,
-        end_step=end_step,
+        training_began=story.training_began or (progress[0][1] if progress else None),
+        end_step=progress[-1][0] if story.end_step is None and progress else story.end_step,
         progress=tuple(progress),
         checkpoints=tuple(checkpoints),
     )
 
 
-def _started(
-    story: AttemptStory, event: Event, saved: Mapping[str | None, int | None]
-) -> AttemptStory:
-    return replace(
-        story,
-        **_what_it_used(story, event),
-        started=event.time,
-        start_step=saved.get(event.text("resume_checkpoint")) or 0,
-    )
-
-
-def _ended(story: AttemptStory, event: Event) -> AttemptStory:
-    evidence = event.fields.get("evidence")
-    evidence = dict(evidence) if isinstance(evidence, Mapping) else {}
+def _ended(story: AttemptStory, event: AttemptEnded, time: float) -> AttemptStory:
+    try:
+        record = from_json(AttemptSummary, event.record)
+    except MalformedEvent:
+        return replace(story, ended=time)
+    evidence = dict(event.evidence)
     traceback = evidence.pop("traceback", None)
-    stability = event.fields.get("memory_stability")
-    told = stability.get("sentence") if isinstance(stability, Mapping) else None
+    stability = record.memory_stability
     return replace(
         story,
-        **_what_it_used(story, event),
-        ended=event.time,
-        outcome=event.text("outcome") or UNFINISHED,
-        message=event.text("message"),
-        action=event.text("action"),
-        reason=event.text("reason"),
-        end_step=event.whole("end_step"),
-        peak_memory_bytes=event.whole("peak_memory_bytes"),
+        device=record.device,
+        gpu_uuid=record.gpu_uuid,
+        batch_size=record.batch_size or story.batch_size,
+        gradient_accumulation_steps=(
+            record.gradient_accumulation_steps or story.gradient_accumulation_steps
+        ),
+        ranks=record.ranks,
+        ended=time,
+        outcome=record.outcome,
+        message=record.message,
+        action=record.action,
+        reason=record.reason,
+        end_step=record.end_step,
+        peak_memory_bytes=record.peak_memory_bytes,
         evidence=evidence,
         traceback=traceback if isinstance(traceback, str) else None,
-        stability=told if isinstance(told, str) else None,
+        stability=None if stability is None else stability.sentence,
     )
-
-
-def _what_it_used(story: AttemptStory, event: Event) -> dict[str, Any]:
-    accumulation = event.whole("gradient_accumulation_steps")
-    return {
-        "device": event.text("device") or story.device,
-        "gpu_uuid": event.text("gpu_uuid") or story.gpu_uuid,
-        "batch_size": event.whole("batch_size") or story.batch_size,
-        "gradient_accumulation_steps": accumulation or story.gradient_accumulation_steps,
-        "ranks": event.whole("ranks") or story.ranks,
-    }

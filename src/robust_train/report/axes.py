@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from robust_train.report.units import nice_step, number
+from robust_train.readable import duration, number
 from robust_train.values import GIB, MIB
 
 Point = tuple[float, float]
@@ -37,11 +37,11 @@ class Scale:
     is_log: bool = False
 
     def __call__(self, value: float) -> float:
-        """The pixel of a value."""
+        """Return the pixel of a value."""
         return self.many([value])[0]
 
     def many(self, values: Iterable[float]) -> list[float]:
-        """The pixels of values."""
+        """Return the pixels of values."""
         low, high = self.low, self.high
         if self.is_log:
             values = [math.log10(max(value, low)) for value in values]
@@ -52,14 +52,14 @@ class Scale:
 
 @dataclass(frozen=True)
 class Tick:
-    """A labelled place on an axis."""
+    """A labelled position on an axis."""
 
     value: float
     text: str
 
 
 def time_ticks(high: float, most: int) -> list[Tick]:
-    """From 0 to ``high`` seconds."""
+    """Return ticks from 0 to ``high`` seconds."""
     fitting = (step for step in _TIME_STEPS if high / step <= most)
     step = next(fitting, None) or nice_step(high / _DAY, most) * _DAY
     unit, name = next(
@@ -70,21 +70,29 @@ def time_ticks(high: float, most: int) -> list[Tick]:
     return [Tick(v, f"{v / unit:.4g} {name}" if v else "0") for v in _multiples(0, high, step)]
 
 
+def time_ticks_between(low: float, high: float, most: int) -> list[Tick]:
+    """Return ticks from ``low`` to ``high`` seconds, labelled from ``low`` on."""
+    return [
+        Tick(tick.value + low, f"+{tick.text}" if tick.value else duration(low))
+        for tick in time_ticks(high - low, most)
+    ]
+
+
 def byte_ticks(low: float, high: float, most: int) -> list[Tick]:
-    """From ``low`` to ``high`` bytes."""
+    """Return ticks from ``low`` to ``high`` bytes."""
     unit, name = (GIB, "GiB") if high >= 2 * GIB else (MIB, "MiB")
     step = nice_step((high - low) / unit, most) * unit
     return [Tick(v, f"{v / unit:.6g} {name}" if v else "0") for v in _multiples(low, high, step)]
 
 
 def step_ticks(low: float, high: float, most: int) -> list[Tick]:
-    """Optimizer steps: whole numbers."""
+    """Return ticks for optimizer steps: integers."""
     step = max(nice_step(high - low, most), 1.0)
     return [Tick(v, f"{v:,.0f}") for v in _multiples(low, high, step)]
 
 
 def number_ticks(low: float, high: float, most: int, *, is_log: bool = False) -> list[Tick]:
-    """Numbers of any kind; powers of ten where the scale is logarithmic."""
+    """Return ticks for numbers; powers of ten where the scale is logarithmic."""
     if is_log:
         first, last = math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9)
         decades = range(first, last + 1, max(1, math.ceil((last - first + 1) / _MOST_DECADES)))
@@ -99,6 +107,15 @@ def number_ticks(low: float, high: float, most: int, *, is_log: bool = False) ->
     ]
 
 
+def nice_step(span: float, most: int) -> float:
+    """Return the smallest of 1, 2, 5, 10 … that cuts ``span`` into at most ``most`` pieces."""
+    if not (span > 0 and math.isfinite(span)):
+        return 1.0
+    rough = span / most
+    scale = 10.0 ** math.floor(math.log10(rough))
+    return next((m * scale for m in (1, 2, 5) if m * scale >= rough * (1 - 1e-9)), 10 * scale)
+
+
 def _multiples(low: float, high: float, step: float) -> list[float]:
     slack = 1e-9 * max(abs(low), abs(high), step)
     first, last = math.ceil((low - slack) / step), math.floor((high + slack) / step)
@@ -106,9 +123,9 @@ def _multiples(low: float, high: float, step: float) -> list[float]:
 
 
 def thinned(points: Sequence[Point], column: float) -> list[Point]:
-    """At most two points for each column of pixels: the lowest and the highest, in their order.
+    """Return at most two points for each column of pixels: the lowest and the highest, in order.
 
-    No extreme is lost, so a picture of the thinned line is that of the whole one.
+    No extreme is lost, so the thinned line looks like the whole one.
 
     Args:
         points: in pixels, from left to right.
@@ -141,7 +158,7 @@ def _in_order(one: Point, other: Point) -> list[Point]:
 
 
 def path(points: Sequence[Point]) -> str:
-    """Points as an SVG path in relative steps of a tenth of a pixel."""
+    """Return points as an SVG path in relative steps of a tenth of a pixel."""
     parts = []
     x = y = 0
     for index, (px, py) in enumerate(points):

@@ -8,14 +8,21 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from robust_train.memory.samples import Sample
+from robust_train.readable import duration, memory, number
 from robust_train.report import plots
 from robust_train.report.attempts import AttemptStory
-from robust_train.report.axes import Point, Tick, byte_ticks, number_ticks, step_ticks, time_ticks
+from robust_train.report.axes import (
+    Point,
+    byte_ticks,
+    number_ticks,
+    step_ticks,
+    time_ticks,
+    time_ticks_between,
+)
 from robust_train.report.plots import Axis, Band, Bar, Chart, Glyph, Line, Row
 from robust_train.report.series import Curve, DeviceMemory, Mark
 from robust_train.report.story import Story
 from robust_train.report.times import Span, Use
-from robust_train.report.units import duration, memory, number
 from robust_train.report.wording import OUTCOMES
 from robust_train.values import MIB
 
@@ -90,7 +97,7 @@ class Clock:
 
 
 def timeline_figure(story: Story) -> Figure | None:
-    """When each attempt ran and what the time was; None for a job without any."""
+    """Draw when each attempt ran and what its time was; None for a job without any."""
     if not story.spans:
         return None
     clock = Clock(story)
@@ -107,7 +114,7 @@ def timeline_figure(story: Story) -> Figure | None:
 
 
 def bars_of(spans: Iterable[Span], clock: Clock | None = None) -> Iterator[Bar]:
-    """Spans as bars of a timeline."""
+    """Yield spans as bars of a timeline."""
     for span in spans:
         start, end = (
             (span.start, span.end) if clock is None else (clock(span.start), clock(span.end))
@@ -119,16 +126,16 @@ def bars_of(spans: Iterable[Span], clock: Clock | None = None) -> Iterator[Bar]:
 
 
 def _joined(spans: Iterable[Span]) -> Iterator[Span]:
-    """Neighbours of one use as one span, whosever they are."""
+    """Yield neighbours of one use as one span."""
     for use, group in itertools.groupby(spans, key=lambda span: span.use):
         own = list(group)
         yield Span(use, own[0].start, own[-1].end)
 
 
 def use_legend(spans: Iterable[Span]) -> tuple[Key, ...]:
-    """The uses that occur."""
-    there = {span.use for span in spans}
-    return tuple(Key(use.value, USES[use]) for use in USES if use in there and use != Use.STOPPED)
+    """Return the legend of the uses that occur."""
+    there = {span.use for span in spans} - {Use.STOPPED}
+    return tuple(Key(use.value, USES[use]) for use in USES if use in there)
 
 
 def size_text(attempt: AttemptStory) -> str:
@@ -139,7 +146,7 @@ def size_text(attempt: AttemptStory) -> str:
 
 
 def memory_figures(story: Story) -> list[Figure]:
-    """For each device memory over the whole time, and closely where samples are dense."""
+    """Draw memory over the whole time for each device, and closely where samples are dense."""
     clock = Clock(story)
     figures = []
     for device in story.memory:
@@ -148,21 +155,14 @@ def memory_figures(story: Story) -> list[Figure]:
         if close is not None:
             low, high = clock(close[0].time), clock(close[-1].time)
             if (high - low) < 0.4 * clock.end:
-                axis = Axis(low, high, partial(_ticks_between, low, high), "time")
+                axis = Axis(low, high, partial(time_ticks_between, low, high), "time")
                 title = f", a closer look at {duration(high - low)} of attempt {close[0].attempt}"
                 figures.append(_memory_figure(story, device, clock, close, axis, title))
     return figures
 
 
-def _ticks_between(low: float, high: float, most: int) -> list[Tick]:
-    return [
-        Tick(tick.value + low, f"+{tick.text}" if tick.value else duration(low))
-        for tick in time_ticks(high - low, most)
-    ]
-
-
 def _close_look(device: DeviceMemory) -> tuple[Sample, ...] | None:
-    """The first steps of the last attempt that trained here: how memory rises and falls in each."""
+    """Return the first steps of the last attempt that trained here."""
     trained = [s for s in device.samples if s.step is not None]
     if not device.sampled or not trained:
         return None
@@ -218,7 +218,7 @@ def _memory_figure(
 def _byte_axis(
     lines: Sequence[Line], total: int | None, *, close: bool
 ) -> tuple[Axis, tuple[float, str] | None]:
-    """The axis for memory, and where all that the device has lies on it."""
+    """Return the axis for memory, and where the device's total lies on it."""
     values = [value for line in lines for piece in line.pieces for _, value in piece]
     least, most = min(values, default=0.0), max(values, default=0.0)
     low, high, level = 0.0, max(1.1 * most, 1.0), None
@@ -231,7 +231,7 @@ def _byte_axis(
 
 
 def _pieces(samples: Sequence[Sample], name: str, clock: Clock) -> tuple[tuple[Point, ...], ...]:
-    """The line of one figure, interrupted between attempts."""
+    """Return the line of one figure, interrupted between attempts."""
     pieces = []
     for _, group in itertools.groupby(samples, key=lambda sample: sample.attempt):
         known = ((clock(s.time), value) for s in group if (value := getattr(s, name)) is not None)
@@ -260,7 +260,7 @@ def _glyphs(marks: Sequence[Mark], clock: Clock) -> Iterator[Glyph]:
 
 
 def curve_figures(story: Story) -> list[Figure]:
-    """Losses in one chart, every other scalar in its own; all attempts in each."""
+    """Draw losses in one chart and every other metric in its own, all attempts in each."""
     groups: dict[str, list[Curve]] = {}
     for curve in story.curves:
         groups.setdefault("loss" if "loss" in curve.name else curve.name, []).append(curve)
@@ -268,9 +268,7 @@ def curve_figures(story: Story) -> list[Figure]:
     order = sorted(groups, key=lambda name: (name != "loss", name == "lr"))
     figures = [_curve_figure(name, groups[name], story.attempts) for name in order[:_MOST_CHARTS]]
     if len(order) > _MOST_CHARTS:
-        left_out = ", ".join(order[_MOST_CHARTS:])
-        last = figures[-1]
-        figures[-1] = Figure(last.caption, last.svg, last.legend, f"Not drawn: {left_out}.")
+        figures[-1] = replace(figures[-1], note=f"Not drawn: {', '.join(order[_MOST_CHARTS:])}.")
     return figures
 
 
@@ -281,16 +279,17 @@ def _curve_figure(name: str, curves: Sequence[Curve], attempts: Sequence[Attempt
         Line(
             f"{c.name}, attempt {c.attempt}" if len(attempts) > 1 else c.name,
             f"{styles[c.name]}{' lost-line' if c.lost else ''}",
-            (tuple((float(step), value) for step, value in c.points),),
+            (_points(c),),
         )
         # what was lost lies behind
         for c in sorted(curves, key=lambda c: not c.lost)
     )
-    legend = [Key(styles[n], f"{n}, last {number(_last(curves, n))}") for n in names]
+    last = {curve.name: curve.points[-1][1] for curve in curves}
+    legend = [Key(styles[n], f"{n}, last {number(last[n])}") for n in names]
     if any(c.lost for c in curves):
         legend.append(Key("lost-line", "lost: done again, or not saved"))
     x = _step_axis(curves)
-    caption = _CAPTIONS.get(name, _capital(name.replace("_", " ")))
+    caption = _CAPTIONS.get(name, name[:1].upper() + name[1:].replace("_", " "))
     svg = plots.chart(
         Chart(
             title=f"{caption} over steps",
@@ -307,7 +306,7 @@ def _curve_figure(name: str, curves: Sequence[Curve], attempts: Sequence[Attempt
 def _beginnings(
     attempts: Sequence[AttemptStory], drawn: Collection[int], x: Axis
 ) -> tuple[Band, ...]:
-    """From where each attempt began to where the next one did; those that share it in one band."""
+    """Return bands from each attempt's first step to the next attempt's."""
     starts: dict[int, list[str]] = {}
     for attempt in attempts:
         if attempt.number in drawn:
@@ -323,7 +322,7 @@ def _beginnings(
 
 
 def loss_of_jobs(stories: Sequence[tuple[str, Story]]) -> Figure | None:
-    """The loss of each job of a sweep in one chart; None where no job reported one."""
+    """Draw the loss of each job of a sweep in one chart; None where no job reported one."""
     drawn = []
     for label, story in stories:
         own = [c for c in story.curves if c.name in ("loss", "train_loss") and not c.lost]
@@ -332,13 +331,11 @@ def loss_of_jobs(stories: Sequence[tuple[str, Story]]) -> Figure | None:
     curves = [curve for _, own in drawn for curve in own]
     if not curves:
         return None
-    lines, legend = [], []
-    for index, (label, own) in enumerate(drawn):
-        style = f"c{1 + index % _COLOURS}"
-        if own:
-            pieces = tuple(tuple((float(s), v) for s, v in c.points) for c in own)
-            lines.append(Line(f"job {label}", style, pieces))
-            legend.append(Key(style, f"job {label}"))
+    lines = [
+        Line(f"job {label}", f"c{1 + index % _COLOURS}", tuple(_points(c) for c in own))
+        for index, (label, own) in enumerate(drawn)
+        if own
+    ]
     svg = plots.chart(
         Chart(
             title="Loss of each job over steps",
@@ -348,7 +345,11 @@ def loss_of_jobs(stories: Sequence[tuple[str, Story]]) -> Figure | None:
             lines=tuple(lines),
         )
     )
-    return Figure("Loss over steps", svg, tuple(legend))
+    return Figure("Loss over steps", svg, tuple(Key(line.style, line.name) for line in lines))
+
+
+def _points(curve: Curve) -> tuple[Point, ...]:
+    return tuple((float(step), value) for step, value in curve.points)
 
 
 def _step_axis(curves: Sequence[Curve]) -> Axis:
@@ -368,16 +369,4 @@ def _value_axis(curves: Sequence[Curve], *, may_be_log: bool) -> Axis:
         room = 0.06 * (high - low) or 0.1 * abs(high) or 1.0
         # below zero there is nothing where all values are above
         low, high = (low - room if low < 0 else max(low - room, 0.0)), high + room
-    return Axis(low, high, partial(_value_ticks, low, high, is_log), "number", is_log)
-
-
-def _value_ticks(low: float, high: float, is_log: bool, most: int) -> list[Tick]:
-    return number_ticks(low, high, most, is_log=is_log)
-
-
-def _last(curves: Sequence[Curve], name: str) -> float:
-    return [curve for curve in curves if curve.name == name][-1].points[-1][1]
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]
+    return Axis(low, high, partial(number_ticks, low, high, is_log=is_log), "number", is_log)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
+from robust_train.events import MalformedEvent, from_json
 from robust_train.failures.advice import advice_for
+from robust_train.readable import duration, memory, percent
 from robust_train.report.attempts import AttemptStory
 from robust_train.report.series import DeviceMemory, Mark
-from robust_train.report.sources import whole
 from robust_train.report.times import Span, Use
-from robust_train.report.units import duration, memory, percent
 from robust_train.values import MEMORY_FAILURES, Evidence, FailureKind
 
 _TIGHT = 0.9
@@ -30,7 +29,7 @@ class Advice:
     Attributes:
         finding: what was seen, with the figures of this run.
         steps: what may help, most promising first.
-        overrides: what to type for the next run, None where there is nothing to type.
+        overrides: for the next run, None where there are none.
     """
 
     finding: str
@@ -46,7 +45,7 @@ def advice_of(
     seconds: Mapping[str, float],
     stability: str | None = None,
 ) -> tuple[Advice, ...]:
-    """Findings and advice, most promising first."""
+    """Return findings and advice, most promising first."""
     return (
         *_what_worked(attempts, spans),
         *_failures(attempts),
@@ -58,19 +57,19 @@ def advice_of(
 
 
 def _what_worked(attempts: Sequence[AttemptStory], spans: Sequence[Span]) -> Iterator[Advice]:
-    """Begin with the size that held, rather than find it again."""
+    """Advise to begin with the size that held."""
     failed = [a for a in attempts if a.outcome in _OOM]
     if not failed or attempts[-1].outcome != "completed":
         return
     last = attempts[-1]
-    same_place = [a for a in failed if a.device == last.device and a.batch_size != last.batch_size]
-    if not same_place or last.batch_size is None:
+    same_device = [a for a in failed if a.device == last.device and a.batch_size != last.batch_size]
+    if not same_device or last.batch_size is None:
         return
-    numbers = {a.number for a in same_place}
+    numbers = {a.number for a in same_device}
     lost = sum(s.seconds for s in spans if s.use is Use.LOST and s.attempt in numbers)
-    sizes = ", ".join(dict.fromkeys(str(a.batch_size) for a in same_place))
+    sizes = ", ".join(dict.fromkeys(str(a.batch_size) for a in same_device))
     yield Advice(
-        f"On {last.place} batch size {last.batch_size} held and {sizes} did not; finding that out "
+        f"On {last.where} batch size {last.batch_size} held and {sizes} did not; finding that out "
         f"cost {duration(lost)}.",
         ("begin the next run with what held: the effective batch is the same",),
         f"training.batch_size={last.batch_size} "
@@ -79,36 +78,28 @@ def _what_worked(attempts: Sequence[AttemptStory], spans: Sequence[Span]) -> Ite
 
 
 def _failures(attempts: Sequence[AttemptStory]) -> Iterator[Advice]:
-    """The last failure of each kind on each device."""
+    """Yield the last failure of each kind on each device."""
     latest = {(a.outcome, a.device): a for a in attempts}
     kinds = {kind.value: kind for kind in FailureKind}
     for attempt in latest.values():
         kind = kinds.get(attempt.outcome)
         if kind is None:
             continue
-        evidence = evidence_of(attempt.evidence)
+        try:
+            evidence = from_json(Evidence, attempt.evidence)
+        except MalformedEvent:
+            evidence = Evidence()
         steps = advice_for(kind, evidence)
         if steps:
             yield Advice(_finding(attempt, kind, evidence), steps)
 
 
-def evidence_of(content: Mapping[str, Any]) -> Evidence:
-    """The evidence as the journal has it."""
-    sizes = {f.name: whole(content.get(f.name)) for f in fields(Evidence) if "bytes" in f.name}
-    library = content.get("library")
-    return Evidence(
-        **sizes,
-        fragmented=content.get("fragmented") is True,
-        library=library if isinstance(library, str) else None,
-    )
-
-
 def _finding(attempt: AttemptStory, kind: FailureKind, evidence: Evidence) -> str:
     if kind not in MEMORY_FAILURES:
-        return f"Attempt {attempt.number} on {attempt.place}: {attempt.message or kind.value}"
+        return f"Attempt {attempt.number} on {attempt.where}: {attempt.message or kind.value}"
     figures = []
     if evidence.requested_bytes is not None:
-        figures.append(f"{memory(evidence.requested_bytes)} asked for")
+        figures.append(f"{memory(evidence.requested_bytes)} requested")
     if evidence.free_bytes is not None:
         of = "" if evidence.total_bytes is None else f" of {memory(evidence.total_bytes)}"
         figures.append(f"{memory(evidence.free_bytes)}{of} free")
@@ -116,20 +107,21 @@ def _finding(attempt: AttemptStory, kind: FailureKind, evidence: Evidence) -> st
         figures.append(f"{memory(evidence.allocated_bytes)} in use by tensors")
     if evidence.reserved_unallocated_bytes is not None:
         figures.append(f"{memory(evidence.reserved_unallocated_bytes)} reserved but unused")
-    told = f" ({', '.join(figures)})" if figures else ""
+    known = f" ({', '.join(figures)})" if figures else ""
     what = "GPU memory" if kind is FailureKind.DEVICE_OOM else "Host memory"
     return (
-        f"{what} ran out in attempt {attempt.number} on {attempt.place} at batch size "
-        f"{attempt.batch_size}{told}."
+        f"{what} ran out in attempt {attempt.number} on {attempt.where} at batch size "
+        f"{attempt.batch_size}{known}."
     )
 
 
 def _splits(marks: Sequence[Mark]) -> Iterator[Advice]:
-    inside = [mark for mark in marks if mark.kind == "oom" and mark.text.startswith("inside")]
+    inside = [mark for mark in marks if mark.is_inside_a_step]
     changes = [mark.text for mark in marks if mark.kind == "batch" and " at step " in mark.text]
     if inside and changes:
         yield Advice(
-            f"Inside a step memory ran out {_times_of(len(inside))}; the last change was: "
+            f"Inside a step memory ran out {'once' if len(inside) == 1 else f'{len(inside)} times'}"
+            "; the last change was: "
             f"{changes[-1]}.",
             ("set training.batch_size to a size that holds: no step is then repeated",),
         )
@@ -191,9 +183,5 @@ def _times(attempts: Sequence[AttemptStory], seconds: Mapping[str, float]) -> It
     if seconds["wait"] > max(_MUCH_WAITING * wall, _LEAST_SECONDS):
         yield Advice(
             f"{duration(seconds['wait'])} ({percent(seconds['wait'] / wall)}) was spent waiting.",
-            ("a smaller min_gpu_memory_mb gets a GPU sooner; robust-train queue tells who waits",),
+            ("a smaller min_gpu_memory_mb gets a GPU sooner; robust-train queue lists who waits",),
         )
-
-
-def _times_of(count: int) -> str:
-    return "once" if count == 1 else f"{count} times"

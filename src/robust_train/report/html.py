@@ -6,13 +6,14 @@ import base64
 import functools
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
+from robust_train import readable
 from robust_train.files import replacing
-from robust_train.report import figures, units, wording
+from robust_train.report import figures, wording
 from robust_train.report.attempts import AttemptStory
 from robust_train.report.sources import finite, read_sources
 from robust_train.report.story import Story, story_of
@@ -30,18 +31,16 @@ _LONGEST_VALUE = 200
 
 
 def write_report(run_dir: Path) -> Path | None:
-    """Write ``report.html`` into a run folder. Whatever goes wrong costs a warning, not the job.
+    """Write ``report.html`` into a run folder; None, after a warning, where that fails."""
+    return try_to_save(run_dir / FILE_NAME, lambda: job_page(story_of(read_sources(run_dir))))
 
-    Args:
-        run_dir: the run folder.
 
-    Returns:
-        The file, None where it could not be written.
-    """
+def try_to_save(path: Path, page: Callable[[], str]) -> Path | None:
+    """Make a page and write it; None after a warning where either fails."""
     try:
-        return save(run_dir / FILE_NAME, job_page(story_of(read_sources(run_dir))))
+        return save(path, page())
     except OSError as error:
-        log.warning("cannot write %s: %s", run_dir / FILE_NAME, error.strerror or error)
+        log.warning("cannot write %s: %s", path, error.strerror or error)
     except Exception as error:  # a job that trained for days must not fail for its report
         log.warning("no report: %s: %s", type(error).__name__, error, exc_info=log.isEnabledFor(10))
     return None
@@ -60,7 +59,7 @@ def save(path: Path, text: str) -> Path:
 
 
 def job_page(story: Story) -> str:
-    """The page of one job."""
+    """Return the page of one job."""
     timeline = figures.timeline_figure(story)
     return render(
         "job.html.j2",
@@ -69,7 +68,6 @@ def job_page(story: Story) -> str:
         tiles=_tiles(story),
         shares=shares(story.seconds),
         results=_results(story.result),
-        rows=[_row(attempt, story.files) for attempt in story.attempts],
         traceback=_traceback(story.attempts),
         timeline=timeline,
         memory=figures.memory_figures(story),
@@ -78,7 +76,7 @@ def job_page(story: Story) -> str:
 
 
 def render(template: str, **values: Any) -> str:
-    """A page from a template; all values are escaped but the charts' SVG."""
+    """Return a page from a template; all values but the charts' SVG are escaped."""
     return _environment().get_template(template).render(**values)
 
 
@@ -104,20 +102,27 @@ def _environment() -> Environment:
         policy=f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; "
         "base-uri 'none'; form-action 'none'",
     )
+    environment.tests["in_attempt"] = lambda name, number: name.startswith(f"oom-attempt-{number}.")
     environment.filters.update(
         svg=Markup,
-        duration=units.duration,
-        memory=units.memory,
-        percent=units.percent,
-        moment=units.moment,
+        duration=readable.duration,
+        memory=readable.memory,
+        percent=readable.percent,
+        moment=readable.moment,
+        size=figures.size_text,
+        count=lambda number: "?" if number is None else f"{number:,}",
+        outcome=lambda name: wording.OUTCOMES.get(name, name.replace("_", " ")),
+        action=lambda name: wording.ACTIONS.get(name, (name or "").replace("_", " ")),
         words=lambda text: str(text).replace("_", " "),
+        value=value_text,
+        shares=shares,
         link=lambda text: quote(str(text), safe="/", errors="replace"),
     )
     return environment
 
 
 def shares(seconds: Mapping[str, float]) -> list[dict[str, Any]]:
-    """The uses of the wall time, each with its share; none for a job without any."""
+    """Return the uses of the wall time, each with its share; none for a job without any."""
     wall = seconds.get("wall", 0.0)
     return [
         {
@@ -132,29 +137,28 @@ def shares(seconds: Mapping[str, float]) -> list[dict[str, Any]]:
 
 
 def value_text(value: Any) -> str:
-    """A value of JSON for people, shortened."""
+    """Return a value of JSON for people, shortened."""
     number = finite(value)
     if number is not None:
-        return units.number(number)
-    text = " ".join(str(value).split())
-    return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 1] + "…"
+        return readable.number(number)
+    return readable.shortened(str(value), _LONGEST_VALUE)
 
 
 def _tiles(story: Story) -> list[tuple[str, str, str]]:
-    """(label, figure, explanation) of the most important figures."""
+    """Return (label, figure, explanation) of the most important figures."""
     tiles = []
     if finite(story.objective) is not None:
         tiles.append(("result", value_text(story.objective), "what the trainer returned"))
     if "wall" in story.seconds:
-        tiles.append(("wall time", units.duration(story.seconds["wall"]), "from start to end"))
+        tiles.append(("wall time", readable.duration(story.seconds["wall"]), "from start to end"))
     if story.useful_share is not None:
-        tiles.append(("useful", units.percent(story.useful_share), "of the wall time"))
+        tiles.append(("useful", readable.percent(story.useful_share), "of the wall time"))
     if story.attempts:
         where = ", ".join(dict.fromkeys(attempt.device for attempt in story.attempts))
         tiles.append(("attempts", str(len(story.attempts)), where))
     if story.peak_memory_bytes is not None:
-        device = story.attempts[-1].place
-        tiles.append(("peak memory", units.memory(story.peak_memory_bytes), f"on {device}"))
+        device = story.attempts[-1].where
+        tiles.append(("peak memory", readable.memory(story.peak_memory_bytes), f"on {device}"))
     return tiles
 
 
@@ -164,28 +168,8 @@ def _results(result: Any) -> list[tuple[str, str]]:
     return [] if result is None or finite(result) is not None else [("result", value_text(result))]
 
 
-def _row(attempt: AttemptStory, files: Sequence[str]) -> dict[str, Any]:
-    end = "?" if attempt.end_step is None else f"{attempt.end_step:,}"
-    peak = attempt.peak_memory_bytes
-    log_file = f"attempt-{attempt.number}.log"
-    action = attempt.action or ""
-    return {
-        "attempt": attempt,
-        "log": log_file if log_file in files else None,
-        "size": figures.size_text(attempt),
-        "effective": attempt.effective_batch_size,
-        "steps": f"{attempt.start_step:,} – {end}",
-        "outcome": wording.OUTCOMES.get(attempt.outcome, attempt.outcome.replace("_", " ")),
-        "peak": None if peak is None else units.memory(peak),
-        "next": wording.ACTIONS.get(action, action.replace("_", " ")),
-        "oom_files": [name for name in files if name.startswith(f"oom-attempt-{attempt.number}.")],
-        "why": attempt.message if attempt.outcome != "completed" else None,
-        "reason": attempt.reason if attempt.action not in (None, "none", "give_up") else None,
-    }
-
-
 def _traceback(attempts: Sequence[AttemptStory]) -> str | None:
-    """Of the last attempt, if it is what ended the job."""
+    """Return that of the last attempt, if it ended the job."""
     last = attempts[-1] if attempts else None
     if last is None or last.traceback is None or last.outcome == "interrupted":
         return None

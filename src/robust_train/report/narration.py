@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 
 from robust_train.events import AttemptStarted
+from robust_train.runfolder.summary import Summary, attempts_table, gpu_memory_summary
 from robust_train.values import AttemptSpec, Decision, FailureKind, Outcome, Retry
 
 log = logging.getLogger("robust_train")
@@ -43,6 +44,17 @@ def announce(number: int, spec: AttemptSpec, *, is_searched: bool = False) -> No
         processes,
         spec.effective_batch_size,
     )
+
+
+def conclude(summary: Summary) -> None:
+    """Log how a job ended."""
+    if summary.attempts:
+        log.info("attempts:\n%s", attempts_table(summary.attempts))
+        memory = gpu_memory_summary(summary.attempts[-1])
+        if memory is not None:
+            log.info("%s", memory)
+    ending = f"{summary.status} after {summary.wall_seconds:.1f} s"
+    log.info("%s; run folder: %s", ending, summary.run_dir)
 
 
 def say(number: int, outcome: Outcome, decision: Decision | None) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from html import escape
 from urllib.parse import quote
 
+from robust_train.readable import shortened
 from robust_train.report.axes import Point, Scale, Tick, path, thinned
 
 _LONGEST_TEXT = 160
@@ -71,7 +72,7 @@ class Band:
 
 @dataclass(frozen=True)
 class Glyph:
-    """Something at one place of the x axis, drawn in the lane of its kind."""
+    """Something at one position of the x axis, drawn in the lane of its kind."""
 
     kind: str
     x: float
@@ -127,7 +128,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a timeline: what it is, a detail, an address to go to or None."""
+    """A row of a timeline: a label, a detail, and a link or None."""
 
     label: str
     detail: str
@@ -136,12 +137,12 @@ class Row:
 
 
 def chart(content: Chart) -> str:
-    """The chart in both sizes."""
+    """Return the chart in both sizes."""
     return "".join(_chart(content, size) for size in SIZES)
 
 
 def timeline(title: str, description: str, rows: Sequence[Row], x: Axis) -> str:
-    """Rows of bars along one axis of time, in both sizes."""
+    """Return rows of bars along one axis of time, in both sizes."""
     return "".join(_timeline(title, description, rows, x, size) for size in SIZES)
 
 
@@ -259,15 +260,15 @@ def _lanes(content: Chart, x: Scale, top: float) -> Iterator[str]:
         yield f'<path class="grid" d="M{x.start:g},{middle:g}H{x.stop:g}"/>'
         yield f'<text class="tick end" x="{x.start - 7:g}" y="{middle + 4:g}">{_text(label)}</text>'
         own = [glyph for glyph in content.glyphs if glyph.kind == kind]
-        for place, group in itertools.groupby(own, key=lambda glyph: round(x(glyph.x) / 3)):
+        for column, group in itertools.groupby(own, key=lambda glyph: round(x(glyph.x) / 3)):
             texts = [glyph.text for glyph in group]
-            told = "\n".join(_short(text) for text in texts[:_TEXTS_A_GLYPH])
+            title = "\n".join(shortened(text, _LONGEST_TEXT) for text in texts[:_TEXTS_A_GLYPH])
             if len(texts) > _TEXTS_A_GLYPH:
-                told += f"\n… {len(texts)} in all"
-            at = min(max(3.0 * place, x.start), x.stop)
+                title += f"\n… {len(texts)} in all"
+            at = min(max(3.0 * column, x.start), x.stop)
             yield (
                 f'<path class="glyph {kind}" transform="translate({at:g},{middle:g})" '
-                f'd="{_GLYPHS[kind]}"><title>{_text(told)}</title></path>'
+                f'd="{_GLYPHS[kind]}"><title>{_text(title)}</title></path>'
             )
 
 
@@ -284,7 +285,7 @@ def _timeline(title: str, description: str, rows: Sequence[Row], x: Axis, size: 
     for index, row in enumerate(rows):
         top = 6 + row_height * index
         bar_top = top + (row_height - bar_height) / 2 if beside else top + 18
-        label = _short(f"{row.label}  {row.detail}", room)
+        label = shortened(f"{row.label}  {row.detail}", room)
         words = f'<tspan class="strong">{_text(label[: len(row.label)])}</tspan>'
         words += _text(label[len(row.label) :])
         words = (
@@ -310,15 +311,10 @@ def _bars(bars: Sequence[Bar], x: Scale, top: float, height: float) -> Iterator[
 
 
 def address(path: str | None) -> str | None:
-    """A relative path as an address."""
+    """Return a relative path as an address."""
     return None if path is None else quote(path, safe="/", errors="replace")
 
 
-def _short(text: str, longest: int = _LONGEST_TEXT) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= longest else text[: longest - 1] + "…"
-
-
 def _text(text: str) -> str:
-    """Escaped for text and attributes, without what no document may hold."""
+    """Escape for text and attributes, without characters that no document may hold."""
     return escape("".join(c if c >= " " or c == "\n" else "�" for c in text))

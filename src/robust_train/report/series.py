@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from robust_train.events import (
+    BatchSizeFound,
+    CheckpointSaved,
+    EpochEnded,
+    Event,
+    MemoryCleared,
+    MemoryReported,
+    MicroBatchChanged,
+    MicroBatchExhausted,
+    Progress,
+    UserEvent,
+)
 from robust_train.memory.samples import Sample
+from robust_train.readable import memory
 from robust_train.report.attempts import AttemptStory
-from robust_train.report.sources import Event, finite
-from robust_train.report.units import memory
+from robust_train.report.sources import Entry, finite
 from robust_train.values import MEMORY_FAILURES
 
 _OOM = frozenset(kind.value for kind in MEMORY_FAILURES)
-# of an event, but no measurement of it
-_NOT_SCALARS = frozenset({"attempt", "step", "total_steps", "epoch"})
+_LONGEST_FIELDS = 120
 
 
 @dataclass(frozen=True)
@@ -24,7 +35,7 @@ class Mark:
     Attributes:
         kind: ``oom``, ``batch``, ``device``, ``cleared``, ``checkpoint`` or ``milestone``.
         time: seconds since the epoch.
-        text: what it was, for people.
+        text: what happened, for people.
         attempt: in which attempt.
         device: on which device.
     """
@@ -34,6 +45,11 @@ class Mark:
     text: str
     attempt: int
     device: str
+
+    @property
+    def is_inside_a_step(self) -> bool:
+        """Memory ran out inside a step, and the attempt went on."""
+        return self.kind == "oom" and self.text.startswith("inside")
 
 
 @dataclass(frozen=True)
@@ -84,19 +100,14 @@ class Curve:
 
 def memory_of(
     samples: Sequence[Sample],
-    events: Sequence[Event],
+    entries: Sequence[Entry],
     attempts: Sequence[AttemptStory],
     marks: Sequence[Mark],
 ) -> tuple[DeviceMemory, ...]:
-    """Memory over time, device by device in the order in which they were used."""
+    """Return memory over time, device by device in the order in which they were used."""
     sampled = {sample.attempt for sample in samples}
-    devices = {attempt.number: attempt.device for attempt in attempts}
-    reported = [
-        sample
-        for event in events
-        if (sample := _as_sample(event, devices)) is not None and sample.attempt not in sampled
-    ]
-    everything = sorted([*samples, *reported], key=lambda sample: (sample.time, sample.attempt))
+    devices = {a.number: a.device for a in attempts if a.number not in sampled}
+    everything = sorted([*samples, *_reported(entries, devices)], key=lambda s: (s.time, s.attempt))
     grouped: dict[str, list[Sample]] = {}
     for sample in everything:
         grouped.setdefault(sample.device, []).append(sample)
@@ -111,60 +122,41 @@ def memory_of(
     )
 
 
+def _reported(entries: Sequence[Entry], devices: Mapping[int, str]) -> Iterator[Sample]:
+    """Yield the figures that the trainer reported in attempts without samples."""
+    for entry in entries:
+        event, device = entry.event, devices.get(entry.attempt or 0)
+        # of several ranks the first one's memory is drawn
+        if isinstance(event, MemoryReported) and not event.rank and device and event.figures:
+            yield Sample(
+                entry.time,
+                entry.attempt or 0,
+                device,
+                allocated=event.allocated,
+                reserved=event.reserved,
+                resident=event.resident,
+            )
+
+
 def curves_of(
-    events: Sequence[Event], attempts: Sequence[AttemptStory], kept: dict[int, float]
+    entries: Sequence[Entry], attempts: Sequence[AttemptStory], kept: dict[int, float]
 ) -> tuple[Curve, ...]:
-    """Every scalar that was reported, cut where an attempt's steps were not kept."""
+    """Return every metric that was reported, cut where an attempt's steps were not kept."""
     known = {attempt.number for attempt in attempts}
     points: dict[tuple[str, int], list[tuple[int, float]]] = {}
-    for event in events:
-        step, attempt = event.whole("step"), event.whole("attempt")
-        if event.name not in ("progress", "epoch") or step is None or attempt not in known:
+    for entry in entries:
+        event, attempt = entry.event, entry.attempt
+        if not isinstance(event, (Progress, EpochEnded)) or attempt not in known:
             continue
-        for name, value in _scalars(event):
-            points.setdefault((name, attempt), []).append((step, value))
+        for name, value in event.metrics.items():
+            number = finite(value)
+            if number is not None and event.step is not None:
+                points.setdefault((name, attempt), []).append((event.step, number))
     return tuple(
         curve
         for (name, attempt), own in points.items()
         for curve in _cut(name, attempt, own, kept[attempt])
     )
-
-
-def marks_of(events: Sequence[Event], attempts: Sequence[AttemptStory]) -> tuple[Mark, ...]:
-    """What happened, oldest first."""
-    devices = {attempt.number: attempt.device for attempt in attempts}
-    marks = [
-        Mark(kind, event.time, text, attempt, devices[attempt])
-        for event in events
-        if (attempt := event.whole("attempt") or 0) in devices
-        for kind, text in _told(event)
-    ]
-    for before, after in itertools.pairwise(attempts):
-        marks += _change(before, after)
-    for one in attempts:
-        if one.outcome in _OOM:
-            text = f"attempt {one.number}: {one.message or 'out of memory'}"
-            marks.append(Mark("oom", one.ended, text, one.number, one.device))
-    return tuple(sorted(marks, key=lambda mark: mark.time))
-
-
-def _as_sample(event: Event, devices: dict[int, str]) -> Sample | None:
-    attempt = event.whole("attempt")
-    # of several processes the first one's memory is drawn
-    if event.name != "memory" or attempt not in devices or event.whole("rank"):
-        return None
-    names = ("allocated", "reserved", "resident")
-    figures: dict[str, int | None] = {name: event.whole(name) for name in names}
-    if all(value is None for value in figures.values()):
-        return None
-    return Sample(event.time, attempt, devices[attempt], **figures)
-
-
-def _scalars(event: Event) -> Iterator[tuple[str, float]]:
-    for name, value in event.fields.items():
-        number = finite(value)
-        if number is not None and name not in _NOT_SCALARS:
-            yield name, number
 
 
 def _cut(name: str, attempt: int, points: list[tuple[int, float]], kept: float) -> Iterator[Curve]:
@@ -176,34 +168,44 @@ def _cut(name: str, attempt: int, points: list[tuple[int, float]], kept: float) 
         yield Curve(name, attempt, tuple(good[-1:] + rest), lost=True)
 
 
-def _told(event: Event) -> Iterator[tuple[str, str]]:
-    step = event.whole("step")
-    at = "" if step is None else f" at step {step}"
-    if event.name == "micro_batch_changed":
-        before, after = event.whole("before"), event.whole("after")
-        change = f"micro-batch {before} → {after}{at}"
-        if event.text("kind") in _OOM:
-            yield "oom", f"inside a step{at}: {event.text('reason') or 'out of memory'}"
-        yield "batch", change
-    elif event.name == "micro_batch_exhausted":
-        yield "oom", f"inside a step{at}: {event.text('reason') or 'out of memory'}"
-    elif event.name == "batch_size_found":
-        yield (
-            "batch",
-            f"micro-batch {event.whole('batch_size') or 'that fits: none'} found by probes",
-        )
-    elif event.name == "checkpoint":
-        yield "checkpoint", f"checkpoint{at}"
-    elif event.name == "memory" and not event.whole("rank"):
-        yield "milestone", event.text("milestone") or "memory reported"
-    elif event.name == "memory_cleared":
-        yield "cleared", _cleared(event)
+def marks_of(entries: Sequence[Entry], attempts: Sequence[AttemptStory]) -> tuple[Mark, ...]:
+    """Return what happened, oldest first."""
+    devices = {attempt.number: attempt.device for attempt in attempts}
+    marks = [
+        Mark(kind, entry.time, text, attempt, devices[attempt])
+        for entry in entries
+        if (attempt := entry.attempt or 0) in devices
+        for kind, text in _descriptions(entry.event)
+    ]
+    for before, after in itertools.pairwise(attempts):
+        marks += _change(before, after)
+    for one in attempts:
+        if one.outcome in _OOM:
+            text = f"attempt {one.number}: {one.message or 'out of memory'}"
+            marks.append(Mark("oom", one.ended, text, one.number, one.device))
+    return tuple(sorted(marks, key=lambda mark: mark.time))
 
 
-def _cleared(event: Event) -> str:
-    freed = event.number("returned_bytes")
-    told = f"memory cleared ({event.text('reason') or 'asked for'})"
-    return told if freed is None else f"{told}: {memory(freed)} returned"
+def _descriptions(event: Event) -> Iterator[tuple[str, str]]:
+    """Yield (kind, text) of an event's marks."""
+    match event:
+        case MicroBatchChanged(step=step, before=before, after=after):
+            if event.kind in MEMORY_FAILURES:
+                yield "oom", f"inside a step at step {step}: {event.reason}"
+            yield "batch", f"micro-batch {before} → {after} at step {step}"
+        case MicroBatchExhausted(step=step, reason=reason):
+            yield "oom", f"inside a step at step {step}: {reason}"
+        case BatchSizeFound(batch_size=size):
+            yield "batch", f"micro-batch {size or 'that fits: none'} found by probes"
+        case CheckpointSaved(step=step):
+            yield "checkpoint", "checkpoint" + ("" if step is None else f" at step {step}")
+        case MemoryReported(milestone=milestone) if not event.rank:
+            yield "milestone", milestone
+        case MemoryCleared(reason=reason, returned_bytes=returned):
+            yield "cleared", f"memory cleared ({reason}): {memory(returned)} returned"
+        case UserEvent(event_name=name, fields=fields):
+            values = ", ".join(f"{key}={value}" for key, value in fields.items())
+            yield "milestone", name + (f": {values[:_LONGEST_FIELDS]}" if values else "")
 
 
 def _change(before: AttemptStory, after: AttemptStory) -> Iterator[Mark]:

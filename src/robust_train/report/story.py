@@ -1,4 +1,4 @@
-"""The story of a job, told from what its run folder holds. Pure: sources in, frozen values out."""
+"""The story of a job, from what its run folder holds. Pure: sources in, frozen values out."""
 
 from __future__ import annotations
 
@@ -110,23 +110,23 @@ def story_of(sources: Sources) -> Story:
     """What happened in the job whose run folder was read."""
     name = sources.folder.resolve().name
     folder = str(sources.folder)
-    if not sources.events:
-        gaps = sources.gaps
-        status = sources.summary.get("status")
-        story = Story(name, folder, files=sources.files, gaps=gaps)
-        if isinstance(status, str):
-            told = "The journal is missing; of the job only summary.json is left."
-            return replace(story, status=status, sentence=told)
-        return story
-    attempts = _with_last_signs(attempts_of(sources.events), sources.samples)
-    launches = _until_last_signs(launches_of(sources.events), attempts)
+    if not sources.entries:
+        story = Story(name, folder, files=sources.files, gaps=sources.gaps)
+        if sources.summary is None:
+            return story
+        sentence = "The journal is missing; of the job only summary.json is left."
+        return replace(story, status=sources.summary.status, sentence=sentence)
+    attempts = _until_last_sample(attempts_of(sources.entries), sources.samples)
+    *earlier, last = launches_of(sources.entries)
+    ended = max([last.end, *(attempt.ended for attempt in attempts)])
+    launches = (*earlier, replace(last, end=ended))
     status = launches[-1].status or UNFINISHED
     completed = status == "completed"
     spans = spans_of(launches, attempts, completed=completed)
     seconds = {use.value: seconds for use, seconds in totals(spans).items()}
     seconds["wall"] = math.fsum(s for use, s in seconds.items() if use != Use.STOPPED.value)
-    marks = marks_of(sources.events, attempts)
-    result = sources.summary.get("result") if completed else None
+    marks = marks_of(sources.entries, attempts)
+    result = sources.summary.result if completed and sources.summary is not None else None
     story = Story(
         name=name,
         folder=folder,
@@ -139,8 +139,8 @@ def story_of(sources: Sources) -> Story:
         attempts=attempts,
         launches=launches,
         spans=spans,
-        memory=memory_of(sources.samples, sources.events, attempts, marks),
-        curves=curves_of(sources.events, attempts, kept_steps(attempts, completed=completed)),
+        memory=memory_of(sources.samples, sources.entries, attempts, marks),
+        curves=curves_of(sources.entries, attempts, kept_steps(attempts, completed=completed)),
         marks=marks,
         stability=_stability(sources.samples, attempts),
         reason=launches[-1].reason,
@@ -154,10 +154,10 @@ def story_of(sources: Sources) -> Story:
     )
 
 
-def _with_last_signs(
+def _until_last_sample(
     attempts: Sequence[AttemptStory], samples: Sequence[Sample]
 ) -> tuple[AttemptStory, ...]:
-    """Attempts without a recorded end, which lasted at least until their last sample."""
+    """Let attempts without a recorded end last at least until their last sample."""
     last = {sample.attempt: sample.time for sample in samples}
     return tuple(
         replace(attempt, ended=max(attempt.ended, last.get(attempt.number, attempt.ended)))
@@ -167,19 +167,12 @@ def _with_last_signs(
     )
 
 
-def _until_last_signs(
-    launches: Sequence[Launch], attempts: Sequence[AttemptStory]
-) -> tuple[Launch, ...]:
-    latest = max((attempt.ended for attempt in attempts), default=-math.inf)
-    *earlier, last = launches
-    return (*earlier, replace(last, end=max(last.end, latest)))
-
-
 def _stability(samples: Sequence[Sample], attempts: Sequence[AttemptStory]) -> str | None:
-    """Of the last attempt that trained; how others did says nothing of how it would go on."""
+    """Return that of the last attempt that trained: only it shows how the job would go on."""
     trained = [a for a in attempts if a.training_began is not None]
-    told = trained[-1].stability if trained else None
-    if trained and told is None:
-        # its end was not recorded
-        told = stability([s for s in samples if s.attempt == trained[-1].number]).sentence
-    return None if told is None or told.startswith("unknown") else told
+    if not trained:
+        return None
+    sentence = trained[-1].stability
+    if sentence is None:  # its end was not recorded
+        sentence = stability([s for s in samples if s.attempt == trained[-1].number]).sentence
+    return None if sentence.startswith("unknown") else sentence

@@ -19,7 +19,7 @@ class Use(str, Enum):
     * useful: from an attempt's first step to the last one that what came later was built on.
     * lost: steps that were done again or are saved nowhere, and attempts that left nothing.
     * wait: no attempt ran, for want of a device or of room, or in a pause before a retry.
-    * startup: from an attempt's start to its first step, and the launcher's own doings.
+    * startup: from an attempt's start to its first step, and the launcher's own work.
     * stopped: between two launches in the same run folder; no part of the wall time.
     """
 
@@ -48,26 +48,26 @@ class Span:
 def spans_of(
     launches: Sequence[Launch], attempts: Sequence[AttemptStory], *, completed: bool
 ) -> tuple[Span, ...]:
-    """All of a job's time, without gaps or overlaps, oldest first.
+    """Cut all of a job's time into its uses, without gaps or overlaps, oldest first.
 
     Args:
         launches: of the run folder, oldest first.
         attempts: of all launches, oldest first.
-        completed: the job did; else only what the last checkpoint holds was worth while.
+        completed: the job did; else only what the last checkpoint holds was useful.
     """
     kept = kept_steps(attempts, completed=completed)
     starts = [launch.start for launch in launches]
-    told: list[Span] = []
+    spans: list[Span] = []
     for index, launch in enumerate(launches):
-        if told and launch.start > told[-1].end:
-            told.append(Span(Use.STOPPED, told[-1].end, launch.start))
+        if spans and launch.start > spans[-1].end:
+            spans.append(Span(Use.STOPPED, spans[-1].end, launch.start))
         own = [a for a in attempts if bisect_right(starts, a.started) == index + 1]
-        told += _of_launch(launch, own, kept)
-    return tuple(_in_line(told))
+        spans += _of_launch(launch, own, kept)
+    return tuple(_one_after_another(spans))
 
 
-def _in_line(spans: Iterable[Span]) -> Iterator[Span]:
-    """Spans one after another, also where a journal puts two attempts into the same time."""
+def _one_after_another(spans: Iterable[Span]) -> Iterator[Span]:
+    """Yield spans without overlaps, also where a journal has two attempts at the same time."""
     now = -math.inf
     for span in spans:
         start = max(span.start, now)
@@ -77,12 +77,12 @@ def _in_line(spans: Iterable[Span]) -> Iterator[Span]:
 
 
 def totals(spans: Sequence[Span]) -> dict[Use, float]:
-    """Seconds of each use."""
+    """Return the seconds of each use."""
     return {use: sum(span.seconds for span in spans if span.use is use) for use in Use}
 
 
 def kept_steps(attempts: Sequence[AttemptStory], *, completed: bool) -> dict[int, float]:
-    """For each attempt's number the last step that was not done again.
+    """Return the last step that was not done again, by number of the attempt.
 
     A later attempt that began further back undoes what lies after its beginning; at the end of a
     job that did not complete, so does the want of a checkpoint.
@@ -120,7 +120,7 @@ def _of_launch(
 def _of_attempt(attempt: AttemptStory, kept: float) -> Iterator[Span]:
     number, started, ended = attempt.number, attempt.started, attempt.ended
     if attempt.outcome == "completed":
-        # a trainer that never says when it begins to train has all its time counted as training
+        # all the time of a trainer that never reports its start counts as training
         began = started if attempt.training_began is None else attempt.training_began
         yield Span(Use.STARTUP, started, began, number)
         yield Span(Use.USEFUL, began, ended, number)
@@ -135,7 +135,7 @@ def _of_attempt(attempt: AttemptStory, kept: float) -> Iterator[Span]:
 
 
 def _reached(attempt: AttemptStory, kept: float) -> float | None:
-    """When the last step that was kept was done; None where none was."""
+    """Return when the last step that was kept was done; None where none was."""
     if kept <= attempt.start_step:
         return None
     saved = [time for step, time in attempt.checkpoints if step <= kept]

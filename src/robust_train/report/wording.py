@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
+from robust_train.readable import duration, ordinal_word, percent
 from robust_train.report.attempts import UNFINISHED, AttemptStory
 from robust_train.report.series import Mark
-from robust_train.report.units import duration, ordinal, percent
 
 _MOST_TROUBLES = 4
 
@@ -42,59 +42,62 @@ def sentence_of(
     status: str,
     reason: str | None,
     attempts: Sequence[AttemptStory],
-    seconds: dict[str, float],
+    seconds: Mapping[str, float],
     marks: Sequence[Mark],
 ) -> str:
-    """What happened: how it ended, what went wrong on the way, how much of the time was useful."""
-    parts = [_ending(status, reason, attempts, seconds["wall"])]
+    """Return how the job ended, what went wrong before, and how much of the time was useful."""
+    wall = seconds["wall"]
+    parts = [_ending(status, reason, attempts, wall)]
     before = attempts[:-1] if status in ("completed", "failed", "interrupted") else attempts
-    troubles = _troubles([a for a in before if a.outcome not in ("completed", UNFINISHED)])
+    failed = [a for a in before if a.outcome not in ("completed", UNFINISHED)]
+    troubles = list(_troubles(failed))
+    if more := len(troubles[_MOST_TROUBLES:]):
+        troubles[_MOST_TROUBLES:] = [f"{more} more failed attempt{'s' * (more > 1)}"]
     if troubles:
         parts.append(_capital(", then ".join(troubles)) + ".")
-    inside = sum(mark.kind == "oom" and mark.text.startswith("inside") for mark in marks)
+    inside = sum(mark.is_inside_a_step for mark in marks)
     if inside:
         times = "once" if inside == 1 else f"{inside} times"
         parts.append(f"Memory ran out {times} inside a step, which was repeated in smaller parts.")
-    if status == "completed" and len(attempts) > 1:
-        parts.append(f"{percent(seconds['useful'] / seconds['wall'])} of the time was useful.")
+    if status == "completed" and len(attempts) > 1 and wall > 0:
+        parts.append(f"{percent(seconds['useful'] / wall)} of the time was useful.")
     return " ".join(parts)
 
 
-def setting(attempt: AttemptStory) -> str:
-    """``batch size 16 × accumulation 4 × 2 processes``."""
-    size, accumulation = attempt.batch_size, attempt.gradient_accumulation_steps
-    if size is None:
-        return "an unknown batch size"
-    steps = f" × accumulation {accumulation}" if accumulation != 1 else ""
-    return f"batch size {size}{steps}" + (
-        f" × {attempt.ranks} processes" if attempt.ranks != 1 else ""
-    )
-
-
 def _ending(status: str, reason: str | None, attempts: Sequence[AttemptStory], wall: float) -> str:
-    last = attempts[-1] if attempts else None
-    why = "" if reason is None else f": {_first_line(reason)}"
+    last, nth = attempts[-1] if attempts else None, ordinal_word(len(attempts))
+    why = "" if reason is None else f": {(reason.strip().splitlines() or [''])[0]}"
     if status == "completed" and last is not None:
-        which = "" if len(attempts) == 1 else f" at the {ordinal(len(attempts))} attempt"
-        return f"Completed in {duration(wall)}{which}, on {last.place} with {setting(last)}."
+        which = "" if len(attempts) == 1 else f" at the {nth} attempt"
+        return f"Completed in {duration(wall)}{which}, on {last.where} with {_setting(last)}."
     if status == "no_device":
         return _stop(f"Found no device in {duration(wall)}{why}")
     if status == "interrupted":
-        return _stop(f"Was stopped after {duration(wall)}{_at(last)}") + _saved(attempts)
+        return f"Was stopped after {duration(wall)}{_at(last)}." + _saved(attempts)
     if status == UNFINISHED:
         return (
             "Has no recorded end: it still runs, or its process died without a word. The last "
             f"sign of life came after {duration(wall)}{_at(last)}." + _saved(attempts)
         )
-    where = "" if last is None else f" in the {ordinal(len(attempts))} attempt, on {last.place}"
+    where = "" if last is None else f" in the {nth} attempt, on {last.where}"
     return _stop(f"{_capital(status.replace('_', ' '))} after {duration(wall)}{where}{why}")
+
+
+def _setting(attempt: AttemptStory) -> str:
+    """Return ``batch size 16 × accumulation 4 × 2 processes``."""
+    size, accumulation = attempt.batch_size, attempt.gradient_accumulation_steps
+    if size is None:
+        return "an unknown batch size"
+    steps = f" × accumulation {accumulation}" if accumulation != 1 else ""
+    ranks = f" × {attempt.ranks} processes" if attempt.ranks != 1 else ""
+    return f"batch size {size}{steps}{ranks}"
 
 
 def _at(last: AttemptStory | None) -> str:
     if last is None:
         return ", before any attempt had begun"
     step = "before its first step" if last.end_step is None else f"at step {last.end_step}"
-    return f", {step} on {last.place}"
+    return f", {step} on {last.where}"
 
 
 def _saved(attempts: Sequence[AttemptStory]) -> str:
@@ -106,40 +109,23 @@ def _saved(attempts: Sequence[AttemptStory]) -> str:
     return f" The last checkpoint holds step {steps[-1]}: the same command goes on from there."
 
 
-def _troubles(failed: Sequence[AttemptStory]) -> list[str]:
-    told = list(_told(failed))
-    if len(told) > _MOST_TROUBLES:
-        more = len(told) - _MOST_TROUBLES
-        told = [*told[:_MOST_TROUBLES], f"{more} more failed attempt{'s' * (more > 1)}"]
-    return told
-
-
-def _told(failed: Sequence[AttemptStory]) -> Iterator[str]:
-    for (outcome, place), group in itertools.groupby(failed, key=lambda a: (a.outcome, a.place)):
+def _troubles(failed: Sequence[AttemptStory]) -> Iterator[str]:
+    for (outcome, where), group in itertools.groupby(failed, key=lambda a: (a.outcome, a.where)):
         own = list(group)
-        sizes = _and([str(a.batch_size) for a in own if a.batch_size is not None])
+        *sizes, last = dict.fromkeys(str(a.batch_size or "?") for a in own)
+        listed = f"{', '.join(sizes)} and {last}" if sizes else last
         times = "" if len(own) == 1 else f" {len(own)} times"
         if outcome == "device_oom":
-            yield f"memory ran out on {place} at batch size {sizes}"
+            yield f"memory ran out on {where} at batch size {listed}"
         elif outcome == "host_oom":
-            yield f"host memory ran out at batch size {sizes}"
+            yield f"host memory ran out at batch size {listed}"
         elif outcome == "worker_death":
             yield f"a data-loader worker died{times}"
         elif outcome == "interrupted":
             yield f"it was stopped{times}"
         else:
             what = OUTCOMES.get(outcome, outcome.replace("_", " "))
-            yield f"{what}{times} on {place}"
-
-
-def _and(words: Sequence[str]) -> str:
-    words = list(dict.fromkeys(words))
-    return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]])) if words else "?"
-
-
-def _first_line(text: str) -> str:
-    lines = text.strip().splitlines()
-    return lines[0] if lines else ""
+            yield f"{what}{times} on {where}"
 
 
 def _stop(text: str) -> str:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
-import time
 import zipfile
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
+from errno import EINVAL, ENOENT
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -15,12 +15,14 @@ import torch
 
 from robust_train.failures import classify_failure
 from robust_train.files import replacing
+from robust_train.run import Run
+from robust_train.runfolder.identity import wait_until_readable
+from robust_train.runfolder.manifests import read_manifests, rotate
 from robust_train.values import MEMORY_FAILURES
 
-log = logging.getLogger("robust_train.vision")
+log = logging.getLogger("robust_train")
 
 _NAME = re.compile(r"step-(\d{8,})\.pt")
-_CHEAP_SHARE = 0.05
 
 
 class CheckpointError(OSError):
@@ -31,24 +33,25 @@ class CheckpointFolder:
     """A job's checkpoints, ``step-00000120.pt`` and so on.
 
     Args:
-        path: the folder; made when the first checkpoint is saved.
+        run: the run that saves them, into its ``checkpoint_dir``.
         keep: how many of the newest to keep.
     """
 
-    def __init__(self, path: Path, *, keep: int) -> None:
-        self.path = path
+    def __init__(self, run: Run, *, keep: int) -> None:
+        self.path = run.checkpoint_dir
+        self._run = run
         self._keep = keep
 
     def save(self, content: Mapping[str, Any], step: int) -> Path:
-        """Save a checkpoint, then remove the ones that are too many.
+        """Save and report a checkpoint, then remove the ones that are too many.
 
         Raises:
             CheckpointError: it could not be written; the earlier ones are untouched.
         """
         path = self.path / f"step-{step:08d}.pt"
         write_atomically(content, path)
-        for old in _by_step(self.path)[self._keep :]:
-            old.unlink(missing_ok=True)
+        self._run.checkpoint_saved(path, step)
+        rotate(self.path, self._run.job or "", "step-*.pt", self._keep)
         return path
 
     def remove_leftovers(self) -> None:
@@ -93,11 +96,9 @@ def write_atomically(content: Mapping[str, Any], path: Path) -> None:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as temporary, temporary.open("wb") as file:
+        with replacing(path, durable=True) as temporary, temporary.open("wb") as file:
             _save(content, file)
             file.flush()
-            os.fsync(file.fileno())
-        _sync_folder(path.parent)
     except OSError as error:
         raise CheckpointError(f"cannot write {path}: {error.strerror or error}") from error
 
@@ -130,15 +131,6 @@ def _save(content: Mapping[str, Any], file: IO[bytes]) -> None:
         raise
 
 
-def _sync_folder(folder: Path) -> None:
-    """The rename itself must reach the disk too."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def read_newest(path: Path, required: Collection[str] = ()) -> tuple[Path, dict[str, Any]] | None:
     """Read the checkpoint ``path``, or the newest intact one before it in the same folder.
 
@@ -150,18 +142,23 @@ def read_newest(path: Path, required: Collection[str] = ()) -> tuple[Path, dict[
         The file that was read and its content on the CPU; None where no intact one is left.
 
     Raises:
+        ConfigError: a file cannot be read now, also after a while.
         MemoryError, RuntimeError: there is no memory to read it; that says nothing about the file.
     """
     match = _NAME.fullmatch(path.name)
     wanted = int(match[1]) if match else None
+    jobs = {one.path: one.job for one in wait_until_readable(lambda: read_manifests(path.parent))}
+    job = jobs.get(path.absolute())
     older = [
         other
         for other in _by_step(path.parent)
-        if other != path and (wanted is None or _step(other) <= wanted)
+        if other != path
+        and (wanted is None or _step(other) <= wanted)
+        and (job is None or jobs.get(other.absolute(), job) == job)
     ]
     for candidate in [path, *older]:
         try:
-            return candidate, _read(candidate, required)
+            return candidate, wait_until_readable(partial(_read, candidate, required))
         except _Unusable as fault:
             log.warning(
                 "the checkpoint %s is damaged (%s); trying the one before it", candidate, fault
@@ -178,8 +175,10 @@ def _read(path: Path, required: Collection[str]) -> dict[str, Any]:
 
     Raises:
         _Unusable: it is not.
+        OSError: it cannot be read now.
     """
     try:
+        path.open("rb").close()
         # torch.load itself does not compare the checksums
         with zipfile.ZipFile(path) as archive:
             bad = archive.testzip()
@@ -187,8 +186,9 @@ def _read(path: Path, required: Collection[str]) -> dict[str, Any]:
             # weights_only: a file from elsewhere must not run code here
             content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        # damaged files make zip and pickle readers raise nearly anything
-        if classify_failure(error).kind in MEMORY_FAILURES:
+        # damaged files make zip and pickle readers raise nearly anything, EINVAL for a bad offset
+        is_away = isinstance(error, OSError) and error.errno not in (None, EINVAL, ENOENT)
+        if is_away or classify_failure(error).kind in MEMORY_FAILURES:
             raise
         raise _Unusable(
             str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -211,60 +211,3 @@ def _step(path: Path) -> int:
 def _by_step(folder: Path) -> list[Path]:
     """Complete checkpoints, the newest first."""
     return sorted((p for p in folder.glob("step-*.pt") if _step(p) >= 0), key=_step, reverse=True)
-
-
-class SaveClock:
-    """When to save: how much work may be lost, against what saving costs.
-
-    The interval that loses least is √(2 × cost of a save × mean time between failures) (Young
-    1974, doi:10.1145/361147.361115). A save of 2 s, of a model with some 10⁸ weights, and a failure
-    every six hours give 5 minutes, the default: 0.7 % of the time for saving, and half of 5 minutes
-    lost at a failure on average.
-
-    Args:
-        every_seconds: longest time without a checkpoint.
-        every_steps: most optimizer steps without one; None or 0: any number.
-        now: the clock, in seconds.
-    """
-
-    def __init__(
-        self,
-        every_seconds: float,
-        *,
-        every_steps: int | None = None,
-        now: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._every = every_seconds
-        self._every_steps = every_steps or None
-        self._saved_step: int | None = None
-        self._now = now
-        self._saved_at = now()
-        self._cost: float | None = None
-
-    def is_due(self, step: int) -> bool:
-        """After optimizer step ``step``: the longest time or the most steps without a checkpoint
-        are over.
-        """
-        if self._saved_step is None:
-            self._saved_step = step - 1
-        if self._every_steps is not None and step - self._saved_step >= self._every_steps:
-            return True
-        return self._now() - self._saved_at >= self._every
-
-    def is_due_after_epoch(self) -> bool:
-        """After an epoch also if saving costs at most a twentieth of the time since the last save.
-
-        Memory may run out long after the first epoch; where saving is cheap, as for an adapter or a
-        small network, a failure then costs less than an epoch. The first epoch always saves, and
-        so measures the cost.
-        """
-        waited = self._now() - self._saved_at
-        if self._cost is None or waited >= self._every:
-            return True
-        return self._cost <= _CHEAP_SHARE * waited
-
-    def saved(self, seconds: float, step: int) -> None:
-        """A save was made, or tried, at ``step``, and took ``seconds``."""
-        self._saved_at = self._now()
-        self._saved_step = step
-        self._cost = seconds

@@ -13,24 +13,31 @@ from pathlib import Path
 from typing import Any
 
 from robust_train.events import BatchSizeFound, CheckpointSaved, Event, JobEnded, parse
+from robust_train.runfolder.thinning import is_thinned, thin
 
 log = logging.getLogger("robust_train")
 
+_MOST_OWED = 100
+
 
 class Journal:
-    """Appends events to ``journal.jsonl``.
+    """Appends events to ``journal.jsonl``, which stays small however long a job runs.
 
     A disk that is full or gone must not end a training run: the first failure is warned about, and
-    later events are still tried, so that the record goes on once there is room again.
+    later events are still tried. An event that tells how the job stands is written again then.
 
     Args:
         path: the file; its folder must exist.
+        slack_bytes: how much of what may be thinned is appended before that is done.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, slack_bytes: int = 512 * 1024) -> None:
         self.path = path
         self._warned = False
         self._after_torn_line = _ends_torn(path)
+        self._owed: list[bytes] = []
+        self._slack = slack_bytes
+        self._grown = path.stat().st_size if path.is_file() else 0
 
     def write(self, event: Event, attempt: int | None = None) -> None:
         """Append one event; NaN and infinities become null.
@@ -42,21 +49,36 @@ class Journal:
         found = {} if attempt is None else {"attempt": attempt}
         content = {"time": round(time.time(), 6), **found, **event.as_json()}
         line = json.dumps(strict_json(content), ensure_ascii=False, default=repr)
-        data = (line + "\n").encode()
-        if self._after_torn_line:
-            data = b"\n" + data
+        data = (line + "\n").encode(errors="replace")
+        is_many = is_thinned(event.name)
+        is_truth = not is_many or isinstance(event, CheckpointSaved)
         try:
-            # one write(2) on an O_APPEND descriptor: a torn line can only be the last one
-            descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-            try:
-                os.write(descriptor, data)
-                self._after_torn_line = False
-            finally:
-                os.close(descriptor)
+            self._append(b"".join((*self._owed, data)), durable=is_truth)
+            self._owed.clear()
+            data = b""
+            self._grown += len(line) if is_many else 0
+            if self._grown > self._slack:
+                self._grown = 0
+                thin(self.path)
         except OSError as error:
+            if is_truth and data and len(self._owed) < _MOST_OWED:
+                self._owed.append(data)
             if not self._warned:
                 log.warning("cannot write %s: %s; training goes on", self.path, error.strerror)
                 self._warned = True
+
+    def _append(self, data: bytes, *, durable: bool) -> None:
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        try:
+            data = b"\n" + data if self._after_torn_line else data
+            start = 0
+            while start < len(data):
+                start += os.write(descriptor, data[start:])
+                self._after_torn_line = data[start - 1 : start] != b"\n"
+            if durable:
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 @dataclass(frozen=True)
@@ -75,28 +97,33 @@ class Earlier:
 
 
 def read_earlier(path: Path) -> Earlier:
-    """Read what an earlier launch has written to the same journal; torn lines are skipped."""
+    """Read what an earlier launch has written to the same journal; torn lines are skipped.
+
+    Raises:
+        OSError: it cannot be read just now.
+    """
     attempts, checkpoint, found = 0, None, {}
-    if not path.is_file():
-        return Earlier()
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        return Earlier()  # a device or a pipe may have no end
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    except OSError:
+        file = path.open("rb")
+    except FileNotFoundError:
         return Earlier()
-    for line in lines:
-        try:
-            content = json.loads(line)
-            event = parse(content)
-        except ValueError:
-            continue
-        number = content.get("attempt")
-        attempts = max(attempts, number if isinstance(number, int) else 0)
-        if isinstance(event, CheckpointSaved):
-            checkpoint = Path(event.path)
-        elif isinstance(event, BatchSizeFound) and event.batch_size:
-            found[event.key] = event.batch_size
-        elif isinstance(event, JobEnded) and event.status == "completed":
-            checkpoint = None
+    with file:
+        for line in file:
+            try:
+                content = json.loads(line.decode("utf-8", "replace"))
+                event = parse(content)
+            except (ValueError, RecursionError):
+                continue
+            number = content.get("attempt")
+            attempts = max(attempts, number if isinstance(number, int) else 0)
+            if isinstance(event, CheckpointSaved):
+                checkpoint = Path(event.path)
+            elif isinstance(event, BatchSizeFound) and event.batch_size:
+                found[event.key] = event.batch_size
+            elif isinstance(event, JobEnded) and event.status == "completed":
+                checkpoint = None
     if checkpoint is not None and not checkpoint.exists():
         checkpoint = None
     return Earlier(attempts, checkpoint, found)

@@ -4,19 +4,76 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from robust_train.errors import AttemptsExhausted, NoDevice, TrainerFailed
+from robust_train.events import from_json
 from robust_train.files import replacing
 from robust_train.memory.stability import Stability
 from robust_train.runfolder.journal import strict_json
-from robust_train.values import GIB, Attempt, Decision, Outcome
+from robust_train.values import GIB, MEMORY_FAILURES, Attempt, Decision, Outcome
 
 log = logging.getLogger("robust_train")
 
+FILE_NAME = "summary.json"
 SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class AttemptSummary:
+    """An attempt as ``summary.json`` and the journal have it: an :class:`AttemptSpec`, its
+    :class:`Outcome` and what was decided after it."""
+
+    device: str
+    outcome: str
+    index: int = 0
+    gpu_uuid: str | None = None
+    gpu_uuids: tuple[str, ...] = ()
+    ranks: int = 1
+    batch_size: int | None = None
+    gradient_accumulation_steps: int | None = None
+    effective_batch_size: int | None = None
+    num_workers: int | None = None
+    message: str | None = None
+    action: str | None = None
+    reason: str | None = None
+    seconds: float = 0.0
+    start_step: int = 0
+    end_step: int | None = None
+    batch_size_found: Mapping[str, Any] | None = None
+    peak_memory_bytes: int | None = None
+    memory_returned: Mapping[str, Any] | None = None
+    memory_stability: Stability | None = None
+
+
+@dataclass(frozen=True)
+class SavedSummary:
+    """A ``summary.json`` that was read; see :class:`Summary`."""
+
+    status: str
+    reason: str | None = None
+    result: Any = None
+    wall_seconds: float | None = None
+    wait_seconds: float | None = None
+    checkpoint: str | None = None
+    attempts: tuple[AttemptSummary, ...] = ()
+
+    @property
+    def objective(self) -> Any:
+        """What a sweeper optimises."""
+        return objective_of(self.result)
+
+
+def read_summary(folder: Path) -> SavedSummary | None:
+    """Read the summary of a run folder; None where there is none that can be read."""
+    try:
+        text = (folder / FILE_NAME).read_text(encoding="utf-8", errors="replace")
+        return from_json(SavedSummary, json.loads(text))
+    except (OSError, ValueError, RecursionError):
+        return None
 
 
 @dataclass(frozen=True)
@@ -29,35 +86,36 @@ class AttemptRecord:
     stability: Stability | None = None
 
     def as_json(self, index: int) -> dict[str, Any]:
-        """The record as ``summary.json`` has it."""
+        """Return the record as ``summary.json`` has it."""
         spec, outcome = self.attempt.spec, self.attempt.outcome
         failure = outcome.failure
         if self.decision is not None:
             action, reason = self.decision.action, self.decision.reason
         else:
             action, reason = "none", "completed" if failure is None else failure.message
-        return {
-            "index": index,
-            "device": spec.device,
-            "gpu_uuid": spec.gpu.uuid if spec.gpu is not None else None,
-            "gpu_uuids": [gpu.uuid for gpu in spec.gpus],
-            "ranks": spec.ranks,
-            "batch_size": spec.batch_size,
-            "gradient_accumulation_steps": spec.gradient_accumulation_steps,
-            "effective_batch_size": spec.effective_batch_size,
-            "num_workers": spec.num_workers,
-            "outcome": outcome.label,
-            "message": None if failure is None else failure.message,
-            "action": action,
-            "reason": reason,
-            "seconds": round(outcome.seconds, 3),
-            "start_step": outcome.start_step,
-            "end_step": outcome.end_step,
-            "batch_size_found": outcome.batch_search,
-            "peak_memory_bytes": outcome.peak_memory_bytes,
-            "memory_returned": outcome.memory_returned,
-            "memory_stability": None if self.stability is None else asdict(self.stability),
-        }
+        summary = AttemptSummary(
+            index=index,
+            device=spec.device,
+            gpu_uuid=spec.gpu.uuid if spec.gpu is not None else None,
+            gpu_uuids=tuple(gpu.uuid for gpu in spec.gpus),
+            ranks=spec.ranks,
+            batch_size=spec.batch_size,
+            gradient_accumulation_steps=spec.gradient_accumulation_steps,
+            effective_batch_size=spec.effective_batch_size,
+            num_workers=spec.num_workers,
+            outcome=outcome.label,
+            message=None if failure is None else failure.message,
+            action=action,
+            reason=reason,
+            seconds=round(outcome.seconds, 3),
+            start_step=outcome.start_step,
+            end_step=outcome.end_step,
+            batch_size_found=outcome.batch_search,
+            peak_memory_bytes=outcome.peak_memory_bytes,
+            memory_returned=outcome.memory_returned,
+            memory_stability=self.stability,
+        )
+        return asdict(summary)
 
 
 @dataclass(frozen=True)
@@ -84,6 +142,27 @@ class Summary:
     attempts: tuple[AttemptRecord, ...] = ()
     checkpoint: Path | None = field(default=None)
 
+    def raise_unless_completed(self) -> None:
+        """Raise what ended the job, if it did not complete.
+
+        Raises:
+            NoDevice: no device in time, and the CPU is not allowed.
+            AttemptsExhausted: memory ran out on every device that may be used.
+            TrainerFailed: the trainer failed otherwise; or its own exception.
+        """
+        reason = str(self.reason)
+        if self.status == "completed":
+            return
+        if self.status == "no_device" or not self.attempts:
+            raise NoDevice(reason)
+        last = self.attempts[-1].attempt.outcome
+        if last.failure is not None and last.failure.kind in MEMORY_FAILURES:
+            raise AttemptsExhausted(reason)
+        text = reason
+        if last.traceback is not None:  # a crash's stack does not name the signal that ended it
+            text = last.traceback if text in last.traceback else f"{text}\n{last.traceback}"
+        raise TrainerFailed(text) if last.error is None else last.error from TrainerFailed(text)
+
     @property
     def objective(self) -> Any:
         """What a sweeper optimises."""
@@ -105,10 +184,10 @@ class Summary:
 
     def write(self) -> None:
         """Put ``summary.json`` into the run folder, whole or not at all."""
-        path = self.run_dir / "summary.json"
+        path = self.run_dir / FILE_NAME
         text = json.dumps(self.as_json(), indent=2, ensure_ascii=False) + "\n"
         try:
-            with replacing(path) as temporary:
+            with replacing(path, durable=True) as temporary:
                 temporary.write_text(text)
         except OSError as error:
             log.warning("cannot write %s: %s", path, error.strerror)

@@ -4,7 +4,9 @@
 
     run = robust_train.current_run()  # also without the launcher: then nobody listens
     run.progress(step, loss=loss)
-    run.checkpoint_saved(path, step)
+    if run.checkpoint_due:
+        save(path)
+        run.checkpoint_saved(path, step)
     run.result(accuracy)
 """
 
@@ -22,6 +24,7 @@ from types import FrameType
 from typing import Any
 
 from robust_train.run import MicroBatchPlan, Run
+from robust_train.runfolder.cadence import SavePlan
 from robust_train.script.values import EVENTS_VARIABLE, value_from
 
 
@@ -46,6 +49,12 @@ class ScriptRun(Run):
             # of torchrun, where that is what the launcher has started
             rank=int(environ.get("RANK", 0)),
             world_size=int(environ.get("WORLD_SIZE", 1)),
+        )
+        if not value_from(environ, "run_dir"):
+            self.job = None  # nobody resumes
+        names = ("checkpoint_every_minutes", "checkpoint_every_steps")
+        self.save_plan = SavePlan.of(
+            {"training": {name: value_from(environ, name) for name in names}}
         )
         self._send = report_line or (lambda line: None)
         self.batch_size = _number(environ, "batch_size")

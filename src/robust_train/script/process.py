@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import select
 import shlex
@@ -15,11 +16,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from robust_train.errors import ConfigError
-from robust_train.execution.prctl import become_subreaper, children, signal_at_parents_death
+from robust_train.execution.linux import become_subreaper, children, collect, kill_descendants
 from robust_train.run import Run
 
 TICK_SECONDS = 0.5
-_KILL_SECONDS = 5.0
+
+log = logging.getLogger("robust_train")
 
 
 class Script:
@@ -38,14 +40,6 @@ class Script:
     """
 
     def __init__(self, argv: Sequence[str], environ: Mapping[str, str], cwd: Path) -> None:
-        parent = os.getpid()
-
-        def in_child() -> None:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # the fork server ignores it
-            signal_at_parents_death(signal.SIGKILL)
-            if os.getppid() != parent:
-                os._exit(1)
-
         become_subreaper()
         self._not_ours = set(children())
         try:
@@ -54,7 +48,6 @@ class Script:
                 env=dict(environ),
                 cwd=cwd,
                 pass_fds=_files_to_inherit(),
-                preexec_fn=in_child,
             )
         except OSError as error:
             problem = error.strerror or error
@@ -98,8 +91,13 @@ class Script:
                     wakeup(TICK_SECONDS)
                     on_tick()
         finally:
-            self._kill_all()
-        return self._process.wait()
+            returncode = self._process.poll()
+            left = kill_descendants(spare=self._not_ours)
+            if returncode is None:  # collected by the killing
+                self._process.returncode = returncode = -signal.SIGKILL
+        if left:
+            log.warning("processes %s of the script hang in the kernel; they are left behind", left)
+        return returncode
 
     def _running(self) -> list[int]:
         """The script and orphans of what it started; the dead among them are collected."""
@@ -111,9 +109,8 @@ class Script:
             if pid == self.pid:
                 running.append(pid)
                 continue
-            with contextlib.suppress(ChildProcessError):
-                if os.waitpid(pid, os.WNOHANG)[0] == 0:
-                    running.append(pid)
+            if collect(pid):
+                running.append(pid)
         return running
 
     def _ask_to_stop(self, pids: Sequence[int]) -> None:
@@ -122,15 +119,6 @@ class Script:
                 self._told.add(pid)
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGTERM)
-
-    def _kill_all(self) -> None:
-        """Until nobody is left: who is killed leaves its own children to this process."""
-        deadline = time.monotonic() + _KILL_SECONDS  # one may hang in the kernel
-        while (running := self._running()) and time.monotonic() < deadline:
-            for pid in running:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)
-            time.sleep(0.005)
 
 
 @contextlib.contextmanager

@@ -18,13 +18,13 @@ from typing import Any
 from omegaconf import DictConfig
 
 from robust_train.errors import Interrupted, UserError
-from robust_train.events import CheckpointSaved, ScriptEnded, ScriptStarted
+from robust_train.events import ScriptEnded, ScriptStarted
 from robust_train.execution.environment import shared_machine_environment
 from robust_train.run import Run
+from robust_train.runfolder.cadence import AUTO
 from robust_train.script.checkpoints import (
     CheckpointWatch,
     Stamp,
-    is_whole,
     read_stamps,
     stamp_of,
     stamps,
@@ -180,6 +180,8 @@ def _values(cfg: DictConfig, run: Run, checkpoint: Path | None = None) -> Script
         attempt=run.attempt,
         checkpoint="" if checkpoint is None else str(checkpoint),
         run_dir=str(run.run_dir),
+        checkpoint_every_minutes=str(training.get("checkpoint_every_minutes") or AUTO),
+        checkpoint_every_steps=training.get("checkpoint_every_steps") or 0,
     )
 
 
@@ -209,16 +211,13 @@ def _before(pattern: str | None, settings: CommandSettings, run: Run) -> Mapping
 def _checkpoint(pattern: str | None, before: Mapping[str, Stamp], run: Run) -> Path | None:
     """The newest of the one that was reported and those that the pattern finds."""
     reported = run.resume_checkpoint
-    if reported is not None and not is_whole(reported):
-        log.warning("checkpoint %s is gone or torn; it is passed over", reported)
-        reported = None
     found = None if pattern is None else CheckpointWatch(pattern, before).newest(at_rest=True)
     candidates = [path for path in (reported, found) if path is not None]
     return max(candidates, key=lambda path: stamp_of(path).changed_ns, default=None)
 
 
 def _tell_checkpoint(run: Run, path: Path, step: Any = None) -> None:
-    run.report(CheckpointSaved(str(path), run.last_step if step is None else step))
+    run.checkpoint_saved(path, step if type(step) is int else run.last_step)
 
 
 def _stamp(path: Path) -> Stamp | None:

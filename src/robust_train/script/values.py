@@ -29,6 +29,8 @@ class ScriptValues:
         attempt: number of the attempt, counted from 1.
         checkpoint: to go on from; empty for a fresh start.
         run_dir: the job's run folder.
+        checkpoint_every_minutes: longest time without a checkpoint, or ``auto``.
+        checkpoint_every_steps: most optimizer steps without one; 0: any number.
     """
 
     batch_size: int
@@ -40,6 +42,8 @@ class ScriptValues:
     attempt: int
     checkpoint: str
     run_dir: str
+    checkpoint_every_minutes: str = "auto"
+    checkpoint_every_steps: int = 0
 
     def fill(self, text: str) -> str:
         """``text`` with its placeholders replaced; other braces (JSON, shell) stay as they are.

@@ -5,14 +5,18 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import sys
+from pathlib import Path
 from typing import Any
 
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
+from robust_train.errors import EXIT_BAD_CONFIG
+from robust_train.runfolder.lock import refusal
 from robust_train.sweep import current, session
-from robust_train.sweep.mask import restore_mask
+from robust_train.sweep.plugins_of_others import restore_mask
 
 
 class SweepCallback(Callback):
@@ -20,6 +24,14 @@ class SweepCallback(Callback):
 
     def __init__(self) -> None:
         self._launcher: str | None = None
+
+    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Before anything is written to the run folder."""
+        problem = refusal(Path(str(config.hydra.run.dir)))
+        if problem is not None:
+            print(problem, file=sys.stderr)
+            # not an Exception: those of callbacks are turned into warnings
+            raise SystemExit(EXIT_BAD_CONFIG)
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Before the launcher is made."""

@@ -1,4 +1,4 @@
-"""This process's job of a sweep: what was decided when it was entered, and how it ended."""
+"""This process's job of a sweep: whether it runs, and how it ended."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from robust_train.runfolder.summary import objective_of
-from robust_train.sweep import stop_word
-from robust_train.sweep.misplaced import misplaced_launcher
-from robust_train.sweep.plugins_of_others import no_objective
+from robust_train.runfolder.lock import refusal
+from robust_train.runfolder.requests import sweep_stop_requested
+from robust_train.runfolder.summary import read_summary
+from robust_train.sweep.plugins_of_others import misplaced_launcher, no_objective
 from robust_train.sweep.record import (
     COMPLETED,
     INTERRUPTED,
@@ -25,7 +25,6 @@ from robust_train.sweep.record import (
     Entry,
     JobRecord,
     decide,
-    read_json,
     read_record,
     set_aside,
 )
@@ -34,7 +33,7 @@ from robust_train.sweep.rows import has_failed
 log = logging.getLogger("robust_train")
 
 SWEEP_VARIABLE = "ROBUST_TRAIN_SWEEP"
-"""Names this launch of a sweep to the processes that other launchers start for its jobs."""
+"""The id of this launch of a sweep, for the processes that launchers start for its jobs."""
 
 
 @dataclass
@@ -55,7 +54,7 @@ class CurrentJob:
 
     @property
     def objective(self) -> Any:
-        """Of a job that is not run: what it was, or what says that there is none."""
+        """What the sweeper gets for a job that is not run."""
         record = self.record
         if record is not None and record.reused:
             return record.objective
@@ -77,7 +76,7 @@ _current: CurrentJob | None = None
 
 
 def current_job() -> CurrentJob | None:
-    """The job that this process is in; None where Hydra was told to do without our callback."""
+    """Return the job that this process is in; None where Hydra runs without our callback."""
     return _current
 
 
@@ -85,11 +84,10 @@ def leave() -> None:
     """Forget the job."""
     global _current
     _current = None
-    stop_word.job_ended()
 
 
 def enter(config: DictConfig, launcher: str | None) -> CurrentJob:
-    """A job's turn has come: decide whether it runs, and prepare its run folder.
+    """Decide whether a job that Hydra enters runs, and prepare its run folder.
 
     Args:
         config: the job's whole config, Hydra's part included.
@@ -111,7 +109,7 @@ def enter(config: DictConfig, launcher: str | None) -> CurrentJob:
 
 
 def identity(config: DictConfig) -> JobRecord:
-    """The record of a sweep's job whose turn has come."""
+    """Return the record of a sweep's job that is about to start."""
     return JobRecord(
         sweep=os.environ.get(SWEEP_VARIABLE, ""),
         number=_number(config),
@@ -120,13 +118,11 @@ def identity(config: DictConfig) -> JobRecord:
 
 
 def plan(config: DictConfig, folder: Path) -> tuple[Entry, JobRecord]:
-    """What to do with a job, and the record it then starts with (or keeps)."""
+    """Return what to do with a job, and the record that it then starts with (or keeps)."""
     own = identity(config)
     earlier = read_record(folder)
-    summary = read_json(folder / "summary.json")
-    completed = earlier is not None and (
-        earlier.status == COMPLETED or (summary or {}).get("status") == COMPLETED
-    )
+    summary = read_summary(folder)
+    completed = earlier is not None and COMPLETED in (earlier.status, summary and summary.status)
     entry = decide(
         earlier,
         completed=completed,
@@ -136,9 +132,7 @@ def plan(config: DictConfig, folder: Path) -> tuple[Entry, JobRecord]:
     )
     if entry is not Entry.REUSE or earlier is None:
         return entry, own
-    objective = earlier.objective
-    if summary is not None and "result" in summary:
-        objective = objective_of(summary["result"])
+    objective = earlier.objective if summary is None else summary.objective
     return entry, replace(own, status=COMPLETED, exit_code=0, objective=objective, reused=True)
 
 
@@ -153,14 +147,17 @@ def reuse(record: JobRecord, folder: Path) -> None:
 
 
 def _enter_sweep(job: CurrentJob, config: DictConfig) -> None:
+    job.refusal = job.refusal or refusal(job.folder)
+    if job.refusal is not None:
+        return  # what a live job has there is left alone
     entry, job.record = plan(config, job.folder)
     if entry is Entry.REUSE:
         job.runs = False
         reuse(job.record, job.folder)
         return
     try:
-        if entry is Entry.RUN_ANEW and (place := set_aside(job.folder)) is not None:
-            log.info("what an earlier job left in this run folder is now in %s", place)
+        if entry is Entry.RUN_ANEW and (earlier := set_aside(job.folder)) is not None:
+            log.info("what an earlier job left in this run folder is now in %s", earlier)
         # else a job that dies early would seem to have ended as the one before it
         (job.folder / "summary.json").unlink(missing_ok=True)
     except OSError as error:
@@ -170,7 +167,7 @@ def _enter_sweep(job: CurrentJob, config: DictConfig) -> None:
     reason = None
     if _stopped_by_failure(config, job.record.sweep):
         reason = "another job failed before (sweep_fail_fast=true)"
-    elif not stop_word.job_starts():
+    elif _is_stopped(config):
         reason = "the sweep was stopped"
     if reason is not None:
         job.runs = False
@@ -180,12 +177,19 @@ def _enter_sweep(job: CurrentJob, config: DictConfig) -> None:
     _write(job.record, job.folder)
 
 
+def _is_stopped(config: DictConfig) -> bool:
+    return sweep_stop_requested(_sweep_folder(config))
+
+
 def _stopped_by_failure(config: DictConfig, sweep: str) -> bool:
     if not OmegaConf.select(config, "sweep_fail_fast", default=False):
         return False
+    return has_failed(_sweep_folder(config), sweep)
+
+
+def _sweep_folder(config: DictConfig) -> Path:
     # Hydra may have changed the working directory (hydra.job.chdir)
-    folder = Path(str(config.hydra.runtime.cwd)) / str(config.hydra.sweep.dir)
-    return has_failed(folder, sweep)
+    return Path(str(config.hydra.runtime.cwd)) / str(config.hydra.sweep.dir)
 
 
 def _number(config: DictConfig) -> int | None:
@@ -206,7 +210,6 @@ def job_ended(
     """Record the end of this process's job, where it is one of a sweep."""
     if _current is not None:
         _current.ended(status, exit_code, reason=reason, objective=objective)
-    stop_word.job_ended()
 
 
 def job_refused(reason: str) -> None:
@@ -215,5 +218,5 @@ def job_refused(reason: str) -> None:
 
 
 def job_interrupted(error: BaseException, exit_code: int) -> None:
-    """Record that the job was told to stop."""
+    """Record that the job was stopped."""
     job_ended(INTERRUPTED, exit_code, reason=str(error) or "interrupted")

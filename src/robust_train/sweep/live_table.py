@@ -5,36 +5,57 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
-from robust_train.sweep.progress import Progress
+from robust_train.runfolder.state import RunState
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 log = logging.getLogger("robust_train")
 
-REFRESH_SECONDS = 0.5
+_REFRESH_SECONDS = 0.5
 _COLUMNS = ("job", "overrides", "status", "attempt", "device", "batch", "step")
-_ACTIVE = ("running", "waiting", "starting")
-_FRAME_LINES = 7  # the table's own lines, the tally and the line the cursor stands in
+_LAST = {"pending": 2, "completed": 3}
+_ENDED_BADLY = ("failed", "no_device", "interrupted", "refused", "died")
+_FRAME_LINES = 7  # the table's own lines, the tally and the line with the cursor
 
 
 @dataclass(frozen=True)
 class LiveRow:
-    """One job in the live table."""
+    """One job in the live table.
+
+    Attributes:
+        job: its number.
+        overrides: those in which it differs from the others.
+        status: ``pending``, ``starting``, a state of ``state.json``, or how it ended.
+        state: of its current launch, None before the first.
+    """
 
     job: int
     overrides: str
-    progress: Progress
+    status: str
+    state: RunState | None = None
+
+    def cells(self) -> tuple[str, ...]:
+        """Return the texts of the columns."""
+        state = self.state
+        if state is None:
+            return str(self.job), self.overrides, self.status, "", "", "", ""
+        step = _text(state.step)
+        if step and state.total_steps:
+            step += f"/{state.total_steps}"
+        shown = (_text(value) for value in (state.attempt, state.device, state.batch_size))
+        return str(self.job), self.overrides, self.status, *shown, step
 
 
 class LiveTable:
-    """Shows how a sweep goes; a context manager.
+    """Shows the progress of a sweep; a context manager.
 
     Args:
         stream: where the terminal may be; standard error by default.
@@ -42,6 +63,7 @@ class LiveTable:
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = sys.stderr if stream is None else stream
+        self._next_refresh = 0.0
         self.is_live = self._stream.isatty() and os.environ.get("TERM") != "dumb"
 
     def __enter__(self) -> LiveTable:
@@ -49,7 +71,7 @@ class LiveTable:
             from rich.console import Console
             from rich.live import Live
 
-            # no thread that refreshes: the launcher forks its jobs
+            # no thread that refreshes: the sweep forks its jobs
             self._live = Live(
                 console=Console(file=self._stream),
                 auto_refresh=False,
@@ -69,7 +91,7 @@ class LiveTable:
         if self.is_live:
             self._live.stop()
 
-    def say(self, line: str, *, level: int = logging.INFO) -> None:
+    def show_line(self, line: str, *, level: int = logging.INFO) -> None:
         """Show a line that stays."""
         if self.is_live:
             from rich.text import Text
@@ -78,30 +100,22 @@ class LiveTable:
         else:
             log.log(level, "%s", line)
 
-    def show(self, rows: Sequence[LiveRow]) -> None:
-        """Show the table as it is now."""
-        if self.is_live:
-            room = self._live.console.size.height - _FRAME_LINES
-            self._live.update(_render(most_telling(rows, room), rows), refresh=True)
+    def show(self, rows: Callable[[], Sequence[LiveRow]]) -> None:
+        """Show the table as it is now, at most twice a second."""
+        if self.is_live and time.monotonic() >= self._next_refresh:
+            self._next_refresh = time.monotonic() + _REFRESH_SECONDS
+            now, height = rows(), self._live.console.size.height - _FRAME_LINES
+            self._live.update(_render(most_important(now, height), now), refresh=True)
 
 
-def most_telling(rows: Sequence[LiveRow], room: int) -> list[LiveRow]:
-    """At most ``room`` rows, in order: those that run, then failures, then the rest."""
+def most_important(rows: Sequence[LiveRow], most: int) -> list[LiveRow]:
+    """Return at most ``most`` rows, in order: running ones first, then failures, then the rest."""
 
     def rank(row: LiveRow) -> int:
-        status = row.progress.status
-        if status in _ACTIVE:
-            return 0
-        return {"pending": 2, "completed": 3}.get(status, 1)
+        return _LAST.get(row.status, int(row.status in _ENDED_BADLY))
 
-    kept = {id(row) for row in sorted(rows, key=rank)[: max(room, 1)]}
+    kept = {id(row) for row in sorted(rows, key=rank)[: max(most, 1)]}
     return [row for row in rows if id(row) in kept]
-
-
-def tally(rows: Sequence[LiveRow]) -> str:
-    """One line: how many jobs are how far."""
-    counts = Counter(row.progress.status for row in rows)
-    return f"{len(rows)} jobs: " + ", ".join(f"{n} {status}" for status, n in counts.items())
 
 
 def _render(shown: Sequence[LiveRow], rows: Sequence[LiveRow]) -> RenderableType:
@@ -113,24 +127,13 @@ def _render(shown: Sequence[LiveRow], rows: Sequence[LiveRow]) -> RenderableType
     for name in _COLUMNS:
         table.add_column(name, no_wrap=True, overflow="ellipsis")
     for row in shown:
-        progress = row.progress
-        step = "" if progress.step is None else str(progress.step)
-        if step and progress.total_steps:
-            step += f"/{progress.total_steps}"
-        cells = (
-            str(row.job),
-            row.overrides,
-            progress.status,
-            _shown(progress.attempt),
-            _shown(progress.device),
-            _shown(progress.batch_size),
-            step,
-        )
         # as text: an override may contain what rich reads as markup
-        table.add_row(*(Text(cell) for cell in cells))
+        table.add_row(*(Text(cell) for cell in row.cells()))
+    counts = Counter(row.status for row in rows)
+    tally = f"{len(rows)} jobs: " + ", ".join(f"{n} {status}" for status, n in counts.items())
     hidden = f" ({len(rows) - len(shown)} not shown)" if len(shown) < len(rows) else ""
-    return Group(table, Text(tally(rows) + hidden))
+    return Group(table, Text(tally + hidden))
 
 
-def _shown(value: object) -> str:
+def _text(value: object) -> str:
     return "" if value is None else str(value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -10,32 +10,30 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from robust_train.report import plots, units
+from robust_train import readable
+from robust_train.events import MalformedEvent, from_json
+from robust_train.report import plots
 from robust_train.report.axes import time_ticks
 from robust_train.report.figures import Figure, bars_of, loss_of_jobs, use_legend
 from robust_train.report.guidance import Advice
-from robust_train.report.html import FILE_NAME, render, save, shares, value_text
+from robust_train.report.html import FILE_NAME, render, shares, try_to_save
 from robust_train.report.plots import Axis, Row
 from robust_train.report.sources import finite, read_sources
 from robust_train.report.story import Story, story_of
 from robust_train.report.times import Span, Use
 from robust_train.runfolder.journal import strict_json
-from robust_train.sweep.record import COMPLETED, read_json, read_record
-from robust_train.sweep.rows import Row as JobRow
-from robust_train.sweep.rows import job_folders, read_row
+from robust_train.sweep.record import read_json, read_record
+from robust_train.sweep.rows import SweepRow, job_folders, read_row
 from robust_train.sweep.table import differing_overrides, tally
 
-log = logging.getLogger("robust_train")
-
 SCHEMA = 1
-_ROW_FIELDS = tuple(JobRow.__dataclass_fields__)
 
 
 @dataclass(frozen=True)
 class JobStory:
     """One job of a sweep: its row, and its story where it left a journal."""
 
-    row: JobRow
+    row: SweepRow
     story: Story | None = field(default=None, repr=False)
 
     @property
@@ -65,13 +63,13 @@ class SweepStory:
     jobs: tuple[JobStory, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """The story with JSON's types, schema first."""
+        """Return the story in JSON's types, schema first."""
         content: dict[str, Any] = strict_json({"schema": SCHEMA, **asdict(self)})
         return content
 
 
 def is_sweep(folder: Path) -> bool:
-    """Whether a folder is that of a sweep."""
+    """Return whether a folder is that of a sweep."""
     if (folder / "journal.jsonl").exists():
         return False
     return (folder / "sweep.json").exists() or any(
@@ -80,31 +78,22 @@ def is_sweep(folder: Path) -> bool:
 
 
 def write_sweep_report(folder: Path) -> None:
-    """Write ``report.html`` into a sweep folder. Whatever goes wrong costs a warning.
-
-    Args:
-        folder: the sweep folder.
-    """
-    try:
-        save(folder / FILE_NAME, sweep_page(sweep_story_of(folder)))
-    except OSError as error:
-        log.warning("cannot write %s: %s", folder / FILE_NAME, error.strerror or error)
-    except Exception as error:  # a sweep must not fail for its report
-        log.warning("no report: %s: %s", type(error).__name__, error, exc_info=log.isEnabledFor(10))
+    """Write ``report.html`` into a sweep folder. Whatever goes wrong costs a warning."""
+    try_to_save(folder / FILE_NAME, lambda: sweep_page(sweep_story_of(folder)))
 
 
 def sweep_story_of(folder: Path) -> SweepStory:
-    """What happened in the sweep of a folder, as far as it can be read."""
+    """Return what happened in the sweep of a folder, as far as it can be read."""
     table = read_json(folder / "sweep.json") or {}
     is_over = table.get("status") == "ended"
-    jobs = sorted(_jobs(folder, table), key=lambda job: (job.row.job is None, job.row.job or 0))
+    jobs = sorted(_jobs(folder, table), key=lambda job: job.row.sort_key)
     seconds = dict.fromkeys((*(use.value for use in Use), "wall"), 0.0)
     for job in jobs:
         for name, value in ({} if job.story is None else job.story.seconds).items():
             seconds[name] += value
     wall = finite(table.get("wall_seconds"))
     sentence = tally([job.row for job in jobs])
-    sentence += "." if wall is None else f" in {units.duration(wall)}."
+    sentence += "." if wall is None else f" in {readable.duration(wall)}."
     if not is_over:
         sentence += " The end of the sweep is not recorded: it still runs, or its process died."
     return SweepStory(
@@ -118,99 +107,78 @@ def sweep_story_of(folder: Path) -> SweepStory:
 
 
 def _jobs(folder: Path, table: Mapping[str, Any]) -> list[JobStory]:
-    """Those that the folder holds of this launch, and those that were never started."""
+    """Return the jobs of this launch in the folder, and those that were never started."""
     sweep = table.get("sweep")
     jobs, seen = [], set()
-    for place in job_folders(folder):
-        record = read_record(place)
+    for job_dir in job_folders(folder):
+        record = read_record(job_dir)
         if record is not None and isinstance(sweep, str) and record.sweep != sweep:
             continue
-        row = read_row(place)
-        story = story_of(read_sources(place)) if (place / "journal.jsonl").exists() else None
+        row = read_row(job_dir)
+        story = story_of(read_sources(job_dir)) if (job_dir / "journal.jsonl").exists() else None
         jobs.append(JobStory(row, story))
         seen.add(row.job)
     listed = table.get("jobs")
     for content in listed if isinstance(listed, list) else []:
-        missing = _row_of(content)
-        if missing is not None and missing.job not in seen:
-            jobs.append(JobStory(missing))
+        with contextlib.suppress(MalformedEvent):
+            row = from_json(SweepRow, content)
+            if row.job not in seen:
+                jobs.append(JobStory(row))
     return jobs
 
 
-def _row_of(content: Any) -> JobRow | None:
-    if not isinstance(content, dict) or any(name not in content for name in _ROW_FIELDS):
-        return None
-    values = {name: content[name] for name in _ROW_FIELDS}
-    for name in ("overrides", "devices"):
-        values[name] = tuple(map(str, values[name])) if isinstance(values[name], list) else ()
-    return JobRow(**values)
-
-
 def sweep_page(sweep: SweepStory) -> str:
-    """The page of a sweep."""
+    """Return the page of a sweep."""
     timeline = _timeline(sweep)
+    differing = differing_overrides([job.row.overrides for job in sweep.jobs])
     named = [(job.label, job.story) for job in sweep.jobs if job.story is not None]
     return render(
         "sweep.html.j2",
         title=sweep.name,
         sweep=sweep,
         shares=shares(sweep.seconds),
-        rows=_rows(sweep),
+        rows=[
+            (job, " ".join(overrides), _href(sweep, job), _wall_seconds(job))
+            for job, overrides in zip(sweep.jobs, differing, strict=True)
+        ],
         timeline=timeline,
         loss=loss_of_jobs(named),
         advice=_advice(sweep.jobs),
     )
 
 
-def _rows(sweep: SweepStory) -> list[dict[str, Any]]:
-    differing = differing_overrides([job.row.overrides for job in sweep.jobs])
-    rows = []
-    for job, overrides in zip(sweep.jobs, differing, strict=True):
-        row, story = job.row, job.story
-        wall = row.wall_seconds if row.wall_seconds is not None or story is None else None
-        if wall is None and story is not None:
-            wall = story.seconds.get("wall")
-        rows.append(
-            {
-                "row": row,
-                "label": job.label,
-                "href": _href(sweep, job),
-                "overrides": " ".join(overrides),
-                "result": None if row.result is None else value_text(row.result),
-                "wall": None if wall is None else units.duration(wall),
-                "shares": [] if story is None else shares(story.seconds),
-                "why": None if row.status == COMPLETED else row.reason,
-            }
-        )
-    return rows
+def _wall_seconds(job: JobStory) -> float | None:
+    if job.row.wall_seconds is not None or job.story is None:
+        return job.row.wall_seconds
+    return job.story.seconds.get("wall")
 
 
 def _href(sweep: SweepStory, job: JobStory) -> str | None:
-    """The job's own page, relative to the sweep's, so that both can be moved together."""
+    """Return the job's own page, relative to the sweep's: both can be moved together."""
     if job.story is None:
         return None
     return os.path.join(os.path.relpath(job.story.folder, sweep.folder), FILE_NAME)
 
 
 def _timeline(sweep: SweepStory) -> Figure | None:
-    told = [(job, job.story) for job in sweep.jobs if job.story is not None and job.story.spans]
-    if not told:
+    shown = [(job, job.story) for job in sweep.jobs if job.story is not None and job.story.spans]
+    if not shown:
         return None
-    start = min(story.spans[0].start for _, story in told)
-    end = max(story.spans[-1].end for _, story in told)
+    start = min(story.spans[0].start for _, story in shown)
+    end = max(story.spans[-1].end for _, story in shown)
     high = max(end - start, 1e-3)
     rows = []
-    for job, story in told:
+    for job, story in shown:
         moved = [Span(s.use, s.start - start, s.end - start, s.attempt) for s in story.spans]
         detail = ", ".join(job.row.devices) or "-"
         rows.append(Row(job.label, detail, tuple(bars_of(moved)), plots.address(_href(sweep, job))))
     axis = Axis(0.0, high, partial(time_ticks, high), "time")
     svg = plots.timeline("Timeline of jobs", sweep.sentence, rows, axis)
-    return Figure("Timeline", svg, use_legend(s for _, story in told for s in story.spans))
+    return Figure("Timeline", svg, use_legend(s for _, story in shown for s in story.spans))
 
 
 def _advice(jobs: Sequence[JobStory]) -> list[tuple[str, Advice]]:
-    """Of all jobs, what several have in common once: (jobs, advice)."""
+    """Return (jobs, advice), once for what several jobs have in common."""
     whose: dict[tuple[str, ...], list[str]] = {}
     first: dict[tuple[str, ...], Advice] = {}
     for job in jobs:

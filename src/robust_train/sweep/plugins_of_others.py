@@ -1,20 +1,24 @@
-"""Where sweepers and launchers of others need something said or done for them."""
+"""What the launchers and sweepers of other projects need from us."""
 
 from __future__ import annotations
 
+import json
 import math
 import traceback
+from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 _OPTUNA_PLUGIN = "hydra_plugins.hydra_optuna_sweeper."
+_OWN_MASK = "ROBUST_TRAIN_SWEEP_MASK"
+_MASK = "CUDA_VISIBLE_DEVICES"
 
 
 def no_objective(hydra: Any) -> float | None:
-    """What a sweeper gets for a job that has no objective: NaN; from Optuna's plugin's jobs None.
+    """Return what a sweeper gets for a job without objective: NaN, or None for Optuna's plugin.
 
-    The plugin up to 1.3 ends the whole sweep at a NaN: it fails the trial and tells Optuna the
-    value all the same, which Optuna refuses. What is no number at all it handles as meant, and so
-    do its later releases: the trial has failed, and the search goes on.
+    The plugin up to 1.3 fails the trial and then reports the NaN to Optuna as well, which ends the
+    search. With a value that is no number the trial fails and the search goes on, in later
+    releases too.
 
     Args:
         hydra: the part ``hydra`` of the job's config.
@@ -24,7 +28,7 @@ def no_objective(hydra: Any) -> float | None:
 
 
 def known_problem(error: BaseException) -> str | None:
-    """A line for what another's plugin raises where its user has to act, None for anything else."""
+    """Return one line for a plugin's error that its user can mend, None for any other error."""
     functions = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
     if isinstance(error, ValueError) and {"sweep", "best_trial"} <= functions:
         return "no job has completed, so there is no best one"
@@ -34,3 +38,47 @@ def known_problem(error: BaseException) -> str | None:
             "are, or use hydra/launcher=gpu_queue on this machine"
         )
     return None
+
+
+def remember_mask(environ: MutableMapping[str, str]) -> None:
+    """Keep the user's CUDA_VISIBLE_DEVICES for :func:`restore_mask` in the sweep's jobs."""
+    environ[_OWN_MASK] = json.dumps(environ.get(_MASK))
+
+
+def restore_mask(environ: MutableMapping[str, str]) -> None:
+    """Restore the user's CUDA_VISIBLE_DEVICES, which submitit's local executor overwrites.
+
+    It sets one made of ``gpus_per_node``: empty by default, else the same first GPUs for all jobs.
+    """
+    if environ.get("SUBMITIT_EXECUTOR") != "local" or _OWN_MASK not in environ:
+        return
+    mask = json.loads(environ[_OWN_MASK])
+    if mask is None:
+        environ.pop(_MASK, None)
+    else:
+        environ[_MASK] = mask
+
+
+def misplaced_launcher(
+    chosen: str, running: str | None, overrides: Sequence[str], *, in_sweep: bool
+) -> str | None:
+    """Return one line for a launcher that Hydra silently ignores, None where it counts.
+
+    Args:
+        chosen: ``hydra/launcher`` in the job's own config.
+        running: the launcher that runs the sweep; None outside of one or where it is not known.
+        overrides: Hydra's part of the command line.
+        in_sweep: the job is one of a sweep.
+    """
+    if not in_sweep:
+        option = next((o for o in overrides if o.startswith("hydra/launcher=")), None)
+        if option is None or option == "hydra/launcher=basic":
+            return None
+        return f"{option}: a launcher runs the jobs of a sweep, and this is none; add -m"
+    if running is None or chosen == running:
+        return None
+    # hydra#2946: a file that the sweep varies is read per job, long after the launcher was chosen
+    return (
+        f"hydra/launcher: {chosen}: chosen in a file that the sweep itself selects, which is too "
+        f"late ({running} is running it already); put hydra/launcher={chosen} on the command line"
+    )

@@ -1,7 +1,7 @@
 """``sweep_job.json``: what a sweep knows of a job, and what a repeated sweep does with it.
 
-It lies in the job's run folder from the job's start, whichever launcher runs the job, and tells a
-later launch of the same sweep which overrides the folder was used with.
+It lies in the job's run folder from the job's start, whichever launcher runs the job. From it a
+later launch of the same sweep reads which overrides the folder was used with.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from robust_train.events import MalformedEvent, from_json
 from robust_train.files import replacing
 from robust_train.runfolder.journal import strict_json
 
@@ -37,8 +38,8 @@ class JobRecord:
 
     Attributes:
         sweep: which launch of the sweep wrote this.
-        number: the job's place in the sweep, counted from 0.
-        overrides: what was typed for this job, without Hydra's own.
+        number: counted from 0 in the sweep.
+        overrides: those of this job, without Hydra's own.
         status: ``started`` until the job's end is known, then how it ended.
         exit_code: what the job alone would have exited with, None before its end.
         objective: what the sweeper got.
@@ -65,11 +66,11 @@ class JobRecord:
 
 
 class Entry(enum.Enum):
-    """What to do with a job whose turn has come."""
+    """What to do with a job that is about to start."""
 
-    RUN = "run"  # afresh, or on from the checkpoint that the run folder holds
+    RUN = "run"  # from the checkpoint that the run folder holds, if any
     RUN_ANEW = "run anew"  # what the run folder holds is of another job, or not wanted
-    REUSE = "reuse"
+    REUSE = "reuse"  # completed earlier
 
 
 def decide(
@@ -80,12 +81,12 @@ def decide(
     sweep: str,
     resume: bool,
 ) -> Entry:
-    """What to do with a job, by what an earlier one left in its run folder.
+    """Return what to do with a job, given what an earlier one left in its run folder.
 
     Args:
         record: that of the earlier job, None where there is none.
         completed: it completed.
-        overrides: of the job whose turn has come.
+        overrides: of the job that is about to start.
         sweep: this launch of the sweep.
         resume: ``sweep_resume``.
     """
@@ -101,28 +102,16 @@ def decide(
 
 
 def same_overrides(one: Sequence[str], other: Sequence[str]) -> bool:
-    """Whether two jobs are the same, whatever the order and whether to resume was typed."""
+    """Return whether two jobs are the same, whatever the order and how they are resumed."""
     first, second = (sorted(o for o in all if not _OF_THE_SWEEP.match(o)) for all in (one, other))
     return first == second
 
 
 def read_record(folder: Path) -> JobRecord | None:
-    """The record in a run folder, None where there is none that can be read."""
-    content = read_json(folder / FILE)
-    if content is None:
-        return None
+    """Return the record in a run folder, None where there is none that can be read."""
     try:
-        return JobRecord(
-            sweep=str(content["sweep"]),
-            number=content["number"],
-            overrides=tuple(map(str, content["overrides"])),
-            status=str(content["status"]),
-            exit_code=content["exit_code"],
-            objective=content["objective"],
-            reason=content["reason"],
-            reused=bool(content["reused"]),
-        )
-    except (KeyError, TypeError):
+        return from_json(JobRecord, read_json(folder / FILE))
+    except MalformedEvent:
         return None
 
 
@@ -135,12 +124,12 @@ def set_aside(folder: Path) -> Path | None:
     if not left:
         return None
     number = 1
-    while (place := folder / f"earlier-{number}").exists():
+    while (earlier := folder / f"earlier-{number}").exists():
         number += 1
-    place.mkdir()
+    earlier.mkdir()
     for item in left:
-        item.rename(place / item.name)
-    return place
+        item.rename(earlier / item.name)
+    return earlier
 
 
 def _is_of_the_new_job(item: Path) -> bool:
@@ -151,7 +140,7 @@ def _is_of_the_new_job(item: Path) -> bool:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """A file that holds a JSON object; None where it is absent, torn or something else."""
+    """Return the JSON object in a file; None where it is absent, torn or something else."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

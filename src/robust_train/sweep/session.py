@@ -1,4 +1,4 @@
-"""A sweep from its start to its end, as the process sees it in which it was typed."""
+"""A sweep from its start to its end, in the process that runs its command."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from robust_train.sweep.current import SWEEP_VARIABLE
-from robust_train.sweep.mask import remember_mask
 from robust_train.sweep.page import write_sweep_report
+from robust_train.sweep.plugins_of_others import remember_mask
 from robust_train.sweep.record import NOT_STARTED, JobRecord, write_json
-from robust_train.sweep.rows import Row, exit_code_of, read_rows, row_of
-from robust_train.sweep.stop_word import LAUNCHERS, VARIABLE, StopWord
+from robust_train.sweep.rows import SweepRow, exit_code_of, read_rows, row_of
 from robust_train.sweep.table import SCHEMA, as_csv, as_json, screen_table, tally
 
 log = logging.getLogger("robust_train")
@@ -34,7 +33,7 @@ class Sweep:
         folder: the sweep folder.
         launcher: name of Hydra's launcher.
         since_ns: when it began, by the clock of the folder's file system.
-        planned: jobs that a launcher of ours knows of, by number.
+        planned: jobs that our launcher knows of, by number.
     """
 
     id: str
@@ -45,47 +44,42 @@ class Sweep:
     started: float = field(default_factory=time.monotonic)
     pid: int = field(default_factory=os.getpid)
 
-    def rows(self) -> list[Row]:
-        """The jobs so far, by number; those not yet started too, where they are known."""
+    def rows(self) -> list[SweepRow]:
+        """Return the jobs so far, by number; known ones that have not started too."""
         rows = read_rows(self.folder, self.id, self.since_ns)
         seen = {row.job for row in rows}
-        rows += [
-            row_of(None, record, None)
-            for number, record in self.planned.items()
-            if number not in seen
-        ]
-        return sorted(rows, key=lambda row: (row.job is None, row.job or 0))
+        rows += [row_of(None, r, None) for number, r in self.planned.items() if number not in seen]
+        return sorted(rows, key=lambda row: row.sort_key)
 
 
 _sweep: Sweep | None = None
-_stop_word: StopWord | None = None
 _exit_code = 0
 _has_door = False
 
 
 def current_sweep() -> Sweep | None:
-    """The sweep that this process runs, None where there is none."""
+    """Return the sweep that this process runs, None where there is none."""
     return _sweep
 
 
 def door_is_open() -> None:
-    """Say that this program's exit code is seen to by one of our doors."""
+    """Declare that one of our commands takes care of this program's exit code."""
     global _has_door
     _has_door = True
 
 
 def has_door() -> bool:
-    """Whether one of our doors sees to the exit code."""
+    """Return whether one of our commands takes care of the exit code."""
     return _has_door
 
 
 def begin(config: DictConfig) -> None:
-    """Called before the first job: ``sweep.json`` says that the sweep runs.
+    """Begin a sweep, before its first job; ``sweep.json`` says that it runs.
 
     Raises:
         OSError: the sweep folder cannot be made.
     """
-    global _sweep, _stop_word
+    global _sweep
     folder = Path(str(config.hydra.sweep.dir)).resolve()
     folder.mkdir(parents=True, exist_ok=True)
     sweep = Sweep(
@@ -100,26 +94,19 @@ def begin(config: DictConfig) -> None:
     write_json(folder / "sweep.json", content)
     sweep.since_ns = (folder / "sweep.json").stat().st_mtime_ns
     _sweep = sweep
-    os.environ.pop(VARIABLE, None)  # of a sweep whose job this one is
-    if sweep.launcher in LAUNCHERS:
-        with contextlib.suppress(OSError):
-            _stop_word = StopWord(sweep.id)
-    # a project with a door of its own gets its table also when a job's error ends the sweep
+    # a project with a command of its own gets its table also when a job's error ends the sweep
     atexit.register(finish)
 
 
 def finish() -> int:
-    """Show the table and write the files, once; the exit code that the jobs ask for.
+    """Show the table and write the files, once; return the exit code that the jobs ask for.
 
     Safe to call again, and where there was no sweep.
     """
-    global _sweep, _exit_code, _stop_word
+    global _sweep, _exit_code
     sweep, _sweep = _sweep, None
     if sweep is None or sweep.pid != os.getpid():
         return _exit_code
-    if _stop_word is not None:
-        _stop_word.close()
-        _stop_word = None
     rows = sweep.rows()
     if all(row.status == NOT_STARTED for row in rows):
         with contextlib.suppress(OSError):

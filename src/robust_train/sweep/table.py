@@ -7,10 +7,11 @@ import io
 import json
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from robust_train.sweep.record import COMPLETED
-from robust_train.sweep.rows import Row
+from robust_train.sweep.rows import SweepRow
 
 SCHEMA = 1
 COLUMNS = ("job", "overrides", "status", "attempts", "devices", "batch", "result", "wall")
@@ -32,8 +33,8 @@ CSV_COLUMNS = (
 _LONGEST_RESULT = 40
 
 
-def screen_table(rows: Sequence[Row]) -> str:
-    """Plain columns; of the overrides only those in which the jobs differ."""
+def screen_table(rows: Sequence[SweepRow]) -> str:
+    """Return plain columns; of the overrides only those in which the jobs differ."""
     differing = differing_overrides([row.overrides for row in rows])
     lines = [COLUMNS]
     for row, overrides in zip(rows, differing, strict=True):
@@ -54,8 +55,17 @@ def screen_table(rows: Sequence[Row]) -> str:
     return "\n".join(line.rstrip() for line in cells)
 
 
-def tally(rows: Sequence[Row]) -> str:
-    """One line: how many jobs ended how."""
+def ending_line(row: SweepRow, log_path: Path) -> str:
+    """Return the line for the screen when a job has ended."""
+    if row.status == COMPLETED:
+        seconds = "" if row.wall_seconds is None else f" in {row.wall_seconds:.1f} s"
+        return f"job {row.job} completed{seconds}"
+    reason = " ".join(str(row.reason).split())
+    return f"job {row.job} {row.status}: {reason}; {log_path}"
+
+
+def tally(rows: Sequence[SweepRow]) -> str:
+    """Return one line: how many jobs ended how."""
     counts = Counter(row.status for row in rows)
     done = counts.pop(COMPLETED, 0)
     others = "".join(f", {n} {status.replace('_', ' ')}" for status, n in sorted(counts.items()))
@@ -63,15 +73,15 @@ def tally(rows: Sequence[Row]) -> str:
 
 
 def differing_overrides(overrides: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
-    """Each job's overrides without those that all have; a single job keeps its own."""
+    """Return each job's overrides without those that all have; a single job keeps its own."""
     if len(overrides) < 2:
         return [tuple(own) for own in overrides]
     common = set(overrides[0]).intersection(*overrides[1:])
     return [tuple(override for override in own if override not in common) for own in overrides]
 
 
-def as_csv(rows: Sequence[Row]) -> str:
-    """The content of ``sweep.csv``: a line of names, then one line a job."""
+def as_csv(rows: Sequence[SweepRow]) -> str:
+    """Return the content of ``sweep.csv``: a line of names, then one line a job."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(CSV_COLUMNS)
@@ -82,9 +92,9 @@ def as_csv(rows: Sequence[Row]) -> str:
 
 
 def as_json(
-    rows: Sequence[Row], *, sweep: str, launcher: str, exit_code: int, wall_seconds: float
+    rows: Sequence[SweepRow], *, sweep: str, launcher: str, exit_code: int, wall_seconds: float
 ) -> dict[str, Any]:
-    """The content of ``sweep.json``."""
+    """Return the content of ``sweep.json``."""
     return {
         "schema": SCHEMA,
         "status": "ended",

@@ -1,5 +1,5 @@
 """The built-in trainer: image classification on real data sets.
 
-``trainer.py`` tells the story; every other module is named for the one subject it knows. The
-launcher never imports this package, and nothing here knows the launcher.
+``trainer.py`` is the story; every other module is named for its one subject. A product on top of
+the library: nothing but ``planning`` and the configs refer to this package.
 """

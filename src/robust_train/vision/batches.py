@@ -1,7 +1,7 @@
-"""Which samples make an optimizer step, and in which micro-batches they come.
+"""Group samples into optimizer steps and micro-batches, and read them.
 
-The place in an epoch is a number of samples. The order depends on seed and epoch alone, so a run
-that goes on with smaller micro-batches goes on at the very sample where it stopped.
+The position in an epoch is a number of samples, and their order depends on seed and epoch alone: a
+run resumes at the very sample where it stopped, also with smaller micro-batches.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class BatchPlan:
     """How samples are grouped.
 
     Attributes:
-        num_samples: in the data set.
+        num_samples: samples in the data set.
         micro_batch: samples in one forward and backward pass of one rank.
         accumulation_steps: micro-batches of one rank in one optimizer step.
-        seed: of the shuffling; with the epoch it fixes the order.
+        seed: fixes the order of each epoch.
         ranks: processes that share a step.
-        rank: this one.
+        rank: this process.
     """
 
     num_samples: int
@@ -49,19 +49,19 @@ class BatchPlan:
 
     @property
     def effective_batch(self) -> int:
-        """Samples in one optimizer step; the last step of an epoch may have fewer."""
+        """Return the samples in one optimizer step; an epoch's last step may have fewer."""
         return self.micro_batch * self.accumulation_steps * self.ranks
 
     def order(self, epoch: int) -> list[int]:
-        """The shuffled sample indices of an epoch."""
+        """Return the shuffled sample indices of an epoch."""
         generator = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % 2**63)
         return torch.randperm(self.num_samples, generator=generator).tolist()
 
     def steps(self, epoch: int, start: int = 0) -> Iterator[list[Sequence[int]]]:
-        """An epoch's optimizer steps from sample ``start`` on: of each this rank's micro-batches.
+        """Yield this rank's micro-batches of each optimizer step from sample ``start`` on.
 
-        The samples of a step, and their order, depend on the effective batch alone; each rank has
-        a stretch of them, in the last step of an epoch perhaps none.
+        A step's samples and their order depend on the effective batch alone. In an epoch's last
+        step a rank may have none.
         """
         order = self.order(epoch)
         for first in range(start, self.num_samples, self.effective_batch):
@@ -69,16 +69,16 @@ class BatchPlan:
             yield [group[i : i + self.micro_batch] for i in range(0, len(group), self.micro_batch)]
 
     def samples_in_step(self, start: int) -> int:
-        """Samples of all ranks in the step that begins at sample ``start`` of its epoch."""
+        """Return how many samples of all ranks the step that begins at ``start`` has."""
         return min(self.effective_batch, self.num_samples - start)
 
     def steps_left(self, start: int) -> int:
-        """Optimizer steps from sample ``start`` to the end of its epoch."""
+        """Return the optimizer steps from sample ``start`` to the end of its epoch."""
         return -(-(self.num_samples - start) // self.effective_batch)
 
 
 def share_of(samples: Sequence[T], rank: int, ranks: int) -> Sequence[T]:
-    """The stretch of ``samples`` that ``rank`` has; the first ranks have one more than the last."""
+    """Return the slice of ``samples`` for ``rank``; the first ranks may have one more."""
     least, more = divmod(len(samples), ranks)
     start = rank * least + min(rank, more)
     return samples[start : start + least + (rank < more)]
@@ -90,8 +90,8 @@ class Loading:
 
     Attributes:
         num_workers: processes that decode images; 0 decodes in this one.
-        prefetch_factor: batches a worker reads ahead.
-        device: where batches will go; for a GPU they are read into pinned memory.
+        prefetch_factor: batches that a worker reads ahead.
+        device: the batches' destination; for a GPU they are read into pinned memory.
     """
 
     num_workers: int
@@ -101,10 +101,10 @@ class Loading:
     def batches(
         self, dataset: ImageDataset, micro_batches: Sequence[Sequence[int]], epoch: int
     ) -> Iterator[Batch]:
-        """One batch for each of ``micro_batches``, in their order, on the host.
+        """Yield a batch on the host for each of ``micro_batches``, in order.
 
-        Workers live as long as the iterator, so that those of training and of validation never
-        hold memory at the same time.
+        Workers end with the iterator, so those of training and of validation never hold memory at
+        the same time.
 
         Raises:
             ConfigError: an image cannot be decoded.
@@ -117,10 +117,9 @@ class Loading:
             prefetch_factor=self.prefetch_factor if self.num_workers else None,
             pin_memory=is_cuda,
             collate_fn=collate,
-            # the loader draws a seed when it starts: not from the generator that dropout uses, or
-            # a resumed epoch would differ from an uninterrupted one
+            # the loader draws a seed; from dropout's generator it would change a resumed epoch
             generator=torch.Generator(),
-            worker_init_fn=_settle_worker,
+            worker_init_fn=_prepare_worker,
         )
         for batch in loader:
             if isinstance(batch, ConfigError):
@@ -129,13 +128,10 @@ class Loading:
 
 
 class StepSamples:
-    """The samples of one optimizer step: read when they are needed, kept until it is done.
+    """The samples of one optimizer step, read when needed and kept on the host until it is done.
 
-    Kept on the host, so that a step can be repeated after memory ran out on the device.
-
-    Args:
-        batches: read ahead by :class:`Loading`; as many are taken as there are ``sizes``.
-        sizes: samples in each of them.
+    So a step can be repeated after memory ran out on the device. ``sizes`` are those of the step's
+    next ``batches``.
     """
 
     def __init__(self, batches: Iterator[Batch], sizes: Sequence[int]) -> None:
@@ -144,11 +140,11 @@ class StepSamples:
         self._read: list[Batch] = []
 
     def __len__(self) -> int:
-        """Samples in the step."""
+        """Return the samples in the step."""
         return self._edges[-1]
 
     def part(self, start: int, stop: int) -> Batch:
-        """The samples from ``start`` up to ``stop``; nothing is copied within one batch."""
+        """Return samples ``start`` to ``stop``, without a copy if they lie in one batch."""
         first = bisect.bisect_right(self._edges, start) - 1
         images, labels = [], []
         for index in range(first, len(self._edges) - 1):
@@ -170,21 +166,19 @@ class StepSamples:
 
 
 def read_in_parts(effective_batch: int) -> tuple[int, int]:
-    """How to read a step's samples while its micro-batch is not known: (samples, reads).
+    """Return (samples, reads) to read a step with while its micro-batch size is unknown.
 
-    Workers read ahead in such parts, so a large effective batch must not be one of them.
+    Workers read ahead in such parts, so a large effective batch must not be a single one.
     """
     parts = [n for n in range(1, _READ_AT_MOST + 1) if effective_batch % n == 0]
     samples = parts[-1] if 4 * parts[-1] >= min(_READ_AT_MOST, effective_batch) else effective_batch
     return samples, effective_batch // samples
 
 
-def _settle_worker(worker: int) -> None:
-    """Free a new worker process of what it inherited.
+def _prepare_worker(worker: int) -> None:
+    """Replace the signal handlers that a worker inherits, and use one thread.
 
-    The run's signal handlers are not for it: a terminal's Ctrl-C is the run's affair, and SIGTERM
-    is how the loader ends a worker that is stuck. torch's own threads in each of several workers
-    would fight for the cores.
+    The run handles a terminal's Ctrl-C; the loader sends SIGTERM to end a worker that is stuck.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -192,5 +186,5 @@ def _settle_worker(worker: int) -> None:
 
 
 def in_order(samples: Sequence[int], micro_batch: int) -> list[Sequence[int]]:
-    """Micro-batches over samples as they lie: for evaluation."""
+    """Split samples into micro-batches without shuffling, for evaluation."""
     return [samples[i : i + micro_batch] for i in range(0, len(samples), micro_batch)]

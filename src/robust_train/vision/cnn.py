@@ -14,20 +14,13 @@ _WIDEST_FACTOR = 8
 
 
 class SmallCnn(nn.Module):
-    """Stages of two 3×3 convolutions; each stage after the first halves the map and doubles the
-    channels, until the map is about 4×4. The number of stages follows from the image size.
+    """Stages of two 3×3 convolutions, ``width`` channels in the first.
 
-    GroupNorm in place of BatchNorm: a sample's result then does not depend on the others in its
-    micro-batch, so training is the same for every split of the effective batch.
+    Each later stage halves the map and doubles the channels, until the map is about 4×4. GroupNorm
+    instead of BatchNorm: a sample's result does not depend on the others in its micro-batch, so any
+    split of the effective batch trains the same.
 
     Shape suffixes: B samples, C channels, H rows, W columns, K classes.
-
-    Args:
-        channels: of the images.
-        image_size: rows and columns of the square images, in pixels.
-        num_classes: K.
-        width: channels of the first stage.
-        dropout: probability before the classifier.
     """
 
     def __init__(
@@ -52,7 +45,7 @@ class SmallCnn(nn.Module):
         self.is_checkpointing = enable
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
-        """Logits, B×K."""
+        """Return logits B×K."""
         x_BCHW = images_BCHW
         for stage in self.stages:
             if self.is_checkpointing and self.training and torch.is_grad_enabled():

@@ -1,4 +1,4 @@
-"""How well a model does on a split."""
+"""Score a model on a split."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from torch import nn
 from robust_train.microbatch import ranks
 from robust_train.microbatch.batcher import MicroBatcher
 from robust_train.vision.batches import Batch
-from robust_train.vision.precision import Precision
-from robust_train.vision.step import to_device
+from robust_train.vision.step import Precision, to_device
 
 
 @dataclass(frozen=True)
@@ -35,25 +34,19 @@ def evaluate(
     should_stop: Callable[[], bool] = lambda: False,
     rounds: int = 0,
 ) -> Score | None:
-    """Score ``model``; it is left in evaluation mode.
+    """Score ``model`` and leave it in evaluation mode.
 
-    Of several ranks each scores its share, and all get the score of the whole.
-
-    Memory: without autograd and with training's micro-batches it needs less than a training step;
-    of each batch only two sums are kept. Where it runs out all the same, the part of the batch that
-    failed is scored again in smaller parts.
+    Each of several ranks scores its share, and all get the score of the whole. Needs less memory
+    than a training step; if memory runs out nevertheless, the part that failed is scored again in
+    smaller parts.
 
     Args:
-        model: on ``device``; no wrapper, or the ranks would wait for each other in it.
-        batches: of this rank.
-        batcher: splits them.
-        precision: number format.
-        device: where to compute.
-        should_stop: asked after each batch.
-        rounds: at least so often, for ranks with fewer batches than others.
+        model: without a wrapper, or the ranks would wait for each other in it.
+        should_stop: called after each batch, and at least ``rounds`` times.
+        rounds: batches of the rank that has most.
 
     Returns:
-        The score, None if ``should_stop`` said so between two batches.
+        The score, None if ``should_stop`` returned true.
     """
     model.eval()
     samples = 0

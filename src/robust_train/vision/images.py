@@ -1,4 +1,4 @@
-"""From an image file to a tensor: decoding, augmentation, resizing, normalising."""
+"""Turn an image file into a tensor: decode, augment, resize, normalise."""
 
 from __future__ import annotations
 
@@ -6,24 +6,21 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from robust_train.errors import ConfigError
+from robust_train.vision.splits import ImageSource
 
 AUGMENTATIONS = ("crop_flip", "shift", "none")
 
 # torchvision's RandomResizedCrop takes 8 % and more of the area, for ImageNet; small data sets of
-# like-looking classes lose the telling detail that way
+# similar classes lose the decisive detail that way
 _LEAST_CROP_AREA = 0.35
 _CROP_RATIOS = (3 / 4, 4 / 3)
 _CROP_TRIES = 10
-
-_SampleKey = tuple[int, int]
-"""Epoch and index in the data set."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +30,8 @@ class ImageSpec:
     Attributes:
         size: rows and columns, in pixels.
         channels: 1 or 3.
-        mean: of each channel, for values from 0 to 1.
-        std: of each channel.
-        crop: fraction of a test photograph's shorter side that is kept.
+        mean, std: of each channel, for values from 0 to 1.
+        crop: fraction of a test photograph's shorter side to keep.
     """
 
     size: int
@@ -45,50 +41,11 @@ class ImageSpec:
     crop: float = 1.0
 
 
-class ImageSource(Protocol):
-    """One split of a data set: images by index, and all labels."""
-
-    @property
-    def labels(self) -> Sequence[int]:
-        """The class of each image, from 0."""
-        ...
-
-    def image(self, index: int) -> Any:
-        """The image, as PIL opens it."""
-        ...
-
-    def describe(self, index: int) -> str:
-        """Where the image comes from, for messages."""
-        ...
-
-
-@dataclass(frozen=True)
-class ImageFiles:
-    """A split whose images are files."""
-
-    paths: Sequence[Path]
-    labels: Sequence[int]
-
-    def image(self, index: int) -> Any:
-        from PIL import Image
-
-        return Image.open(self.paths[index])
-
-    def describe(self, index: int) -> str:
-        return str(self.paths[index])
-
-
 class ImageDataset(torch.utils.data.Dataset[Any]):
     """A split as the tensors a model takes.
 
-    Items are asked for by (epoch, index): the augmentation of a sample depends on these and the
-    seed alone, whatever the workers and the micro-batches are.
-
-    Args:
-        source: images and labels.
-        spec: the images that the model takes.
-        augment: one of :data:`AUGMENTATIONS`.
-        seed: of the augmentation.
+    Keys are (epoch, index): a sample's augmentation depends on these and the seed alone, not on
+    workers or micro-batches. ``augment`` is one of :data:`AUGMENTATIONS`.
     """
 
     def __init__(
@@ -104,8 +61,8 @@ class ImageDataset(torch.utils.data.Dataset[Any]):
     def __len__(self) -> int:
         return len(self.source.labels)
 
-    def __getitem__(self, key: _SampleKey) -> tuple[Tensor, int]:
-        """The image, channels × rows × columns, and its label.
+    def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, int]:
+        """Return the image C×H×W and its label.
 
         Raises:
             ConfigError: the image cannot be decoded; names the file.
@@ -123,10 +80,10 @@ class ImageDataset(torch.utils.data.Dataset[Any]):
                 image = self._centre(_shift(image, rng))
         return self._tensor(image), int(self.source.labels[index])
 
-    def __getitems__(self, keys: Sequence[_SampleKey]) -> list[Any]:
-        """The samples, or a single ConfigError in their place.
+    def __getitems__(self, keys: Sequence[tuple[int, int]]) -> list[Any]:
+        """Return the samples, or a single ConfigError instead.
 
-        torch would wrap an exception of a worker in that worker's traceback.
+        torch would wrap a worker's exception in that worker's traceback.
         """
         try:
             return [self[key] for key in keys]
@@ -154,11 +111,11 @@ class ImageDataset(torch.utils.data.Dataset[Any]):
         )
 
     def _centre(self, image: Any) -> Any:
-        """The middle square, ``spec.crop`` of the shorter side."""
+        """Cut out the middle square, ``spec.crop`` of the shorter side."""
         width, height = image.size
         if image.size == (self.spec.size, self.spec.size):
             return image
-        # a tiny image has no margin to give away
+        # a tiny image has no margin to lose
         is_photograph = min(width, height) > self.spec.size
         side = min(width, height) * (self.spec.crop if is_photograph else 1.0)
         left, top = (width - side) / 2, (height - side) / 2
@@ -173,7 +130,7 @@ class ImageDataset(torch.utils.data.Dataset[Any]):
 
 
 def collate(samples: Sequence[Any]) -> tuple[Tensor, Tensor] | ConfigError:
-    """Samples to images B×C×H×W and labels B; an error of the data set passes through."""
+    """Stack samples to images B×C×H×W and labels B; pass an error of the data set through."""
     if isinstance(samples[0], ConfigError):
         return samples[0]
     images, labels = zip(*samples, strict=True)
@@ -195,7 +152,7 @@ def _shift(image: Any, rng: random.Random) -> Any:
 
 
 def _crop_and_flip(image: Any, size: int, rng: random.Random) -> Any:
-    """Random area and aspect ratio (Szegedy et al. 2014, arXiv:1409.4842), then a coin's flip."""
+    """Crop a random area and aspect ratio (Szegedy et al. 2014, arXiv:1409.4842), flip half."""
     from PIL import Image
 
     width, height = image.size

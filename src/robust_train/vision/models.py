@@ -1,4 +1,4 @@
-"""The models by the name in ``model=…``: which part is trained, which images they take."""
+"""The models by the name in ``model=…``, the part of them that is trained, and its weights."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from robust_train.config.extras import require
 from robust_train.errors import ConfigError
-from robust_train.vision.backbones import build_backbone, classifier_names
 from robust_train.vision.cnn import SmallCnn
 from robust_train.vision.images import ImageSpec
-from robust_train.vision.weights import load_weights
+from robust_train.vision.pretrained import build_backbone, classifier_names, load_weights
+from robust_train.vision.splits import Shape
 
 log = logging.getLogger("robust_train.vision")
 
-MODELS = ("cnn", "linear_probe", "lora", "full_finetune")
+_MODELS = ("cnn", "linear_probe", "lora", "full_finetune")
 _PHOTOGRAPH_SIZE = 64
 
 
@@ -39,8 +39,8 @@ def check_model(cfg: Any) -> None:
         ConfigError: one line with the key, its value and what is accepted.
     """
     name = cfg.get("name")
-    if name not in MODELS:
-        raise ConfigError(f"model.name={name}: accepted are {', '.join(MODELS)}")
+    if name not in _MODELS:
+        raise ConfigError(f"model.name={name}: accepted are {', '.join(_MODELS)}")
     for key, least in (("width", 1), ("image_size", 1), ("lora_r", 1), ("lora_alpha", 1)):
         value = cfg.get(key)
         if value is not None and value < least:
@@ -53,39 +53,28 @@ def check_model(cfg: Any) -> None:
         raise ConfigError("model.target_modules=[]: name at least one module, e.g. [attn.qkv]")
 
 
-def build_model(
-    cfg: Any, *, num_classes: int, native_size: int | None, native_channels: int
-) -> BuiltModel:
-    """The model that ``cfg`` describes, on the CPU, with weights and the trained part marked by
-    ``requires_grad``.
-
-    Args:
-        cfg: the config group ``model``.
-        num_classes: of the data set.
-        native_size: the data set's one image size, None where images differ.
-        native_channels: of the data set's images.
+def build_model(cfg: Any, data: Shape) -> BuiltModel:
+    """Build a model on the CPU, with weights; ``requires_grad`` marks the trained part.
 
     Raises:
         ConfigError: it cannot be built as configured.
     """
     if cfg.name == "cnn":
-        return _cnn(cfg, num_classes, native_size, native_channels)
-    if cfg.name == "linear_probe":
-        backbone = build_backbone(cfg, num_classes=0)
-        return BuiltModel(
-            LinearProbe(backbone, num_classes, cfg.dropout), _image_spec(cfg, backbone)
-        )
-    module = build_backbone(cfg, num_classes)
-    images = _image_spec(cfg, module)
-    return BuiltModel(add_lora(module, cfg) if cfg.name == "lora" else module, images)
+        return _build_cnn(cfg, data)
+    is_probe = cfg.name == "linear_probe"
+    backbone = build_backbone(cfg, 0 if is_probe else data.num_classes)
+    images = _image_spec(cfg, backbone)
+    if is_probe:
+        return BuiltModel(LinearProbe(backbone, data.num_classes, cfg.dropout), images)
+    return BuiltModel(add_lora(backbone, cfg) if cfg.name == "lora" else backbone, images)
 
 
-def _cnn(cfg: Any, num_classes: int, native_size: int | None, channels: int) -> BuiltModel:
-    size = cfg.image_size or native_size or _PHOTOGRAPH_SIZE
+def _build_cnn(cfg: Any, data: Shape) -> BuiltModel:
+    size, channels = cfg.image_size or data.size or _PHOTOGRAPH_SIZE, data.channels
     module = SmallCnn(
         channels=channels,
         image_size=size,
-        num_classes=num_classes,
+        num_classes=data.num_classes,
         width=cfg.width,
         dropout=cfg.dropout,
     )
@@ -96,20 +85,15 @@ def _cnn(cfg: Any, num_classes: int, native_size: int | None, channels: int) -> 
 
 def _image_spec(cfg: Any, backbone: nn.Module) -> ImageSpec:
     data = require("timm.data", f"model={cfg.name}").resolve_model_data_config(backbone)
-    return ImageSpec(
-        size=cfg.image_size,
-        channels=3,
-        mean=tuple(data["mean"]),
-        std=tuple(data["std"]),
-        crop=data["crop_pct"],
-    )
+    mean, std = tuple(data["mean"]), tuple(data["std"])
+    return ImageSpec(cfg.image_size, 3, mean, std, crop=data["crop_pct"])
 
 
 class LinearProbe(nn.Module):
     """A frozen backbone and one trained linear layer.
 
-    The backbone stays in evaluation mode and outside autograd: no activation is kept, and its
-    BatchNorm statistics and dropout are those of its pretraining.
+    The backbone stays in evaluation mode and outside autograd: it keeps no activations, and its
+    BatchNorm statistics do not move.
     """
 
     def __init__(self, backbone: nn.Module, num_classes: int, dropout: float) -> None:
@@ -120,13 +104,13 @@ class LinearProbe(nn.Module):
         self.head = nn.Linear(features, num_classes)
 
     def train(self, mode: bool = True) -> LinearProbe:
-        """As in torch, but for the backbone."""
+        """Set the mode of all but the backbone."""
         super().train(mode)
         self.backbone.eval()
         return self
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
-        """Logits, samples × classes."""
+        """Return logits B×K."""
         with torch.no_grad():
             features_BF = self.backbone(images_BCHW)
         logits_BK: Tensor = self.head(self.dropout(features_BF))
@@ -134,8 +118,9 @@ class LinearProbe(nn.Module):
 
 
 def add_lora(module: nn.Module, cfg: Any) -> nn.Module:
-    """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685) by peft in ``cfg.target_modules``, and
-    a trained classifier; all else is frozen.
+    """Add low-rank adapters (Hu et al. 2021, arXiv:2106.09685) by peft in ``cfg.target_modules``.
+
+    The classifier is trained as well; everything else is frozen.
 
     Raises:
         ConfigError: a target names no layer of the backbone.
@@ -165,7 +150,7 @@ def add_lora(module: nn.Module, cfg: Any) -> nn.Module:
 
 
 def _without_numbers(layers: Iterable[str]) -> list[str]:
-    """``blocks.0.attn.qkv``, ``blocks.1.attn.qkv`` … → ``attn.qkv``: what a user would type."""
+    """Shorten ``blocks.0.attn.qkv``, ``blocks.1.attn.qkv`` … to ``attn.qkv``, as users write it."""
     short: dict[str, None] = {}
     for name in layers:
         parts = name.split(".")
@@ -175,7 +160,7 @@ def _without_numbers(layers: Iterable[str]) -> list[str]:
 
 
 def set_train_mode(module: nn.Module) -> None:
-    """Training mode, but for frozen BatchNorm layers: their statistics must not move either."""
+    """Set training mode, except for frozen BatchNorm layers: their statistics must not move."""
     module.train()
     for layer in module.modules():
         if isinstance(layer, nn.modules.batchnorm._BatchNorm):
@@ -185,7 +170,7 @@ def set_train_mode(module: nn.Module) -> None:
 
 
 def enable_gradient_checkpointing(module: nn.Module) -> bool:
-    """Recompute activations in the backward pass; False where the model has nothing to gain."""
+    """Recompute activations in the backward pass; return whether the model supports it."""
     target: Any = module
     if isinstance(module, LinearProbe):
         return False
@@ -193,20 +178,21 @@ def enable_gradient_checkpointing(module: nn.Module) -> bool:
         target = target.get_base_model()
     try:
         target.set_grad_checkpointing(True)
-    except (AssertionError, AttributeError):  # timm's answer of the models that cannot
+    except (AssertionError, AttributeError):  # timm's, of models that cannot
         return False
     return True
 
 
 def count_parameters(module: nn.Module) -> tuple[int, int]:
-    """Trained parameters and all of them."""
-    sizes = [(p.numel(), p.requires_grad) for p in module.parameters()]
-    return sum(n for n, is_trained in sizes if is_trained), sum(n for n, _ in sizes)
+    """Return the number of trained parameters and that of all."""
+    parameters = list(module.parameters())
+    return sum(p.numel() for p in parameters if p.requires_grad), sum(p.numel() for p in parameters)
 
 
 def trained_state(module: nn.Module) -> dict[str, Tensor]:
-    """The part of the state dict that training changes: for a frozen backbone with an adapter or a
-    head, just these; for a model that is trained as a whole, all of it. Shares memory with it.
+    """Return the part of the state dict that training changes, sharing its memory.
+
+    Of a frozen backbone with an adapter or a head these alone; of a model trained as a whole all.
     """
     trained: set[str] = set()
     for prefix, layer in module.named_modules():
@@ -220,7 +206,7 @@ def trained_state(module: nn.Module) -> dict[str, Tensor]:
 
 
 def load_trained_state(module: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """The inverse of :func:`trained_state`.
+    """Load what :func:`trained_state` returned.
 
     Raises:
         ValueError: ``state`` is not of this model.

@@ -1,10 +1,10 @@
-"""What can be checked and imported before a run starts."""
+"""Check the config, and name the libraries to import, before a run starts."""
 
 from __future__ import annotations
 
 from omegaconf import DictConfig
 
-from robust_train.vision.data import check_data
+from robust_train.vision.datasets import check_data
 from robust_train.vision.models import check_model
 
 
@@ -19,10 +19,10 @@ def check_config(cfg: DictConfig) -> None:
 
 
 def preload_modules(cfg: DictConfig) -> list[str]:
-    """Modules this config will import, for a fork server to import beforehand. None touches CUDA.
+    """Return the modules that this config imports, for a fork server. None touches CUDA.
 
     Raises:
-        ConfigError: as :func:`check_config`, so that a wrong value is refused before any attempt.
+        ConfigError: as :func:`check_config`, so a wrong value is refused before any attempt.
     """
     check_config(cfg)
     modules = [
@@ -31,7 +31,7 @@ def preload_modules(cfg: DictConfig) -> list[str]:
         "torch.utils.tensorboard",
         "tqdm",
         "tqdm.contrib.logging",
-        # every torch optimizer imports it when it is built: a second and more
+        # every torch optimizer imports it when it is built: more than a second
         "torch._dynamo",
     ]
     modules += {

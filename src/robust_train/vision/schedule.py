@@ -1,4 +1,4 @@
-"""The optimizer and its learning rate over the run."""
+"""The optimizer and its learning rate."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch import nn
 def make_optimizer(
     parameters: Iterable[nn.Parameter], *, lr: float, weight_decay: float
 ) -> torch.optim.AdamW:
-    """AdamW (Loshchilov & Hutter 2017, arXiv:1711.05101) for the trained parameters alone.
+    """Return AdamW (Loshchilov & Hutter 2017, arXiv:1711.05101) for the trained parameters.
 
-    Vectors (biases, norms' scales) do not decay: decay is meant to shrink the maps between layers.
+    Vectors (biases, norms' scales) do not decay.
     """
     trained = [p for p in parameters if p.requires_grad]
     groups = [
@@ -27,16 +27,15 @@ def make_optimizer(
 
 @dataclass(frozen=True)
 class CosineSchedule:
-    """Linear warm-up, then half a cosine down to zero (Loshchilov & Hutter 2016,
-    arXiv:1608.03983).
+    """Linear warm-up, then half a cosine to zero (Loshchilov & Hutter 2016, arXiv:1608.03983).
 
-    A function of the samples seen, without state: it continues where it was after a resume, also
-    where the number of samples in a step has changed.
+    A function of the samples seen, without state: a resume continues it, also with another number
+    of samples in a step.
 
     Attributes:
         peak: learning rate at the end of the warm-up.
-        total_samples: of the whole run, all epochs.
-        warmup_fraction: of ``total_samples``.
+        total_samples: samples of all epochs.
+        warmup_fraction: share of ``total_samples``.
     """
 
     peak: float
@@ -44,12 +43,7 @@ class CosineSchedule:
     warmup_fraction: float
 
     def rate(self, samples_seen: int, step_samples: int) -> float:
-        """The learning rate of a step.
-
-        Args:
-            samples_seen: before the step, in all epochs.
-            step_samples: in the step.
-        """
+        """Return the learning rate of a step of ``step_samples`` after ``samples_seen``."""
         warmup = self.warmup_fraction * self.total_samples
         # the end of the step counts while rising, so that the first step moves at all
         if samples_seen + step_samples <= warmup:
@@ -61,7 +55,7 @@ class CosineSchedule:
     def apply(
         self, optimizer: torch.optim.Optimizer, samples_seen: int, step_samples: int
     ) -> float:
-        """Give ``optimizer`` the learning rate of its next step, and return it."""
+        """Set the learning rate of the optimizer's next step, and return it."""
         rate = self.rate(samples_seen, step_samples)
         for group in optimizer.param_groups:
             group["lr"] = rate

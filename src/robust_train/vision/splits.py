@@ -1,27 +1,54 @@
-"""Training, validation and test images; a fixed division for a data set that comes without one."""
+"""The parts of a data set: training, validation and test images with their labels."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
-
-from robust_train.vision.images import ImageSource
 
 # not the job's seed: runs with different seeds are compared on the same test images
 _SPLIT_SEED = 0
 
 
+class ImageSource(Protocol):
+    """One split of a data set."""
+
+    @property
+    def labels(self) -> Sequence[int]:
+        """The class of each image, from 0."""
+        ...
+
+    def image(self, index: int) -> Any:
+        """Return the image as a PIL image."""
+        ...
+
+    def describe(self, index: int) -> str:
+        """Name the image's origin, for messages."""
+        ...
+
+
+@dataclass(frozen=True)
+class ImageFiles:
+    """A split whose images are files."""
+
+    paths: Sequence[Path]
+    labels: Sequence[int]
+
+    def image(self, index: int) -> Any:
+        from PIL import Image
+
+        return Image.open(self.paths[index])
+
+    def describe(self, index: int) -> str:
+        return str(self.paths[index])
+
+
 @dataclass(frozen=True)
 class Shape:
-    """What a model has to know of a data set; known without opening it.
-
-    Attributes:
-        num_classes: number of classes.
-        size: rows and columns of every image, None where images differ.
-        channels: of the images as they are stored.
-    """
+    """What a model needs to know of a data set; ``size`` is None if image sizes differ."""
 
     num_classes: int
     size: int | None = None
@@ -30,30 +57,19 @@ class Shape:
 
 @dataclass(frozen=True)
 class Splits:
-    """A data set's parts.
-
-    Attributes:
-        train: trained on.
-        validation: looked at after each epoch; the test images where there is no such split.
-        test: for the accuracy at the end.
-        num_classes: number of classes.
-        size: rows and columns of every image, None where images differ.
-        channels: of the images as they are stored.
-    """
+    """A data set's parts; ``validation`` is ``test`` if the data set has no such split."""
 
     train: ImageSource
     validation: ImageSource
     test: ImageSource
-    num_classes: int
-    size: int | None = None
-    channels: int = 3
+    shape: Shape
 
 
 def stratified_split(labels: Sequence[int], test_fraction: float) -> tuple[list[int], list[int]]:
-    """Indices for training and for testing, with the same share of every class in the test.
+    """Split indices into training and test, with the same share of every class in the test.
 
     A class keeps at least one image for training; a class of two or more gives at least one to the
-    test. The division depends on the labels alone.
+    test. The split depends on the labels alone.
     """
     by_class: dict[int, list[int]] = {}
     for index, label in enumerate(labels):

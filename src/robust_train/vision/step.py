@@ -1,6 +1,10 @@
-"""One optimizer step from any number of micro-batches."""
+"""One optimizer step from any number of micro-batches, and its number format."""
 
 from __future__ import annotations
+
+import logging
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -9,11 +13,43 @@ from robust_train.failures import classify_failure
 from robust_train.microbatch.batcher import MicroBatches
 from robust_train.values import MEMORY_FAILURES
 from robust_train.vision.batches import Batch
-from robust_train.vision.precision import Precision
+
+log = logging.getLogger("robust_train.vision")
+
+
+class Precision:
+    """The number format of a run.
+
+    bfloat16 if the GPU computes in it, else float16 with loss scaling (Micikevicius et al. 2017,
+    arXiv:1710.03740). On the CPU float32: most CPUs emulate bfloat16, slower. ``dtype`` overrides
+    the choice.
+    """
+
+    def __init__(
+        self, device: torch.device, *, mixed: bool, dtype: torch.dtype | None = None
+    ) -> None:
+        self._device_type = device.type
+        self.dtype = _best_of(device, mixed) if dtype is None else dtype
+        self.scaler = torch.amp.GradScaler(device.type, enabled=self.dtype is torch.float16)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return the context for each forward pass."""
+        if self.dtype is torch.float32:
+            return nullcontext()
+        return torch.autocast(self._device_type, dtype=self.dtype)
+
+
+def _best_of(device: torch.device, mixed: bool) -> torch.dtype:
+    if mixed and device.type == "cuda":
+        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        return torch.bfloat16 if has_bf16 else torch.float16
+    if mixed:
+        log.info("training.mixed_precision has no effect on the CPU: float32 is used")
+    return torch.float32
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Images and labels on ``device``; from pinned memory the copy runs beside the computation."""
+    """Return images and labels on ``device``; copies from pinned memory do not block."""
     images_BCHW, labels_B = batch
     is_cuda = device.type == "cuda"
     return (
@@ -32,18 +68,8 @@ def accumulate_gradients(
 ) -> Tensor:
     """Add the gradient of the mean loss over a step's samples to the parameters' ``.grad``.
 
-    Each micro-batch counts by its share of the samples: the mean of micro-batch means would
-    overweight a short one. Where memory runs out the step is repeated with finer parts.
-
-    Args:
-        model: in training mode, on ``device``.
-        parts: the step's micro-batches of images and labels.
-        device: where to compute.
-        precision: number format and loss scale.
-        label_smoothing: from 0 to 1.
-
-    Returns:
-        The mean loss over the samples, on the model's device, detached.
+    Each micro-batch counts by its share of the samples. If memory runs out, the step is repeated
+    with smaller parts. Return the mean loss over the samples, on ``device``, detached.
     """
     for micro in parts:
         with micro:
@@ -64,10 +90,9 @@ def apply_gradients(
     precision: Precision,
     max_grad_norm: float,
 ) -> bool:
-    """Clip (0: do not), step, and let go of the gradients.
+    """Clip (0: do not), step, and release the gradients; return whether it was a step.
 
-    Returns:
-        False where fp16 gradients overflowed: the parameters are unchanged, it was no step.
+    It is none if fp16 gradients overflowed: the parameters are unchanged.
     """
     scaler = precision.scaler
     if max_grad_norm > 0:
@@ -77,16 +102,15 @@ def apply_gradients(
     scale_before = scaler.get_scale()
     _step_or_undo(optimizer, scaler)
     scaler.update()
-    # none: gradients left over would count against the memory of validation
+    # kept gradients would count against the memory of validation
     optimizer.zero_grad(set_to_none=True)
     return not scaler.is_enabled() or scaler.get_scale() >= scale_before
 
 
 def _step_or_undo(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
-    """Step. Where memory runs out, state that this step has only begun to make is removed.
+    """Step. If memory runs out, remove the optimizer's state that this step has created.
 
-    An optimizer makes the state of all parameters in its first step, and would take half of it for
-    the whole at the next one.
+    An optimizer creates its state in the first step, and would later take half of it for all.
     """
     had_state = list(optimizer.state)
     try:

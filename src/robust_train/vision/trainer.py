@@ -1,7 +1,7 @@
 """The built-in trainer: ``trainer=image_classification``.
 
-Reads as the story of a run: open the data, build the model, go on from a checkpoint where there is
-one, train and validate epoch by epoch, save, test.
+The story of a run: open the data, build the model, resume from a checkpoint if there is one, train
+and validate epoch by epoch, save, test.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +16,16 @@ import torch
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from robust_train.errors import Interrupted, UserError
 from robust_train.failures import classify_failure
+from robust_train.microbatch.replicas import Replicated
 from robust_train.microbatch.rng import seed_everything, seed_rank
 from robust_train.run import MicroBatchPlan, Run
+from robust_train.runfolder.cadence import SavePlan
 from robust_train.runfolder.checkpoints import (
     CheckpointError,
     CheckpointFolder,
-    SaveClock,
     read_newest,
     write_atomically,
 )
@@ -39,9 +38,9 @@ from robust_train.vision.batches import (
     read_in_parts,
     share_of,
 )
-from robust_train.vision.data import Data, open_data
+from robust_train.vision.datasets import open_data
 from robust_train.vision.evaluation import Score, evaluate
-from robust_train.vision.images import ImageDataset, ImageSource
+from robust_train.vision.images import ImageDataset
 from robust_train.vision.models import (
     BuiltModel,
     build_model,
@@ -50,18 +49,18 @@ from robust_train.vision.models import (
     set_train_mode,
     trained_state,
 )
-from robust_train.vision.precision import Precision
 from robust_train.vision.prepare import check_config, preload_modules
 from robust_train.vision.reporting import Reporter, checked_loss
 from robust_train.vision.schedule import CosineSchedule, make_optimizer
-from robust_train.vision.state import (
+from robust_train.vision.splits import ImageSource
+from robust_train.vision.step import Precision, accumulate_gradients, apply_gradients
+from robust_train.vision.training_state import (
     REQUIRED,
     LossAverage,
-    Place,
+    ResumePosition,
     TrainingState,
     identity_of,
 )
-from robust_train.vision.step import accumulate_gradients, apply_gradients
 
 log = logging.getLogger("robust_train.vision")
 
@@ -74,18 +73,13 @@ __all__ = ["preload_modules", "train"]
 def train(cfg: DictConfig, run: Run) -> dict[str, Any]:
     """Train and test an image classifier.
 
-    Args:
-        cfg: the composed config; ``device``, ``training.batch_size``,
-            ``training.gradient_accumulation_steps`` and ``training.num_workers`` hold what to use.
-        run: this attempt, as the launcher sees it.
-
     Returns:
         ``objective`` and ``test_accuracy`` (0 to 1), ``test_loss``, ``steps``, and ``checkpoint``,
         the path of the trained weights.
 
     Raises:
         ConfigError: the configuration, the data or the weights cannot be used.
-        Interrupted: the run was asked to stop; a checkpoint was saved.
+        Interrupted: a stop was requested; a checkpoint was saved.
     """
     check_config(cfg)
     device = torch.device(cfg.device)
@@ -115,7 +109,7 @@ def train(cfg: DictConfig, run: Run) -> dict[str, Any]:
 
 
 class Training:
-    """One attempt at the job: from where the last one got to, to the end."""
+    """One attempt at the job, from the last checkpoint to the end."""
 
     def __init__(self, cfg: DictConfig, run: Run, reporter: Reporter, device: torch.device) -> None:
         self.cfg = cfg
@@ -124,17 +118,11 @@ class Training:
         self.device = device
         run.micro_batch_plan = MicroBatchPlan.of(cfg)
         self.batcher = run.micro_batcher
-        self.data: Data = open_data(cfg.dataset)
-        splits = self.data.splits
-        built = build_model(
-            cfg.model,
-            num_classes=self.data.num_classes,
-            native_size=splits.size,
-            native_channels=splits.channels,
-        )
+        self.splits = open_data(cfg.dataset)
+        built = build_model(cfg.model, self.splits.shape)
         self.images = built.images
         self.train_set = ImageDataset(
-            splits.train, built.images, augment=cfg.dataset.augment, seed=cfg.training.seed
+            self.splits.train, built.images, augment=cfg.dataset.augment, seed=cfg.training.seed
         )
         micro_batch = cfg.training.batch_size
         accumulation = cfg.training.gradient_accumulation_steps
@@ -156,15 +144,13 @@ class Training:
         )
         self.state = self._prepare(built)
         self.model: nn.Module = self.state.model
-        self.folder = CheckpointFolder(run.checkpoint_dir, keep=cfg.training.keep_checkpoints)
-        self.clock = SaveClock(
-            60 * cfg.training.checkpoint_every_minutes,
-            every_steps=cfg.training.checkpoint_every_steps,
-        )
+        run.save_plan = SavePlan.of(cfg)
+        self.folder = CheckpointFolder(run, keep=cfg.training.keep_checkpoints)
+        self.has_checkpoint = run.resume_checkpoint is not None
         self.score: Score | None = None
 
     def _prepare(self, built: BuiltModel) -> TrainingState:
-        """Model to the device, optimizer, number format."""
+        """Move the model to the device and create optimizer and number format."""
         cfg = self.cfg
         trained, total = count_parameters(built.module)
         log.info("model: %s, %d of %d parameters are trained", cfg.model.name, trained, total)
@@ -183,15 +169,17 @@ class Training:
             precision=Precision(self.device, mixed=cfg.training.mixed_precision),
             device=self.device,
             identity=identity_of(
-                cfg, train_samples=self.plan.num_samples, num_classes=self.data.num_classes
+                cfg,
+                train_samples=self.plan.num_samples,
+                num_classes=self.splits.shape.num_classes,
             ),
-            place=Place(),
+            position=ResumePosition(),
             epoch_loss=LossAverage(),
             batcher=self.batcher,
         )
 
     def resume(self) -> None:
-        """Go on from the last intact checkpoint, if there is one."""
+        """Resume from the last intact checkpoint, if there is one."""
         if self.run.is_main:
             self.folder.remove_leftovers()
         if self.run.resume_checkpoint is not None:
@@ -201,48 +189,48 @@ class Training:
             else:
                 path, content = found
                 self.state.restore(content, path)
-                log.info("resumed from %s, step %d", path, self.state.place.step)
+                log.info("resumed from %s, step %d", path, self.state.position.step)
         if self.run.world_size > 1:
             # all ranks have read the checkpoint when this returns, and hold the same weights
-            self.model = DistributedDataParallel(self.state.model)
-            seed_rank(self.cfg.training.seed, self.state.place.step, self.run.rank)
-        self.reporter.begin(self.state.place, self._total_steps())
+            self.model = Replicated(self.state.model)
+            seed_rank(self.cfg.training.seed, self.state.position.step, self.run.rank)
+        self.reporter.begin(self.state.position, self._total_steps())
 
     def _total_steps(self) -> int:
-        place, plan = self.state.place, self.plan
-        if place.epoch >= self.cfg.training.epochs:
-            return place.step
-        whole_epochs: int = self.cfg.training.epochs - place.epoch - 1
-        return place.step + plan.steps_left(place.samples) + whole_epochs * plan.steps_left(0)
+        position, plan = self.state.position, self.plan
+        if position.epoch >= self.cfg.training.epochs:
+            return position.step
+        whole_epochs: int = self.cfg.training.epochs - position.epoch - 1
+        return position.step + plan.steps_left(position.samples) + whole_epochs * plan.steps_left(0)
 
     def fit(self) -> None:
-        """All epochs that are left."""
-        place = self.state.place
-        while place.epoch < self.cfg.training.epochs:
+        """Train the epochs that are left."""
+        position = self.state.position
+        while position.epoch < self.cfg.training.epochs:
             self.reporter.epoch_begins()
             self._train_epoch()
             # before validation, which may run out of memory for the first time
-            is_last = place.epoch + 1 == self.cfg.training.epochs
-            if is_last or self.clock.is_due_after_epoch():
+            is_last = position.epoch + 1 == self.cfg.training.epochs
+            if is_last or not self.has_checkpoint:
                 self._save()
-            self.score = self._evaluate(self.data.splits.validation)
-            train_loss = checked_loss(self.state.epoch_loss, place.step)
-            self.reporter.epoch(place, train_loss, self.score)
-            place.epoch, place.samples = place.epoch + 1, 0
+            self.score = self._evaluate(self.splits.validation)
+            train_loss = checked_loss(self.state.epoch_loss, position.step)
+            self.reporter.epoch(position, train_loss, self.score)
+            position.epoch, position.samples = position.epoch + 1, 0
             self.state.epoch_loss = LossAverage()
 
     def _train_epoch(self) -> None:
-        """The epoch's steps from the current place on."""
-        place, training = self.state.place, self.cfg.training
+        """Train the epoch's steps from the current position on."""
+        position, training = self.state.position, self.cfg.training
         set_train_mode(self.state.model)
-        steps = list(self.plan.steps(place.epoch, place.samples))
+        steps = list(self.plan.steps(position.epoch, position.samples))
         chunks = list(itertools.chain.from_iterable(steps))
-        batches = self.loading.batches(self.train_set, chunks, place.epoch)
+        batches = self.loading.batches(self.train_set, chunks, position.epoch)
         for micro_batches in steps:
-            self._stop_if_asked()
+            self._stop_if_requested()
             step = StepSamples(batches, [len(chunk) for chunk in micro_batches])
-            samples = self.plan.samples_in_step(place.samples)
-            seen = place.epoch * self.plan.num_samples + place.samples
+            samples = self.plan.samples_in_step(position.samples)
+            seen = position.epoch * self.plan.num_samples + position.samples
             lr = self.schedule.apply(self.state.optimizer, seen, samples)
             loss = self._gradients_of(step)
             is_step = apply_gradients(
@@ -251,18 +239,16 @@ class Training:
                 precision=self.state.precision,
                 max_grad_norm=training.max_grad_norm,
             )
-            place.samples += samples
+            position.samples += samples
             if is_step:
-                place.step += 1
+                position.step += 1
                 self.state.epoch_loss.add(loss, samples)
-                self.reporter.step(place, loss, samples, lr)
-            # ranks ask equally often; only the first has a clock that counts
-            is_wanted = self.run.checkpoint_requested
-            if self.clock.is_due(place.step) or is_wanted:
+                self.reporter.step(position, loss, samples, lr)
+            if self.run.checkpoint_due:
                 self._save()
 
     def _gradients_of(self, step: StepSamples) -> Tensor:
-        """The gradients of one optimizer step; its mean loss."""
+        """Accumulate the gradients of one optimizer step and return its mean loss."""
         parts = self.batcher.micro_batches(step, self.model, length=len, split=StepSamples.part)
         try:
             return accumulate_gradients(
@@ -274,8 +260,8 @@ class Training:
             )
         except Exception as error:
             if classify_failure(error).kind in MEMORY_FAILURES:
-                # the step was taken back, so the next attempt need repeat nothing before it;
-                # whatever keeps this from being saved must not hide why
+                # the step is undone, so the next attempt repeats nothing before it; a failure to
+                # save must not hide this one
                 with contextlib.suppress(Exception):
                     self._save()
             raise
@@ -295,41 +281,38 @@ class Training:
             rounds=len(in_order(range(most), size)),
         )
         if score is None:
-            self._stop_if_asked()
+            self._stop_if_requested()
         assert score is not None
         return score
 
-    def _stop_if_asked(self) -> None:
+    def _stop_if_requested(self) -> None:
         if self.run.stop_requested:
             self._save()
-            raise Interrupted(f"stopped after step {self.state.place.step}")
+            raise Interrupted(f"stopped after step {self.state.position.step}")
 
     def _save(self) -> None:
-        """Save a checkpoint; where that fails, training is worth more than the checkpoint."""
-        place = self.state.place
-        checked_loss(self.state.epoch_loss, place.step)
+        """Save a checkpoint; if that fails, train on."""
+        position = self.state.position
+        checked_loss(self.state.epoch_loss, position.step)
+        self.has_checkpoint = True
         if not self.run.is_main:
             return
-        started = time.monotonic()
         try:
-            path = self.folder.save(self.state.content(), place.step)
+            self.folder.save(self.state.content(), position.step)
         except CheckpointError as error:
             log.warning("checkpoint: %s; training goes on, earlier ones are kept", error)
             self.run.checkpoint_failed(str(error))
-        else:
-            self.run.checkpoint_saved(path, place.step)
-        self.clock.saved(time.monotonic() - started, place.step)
 
     def finish(self) -> dict[str, Any]:
-        """Test, and save the trained weights."""
-        splits, place = self.data.splits, self.state.place
+        """Test, save the trained weights and return the result."""
+        splits, position = self.splits, self.state.position
         if self.score is None or splits.test is not splits.validation:
             self.score = self._evaluate(splits.test)
         path = self.run.checkpoint_dir / FINAL_NAME
         weights = {
             "model": trained_state(self.state.model),
             "config": OmegaConf.to_container(self.cfg, resolve=True),
-            "num_classes": self.data.num_classes,
+            "num_classes": splits.shape.num_classes,
             "test_accuracy": self.score.accuracy,
         }
         log.info("Test accuracy: %.2f %%", 100 * self.score.accuracy)
@@ -346,6 +329,6 @@ class Training:
             "objective": self.score.accuracy,
             "test_accuracy": self.score.accuracy,
             "test_loss": self.score.loss,
-            "steps": place.step,
+            "steps": position.step,
             "checkpoint": str(path),
         }

@@ -1,0 +1,571 @@
+"""Check on one GPU what a machine without GPUs cannot show: a table of expected against seen.
+
+Each probe runs in a process of its own with a time limit, ten minutes in all. No network and no
+data are needed.
+
+Run: python benchmarks/gpu_check.py [PROBE ...]   (or: just gpu-check)
+Exit code: 0 all as expected, 1 something differs or failed, 2 no GPU that torch can use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "src"))
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.nn.parallel import DistributedDataParallel  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+from robust_train.failures import classify_failure  # noqa: E402
+from robust_train.gpu.inventory import read_inventory  # noqa: E402
+from robust_train.memory.allocator import VARIABLE, allocator_settings  # noqa: E402
+from robust_train.memory.cleanup import return_memory  # noqa: E402
+from robust_train.memory.in_use import memory_in_use  # noqa: E402
+from robust_train.memory.sampler import Sampler  # noqa: E402
+from robust_train.microbatch.batcher import MicroBatcher  # noqa: E402
+from robust_train.microbatch.oom_handler import retry_on_oom  # noqa: E402
+from robust_train.microbatch.probing import (  # noqa: E402
+    optimizer_state_bytes,
+    optimizer_step_bytes,
+)
+from robust_train.values import GIB, MIB, FailureKind  # noqa: E402
+from robust_train.vision.step import _step_or_undo  # noqa: E402
+
+TOTAL_SECONDS = 600
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the table."""
+
+    what: str
+    expected: str
+    seen: str
+    passed: bool
+
+
+Checks = Iterator[Check]
+
+
+def equal(what: str, expected: object, seen: object) -> Check:
+    return Check(what, str(expected), str(seen), expected == seen)
+
+
+def below(what: str, limit: float, seen: float, unit: str = "") -> Check:
+    return Check(what, f"< {limit:g}{unit}", f"{seen:.3g}{unit}", seen < limit)
+
+
+def figure(what: str, seen: str) -> Check:
+    """A figure for the documentation, which nothing is expected of."""
+    return Check(what, "", seen, True)
+
+
+def milliseconds(work: Callable[[], Any], times: int = 1) -> float:
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    for _ in range(times):
+        work()
+    torch.cuda.synchronize()
+    return 1000 * (time.perf_counter() - started) / times
+
+
+def limit_to(size: float) -> None:
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(size / total, 1.0))
+
+
+def free_bytes() -> int:
+    return gpu().free_bytes
+
+
+def gpu() -> Any:
+    """The first GPU that this process may use, as NVML shows it."""
+    uuid = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    found = read_inventory(processes=True).gpus
+    return next((one for one in found if uuid and one.uuid.startswith(uuid)), found[0])
+
+
+def largest_difference(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
+    pairs = zip(one, other, strict=True)
+    return max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs)
+
+
+def probe_nvml() -> Checks:
+    started = time.perf_counter()
+    found = read_inventory(processes=True)
+    yield below("NVML's first answer", 30, time.perf_counter() - started, " s")
+    yield equal("problem with NVML", None, found.problem)
+    yield figure("GPU", f"{gpu().name}, driver {found.driver_version}, {gpu().compute_mode}")
+    yield equal("why it is unusable", None, gpu().unusable)
+    taken = milliseconds(lambda: read_inventory(processes=False), 20)
+    yield figure("reading all GPUs", f"{taken:.1f} ms")
+
+
+def probe_guard() -> Checks:
+    """CUDA is untouched until it is used, so that a fork can still choose its GPU and settings."""
+    for name in ("fork_guard", "cuda_guard"):
+        if (ROOT / f"src/robust_train/execution/{name}.py").exists():
+            started = importlib.import_module(f"robust_train.execution.{name}").cuda_is_started
+    yield equal("CUDA started by importing torch", False, started())
+    torch.cuda.device_count()
+    yield equal("… by device_count()", False, started())
+    reading, writing = os.pipe()
+    if (pid := os.fork()) == 0:
+        os.environ.update(CUDA_VISIBLE_DEVICES=gpu().uuid, CUDA_DEVICE_ORDER="PCI_BUS_ID")
+        os.environ[VARIABLE] = allocator_settings({}, expandable_segments=True)
+        torch.ones(1, device="cuda")
+        segments = torch.cuda.memory_snapshot()
+        seen = [torch.cuda.device_count(), bool(segments[0].get("is_expandable"))]
+        os.write(writing, json.dumps(seen).encode())
+        os._exit(0)
+    os.close(writing)
+    os.waitpid(pid, 0)
+    yield equal("a fork's GPUs, expandable segments", [1, True], json.loads(os.read(reading, 99)))
+    torch.cuda.is_available()
+    torch.ones(1, device="cuda")
+    yield equal("CUDA started by a tensor", True, started())
+
+
+def probe_context() -> Checks:
+    before = free_bytes()
+    a = torch.randn(4096, 4096, device="cuda")
+    a @ a, a.bfloat16() @ a.bfloat16()
+    conv = nn.Conv2d(64, 64, 3).cuda().bfloat16()
+    conv(torch.randn(8, 64, 64, 64, device="cuda").bfloat16()).sum().backward()
+    torch.cuda.synchronize()
+    beside = before - free_bytes() - torch.cuda.memory_reserved()
+    measured = memory_in_use().get("context_bytes")
+    yield figure("context, cuBLAS and cuDNN", f"{beside // MIB} MiB")
+    if measured is None:
+        yield Check("the attempt's own measure", "known", "NVML does not show it", False)
+    else:
+        yield below("… differs from that by", 128, abs(measured - beside) / MIB, " MiB")
+
+
+class Late(torch.autograd.Function):
+    """Asks for too much in the backward pass, which runs in the device's own thread."""
+
+    most: int | None = None
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        if Late.most is not None and gradient.shape[0] > Late.most:
+            torch.empty(8 * GIB, dtype=torch.uint8, device="cuda")
+        return gradient
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(32, 32, 3, padding=1, bias=False)
+        self.norm = nn.GroupNorm(4, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(torch.relu(self.norm(self.conv(x))), 0.1) + x
+
+
+class Net(nn.Module):
+    def __init__(self, reentrant: bool | None = None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(6))
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            if self.reentrant is None:
+                x = layer(x)
+            else:
+                x = checkpoint(layer, x, use_reentrant=self.reentrant)
+        return x.float().square().mean(dim=(1, 2, 3))
+
+
+def probe_step() -> Checks:
+    """Memory runs out in a real backward pass, and the step is repeated: the point of it all."""
+    limit_to(4 * GIB)
+    for kind in ("plain", "checkpoint", "reentrant", "bf16", "fp16 scaler", "compile"):
+        try:
+            yield from _step(kind)
+        except Exception as error:
+            yield Check(kind, "no error", f"{type(error).__name__}: {error}"[:120], False)
+
+
+def _step(kind: str) -> Checks:
+    torch.manual_seed(0)
+    net = Net({"checkpoint": False, "reentrant": True}.get(kind)).cuda()
+    model = torch.compile(net, dynamic=True) if kind == "compile" else net
+    scaler = torch.amp.GradScaler("cuda", enabled=kind == "fp16 scaler")
+    x = torch.randn(32, 32, 64, 64).pin_memory().requires_grad_(kind == "reentrant")
+    half = torch.float16 if "fp16" in kind else torch.bfloat16
+
+    def step(size: int, most: int | None) -> tuple[list[torch.Tensor], int]:
+        Late.most = most
+        torch.manual_seed(1)
+        parts = MicroBatcher(size).micro_batches(x, model)
+        for micro in parts:
+            with micro:
+                with torch.autocast("cuda", half, enabled="16" in kind):
+                    loss = Late.apply(model(micro.data.cuda(non_blocking=True))).mean()
+                micro.backward(loss, scaler=scaler if scaler.is_enabled() else None)
+        gradients = [p.grad.clone() for p in net.parameters()]
+        net.zero_grad()
+        return gradients, parts.repeats
+
+    expected, _ = step(8, None)
+    before = torch.cuda.memory_allocated()
+    found, repeats = step(32, 8)
+    size = sum(g.numel() * g.element_size() for g in found)
+    left = torch.cuda.memory_allocated() - before - size
+    yield equal(f"{kind}: repeats of the step", 2, repeats)
+    # from the same split, dropout's draws are the same
+    most = 1e-2 if "16" in kind else 1e-5
+    yield below(f"{kind}: gradients differ by", most, largest_difference(found, expected))
+    yield below(f"{kind}: memory left behind", 1, left / MIB, " MiB")
+
+
+def probe_retry() -> Checks:
+    """A failed try's gradients do not count."""
+    limit_to(2 * GIB)
+    net, x = Net().cuda(), torch.randn(32, 32, 64, 64, device="cuda")
+
+    def accumulate(batch_size: int) -> None:
+        torch.manual_seed(1)
+        for part in x.split(batch_size):
+            (Late.apply(net(part)).sum() / 32).backward()
+            if batch_size > 8:
+                torch.empty(8 * GIB, dtype=torch.uint8, device="cuda")
+
+    accumulate(8)
+    expected = [2 * p.grad for p in net.parameters()]
+    retry_on_oom()(accumulate)(32)
+    found = [p.grad for p in net.parameters()]
+    yield below("retry_on_oom: gradients differ by", 1e-5, largest_difference(found, expected))
+
+
+def probe_optimizer() -> Checks:
+    model = nn.Linear(16384, 16384, bias=False, device="cuda")
+    optimizer = torch.optim.AdamW(model.parameters())
+    size = model.weight.numel() * 4
+    model.weight.grad = torch.ones_like(model.weight)
+    limit_to(2.6 * size)
+    try:
+        _step_or_undo(optimizer, torch.amp.GradScaler("cuda", enabled=False))
+        yield Check("memory in the first step", "runs out", "is enough", False)
+    except torch.OutOfMemoryError:
+        yield equal("state left of a failed first step", 0, len(optimizer.state))
+    gc.collect()
+    torch.cuda.empty_cache()
+    limit_to(16 * size)
+    expected = 2 * size + optimizer_state_bytes(model.parameters())
+    expected += optimizer_step_bytes(model.parameters())
+    model.weight.grad = torch.ones_like(model.weight)
+    torch.cuda.reset_peak_memory_stats()
+    optimizer.step()
+    peak = torch.cuda.max_memory_allocated()
+    yield below("peak of the first step differs by", 0.1, abs(peak - expected) / expected)
+
+
+def probe_fraction() -> Checks:
+    limit_to(8 * GIB)
+    held = torch.empty(7 * GIB, dtype=torch.uint8, device="cuda")
+    try:
+        torch.empty(2 * GIB, dtype=torch.uint8, device="cuda")
+    except torch.OutOfMemoryError as error:
+        failure = classify_failure(error)
+        yield equal("kind", FailureKind.DEVICE_OOM, failure.kind)
+        own = getattr(failure.evidence, "own_limit", None)
+        yield equal("our own limit is known as such", True, own)
+    del held
+
+
+def probe_sticky() -> Checks:
+    x = torch.ones(9, device="cuda")
+    try:
+        kernel = 'extern "C" __global__ void k(long long* p){*p=1;}'
+        torch.cuda._compile_kernel(kernel, "k")(args=[1 << 4])
+        torch.cuda.synchronize()
+    except Exception:
+        pass
+    try:
+        x[torch.full((3,), 1 << 40, device="cuda")] = 1  # where that kernel cannot be compiled
+        torch.cuda.synchronize()
+    except Exception as error:
+        yield figure("fault", f"{type(error).__name__}: {classify_failure(error).kind.value}")
+    for name, call in (("memory_in_use", memory_in_use), ("return_memory", return_memory)):
+        try:
+            call()
+            yield equal(f"{name} after a fault", "returns", "returns")
+        except Exception as error:
+            yield equal(f"{name} after a fault", "returns", type(error).__name__)
+    code = "import torch; print(torch.ones(3, device='cuda').sum().item())"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    yield equal("a new process on the same GPU", "3.0", ended.stdout.strip())
+
+
+def probe_graph() -> Checks:
+    """Clearing between two replays of a graph that uses cuBLAS's workspace."""
+    stream = torch.cuda.Stream()
+    a, b = (torch.randn(32768, 640, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        for _ in range(3):  # long sums, so that it is split over K
+            a.T @ b
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        out = a.T @ b
+    graph.replay()
+    torch.cuda.synchronize()
+    expected = out.clone()
+    for workspaces in (False, True):
+        return_memory(thorough=False, workspaces=workspaces)
+        others = [torch.full((64 * MIB,), 7, dtype=torch.uint8, device="cuda") for _ in range(8)]
+        graph.replay()
+        torch.cuda.synchronize()
+        after = "a failure" if workspaces else "a step"
+        yield equal(f"replay after {after}'s clearing", True, torch.equal(out, expected))
+        intact = all(bool((other == 7).all()) for other in others)
+        yield equal("… leaves others' memory", True, intact)
+
+
+def probe_buffers() -> Checks:
+    layers = [layer for _ in range(53) for layer in (nn.Linear(64, 64), nn.BatchNorm1d(64))]
+    model, x = nn.Sequential(*layers).cuda(), torch.randn(64, 64, device="cuda")
+    batcher = MicroBatcher(64)
+
+    def plain() -> None:
+        model(x).mean().backward()
+        model.zero_grad()
+
+    def ours() -> None:
+        for micro in batcher.micro_batches(x, model):
+            with micro:
+                micro.backward(model(micro.data).mean())
+        model.zero_grad()
+
+    copies = {}
+    for work in (plain, ours):
+        milliseconds(work, 5)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            work()
+            torch.cuda.synchronize()
+        rows = profile.key_averages()
+        copies[work] = sum(row.count for row in rows if "copy" in row.key.lower())
+    yield below("more copies a step, 53 BatchNorms", 10, copies[ours] - copies[plain])
+    pairs = [(milliseconds(plain, 10), milliseconds(ours, 10)) for _ in range(7)]
+    before, after = (statistics.median(times) for times in zip(*pairs, strict=True))
+    yield figure("step, plain and with micro_batches", f"{before:.2f} ms, {after:.2f} ms")
+
+
+def probe_ranks() -> Checks:
+    """Two processes on one GPU, over gloo: memory runs out on one of them."""
+    import torch.multiprocessing as mp
+
+    for how in ("bare", "inside of another", "another default device"):
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                mp.spawn(_rank, args=(how, folder), nprocs=2)
+            except Exception as error:
+                last = str(error).splitlines()[-1]
+                yield Check(f"{how}: ranks", "end", last[:120], False)
+                continue
+            for rank in range(2):
+                repeats, differ = json.loads(Path(folder, f"rank-{rank}").read_text())
+                yield equal(f"{how}, rank {rank}: the step is repeated", True, repeats >= 1)
+                yield below(f"{how}, rank {rank}: gradients differ by", 1e-4, differ)
+
+
+def _rank(rank: int, how: str, folder: str) -> None:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    store = dist.FileStore(f"{folder}/store", 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    torch.cuda.set_device(0)
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(6))).cuda()
+    model: nn.Module = DistributedDataParallel(net)
+    if how == "inside of another":
+        model = nn.Sequential(model)
+    if how == "another default device":
+        torch.set_default_device("cuda")
+    x = torch.randn(65536, 2048, generator=torch.Generator("cpu").manual_seed(rank), device="cpu")
+
+    def step(size: int) -> tuple[list[torch.Tensor], int]:
+        parts = MicroBatcher(size).micro_batches(x, model)
+        for micro in parts:
+            with micro:
+                micro.backward(model(micro.data.cuda()).square().mean())
+        gradients = [p.grad.clone() for p in net.parameters()]
+        net.zero_grad()
+        return gradients, parts.repeats
+
+    expected, _ = step(4096)
+    torch.cuda.empty_cache()
+    if rank == 0:
+        limit_to(torch.cuda.memory_allocated() + 2.5 * GIB)
+    found, repeats = step(65536)
+    seen = [repeats, largest_difference(found, expected)]
+    Path(folder, f"rank-{rank}").write_text(json.dumps(seen))
+
+
+def probe_teardown() -> Checks:
+    """How long NVML shows a killed process's memory."""
+    size = max(free_bytes() // GIB - 8, 1)
+    code = (
+        "import torch, time; "
+        f"a = [torch.empty(2**30, dtype=torch.uint8, device='cuda') for _ in range({size})]; "
+        "torch.cuda.synchronize(); print('ready', flush=True); time.sleep(99)"
+    )
+    for expandable in (True, False):
+        before = free_bytes()
+        environ = {k: v for k, v in os.environ.items() if "ALLOC_CONF" not in k}
+        environ[VARIABLE] = allocator_settings({}, expandable_segments=expandable)
+        child = subprocess.Popen([sys.executable, "-c", code], env=environ, stdout=subprocess.PIPE)
+        assert child.stdout is not None
+        child.stdout.readline()
+        started = time.perf_counter()
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+        while free_bytes() < before - 256 * MIB and time.perf_counter() < started + 30:
+            time.sleep(0.02)
+        name = "expandable" if expandable else "plain"
+        taken = time.perf_counter() - started
+        yield below(f"{size} GiB back after a kill ({name})", 5, taken, " s")
+
+
+def probe_sampler() -> Checks:
+    a = torch.randn(1024, 1024, device="cuda")
+
+    def work() -> None:
+        for _ in range(200):
+            a @ a
+
+    milliseconds(work, 20)
+    rows = []
+    for _ in range(7):
+        alone = milliseconds(work, 30)
+        sampler = Sampler(Path(tempfile.mkdtemp()), 1, "cuda:0", 0.01, lambda: 1)
+        sampler.start()
+        rows.append(milliseconds(work, 30) / alone)
+        sampler.stop()
+    yield below("a sample each 10 ms costs", 2, 100 * (statistics.median(rows) - 1), " %")
+
+
+def probe_clear() -> Checks:
+    """What one periodic clearing costs, with what follows it."""
+    blocks = min(160, int(free_bytes() * 0.8) // (256 * MIB))
+
+    def use() -> None:
+        taken = [torch.empty(256 * MIB, dtype=torch.uint8, device="cuda") for _ in range(blocks)]
+        torch.cuda.synchronize()
+        del taken
+
+    use()
+    again = milliseconds(use)
+    clearing = milliseconds(lambda: return_memory(thorough=False))
+    taking = milliseconds(use)
+    yield figure(
+        f"{blocks // 4} GiB: from the cache, clearing, taking",
+        f"{again:.1f}, {clearing:.0f}, {taking:.0f} ms",
+    )
+
+
+PROBES: dict[str, tuple[Callable[[], Checks], int]] = {
+    "nvml": (probe_nvml, 60),
+    "guard": (probe_guard, 60),
+    "context": (probe_context, 60),
+    "step": (probe_step, 150),
+    "retry": (probe_retry, 60),
+    "optimizer": (probe_optimizer, 60),
+    "fraction": (probe_fraction, 60),
+    "sticky": (probe_sticky, 60),
+    "graph": (probe_graph, 60),
+    "buffers": (probe_buffers, 60),
+    "ranks": (probe_ranks, 120),
+    "sampler": (probe_sampler, 60),
+    "clear": (probe_clear, 60),
+    "teardown": (probe_teardown, 100),
+}
+
+
+def run_probe(name: str, seconds: float) -> list[Check]:
+    """Run one probe in a process of its own; whatever it has seen when its time is up counts."""
+    command = [sys.executable, __file__, "--probe", name]
+    child = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        output, errors = child.communicate(timeout=max(seconds, 1))
+        ended = f"exit code {child.returncode}"
+    except subprocess.TimeoutExpired:
+        os.killpg(child.pid, signal.SIGKILL)
+        output, errors = child.communicate()
+        ended = f"still running after {seconds:.0f} s"
+    lines = [line for line in output.splitlines() if line.startswith("{")]
+    checks = [Check(**json.loads(line)) for line in lines]
+    if child.returncode != 0:
+        last = (errors.strip().splitlines() or [""])[-1]
+        checks.append(Check("ends", "exit code 0", f"{ended} {last}"[:160], False))
+    return checks
+
+
+def print_table(name: str, checks: list[Check]) -> None:
+    for check in checks:
+        mark = "ok" if check.passed else "DIFFERS"
+        print(f"{name:<10} {check.what:<46} {check.expected:<18} {check.seen:<34} {mark}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("probes", nargs="*", metavar="PROBE", help=", ".join(PROBES))
+    parser.add_argument("--probe", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.probe:
+        for check in PROBES[arguments.probe][0]():
+            print(json.dumps(asdict(check)), flush=True)
+        return 0
+    unknown = [name for name in arguments.probes if name not in PROBES]
+    if unknown:
+        parser.error(f"no probe {unknown[0]!r}; there are {', '.join(PROBES)}")
+    if not torch.cuda.is_available():
+        print("gpu-check: no GPU that torch can use; nothing was checked", file=sys.stderr)
+        return 2
+    print(f"torch {torch.__version__}, Python {sys.version.split()[0]}")
+    print(f"{'probe':<10} {'what':<46} {'expected':<18} {'seen':<34}")
+    deadline = time.monotonic() + TOTAL_SECONDS
+    failed = 0
+    for name in arguments.probes or PROBES:
+        left = deadline - time.monotonic()
+        if left < 5:
+            checks = [Check("is run", "yes", "no time left", False)]
+        else:
+            checks = run_probe(name, min(PROBES[name][1], left))
+        print_table(name, checks)
+        sys.stdout.flush()
+        failed += sum(not check.passed for check in checks)
+    print(f"{failed} differ" if failed else "all as expected")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

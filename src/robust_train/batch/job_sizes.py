@@ -1,0 +1,216 @@
+"""The micro-batch with which each attempt of a job begins, and what its attempts teach about it.
+
+``training.batch_size=auto`` searches for a size once on each kind of device. Sizes that fitted, and
+those that did not, are remembered for later jobs (:mod:`robust_train.batch.known`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from robust_train.batch.known import Fact, Known, KnownBatches, cache_directory, memory_key
+from robust_train.batch.search import BatchSearch, micro_batch_sizes
+from robust_train.events import (
+    BatchSizeFound,
+    Event,
+    KnownBatchUsed,
+    MicroBatchChanged,
+    MicroBatchExhausted,
+)
+from robust_train.memory.host import read_host_memory
+from robust_train.policy.remedies import NOTABLE_BYTES
+from robust_train.policy.sizes import PolicySettings, with_accumulation
+from robust_train.settings import BatchSettings
+from robust_train.values import MEMORY_FAILURES, AttemptSpec, Clue, FailureKind, Outcome
+
+log = logging.getLogger("robust_train")
+
+_DAY = 86400
+
+
+class BatchSizes:
+    """The sizes of one job.
+
+    Args:
+        batch: what the config says about them.
+        policy: what decisions depend on.
+        found: sizes that earlier launches of this run folder found, by :func:`.known.memory_key`.
+        record: writes an event to the journal.
+    """
+
+    def __init__(
+        self,
+        batch: BatchSettings,
+        policy: PolicySettings,
+        found: Mapping[str, int],
+        record: Callable[[Event], None],
+    ) -> None:
+        self._batch = batch
+        self._policy = policy
+        self._found_before = dict(found)
+        self._record = record
+        self._store = KnownBatches(cache_directory(os.environ))
+        self._host_bytes = read_host_memory().total
+        self._settings = policy  # for the ranks of the attempt
+        self._sizes: tuple[int, ...] = ()
+        self._begun: set[str] = set()
+        self._key = ""
+        self._found: BatchSizeFound | None = None
+        self._ran_out: int | None = None
+
+    def begin(self, spec: AttemptSpec) -> tuple[AttemptSpec, BatchSearch | None]:
+        """Return what an attempt uses in place of ``spec``, and the search that it begins with.
+
+        Only the first attempt on a kind of device is changed: the policy's own choices stand.
+        """
+        self._found, self._ran_out = None, None
+        self._settings = self._policy.for_ranks(spec.ranks)
+        self._sizes = micro_batch_sizes(self._settings.share, self._settings.min_batch_size)
+        batch = self._batch
+        self._key = memory_key(batch.memory_settings, batch.trainer, spec.gpu, self._host_bytes)
+        if self._key in self._begun:
+            return spec, None
+        self._begun.add(self._key)
+        known = Known()
+        if batch.reuse_known_batch:
+            known = self._store.read(self._key).at(time.time(), _room(spec))
+        if not self._policy.finds_batch_size:
+            return self._less_than_known_to_run_out(spec, known), None
+        return self._to_be_found(spec, known)
+
+    def on_event(self, event: Event) -> None:
+        """Remember what an attempt's event teaches about sizes."""
+        if isinstance(event, BatchSizeFound):
+            self._found = event
+        # a change that somebody asked for has no kind; validation's needs are its own
+        elif (
+            isinstance(event, (MicroBatchChanged, MicroBatchExhausted))
+            and event.kind is not None
+            and event.training
+        ):
+            self._ran_out = min(event.before, self._ran_out or event.before)
+
+    def end(self, spec: AttemptSpec, outcome: Outcome) -> tuple[AttemptSpec, Outcome]:
+        """Return the attempt with the size that it found, and remember what it teaches."""
+        if self._found is not None:
+            found = self._found.as_json()
+            del found["event"], found["key"]
+            outcome = replace(outcome, batch_search={**found.pop("search"), **found})
+            if self._found.batch_size is not None:
+                spec = self._at(spec, self._found.batch_size)
+        elif outcome.failure is not None and outcome.failure.kind not in MEMORY_FAILURES:
+            self._begun.discard(self._key)  # it failed before it came to that
+        fitted, too_large = self._facts(spec, outcome)
+        if fitted is not None or too_large is not None:
+            device = "cpu" if spec.gpu is None else spec.gpu.name
+            known = self._store.read(self._key).at(time.time(), None).learn(fitted, too_large)
+            self._store.write(self._key, known, {"trainer": self._batch.trainer, "device": device})
+        return spec, outcome
+
+    def _to_be_found(
+        self, spec: AttemptSpec, known: Known
+    ) -> tuple[AttemptSpec, BatchSearch | None]:
+        whole = self._at(spec, self._settings.share)
+        earlier = self._found_before.get(self._key)
+        if earlier is not None:
+            log.info("training.batch_size=auto: %d, as found earlier in this run folder", earlier)
+            return self._at(spec, earlier), None
+        size = self._largest_known(known)
+        if size is not None and known.fitted is not None:
+            return self._use_known(
+                spec,
+                size,
+                f"training.batch_size=auto: {size} is known to fit here (seen "
+                f"{_ago(known.fitted)})",
+            ), None
+        if self._batch.is_script or spec.ranks > 1:
+            log.info(
+                "training.batch_size=auto: %s cannot be probed: training starts with %d and halves "
+                "when memory runs out",
+                "a script" if self._batch.is_script else "several processes",
+                whole.batch_size,
+            )
+            return whole, None
+        search = BatchSearch(
+            effective_batch_size=self._settings.share,
+            min_batch_size=self._settings.min_batch_size,
+            memory_share=self._batch.memory_share,
+            key=self._key,
+        )
+        return whole, search
+
+    def _largest_known(self, known: Known) -> int | None:
+        """Return the largest size that fits, if it is known to be the largest."""
+        if known.fitted is None or self._sizes[0] > known.fitted.batch_size:
+            return None
+        largest = max(size for size in self._sizes if size <= known.fitted.batch_size)
+        next_larger = min((size for size in self._sizes if size > largest), default=None)
+        if next_larger is None:
+            return largest
+        is_too_large = known.too_large and known.too_large.batch_size <= next_larger
+        return largest if is_too_large else None
+
+    def _less_than_known_to_run_out(self, spec: AttemptSpec, known: Known) -> AttemptSpec:
+        fitted, too_large = known.fitted, known.too_large
+        if fitted is None or too_large is None or too_large.predicted:
+            return spec
+        if spec.batch_size < too_large.batch_size:
+            return spec
+        size = max((size for size in self._sizes if size <= fitted.batch_size), default=None)
+        if size is None or not self._policy.preserve_effective_batch_size:
+            return spec
+        return self._use_known(
+            spec,
+            size,
+            f"micro-batch {size} instead of {spec.batch_size} from the start, because "
+            f"{too_large.batch_size} ran out of memory here {_ago(too_large)}",
+        )
+
+    def _use_known(self, spec: AttemptSpec, size: int, reason: str) -> AttemptSpec:
+        log.info(
+            "%s; the effective batch size stays %d (reuse_known_batch=false tries anew)",
+            reason,
+            self._policy.effective_batch_size,
+        )
+        self._record(KnownBatchUsed(size, reason))
+        return self._at(spec, size)
+
+    def _at(self, spec: AttemptSpec, size: int) -> AttemptSpec:
+        batch_size, accumulation = with_accumulation(self._settings, size)
+        return replace(spec, batch_size=batch_size, gradient_accumulation_steps=accumulation)
+
+    def _facts(self, spec: AttemptSpec, outcome: Outcome) -> tuple[Fact | None, Fact | None]:
+        """Return the size that completed steps, and one that did not fit."""
+        used = outcome.micro_batch or spec.batch_size
+        now, room = time.time(), _room(spec)
+        kind = None if outcome.failure is None else outcome.failure.kind
+        ran_out, predicted = self._ran_out, False
+        if kind is FailureKind.DEVICE_OOM or (kind in MEMORY_FAILURES and spec.gpu is None):
+            ran_out = min(used, ran_out or used)
+        clue = None if outcome.failure is None else outcome.failure.evidence.clue
+        if outcome.taken_by_others_bytes >= NOTABLE_BYTES or clue in (Clue.IMPORT, Clue.MODEL):
+            ran_out = None
+        if ran_out is None and self._found is not None and self._found.batch_size is not None:
+            larger = [size for size in self._sizes if size > spec.batch_size]
+            ran_out, predicted = (larger[0] if larger else None), True
+        fitted = None
+        has_trained = kind is None or (outcome.end_step or 0) > outcome.start_step
+        if kind not in MEMORY_FAILURES and has_trained:
+            fitted = Fact(used, now, room, outcome.peak_memory_bytes)
+        too_large = None if ran_out is None else Fact(ran_out, now, room, predicted=predicted)
+        return fitted, too_large
+
+
+def _room(spec: AttemptSpec) -> int | None:
+    return min((gpu.free_bytes for gpu in spec.gpus), default=None)
+
+
+def _ago(fact: Fact) -> str:
+    days = int((time.time() - fact.when) / _DAY)
+    if days < 1:
+        return "less than a day ago"
+    return "a day ago" if days == 1 else f"{days} days ago"

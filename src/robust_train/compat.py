@@ -1,0 +1,101 @@
+"""Private symbols of other libraries, each in one place with a test in ``tests/test_compat.py``.
+
+A symbol that a version of torch lacks costs a feature, never a job: each function says what it
+returns then. Nothing here imports torch: the module is an argument.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+
+def when_cuda_starts(torch: Any, action: Callable[[], None]) -> None:
+    """Have ``action`` called when CUDA is initialised in this process, or now if it is."""
+    torch.cuda._lazy_call(action)
+
+
+def preserve_version_counter(torch: Any, tensor: Any) -> AbstractContextManager[None]:
+    """Let changes of ``tensor`` within the block go unseen by autograd's version counter."""
+    guard: AbstractContextManager[None] = torch.autograd._unsafe_preserve_version_counter(tensor)
+    return guard
+
+
+def autograd_sequence_number(torch: Any) -> int | None:
+    """Return the number that autograd gives this thread's next operation; None if not available."""
+    get = getattr(torch._C._autograd, "_get_sequence_nr", None)
+    return None if get is None else int(get())
+
+
+def clear_cublas_workspaces(torch: Any) -> None:
+    """Return cuBLAS's workspaces (up to 32 MiB a stream) to the caching allocator, if possible.
+
+    Never between replays of a CUDA graph, which embeds their addresses (pytorch#193402).
+    """
+    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if clear is not None:
+        clear()
+
+
+def has_context(torch: Any, index: int) -> bool:
+    """Return whether this process has a CUDA context on a GPU; True where torch cannot tell."""
+    ask = getattr(torch._C, "_cuda_hasPrimaryContext", None)
+    return True if ask is None else bool(ask(index))
+
+
+def set_allocator_settings(torch: Any, settings: str) -> None:
+    """Apply settings to CUDA's caching allocator in this process.
+
+    Raises:
+        RuntimeError, ValueError: torch refuses them.
+    """
+    # torch 2.10 and later; before that the function of CUDA's own
+    apply = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    (apply or torch._C._cuda_cudaCachingAllocator_set_allocator_settings)(settings)
+
+
+def record_allocator_history(torch: Any, max_entries: int) -> None:
+    """Record where GPU memory is allocated from, for :func:`dump_allocator_snapshot`."""
+    torch.cuda.memory._record_memory_history(stacks="python", max_entries=max_entries)
+
+
+def allocator_history_is_recorded(torch: Any) -> bool:
+    """Return whether torch records where GPU memory is allocated from."""
+    return bool(torch._C._cuda_isHistoryEnabled())
+
+
+def dump_allocator_snapshot(torch: Any, path: str) -> None:
+    """Write torch's memory snapshot, for the viewer at pytorch.org/memory_viz."""
+    torch.cuda.memory._dump_snapshot(path)
+
+
+def watch_optimizer_steps(on_step: Callable[[], None]) -> Callable[[], None] | None:
+    """Have ``on_step`` called after every step of every torch optimizer of this process.
+
+    Returns:
+        What ends that; None where torch is not loaded, or others have hooks there: adding to them
+        while another thread goes through them would raise over there.
+    """
+    optimizer = sys.modules.get("torch.optim.optimizer")
+    register = getattr(optimizer, "register_optimizer_step_post_hook", None)
+    if register is None or getattr(optimizer, "_global_optimizer_post_hooks", True):
+        return None
+
+    def step_is_done(optimizer: object, args: object, kwargs: object) -> None:
+        on_step()
+
+    remove: Callable[[], None] = register(step_is_done).remove
+    return remove
+
+
+def run_exit_handlers() -> None:
+    """Do what an interpreter's normal exit does, for a process that ends by ``os._exit``.
+
+    It waits for threads that are no daemons, then calls what ``atexit`` has registered.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()

@@ -1,0 +1,31 @@
+"""Hydra's global state and logging, for a process that did not compose the config."""
+
+from __future__ import annotations
+
+import logging
+import logging.config
+import sys
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.utils import setup_globals
+from omegaconf import DictConfig, OmegaConf
+
+
+def adopt_hydra(hydra_cfg: DictConfig | None) -> None:
+    """Give a fresh process the job's ``HydraConfig`` and logging; a plain format without Hydra."""
+    if hydra_cfg is None:
+        if not logging.getLogger().handlers:
+            logging.basicConfig(
+                level=logging.INFO,
+                stream=sys.stdout,
+                format="[%(asctime)s][%(name)s][%(levelname)s] - %(message)s",
+            )
+        return
+    setup_globals()  # the resolvers that Hydra's own config uses, ${now:} among them
+    instance = HydraConfig.instance()
+    instance.cfg = hydra_cfg  # type: ignore[assignment]  # as Hydra itself sets it
+    logging_cfg = hydra_cfg.hydra.get("job_logging")
+    if logging_cfg is not None:
+        settings = OmegaConf.to_container(logging_cfg, resolve=True)
+        assert isinstance(settings, dict)
+        logging.config.dictConfig({str(key): value for key, value in settings.items()})

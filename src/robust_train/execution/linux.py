@@ -1,0 +1,115 @@
+"""What the kernel offers and ``psutil`` lacks: parent-death signals, subreapers, ending a tree."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import time
+from collections.abc import Callable, Collection
+
+import psutil
+
+JOB_MARKER = "ROBUST_TRAIN_JOB"
+"""Environment variable of every process of a job: a token by which leftovers are recognised."""
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_KILL_SECONDS = 5.0
+
+# looked up here and not at its call, which may be between fork and exec
+_libc_prctl = getattr(ctypes.CDLL(None), "prctl", None)
+
+
+def signal_at_parents_death(signum: int) -> None:
+    """Be sent ``signum`` when the thread ends that forked this process; a fork forgets it."""
+    _prctl(_PR_SET_PDEATHSIG, signum)
+
+
+def become_subreaper(*, on: bool = True) -> None:
+    """Become the parent of descendants whose own parent ended, instead of process 1."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, int(on))
+
+
+def _prctl(option: int, value: int) -> None:
+    """Best effort: kernels and sandboxes without it lose a safety net, not the function."""
+    with contextlib.suppress(OSError):
+        if _libc_prctl is not None:
+            _libc_prctl(option, value, 0, 0, 0)
+
+
+def children() -> list[int]:
+    """Return the process ids of the direct children, orphans of a subreaper and zombies too."""
+    try:
+        return [child.pid for child in psutil.Process().children()]
+    except psutil.Error:
+        return []
+
+
+def collect(pid: int) -> bool:
+    """Collect the child ``pid`` if it has ended; return whether it runs."""
+    try:
+        return os.waitpid(pid, os.WNOHANG)[0] == 0
+    except ChildProcessError:
+        return False
+
+
+def kill_descendants(
+    *,
+    spare: Collection[int] = (),
+    is_ours: Callable[[psutil.Process], bool] = lambda process: True,
+    timeout_seconds: float = _KILL_SECONDS,
+) -> list[int]:
+    """Kill and collect this process's descendants until none is left.
+
+    This process has to be a subreaper: a killed process leaves its own children to it.
+
+    Args:
+        spare: children that are left alone, with all that they started.
+        is_ours: which of the others are meant.
+        timeout_seconds: a process may hang in the kernel.
+
+    Returns:
+        The processes that are still there.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    pause = 0.002
+    while True:
+        left = [found for found in _descendants(spare) if _is_meant(found, is_ours)]
+        for process in left:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+            collect(process.pid)
+        if not left or time.monotonic() >= deadline:
+            return [process.pid for process in left]
+        time.sleep(pause)
+        pause = min(2 * pause, 0.1)
+
+
+def is_marked(process: psutil.Process, token: str) -> bool:
+    """Return whether a process carries the job's token. Zombies have no environment."""
+    try:
+        return process.environ().get(JOB_MARKER) == token
+    except psutil.Error:
+        return False
+
+
+def _is_meant(process: psutil.Process, is_ours: Callable[[psutil.Process], bool]) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE and is_ours(process)
+    except psutil.Error:
+        return False
+
+
+def _descendants(spare: Collection[int]) -> list[psutil.Process]:
+    found = []
+    with contextlib.suppress(psutil.Error):
+        for child in psutil.Process().children():
+            if child.pid in spare:
+                continue
+            found.append(child)
+            with contextlib.suppress(psutil.Error):
+                if child.status() == psutil.STATUS_ZOMBIE:
+                    collect(child.pid)
+                found += child.children(recursive=True)
+    return found

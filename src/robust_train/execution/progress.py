@@ -1,0 +1,121 @@
+"""What an attempt's events add up to, as a frozen value; an attempt's outcome is made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from robust_train.events import (
+    Event,
+    Failed,
+    Finished,
+    MemoryCleared,
+    MemoryReported,
+    MicroBatchChanged,
+    MicroBatchExhausted,
+    Progress,
+    RankDied,
+    ScriptEnded,
+    ScriptStarted,
+    TrainingStarted,
+)
+from robust_train.values import Failure, Outcome
+
+
+@dataclass(frozen=True)
+class AttemptProgress:
+    """How far an attempt has come.
+
+    Attributes:
+        ending: the event of its end, None so far.
+        rank_died: the event of a rank's death that ended the group, else None.
+        script_started, script_ended: of a script.
+    """
+
+    start_step: int = 0
+    end_step: int | None = None
+    began_training: bool = False
+    memory: Mapping[str, int] = field(default_factory=dict)
+    micro_batch: int | None = None
+    memory_cleared: MemoryCleared | None = None
+    ending: Finished | Failed | None = None
+    rank_died: RankDied | None = None
+    script_started: ScriptStarted | None = None
+    script_ended: ScriptEnded | None = None
+
+    def after(self, event: Event) -> AttemptProgress:
+        """Return the progress after one more event."""
+        match event:
+            case Finished() | Failed():
+                step = self.end_step if event.step is None else event.step
+                memory = {**self.memory, **event.memory}
+                return replace(self, ending=event, end_step=step, memory=memory)
+            case RankDied():
+                memory = {**self.memory, **event.memory}
+                return replace(self, rank_died=event, memory=memory)
+            case TrainingStarted():
+                return replace(self, start_step=event.step, began_training=True)
+            case Progress():
+                return replace(self, end_step=event.step)
+            case MemoryReported(rank=None):
+                return replace(self, memory={**self.memory, **event.figures})
+            case MicroBatchChanged(training=True):
+                return replace(self, micro_batch=event.after or self.micro_batch)
+            case MicroBatchExhausted(training=True):
+                return replace(self, micro_batch=event.before)
+            case MemoryCleared(reason="end" | "failure"):
+                return replace(self, memory_cleared=event)
+            case ScriptStarted():
+                return replace(self, script_started=event)
+            case ScriptEnded():
+                return replace(self, script_ended=event)
+        return self
+
+    @property
+    def failure(self) -> Failure | None:
+        """The failure that the attempt itself reported."""
+        return self.ending.failure if isinstance(self.ending, Failed) else None
+
+    def outcome(
+        self,
+        failure: Failure | None,
+        seconds: float,
+        *,
+        max_resident_bytes: int | None = None,
+        traceback: str | None = None,
+        error: BaseException | None = None,
+    ) -> Outcome:
+        """Return the outcome of an attempt whose process has ended.
+
+        Args:
+            failure: why it failed, None if it completed.
+            seconds: wall time.
+            max_resident_bytes: the process's peak, where no device memory is known.
+            traceback: what stands for the trainer's own where it reported none.
+            error: the exception, where it could be carried over.
+        """
+        failed = self.ending if isinstance(self.ending, Failed) else None
+        on_gpu = "max_allocated" in self.memory
+        resident = max_resident_bytes or self.memory.get("max_resident")
+        return Outcome(
+            failure=failure,
+            result=self.ending.result if isinstance(self.ending, Finished) else None,
+            seconds=seconds,
+            start_step=self.start_step,
+            end_step=self.end_step,
+            began_training=self.began_training,
+            peak_memory_bytes=self.memory["max_allocated"] if on_gpu else resident,
+            memory=dict(self.memory) if on_gpu else None,
+            memory_returned=self._returned(),
+            micro_batch=self.micro_batch,
+            stopped_for=failed.stopped_for if failed else None,
+            traceback=(failed.traceback if failed else None) or traceback,
+            error=error,
+        )
+
+    def _returned(self) -> dict[str, Any] | None:
+        if self.memory_cleared is None:
+            return None
+        given = self.memory_cleared.as_json()
+        return {key: given[key] for key in given if key not in ("event", "reason", "step")}

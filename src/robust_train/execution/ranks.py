@@ -1,0 +1,164 @@
+"""One attempt in several processes: the ranks of one optimizer step.
+
+The attempt's own process forks the ranks, then starts the store in which they find each other, and
+stays without a GPU. What the launcher does with an attempt (output, stalls, signals, reservations,
+the killing of leftovers) holds for the group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import FrameType
+
+from torch._C._distributed_c10d import TCPStore
+
+from robust_train.events import Event, Failed, RankDied
+from robust_train.execution.rank import Rank, be_rank, become_rank, read_ending
+from robust_train.execution.request import AttemptRequest
+from robust_train.execution.root_cause import RankEnd, root_cause
+from robust_train.execution.runner import STOP_SIGNALS
+from robust_train.execution.stall import DUMP_STACKS
+from robust_train.execution.votes import Votes
+from robust_train.execution.wire import EventSender
+from robust_train.run import STOP
+from robust_train.values import Failure, FailureKind
+
+_POLL_SECONDS = 0.05
+_LAST_WORDS_SECONDS = 1.0
+"""How long the others have after a failure: for a report of their own that tells more."""
+_AFTER_KILL_SECONDS = 5.0
+
+
+def run_ranks(request: AttemptRequest, send: EventSender) -> int:
+    """Run the trainer in ``request.ranks`` processes, and send how that ended as one event.
+
+    Returns:
+        0 if all ranks completed, else 1.
+    """
+    group = _Group(request, send)
+    ends = group.run()
+    ending, status = _ending(ends)
+    send(ending)
+    send.flush()
+    return status
+
+
+class _Group:
+    """The ranks' processes, from their fork to their end."""
+
+    def __init__(self, request: AttemptRequest, send: EventSender) -> None:
+        self._grace_seconds = request.stop_grace_seconds
+        self._votes = Votes(request.ranks)
+        self._endings = [os.memfd_create(f"rank-{rank}") for rank in range(request.ranks)]
+        self._pids: list[int] = []
+        self._dead: dict[int, RankEnd] = {}
+        self._kill_at: float | None = None
+        self._killed_at: float | None = None
+        ports = []
+        for rank in range(request.ranks):
+            read_end, write_end = os.pipe()
+            ports.append(write_end)
+            given = Rank(rank, request, send, self._votes, self._endings[rank], read_end)
+            self._fork(given, ports)
+            os.close(read_end)
+        # only now: its thread would not be in the ranks
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        for port in ports:
+            os.write(port, str(self._store.port).encode())
+            os.close(port)
+        self._pass_signals_on(stacks=request.stall_timeout_seconds > 0)
+
+    def _fork(self, given: Rank, ports: Sequence[int]) -> None:
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            become_rank(parent)
+            for port in ports:
+                os.close(port)
+            be_rank(given)
+        self._pids.append(pid)
+
+    def run(self) -> list[RankEnd]:
+        """Wait until all ranks have ended; the first failure limits the time of the others."""
+        while len(self._dead) < len(self._pids):
+            time.sleep(_POLL_SECONDS)
+            self._collect()
+            now = time.monotonic()
+            self._set_clock(now)
+            if self._kill_at is not None and now >= self._kill_at:
+                self._killed_at = self._killed_at or now
+                self._signal(signal.SIGKILL)
+                if now >= self._killed_at + _AFTER_KILL_SECONDS:
+                    break  # one hangs in the kernel
+        return [self._dead.get(rank) or self._end(rank, None) for rank in range(len(self._pids))]
+
+    def _collect(self) -> None:
+        for rank, pid in enumerate(self._pids):
+            if rank not in self._dead and (found := os.waitpid(pid, os.WNOHANG))[0]:
+                self._dead[rank] = self._end(rank, os.waitstatus_to_exitcode(found[1]))
+
+    def _set_clock(self, now: float) -> None:
+        """Set when to kill: after the first failure, or when all have reported their end."""
+        if self._kill_at is not None:
+            return
+        ends = [self._dead.get(rank) or self._end(rank, None) for rank in range(len(self._pids))]
+        known = [end for end in ends if end.ending is not None or end.rank in self._dead]
+        failed = [end for end in known if end.is_failure]
+        if failed:
+            knows = all(end.others_know for end in failed)
+            self._kill_at = now + (self._grace_seconds if knows else _LAST_WORDS_SECONDS)
+        elif len(known) == len(self._pids):
+            self._kill_at = now + self._grace_seconds
+
+    def _end(self, rank: int, returncode: int | None) -> RankEnd:
+        at, ending = read_ending(self._endings[rank]) or (time.monotonic(), None)
+        was_killed = self._killed_at is not None
+        return RankEnd(rank, self._pids[rank], ending, at, returncode, was_killed)
+
+    def _signal(self, signum: int) -> None:
+        for rank, pid in enumerate(self._pids):
+            if rank not in self._dead:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signum)
+
+    def _pass_signals_on(self, *, stacks: bool) -> None:
+        """Pass signals on; until now they were blocked, as they are in a new rank."""
+
+        def stop(signum: int, frame: FrameType | None) -> None:
+            self._votes.raise_flag(STOP)
+            self._signal(signal.SIGTERM)
+
+        for signum in STOP_SIGNALS:
+            if signal.getsignal(signum) != signal.SIG_IGN:
+                signal.signal(signum, stop)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        if stacks:
+            faulthandler.unregister(DUMP_STACKS)
+            signal.signal(DUMP_STACKS, lambda signum, frame: self._signal(signum))
+
+
+def _ending(ends: Sequence[RankEnd]) -> tuple[Event, int]:
+    """Return the event of the group's end, and the exit status."""
+    known = [end.ending for end in ends if end.ending is not None]
+    memory = max((one.memory for one in known), key=_peak, default={})
+    root = root_cause(ends)
+    if root is None:
+        if ends[0].ending is not None:
+            return replace(ends[0].ending, memory=memory), 0
+        failure = Failure(FailureKind.BUG, "a rank's process failed after its trainer returned")
+        return Failed(failure, memory=memory), 1
+    if not isinstance(root.ending, Failed):
+        return RankDied(root.rank, root.pid, root.returncode or 0, memory), 1
+    by = root.ending.caused_by_rank
+    failure = replace(root.ending.failure, rank=root.rank if by is None else by)
+    return replace(root.ending, failure=failure, memory=memory), 1
+
+
+def _peak(memory: Mapping[str, int]) -> int:
+    return max(memory.get("max_allocated", 0), memory.get("max_resident", 0))

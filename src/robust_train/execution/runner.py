@@ -1,0 +1,266 @@
+"""The one way to run a trainer: in this process, in a forked child, or as one of several ranks."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import inspect
+import mmap
+import multiprocessing.util
+import os
+import pickle
+import signal
+import struct
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from types import FrameType
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from robust_train.errors import ConfigError, Interrupted, UserError
+from robust_train.events import Event, Failed, Finished
+from robust_train.execution.request import AttemptRequest
+from robust_train.failures import classify_failure
+from robust_train.memory.steering import AttemptMemory
+from robust_train.run import MicroBatchPlan, Run, memory_in_use
+from robust_train.runfolder.attempt_requests import AttemptRequests
+from robust_train.runfolder.cadence import SavePlan
+from robust_train.values import Failure, FailureKind
+
+HALVE_BATCH = "halve_batch"
+"""Why an attempt was asked to stop, as :attr:`robust_train.values.Outcome.stopped_for` has it."""
+
+Trainer = Callable[..., Any]
+Send = Callable[[Event], None]
+Stopping = Callable[[Callable[[], None]], contextlib.AbstractContextManager[Any]]
+"""Within such a context signals call the given function, which asks the trainer to stop."""
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+"""What an attempt takes as a wish to stop. Whoever stops a whole job sends one to every process."""
+
+_WORKER_PATIENCE_SECONDS = 0.2
+_WORKER_REPRIEVE_SECONDS = 5.0
+
+
+def run_attempt(
+    request: AttemptRequest,
+    run: Run,
+    load: Callable[[], Trainer],
+    send: Send,
+    *,
+    stopping: Stopping,
+    tick: Callable[[], None] = lambda: None,
+    process_ends: bool,
+) -> BaseException | None:
+    """Run the trainer and send :class:`Finished` or :class:`Failed`.
+
+    Args:
+        request: the attempt.
+        run: what the trainer gets.
+        load: returns the trainer, imported if need be.
+        send: takes the event of its end.
+        stopping: how this process is asked to stop.
+        tick: called twice a second, where the launcher itself runs the attempt.
+        process_ends: this process ends with the attempt, so memory need not be returned.
+
+    Returns:
+        The exception that ended it (for a caller in the same process), None if it completed.
+    """
+    error: BaseException | None = None
+    ending: Finished | Failed
+    run.batch_search = request.batch_search
+    with stopping(stop_trainer(run)):
+        try:
+            with AttemptRequests(run, run.run_dir, tick):
+                result = call_trainer(load(), request.cfg, run)
+            ending = Finished(plain(result))
+        except SystemExit as stop:
+            if stop.code in (None, 0):
+                ending = Finished()
+            else:
+                message = f"the trainer called sys.exit({stop.code!r})"
+                error, ending = stop, _failed(Failure(FailureKind.BUG, message), stop)
+        except BaseException as raised:
+            error, ending = raised, _failed(_failure_of(raised), raised)
+        if run.stops_to_restart and (error is None or isinstance(error, Interrupted)):
+            message = "stopped to go on with half the micro-batch"
+            failure = Failure(FailureKind.INTERRUPTED, message)
+            ending = Failed(failure, stopped_for=HALVE_BATCH)
+        send(_with_figures(ending, run))
+        if run.memory_keeper is not None and not (process_ends and error is not None):
+            run.memory_keeper.clean_up(error)
+    return error
+
+
+def call_trainer(trainer: Trainer, cfg: DictConfig, run: Run) -> Any:
+    """Return ``trainer(cfg)``, or ``trainer(cfg, run)`` if it takes a second parameter.
+
+    A second parameter counts if it is called ``run`` or has no default value.
+    """
+    run.memory_keeper = keeper = AttemptMemory(run, cfg)
+    run.micro_batch_plan = MicroBatchPlan.of(cfg)
+    run.save_plan = SavePlan.of(cfg)
+    with keeper:
+        try:
+            parameters = inspect.signature(trainer).parameters
+        except (TypeError, ValueError):
+            return trainer(cfg)
+        if "run" in parameters:
+            return trainer(cfg, run=run)
+        required = [
+            p
+            for p in parameters.values()
+            if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        ]
+        return trainer(cfg, run) if len(required) >= 2 else trainer(cfg)
+
+
+def _with_figures(ending: Finished | Failed, run: Run) -> Finished | Failed:
+    memory: Mapping[str, int] = {}
+    with contextlib.suppress(Exception):  # after a sticky error CUDA answers nothing
+        memory = memory_in_use()
+    return replace(ending, step=run.last_step, memory=memory)
+
+
+def _failure_of(error: BaseException) -> Failure:
+    if isinstance(error, (Interrupted, KeyboardInterrupt)):
+        return Failure(FailureKind.INTERRUPTED, str(error) or "interrupted")
+    if isinstance(error, (ConfigError, UserError)):
+        return Failure(FailureKind.BUG, str(error))
+    return classify_failure(error)
+
+
+def _failed(failure: Failure, error: BaseException) -> Failed:
+    return Failed(
+        failure,
+        config_error=str(error) if isinstance(error, ConfigError) else None,
+        traceback=None if isinstance(error, UserError) else trainer_traceback(error),
+        error=_pickled(error),
+        others_know=bool(getattr(error, "others_know", False)),
+        caused_by_rank=getattr(error, "heard_of_rank", None),
+    )
+
+
+def trainer_traceback(error: BaseException) -> str:
+    """Return the traceback as the trainer's author sees it: without the launcher's own frames."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_globals.get("__name__", "") in (
+        __name__,
+        "robust_train.execution.trainer_ref",
+    ):
+        frames = frames.tb_next
+    return "".join(traceback.format_exception(type(error), error, frames))
+
+
+def _pickled(error: BaseException) -> str | None:
+    try:
+        data = pickle.dumps(error)
+        pickle.loads(data)  # many exceptions can be dumped but not built again
+    except Exception:
+        return None
+    return base64.b64encode(data).decode() if len(data) < 20_000 else None
+
+
+def plain(value: Any) -> Any:
+    """Return ``value`` in JSON's types: what a trainer returned, for a process without torch.
+
+    Numbers of any library become Python's, paths strings; containers are walked; the rest becomes
+    its ``repr``.
+    """
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, DictConfig):
+        value = OmegaConf.to_container(value, resolve=True)
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(item) for item in value]
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
+        return plain(value.item())
+    return repr(value)
+
+
+def stop_trainer(run: Run) -> Callable[[], None]:
+    """Return what asks a trainer to stop. One that never looks at ``run`` is interrupted, once.
+
+    More signals change nothing: a job's processes may get each of them several times, and only the
+    launcher kills, when the time for a last checkpoint is over.
+    """
+    is_interrupted = False
+
+    def stop() -> None:
+        nonlocal is_interrupted
+        run.request_stop()
+        if not run.is_cooperative and not is_interrupted:
+            is_interrupted = True
+            raise Interrupted("interrupted by a signal")
+
+    return stop
+
+
+class _StopTime:
+    """When the attempt was asked to stop, in memory that its forks share."""
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, 8)
+
+    def set(self) -> None:
+        struct.pack_into("d", self._memory, 0, time.monotonic())
+
+    def is_recent(self) -> bool:
+        (at,) = struct.unpack_from("d", self._memory, 0)
+        return bool(at) and time.monotonic() - at < _WORKER_REPRIEVE_SECONDS
+
+
+@contextlib.contextmanager
+def stop_on_signals(stop: Callable[[], None]) -> Iterator[None]:
+    """Have signals call ``stop``, in a process that was forked for the attempt.
+
+    Processes that the trainer forks, data-loader workers above all, take the signals' default
+    actions, or their parent could not end them. But where every process of the job got the signal,
+    they live on for some seconds, so that the trainer reaches the end of its step and saves.
+    """
+    me = os.getpid()
+    stopped = _StopTime()
+    watched = [s for s in STOP_SIGNALS if signal.getsignal(s) != signal.SIG_IGN]
+
+    def on_signal(signum: int, frame: FrameType | None) -> None:
+        if os.getpid() == me:
+            stopped.set()
+            stop()
+
+    def in_fork() -> None:
+        with contextlib.suppress(ValueError):  # forked by a thread
+            for signum in watched:
+                signal.signal(signum, signal.SIG_DFL)
+
+    def in_worker(stopped: _StopTime) -> None:
+        # torch's workers have handlers in C, which a blocked signal does not reach
+        signal.pthread_sigmask(signal.SIG_BLOCK, watched)
+        threading.Thread(target=_end_at_signal, args=(watched, stopped), daemon=True).start()
+
+    for signum in watched:
+        signal.signal(signum, on_signal)
+    os.register_at_fork(after_in_child=in_fork)
+    multiprocessing.util.register_after_fork(stopped, in_worker)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    yield
+
+
+def _end_at_signal(watched: Sequence[signal.Signals], stopped: _StopTime) -> None:
+    """End this process at a signal: at once if its parent sent it, else perhaps a little later."""
+    info = signal.sigwaitinfo(watched)
+    if info.si_pid != os.getppid():
+        deadline = time.monotonic() + _WORKER_PATIENCE_SECONDS
+        while not stopped.is_recent() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if stopped.is_recent():
+            signal.sigtimedwait(watched, _WORKER_REPRIEVE_SECONDS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, watched)
+    os.kill(os.getpid(), info.si_signo)

@@ -1,0 +1,121 @@
+"""Devices that fail or are not available."""
+
+from __future__ import annotations
+
+from robust_train.failures.patterns import (
+    DEVICE_FAULT,
+    DEVICE_UNAVAILABLE,
+    Pattern,
+    words,
+)
+from robust_train.values import Clue
+
+DEVICES: tuple[Pattern, ...] = (
+    # --- a device that fails ---
+    words(
+        DEVICE_FAULT,
+        "cuda",
+        r"uncorrectable (?:ECC|NVLink) error|ECC_UNCORRECTABLE|ECCUncorrectable|double[- ]bit ECC",
+        r"NVLINK_UNCORRECTABLE|NvlinkUncorrectable|CUDA error: Nvlink|over nvlink or a hardware",
+        r"GPU is lost|GPU_IS_LOST|fallen off the bus",
+        # 13, 31, 43 and 45 are a program's errors (docs.nvidia.com/deploy/xid-errors)
+        r"\bXid\b ?(?:\(|\d|error|\[)(?!.{0,40}\b(?:13|31|43|45)\b)",
+        r"Unable to determine the device handle for GPU",
+        clue=Clue.HARDWARE,
+    ),
+    words(
+        DEVICE_FAULT,
+        "cuda",
+        # virtual memory management, which expandable segments need (pytorch#192330, #112957)
+        r"CUDA driver error: (?!out of memory|invalid device ordinal|initialization)\w",
+        r"CUDA error: operation not supported(?! on)",
+        r"cudaErrorNotSupported|CUDA_ERROR_NOT_SUPPORTED",
+        r"INTERNAL ASSERT FAILED at .{0,80}driver_api\.cpp",
+        clue=Clue.DRIVER,
+    ),
+    words(
+        DEVICE_FAULT,
+        "cuda",
+        r"\bXid\b ?(?:\(|\d|error|\[)",
+        r"illegal memory access|ILLEGAL_ADDRESS|IllegalAddress",
+        r"unspecified launch failure|\bLAUNCH_FAILED\b|ERROR_LAUNCH_FAILED|LaunchFailure",
+        r"misaligned address|MISALIGNED_ADDRESS|MisalignedAddress",
+        r"illegal instruction was encountered|ILLEGAL_INSTRUCTION\b|cudaErrorIllegalInstruction",
+        r"hardware stack error|HARDWARE_STACK_ERROR|HardwareStackError",
+        r"invalid program counter|INVALID_PC\b|InvalidPc\b",
+        r"operation not supported on global/shared address space|INVALID_ADDRESS_SPACE",
+        r"launch timed out and was terminated|LAUNCH_TIMEOUT|LaunchTimeout",
+        r"\bCUDA (?:driver |runtime )?error: (?:unknown error|contained|the GPU)",
+        r"cuda runtime error \((?:30|999)\) ?: ?unknown error",
+        r"CUDA_ERROR_UNKNOWN|cudaErrorUnknown|HIP error: (?:unknown error|an illegal)",
+        r"CUDA_ERROR_CONTAINED|cudaErrorContained|TENSOR_MEMORY_LEAK|cudaErrorTensorMemoryLeak",
+        r"\[7(?:00|02|1[4-9])\] Call to cu\w+ results in",  # numba has no names for these
+        r"external device has been (?:lost|removed)|CUDA_ERROR_EXTERNAL_DEVICE",
+    ),
+    words(
+        DEVICE_FAULT,
+        "rocm",
+        r"Memory access fault by GPU|HSA_STATUS_ERROR_(?:EXCEPTION|MEMORY_FAULT|MEMORY_APERTURE)",
+        r"amdgpu.{0,60}ring \w+ timeout|GPU (?:reset|hang)\b|HW Exception by GPU",
+    ),
+    words(DEVICE_FAULT, "xpu", r"ERROR_DEVICE_LOST|\bDEVICE_LOST\b"),
+    words(DEVICE_FAULT, "mps", r"kIOGPUCommandBufferCallbackError(?!OutOfMemory)\w+"),
+    words(
+        DEVICE_FAULT,
+        "cublas",
+        r"(?:CU|HIP)BLAS_STATUS_(?:EXECUTION_FAILED|INTERNAL_ERROR|MAPPING_ERROR)",
+    ),
+    words(
+        DEVICE_FAULT,
+        "cudnn",
+        r"CUDNN_STATUS_(?:EXECUTION_FAILED|INTERNAL_ERROR|MAPPING_ERROR)",
+    ),
+    words(DEVICE_FAULT, "cusolver", r"CUSOLVER_STATUS_EXECUTION_FAILED"),
+    words(DEVICE_FAULT, "cufft", r"CUFFT_EXEC_FAILED"),
+    # --- a device that is not available ---
+    words(
+        DEVICE_UNAVAILABLE,
+        "cuda",
+        r"devices?(?:\(s\))? (?:is/are|are|is) busy or unavailable",
+        r"DEVICE_UNAVAILABLE|cudaErrorDevicesUnavailable|DEVICE_NOT_AVAILABLE",
+        r"exclusive-thread device already in use|DeviceAlreadyInUse",
+        r"MPS (?:client failed to connect|server is not ready)|cudaErrorMps\w+|CUDA_ERROR_MPS_\w+",
+        r"between the MPS server and the MPS client failed|MPS client has been terminated",
+        r"required to (?:create MPS client|support device connections) have been exhausted",
+        clue=Clue.BUSY,
+    ),
+    words(
+        DEVICE_UNAVAILABLE,
+        "cuda",
+        r"invalid device ordinal|CUDA_ERROR_INVALID_DEVICE\b|cudaErrorInvalidDevice\b",
+        r"no (?:CUDA|ROCm|HIP)-capable device|CUDA_ERROR_NO_DEVICE|(?:cuda|hip)ErrorNoDevice",
+        r"No (?:CUDA|HIP|ROCm) GPUs are available|No XPU devices? (?:is|are) available",
+        r"no NVIDIA driver|NVIDIA driver on your system is too old",
+        r"driver version is insufficient|InsufficientDriver|Insufficient Driver",
+        r"not compiled with (?:CUDA|XPU|MPS|HIP|ROCm|GPU) ?(?:enabled|support)?",
+        r"(?:compiled|built) without (?:CUDA|GPU)|not linked with support for \w+ devices",
+        r"no kernel image is available|NO_BINARY_FOR_GPU|NoKernelImageForDevice|NoBinaryForGpu",
+        r"(?:CUDA|HIP) error.{0,20}invalid device function|InvalidDeviceFunction",
+        r"device kernel image is invalid|API call is not supported in the installed",
+        r"unsupported toolchain|UNSUPPORTED_PTX_VERSION|UnsupportedPtxVersion",
+        r"forward compatibility was attempted|COMPAT_NOT_SUPPORTED_ON_DEVICE",
+        r"system not yet initialized|SYSTEM_NOT_READY|SystemNotReady",
+        r"unsupported display driver|SYSTEM_DRIVER_MISMATCH|SystemDriverMismatch",
+        r"driver initialization failed, you might not have",
+        r"Driver/library version mismatch|NVML_ERROR_(?:DRIVER_NOT_LOADED|LIB\w+)",
+        r"\bDriver Not Loaded\b|NVML.{0,40}Shared Library Not Found",
+        r"Unable to initialize backend '(?:cuda|gpu|rocm|tpu)'|No visible \w+ devices",  # JAX
+        r"The MPS backend is supported on",
+        r"couldn't communicate with the NVIDIA driver",
+        r"lib(?:cuda|nvidia-ml)\.so(?:\.\d)?: cannot open|CUDA driver library cannot be found",
+        r"no GPUs? (?:was |were )?(?:found|detected)|(?:^|: )No devices were found",
+        r"(?:CUDA|HIP).{0,20}error.{0,20}initialization error|CUDA_ERROR_NOT_INITIALIZED",
+        r"CUDA unknown error - this may be due|Unexpected error from cudaGetDeviceCount",
+        r"(?:CUDNN|CUBLAS)_STATUS_ARCH_MISMATCH",
+        r"not compatible with the current PyTorch installation",
+        r"(?<!_)\b(?:CUDA|MPS|XPU|ROCm) (?:is )?not available\b",
+        r"Unable to find code object for all current devices",
+        r"driver shutting down|operation not supported on this OS",
+        r"Cannot access accelerator device when none is available",
+    ),
+)

@@ -1,0 +1,217 @@
+"""The reports of a failure that an exception, a quoted traceback or a log contains."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+# A program with an error in it. What its message says is about the program, not about memory:
+# KeyError('CUDA out of memory') is a missing key. AssertionError and ImportError are not here:
+# torch without CUDA and a missing driver come as those.
+_PROGRAMMING = (
+    "ArithmeticError AttributeError EOFError FileExistsError FileNotFoundError "
+    "IsADirectoryError LookupError IndexError KeyError KeyErrorMessage NameError "
+    "UnboundLocalError NotADirectoryError NotImplementedError PermissionError PicklingError "
+    "RecursionError StopIteration SyntaxError IndentationError TypeError ValueError "
+    "UnicodeDecodeError JSONDecodeError ZeroDivisionError OverflowError FloatingPointError "
+    "ModuleNotFoundError ConfigError MisconfigurationException OmegaConfBaseException "
+    "HydraException ConfigCompositionException ConfigAttributeError MissingMandatoryValue "
+    "InterpolationResolutionError DecompressionBombError"
+)
+PROGRAMMING_ERRORS = frozenset(_PROGRAMMING.split())
+# those that may also be raised on purpose in place of the error that is being handled
+_TRANSLATIONS = frozenset({"ValueError"})
+
+_LINE_LIMIT = 300
+_DEPTH_LIMIT = 50
+_TEXT_LIMIT = 200_000
+
+
+@dataclass(frozen=True)
+class ErrorReport:
+    """One exception as far as it matters here.
+
+    Attributes:
+        types: names of its class and its base classes, without modules; empty where unknown.
+        text: its message on one line, without stack frames.
+        headline: the one line to show people.
+        errno: the operating system's error number, where it is one.
+        in_group: one of several that failed at the same time.
+        exception: the exception itself, None for one that is only quoted.
+    """
+
+    types: tuple[str, ...]
+    text: str
+    headline: str
+    errno: int | None = None
+    in_group: bool = False
+    exception: BaseException | None = field(default=None, compare=False)
+
+    @property
+    def is_programming_error(self) -> bool:
+        """Return whether its message is not to be believed when it speaks of memory."""
+        return not PROGRAMMING_ERRORS.isdisjoint(self.types)
+
+
+def reports_of(exception: BaseException) -> Iterator[ErrorReport]:
+    """Yield the exception's own report first, then those of what led to it."""
+    return _follow(exception, set(), in_group=False)
+
+
+def _follow(exception: BaseException, seen: set[int], in_group: bool) -> Iterator[ErrorReport]:
+    if id(exception) in seen or len(seen) >= _DEPTH_LIMIT:
+        return
+    seen.add(id(exception))
+    types = tuple(cls.__name__ for cls in type(exception).__mro__)
+    own = list(reports_in(_text_of(exception), types, errno=_errno_of(exception)))
+    for report in own:
+        raised = exception if report.types[:1] == types[:1] else None
+        yield replace(report, in_group=in_group, exception=raised)
+    members = getattr(exception, "exceptions", None)  # exception groups, also the backport's
+    if isinstance(members, (tuple, list)):
+        for member in members:
+            if isinstance(member, BaseException):
+                yield from _follow(member, seen, in_group=True)
+    if exception.__cause__ is not None:
+        yield from _follow(exception.__cause__, seen, in_group)
+    elif (
+        exception.__context__ is not None
+        and not exception.__suppress_context__
+        # a KeyError in the handler of another error is a bug of its own, not a report of that error
+        and (not own[0].is_programming_error or not _TRANSLATIONS.isdisjoint(own[0].types))
+    ):
+        yield from _follow(exception.__context__, seen, in_group)
+
+
+def _text_of(exception: BaseException) -> str:
+    try:
+        return str(exception)
+    except Exception:  # a broken __str__ must not hide the failure
+        return " ".join(repr(type(arg)) for arg in exception.args)
+
+
+def _errno_of(exception: BaseException) -> int | None:
+    number = getattr(exception, "errno", None)
+    return number if isinstance(exception, OSError) and isinstance(number, int) else None
+
+
+# --- text -------------------------------------------------------------------------------------
+
+_TRACEBACK = re.compile(r"Traceback \(most recent call (?:last|first)\)")
+# What launchers and loggers put before each line; "[Errno 12]" and "[TRT]" belong to the message.
+_LINE_PREFIX = re.compile(
+    r"^(?:\[(?:rank|default|worker|trainer|node)[ _]?\d+\]:?\s?"  # torchrun
+    r"|\[\d+(?:,\d+)?\](?:<std\w+>)?:\s?"  # mpirun
+    r"|\((?:\w+ )?\w+[ =]?pid=\d+[^)]*\)\s?"  # Ray, vLLM
+    r"|(?:INFO|WARNING|ERROR) [\d-]+ [\d:.,]+ \[?[\w./]+:\d+\]\s?"
+    r"|\[[\d:., TZ+/-]{8,35}\]:?\s?)+",  # a time
+    re.IGNORECASE,
+)
+_FINAL_LINE = re.compile(
+    r"^(?:E\s{2,})?((?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*)(?:\([A-Za-z_]\w*\))?(?::\s|:?\s*$)"
+)
+_PREFIX = re.compile(
+    r"^\s*((?:[A-Za-z_]\w*\.)*\w*"
+    r"(?:Error|Exception|Interrupt|OutOfResources|BrokenProcessPool|KilledWorker))(?::\s|:?\s*$)"
+)
+_SEPARATOR = re.compile(
+    r"^(?:During handling of the above exception|The above exception was the direct cause|"
+    r"Exception raised from |frame #\d+|C\+\+ CapturedTraceback|\"{3}|'{3}|=+$|-+$)"
+)
+_FRAME = re.compile(r"^\s*(?:frame )?#\d+:? |^Exception raised from |.*most recent call first")
+# What torch appends to every CUDA error, whatever it is: it names asserts and memory.
+_APPENDIX = re.compile(
+    r"Compile with .TORCH_USE_\w+_DSA. to enable device-side assertions\.?"
+    r"|Device-side assertions were explicitly omitted for this error check[^.\n]*"
+    r"|Device-side assertion tracking was not enabled by user\.?",
+    re.IGNORECASE,
+)
+# a hint is not a report: Real-ESRGAN prints "If you encounter CUDA out of memory, try …"; and
+# TensorFlow says of a failed try that "The caller indicates that this is not a failure"
+_HINT = re.compile(
+    r"\b(?:if you (?:encounter|see|get|run into|are running|still)|"
+    r"(?:to|can|helps?) (?:avoid|prevent|reduce)|"
+    r"(?:may|might|can|could|will|would) (?:cause|lead to|result in|trigger|run))\b[^.;\n]*"
+    r"|in case of [^.;\n]*|^.*The caller indicates that this is not a failure.*$",
+    re.IGNORECASE | re.MULTILINE,
+)
+
+
+def reports_in(
+    text: str, types: tuple[str, ...] = (), errno: int | None = None
+) -> Iterator[ErrorReport]:
+    """Yield the reports in a text: the message itself, or those in tracebacks that it quotes.
+
+    Args:
+        text: an exception's message or the end of a log.
+        types: class names of the exception whose message it is.
+        errno: its error number.
+    """
+    if len(text) > _TEXT_LIMIT:
+        text = text[: _TEXT_LIMIT // 2] + "\n" + text[-_TEXT_LIMIT // 2 :]
+    lines = [_LINE_PREFIX.sub("", line.rstrip()) for line in text.splitlines()]
+    starts = [number for number, line in enumerate(lines) if _TRACEBACK.search(line)]
+    if not starts:
+        yield _plain(lines, types, errno)
+        return
+    header = one_line(lines[: starts[0]])
+    spans = zip(starts, [*starts[1:], len(lines)], strict=True)
+    found = [_quoted(lines[start + 1 : end], header) for start, end in spans]
+    quoted = [report for report in reversed(found) if report is not None]
+    if not quoted:
+        yield _plain(lines, types, errno)
+        return
+    for number, report in enumerate(quoted):
+        # Lightning, torch and joblib raise the worker's own class again: it is known by its bases
+        known = types if number == 0 and report.types[0] in types else report.types
+        yield ErrorReport(known, report.text, report.headline, errno if number == 0 else None)
+        if report.is_programming_error:
+            return
+
+
+def _plain(lines: list[str], types: tuple[str, ...], errno: int | None) -> ErrorReport:
+    text = one_line(lines)
+    prefix = _PREFIX.match(text)
+    name = types[0] if types else ""
+    first = _first_line(lines)
+    if prefix is not None:  # "MemoryError: …" inside of another exception's message
+        inner = prefix.group(1).rpartition(".")[2]
+        return ErrorReport((*types, inner), text, first, errno)
+    if name in ("", "RuntimeError") and first:
+        headline = first
+    else:
+        headline = f"{name}: {first}" if first else name
+    return ErrorReport(types, text, headline[:_LINE_LIMIT], errno)
+
+
+def _quoted(lines: list[str], header: str) -> ErrorReport | None:
+    """Return the error at the end of a traceback: the first line that is not indented."""
+    for number, line in enumerate(lines):
+        if not line or line[0].isspace() or line[0] in "|+╭╰│~^":
+            continue
+        final = _FINAL_LINE.match(line)
+        if final is None:
+            return None
+        message = [line]
+        name = final.group(1).rpartition(".")[2]
+        for further in lines[number + 1 :]:
+            # torch elastic draws lines within its message
+            if _SEPARATOR.match(further) and name != "ChildFailedError":
+                break
+            message.append(further)
+        text = f"{header} {one_line(message)}" if header else one_line(message)
+        return ErrorReport((name,), text.strip(), line.strip()[:_LINE_LIMIT])
+    return None
+
+
+def one_line(lines: list[str]) -> str:
+    """Return a text on one line: no C++ stack frames, no hints, single spaces."""
+    kept = (line for line in lines if not _FRAME.match(line))
+    return " ".join(_HINT.sub(" ", _APPENDIX.sub(" ", "\n".join(kept))).split())
+
+
+def _first_line(lines: list[str]) -> str:
+    """Return the first line with words in it, as it stands."""
+    stripped = (line.strip() for line in lines)
+    return next((line[:_LINE_LIMIT] for line in stripped if any(map(str.isalnum, line))), "")

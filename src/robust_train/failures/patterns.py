@@ -1,0 +1,60 @@
+"""One row of the table of failures: which reports it matches, and what they then are."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from robust_train.failures.error_reports import ErrorReport
+from robust_train.values import FailureKind
+
+BUG = FailureKind.BUG
+DEVICE_OOM = FailureKind.DEVICE_OOM
+HOST_OOM = FailureKind.HOST_OOM
+WORKER_DEATH = FailureKind.WORKER_DEATH
+DEVICE_FAULT = FailureKind.DEVICE_FAULT
+DEVICE_UNAVAILABLE = FailureKind.DEVICE_UNAVAILABLE
+COMM = FailureKind.COMM
+INTERRUPTED = FailureKind.INTERRUPTED
+
+
+@dataclass(frozen=True)
+class Match:
+    """What a report is: its kind, the library that raised it where the words tell, and a clue."""
+
+    kind: FailureKind
+    library: str | None = None
+    clue: str | None = None
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A report with one of these types, error numbers or words is a ``match``."""
+
+    match: Match
+    words: re.Pattern[str] | None = None
+    types: frozenset[str] = frozenset()
+    errnos: frozenset[int] = frozenset()
+
+    def matches(self, report: ErrorReport) -> bool:
+        """Return whether the report is one of this row's."""
+        if not self.types.isdisjoint(report.types):
+            return True
+        if report.errno is not None and report.errno in self.errnos:
+            return True
+        return self.words is not None and self.words.search(report.text) is not None
+
+
+def words(
+    kind: FailureKind, library: str | None, *alternatives: str, clue: str | None = None
+) -> Pattern:
+    """Return a row for messages in which one of these patterns is found, in any case."""
+    found = re.compile("|".join(alternatives), re.IGNORECASE)
+    return Pattern(Match(kind, library, clue), found)
+
+
+def types_named(
+    kind: FailureKind, library: str | None, names: str, clue: str | None = None
+) -> Pattern:
+    """Return a row for exceptions of a class with one of these names, or derived from one."""
+    return Pattern(Match(kind, library, clue), types=frozenset(names.split()))

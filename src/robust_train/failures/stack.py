@@ -1,0 +1,70 @@
+"""What a stack tells about a failure that its words leave open. A stack is a traceback's text."""
+
+from __future__ import annotations
+
+import re
+import traceback
+
+from robust_train.failures.patterns import Match
+from robust_train.values import MEMORY_FAILURES, Clue, FailureKind
+
+_MAIN = ", in <module>"
+_MOVES_A_MODEL = re.compile(r"[/\\]torch[/\\]nn[/\\]modules[/\\]module\.py\".*, in _apply$", re.M)
+_IS_IN_A_STEP = re.compile(r", in (?:_call_impl|backward|step|__next__)$", re.MULTILINE)
+_IN_A_LOADER = re.compile(r"[/\\]torch[/\\]utils[/\\]data[/\\]|[/\\]multiprocessing[/\\]")
+_IS_IN_NETWORK_CODE = re.compile(
+    r"[/\\](?:urllib|http|requests|urllib3|httpx|httpcore|aiohttp|fsspec|huggingface_hub|botocore)"
+    r"[/\\]|[/\\](?:socket|ssl)\.py\""
+)
+_TIMEOUT = re.compile(r"^(?:\w+\.)*(?:TimeoutError|timeout)\b", re.IGNORECASE)
+_IN_WORKER = re.compile(r"\bCaught \w*(?:Error|Exception) in DataLoader worker process \d+")
+_OPEN_FILES = re.compile(r"Too many open files", re.IGNORECASE)
+
+
+def stack_of(exception: BaseException) -> str:
+    """Return the stack in the words of a traceback, that of the main module in one line."""
+    frames = (frame for frame, _ in traceback.walk_tb(exception.__traceback__))
+    return "\n".join(
+        [_MAIN]
+        + [
+            f'File "{frame.f_code.co_filename}", in {frame.f_code.co_name}'
+            for frame in frames
+            if frame.f_code.co_name != "<module>" or frame.f_globals.get("__name__") != "__main__"
+        ]
+    )
+
+
+def last_stack_in(log: str) -> str:
+    """Return the last traceback that a log quotes, empty without any."""
+    return log.rpartition("Traceback (most recent call last)")[2] if "Traceback (" in log else ""
+
+
+def memory_clue(stack: str) -> str | None:
+    """Return whether memory ran out in an import, or while a model was moved to the device.
+
+    A lazy import inside a step is a matter of the step.
+    """
+    if _IS_IN_A_STEP.search(stack):
+        return None
+    # Python removes importlib's own frames from most tracebacks
+    if "<frozen importlib" in stack or stack.count(_MAIN) > 1:
+        return Clue.IMPORT
+    return Clue.MODEL if _MOVES_A_MODEL.search(stack) else None
+
+
+def refined(found: Match | None, text: str, types: tuple[str, ...], stack: str) -> Match | None:
+    """Return the match that the stack makes out of the one by words."""
+    if found is None:
+        # without telling words a time-out is the network's only if its code raised it
+        timed_out = "TimeoutError" in types or _TIMEOUT.search(text)
+        if timed_out and _IS_IN_NETWORK_CODE.search(stack):
+            return Match(FailureKind.COMM, "http", Clue.DOWNLOAD)
+        return None
+    if found.kind in MEMORY_FAILURES:
+        return Match(found.kind, found.library, memory_clue(stack) or found.clue)
+    # workers have a context of their own, and hand each batch over by descriptors
+    in_worker = _IN_WORKER.search(text) is not None
+    out_of_descriptors = _OPEN_FILES.search(text) and (in_worker or _IN_A_LOADER.search(stack))
+    if out_of_descriptors or (in_worker and found.kind is FailureKind.DEVICE_FAULT):
+        return Match(FailureKind.WORKER_DEATH, found.library)
+    return found

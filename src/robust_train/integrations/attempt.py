@@ -1,0 +1,69 @@
+"""What the integrations share: one process, the steps that an attempt sends, the job's result."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from omegaconf import DictConfig
+
+from robust_train.errors import UserError
+from robust_train.failures import classify_failure
+from robust_train.run import Run
+from robust_train.runfolder.cadence import SavePlan
+from robust_train.values import MEMORY_FAILURES
+
+
+def refuse_ranks(run: Run, framework: str) -> None:
+    """Raise `UserError` if there are several ranks: each would train by itself."""
+    if run.world_size > 1:
+        raise UserError(
+            f"num_gpus={run.world_size}: {framework} trains on one GPU under the launcher; use "
+            "num_gpus=1, or a loop of your own with run.micro_batches and DistributedDataParallel"
+        )
+
+
+def effective_batch_size(cfg: DictConfig) -> int:
+    """Return the samples in an optimizer step, however they are split."""
+    return int(cfg.training.batch_size * cfg.training.gradient_accumulation_steps)
+
+
+class Steps:
+    """Sends optimizer steps to the launcher: each loss once, memory after the first step."""
+
+    def __init__(self, cfg: DictConfig, run: Run) -> None:
+        run.save_plan = SavePlan.of(cfg)
+        self._run = run
+        self._loss: dict[str, float] = {}
+
+    def log_loss(self, loss: float) -> None:
+        """Send ``loss`` with the next step that is passed on."""
+        self._loss = {"loss": loss}
+
+    def done(self, step: int, total_steps: int | None) -> None:
+        """Send that optimizer step ``step`` is done."""
+        is_first = self._run.last_step is None
+        if self._run.progress(step, total_steps=total_steps, **self._loss):
+            self._loss = {}
+        if is_first:
+            self._run.memory_milestone("first step done")
+
+
+def log_out_of_memory(run: Run, error: BaseException) -> None:
+    """Log how much memory is in use if ``error`` says that it ran out."""
+    if isinstance(error, Exception) and classify_failure(error).kind in MEMORY_FAILURES:
+        run.memory_milestone("out of memory")
+
+
+def result_of(metric: str | None, logged: Mapping[str, Any]) -> Any:
+    """Return ``metric`` from what was logged last, or all of that if it is None.
+
+    Raises:
+        UserError: it was not logged.
+    """
+    if metric is None:
+        return dict(logged)
+    if metric not in logged:
+        names = ", ".join(sorted(logged)) or "none"
+        raise UserError(f"metric={metric}: was not logged; there are {names}")
+    return logged[metric]

@@ -1,0 +1,244 @@
+"""A job's run folder as its launcher keeps it: lock, ``state.json`` and ``requests/``."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+from robust_train.errors import EXIT_FAILED, EXIT_NO_DEVICE, JobInterrupted
+from robust_train.events import AttemptStarted, Event
+from robust_train.queue.wait import WaitStatus
+from robust_train.runfolder import runs
+from robust_train.runfolder.lock import RunLock, user_name
+from robust_train.runfolder.requests import (
+    LAUNCHERS_VERB,
+    TAKEN,
+    Inbox,
+    Reply,
+    Request,
+    sweep_stop_requested,
+)
+from robust_train.runfolder.state import RunState, StateFile, after_event, with_attempt
+from robust_train.values import Attempt, AttemptSpec, Decision, Retry
+
+log = logging.getLogger("robust_train")
+
+_POLL_SECONDS = 0.4
+_EXIT_CODES = {"completed": 0, "failed": EXIT_FAILED, "no_device": EXIT_NO_DEVICE}
+
+
+class Signals(Protocol):
+    """What stopping a job needs of its signals (see :class:`.execution.signals.SignalWatch`)."""
+
+    received: int | None
+
+    def watches(self, signum: int) -> bool:
+        """Whether that signal stops the job."""
+
+    def deliver(self, signum: int) -> None:
+        """Act as if the signal had come."""
+
+
+class RunFolder:
+    """Holds the lock, keeps the state and takes the requests of one launch; a context manager.
+
+    Whatever is wrong with the disk, the job goes on, after one warning.
+
+    Args:
+        run_dir: the run folder.
+        name: what people know the job by.
+        signals: the job's; stopping is one of them.
+        sweep_folder: of the sweep that the job belongs to.
+
+    Raises:
+        ConfigError: a live job holds the folder. Nothing in it was written.
+
+    Attributes:
+        token: the part of the job's id that it has from the start.
+    """
+
+    def __init__(
+        self, run_dir: Path, name: str, signals: Signals, sweep_folder: Path | None = None
+    ) -> None:
+        self.token = os.urandom(3).hex()
+        self._run_dir = run_dir
+        self._signals = signals
+        self._sweep_folder = sweep_folder
+        job_id, now = f"0-{self.token}", time.time()
+        self._lock = RunLock(run_dir, job_id)
+        self._inbox = Inbox(run_dir)
+        where = (str(run_dir), os.getpid(), socket.gethostname(), user_name())
+        self._file = StateFile(run_dir, RunState(job_id, name, *where, started=now, since=now))
+        self._next_poll = 0.0
+
+    @property
+    def hold(self) -> tuple[int, ...]:
+        """The descriptors that an attempt and all it starts keep open."""
+        return self._lock.hold
+
+    @property
+    def state(self) -> RunState:
+        """How the job stands."""
+        return self._file.state
+
+    def __enter__(self) -> RunFolder:
+        try:
+            self._inbox.open()
+        except OSError as error:
+            log.warning(
+                "%s cannot be used (%s); this run goes on, but takes no requests",
+                self._inbox.path,
+                error.strerror,
+            )
+        self._file.write_if_due()
+        runs.register(self._run_dir, self.token)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        frames: TracebackType | None,
+    ) -> None:
+        if self.state.is_final:
+            pass
+        elif isinstance(error, KeyboardInterrupt):
+            interruption = JobInterrupted(self._signals.received or signal.SIGINT)
+            self.ended("interrupted", str(interruption), interruption.exit_code)
+        else:
+            self.ended("failed", f"{type(error).__name__}: {error}")
+        for request in (*self._inbox.requests(TAKEN), *self._inbox.requests()):
+            self._inbox.answer(request, {"error": "the run ended before it came to that"})
+        self._lock.release()
+
+    def tick(self) -> None:
+        """Take requests and write what is due. To be called twice a second, by any thread."""
+        now = time.monotonic()
+        if now < self._next_poll:
+            return
+        self._next_poll = now + _POLL_SECONDS
+        self._update(lambda state: state)
+        self._file.write_if_due()
+        for request in self._inbox.requests():
+            self._handle(request)
+        sweep = self._sweep_folder
+        if sweep is not None and self._signals.received is None and sweep_stop_requested(sweep):
+            log.info("the sweep is stopped by robust-train run stop")
+            self._signals.deliver(signal.SIGTERM)
+
+    def queued(self, job_id: str | None) -> None:
+        """Take over the job's id in the host's queue."""
+        state = self.state
+        if job_id is not None and job_id != state.id:
+            self._change(id=job_id, earlier_ids=(*state.earlier_ids, state.id))
+
+    def waits(self, status: WaitStatus) -> None:
+        """The job waits for a GPU."""
+        waiting = {
+            "position": status.position,
+            "reason": status.sentence(),
+            "seconds_left": round(status.seconds_left, 1),
+        }
+        self._change(state="waiting", waiting=waiting)
+
+    def acquired(self) -> None:
+        """The job has a device, and the trainer is being imported."""
+        self._change(state="starting", waiting=None)
+
+    def attempt_starts(self, number: int, started: AttemptStarted) -> None:
+        """Attempt ``number`` starts."""
+        self._update(lambda state: with_attempt(state, number, started))
+
+    def on_event(self, event: Event) -> None:
+        """Take in an event of the attempt."""
+        self._update(lambda state: after_event(state, event))
+
+    def decided(self, attempt: Attempt, decision: Decision | None, checkpoint: Path | None) -> None:
+        """An attempt has ended, and what comes next is known: answer what it has not answered."""
+        reason = self.state.reason if decision is None else decision.reason
+        self._change(state="between attempts", reason=reason)
+        for request in self._inbox.requests(TAKEN):
+            self._inbox.answer(request, _reply_after(request, attempt, decision, checkpoint))
+
+    def ended(self, status: str, reason: str | None, exit_code: int | None = None) -> None:
+        """The job has ended; ``status`` and ``reason`` as ``summary.json`` has them."""
+        code = _EXIT_CODES.get(status) if exit_code is None else exit_code
+        self._change(state=status, reason=reason, exit_code=code, waiting=None)
+
+    def _change(self, **changes: Any) -> None:
+        self._update(lambda state: replace(state, **changes))
+
+    def _update(self, change: Callable[[RunState], RunState]) -> None:
+        def stopping(state: RunState) -> RunState:
+            state = change(state)
+            if self._signals.received is None or state.is_final:
+                return state
+            return replace(state, state="stopping")
+
+        self._file.update(stopping)
+
+    def _handle(self, request: Request) -> None:
+        state = self.state.state
+        if request.verb == LAUNCHERS_VERB:
+            self._stop(request)
+        elif state not in ("running", "between attempts", "stopping") and self._inbox.take(request):
+            problem = f"no attempt runs that could do that: the run is {state}; try later"
+            self._inbox.answer(request, {"error": problem})
+
+    def _stop(self, request: Request) -> None:
+        """Stop the job as SIGTERM does."""
+        if not self._inbox.take(request):
+            return
+        problem = None
+        if not self._signals.watches(signal.SIGTERM):
+            problem = (
+                "this job takes no signals (it is under a scheduler, or not in its process's main "
+                "thread); stop it where it was started"
+            )
+        elif self._signals.received is not None and not request.options.get("now"):
+            problem = "it is stopping already; --now ends it without waiting for a checkpoint"
+        if problem is not None:
+            self._inbox.answer(request, {"error": problem})
+            return
+        before = self.state.state
+        self._change(state="stopping")
+        answer = {"before": before, "after": "stopping", "signal": "SIGTERM", "exit_code": 143}
+        self._inbox.answer(request, {"answer": answer})
+        # to the main thread: sent to another one, it would not wake a sleeping job
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+
+
+def _reply_after(
+    request: Request, attempt: Attempt, decision: Decision | None, checkpoint: Path | None
+) -> Reply:
+    """Return the answer to a request that the attempt had taken when it ended."""
+    is_restart = request.verb == "halve_batch" and attempt.outcome.stopped_for is not None
+    if not is_restart or not isinstance(decision, Retry):
+        return {"error": f"the attempt ended first ({attempt.outcome.label})"}
+    spec = decision.spec
+    where = "from the beginning, for the trainer reported no checkpoint"
+    if checkpoint is not None:
+        where = f"from {checkpoint}"
+    return {
+        "answer": {
+            "before": _sizes(attempt.spec),
+            "after": _sizes(spec),
+            "how": f"in a new attempt {where}; effective batch size {spec.effective_batch_size}",
+        }
+    }
+
+
+def _sizes(spec: AttemptSpec) -> dict[str, int]:
+    return {
+        "micro_batch": spec.batch_size,
+        "gradient_accumulation_steps": spec.gradient_accumulation_steps,
+    }

@@ -1,0 +1,213 @@
+"""The lock of a run folder: one job at a time, and whether that job is alive.
+
+The launcher holds ``flock(2)`` on ``<run folder>/lock``, and so does every process that inherits
+the descriptor: the lock is free when the last of them has ended, however it ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import pwd
+import socket
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+from robust_train.errors import ConfigError
+from robust_train.events import from_json
+from robust_train.files import read_small
+
+log = logging.getLogger("robust_train")
+
+LOCK_FILE = "lock"
+_RETRY_SECONDS = 0.5
+"""Longer than ``run status`` holds a shared lock, and than a new holder needs to write its name."""
+_ORPHAN_SECONDS = 15.0
+_POLL_SECONDS = 0.02
+_MAX_BYTES = 4096
+_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+def user_name() -> str:
+    """Return this process's user, by number where it has no name."""
+    try:
+        return pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        return str(os.geteuid())
+
+
+@dataclass(frozen=True)
+class Holder:
+    """The content of a lock: the launcher that holds it since ``since``, and its job's id.
+
+    ``process_started`` is the start time of process ``pid``, in seconds of the epoch.
+    """
+
+    host: str
+    pid: int
+    process_started: float
+    since: float
+    user: str
+    job: str
+
+    @classmethod
+    def here(cls, job: str) -> Holder:
+        """Return this process as a holder."""
+        process = psutil.Process()
+        started = process.create_time()
+        return cls(socket.gethostname(), process.pid, started, time.time(), user_name(), job)
+
+    @classmethod
+    def parse(cls, data: bytes) -> Holder | None:
+        """Return the holder in the content of a lock; None where that is empty or torn."""
+        try:
+            return from_json(cls, json.loads(data))
+        except (ValueError, RecursionError):
+            return None
+
+    @property
+    def process(self) -> psutil.Process | None:
+        """The launcher's process; None if it has ended or runs on another host."""
+        if self.host != socket.gethostname():
+            return None
+        with contextlib.suppress(psutil.Error, ValueError, OverflowError):
+            process = psutil.Process(self.pid)
+            # the clock of the start time may have been set in between
+            if abs(process.create_time() - self.process_started) < 2.0:
+                return process
+        return None
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether the launcher's process is known to have ended."""
+        return self.host == socket.gethostname() and self.process is None
+
+
+class RunLock:
+    """Holds a run folder's lock until :meth:`release`, or until every holder has ended.
+
+    Args:
+        run_dir: the run folder.
+        job: the job's id.
+
+    Raises:
+        ConfigError: a live job holds it. Nothing was written.
+
+    Attributes:
+        hold: descriptors that an attempt and all it starts keep open; none where the disk cannot
+            lock.
+    """
+
+    def __init__(self, run_dir: Path, job: str) -> None:
+        self.hold: tuple[int, ...] = ()
+        self._fd: int | None = None
+        path = run_dir / LOCK_FILE
+        try:
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | _FLAGS, 0o666)
+            _wait_for_lock(self._fd, run_dir)
+        except ConfigError:
+            self.release()
+            raise
+        except OSError as error:  # ENOLCK, ENOTSUP: some network disks; ENOSPC, EROFS
+            self.release()
+            log.warning(
+                "%s cannot be locked (%s): a second job in this folder is not refused",
+                path,
+                error.strerror,
+            )
+            return
+        self.hold = (self._fd,)
+        with contextlib.suppress(OSError):  # a full disk: the lock holds without a name
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, json.dumps(asdict(Holder.here(job))).encode(), 0)
+
+    def release(self) -> None:
+        """Release the lock, also for processes that still have the descriptor."""
+        fd, self._fd, self.hold = self._fd, None, ()
+        if fd is not None:
+            with contextlib.suppress(OSError):
+                fcntl.flock(fd, fcntl.LOCK_UN)
+            os.close(fd)
+
+
+def is_held(run_dir: Path) -> bool | None:
+    """Return whether a job is alive in the folder; None where the disk does not tell."""
+    try:
+        fd = os.open(run_dir / LOCK_FILE, os.O_RDONLY | _FLAGS)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fcntl.flock(fd, fcntl.LOCK_UN)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
+    return False
+
+
+def read_holder(run_dir: Path) -> Holder | None:
+    """Return who holds the folder's lock, or held it last; None where that is not known."""
+    try:
+        return Holder.parse(read_small(run_dir / LOCK_FILE, _MAX_BYTES)[0])
+    except OSError:
+        return None
+
+
+def refusal(run_dir: Path) -> str | None:
+    """Return why no second job may start in the folder now; None where one may."""
+    holder = read_holder(run_dir)
+    if not is_held(run_dir) or (holder is not None and holder.is_dead):
+        return None
+    return _in_use(run_dir, holder)
+
+
+def _wait_for_lock(fd: int, run_dir: Path) -> None:
+    """Take the lock, which ``run status`` or the last attempt of a dead job may hold a moment."""
+    started = time.monotonic()
+    is_waiting = False
+    while not _is_taken(fd):
+        waited = time.monotonic() - started
+        holder = Holder.parse(os.pread(fd, _MAX_BYTES, 0))
+        if waited > _RETRY_SECONDS:
+            if holder is None or not holder.is_dead or waited > _ORPHAN_SECONDS:
+                raise ConfigError(_in_use(run_dir, holder))
+            if not is_waiting:
+                is_waiting = True
+                log.warning(
+                    "the launcher of an earlier job in this folder (pid %d) was killed: waiting up "
+                    "to %.0f s for the last checkpoint of its attempt",
+                    holder.pid,
+                    _ORPHAN_SECONDS,
+                )
+        time.sleep(_POLL_SECONDS)
+
+
+def _is_taken(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _in_use(run_dir: Path, holder: Holder | None) -> str:
+    who = "a job that has not said which"
+    if holder is not None:
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder.since))
+        gone = ", which was killed, but its attempt still runs" if holder.is_dead else ""
+        who = f"the job of {holder.user} on {holder.host}, pid {holder.pid}{gone}, since {since}"
+    return (
+        f"run folder {run_dir} is in use by {who}; choose another hydra.run.dir, or stop that job: "
+        f"robust-train run stop {run_dir}"
+    )

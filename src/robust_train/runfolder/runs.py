@@ -1,0 +1,239 @@
+"""A user's runs: a directory of links to run folders. A link whose lock is free is history."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from robust_train.runfolder.lock import LOCK_FILE, Holder, is_held, read_holder
+from robust_train.runfolder.state import STATE_FILE, RunState, read_state
+
+log = logging.getLogger("robust_train")
+
+VARIABLE = "ROBUST_TRAIN_STATE_DIR"
+MOST_LINKS = 500
+DIED, NO_ANSWER = "died", "does not answer"
+
+
+class NoLiveRun(Exception):
+    """There is no such run, or more than one: one line that says which there are."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run folder as it is now.
+
+    Attributes:
+        run_dir: where it lies.
+        alive: its lock is held.
+        state: content of ``state.json``; None where that cannot be read.
+        holder: content of ``lock``; None where that cannot be read.
+    """
+
+    run_dir: Path
+    alive: bool
+    state: RunState | None
+    holder: Holder | None
+
+    @property
+    def id(self) -> str:
+        """The job's id."""
+        if self.state is not None:
+            return self.state.id
+        return self.holder.job if self.holder is not None else self.run_dir.name
+
+    @property
+    def pid(self) -> int | None:
+        """The launcher's process id, on its host."""
+        known = self.state or self.holder
+        return None if known is None else known.pid
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it runs, or ran, on this host."""
+        known = self.state or self.holder
+        return known is None or known.host == socket.gethostname()
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether its launcher is known to be stopped (Ctrl-Z)."""
+        process = None if self.holder is None else self.holder.process
+        with contextlib.suppress(psutil.Error):
+            return process is not None and process.status() == psutil.STATUS_STOPPED
+        return False
+
+    @property
+    def status(self) -> str:
+        """The state's name, with what the lock says besides."""
+        last = "starting" if self.state is None else self.state.state
+        if not self.alive:
+            return last if self.state is not None and self.state.is_final else DIED
+        if self.holder is not None and self.holder.is_dead:
+            return "stopping"  # the attempt saves its last checkpoint
+        return NO_ANSWER if self.is_stopped else last
+
+    def about(self) -> dict[str, Any]:
+        """Return all that is known, for programs; ``last_state`` of a run that died."""
+        if self.state is None:
+            known: dict[str, Any] = {"id": self.id, "pid": self.pid}
+        else:
+            content = self.state.as_json()
+            known = {k: v for k, v in content.items() if v is not None or k == "waiting"}
+            known["gpu_uuid"] = next(iter(self.state.gpu_uuids), None)
+            now = time.time() if self.alive else self.state.updated
+            known["seconds_in_state"] = round(now - self.state.since, 1)
+            known["seconds"] = round(now - self.state.started, 1)
+            if self.status == DIED:
+                known["last_state"] = self.state.state
+        return {**known, "run_dir": str(self.run_dir), "alive": self.alive, "state": self.status}
+
+
+def read_run(run_dir: Path) -> Run | None:
+    """Return the run in a folder; None where there never was one."""
+    state, holder = read_state(run_dir), read_holder(run_dir)
+    if state is None and not (run_dir / LOCK_FILE).exists():
+        return None
+    alive = is_held(run_dir)
+    if alive is None:  # the disk knows no locks: ask for the process, trust what others' say
+        ended = state is None or state.is_final
+        alive = not ended and not (holder is not None and holder.is_dead)
+    return Run(run_dir, alive, state, holder)
+
+
+def state_directory(environ: Mapping[str, str] = os.environ) -> Path:
+    """Return where links to the user's run folders lie."""
+    if environ.get(VARIABLE):
+        return Path(environ[VARIABLE])
+    home = environ.get("XDG_STATE_HOME") or Path(environ.get("HOME") or "~").expanduser() / (
+        ".local/state"
+    )
+    return Path(home) / "robust-train" / "runs"
+
+
+def register(run_dir: Path, token: str, environ: Mapping[str, str] = os.environ) -> None:
+    """Put a run folder on the list, in place of its earlier entry; drop what is gone or too old."""
+    directory = state_directory(environ)
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        links = _links(directory)
+        kept = [name for name, to in links.items() if to != run_dir and not _is_gone(to)]
+        kept = kept[-(MOST_LINKS - 1) :]
+        for name in links.keys() - set(kept):
+            (directory / name).unlink(missing_ok=True)
+        (directory / f"{time.time_ns():020}-{token}").symlink_to(run_dir)
+    except OSError as error:
+        log.info(
+            "%s cannot be used (%s): robust-train run finds this run by its folder only; %s names "
+            "another directory",
+            directory,
+            error.strerror,
+            VARIABLE,
+        )
+
+
+def find_runs(environ: Mapping[str, str] = os.environ) -> list[Run]:
+    """Return the runs on the user's list, the oldest first."""
+    runs = [read_run(folder) for folder in dict.fromkeys(_links(state_directory(environ)).values())]
+    return [run for run in runs if run is not None]
+
+
+def find_live_runs(environ: Mapping[str, str] = os.environ) -> list[Run]:
+    """Return the user's live runs, the oldest first."""
+    return [run for run in find_runs(environ) if run.alive]
+
+
+def choose_run(
+    which: str | None, *, dead_too: bool = False, environ: Mapping[str, str] = os.environ
+) -> Run:
+    """Return the run that is meant.
+
+    Args:
+        which: a run's id, its folder or a path inside, the process id of its launcher or attempt;
+            None for the only one that is alive (on this host, if there is one here).
+        dead_too: an id or folder may be that of a run which has ended.
+        environ: says where the list is.
+
+    Raises:
+        NoLiveRun: none is meant by that, or more than one.
+    """
+    folder_run = None if which is None else _run_at(Path(which).expanduser())
+    if folder_run is not None and (folder_run.alive or dead_too):
+        return folder_run
+    known = find_runs(environ)
+    alive = [run for run in known if run.alive]
+    if which is None:
+        return _only_one(alive)
+    found = [run for run in (known if dead_too else alive) if _is_meant(run, which)]
+    found = [run for run in found if run.alive] or found[-1:]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise NoLiveRun(
+            f"--run {which} means {len(found)} runs: {_listed(found)}; name one by its id"
+        )
+    listed = f"alive are {_listed(alive)}" if alive else "none is alive on this machine"
+    raise NoLiveRun(f"--run {which}: no live run of yours has that id, folder or pid; {listed}")
+
+
+def _only_one(alive: list[Run]) -> Run:
+    here = [run for run in alive if run.is_here] or alive
+    if not here:
+        raise NoLiveRun("no run of yours is alive on this machine")
+    if len(here) > 1:
+        raise NoLiveRun(
+            f"{len(here)} runs of yours are alive; name one with --run: {_listed(here)}"
+        )
+    return here[0]
+
+
+def _run_at(path: Path) -> Run | None:
+    """Return the run in the folder that ``path`` is or lies in."""
+    path = path.absolute()
+    if not os.path.lexists(path):
+        return None
+    for folder in (path, *path.parents):
+        if (folder / LOCK_FILE).is_file() or (folder / STATE_FILE).is_file():
+            return read_run(folder.resolve())
+    return None
+
+
+def _is_meant(run: Run, which: str) -> bool:
+    state = run.state
+    if which.isdigit():
+        pids = (run.pid, None if state is None else state.attempt_pid)
+        return run.alive and run.is_here and int(which) in pids
+    return which == run.id or (state is not None and which in state.earlier_ids)
+
+
+def _listed(runs: list[Run]) -> str:
+    return ", ".join(f"{run.id} ({run.run_dir})" for run in runs)
+
+
+def _links(directory: Path) -> dict[str, Path]:
+    """Return names and targets of the links in the directory, the oldest first."""
+    found = {}
+    with contextlib.suppress(OSError):
+        for name in sorted(os.listdir(directory)):
+            with contextlib.suppress(OSError):
+                found[name] = Path(os.readlink(directory / name))
+    return found
+
+
+def _is_gone(folder: Path) -> bool:
+    """Whether the folder was removed; one that only cannot be reached now was not."""
+    try:
+        os.stat(folder)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return False

@@ -1,0 +1,228 @@
+"""``state.json``: how a job stands, for whoever reads its run folder."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from robust_train.events import (
+    AttemptProcess,
+    AttemptStarted,
+    BatchSizeFound,
+    CheckpointSaved,
+    Event,
+    Json,
+    MemoryReported,
+    MicroBatchChanged,
+    Progress,
+    TrainingStarted,
+    from_json,
+)
+from robust_train.files import read_small, replacing
+from robust_train.runfolder.journal import strict_json
+
+log = logging.getLogger("robust_train")
+
+STATE_FILE = "state.json"
+SCHEMA = 1
+FINAL = frozenset({"completed", "failed", "no_device", "interrupted"})
+_INTERVAL_SECONDS = 1.0
+_MAX_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class RunState:
+    """How a job stands. Bytes and seconds (of the epoch); None where not known.
+
+    Attributes:
+        id: the job's id in ``robust-train queue``, or ``0-…`` for one that never queued.
+        name: what people know the job by.
+        run_dir: where the folder was when the job started.
+        pid: of the launcher, on ``host``.
+        started: when this launch began.
+        state: ``starting``, ``waiting``, ``running``, ``between attempts``, ``stopping``, or how
+            the job ended: ``completed``, ``failed``, ``no_device``, ``interrupted``.
+        since: when it came into this state.
+        updated: when this was written.
+        earlier_ids: ids that the job had before.
+        job: identity of the job through all its launches.
+        waiting: ``position``, ``reason`` and ``seconds_left`` while it waits for a GPU.
+        attempt: number of the attempt, from 1; what follows is of it.
+        attempt_pid: of rank 0.
+        device: ``cuda:<number>`` as ``nvidia-smi`` counts, several with commas, or ``cpu``.
+        batch_size: samples in one forward and backward pass of one rank.
+        micro_batch: what ``batch_size`` is split into since.
+        checkpoint: the last one that was reported.
+        memory: bytes in use, by name, at the last milestone.
+        reason: why the last attempt, or the job, ended.
+        exit_code: of the job that ended.
+    """
+
+    id: str
+    name: str
+    run_dir: str
+    pid: int
+    host: str
+    user: str
+    started: float
+    since: float
+    state: str = "starting"
+    updated: float = 0.0
+    schema: int = SCHEMA
+    earlier_ids: tuple[str, ...] = ()
+    job: str | None = None
+    waiting: Mapping[str, Json] | None = None
+    attempt: int | None = None
+    attempt_pid: int | None = None
+    device: str | None = None
+    gpu_uuids: tuple[str, ...] = ()
+    ranks: int | None = None
+    batch_size: int | None = None
+    gradient_accumulation_steps: int | None = None
+    effective_batch_size: int | None = None
+    micro_batch: int | None = None
+    num_workers: int | None = None
+    prefetch_factor: int | None = None
+    expandable_segments: bool | None = None
+    step: int | None = None
+    total_steps: int | None = None
+    loss: float | None = None
+    memory: Mapping[str, int] | None = None
+    checkpoint: str | None = None
+    checkpoint_step: int | None = None
+    reason: str | None = None
+    exit_code: int | None = None
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the job has ended and said how."""
+        return self.state in FINAL
+
+    def as_json(self) -> dict[str, Json]:
+        """Return the content of ``state.json``."""
+        content: dict[str, Json] = strict_json(asdict(self))
+        return content
+
+    @classmethod
+    def parse(cls, data: bytes | str) -> RunState | None:
+        """Return the state in the content of a file; None where that is not a state of ours."""
+        try:
+            found = from_json(cls, json.loads(data))
+        except (ValueError, RecursionError):  # MalformedEvent among them
+            return None
+        return found if found.schema == SCHEMA else None
+
+
+_NAMES = [item.name for item in fields(RunState)]
+_OF_AN_ATTEMPT = _NAMES[_NAMES.index("attempt_pid") : _NAMES.index("checkpoint")]
+
+
+def with_attempt(state: RunState, number: int, started: AttemptStarted) -> RunState:
+    """Return the state at the start of attempt ``number``."""
+    fresh: dict[str, Any] = {name: getattr(started, name, None) for name in _OF_AN_ATTEMPT}
+    state = replace(state, state="running", waiting=None, attempt=number, reason=None, **fresh)
+    return _with_effective_batch(state)
+
+
+def after_event(state: RunState, event: Event) -> RunState:
+    """Return the state after one event of the attempt."""
+    if isinstance(event, Progress):
+        loss = event.metrics.get("loss", state.loss)
+        total = event.total_steps if event.total_steps is not None else state.total_steps
+        return replace(state, step=event.step, total_steps=total, loss=loss)
+    if isinstance(event, TrainingStarted):
+        return replace(state, step=event.step)
+    if isinstance(event, CheckpointSaved):
+        return replace(state, checkpoint=event.path, checkpoint_step=event.step)
+    if isinstance(event, MemoryReported) and event.rank is None:
+        return replace(state, memory=event.figures)
+    if isinstance(event, MicroBatchChanged) and event.training:
+        return replace(state, micro_batch=event.after)
+    if isinstance(event, BatchSizeFound) and event.batch_size is not None:
+        steps = event.gradient_accumulation_steps or state.gradient_accumulation_steps
+        found = replace(state, batch_size=event.batch_size, gradient_accumulation_steps=steps)
+        return _with_effective_batch(found)
+    if isinstance(event, AttemptProcess):
+        return replace(state, attempt_pid=event.pid)
+    return state
+
+
+def _with_effective_batch(state: RunState) -> RunState:
+    size, steps = state.batch_size, state.gradient_accumulation_steps
+    if size is None or steps is None:
+        return state
+    return replace(state, effective_batch_size=size * steps * (state.ranks or 1))
+
+
+def _at_once(state: RunState) -> tuple[object, ...]:
+    return (
+        state.id,
+        state.state,
+        state.attempt,
+        state.attempt_pid,
+        state.checkpoint,
+        state.micro_batch,
+    )
+
+
+def read_state(run_dir: Path) -> RunState | None:
+    """Return the state that a run folder holds; None where it holds none that can be read."""
+    try:
+        return RunState.parse(read_small(run_dir / STATE_FILE, _MAX_BYTES)[0])
+    except OSError:
+        return None
+
+
+class StateFile:
+    """Keeps ``state.json``: written at once at a change of state, else once a second at most.
+
+    A disk that is full costs the file and not the job.
+    """
+
+    def __init__(self, run_dir: Path, state: RunState) -> None:
+        self.state = state
+        self._path = run_dir / STATE_FILE
+        self._is_due = True
+        self._next_write = 0.0
+        self._has_warned = False
+        # in-process attempts: their thread ticks, the main thread sends events
+        self._lock = threading.RLock()
+
+    def update(self, change: Callable[[RunState], RunState]) -> None:
+        """Change the state, and write it if that is important or time to."""
+        with self._lock:
+            before, state = self.state, change(self.state)
+            if state == before:
+                return
+            if state.state != before.state:
+                state = replace(state, since=time.time())
+            self.state, self._is_due = state, True
+            if _at_once(state) != _at_once(before):
+                self._next_write = 0.0
+        self.write_if_due()
+
+    def write_if_due(self) -> None:
+        """Write what has changed, unless the last time is less than a second ago."""
+        with self._lock:
+            self._write_if_due()
+
+    def _write_if_due(self) -> None:
+        now = time.monotonic()
+        if not self._is_due or now < self._next_write:
+            return
+        self._is_due, self._next_write = False, now + _INTERVAL_SECONDS
+        content = replace(self.state, updated=time.time()).as_json()
+        try:
+            with replacing(self._path) as temporary:
+                temporary.write_text(json.dumps(content, ensure_ascii=False) + "\n")
+        except OSError as error:
+            self._is_due = True
+            if not self._has_warned:
+                self._has_warned = True
+                log.warning("cannot write %s: %s; the job goes on", self._path, error.strerror)

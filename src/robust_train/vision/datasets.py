@@ -1,0 +1,189 @@
+"""The data sets by the name in ``dataset=…``, opened and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from robust_train.config.extras import require
+from robust_train.errors import ConfigError
+from robust_train.vision.images import AUGMENTATIONS
+from robust_train.vision.published import CUB200, FLOWERS102, open_cub200, open_flowers102
+from robust_train.vision.splits import ImageFiles, ImageSource, Shape, Splits, stratified_split
+
+_DIGITS = Shape(num_classes=10, size=8, channels=1)
+_DIGITS_WHITE = 16
+_DIGITS_TEST_FRACTION = 0.2
+_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
+
+
+@dataclass(frozen=True)
+class DigitImages:
+    """Some of the digits. ``pixels`` are rows × columns of 0 to 255, one ``bytes`` an image."""
+
+    pixels: Sequence[bytes]
+    labels: Sequence[int]
+    numbers: Sequence[int]
+
+    def image(self, index: int) -> Any:
+        from PIL import Image
+
+        return Image.frombytes("L", (8, 8), self.pixels[index])
+
+    def describe(self, index: int) -> str:
+        return f"digit {self.numbers[index]} of scikit-learn"
+
+
+def open_digits(cfg: Any) -> Splits:
+    """Open the 1,797 scanned digits of 8×8 pixels inside scikit-learn.
+
+    Four fifths are for training, one fifth for the test, with the same share of every digit.
+    """
+    require("PIL.Image", "dataset=digits")
+    bunch = require("sklearn.datasets", "dataset=digits").load_digits()
+    scaled = (bunch.images * (255 / _DIGITS_WHITE)).round().astype("uint8")
+    pixels = [image.tobytes() for image in scaled]
+    labels = bunch.target.tolist()
+    train, test = (
+        DigitImages([pixels[n] for n in numbers], [labels[n] for n in numbers], tuple(numbers))
+        for numbers in stratified_split(labels, _DIGITS_TEST_FRACTION)
+    )
+    return Splits(train, test, test, _DIGITS)
+
+
+def open_image_folder(cfg: Any) -> Splits:
+    """Open a folder of images a class, in ``root/train`` and ``root/test``.
+
+    The classes are the folders' names in alphabetical order. Without a test folder,
+    ``test_fraction`` of every class is set aside for the test: the same images in every run.
+    """
+    require("PIL.Image", "dataset=image_folder")
+    root = Path(cfg.root).expanduser()
+    classes = _classes(cfg)
+    shape = Shape(num_classes=len(classes))
+    everything = _read(root / cfg.train, classes)
+    if (root / cfg.test).is_dir():
+        test = _read(root / cfg.test, classes)
+        return Splits(everything, test, test, shape)
+    train_part, test_part = (
+        ImageFiles([everything.paths[i] for i in part], [everything.labels[i] for i in part])
+        for part in stratified_split(everything.labels, cfg.test_fraction)
+    )
+    return Splits(train_part, test_part, test_part, shape)
+
+
+def _classes(cfg: Any) -> list[str]:
+    folder = Path(cfg.root).expanduser() / cfg.train
+    if not folder.is_dir():
+        raise ConfigError(
+            f"dataset.root={cfg.root}: there is no folder {folder}; expected are "
+            f"{cfg.train}/<class>/<image>, see dataset.root and dataset.train"
+        )
+    classes = [f.name for f in _class_folders(folder)]
+    if len(classes) < 2:
+        raise ConfigError(
+            f"dataset.root={cfg.root}: {folder} has {len(classes)} class folders, "
+            "at least 2 are needed"
+        )
+    return classes
+
+
+def _read(folder: Path, classes: list[str]) -> ImageFiles:
+    paths: list[Path] = []
+    labels: list[int] = []
+    for class_folder in _class_folders(folder):
+        if class_folder.name not in classes:
+            raise ConfigError(
+                f"dataset=image_folder: {class_folder} is of a class that has no training images"
+            )
+        found = sorted(f for f in class_folder.rglob("*") if f.suffix.lower() in _SUFFIXES)
+        if not found:
+            raise ConfigError(
+                f"dataset=image_folder: {class_folder} has no images ({', '.join(_SUFFIXES)})"
+            )
+        paths += found
+        labels += [classes.index(class_folder.name)] * len(found)
+    return ImageFiles(paths, labels)
+
+
+def _class_folders(folder: Path) -> list[Path]:
+    return sorted(f for f in folder.iterdir() if f.is_dir() and not f.name.startswith("."))
+
+
+_DATASETS: Mapping[str, Callable[[Any], Splits]] = {
+    "digits": open_digits,
+    "flowers102": open_flowers102,
+    "cub200": open_cub200,
+    "image_folder": open_image_folder,
+}
+_SHAPES = {"digits": _DIGITS, "flowers102": FLOWERS102, "cub200": CUB200}
+
+
+def check_data(cfg: Any) -> None:
+    """Check the ranges that types cannot express.
+
+    Raises:
+        ConfigError: one line with the key, its value and what is accepted.
+    """
+    name = cfg.get("name")
+    if name not in _DATASETS:
+        raise ConfigError(f"dataset.name={name}: accepted are {', '.join(_DATASETS)}")
+    if OmegaConf.is_missing(cfg, "root"):
+        raise ConfigError(f"dataset.root: {name} needs it; dataset.root=<folder>")
+    if cfg.augment not in AUGMENTATIONS:
+        raise ConfigError(f"dataset.augment={cfg.augment}: accepted are {', '.join(AUGMENTATIONS)}")
+    if cfg.num_classes is not None and cfg.num_classes < 2:
+        raise ConfigError(f"dataset.num_classes={cfg.num_classes}: must be 2 or more")
+    fraction = cfg.get("test_fraction", 0.5)
+    if not 0 < fraction < 1:
+        raise ConfigError(
+            f"dataset.test_fraction={fraction:g}: must be more than 0 and less than 1"
+        )
+
+
+def shape_of_data(cfg: Any) -> Shape:
+    """Return the shape of a checked ``cfg``'s data set, without fetching or opening it.
+
+    Raises:
+        ConfigError: only its files have it, and they are not there.
+    """
+    known = _SHAPES.get(cfg.name)
+    if cfg.num_classes is not None:
+        return replace(known or Shape(num_classes=0), num_classes=cfg.num_classes)
+    return known or Shape(num_classes=len(_classes(cfg)))
+
+
+def open_data(cfg: Any) -> Splits:
+    """Open the data set of a checked ``cfg``; fetch it first if it is absent and may be fetched.
+
+    Raises:
+        ConfigError: it is not available, or its files contradict each other.
+    """
+    splits = _DATASETS[cfg.name](cfg)
+    known = splits.shape.num_classes
+    for what, source in (
+        ("training", splits.train),
+        ("validation", splits.validation),
+        ("test", splits.test),
+    ):
+        _check_split(cfg, what, source, known)
+    if cfg.num_classes is None:
+        return splits
+    if cfg.num_classes < known:
+        raise ConfigError(f"dataset.num_classes={cfg.num_classes}: {cfg.name} has {known} classes")
+    return replace(splits, shape=replace(splits.shape, num_classes=cfg.num_classes))
+
+
+def _check_split(cfg: Any, what: str, source: ImageSource, num_classes: int) -> None:
+    if not len(source.labels):
+        raise ConfigError(f"dataset.root={cfg.root}: {cfg.name} has no {what} images there")
+    for index, label in enumerate(source.labels):
+        if not 0 <= label < num_classes:
+            raise ConfigError(
+                f"dataset.root={cfg.root}: {source.describe(index)} has label {label}; "
+                f"{cfg.name} has classes 0 to {num_classes - 1}"
+            )

@@ -1,0 +1,127 @@
+"""The event channel, the screen and the log, at their edges."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from io import FileIO
+from pathlib import Path
+
+import pytest
+
+from robust_train.events import CheckpointSaved, Event, Finished, Progress, UserEvent
+from robust_train.execution.output import AttemptLog
+from robust_train.execution.progress import AttemptProgress
+from robust_train.execution.screen import Screen
+from robust_train.execution.votes import Votes
+from robust_train.execution.wire import EventSender, read_events
+from robust_train.run import STOP
+from world import wait_until
+
+
+@pytest.fixture
+def channel() -> Iterator[tuple[socket.socket, socket.socket]]:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        yield ours, theirs
+
+
+def test_only_progress_is_dropped_where_nobody_reads(channel):
+    ours, theirs = channel
+    send = EventSender(theirs)
+    for step in range(2000):
+        send(Progress(step))
+    for step in range(2000):
+        send(CheckpointSaved("path", step))
+    received: list[Event] = []
+    while len(received) < 2000 or received[-1] != CheckpointSaved("path", 1999):
+        received += read_events(ours)
+        send.flush(0)
+    saved = [event.step for event in received if isinstance(event, CheckpointSaved)]
+    assert saved == [*range(2000)]
+    assert len(received) < 4000
+
+
+@pytest.mark.parametrize("size", [10, 100_000, 20_000_000])
+def test_an_event_of_any_size_arrives_whole(channel, size: int):
+    ours, theirs = channel
+    EventSender(theirs)(UserEvent("retry", {"event": "failed", "text": "x" * size}))
+    assert read_events(ours) == [UserEvent("retry", {"event": "failed", "text": "x" * size})]
+
+
+def test_a_packet_that_is_no_event_is_dropped(channel):
+    ours, theirs = channel
+    for packet in (b"not json", b'{"event": "finished", "step": "one"}', b'{"event": "?"}', b"\0"):
+        theirs.send(packet)
+    EventSender(theirs)(Finished(1))
+    assert read_events(ours) == [Finished(1)]
+
+
+def test_a_launcher_that_is_gone_is_not_the_trainers_trouble(channel):
+    ours, theirs = channel
+    ours.close()
+    send = EventSender(theirs)
+    send(Finished(1))
+    send.flush()
+
+
+def test_progress_is_folded_from_events():
+    events = [Progress(3), CheckpointSaved("a", 3), Progress(5), Finished("done", step=6)]
+    progress = AttemptProgress()
+    for event in events:
+        progress = progress.after(event)
+    outcome = progress.outcome(None, 1.0)
+    assert (outcome.end_step, outcome.result) == (6, "done")
+
+
+def test_what_cannot_be_shown_is_dropped_and_said_later():
+    read_end, write_end = os.pipe()
+    screen = Screen(write_end)
+    for _ in range(300):
+        screen.write(b"x" * 10_000)
+    screen.finish(0.0)  # nobody reads: it comes back
+    shown = b""
+    while select.select([read_end], [], [], 0.1)[0]:
+        shown += os.read(read_end, 1 << 16)
+        screen.show()
+    assert len(shown) < 2_000_000
+    assert b"output were not shown" in shown
+    os.close(read_end)
+    os.close(write_end)
+
+
+def test_a_bar_without_line_ends_costs_the_same_for_weeks(tmp_path: Path):
+    log = AttemptLog(FileIO(tmp_path / "log", "ab"))
+    log.write(b"first line\n")
+    for step in range(50_000):
+        log.write(b"\rstep %d" % step)
+    assert len(log._line) < 100  # what is kept of it, in memory
+    log.close()
+    assert (tmp_path / "log").read_text() == "first line\nstep 49999"
+
+
+def test_the_lock_of_a_groups_flags_outlives_its_holder_and_waits_for_the_slow():
+    votes = Votes(2)
+    pid = os.fork()
+    if pid == 0:
+        with votes._locked():
+            os.kill(os.getpid(), signal.SIGSTOP)
+        os._exit(0)
+    wait_until(lambda: os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT | os.WNOHANG), "it stops")
+    votes.raise_flag(STOP)  # takes no lock
+    started = time.monotonic()
+    other = os.fork()
+    if other == 0:
+        votes.look(STOP, 0)
+        os._exit(0)
+    time.sleep(1.2)  # longer than a rank was patient once
+    assert os.waitpid(other, os.WNOHANG) == (0, 0), "it waits"
+    os.kill(pid, signal.SIGKILL)
+    assert os.waitpid(other, 0)[1] == 0
+    assert time.monotonic() - started < 60
+    os.waitpid(pid, 0)
+    assert votes.look(STOP, 1)

@@ -1,0 +1,180 @@
+"""Signals, silence and hangs in the processes of a job, with the real command."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hard_days import LARGE_BYTES
+from world import World, is_running, wait_until
+
+
+def ready(world: World) -> int:
+    """Wait for the trainer; return its process id."""
+    path = Path(world.environ["READY_FILE"])
+    return int(wait_until(lambda: path.exists() and path.read_text(), "the trainer runs"))
+
+
+def tree(pid: int) -> list[psutil.Process]:
+    root = psutil.Process(pid)
+    return [root, *root.children(recursive=True)]
+
+
+def start(world: World, trainer: str, *arguments: str) -> subprocess.Popen[str]:
+    world.environ["READY_FILE"] = str(world.folder / "ready")
+    world.environ["GO_FILE"] = str(world.folder / "go")
+    return world.start(f"trainer._target_=hard_days.{trainer}", *arguments)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "signum", "more"),
+    [
+        ("saves_when_stopped", signal.SIGTERM, []),
+        ("saves_when_stopped", signal.SIGHUP, []),
+        ("saves_when_stopped", signal.SIGUSR1, []),
+        ("loads_with_workers", signal.SIGTERM, []),
+        (
+            "saves_when_stopped_in_a_group",
+            signal.SIGTERM,
+            ["num_gpus=2", "device=cpu", "auto_device=false"],
+        ),
+    ],
+)
+def test_a_signal_to_every_process_of_a_job_leaves_one_last_whole_checkpoint(
+    world: World, trainer: str, signum: int, more: list[str]
+):
+    process = start(world, trainer, *more)
+    ready(world)
+    for one in reversed(tree(process.pid)):
+        one.send_signal(signum)
+    ended = world.end(process)
+    assert ended.returncode == 128 + signum, ended.output
+    assert ended.summary["status"] == "interrupted"
+    assert Path(ended.summary["checkpoint"]).stat().st_size == 20_000
+
+
+def test_signals_that_come_again_do_not_break_off_a_checkpoint(world: World):
+    process = start(world, "saves_when_stopped")
+    attempt = ready(world)
+    process.send_signal(signal.SIGTERM)
+    for _ in range(3):
+        os.kill(attempt, signal.SIGTERM)
+    ended = world.end(process)
+    assert ended.returncode == 143, ended.output
+    assert Path(ended.summary["checkpoint"]).stat().st_size == 20_000
+
+
+def test_a_stopped_launcher_does_not_hold_training_up(world: World):
+    """Nor is anything lost but progress, whatever its size."""
+    steps = world.folder / "steps"
+    world.environ["STEPS_FILE"] = str(steps)
+    process = start(world, "goes_on_alone")
+    ready(world)
+    process.send_signal(signal.SIGSTOP)
+    (world.folder / "go").touch()
+    wait_until(lambda: steps.exists() and steps.read_text() == "3000", "training goes on")
+    process.send_signal(signal.SIGCONT)
+    ended = world.end(process)
+    assert ended.returncode == 0, ended.output
+    assert ended.summary["result"] == {"steps": 3000, "large": "z" * LARGE_BYTES}
+    users = [e for e in ended.journal if e["event"] == "user"]
+    assert [e["fields"]["step"] for e in users if e["event_name"] == "note"] == [*range(1, 3001)]
+    assert [len(e["fields"]["text"]) for e in users if e["event_name"] == "large"] == [LARGE_BYTES]
+
+
+def test_a_completed_result_counts_though_its_process_does_not_end(world: World):
+    process = start(world, "completes_but_does_not_end", "stop_grace_seconds=0.5")
+    ended = world.end(process)
+    assert ended.returncode == 0, ended.output
+    assert ended.summary["result"] == "done"
+
+
+def test_output_that_nobody_reads_holds_nothing_up(world: World):
+    process = start(world, "prints_a_lot")
+    ready(world)  # 4 MB were printed, and nobody has read a byte
+    process.send_signal(signal.SIGTERM)
+    summary = world.run_dir / "summary.json"
+    wait_until(summary.exists, "the job ends")
+    ended = world.end(process)
+    assert ended.returncode == 143
+    assert "the last line" in (world.run_dir / "attempt-1.log").read_text()
+    assert "output were not shown" in ended.output
+
+
+def test_the_log_holds_a_bars_last_state_while_it_is_drawn(world: World):
+    process = start(world, "draws_a_bar")
+    ready(world)
+    log = world.run_dir / "attempt-1.log"
+    wait_until(lambda: "step 200" in log.read_text(), "the log has the bar's state")
+    (world.folder / "go").touch()
+    assert world.end(process).returncode == 0
+    assert log.read_text().count("step") == 1
+
+
+def test_nothing_outlives_a_job_whose_fork_server_is_killed(world: World):
+    """Not even what has left its process group, session and parent."""
+    pid_file = world.folder / "pid"
+    code = (
+        "import os, subprocess, sys, time\n"
+        "subprocess.Popen(['setsid', 'sh', '-c', "
+        f"'(echo $$ > {pid_file}; exec sleep 1000) & sleep 1000'])\n"
+        "time.sleep(1000)"
+    )
+    process = world.start("trainer=command", f"trainer.argv=[{sys.executable},-c,{_quoted(code)}]")
+    detached = int(wait_until(lambda: pid_file.exists() and pid_file.read_text(), "it runs"))
+    server = psutil.Process(process.pid).children()[0]
+    server.kill()
+    ended = world.end(process)
+    assert ended.returncode == 1, ended.output
+    wait_until(lambda: not is_running(detached), "the detached process ends")
+
+
+def _quoted(code: str) -> str:
+    return '"' + code.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
+
+
+def test_a_signal_at_the_very_start_prints_no_traceback(world: World):
+    process = world.start("trainer._target_=hard_days.returns_its_pid")
+    wait_until(lambda: _has_handler(process.pid), "signals are handled")
+    process.send_signal(signal.SIGINT)
+    ended = world.end(process)
+    assert ended.returncode == 130
+    assert "Traceback" not in ended.output
+
+
+def _has_handler(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/status").read_text()
+    (caught,) = [line.split()[1] for line in status.splitlines() if line.startswith("SigCgt")]
+    return bool(int(caught, 16) >> (signal.SIGTERM - 1) & 1)
+
+
+def test_a_trainer_may_compute_tensors_when_it_is_imported(world: World):
+    """OpenMP's threads are not in a fork: the module is imported in the attempt."""
+    del world.environ["OMP_NUM_THREADS"]
+    ended = world.run("trainer._target_=trainer_that_computes_at_import.train")
+    assert ended.returncode == 0, ended.output
+    assert ended.summary["result"] == 512.0**3
+
+
+def test_libraries_read_the_environment_that_the_job_sets(world: World):
+    ended = world.with_libraries().run(
+        "trainer._target_=trainer_of_libraries.train",
+        "+hydra.job.env_set.READ_AT_IMPORT=by the library",
+    )
+    assert ended.returncode == 0, ended.output
+    assert ended.summary["result"] == "by the library"
+
+
+def test_a_library_that_starts_native_threads_is_imported_by_each_attempt(world: World):
+    ended = world.with_libraries().run(
+        "trainer._target_=trainer_that_starts_a_thread.train", "max_retries=1"
+    )
+    assert ended.returncode == 0, ended.output
+    assert ended.stdout.count("starts_a_native_thread starts a thread when it is imported") == 1
+    assert [a["outcome"] for a in ended.attempts] == ["host_oom", "completed"]

@@ -1,0 +1,3 @@
+"""Imported by a test: memory runs out while this module is executed."""
+
+raise MemoryError

@@ -1,0 +1,120 @@
+"""Trainers for tests of what a job's processes live through."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+LARGE_BYTES = 10_000_000
+
+
+def _say_ready() -> None:
+    Path(os.environ["READY_FILE"]).write_text(str(os.getpid()))
+
+
+def saves_when_stopped(cfg, run):
+    """Trains until it is stopped, then takes its time to save a checkpoint."""
+    run.checkpoint_dir.mkdir(exist_ok=True)
+    run.started(0)
+    step = 0
+    while not run.stop_requested:
+        step += 1
+        run.progress(step)
+        if step == 3:
+            _say_ready()
+        time.sleep(0.01)
+    path = run.checkpoint_dir / f"step-{step}"
+    with path.open("w") as file:
+        for _ in range(20):  # a signal in the middle must not break this off
+            file.write("x" * 1000)
+            time.sleep(0.02)
+    run.checkpoint_saved(path, step)
+    raise KeyboardInterrupt
+
+
+def saves_when_stopped_in_a_group(cfg, run):
+    """The same in several ranks."""
+    if run.is_main:
+        return saves_when_stopped(cfg, run)
+    while not run.stop_requested:
+        time.sleep(0.01)
+    raise KeyboardInterrupt
+
+
+def loads_with_workers(cfg, run):
+    """The same, with batches from workers that stop where they are when they die."""
+    from torch.utils.data import DataLoader
+
+    loader = iter(DataLoader(range(10_000_000), batch_size=2, num_workers=2))
+    run.checkpoint_dir.mkdir(exist_ok=True)
+    run.started(0)
+    step = 0
+    while not run.stop_requested:
+        next(loader)
+        step += 1
+        run.progress(step)
+        if step == 20:
+            _say_ready()
+        time.sleep(0.01)
+    next(loader)  # the end of the step still needs its data
+    path = run.checkpoint_dir / f"step-{step}"
+    path.write_text("x" * 20_000)
+    run.checkpoint_saved(path, step)
+    raise KeyboardInterrupt
+
+
+def goes_on_alone(cfg, run):
+    """Counts its steps in a file, whoever listens."""
+    steps = Path(os.environ["STEPS_FILE"])
+    run.started(0)
+    for step in range(1, 3001):
+        run.progress(step)
+        run.record("note", {"step": step, "text": "x" * 500})
+        if step % 100 == 0:
+            steps.write_text(str(step))
+        if step == 1:
+            _say_ready()
+            while not Path(os.environ["GO_FILE"]).exists():
+                time.sleep(0.01)
+    run.record("large", {"text": "y" * LARGE_BYTES})
+    return {"steps": step, "large": "z" * LARGE_BYTES}
+
+
+def completes_but_does_not_end(cfg):
+    import atexit
+
+    atexit.register(time.sleep, 1000)
+    return "done"
+
+
+def fails_but_does_not_end(cfg):
+    import atexit
+
+    atexit.register(time.sleep, 1000)
+    raise KeyError("why it failed")
+
+
+def prints_a_lot(cfg, run):
+    run.started(0)
+    for step in range(1, 401):
+        print("x" * 10_000)
+        run.progress(step)
+    print("the last line", flush=True)
+    _say_ready()
+    while not run.stop_requested:
+        time.sleep(0.01)
+    raise KeyboardInterrupt
+
+
+def draws_a_bar(cfg, run):
+    for step in range(200):
+        print(f"\rstep {step}", end="", flush=True)
+    _say_ready()
+    while not Path(os.environ["GO_FILE"]).exists():
+        print("\rstep 200", end="", flush=True)
+        time.sleep(0.05)
+
+
+def returns_its_pid(cfg):
+    return os.getpid()

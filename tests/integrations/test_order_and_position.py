@@ -1,0 +1,150 @@
+"""Which samples come next, and what Lightning's counters say of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
+
+from robust_train.errors import UserError
+from robust_train.integrations.lightning_position import ResumePosition, loops_at, share_of_step
+from robust_train.integrations.sample_order import SampleOrder, take_over
+
+COUNTERS = {"ready": 0, "started": 0, "processed": 0, "completed": 0}
+
+
+def _progress() -> dict:
+    return {"total": dict(COUNTERS), "current": dict(COUNTERS)}
+
+
+@settings(deadline=None)
+@given(
+    length=st.integers(1, 60),
+    epoch=st.integers(0, 5),
+    skip=st.integers(0, 60),
+    seed=st.integers(0, 2**40),
+    noise=st.integers(0, 2**31),
+)
+def test_the_order_depends_on_seed_and_epoch_alone(length, epoch, skip, seed, noise):
+    order = SampleOrder(RandomSampler(range(length)), seed=seed)
+    epochs = [list(order) for _ in range(epoch + 1)]
+
+    torch.manual_seed(noise)
+    state = torch.get_rng_state()
+    resumed = SampleOrder(RandomSampler(range(length)), seed=seed)
+    resumed.begin(epoch, skip)
+    assert list(resumed) == epochs[epoch][skip:]
+    assert sorted(epochs[epoch]) == list(range(length))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_sampler_with_a_generator_of_its_own_is_ordered_as_well():
+    def order(noise: int) -> SampleOrder:
+        own = torch.Generator().manual_seed(noise)
+        return SampleOrder(WeightedRandomSampler([1.0] * 50, 50, generator=own), seed=7)
+
+    first, again = order(1), order(2)
+    next(iter(again))
+    again.begin(0)
+    assert list(first) == list(again)
+    assert list(first) == list(again)
+
+
+def test_a_loaders_workers_draw_the_same_numbers_in_a_resumed_epoch():
+    def numbers(noise: int, epoch: int) -> list[float]:
+        torch.manual_seed(noise)
+        loader = DataLoader(_Random(), 2, shuffle=True, num_workers=2)
+        take_over(loader, name="loader", batch_size=2, multiple=2, seed=1).begin(epoch)
+        return torch.cat(list(loader)).tolist()
+
+    assert numbers(1, 3) == numbers(2, 3)
+    assert numbers(1, 3) != numbers(1, 4)
+
+
+class _Random(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.rand(1)
+
+
+class _Endless(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(range(4))
+
+
+@pytest.mark.parametrize(
+    ("loader", "said"),
+    [
+        ([1, 2], "is a list"),
+        (DataLoader(_Endless(), 4), "needs a map-style data set"),
+        (DataLoader(range(8), batch_sampler=[[0, 1]]), "needs a map-style data set"),
+        (DataLoader(range(3), 4, drop_last=True), "3 samples make no step of 4"),
+    ],
+)
+def test_a_loader_that_nobody_can_go_on_with_is_refused_in_one_line(loader, said: str):
+    with pytest.raises(UserError, match=said) as refused:
+        take_over(loader, name="train_dataloader", batch_size=4, multiple=4, seed=0)
+    assert str(refused.value).startswith("train_dataloader: ")
+    assert "\n" not in str(refused.value)
+
+
+@given(
+    epoch_samples=st.integers(1, 500),
+    micro_batch=st.integers(1, 20),
+    accumulation=st.integers(1, 8),
+    behind=st.integers(0, 100),
+)
+def test_every_sample_of_a_step_counts_the_same(epoch_samples, micro_batch, accumulation, behind):
+    start = behind * micro_batch * accumulation
+    if start >= epoch_samples:
+        return
+    left = epoch_samples - start
+    step = min(micro_batch * accumulation, left)
+    parts = [min(micro_batch, step - i) for i in range(0, step, micro_batch)]
+    for samples in parts:
+        share = share_of_step(
+            samples,
+            group=accumulation,
+            micro_batch=micro_batch,
+            accumulation=accumulation,
+            left=left,
+        )
+        # Lightning divides the mean over the part by the accumulation
+        assert share / accumulation / samples == pytest.approx(1 / step)
+        if len(parts) == accumulation and step == micro_batch * accumulation:
+            assert share == 1
+
+
+@given(
+    epoch=st.integers(0, 4),
+    steps=st.integers(0, 30),
+    effective=st.sampled_from([4, 8, 24]),
+    epoch_samples=st.integers(1, 200),
+    micro_batch=st.sampled_from([1, 2, 4]),
+)
+def test_the_loops_expect_exactly_the_batches_that_are_left(
+    epoch, steps, effective, epoch_samples, micro_batch
+):
+    samples = min(steps * effective, epoch_samples)
+    position = ResumePosition(epoch=epoch, samples=samples, epoch_samples=epoch_samples, step=99)
+    saved = {
+        "epoch_loop.state_dict": {"_batches_that_stepped": 1},
+        "epoch_loop.batch_progress": _progress() | {"is_last_batch": True},
+        "epoch_loop.val_loop.batch_progress": _progress() | {"is_last_batch": True},
+        "epoch_progress": _progress(),
+    }
+    loops = loops_at(saved, position, micro_batch)
+    assert saved["epoch_loop.batch_progress"]["is_last_batch"]
+    batches, epochs = loops["epoch_loop.batch_progress"], loops["epoch_progress"]["current"]
+    left = -(-(epoch_samples - samples) // micro_batch)
+    if 0 < samples < epoch_samples:
+        assert batches["current"]["ready"] + left == position.batches(micro_batch)
+        assert batches["current"]["completed"] == batches["current"]["ready"] - 1
+        assert (epochs["started"], epochs["completed"]) == (epoch + 1, epoch)
+    else:
+        assert batches["current"] == COUNTERS
+        assert set(epochs.values()) == {epoch + (samples > 0)}

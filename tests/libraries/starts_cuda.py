@@ -1,0 +1,10 @@
+"""A library that initialises the CUDA driver when it is imported."""
+
+import ctypes
+import os
+
+ctypes.CDLL("libcuda.so.1").cuInit(0)
+
+
+def visible():
+    return os.environ["CUDA_VISIBLE_DEVICES"]

@@ -1,0 +1,124 @@
+"""Run folders written event by event, without any job."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from robust_train.events import (
+    AttemptEnded,
+    AttemptStarted,
+    CheckpointSaved,
+    DeviceAcquired,
+    Event,
+    JobEnded,
+    JobStarted,
+    Progress,
+    TrainingStarted,
+)
+from robust_train.report.sources import read_sources
+from robust_train.report.story import Story, story_of
+from robust_train.sweep.record import JobRecord
+from robust_train.sweep.rows import row_of
+from robust_train.sweep.table import as_json
+from robust_train.values import GIB
+
+STARTED = JobStarted("/run", "trainers.train")
+COMPLETED = JobEnded("completed")
+OOM = {
+    "outcome": "device_oom",
+    "message": "CUDA out of memory.",
+    "action": "halve_batch",
+    "reason": "out of memory: micro-batch 64 → 32",
+}
+FIGURES = {"requested_bytes": 2 * GIB, "free_bytes": GIB, "total_bytes": 16 * GIB}
+
+
+class Journal:
+    """Writes a run folder event by event; ``at`` is the time of the next one."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.at = 1_795_000_000.0
+
+    def __call__(self, seconds: float, event: Event, attempt: int | None = None) -> None:
+        """Something that happened so many seconds after what was before it."""
+        self.at += seconds
+        content = {"time": self.at, "attempt": attempt, **event.as_json()}
+        with (self.folder / "journal.jsonl").open("a") as file:
+            file.write(json.dumps(content) + "\n")
+
+    def start(self, number: int, *, device: str = "cuda:0", size: int = 64) -> None:
+        """An attempt starts at once."""
+        self(0, AttemptStarted(device, size, 64 // size), number)
+
+    def steps(self, number: int, first: int, last: int) -> None:
+        """A step a second."""
+        for step in range(first, last + 1):
+            self(1, Progress(step, metrics={"loss": 1 / step}), number)
+
+    def end(self, number: int, outcome: str = "completed", seconds: float = 0, **more: Any) -> None:
+        """An attempt ends."""
+        evidence = more.pop("evidence", {})
+        record = {"device": "cuda:0", "outcome": outcome, **more}
+        self(seconds, AttemptEnded(record, evidence), number)
+
+    @property
+    def story(self) -> Story:
+        """What a report tells of it."""
+        return story_of(read_sources(self.folder))
+
+
+def write_recovered(journal: Journal) -> Journal:
+    """Waits 10 s; runs out of memory at step 8, 3 after its checkpoint; goes on with half."""
+    journal(0, STARTED)
+    journal(11, DeviceAcquired("cuda:0", wait_seconds=10))
+    journal.start(1)
+    journal(2, TrainingStarted(0), 1)
+    journal.steps(1, 1, 5)
+    journal(0, CheckpointSaved("/five", 5), 1)
+    journal.steps(1, 6, 8)
+    journal.end(1, batch_size=64, end_step=8, evidence=FIGURES, **OOM)
+    journal.at += 4
+    journal.start(2, size=32)
+    journal(2, TrainingStarted(5), 2)
+    journal.steps(2, 6, 12)
+    journal.end(2, batch_size=32, gradient_accumulation_steps=2, end_step=12)
+    journal(1, COMPLETED)
+    return journal
+
+
+def write_failed(journal: Journal) -> Journal:
+    """Fails with texts that would be scripts if they were let."""
+    nasty = "</script><script>console.error('got in')</script><img src=x onerror=alert(1)>"
+    journal(0, STARTED)
+    journal.start(1)
+    journal(1, Progress(1, metrics={"loss": float("nan"), "<i>metric</i>": 0.5}), 1)
+    journal.end(1, "bug", message=nasty, evidence={"traceback": f"Traceback: {nasty}"})
+    journal(0, JobEnded("failed", nasty))
+    return journal
+
+
+def write_sweep(folder: Path) -> None:
+    """Three jobs, the last of which fails."""
+    rows = []
+    for number, status in enumerate(("completed", "completed", "failed")):
+        job = folder / str(number)
+        job.mkdir()
+        reason = "this learning rate is not for me" if status == "failed" else None
+        journal = Journal(job)
+        if reason is None:
+            write_recovered(journal)
+        else:
+            journal(0, STARTED)
+            journal.start(1)
+            journal.end(1, "bug", message=reason, seconds=2)
+            journal(0, JobEnded("failed", reason))
+        record = JobRecord(
+            "sweep-id", number, (f"training.lr=0.{number}",), status, int(number == 2), None, reason
+        )
+        record.write(job)
+        rows.append(row_of(job, record, None))
+    content = as_json(rows, sweep="sweep-id", launcher="basic", exit_code=1, wall_seconds=40)
+    (folder / "sweep.json").write_text(json.dumps(content))

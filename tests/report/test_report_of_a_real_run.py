@@ -1,0 +1,54 @@
+"""The report of a job that the real command ran."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from robust_train.report.sources import read_sources
+from robust_train.report.story import story_of
+from simulated_nvml import Gpu, Machine
+from two_gpu_machine import A, B
+from world import World
+
+
+@pytest.fixture(scope="module")
+def recovered(tmp_path_factory: pytest.TempPathFactory, gpu_libraries: Path):
+    """Runs out of memory with 64 and 32 samples on GPU 0, and goes on to the CPU."""
+    world = World(tmp_path_factory.mktemp("recovered"))
+    gpus = [Gpu(uuid=A, total_mib=24000, free_mib=20000), Gpu(uuid=B, total_mib=24000, free_mib=1)]
+    world.with_environ(Machine(world.folder, gpu_libraries, gpus).environ)
+    world.environ["BATCH_BUDGETS"] = json.dumps({A: 16})
+    ended = world.run(
+        "trainer._target_=report_trainers.within_a_budget",
+        "training.batch_size=64",
+        "min_batch_size=32",
+        "training.lr=0.01",
+    )
+    assert ended.returncode == 0, ended.output
+    return ended
+
+
+def test_a_job_leaves_a_report(recovered):
+    page = (recovered.run_dir / "report.html").read_text()
+    assert "Completed in" in page
+    assert "at the third attempt, on the CPU with batch size 64" in page
+    assert "Memory ran out on cuda:0 at batch size 64 and 32." in page
+    assert "2.0 GiB requested, 1.2 GiB of 23.5 GiB free" in page
+    assert "retried: loss=high" in page
+    assert "report" not in recovered.stderr
+
+
+def test_times_of_a_real_run_add_up(recovered):
+    story = story_of(read_sources(recovered.run_dir))
+    assert story.gaps == ()
+    parts = sum(story.seconds[use] for use in ("useful", "lost", "wait", "startup"))
+    assert parts == pytest.approx(story.seconds["wall"])
+    assert story.seconds["wall"] == pytest.approx(recovered.summary["wall_seconds"], abs=2)
+    assert story.seconds["useful"] > 0
+    assert story.seconds["lost"] > 0
+    outcomes = [attempt.outcome for attempt in story.attempts]
+    assert outcomes == [attempt["outcome"] for attempt in recovered.attempts]
+    assert {curve.name for curve in story.curves} == {"loss", "lr", "val_loss"}

@@ -1,0 +1,136 @@
+"""Reports looked at in a real browser."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from journals import Journal, write_failed, write_recovered, write_sweep
+
+from browser import Browser, find_browser
+from robust_train.cli.report import main
+from robust_train.memory.samples import Sample, encode
+from robust_train.values import GIB
+
+pytestmark = pytest.mark.slow
+
+WIDTHS = {"desktop": 1280, "tablet": 800, "phone": 360}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    program = find_browser()
+    if program is None:
+        pytest.skip("no browser: `just browser` installs one, ROBUST_TRAIN_BROWSER names one")
+    with Browser(program) as browser:
+        yield browser
+
+
+def write_died(journal: Journal) -> None:
+    write_recovered(journal)
+    lines = (journal.folder / "journal.jsonl").read_text().splitlines()
+    (journal.folder / "journal.jsonl").write_text("\n".join(lines[:12]) + '\n{"time": 17')
+
+
+def write_long(journal: Journal) -> None:
+    """Samples of a GPU: saw teeth of eight micro-batches a step."""
+    write_recovered(journal)
+    samples = [
+        encode(
+            Sample(
+                journal.at - 13 + 12 * i / 3000,
+                *(2, "cuda:0", i // 8, GIB * (4 + i % 8), 12 * GIB, 14 * GIB, 16 * GIB, GIB),
+            )
+        )
+        for i in range(3000)
+    ]
+    (journal.folder / "memory.jsonl").write_text("\n".join(samples) + "\n")
+
+
+REPORTS = {
+    "recovered": write_recovered,
+    "failed": write_failed,
+    "died": write_died,
+    "long_run": write_long,
+    "sweep": lambda journal: write_sweep(journal.folder),
+}
+
+OVERLAPS = """
+[...document.querySelectorAll("svg.plot")].flatMap(svg => {
+  const texts = [...svg.querySelectorAll("text")].map(text => [text, text.getBoundingClientRect()])
+    .filter(([, frame]) => frame.width);
+  return texts.flatMap(([one, a], i) => texts.slice(i + 1)
+    .filter(([, b]) => Math.min(a.right, b.right) - Math.max(a.left, b.left) > 1
+      && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 3)
+    .map(([other]) => [svg.getAttribute("aria-label"), one.textContent, other.textContent]));
+})
+"""
+SMALLEST_TEXT = """
+Math.min(...[...document.querySelectorAll("svg.plot text")]
+  .map(text => text.getBoundingClientRect().height).filter(height => height))
+"""
+
+
+@pytest.fixture
+def page_of(tmp_path: Path):
+    def make(name: str) -> Path:
+        REPORTS[name](Journal(tmp_path))
+        assert main([str(tmp_path)]) == 0
+        return tmp_path / "report.html"
+
+    return make
+
+
+@pytest.mark.parametrize("name", REPORTS)
+@pytest.mark.parametrize("device", WIDTHS)
+def test_a_browser_shows_the_report(browser, page_of, name, device):
+    page = browser.open(page_of(name), width=WIDTHS[device])
+    assert page.complaints == []
+    assert page.requests == []
+    assert page.evaluate("document.documentElement.scrollWidth") <= WIDTHS[device]
+    assert page.evaluate(OVERLAPS) == []
+    assert page.evaluate(SMALLEST_TEXT) > 9
+    shown = page.screenshot()
+    assert shown.width == WIDTHS[device]
+    assert len(shown.convert("RGB").getcolors(1 << 24)) > 50, "more than a blank page"
+    page.close()
+
+
+def test_a_dark_room_gets_a_dark_page(browser, page_of):
+    def brightness(dark: bool) -> float:
+        page = browser.open(page_of("recovered"), width=1280, dark=dark)
+        pixels = page.screenshot().convert("L").resize((1, 1)).getpixel((0, 0))
+        page.close()
+        return pixels
+
+    assert brightness(dark=False) > 200
+    assert brightness(dark=True) < 60
+
+
+def test_the_pointer_reads_values_out(browser, page_of):
+    page = browser.open(page_of("long_run"), width=1280)
+    where = page.evaluate(
+        """(() => { const plot = document.querySelector("svg[data-plot]");
+        plot.scrollIntoView({block: "center"});
+        const frame = plot.getBoundingClientRect();
+        return [frame.left + frame.width * 0.7, frame.top + frame.height * 0.4]; })()"""
+    )
+    page.point_at(*where)
+    told = page.evaluate('document.querySelector("#readout").textContent')
+    assert "allocated: " in told
+    assert "GiB" in told
+    page.point_at(1, 1)
+    assert page.evaluate('document.querySelector("#readout").hidden')
+    assert page.complaints == []
+    page.close()
+
+
+def test_everything_can_be_read_without_scripts(browser, page_of):
+    texts = []
+    for script in (True, False):
+        page = browser.open(page_of("recovered"), width=1280, script=script)
+        texts.append(page.evaluate("document.body.innerText"))
+        page.close()
+    assert texts[0] == texts[1]
+    assert "Completed in" in texts[0]

@@ -1,0 +1,77 @@
+"""Run folders of jobs that are alive, here or on another host, and of jobs that died."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from robust_train.execution.signals import SignalWatch
+from robust_train.runfolder.folder import RunFolder
+from world import ROOT, TESTS
+
+_HOLD = """
+import sys, time
+from pathlib import Path
+from robust_train.execution.signals import SignalWatch
+from robust_train.runfolder.folder import RunFolder
+with SignalWatch() as signals, RunFolder(Path(sys.argv[1]), "elsewhere", signals) as folder:
+    print(folder.token, flush=True)
+    while True:
+        folder.tick()
+        time.sleep(0.02)
+"""
+
+
+@contextlib.contextmanager
+def open_folder(run_dir: Path, name: str = "a job") -> Iterator[RunFolder]:
+    """A run folder that this process holds."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with SignalWatch() as signals, RunFolder(run_dir, name, signals) as folder:
+        yield folder
+
+
+@contextlib.contextmanager
+def another_launcher(run_dir: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that holds a run folder, ticks, and can be killed."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", _HOLD, str(run_dir)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": f"{TESTS}:{ROOT / 'src'}"},
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline()
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGCONT)
+        process.kill()
+        process.communicate()
+
+
+def change_json(path: Path, **changes: Any) -> None:
+    """Write other values into a file, in place: its lock stays."""
+    content = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps(content))
+
+
+def as_on_another_host(run_dir: Path) -> None:
+    """Let the folder look like that of a job of another host on the same disk."""
+    for name in ("lock", "state.json"):
+        change_json(run_dir / name, host="another-host.example")
+
+
+def seconds(work: Any) -> float:
+    started = time.monotonic()
+    work()
+    return time.monotonic() - started

@@ -1,0 +1,237 @@
+"""What an attempt makes of requests: real files, a real run, real optimizers."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,
+    register_optimizer_step_post_hook,
+)
+
+from robust_train.files import replacing
+from robust_train.run import MicroBatchPlan, Run
+from robust_train.runfolder import attempt_requests
+from robust_train.runfolder.attempt_requests import AttemptRequests
+from robust_train.runfolder.requests import TAKEN, Inbox
+from world import wait_until
+
+
+class Asking:
+    """An attempt of this process, and a client that writes requests for it."""
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        self.events: list[dict[str, Any]] = []
+        self.run = Run(
+            run_dir=folder, report=lambda event: self.events.append(event.as_json()), **options
+        )
+        self.inbox = Inbox(folder)
+        self.inbox.open()
+        self.requests = AttemptRequests(self.run, folder)
+        self._number = 0
+
+    def ask(self, verb: str, **options: Any) -> int:
+        """Make a request and wait until it is taken."""
+        self._number += 1
+        path = self.inbox.path / f"{self._number:04}.json"
+        waiting = self.requests.waiting
+        with replacing(path) as temporary:
+            temporary.write_text(json.dumps({"verb": verb, "options": options}))
+        wait_until(lambda: not path.exists(), "it is taken")
+        if verb != "figures":
+            wait_until(lambda: self.requests.waiting > waiting, "it waits for a boundary")
+        return self._number
+
+    def has_replied(self, number: int = 0) -> bool:
+        return (self.inbox.path / f"{number or self._number:04}.answer").exists()
+
+    def reply(self, number: int = 0) -> dict[str, Any]:
+        """The answer to one request, by default the last."""
+        wait_until(lambda: self.has_replied(number), "it is answered")
+        return json.loads((self.inbox.path / f"{number or self._number:04}.answer").read_text())
+
+
+@pytest.fixture
+def attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Asking]]:
+    monkeypatch.setattr(attempt_requests, "POLL_SECONDS", 0.01)
+    made: list[Asking] = []
+
+    def make(**options: Any) -> Asking:
+        asking = Asking(tmp_path, **options)
+        made.append(asking)
+        asking.requests.__enter__()
+        return asking
+
+    yield make
+    for asking in made:
+        asking.requests.__exit__(None, None, None)
+
+
+def test_what_reads_only_is_answered_without_a_boundary(attempt: Callable[..., Asking]):
+    asking = attempt()
+    asking.ask("figures")
+    answer = asking.reply()["answer"]
+    assert answer["attempt_pid"] == os.getpid()
+    assert answer["memory"]["resident"] > 0
+
+
+def test_a_checkpoint_is_answered_when_it_is_saved(attempt: Callable[..., Asking]):
+    asking = attempt()
+    assert not asking.run.checkpoint_requested
+    asking.ask("checkpoint")
+    asking.ask("checkpoint")
+    assert asking.run.checkpoint_requested
+    assert not asking.has_replied()
+    asking.run.checkpoint_saved(Path("somewhere"), 7)
+    assert not asking.run.checkpoint_requested
+    for number in (1, 2):
+        assert asking.reply(number)["answer"] == {"path": "somewhere", "step": 7}
+
+
+def test_a_checkpoint_that_cannot_be_saved_is_told_of_and_not_tried_for_ever(
+    attempt: Callable[..., Asking],
+):
+    asking = attempt()
+    asking.ask("checkpoint")
+    assert asking.run.checkpoint_requested
+    asking.run.checkpoint_failed("No space left on device")
+    assert asking.reply()["error"] == "no checkpoint: No space left on device"
+    assert not asking.run.checkpoint_requested
+
+
+def test_a_trainer_is_given_one_round_of_its_loop_to_show_its_habits(
+    attempt: Callable[..., Asking],
+):
+    asking = attempt()
+    asking.ask("checkpoint")
+    asking.run.progress(1)
+    assert not asking.run.stop_requested
+    assert not asking.has_replied()
+    asking.run.progress(2)
+    error = asking.reply()["error"]
+    assert "does not look at run.checkpoint_requested" in error
+    assert "'robust-train run stop', which saves one first" in error
+    assert not asking.run.checkpoint_requested
+
+
+def test_who_looks_late_in_its_loop_is_not_refused(attempt: Callable[..., Asking]):
+    asking = attempt()
+    asking.ask("checkpoint")
+    asking.run.progress(1)
+    assert asking.run.checkpoint_requested
+    for step in range(2, 10):  # it is in the middle of something
+        asking.run.progress(step)
+    assert not asking.has_replied()
+    asking.run.checkpoint_saved(Path("somewhere"), 9)
+    assert asking.reply()["answer"]["step"] == 9
+
+
+def test_a_restart_is_asked_for_once_the_trainer_is_known_not_to_split(
+    attempt: Callable[..., Asking],
+):
+    asking = attempt()
+    asking.run.micro_batch_plan = MicroBatchPlan(batch_size=8)
+    asking.ask("halve_batch")
+    assert not asking.run.stop_requested
+    assert not asking.run.stops_to_restart
+    assert asking.run.stop_requested
+    assert asking.run.stops_to_restart
+    (kept,) = asking.inbox.requests(TAKEN)
+    assert kept.verb == "halve_batch", "the launcher answers it, once the next attempt is decided"
+    asking.run.request_stop()
+    assert not asking.run.stops_to_restart, "being told to end for good goes first"
+
+
+def test_halving_before_the_first_split_waits_for_it(attempt: Callable[..., Asking]):
+    asking = attempt()
+    asking.run.micro_batch_plan = MicroBatchPlan(batch_size=8, min_batch_size=4)
+    assert not asking.run.stop_requested
+    asking.ask("halve_batch")
+    assert not asking.run.stop_requested  # the first boundary comes before the first split
+    model = torch.nn.Linear(2, 1)
+    sizes = []
+    for micro in asking.run.micro_batches(torch.ones(8, 2), model):
+        with micro:
+            sizes.append(len(micro))
+            micro.backward(model(micro.data).mean())
+    assert sizes == [4, 4]
+    assert asking.reply()["answer"]["after"] == {"micro_batch": 4}
+    (event,) = [e for e in asking.events if e["event"] == "micro_batch_changed"]
+    assert (event["before"], event["after"], event["training"]) == (8, 4, True)
+    asking.ask("halve_batch")
+    asking.run.progress(1)
+    assert "min_batch_size=4" in asking.reply()["error"]
+
+
+def step_of(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    next(iter(optimizer.param_groups[0]["params"])).sum().backward()
+    optimizer.step()
+
+
+def test_an_optimizers_step_is_a_boundary_from_the_first_request_on(
+    attempt: Callable[..., Asking],
+):
+    hooks = _global_optimizer_post_hooks
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    asking = attempt()
+    asking.ask("figures")
+    asking.reply()
+    step_of(optimizer)
+    assert not hooks, "nothing is hooked in before it is needed"
+    asking.ask("explode")
+    wait_until(lambda: hooks, "it is hooked in")
+    step_of(optimizer)
+    assert "knows no such request" in asking.reply()["error"]
+    asking.requests.__exit__(None, None, None)
+    assert not hooks
+
+
+def test_hooks_of_others_are_left_alone(attempt: Callable[..., Asking]):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    theirs = register_optimizer_step_post_hook(lambda *_: None)
+    try:
+        asking = attempt()
+        asking.ask("explode")
+        step_of(optimizer)
+        assert len(_global_optimizer_post_hooks) == 1
+        asking.run.progress(1)
+        assert "explode" in asking.reply()["error"]
+    finally:
+        theirs.remove()
+
+
+def test_two_threads_of_a_trainer_do_not_carry_out_the_same_request(
+    attempt: Callable[..., Asking],
+):
+    asking = attempt()
+    for _ in range(20):
+        asking.ask("explode")
+    threads = [threading.Thread(target=asking.run.progress, args=(n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number in range(1, 21):
+        assert "knows no such request" in asking.reply(number)["error"]
+    assert not asking.inbox.requests(TAKEN)
+
+
+def test_one_request_for_the_launcher_and_one_of_another_rank_are_left_alone(
+    attempt: Callable[..., Asking],
+):
+    asking = attempt(rank=1, world_size=2)
+    path = asking.inbox.path / "1.json"
+    path.write_text('{"verb": "figures"}')
+    first = attempt()  # which clears, as a launch does
+    path.write_text('{"verb": "stop"}')
+    first.ask("figures")
+    assert first.reply()["answer"]["attempt_pid"] == os.getpid()
+    assert path.exists()

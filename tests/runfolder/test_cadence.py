@@ -1,0 +1,95 @@
+"""How often checkpoints are saved; pure, but for the clocks of ranks in threads."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from robust_train.runfolder.cadence import SaveClock, SavePlan, seconds_between_saves
+
+costs = st.floats(0, 1e4)
+failures = st.integers(0, 10_000)
+times = st.floats(0, 1e8)
+
+
+@given(st.none() | costs, failures, times)
+def test_never_more_often_than_every_ten_seconds_or_more_than_five_minutes_apart(cost, n, seconds):
+    assert 10 <= seconds_between_saves(cost, n, seconds) <= 300
+
+
+@given(st.floats(0, 3))
+def test_saving_takes_at_most_one_percent_of_the_time(cost):
+    assert cost <= 0.01 * seconds_between_saves(cost, 0, 1e6) * (1 + 1e-9)
+
+
+@given(costs, st.integers(1, 10_000), times)
+def test_a_job_that_fails_saves_by_the_square_root_rule_and_never_less_often(cost, n, seconds):
+    interval = seconds_between_saves(cost, n, seconds)
+    rule = math.sqrt(2 * cost * seconds / n)
+    assert interval == min(max(min(rule, 100 * cost), 10), 300)
+    assert interval <= seconds_between_saves(cost, 0, seconds)
+    assert seconds_between_saves(cost, n + 1, seconds) <= interval
+
+
+@given(costs, costs, failures, times)
+def test_what_costs_more_is_saved_no_more_often(one, other, n, seconds):
+    least, most = sorted((one, other))
+    assert seconds_between_saves(least, n, seconds) <= seconds_between_saves(most, n, seconds)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+def saves_of(clock: SaveClock, time: Clock, *, cost: float, seconds: float) -> list[float]:
+    """When it saves, with a step every second."""
+    saved = []
+    for step in itertools.count(1):
+        time.seconds += 1
+        if time.seconds > seconds:
+            break
+        if clock.is_due(step):
+            saved.append(time.seconds)
+            clock.begin(step)
+            time.seconds += cost
+            clock.saved(step)
+    return saved
+
+
+def test_the_cost_is_measured_at_the_first_save():
+    time = Clock()
+    saved = saves_of(SaveClock(SavePlan(), now=time), time, cost=0.5, seconds=300)
+    assert saved[:3] == [10, 60.5, 111]
+
+
+def test_the_cost_is_known_from_the_attempt_before():
+    time = Clock()
+    clock = SaveClock(SavePlan(), cost=0.5, now=time)
+    assert saves_of(clock, time, cost=0.5, seconds=60) == [50]
+
+
+def test_a_number_of_minutes_means_that_number():
+    time = Clock()
+    clock = SaveClock(SavePlan.of({"training": {"checkpoint_every_minutes": 2}}), now=time)
+    assert saves_of(clock, time, cost=50, seconds=500) == [120, 290, 460]
+
+
+def test_a_number_of_steps_counts_from_where_the_attempt_began():
+    saves = SaveClock(SavePlan(1e9, 3), now=Clock())
+    assert [step for step in range(41, 47) if saves.is_due(step)] == [43, 44, 45, 46]
+    saves.saved(46)
+    assert [step for step in range(47, 51) if saves.is_due(step)] == [49, 50]
+
+
+def test_a_trainer_that_reports_no_steps_has_its_calls_counted():
+    saves = SaveClock(SavePlan(1e9, 3), now=Clock())
+    assert [look for look in range(1, 5) if saves.is_due(None)] == [3, 4]
+    saves.saved(None)
+    assert [look for look in range(5, 9) if saves.is_due(None)] == [7, 8]

@@ -1,0 +1,165 @@
+"""The lock of a run folder. Real flocks, real processes."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from live_folder import another_launcher, as_on_another_host, change_json
+
+from robust_train.errors import ConfigError
+from robust_train.runfolder import lock
+from robust_train.runfolder.lock import RunLock, is_held, read_holder, refusal
+
+
+def test_a_second_launcher_is_refused_with_host_pid_and_since(tmp_path: Path):
+    first = RunLock(tmp_path, "0-aaaaaa")
+    content = (tmp_path / "lock").read_bytes()
+    with pytest.raises(ConfigError) as refused:
+        RunLock(tmp_path, "0-bbbbbb")
+    line = str(refused.value)
+    holder = read_holder(tmp_path)
+    assert holder is not None
+    for words in (socket.gethostname(), f"pid {os.getpid()}", "since 2", "robust-train run stop"):
+        assert words in line
+    assert "\n" not in line
+    assert line == refusal(tmp_path)
+    assert (tmp_path / "lock").read_bytes() == content
+    first.release()
+    assert refusal(tmp_path) is None
+    RunLock(tmp_path, "0-bbbbbb").release()
+
+
+def test_the_lock_outlives_its_launcher_as_long_as_an_attempt_has_the_descriptor(tmp_path: Path):
+    held = RunLock(tmp_path, "0-aaaaaa")
+    (descriptor,) = held.hold
+    attempt = subprocess.Popen(["sleep", "600"], pass_fds=[descriptor])
+    os.close(descriptor)  # as if this process had been killed
+    try:
+        assert is_held(tmp_path)
+    finally:
+        attempt.kill()
+        attempt.wait()
+    assert is_held(tmp_path) is False
+
+
+def test_the_last_checkpoint_of_a_dead_launcher_s_attempt_is_waited_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    held = RunLock(tmp_path, "0-aaaaaa")
+    (descriptor,) = held.hold
+    attempt = subprocess.Popen(["sleep", "600"], pass_fds=[descriptor])
+    os.close(descriptor)
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    change_json(tmp_path / "lock", pid=dead.pid)
+    threading.Timer(0.8, attempt.kill).start()
+    RunLock(tmp_path, "0-bbbbbb").release()
+    attempt.wait()
+    (record,) = caplog.records
+    assert f"(pid {dead.pid}) was killed: waiting" in record.getMessage()
+
+
+def test_an_attempt_that_stays_is_refused_in_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(lock, "_ORPHAN_SECONDS", 0.8)
+    held = RunLock(tmp_path, "0-aaaaaa")
+    change_json(tmp_path / "lock", process_started=1.0)  # another process has the number now
+    with pytest.raises(ConfigError, match="was killed, but its attempt still runs"):
+        RunLock(tmp_path, "0-bbbbbb")
+    held.release()
+
+
+def test_a_job_on_another_host_is_not_taken_for_dead(tmp_path: Path):
+    with another_launcher(tmp_path):
+        as_on_another_host(tmp_path)
+        with pytest.raises(ConfigError, match=r"on another-host\.example, pid"):
+            RunLock(tmp_path, "0-bbbbbb")
+
+
+def test_a_probe_does_not_keep_a_launcher_from_starting(tmp_path: Path):
+    RunLock(tmp_path, "0-aaaaaa").release()
+    probe = os.open(tmp_path / "lock", os.O_RDONLY)
+    fcntl.flock(probe, fcntl.LOCK_SH)
+    threading.Timer(0.2, os.close, [probe]).start()
+    RunLock(tmp_path, "0-bbbbbb").release()
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"host": 3}', b"\xff" * 5000])
+def test_torn_and_foreign_content_is_nobody_s_name(tmp_path: Path, content: bytes):
+    held = RunLock(tmp_path, "0-aaaaaa")
+    (tmp_path / "lock").write_bytes(content)
+    assert read_holder(tmp_path) is None
+    with pytest.raises(ConfigError, match="in use by a job that has not said which"):
+        RunLock(tmp_path, "0-bbbbbb")
+    held.release()
+
+
+def test_a_disk_that_knows_no_locks_costs_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def flock(fd: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    held = RunLock(tmp_path, "0-aaaaaa")
+    assert held.hold == ()
+    assert is_held(tmp_path) is None
+    held.release()
+    (record,) = caplog.records
+    assert "cannot be locked (No locks available)" in record.getMessage()
+
+
+@pytest.mark.parametrize("kind", ["link", "fifo"])
+def test_a_lock_that_is_no_file_of_ours_is_not_followed(tmp_path: Path, kind: str):
+    target = tmp_path / "precious"
+    target.write_text("precious")
+    (tmp_path / "run").mkdir()
+    path = tmp_path / "run" / "lock"
+    path.symlink_to(target) if kind == "link" else os.mkfifo(path)
+    RunLock(tmp_path / "run", "0-aaaaaa").release()
+    assert target.read_text() == "precious"
+    assert read_holder(tmp_path / "run") is None
+
+
+def test_two_launches_of_one_process_in_one_folder(tmp_path: Path):
+    code = """
+import sys, threading
+import robust_train
+from robust_train.errors import ConfigError
+config = {"isolation": "none", "device": "cpu", "auto_device": False, "gpu_queue": False}
+inside, go = threading.Event(), threading.Event()
+def trainer(cfg, run):
+    inside.set()
+    go.wait()
+    return 1
+def launch():
+    return robust_train.launch(trainer, config, run_dir=sys.argv[1]).result
+first = threading.Thread(target=launch)
+first.start()
+inside.wait()
+try:
+    launch()
+except ConfigError as error:
+    print(error)
+go.set()
+first.join()
+print(launch())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "run")], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    refused, result = done.stdout.splitlines()
+    assert "in use by the job of" in refused
+    assert result == "1"
+    assert json.loads((tmp_path / "run" / "state.json").read_text())["state"] == "completed"

@@ -1,0 +1,224 @@
+"""Requests as files, and those who misuse them. Real files, real other processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from live_folder import another_launcher, open_folder
+
+from another_user import ANOTHER_USER, needs_root
+from robust_train.events import AttemptStarted
+from robust_train.runfolder.client import ControlError, StillQueued, ask, status
+from robust_train.runfolder.requests import (
+    Inbox,
+    Refused,
+    request_sweep_stop,
+    sweep_stop_requested,
+)
+from robust_train.runfolder.runs import choose_run, read_run
+from robust_train.values import Attempt, AttemptSpec, Failure, FailureKind, Outcome
+from world import wait_until
+
+
+@pytest.fixture
+def inbox(tmp_path: Path) -> Inbox:
+    inbox = Inbox(tmp_path)
+    inbox.open()
+    return inbox
+
+
+def test_the_oldest_request_comes_first_and_is_taken_once(inbox: Inbox):
+    for name in ("2", "1"):
+        (inbox.path / f"{name}.json").write_text('{"verb": "checkpoint"}')
+    first, second = inbox.requests()
+    assert (first.id, second.id) == ("1", "2")
+    assert inbox.take(first)
+    assert not Inbox(inbox.path.parent).take(first)
+    (inbox.path / "2.json").unlink()
+    assert not inbox.take(second), "it was withdrawn"
+    inbox.answer(first, {"answer": {"path": "čau"}})
+    (answer,) = inbox.path.iterdir()
+    assert json.loads(answer.read_text()) == {"answer": {"path": "čau"}}
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [b"", b"\xff\xfe\x00", b"[]", b'{"verb": 3}', b'{"verb": "a", "options": []}', b"[" * 60_000],
+    ids=repr,
+)
+def test_garbage_is_called_so_and_removed(
+    inbox: Inbox, garbage: bytes, caplog: pytest.LogCaptureFixture
+):
+    (inbox.path / "1.json").write_bytes(garbage)
+    assert inbox.requests() == []
+    assert json.loads((inbox.path / "1.answer").read_text()) == {"error": "that is no request"}
+    assert not (inbox.path / "1.json").exists()
+    assert "is refused: that is no request" in caplog.text
+
+
+def test_what_is_no_small_file_neither_hangs_nor_crashes(
+    inbox: Inbox, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    precious = tmp_path / "precious"
+    precious.write_text('{"verb": "stop"}')
+    os.mkfifo(inbox.path / "1.json")
+    (inbox.path / "2.json").symlink_to(precious)
+    (inbox.path / "3.json").write_bytes(b"x" * 70_000)
+    (inbox.path / "4.json").mkdir()
+    (inbox.path / "5.json").symlink_to("/dev/zero")
+    assert inbox.requests() == []
+    assert precious.exists()
+    assert [path.name for path in inbox.path.glob("*.json")] == ["4.json"]
+    assert len(caplog.records) == 5
+    assert inbox.requests() == []
+    assert len(caplog.records) == 5, "what cannot be removed is said once"
+
+
+@needs_root
+def test_another_user_s_request_is_refused_with_a_line(
+    inbox: Inbox, caplog: pytest.LogCaptureFixture
+):
+    path = inbox.path / "1.json"
+    path.write_text('{"verb": "stop"}')
+    os.chown(path, ANOTHER_USER, ANOTHER_USER)
+    assert inbox.requests() == []
+    assert f"it belongs to user {ANOTHER_USER}" in caplog.text
+    assert not path.exists()
+
+
+def test_the_directory_is_closed_to_others_and_cleared_at_the_start(inbox: Inbox):
+    inbox.path.chmod(0o777)
+    (inbox.path / "1.json").write_text('{"verb": "stop"}')
+    (inbox.path / "2.taken").write_text('{"verb": "checkpoint"}')
+    inbox.open()
+    assert list(inbox.path.iterdir()) == []
+    assert inbox.path.stat().st_mode & 0o777 == 0o700
+
+
+@needs_root
+def test_a_directory_of_another_user_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    (tmp_path / "requests").mkdir()
+    os.chown(tmp_path / "requests", ANOTHER_USER, ANOTHER_USER)
+    with open_folder(tmp_path):
+        assert "takes no requests" in caplog.text
+
+
+def test_a_launcher_without_an_attempt_refuses_at_once(tmp_path: Path):
+    with another_launcher(tmp_path):
+        run = choose_run(str(tmp_path))
+        with pytest.raises(ControlError, match="no attempt runs that could do that: the run is st"):
+            ask(run, "checkpoint", wait_seconds=600)
+        assert ask(run, "stop")["before"] == "starting"
+        wait_until(lambda: not read_run(tmp_path).alive, "it has stopped")
+    ended = read_run(tmp_path)
+    assert ended is not None
+    assert (ended.status, ended.about()["exit_code"]) == ("interrupted", 143)
+
+
+def test_a_stopped_launcher_does_not_answer(tmp_path: Path):
+    with another_launcher(tmp_path) as process:
+        process.send_signal(signal.SIGSTOP)
+        wait_until(lambda: read_run(tmp_path).status == "does not answer", "it is stopped")
+        with pytest.raises(ControlError, match=r"does not answer .*Ctrl-Z"):
+            ask(choose_run(None), "checkpoint", wait_seconds=0.1)
+        assert list((tmp_path / "requests").iterdir()) == [], "the request was withdrawn"
+
+
+def test_who_waits_for_a_run_that_is_killed_is_told(tmp_path: Path):
+    with another_launcher(tmp_path) as process:
+        process.send_signal(signal.SIGSTOP)
+        run = choose_run(None)
+        threading.Timer(0.3, process.kill).start()
+        with pytest.raises(ControlError, match="has ended"):
+            ask(run, "checkpoint", wait_seconds=600)
+    assert list((tmp_path / "requests").iterdir()) == []
+
+
+SPEC = AttemptSpec((), 8, 1)
+
+
+def test_a_request_that_the_attempt_took_is_answered_when_it_ends(tmp_path: Path):
+    with open_folder(tmp_path) as folder:
+        folder.attempt_starts(1, AttemptStarted("cpu", 8, 1))
+        run, problems = choose_run(None), []
+
+        def wait_for_it() -> None:
+            with pytest.raises(ControlError) as refusal:
+                ask(run, "checkpoint", wait_seconds=600)
+            problems.append(str(refusal.value))
+
+        asking = threading.Thread(target=wait_for_it)
+        asking.start()
+        inbox = Inbox(tmp_path)
+        (request,) = wait_until(inbox.requests, "it is there")
+        assert inbox.take(request)
+        failure = Failure(FailureKind.DEVICE_OOM, "memory ran out")
+        folder.decided(Attempt(SPEC, Outcome(failure)), None, None)
+        asking.join()
+        assert problems == [f"{run.id}: the attempt ended first (device_oom)"]
+
+
+def test_a_request_that_nobody_took_is_for_the_next_attempt_or_the_end(tmp_path: Path):
+    with open_folder(tmp_path) as folder:
+        folder.attempt_starts(1, AttemptStarted("cpu", 8, 1))
+        with pytest.raises(StillQueued, match=r"no step has ended within 0\.1 s"):
+            ask(choose_run(None), "checkpoint", wait_seconds=0.1)
+        folder.decided(Attempt(SPEC, Outcome(None)), None, None)
+        folder.tick()
+        assert len(Inbox(tmp_path).requests()) == 1
+    (answer,) = (tmp_path / "requests").iterdir()
+    assert "the run ended before it came to that" in answer.read_text()
+
+
+def test_status_does_not_wait_for_an_attempt_that_hangs(tmp_path: Path):
+    with open_folder(tmp_path) as folder:
+        folder.attempt_starts(1, AttemptStarted("cpu", 8, 1))
+        assert status(choose_run(None))["batch_size"] == 8
+        assert list((tmp_path / "requests").iterdir()) == []
+
+
+def test_requests_at_the_same_moment_are_all_answered(tmp_path: Path):
+    with open_folder(tmp_path) as folder:
+        run, answers = choose_run(None), []
+
+        def some() -> None:
+            for _ in range(5):
+                with pytest.raises(ControlError, match="no attempt runs"):
+                    ask(run, "checkpoint")
+                answers.append(1)
+
+        threads = [threading.Thread(target=some) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            folder.tick()
+            time.sleep(0.01)
+    assert len(answers) == 30
+
+
+def test_a_stop_of_a_sweep_is_for_one_launch_of_it(tmp_path: Path):
+    assert not sweep_stop_requested(tmp_path)
+    (tmp_path / "sweep.json").write_text('{"sweep": "first"}')
+    request_sweep_stop(tmp_path)
+    assert sweep_stop_requested(tmp_path)
+    (tmp_path / "sweep.json").write_text('{"sweep": "second"}')
+    assert not sweep_stop_requested(tmp_path)
+    (tmp_path / "sweep.json").write_text('{"sweep": "second", "status": "ended"}')
+    with pytest.raises(Refused, match="this sweep has ended"):
+        request_sweep_stop(tmp_path)
+
+
+@needs_root
+def test_another_user_cannot_stop_a_sweep(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    (tmp_path / "sweep.json").write_text('{"sweep": "first"}')
+    request_sweep_stop(tmp_path)
+    os.chown(tmp_path / "stop.json", ANOTHER_USER, ANOTHER_USER)
+    assert not sweep_stop_requested(tmp_path)
+    assert f"it belongs to user {ANOTHER_USER}" in caplog.text
+    assert not (tmp_path / "stop.json").exists()

@@ -1,0 +1,501 @@
+"""``robust-train run …`` as a user types it, against runs in processes of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pty
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from robust_train import launch
+from robust_train.errors import ConfigError
+from robust_train.runfolder.client import ControlError, StillQueued, ask
+from robust_train.runfolder.runs import choose_run, read_run
+from simulated_nvml import Gpu, Machine
+from sweep_world import SweepWorld
+from two_gpu_machine import A
+from world import Ended, World, is_running, wait_until
+
+NEVER = "gpu_check_interval_seconds=600"
+SLOW = pytest.mark.slow
+
+
+class Host:
+    """Several runs of one user, and his commands."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        self.tmp_path = tmp_path
+        self.started: list[subprocess.Popen[str]] = []
+
+    def world(self, name: str) -> World:
+        folder = self.tmp_path / name
+        folder.mkdir()
+        world = World(folder)
+        world.environ |= {
+            "ROBUST_TRAIN_QUEUE_DIR": str(self.tmp_path / "queue_of_jobs"),
+            "READY_FILE": str(folder / "ready"),
+            "GO_FILE": str(folder / "go"),
+        }
+        return world
+
+    def train(self, world: World, trainer: str, *more: str, **options: Any) -> Any:
+        """Start a run and wait until it trains."""
+        process = world.start(f"trainer._target_=steered_trainers.{trainer}", *more, **options)
+        self.started.append(process)
+        wait_until((world.folder / "ready").exists, "it trains")
+        return process
+
+    def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "robust_train.cli.main", "run", *arguments],
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+
+    def told(self, *arguments: str) -> Any:
+        done = self.command(*arguments, "--json")
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    def refused(self, *arguments: str) -> str:
+        done = self.command(*arguments)
+        assert done.returncode == 1, done.stdout
+        assert done.stdout == ""
+        (line,) = done.stderr.splitlines()
+        return line
+
+    def in_terminal(self, *arguments: str) -> str:
+        ours, theirs = pty.openpty()
+        process = subprocess.Popen(
+            [sys.executable, "-m", "robust_train.cli.main", "run", *arguments],
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+        )
+        os.close(theirs)
+        shown = b""
+        with contextlib.suppress(OSError):
+            while data := os.read(ours, 4096):
+                shown += data
+        os.close(ours)
+        assert process.wait() == 0, shown.decode()
+        return shown.decode()
+
+
+@pytest.fixture
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[2] / "src"))
+    monkeypatch.setenv("COLUMNS", "200")
+    host = Host(tmp_path)
+    yield host
+    for process in host.started:
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
+
+
+@pytest.mark.parametrize("how", ["process", pytest.param("none", marks=SLOW), "train.py"])
+def test_status_and_list_in_pipe_and_terminal(host: Host, how: str):
+    world = host.world("first")
+    options = {"script": "train.py"} if how == "train.py" else {}
+    more = () if how == "train.py" else (f"isolation={how}",)
+    process = host.train(world, "reports_and_nothing_else", "device=cpu", *more, **options)
+    wait_until(lambda: host.told("status").get("step", 0) > 1, "a step is reported")
+    wait_until(lambda: host.told("status").get("loss"), "a loss is reported")
+    status = host.told("status")
+    assert status["state"] == "running"
+    assert status["pid"] == process.pid
+    assert (status["attempt_pid"] != process.pid) == (how == "process")
+    assert (status["attempt"], status["device"], status["batch_size"]) == (1, "cpu", 64)
+    assert status["effective_batch_size"] == 64
+    assert 0 < status["loss"] <= 1
+    assert status["memory"]["resident"] > 0
+    assert Path(status["run_dir"]) == world.run_dir
+    table = host.command("list")
+    header, row = table.stdout.splitlines()
+    assert header.split()[:4] == ["id", "state", "job", "pid"]
+    assert row.startswith(f"{status['id']}  running")
+    assert "\x1b" not in table.stdout
+    assert "─" in host.in_terminal("list")
+    shown = host.in_terminal("status", status["id"])
+    assert "64 × 1" in shown
+    assert str(world.run_dir) in shown
+    for which in (str(process.pid), str(status["attempt_pid"]), str(world.run_dir)):
+        assert host.told("status", "--run", which)["id"] == status["id"]
+    (world.folder / "go").touch()
+    assert world.end(process).returncode == 0
+    assert host.told("list") == {"runs": []}
+    ended = host.told("status", status["id"])
+    assert (ended["state"], ended["exit_code"], ended["alive"]) == ("completed", 0, False)
+    assert list((world.run_dir / "requests").iterdir()) == []
+
+
+def test_no_run_and_two_runs_are_refused_with_what_there_is(host: Host):
+    assert "no run of yours is alive on this machine" in host.refused("status")
+    worlds = [host.world(name) for name in ("first", "second")]
+    for world in worlds:
+        host.train(world, "reports_and_nothing_else")
+    ids = [run["id"] for run in host.told("list")["runs"]]
+    line = host.refused("stop")
+    assert "2 runs of yours are alive; name one with --run" in line
+    assert all(run_id in line for run_id in ids)
+    assert host.told("stop", "--run", ids[1])["run"] == ids[1]
+    assert host.started[1].wait(60) == 143
+    wait_until(lambda: [run["id"] for run in host.told("list")["runs"]] == ids[:1], "one is left")
+
+
+def test_stop_saves_a_checkpoint_and_exits_as_sigterm_does(host: Host):
+    world = host.world("first")
+    process = host.train(world, "saves_when_it_stops")
+    answer = host.told("stop")
+    assert (answer["before"], answer["after"]) == ("running", "stopping")
+    ended = world.end(process)
+    assert ended.returncode == 143, ended.output
+    assert ended.summary["status"] == "interrupted"
+    assert Path(ended.summary["checkpoint"]).exists()
+
+
+def test_stop_a_second_time_has_to_be_meant(host: Host):
+    world = host.world("first")
+    process = host.train(world, "hangs_after_a_step", "stop_grace_seconds=600")
+    status = host.told("status")
+    os.kill(status["attempt_pid"], signal.SIGSTOP)  # it cannot even hear that it is to stop
+    host.told("stop")
+    assert "--now" in host.refused("stop")
+    host.told("stop", "--now")
+    assert world.end(process).returncode == 143
+    assert not is_running(status["attempt_pid"])
+
+
+def test_a_checkpoint_during_training_gives_a_path_that_exists(host: Host):
+    world = host.world("first")
+    process = world.start("training.epochs=2000", "training.checkpoint_every_minutes=600")
+    host.started.append(process)
+    wait_until(lambda: host.told("list")["runs"], "it is alive")
+    wait_until(lambda: host.told("status").get("step"), "it trains", 120)
+    before = host.told("status")["step"]
+    answer = host.told("checkpoint", "--wait", "120")
+    assert Path(answer["path"]).is_file()
+    assert answer["step"] >= before
+    wait_until(lambda: host.told("status")["checkpoint"] == answer["path"], "status shows it")
+    said = host.command("checkpoint")
+    assert "checkpoint of step" in said.stdout
+    host.told("stop")
+    ended = world.end(process)
+    assert ended.returncode == 143
+    told = [e["path"] for e in ended.journal if e["event"] == "checkpoint"]
+    assert answer["path"] in told
+
+
+@pytest.mark.parametrize("isolation", ["process", pytest.param("none", marks=SLOW)])
+def test_halving_during_training_ends_in_the_same_weights(host: Host, isolation: str):
+    results = []
+    for name in ("halved", "undisturbed"):
+        world = host.world(name)
+        process = host.train(world, "trains_in_parts", f"isolation={isolation}")
+        if name == "halved":
+            answer = host.told("halve-batch", "--run", str(world.run_dir))
+            assert (answer["before"], answer["after"]) == ({"micro_batch": 64}, {"micro_batch": 32})
+            assert "from the next step" in answer["how"]
+            said = host.command("halve-batch")
+            assert "micro-batch 32 → 16" in said.stdout
+            assert "64 × 1, split into 16" in host.command("status").stdout
+        (world.folder / "go").touch()
+        ended = world.end(process)
+        assert ended.returncode == 0, ended.output
+        results.append(ended.summary["result"])
+        if name == "halved":
+            changes = [e for e in ended.journal if e["event"] == "micro_batch_changed"]
+            assert [(e["before"], e["after"]) for e in changes] == [(64, 32), (32, 16)]
+            assert all("halve-batch" in e["reason"] for e in changes)
+            assert len(ended.attempts) == 1
+    halved, undisturbed = results
+    assert halved["sizes"] == [64] * 5 + [16] * 25
+    assert undisturbed["sizes"] == [64] * 30
+    assert halved["weights"] == pytest.approx(undisturbed["weights"], abs=1e-5)
+
+
+def test_halving_stops_at_the_minimum(host: Host):
+    world = host.world("first")
+    host.train(world, "trains_in_parts", "min_batch_size=32")
+    host.told("halve-batch")
+    assert "the micro-batch is 32 already, and min_batch_size=32" in host.refused("halve-batch")
+
+
+@pytest.mark.parametrize("isolation", ["process", pytest.param("none", marks=SLOW)])
+def test_a_trainer_without_micro_batches_goes_on_in_a_new_attempt(host: Host, isolation: str):
+    world = host.world("first")
+    process = host.train(world, "saves_when_it_stops", f"isolation={isolation}")
+    answer = host.told("halve-batch")
+    assert answer["before"] == {"micro_batch": 64, "gradient_accumulation_steps": 1}
+    assert answer["after"] == {"micro_batch": 32, "gradient_accumulation_steps": 2}
+    assert f"from {world.run_dir}/checkpoints/latest" in answer["how"]
+    ended = world.end(process)
+    assert ended.returncode == 0, ended.output
+    first, second = ended.attempts
+    assert first["action"] == "halve_batch_on_request"
+    assert "halve-batch" in first["reason"]
+    assert first["outcome"] == "interrupted"
+    assert (second["batch_size"], second["gradient_accumulation_steps"]) == (32, 2)
+    assert second["effective_batch_size"] == first["effective_batch_size"]
+    assert second["start_step"] == first["end_step"] > 0
+    assert ended.summary["result"]["batch_size"] == 32
+    actions = [a["action"] for a in ended.attempts]
+    assert actions == ["halve_batch_on_request", "none"]
+
+
+def test_train_py_starts_nobody_again(host: Host):
+    world = host.world("first")
+    process = host.train(world, "saves_when_it_stops", "device=cpu", script="train.py")
+    assert "nothing starts it again here" in host.refused("halve-batch")
+    assert host.told("stop")["exit_code"] == 143
+    assert world.end(process).returncode == 143
+
+
+def test_trainers_that_do_not_look_are_told_of_plainly(host: Host):
+    world = host.world("first")
+    process = host.train(world, "never_uses_run")
+    line = host.refused("checkpoint")
+    assert "does not look at run.checkpoint_requested" in line
+    assert "its batch cannot be changed while it runs" in host.refused("halve-batch")
+    (world.folder / "go").touch()
+    ended = world.end(process)
+    assert (ended.returncode, ended.summary["result"]) == (0, "ended")
+
+
+def test_a_run_that_hangs_answers_and_says_that_the_request_is_queued(host: Host):
+    world = host.world("first")
+    host.train(world, "hangs_after_a_step")
+    line = host.refused("checkpoint", "--wait", "0.2")
+    assert "no step has ended within 0.2 s; the request stays queued" in line
+    status = wait_until(lambda: (s := host.told("status")).get("step") and s, "it reports")
+    assert (status["state"], status["step"], status["total_steps"]) == ("running", 1, 10)
+    os.kill(status["attempt_pid"], signal.SIGSTOP)
+    assert host.told("status")["step"] == 1, "the launcher answers for it"
+
+
+def test_memory_is_told_of_at_once_and_changed_at_the_next_step(host: Host):
+    pytest.importorskip("robust_train.memory.requests", reason="no functions for memory here")
+    world = host.world("first")
+    host.train(world, "hangs_after_a_step")
+    run = choose_run(None)
+    assert ask(run, "memory_info")["sentence"]
+    with pytest.raises(StillQueued):
+        ask(run, "memory_clear", wait_seconds=0.2, force=False)
+    host.told("stop")
+    assert host.started[0].wait(60) == 143
+    host.train(host.world("second"), "never_uses_run")
+    run = choose_run(None)
+    answer = ask(run, "memory_clear", force=True)
+    assert {"before", "after", "sentence"} <= answer.keys()
+    with pytest.raises(ControlError, match="memory_clear"):
+        ask(run, "memory_clear", force="perhaps")
+
+
+def test_a_run_that_waits_in_line_says_so_and_can_be_stopped(
+    host: Host, cuda_machine_with: Callable[..., Machine]
+):
+    machine = cuda_machine_with(Gpu(uuid=A, total_mib=24000))
+    first, second = (host.world(name).with_environ(machine.environ) for name in ("one", "two"))
+    host.train(first, "never_uses_run", NEVER)
+    waiting = second.start("trainer._target_=steered_trainers.never_uses_run", NEVER)
+    host.started.append(waiting)
+
+    def as_listed() -> list[str]:
+        return [run["state"] for run in host.told("list")["runs"]]
+
+    wait_until(lambda: as_listed() == ["running", "waiting"], "it waits")
+    status = host.told("status", "--run", str(second.run_dir))
+    assert status["waiting"]["position"] == 1
+    assert "4000 MiB reserved by job" in status["waiting"]["reason"]
+    queue = subprocess.run(
+        [sys.executable, "-m", "robust_train.cli.main", "queue", "--json"],
+        capture_output=True,
+        text=True,
+        env=machine.environment(ROBUST_TRAIN_QUEUE_DIR=second.environ["ROBUST_TRAIN_QUEUE_DIR"]),
+    )
+    ids = {job["run_dir"]: job["id"] for job in json.loads(queue.stdout)["jobs"]}
+    assert status["id"] == ids[str(second.run_dir)], "one id serves both commands"
+    running = host.told("status", "--run", ids[str(first.run_dir)])
+    assert (running["state"], running["gpu_uuid"]) == ("running", A)
+    assert "the run is waiting" in host.refused("checkpoint", status["id"])
+    assert host.told("stop", status["id"])["before"] == "waiting"
+    ended = second.end(waiting)
+    assert ended.returncode == 143, ended.output
+    assert ended.summary["status"] == "interrupted"
+
+
+def test_status_of_a_killed_launcher_says_died_with_its_last_state(host: Host):
+    world = host.world("first")
+    process = host.train(world, "reports_and_nothing_else")
+    status = wait_until(lambda: (s := host.told("status")).get("step") and s, "it reports")
+    process.kill()
+    process.communicate()
+    wait_until(lambda: host.told("list") == {"runs": []}, "its attempt has ended too")
+    assert "no live run of yours" in host.refused("checkpoint", status["id"])
+    for which in (status["id"], str(world.run_dir), str(world.run_dir / "journal.jsonl")):
+        died = host.told("status", which)
+        assert (died["state"], died["last_state"], died["alive"]) == ("died", "running", False)
+        assert died["step"] >= status["step"]
+    shown = host.command("status", status["id"]).stdout
+    assert "died; the last state was running" in shown
+    assert host.told("status", status["id"])["attempt_pid"] == status["attempt_pid"]
+    (world.folder / "go").touch()
+    assert world.train("what_it_was_given").returncode == 0, "the folder is free again"
+    assert host.told("status", str(world.run_dir))["state"] == "completed"
+
+
+def test_without_a_directory_for_the_list_a_run_is_found_by_its_folder(host: Host):
+    world = host.world("first")
+    (host.tmp_path / "no_directory").touch()
+    world.environ["ROBUST_TRAIN_STATE_DIR"] = str(host.tmp_path / "no_directory")
+    process = host.train(world, "saves_when_it_stops")
+    assert "no run of yours is alive" in host.refused("status")
+    assert host.told("status", str(world.run_dir))["state"] == "running"
+    assert host.told("stop", str(world.run_dir))["exit_code"] == 143
+    assert world.end(process).returncode == 143
+
+
+def test_a_verb_that_is_none_names_those_that_are(host: Host):
+    done = host.command("explode")
+    assert done.returncode == 2
+    assert "halve-batch" in done.stderr
+
+
+def contents(folder: Path, but: str) -> dict[Path, bytes]:
+    """Every file of a folder that a job at work does not write to."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name not in but.split()]
+    return {path: path.read_bytes() for path in files}
+
+
+def test_a_second_launcher_in_the_folder_is_refused_and_the_first_unharmed(host: Host):
+    world = host.world("first")
+    process = host.train(world, "hangs_after_a_step")
+    target = "trainer._target_=steered_trainers.never_uses_run"
+    wait_until(lambda: host.told("status").get("step"), "it reports")
+    status, before = host.told("status"), contents(world.run_dir, but="state.json memory.jsonl")
+    since = time.strftime("%Y-%m-%d %H:%M", time.localtime(status["started"]))
+    words = (socket.gethostname(), f"pid {process.pid}", since, "hydra.run.dir", "run stop")
+    for script in ("train_robust.py", "train.py"):
+        world.run(target, "device=cpu", "training.seed=7", script=script).was_refused(words)
+    assert contents(world.run_dir, but="state.json memory.jsonl") == before, "Hydra's files too"
+    with pytest.raises(ConfigError, match=f"pid {process.pid}"):
+        launch(lambda cfg: 1, {"device": "cpu", "auto_device": False}, run_dir=world.run_dir)
+    assert contents(world.run_dir, but="state.json memory.jsonl") == before
+    assert host.told("status")["attempt_pid"] == status["attempt_pid"]
+    (world.folder / "go").touch()
+    ended = world.end(process)
+    assert (ended.returncode, ended.summary["result"]) == (0, "ended")
+
+
+def listening_sockets(process: psutil.Process) -> list[str]:
+    """Unix sockets at which a process or one of its descendants listens, and its TCP ports."""
+    table = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    listening = {f"socket:[{row[6]}]" for row in table if int(row[3], 16) & 0x10000}
+    found = []
+    for one in (process, *process.children(recursive=True)):
+        for link in Path(f"/proc/{one.pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                if os.readlink(link) in listening:
+                    found.append(f"{one.pid} {link}")
+        found += [str(c) for c in one.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+    return found
+
+
+def test_nothing_of_a_job_listens_and_the_launcher_has_one_thread(host: Host):
+    world = host.world("first")
+    world.alone = True
+    process = host.train(world, "hangs_after_a_step")
+    launcher = psutil.Process(process.pid)
+    assert launcher.children(recursive=True), "the attempt runs"
+    assert listening_sockets(launcher) == []
+    assert launcher.num_threads() == 1
+
+
+def test_an_error_inside_the_launcher_leaves_a_summary_and_the_last_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def break_down(*_: Any) -> None:
+        raise ZeroDivisionError("a bug of ours")
+
+    monkeypatch.setattr("robust_train.queue.devices.Devices.acquire", break_down)
+    with pytest.raises(ZeroDivisionError):
+        launch(lambda cfg: 1, {"isolation": "none"}, run_dir=tmp_path / "run")
+    ended = Ended(1, "", "", tmp_path / "run")
+    assert ended.summary["status"] == "failed"
+    assert "error in the launcher: ZeroDivisionError: a bug of ours" in ended.summary["reason"]
+    assert (ended.journal[-1]["event"], ended.journal[-1]["status"]) == ("job_ended", "failed")
+    run = read_run(tmp_path / "run")
+    assert run is not None
+    assert (run.status, run.alive, run.about()["exit_code"]) == ("failed", False, 1)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        ("gpu_queue", "isolation=process"),
+        pytest.param(("basic", "isolation=none"), marks=pytest.mark.slow),
+        pytest.param(("joblib", "isolation=none"), marks=pytest.mark.slow),
+    ],
+    ids=lambda how: how[0],
+)
+def test_a_sweep_is_stopped_with_all_its_jobs_and_their_checkpoints(
+    host: Host, how: tuple[str, str]
+):
+    launcher, isolation = how
+    world = host.world("first")
+    sweeps = SweepWorld(world)
+    process = sweeps.start(
+        "works_until_told",
+        "training.seed=1,2,3",
+        f"hydra/launcher={launcher}",
+        isolation,
+        "device=cpu",
+        "auto_device=false",
+        *([] if launcher == "basic" else ["hydra.launcher.n_jobs=2"]),
+    )
+    host.started.append(process)
+    numbers = (1,) if launcher == "basic" else (1, 2)
+    wait_until(lambda: all(sweeps.pid_at_work(number) for number in numbers), "jobs are at work")
+    answer = host.told("stop", str(sweeps.folder))
+    assert len(answer["jobs"]) == len(numbers)
+    ended = sweeps.end(process)
+    assert ended.returncode == 143, ended.output
+    assert "Traceback" not in ended.output
+    for number in numbers:
+        assert sweeps.summary(number - 1)["checkpoint"].endswith("when-told")
+    stopped = ["interrupted"] * len(numbers)
+    assert sweeps.column("status") == stopped + ["not_started"] * (3 - len(numbers))
+
+
+@pytest.mark.slow
+def test_a_job_of_several_ranks_takes_requests(host: Host):
+    world = host.world("first")
+    process = world.start(
+        "training.epochs=2000",
+        "training.checkpoint_every_minutes=600",
+        "num_gpus=2",
+        "device=cpu",
+        "auto_device=false",
+        "training.batch_size=32",
+    )
+    host.started.append(process)
+    wait_until(lambda: host.told("list")["runs"], "it is alive")
+    wait_until(lambda: host.told("status").get("step"), "it trains", 120)
+    assert host.told("status")["ranks"] == 2
+    assert Path(host.told("checkpoint", "--wait", "120")["path"]).is_file()
+    assert host.told("halve-batch", "--wait", "120")["after"] == {"micro_batch": 16}
+    host.told("stop")
+    assert world.end(process).returncode == 143

@@ -1,0 +1,134 @@
+"""The list of a user's runs, and which one is meant."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from live_folder import another_launcher, as_on_another_host, open_folder
+
+from robust_train.runfolder import runs
+from robust_train.runfolder.client import ControlError, ask
+from robust_train.runfolder.runs import (
+    NoLiveRun,
+    choose_run,
+    find_live_runs,
+    find_runs,
+    read_run,
+    register,
+    state_directory,
+)
+
+
+def test_one_run_is_the_default_and_two_have_to_be_named(tmp_path: Path):
+    with pytest.raises(NoLiveRun, match="no run of yours is alive on this machine"):
+        choose_run(None)
+    with open_folder(tmp_path / "one") as one:
+        assert choose_run(None).id == one.state.id
+        with open_folder(tmp_path / "two") as two:
+            with pytest.raises(NoLiveRun, match="2 runs of yours") as refusal:
+                choose_run(None)
+            listed = f"{one.state.id} ({tmp_path}/one), {two.state.id} ({tmp_path}/two)"
+            assert listed in str(refusal.value)
+            assert choose_run(two.state.id).run_dir == tmp_path / "two"
+            assert choose_run(str(tmp_path / "one" / "requests")).id == one.state.id
+            with pytest.raises(NoLiveRun, match="means 2 runs"):
+                choose_run(str(os.getpid()))
+            with pytest.raises(NoLiveRun, match=r"3-cccccc: no live run .* alive are 0-"):
+                choose_run("3-cccccc")
+
+
+def test_a_run_keeps_its_earlier_ids(tmp_path: Path):
+    with open_folder(tmp_path) as folder:
+        first = folder.state.id
+        folder.queued(f"7-{folder.token}")
+        assert choose_run(first).id == f"7-{folder.token}" == choose_run(f"7-{folder.token}").id
+
+
+def test_a_run_that_has_ended_is_history(tmp_path: Path):
+    with open_folder(tmp_path) as folder:
+        folder.ended("completed", None)
+    assert find_live_runs() == []
+    (run,) = find_runs()
+    assert run.status == "completed"
+    with pytest.raises(NoLiveRun):
+        choose_run(run.id)
+    assert choose_run(run.id, dead_too=True).about()["alive"] is False
+
+
+def test_a_folder_that_was_moved_or_linked_is_still_that_run(tmp_path: Path):
+    with open_folder(tmp_path / "before") as folder:
+        (tmp_path / "before").rename(tmp_path / "after")
+        (tmp_path / "link").symlink_to(tmp_path / "after")
+        for which in ("after", "link", "link/lock"):
+            run = choose_run(str(tmp_path / which))
+            assert (run.id, run.run_dir) == (folder.state.id, tmp_path / "after")
+            assert run.about()["run_dir"] == str(tmp_path / "after")
+
+
+def test_a_job_of_another_host_on_the_same_disk_is_seen_and_answers(tmp_path: Path):
+    with another_launcher(tmp_path / "theirs"):
+        as_on_another_host(tmp_path / "theirs")
+        run = choose_run(None)
+        assert (run.alive, run.is_here, run.about()["host"]) == (
+            True,
+            False,
+            "another-host.example",
+        )
+        assert read_run(tmp_path / "theirs").status == "starting", "its pid says nothing here"
+        with pytest.raises(NoLiveRun):
+            choose_run(str(run.pid))
+        with open_folder(tmp_path / "ours") as ours:
+            assert choose_run(None).id == ours.state.id, "the only one on this host"
+        with pytest.raises(ControlError, match="no attempt runs"):
+            ask(run, "checkpoint")
+        assert ask(run, "stop")["after"] == "stopping"
+
+
+def test_a_killed_launcher_whose_attempt_still_saves_is_stopping(tmp_path: Path):
+    with another_launcher(tmp_path) as process:
+        run = read_run(tmp_path)
+        assert run is not None
+        assert (run.pid, run.status) == (process.pid, "starting")
+        process.kill()
+        process.wait()
+        died = read_run(tmp_path)
+        assert died is not None
+        assert (died.alive, died.status) == (False, "died")
+        assert died.about()["last_state"] == "starting"
+
+
+def test_where_the_list_is(tmp_path: Path):
+    assert state_directory({"ROBUST_TRAIN_STATE_DIR": "/here"}) == Path("/here")
+    assert state_directory({"XDG_STATE_HOME": "/x"}) == Path("/x/robust-train/runs")
+    assert state_directory({"HOME": "/h"}) == Path("/h/.local/state/robust-train/runs")
+
+
+def test_the_list_stays_short_and_forgets_folders_that_are_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(runs, "MOST_LINKS", 3)
+    folders = [tmp_path / str(number) for number in range(5)]
+    for folder in folders:
+        folder.mkdir()
+        register(folder, "aaaaaa")
+    register(folders[3], "aaaaaa")  # once more: one entry a folder
+    links = sorted(state_directory().iterdir())
+    assert [link.resolve() for link in links] == [folders[2], folders[4], folders[3]]
+    shutil.rmtree(folders[4])
+    register(folders[0], "aaaaaa")
+    links = sorted(state_directory().iterdir())
+    assert [link.resolve() for link in links] == [folders[2], folders[3], folders[0]]
+
+
+def test_a_list_that_cannot_be_written_costs_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    caplog.set_level("INFO")
+    monkeypatch.setenv("ROBUST_TRAIN_STATE_DIR", "/proc/nowhere")
+    with open_folder(tmp_path) as folder:
+        assert choose_run(str(tmp_path)).id == folder.state.id
+    (record,) = caplog.records
+    assert "by its folder only" in record.getMessage()

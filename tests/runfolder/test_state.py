@@ -1,0 +1,113 @@
+"""state.json: what it says after which event, and what becomes of broken ones."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from robust_train.events import (
+    AttemptProcess,
+    AttemptStarted,
+    BatchSizeFound,
+    CheckpointSaved,
+    MemoryReported,
+    MicroBatchChanged,
+    Progress,
+    TrainingStarted,
+)
+from robust_train.runfolder.state import (
+    RunState,
+    StateFile,
+    after_event,
+    read_state,
+    with_attempt,
+)
+
+STATE = RunState("0-a", "job", "/run", 1, "host", "user", 1.0, 2.0)
+
+
+def test_events_of_an_attempt_are_folded():
+    state = with_attempt(STATE, 2, AttemptStarted("cuda:0", 64, 2, 2, gpu_uuids=("A", "B")))
+    assert (state.state, state.attempt, state.effective_batch_size) == ("running", 2, 256)
+    for event in (
+        AttemptProcess(77),
+        TrainingStarted(10),
+        Progress(11, 100, {"loss": 0.5}),
+        Progress(12, None, {"lr": 0.1, "attempt": 9.0}),
+        MemoryReported("start", allocated=5),
+        MemoryReported("start", allocated=6, rank=1),
+        MicroBatchChanged(12, True, 64, 32, "memory"),
+        MicroBatchChanged(12, False, 64, 8, "memory"),
+        BatchSizeFound(32, 4, 256),
+        CheckpointSaved("/c", 12),
+    ):
+        state = after_event(state, event)
+    assert (state.attempt, state.attempt_pid, state.step, state.total_steps) == (2, 77, 12, 100)
+    assert (state.loss, state.memory, state.micro_batch) == (0.5, {"allocated": 5}, 32)
+    assert (state.batch_size, state.checkpoint, state.checkpoint_step) == (32, "/c", 12)
+    again = with_attempt(state, 3, AttemptStarted("cpu", 32, 4))
+    assert (again.step, again.loss, again.attempt_pid, again.gpu_uuids) == (None, None, None, ())
+    assert again.checkpoint == "/c"
+
+
+def test_what_is_written_is_read(tmp_path: Path):
+    kept = StateFile(tmp_path, STATE)
+    kept.update(lambda state: with_attempt(state, 1, AttemptStarted("cpu", 8, 1)))
+    kept.update(lambda state: after_event(state, CheckpointSaved("/c", 1)))
+    found = read_state(tmp_path)
+    assert found is not None
+    assert (found.attempt, found.checkpoint, found.since > STATE.since) == (1, "/c", True)
+    assert json.loads((tmp_path / "state.json").read_text())["schema"] == 1
+
+
+def test_progress_is_written_once_a_second_at_most(tmp_path: Path):
+    kept = StateFile(tmp_path, STATE)
+    kept.write_if_due()
+    written = os.stat(tmp_path / "state.json").st_ino
+    for step in range(50):
+        kept.update(lambda state, step=step: after_event(state, Progress(step, None, {})))
+    assert os.stat(tmp_path / "state.json").st_ino == written
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b'{"schema": 1}',
+        json.dumps({**STATE.as_json(), "pid": "1"}).encode(),
+        json.dumps({**STATE.as_json(), "schema": 99}).encode(),
+        json.dumps({**STATE.as_json(), "waiting": 3}).encode(),
+        json.dumps({**STATE.as_json(), "step": True}).encode(),
+    ],
+    ids=lambda content: repr(content[:20]),
+)
+def test_torn_foreign_and_wrongly_typed_files_are_no_state(tmp_path: Path, content: bytes):
+    (tmp_path / "state.json").write_bytes(content)
+    assert read_state(tmp_path) is None
+
+
+@given(st.binary(max_size=200) | st.text(max_size=200).map(lambda t: json.dumps(t).encode()))
+def test_no_bytes_crash_the_reader(data: bytes):
+    assert RunState.parse(data) is None
+
+
+def test_a_disk_that_takes_nothing_costs_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    kept = StateFile(tmp_path / "gone", STATE)
+    for number in range(5):
+        kept.update(lambda s, n=number: with_attempt(s, n, AttemptStarted("cpu", 8, 1)))
+    (record,) = caplog.records
+    assert "No such file or directory; the job goes on" in record.getMessage()
+    (tmp_path / "gone").mkdir()
+    kept.update(lambda state: after_event(state, CheckpointSaved("/c", 1)))
+    assert read_state(tmp_path / "gone") is not None, "it is written once there is room"

@@ -1,0 +1,41 @@
+"""Trainers that save their own checkpoints, one a step."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from robust_train.errors import Interrupted
+from robust_train.runfolder.manifests import rotate
+
+
+def counts(cfg, run):
+    """Count to ``STEPS``, with a checkpoint after each step of which only the newest is kept."""
+    first = 0 if run.resume_checkpoint is None else int(Path(run.resume_checkpoint).read_text())
+    run.started(first)
+    run.checkpoint_dir.mkdir(exist_ok=True)
+    for step in range(first + 1, int(os.environ["STEPS"]) + 1):
+        run.progress(step)
+        path = run.checkpoint_dir / f"step-{step:08d}.txt"
+        path.write_text(str(step))
+        run.checkpoint_saved(path, step)
+        rotate(run.checkpoint_dir, run.job, "step-*.txt", 1)
+        (run.run_dir / "pid").write_text(str(os.getpid()))
+        if run.stop_requested:
+            raise Interrupted(f"stopped after step {step}")
+        time.sleep(0.02)
+    return {"first": first, "attempt": run.attempt}
+
+
+def saves_when_due(cfg, run):
+    """Save only when it is time; return the steps at which that was."""
+    run.checkpoint_dir.mkdir(exist_ok=True)
+    saved = []
+    for step in range(1, 31):
+        run.progress(step)
+        if run.checkpoint_due:
+            (run.checkpoint_dir / "last").write_text(str(step))
+            run.checkpoint_saved(run.checkpoint_dir / "last", step)
+            saved.append(step)
+    return saved

@@ -1,0 +1,111 @@
+"""Private symbols of torch and others: what is relied on is there, and does what it is used for."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks, register_optimizer_step_post_hook
+
+from robust_train import compat
+
+
+def test_autograd_numbers_its_operations():
+    before = compat.autograd_sequence_number(torch)
+    x = torch.ones(2, requires_grad=True) * 2
+    assert before <= x.grad_fn._sequence_nr() < compat.autograd_sequence_number(torch)
+
+
+def test_a_change_can_be_hidden_from_the_version_counter():
+    tensor = torch.zeros(2)
+    with compat.preserve_version_counter(torch, tensor):
+        tensor.add_(1)
+    assert tensor._version == 0
+    assert tensor.tolist() == [1, 1]
+
+
+def test_what_waits_for_cuda_is_not_called_before():
+    if not torch.cuda.is_initialized():
+        called = []
+        compat.when_cuda_starts(torch, lambda: called.append(1))
+        assert not called
+
+
+def test_the_private_functions_of_the_cuda_allocator_exist():
+    if torch.version.cuda is None:
+        return
+    for name in (
+        "_cuda_clearCublasWorkspaces",
+        "_cuda_hasPrimaryContext",
+        "_cuda_isHistoryEnabled",
+    ):
+        assert hasattr(torch._C, name)
+    assert callable(torch.cuda.memory._record_memory_history)
+    assert callable(torch.cuda.memory._dump_snapshot)
+
+
+def test_without_a_private_function_a_feature_is_lost_and_nothing_else():
+    bare = SimpleNamespace(_C=SimpleNamespace(_autograd=SimpleNamespace()))
+    assert compat.autograd_sequence_number(bare) is None
+    assert compat.has_context(bare, 0) is True
+    compat.clear_cublas_workspaces(bare)
+
+
+def test_allocator_settings_go_to_whichever_function_torch_has():
+    for name in (
+        "_accelerator_setAllocatorSettings",
+        "_cuda_cudaCachingAllocator_set_allocator_settings",
+    ):
+        seen: list[str] = []
+        fake = SimpleNamespace(_C=SimpleNamespace(**{name: seen.append}))
+        compat.set_allocator_settings(fake, "expandable_segments:True")
+        assert seen == ["expandable_segments:True"]
+
+
+def step_of(optimizer: torch.optim.Optimizer) -> None:
+    next(iter(optimizer.param_groups[0]["params"])).sum().backward()
+    optimizer.step()
+
+
+def test_optimizer_steps_are_watched_until_told_otherwise():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    steps: list[int] = []
+    stop = compat.watch_optimizer_steps(lambda: steps.append(1))
+    assert stop is not None
+    step_of(optimizer)
+    stop()
+    step_of(optimizer)
+    assert steps == [1]
+    assert not _global_optimizer_post_hooks
+
+
+def test_hooks_of_others_keep_ours_away():
+    theirs = register_optimizer_step_post_hook(lambda *_: None)
+    try:
+        assert compat.watch_optimizer_steps(lambda: None) is None
+    finally:
+        theirs.remove()
+
+
+def test_exit_handlers_run_as_at_an_interpreters_end():
+    code = (
+        "import atexit, os, threading, time\n"
+        "from robust_train.compat import run_exit_handlers\n"
+        "atexit.register(print, 'handler', flush=True)\n"
+        "work = lambda: (time.sleep(0.1), print('thread', flush=True))\n"
+        "threading.Thread(target=work).start()\n"
+        "run_exit_handlers()\n"
+        "os._exit(0)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.split() == ["thread", "handler"]
+
+
+def test_an_action_waits_for_cuda():
+    calls: list[int] = []
+    compat.when_cuda_starts(torch, lambda: calls.append(1))
+    assert calls == ([1] if torch.cuda.is_initialized() else [])
