@@ -344,6 +344,8 @@ class Job:
     ) -> AttemptRequest:
         device = devices.name_for_trainer(spec.gpus, os.environ, own_process=not self._runs_inline)
         cfg = attempt_config(self.cfg, spec, device)
+        is_script = bool(OmegaConf.select(cfg, "trainer.argv"))
+        names = cfg.cuda_visible_devices
         return AttemptRequest(
             trainer=TrainerRef("inline.trainer")
             if self._runs_inline
@@ -354,12 +356,15 @@ class Job:
             run_dir=self.run_dir,
             resume_checkpoint=self.checkpoint,
             environ=attempt_environment(
-                os.environ, spec.gpus, expandable_segments=spec.expandable_segments
+                os.environ,
+                spec.gpus,
+                expandable_segments=spec.expandable_segments,
+                by_index=names == "index" or (names == "auto" and is_script),
             ),
             cwd=os.getcwd(),
             stall_timeout_seconds=60 * cfg.stall_timeout_minutes,
             # a script starts its processes itself
-            ranks=1 if OmegaConf.select(cfg, "trainer.argv") else spec.ranks,
+            ranks=1 if is_script else spec.ranks,
             stop_grace_seconds=cfg.stop_grace_seconds,
             batch_search=search,
         )
