@@ -101,7 +101,7 @@ def call_trainer(trainer: Trainer, cfg: DictConfig, run: Run) -> Any:
     """
     run.memory_keeper = keeper = AttemptMemory(run, cfg)
     run.micro_batch_plan = MicroBatchPlan.of(cfg)
-    run.save_plan = SavePlan.of(cfg)
+    run.saving.plan = SavePlan.of(cfg)
     with keeper:
         try:
             parameters = inspect.signature(trainer).parameters

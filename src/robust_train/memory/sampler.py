@@ -177,10 +177,12 @@ class _Probe:
 
 
 def _uuid_of(index: int) -> str | None:
-    """By ``CUDA_VISIBLE_DEVICES`` where that holds UUIDs, else by torch once CUDA has started."""
+    """By ``CUDA_VISIBLE_DEVICES`` where that can be read, else by torch once CUDA has started."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    if index < len(visible) and visible[index].strip().startswith(("GPU-", "MIG-")):
-        return visible[index].strip()
+    name = visible[index].strip() if index < len(visible) else ""
+    by_pci = os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
+    if name.startswith(("GPU-", "MIG-")) or (name.isdecimal() and by_pci):
+        return name
     torch = started_torch()
     if torch is None:
         return None

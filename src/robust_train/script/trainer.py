@@ -22,6 +22,7 @@ from robust_train.events import ScriptEnded, ScriptStarted
 from robust_train.execution.environment import shared_machine_environment
 from robust_train.run import Run
 from robust_train.runfolder.cadence import AUTO
+from robust_train.runfolder.whole import is_whole
 from robust_train.script.checkpoints import (
     CheckpointWatch,
     Stamp,
@@ -211,6 +212,9 @@ def _before(pattern: str | None, settings: CommandSettings, run: Run) -> Mapping
 def _checkpoint(pattern: str | None, before: Mapping[str, Stamp], run: Run) -> Path | None:
     """The newest of the one that was reported and those that the pattern finds."""
     reported = run.resume_checkpoint
+    if reported is not None and not is_whole(reported):
+        log.warning("checkpoint %s is gone or torn; it is passed over", reported)
+        reported = None
     found = None if pattern is None else CheckpointWatch(pattern, before).newest(at_rest=True)
     candidates = [path for path in (reported, found) if path is not None]
     return max(candidates, key=lambda path: stamp_of(path).changed_ns, default=None)
