@@ -1,22 +1,4 @@
-"""A loop of your own with accelerate under the launcher: :class:`RobustLoop`.
-
-::
-
-    def train(cfg, run):
-        accelerator = Accelerator(cpu=cfg.device == "cpu")
-        loader = DataLoader(data, effective_batch_size(cfg), shuffle=True)
-        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-        loop = RobustLoop(accelerator, model, loader, cfg=cfg, run=run)
-        for epoch in loop.epochs(cfg.training.epochs):
-            for batch in loop.batches():
-                for micro in loop.micro_batches(batch):
-                    with micro:
-                        x, y = micro.data
-                        loss = criterion(model(x), y)
-                        micro.backward(loss, scaler=accelerator.scaler)
-                optimizer.step()
-                optimizer.zero_grad()
-"""
+"""Your loop with accelerate under the launcher: :class:`RobustLoop`; docs/accelerate.md has one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The other side: what a Python script that runs under ``trainer=command`` can ask and tell.
+"""The other side: what a Python script that runs under ``trainer=command`` can ask and report.
 
 ::
 
