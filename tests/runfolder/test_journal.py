@@ -88,6 +88,12 @@ def test_a_torn_last_line_of_an_earlier_launch_is_not_continued(path: Path):
     assert [event["event"] for event in events(path)] == ["job_ended"]
 
 
+def test_a_journal_that_cannot_be_read_now_is_no_empty_one(path: Path):
+    path.mkdir()
+    with pytest.raises(IsADirectoryError):
+        read_earlier(path)
+
+
 class Weeks:
     """The writer's clock: one event a tenth of a second."""
 

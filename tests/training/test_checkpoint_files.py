@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 import subprocess
 from pathlib import Path
 
@@ -177,6 +178,27 @@ def test_too_little_memory_to_read_a_checkpoint_does_not_condemn_it(tmp_path, mo
     monkeypatch.setattr(torch, "load", no_memory)
     with pytest.raises(MemoryError):
         read_newest(path)
+
+
+def test_a_checkpoint_that_cannot_be_read_now_is_waited_for_and_not_passed_over(tmp_path):
+    folder = folder_of(tmp_path)
+    folder.save({"step": 20}, 20)
+    path = folder.save({"step": 30}, 30)
+    away = path.rename(tmp_path / "away")
+    path.mkdir()
+
+    class Mended(logging.Handler):
+        def emit(self, record):
+            if "trying again" in record.getMessage():
+                path.rmdir()
+                away.rename(path)
+
+    logger, mended = logging.getLogger("robust_train"), Mended()
+    logger.addHandler(mended)
+    try:
+        assert read_newest(path) == (path, {"step": 30})
+    finally:
+        logger.removeHandler(mended)
 
 
 def test_a_later_checkpoint_than_the_one_asked_for_is_never_used(tmp_path):
