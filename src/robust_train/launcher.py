@@ -131,7 +131,9 @@ class Job:
         self.signals = SignalWatch()
         name = devices.job_name(cfg, self.run_dir)
         self.folder = RunFolder(self.run_dir, name, self.signals, sweep_folder())
+        self.journal = Journal(self.run_dir / "journal.jsonl")
         self.records: list[AttemptRecord] = []
+        self.checkpoint: Path | None = None
         self.wait_seconds = 0.0
         self._runs_inline = cfg.isolation == "none"
         self._started = time.monotonic()
@@ -144,8 +146,8 @@ class Job:
             JobInterrupted: after the summary was written.
         """
         with self.folder:
-            self._begin()
             try:
+                self._begin()
                 with self.signals:
                     summary = self._train()
             except JobInterrupted as interruption:
@@ -164,7 +166,6 @@ class Job:
         """Find out where the job stands on the disk."""
         self.beginning = begin_job(self.run_dir, resume=self.cfg.resume)
         self.checkpoint = self.beginning.checkpoint
-        self.journal = Journal(self.run_dir / "journal.jsonl")
         self.batch_sizes = BatchSizes(
             batch_settings(self.cfg, self.trainer),
             self.settings,
@@ -173,6 +174,7 @@ class Job:
         )
         started = JobStarted(str(self.run_dir), name_of(self.trainer), self.beginning.job)
         self.journal.write(started)
+        self.folder.on_event(started)
         if self.checkpoint is not None:
             log.info("this run folder holds an unfinished job: resuming from %s", self.checkpoint)
 

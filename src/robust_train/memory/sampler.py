@@ -40,11 +40,14 @@ class _NotWhileForking:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._held = False
-        os.register_at_fork(
-            before=self._before, after_in_parent=self._after, after_in_child=self._after
-        )
+        self._is_registered = False
 
     def __enter__(self) -> None:
+        if not self._is_registered:
+            self._is_registered = True
+            os.register_at_fork(
+                before=self._before, after_in_parent=self._after, after_in_child=self._after
+            )
         self._lock.acquire()
 
     def __exit__(self, *_: object) -> None:
