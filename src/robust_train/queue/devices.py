@@ -123,7 +123,7 @@ class Devices:
         have = {gpu.uuid for gpu in candidates}
         return tuple(
             gpu
-            for gpu in self._queue.look().gpus
+            for gpu in self._queue.read().gpus
             if gpu.uuid not in have
             and gpu.unusable is None
             and gpu.total_bytes >= self._cfg.min_gpu_memory_mb * MIB

@@ -105,7 +105,7 @@ class HostQueue:
                 self._do_without(problem)
         return self._read(False).gpus
 
-    def look(self) -> Visible:
+    def read(self) -> Visible:
         """Return all GPUs that the job may use, excluded ones marked as unusable."""
         return self._read(False)
 
