@@ -22,10 +22,12 @@ from typing import Any
 import torch
 from hydra import compose, initialize_config_module
 
+from robust_train.events import CheckpointSaved, Event, TrainingStarted, UserEvent
 from robust_train.execution import at_hand
 from robust_train.execution.process import ProcessExecutor
-from robust_train.execution.request import AttemptRequest, TrainerRef
+from robust_train.execution.request import AttemptRequest
 from robust_train.execution.signals import SignalWatch
+from robust_train.execution.trainer_ref import TrainerRef
 from robust_train.values import Outcome
 from robust_train.vision.prepare import preload_modules
 from robust_train.vision.trainer import train
@@ -54,14 +56,14 @@ class Killer:
         self._wait_for = 0 if rng is None else rng.randint(0, MOST_CHECKPOINTS)
         self._timer: threading.Timer | None = None
 
-    def __call__(self, event: dict[str, Any]) -> None:
-        kind = event["event"]
-        if kind == "process":
-            self._pid = event["pid"]
-        elif kind == "checkpoint":
-            self.checkpoint = Path(event["path"])
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, UserEvent) and event.event_name == "process":
+            self._pid = event.fields["pid"]
+        elif isinstance(event, CheckpointSaved):
+            self.checkpoint = Path(event.path)
             self._checkpoints += 1
-        if kind in ("training_started", "checkpoint") and self._checkpoints == self._wait_for:
+        begins = isinstance(event, (TrainingStarted, CheckpointSaved))
+        if begins and self._checkpoints == self._wait_for:
             self._kill_soon()
 
     def _kill_soon(self) -> None:
@@ -98,7 +100,7 @@ def job(run_dir: Path, epochs: int, workers: int, kills: int, seed: int) -> dict
     run_dir.mkdir(parents=True)
     rng = random.Random(seed)
     trainer = TrainerRef("kill_and_resume.tells_its_process")
-    executor = ProcessExecutor(trainer, cfg, run_dir, SignalWatch(), 1.0)
+    executor = ProcessExecutor(trainer, cfg, run_dir, SignalWatch())
     executor.prepare()
     checkpoint: Path | None = None
     killed = attempt = 0

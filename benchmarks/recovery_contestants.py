@@ -155,7 +155,7 @@ def _train_from_checkpoint(job: Job, training: Any, run: Any) -> Network:
     from robust_train.runfolder.checkpoints import CheckpointFolder, read_newest
 
     network, optimizer = build(job)
-    folder = CheckpointFolder(run.checkpoint_dir, keep=2)
+    folder = CheckpointFolder(run, keep=2)
     step = 0
     found = None if run.resume_checkpoint is None else read_newest(run.resume_checkpoint)
     if found is not None:
@@ -180,7 +180,7 @@ def _train_from_checkpoint(job: Job, training: Any, run: Any) -> Network:
                 "optimizer": optimizer.state_dict(),
                 "step": step,
             }
-            run.checkpoint_saved(folder.save(content, step), step)
+            folder.save(content, step)
     return network
 
 

@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 
 from robust_train.errors import Interrupted
-from robust_train.runfolder.manifests import rotate
 
 
 def counts(cfg, run):
@@ -15,13 +14,13 @@ def counts(cfg, run):
     first = 0 if run.resume_checkpoint is None else int(Path(run.resume_checkpoint).read_text())
     run.started(first)
     run.checkpoint_dir.mkdir(exist_ok=True)
+    (run.run_dir / "pid").write_text(str(os.getpid()))
     for step in range(first + 1, int(os.environ["STEPS"]) + 1):
         run.progress(step)
         path = run.checkpoint_dir / f"step-{step:08d}.txt"
         path.write_text(str(step))
         run.checkpoint_saved(path, step)
-        rotate(run.checkpoint_dir, run.job, "step-*.txt", 1)
-        (run.run_dir / "pid").write_text(str(os.getpid()))
+        run.saving.rotate("step-*.txt", 1)
         if run.stop_requested:
             raise Interrupted(f"stopped after step {step}")
         time.sleep(0.02)

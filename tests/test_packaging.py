@@ -91,6 +91,7 @@ def test_another_hydra_project_builds_on_robust(installed: Path, world: World):
     assert result[2].startswith(str(installed))
 
 
+@pytest.mark.slow
 def test_init_writes_its_project_from_the_wheel(installed: Path, world: World):
     _python(world, world.folder, "-m", "robust_train.cli.main", "init", "mine")
     written = {p.name for p in (world.folder / "mine").rglob("*") if p.is_file()}

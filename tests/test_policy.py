@@ -7,11 +7,14 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
+from robust_train.config.schema import RobustConfig, TrainingConfig, complete
 from robust_train.policy.decide import decide, first_attempt
 from robust_train.policy.sizes import PolicySettings, next_smaller, sizes
+from robust_train.settings import policy_settings
 from robust_train.values import (
     GIB,
     MEMORY_FAILURES,
+    MIB,
     Attempt,
     AttemptSpec,
     Failure,
@@ -238,3 +241,13 @@ def test_bugs_and_interruptions_are_never_retried(settings, gpus, kind, memory_f
     spec = first_attempt(settings, gpus[:1])
     history = (failed(spec),) * memory_failures_before + (failed(spec, kind),)
     assert isinstance(decide(settings, history, gpus), GiveUp)
+
+
+def test_the_defaults_of_a_policy_are_those_of_the_configuration():
+    defaults = PolicySettings(batch_size=TrainingConfig.batch_size)
+    configured = policy_settings(complete({}))
+    assert configured == replace(
+        defaults,
+        num_workers=TrainingConfig.num_workers,
+        min_gpu_memory_bytes=RobustConfig.min_gpu_memory_mb * MIB,
+    )

@@ -282,9 +282,10 @@ def test_the_cpu_comes_after_every_gpu_and_after_waiting_for_those_that_others_h
     assert (decision.room.gpu_uuids, decision.room.exclude) == ((), ("GPU-0",))
     assert isinstance(decision.otherwise, Retry)
     assert decision.otherwise.action == "cpu_fallback"
-    # the job's own GPU is nothing to wait for
-    own = decide(SETTINGS, (failure,), (), held=(gpu(0, 3),))
-    assert own.action == "cpu_fallback"
+    # the job's own GPU is worth a wait as well, unless its hardware failed
+    assert decide(SETTINGS, (failure,), (), held=(gpu(0, 3),)).action == "cpu_fallback"
+    address = fault(failure.spec, 4)
+    assert decide(SETTINGS, (address,), (), held=(gpu(0, 3),)).action == "wait"
 
 
 def test_what_the_host_avoids_after_a_fault_follows_from_the_same_evidence():

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
+import math
 import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 
 @contextlib.contextmanager
@@ -101,3 +104,27 @@ def read_small(path: Path, most_bytes: int) -> tuple[bytes, int]:
         return os.read(fd, most_bytes), status.st_uid
     finally:
         os.close(fd)
+
+
+def parse_json(data: bytes | str) -> Any:
+    """Return JSON that anybody may have written, its text without control characters.
+
+    Raises:
+        ValueError: it is no JSON, nested too deeply, or has a number that is not finite.
+    """
+    try:
+        return _printable(json.loads(data))
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
+def _printable(value: Any) -> Any:
+    if isinstance(value, str):
+        return "".join(c if c.isprintable() else "?" for c in value)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError("a number that is not finite")
+    if isinstance(value, list):
+        return [_printable(item) for item in value]
+    if isinstance(value, dict):
+        return {_printable(key): _printable(item) for key, item in value.items()}
+    return value

@@ -131,7 +131,9 @@ class Job:
         self.signals = SignalWatch()
         name = devices.job_name(cfg, self.run_dir)
         self.folder = RunFolder(self.run_dir, name, self.signals, sweep_folder())
+        self.journal = Journal(self.run_dir / "journal.jsonl")
         self.records: list[AttemptRecord] = []
+        self.checkpoint: Path | None = None
         self.wait_seconds = 0.0
         self._runs_inline = cfg.isolation == "none"
         self._started = time.monotonic()
@@ -144,8 +146,8 @@ class Job:
             JobInterrupted: after the summary was written.
         """
         with self.folder:
-            self._begin()
             try:
+                self._begin()
                 with self.signals:
                     summary = self._train()
             except JobInterrupted as interruption:
@@ -164,7 +166,6 @@ class Job:
         """Find out where the job stands on the disk."""
         self.beginning = begin_job(self.run_dir, resume=self.cfg.resume)
         self.checkpoint = self.beginning.checkpoint
-        self.journal = Journal(self.run_dir / "journal.jsonl")
         self.batch_sizes = BatchSizes(
             batch_settings(self.cfg, self.trainer),
             self.settings,
@@ -173,6 +174,7 @@ class Job:
         )
         started = JobStarted(str(self.run_dir), name_of(self.trainer), self.beginning.job)
         self.journal.write(started)
+        self.folder.on_event(started)
         if self.checkpoint is not None:
             log.info("this run folder holds an unfinished job: resuming from %s", self.checkpoint)
 
@@ -342,6 +344,8 @@ class Job:
     ) -> AttemptRequest:
         device = devices.name_for_trainer(spec.gpus, os.environ, own_process=not self._runs_inline)
         cfg = attempt_config(self.cfg, spec, device)
+        is_script = bool(OmegaConf.select(cfg, "trainer.argv"))
+        names = cfg.cuda_visible_devices
         return AttemptRequest(
             trainer=TrainerRef("inline.trainer")
             if self._runs_inline
@@ -352,12 +356,15 @@ class Job:
             run_dir=self.run_dir,
             resume_checkpoint=self.checkpoint,
             environ=attempt_environment(
-                os.environ, spec.gpus, expandable_segments=spec.expandable_segments
+                os.environ,
+                spec.gpus,
+                expandable_segments=spec.expandable_segments,
+                by_index=names == "index" or (names == "auto" and is_script),
             ),
             cwd=os.getcwd(),
             stall_timeout_seconds=60 * cfg.stall_timeout_minutes,
             # a script starts its processes itself
-            ranks=1 if OmegaConf.select(cfg, "trainer.argv") else spec.ranks,
+            ranks=1 if is_script else spec.ranks,
             stop_grace_seconds=cfg.stop_grace_seconds,
             batch_search=search,
         )

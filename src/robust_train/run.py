@@ -27,9 +27,7 @@ from robust_train.events import (
 )
 from robust_train.memory.in_use import describe_memory
 from robust_train.memory.in_use import memory_in_use as memory_in_use
-from robust_train.runfolder.cadence import SaveClock, SavePlan
-from robust_train.runfolder.identity import read_identity, wait_until_readable
-from robust_train.runfolder.manifests import of_job, record_checkpoint
+from robust_train.runfolder.saving import Saving
 
 if TYPE_CHECKING:
     from robust_train.batch.search import BatchSearch
@@ -118,7 +116,7 @@ class Run:
         resume_checkpoint: the checkpoint to go on from, None for a fresh start.
         is_cooperative: the trainer has looked at :attr:`stop_requested`.
         looks_for_checkpoint_requests: it has looked at :attr:`checkpoint_requested`.
-        job: identity of the job, the same for all of its attempts; empty without a launcher.
+        saving: when the next checkpoint is due, and what was saved.
         can_restart: a launcher would start another attempt from the last checkpoint.
         was_told_to_restart: the trainer has seen that it is to stop for that.
         last_step: last optimizer step that was reported, None before the first.
@@ -157,11 +155,7 @@ class Run:
         self.rank = rank
         self.world_size = world_size
         self._flags = flags
-        identity = wait_until_readable(lambda: read_identity(run_dir))
-        self.job: str | None = "" if identity is None else identity.id
-        self._job_started = None if identity is None else identity.started
-        self._save_plan = SavePlan()
-        self._save_clock: SaveClock | None = None
+        self.saving = Saving(run_dir, attempt)
         self._checkpoint_flag_seen = 0
         self.batch_search: BatchSearch | None = None
         self._micro_batch_plan = MicroBatchPlan()
@@ -225,29 +219,6 @@ class Run:
         return self.was_told_to_restart and not self._stop.is_set()
 
     @property
-    def save_plan(self) -> SavePlan:
-        """How often to save. Whoever calls the trainer sets it from the config."""
-        return self._save_plan
-
-    @save_plan.setter
-    def save_plan(self, plan: SavePlan) -> None:
-        self._save_plan = plan
-        self._save_clock = None
-
-    @property
-    def save_clock(self) -> SaveClock:
-        """What measures the time between checkpoints; made at first use."""
-        if self._save_clock is None:
-            known = of_job(self.checkpoint_dir, self.job) if self.job else []
-            self._save_clock = SaveClock(
-                self._save_plan,
-                cost=next((one.seconds for one in reversed(known) if one.seconds), None),
-                failures=self.attempt - 1,
-                job_started=self._job_started,
-            )
-        return self._save_clock
-
-    @property
     def checkpoint_due(self) -> bool:
         """Whether to save a checkpoint now: it is time, or somebody asks for one::
 
@@ -258,12 +229,12 @@ class Run:
         Read it once after each optimizer step. Of several ranks all have to; rank 0's clock counts,
         and all see it at the same step.
         """
-        is_time = self.is_main and self.save_clock.is_due(self.last_step)
+        is_time = self.is_main and self.saving.clock.is_due(self.last_step)
         if is_time and self._flags is not None:
             self._flags.raise_flag(CHECKPOINT)
         is_due = self.checkpoint_requested or (is_time and self._flags is None)
         if is_due:
-            self.save_clock.begin(self.last_step)
+            self.saving.clock.begin(self.last_step)
         return is_due
 
     @property
@@ -386,28 +357,13 @@ class Run:
 
     def checkpoint_saved(self, path: Path, step: int | None) -> None:
         """Say that a complete checkpoint lies at ``path``: a later attempt resumes from it."""
-        self._record_checkpoint(Path(path), step)
+        if self.is_main:
+            self.saving.saved(Path(path), step)
         self.report(CheckpointSaved(str(path), step))
         if self.memory_keeper is not None:
             self.memory_keeper.checkpoint_saved()
         if self._checkpoint_answers:
             self._answer_checkpoint({"answer": {"path": str(path), "step": step}})
-
-    def _record_checkpoint(self, path: Path, step: int | None) -> None:
-        seconds = self.save_clock.saved(step)
-        if self.job is None or not self.is_main:
-            return
-        try:
-            record_checkpoint(
-                self.checkpoint_dir,
-                path,
-                job=self.job,
-                attempt=self.attempt,
-                step=None if step is None else int(step),
-                seconds=seconds,
-            )
-        except OSError as error:
-            log.warning("no manifest of the checkpoint %s: %s", path, error.strerror or error)
 
     def epoch_ended(self, epoch: int, **scalars: float) -> None:
         """Say that epoch ``epoch`` (from 1) is done; ``scalars`` (losses …) go to the journal."""

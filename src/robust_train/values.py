@@ -13,6 +13,9 @@ from typing import Any
 MIB = 1024**2
 GIB = 1024**3
 
+UNDER_SUBMITIT = "SUBMITIT_EXECUTOR"
+"""Set in the environment of submitit's jobs, where SIGTERM comes with every preemption."""
+
 
 @dataclass(frozen=True)
 class GpuProcess:

@@ -111,6 +111,7 @@ def test_a_hydra_project_of_your_own_builds_on_robust(world: World, own_project:
     assert "_iris_small_" in folder.name
 
 
+@pytest.mark.slow
 def test_its_own_groups_are_chosen_on_the_command_line(world: World, own_project: Path):
     words = ("-m", "model=linear,small", "training.epochs=20", "hydra.sweep.dir=sweep")
     ended = _run(world, own_project, sys.executable, "main.py", *words)

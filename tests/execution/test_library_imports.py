@@ -45,9 +45,9 @@ def test_libraries_are_found_through_the_users_own_modules(project: Path):
         "if TYPE_CHECKING:",
         "    import hydra",
         "try:",
-        "    import not_there",
+        "    import psutil, not_there",
         "except ImportError:",
-        "    import psutil",
+        "    import rich",
         "def train(cfg):",
         "    import tenacity",
     )

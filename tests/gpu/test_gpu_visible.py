@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from robust_train.gpu.visible import Visible, names_integers, resolve_mask, visible_gpus
+from robust_train.gpu.visible import Visible, mask_for, names_integers, resolve_mask, visible_gpus
 from robust_train.values import GpuInfo, Inventory, SkippedGpu
 from simulated_nvml import Gpu, Machine, Slice
 
@@ -309,3 +310,11 @@ def test_old_names_of_slices_are_found_on_a_machine_that_gives_them_uuids(
     machine = machine_with(Gpu(mig=[Slice(100, gi=1), Slice(100, gi=2, ci=3)]))
     mask = f"MIG-{machine.uuid(0)}/2/3"
     assert machine.python(VISIBLE, CUDA_VISIBLE_DEVICES=mask) == [[machine.uuid(0, 1)], None]
+
+
+def test_gpus_are_named_by_number_only_where_every_number_is_known() -> None:
+    first, second = (GpuInfo(f"GPU-{n}", "A", n, str(n), 1, 1, 0, cuda_index=n) for n in (0, 1))
+    assert mask_for((second, first), by_index=True) == "1,0"
+    assert mask_for((second, first), by_index=False) == "GPU-1,GPU-0"
+    assert mask_for((first, replace(second, cuda_index=None)), by_index=True) == "GPU-0,GPU-1"
+    assert mask_for((), by_index=True) == ""

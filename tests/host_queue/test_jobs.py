@@ -121,7 +121,8 @@ def test_a_killed_launcher_frees_nothing_while_its_attempt_lives(shared: Callabl
     assert host.jobs() == []
 
 
-def test_the_cpu_fallback_gives_the_gpu_back_at_once(shared: Callable[..., Shared]):
+@pytest.mark.slow
+def test_the_cpu_fallback_releases_the_gpu_at_once(shared: Callable[..., Shared]):
     host = shared(Gpu(uuid=A, total_mib=24000))
     world = host.world("first")
     failures, given, go = (world.folder / name for name in ("failures", "given", "go"))
@@ -190,7 +191,7 @@ def test_a_busy_gpu_is_a_lost_race_and_the_job_waits_for_its_turn(shared: Callab
     assert ended.attempts[-1]["gpu_uuid"] == A
 
 
-def test_a_gpu_that_proved_sick_is_avoided_until_it_is_cleared(shared: Callable[..., Shared]):
+def test_a_gpu_that_proved_unhealthy_is_excluded_until_it_is_cleared(shared: Callable[..., Shared]):
     host = shared(Gpu(uuid=A, total_mib=24000), Gpu(uuid=B, total_mib=24000, free_mib=9000))
     world = host.world("first")
     failures = world.folder / "failures"
@@ -224,6 +225,7 @@ def test_on_a_machine_without_gpus_there_is_no_queue(world: World):
     assert not Path(world.environ["ROBUST_TRAIN_QUEUE_DIR"]).exists()
 
 
+@pytest.mark.slow
 def test_a_job_in_the_launchers_own_process_holds_its_gpu(shared: Callable[..., Shared]):
     host = shared(Gpu(uuid=A, total_mib=24000))
     world = host.world("first")
@@ -241,13 +243,21 @@ def test_a_job_in_the_launchers_own_process_holds_its_gpu(shared: Callable[..., 
     ("sick", "words"),
     [
         ({"recovery": 1}, "it has to be reset"),
-        ({"recovery": 2}, "rebooted"),
-        ({"remap_failed": 1}, "could not be remapped"),
-        ({"pages_pending": 1}, "wait to be retired"),
-        ({"compute_mode": 2}, "prohibited"),
+        *(
+            pytest.param(sick, words, marks=pytest.mark.slow)
+            for sick, words in (
+                ({"recovery": 2}, "rebooted"),
+                ({"recovery": 5}, "IMEX domain"),
+                ({"recovery": 6}, "bus has to be reset"),
+                ({"recovery": 7}, "whole system has to be rebooted"),
+                ({"remap_failed": 1}, "could not be remapped"),
+                ({"pages_pending": 1}, "wait to be retired"),
+                ({"compute_mode": 2}, "prohibited"),
+            )
+        ),
     ],
 )
-def test_doctor_tells_why_a_gpu_is_not_usable(
+def test_doctor_says_why_a_gpu_is_not_usable(
     shared: Callable[..., Shared], sick: dict[str, int], words: str
 ):
     host = shared(Gpu(uuid=A, **sick), Gpu(uuid=B, recovery=0, remap_failed=0, pages_pending=0))
@@ -280,6 +290,7 @@ def test_doctor_fails_where_no_gpu_or_no_queue_can_be_used(shared: Callable[...,
     assert os.path.realpath(host.base) == "/tmp"
 
 
+@pytest.mark.slow
 def test_jobs_started_together_share_out_the_gpus_though_one_launcher_is_killed(
     shared: Callable[..., Shared],
 ):
@@ -314,6 +325,7 @@ def test_jobs_started_together_share_out_the_gpus_though_one_launcher_is_killed(
     assert host.jobs() == []
 
 
+@pytest.mark.slow
 def test_a_job_of_two_gpus_holds_both_and_hands_them_over_when_it_ends(
     shared: Callable[..., Shared],
 ):

@@ -18,11 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hosts import Host
 from hypothesis import given
 from hypothesis import strategies as st
 
 from robust_train.cli import doctor, queue
+from robust_train.cli.gpu_probe import exercise
 from robust_train.gpu.visible import Visible
 from robust_train.queue.host_queue import HostQueue
 from robust_train.queue.queue_dir import boot_name, tmpfiles_line
@@ -362,3 +364,44 @@ def test_doctor_fails_without_a_driver_and_refuses_to_probe_nothing() -> None:
     assert report["probes"] == []
     assert set(report["packages"]) >= {"torch", "robust-train"}
     assert report["kernel"] == os.uname().release
+
+
+def test_a_probe_computes_runs_out_of_memory_and_goes_on_with_less() -> None:
+    """On the CPU, with a limit in place of a GPU's memory."""
+    script = """
+import json, psutil, resource, torch
+from robust_train.cli.gpu_probe import exercise
+total = 2**29
+torch.ones(64, 64) @ torch.ones(64, 64)
+data = next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith("VmData"))
+resource.setrlimit(resource.RLIMIT_DATA, (data * 1024 + total * 5 // 8,) * 2)
+print(json.dumps(exercise(torch.device("cpu"), total)))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    seen = json.loads(done.stdout.splitlines()[-1])
+    assert seen["parts"] == 2
+    assert seen["left_bytes"] == 0
+    with pytest.raises(RuntimeError, match="twice the memory"):
+        exercise(torch.device("cpu"), 2**20)
+
+
+def test_a_probe_leaves_a_gpu_alone_that_a_job_has_and_fails_without_cuda(
+    host_with: HostWith,
+) -> None:
+    host = host_with(Gpu(), Gpu())
+    busy = host.start(4000).wait_for("granted")["gpu"]
+    done = subprocess.run(
+        [sys.executable, "-m", "robust_train.cli.main", "doctor", "--probe", "--json"],
+        env=host.machine.environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1, done.stderr
+    results = {p["uuid"]: (p["passed"], p["result"]) for p in json.loads(done.stdout)["probes"]}
+    assert results[busy][0]
+    assert results[busy][1].startswith("not probed: no GPU has 2048 MiB free now: needs 2048 MiB")
+    (other,) = set(results) - {busy}
+    assert results[other][0] is False
+    assert "torch finds no GPU" in results[other][1]
+    assert len(host.job_files()) == 1

@@ -8,7 +8,17 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from robust_train.queue.scheduler import GpuReservation, Plan, WaitingJob, open_to, plan, why_not
+from robust_train.queue.scheduler import (
+    GpuReservation,
+    Plan,
+    Untaken,
+    WaitingJob,
+    open_to,
+    plan,
+    to_pass_over,
+    untaken,
+    why_not,
+)
 from robust_train.values import MIB, GpuInfo
 
 A, B, C = "GPU-a", "GPU-b", "GPU-c"
@@ -289,3 +299,44 @@ def test_there_is_always_a_gpu_where_nobody_who_passed_the_head_is_in_its_way(
         for _ in range(rng.randrange(3)):
             if running:
                 running.pop(rng.randrange(len(running)))
+
+
+# --- who does not take its GPUs ---
+
+
+def test_who_does_not_take_its_gpus_is_passed_over_after_some_seconds() -> None:
+    noted: Untaken = {}
+    for now in (100.0, 101.0, 102.0, 103.0, 104.0):
+        noted = untaken(noted, ["a"], now)
+        assert to_pass_over(noted, now) == frozenset()
+    noted = untaken(noted, ["a"], 105.0)
+    assert to_pass_over(noted, 105.0) == {"a"}
+    assert untaken(noted, ["b"], 106.0) == {"b": (106.0, 106.0)}, "it has taken them"
+
+
+def test_nobody_is_passed_over_for_a_time_in_which_nobody_polled() -> None:
+    noted = untaken({}, ["a"], 100.0)
+    noted = untaken(noted, ["a"], 700.0)
+    assert to_pass_over(noted, 700.0) == frozenset()
+    for now in range(701, 706):
+        noted = untaken(noted, ["a"], float(now))
+    assert to_pass_over(noted, 705.0) == {"a"}
+    assert to_pass_over(noted, 900.0) == frozenset(), "whoever polls now was stopped itself"
+
+
+def test_equal_tickets_go_by_the_time_at_which_they_came() -> None:
+    gpus = [gpu(A)]
+    last = 10**15 - 1
+    early, late = (
+        replace(job(last, 30000), id=id_, queued_at=at) for id_, at in (("b", 1.0), ("a", 2.0))
+    )
+    assert list(plan([late, early], [], gpus).grants) == ["b"]
+    assert open_to(late, [early], [], gpus) == ()
+    assert len(open_to(early, [late], [], gpus)) == 1
+
+
+def test_gpus_in_exclusive_mode_under_mps_are_shared_as_the_jobs_allow() -> None:
+    under_mps = replace(gpu(A), compute_mode="exclusive_process", mps=True)
+    line = [job(n, 4000, per_device=2) for n in (1, 2, 3)]
+    assert len(plan(line, [], [under_mps]).grants) == 2
+    assert len(plan(line, [], [replace(under_mps, mps=False)]).grants) == 1

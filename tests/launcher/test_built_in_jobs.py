@@ -46,11 +46,12 @@ def test_a_terminal_shows_a_progress_bar(world: World):
 
 
 def test_the_same_job_gives_the_same_result_under_both_doors(world: World):
-    robust = world.run("training.epochs=2").summary["result"]
+    small = ("training.epochs=1", "model.width=8")
+    robust = world.run(*small).summary["result"]
     weights = torch.load(robust["checkpoint"], weights_only=True)["model"]
     plain = World(world.folder)
     plain.run_dir = world.folder / "plain"
-    ended = plain.run("training.epochs=2", script="train.py")
+    ended = plain.run(*small, script="train.py")
     assert ended.returncode == 0, ended.output
     assert not (plain.run_dir / "journal.jsonl").exists(), "train.py supervises nothing"
     other = torch.load(plain.run_dir / "checkpoints" / "final.pt", weights_only=True)["model"]
@@ -153,7 +154,7 @@ def test_absent_data_is_refused_in_one_line_with_the_way_out(world: World):
 
 def test_a_real_out_of_memory_error_repeats_the_step_only(world: World):
     """The limit is between what the whole batch needs and what half of it does."""
-    arguments = ("model.width=64", "training.batch_size=1024", "training.epochs=2")
+    arguments = ("model.width=64", "training.batch_size=1024", "training.epochs=1")
     # freed blocks go back at once, so that the limit is one on what is held
     world.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
     world.environ["GROWTH_FILE"] = str(world.folder / "growth")

@@ -109,7 +109,7 @@ def test_other_figures_for_people():
 
 def test_texts_in_a_chart_cannot_leave_it():
     bars = (plots.Bar(0, 1, "useful", "</title><script>alert(1)</script>"),)
-    rows = [plots.Row('"><script>', "\x00", bars, plots.address('javascript:alert(1)/"x"'))]
+    rows = [plots.TimelineRow('"><script>', "\x00", bars, plots.address('javascript:alert(1)/"x"'))]
     axis = plots.Axis(0, 1, lambda most: time_ticks(1, most), "time")
     svg = plots.timeline('" onload="alert(1)', "</desc><script>", rows, axis)
     assert "<script>" not in svg

@@ -99,7 +99,7 @@ def test_torn_and_foreign_content_is_nobody_s_name(tmp_path: Path, content: byte
     held = RunLock(tmp_path, "0-aaaaaa")
     (tmp_path / "lock").write_bytes(content)
     assert read_holder(tmp_path) is None
-    with pytest.raises(ConfigError, match="in use by a job that has not said which"):
+    with pytest.raises(ConfigError, match="in use by another job"):
         RunLock(tmp_path, "0-bbbbbb")
     held.release()
 

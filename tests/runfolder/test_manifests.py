@@ -33,7 +33,7 @@ def save(folder: Path, step: int, *, job: str = "ours", attempt: int = 1, text: 
 
 def record(folder: Path, path: Path, step: int | None, job: str = "ours", attempt: int = 1) -> None:
     run = Run(run_dir=folder.parent, attempt=attempt)
-    run.checkpoint_dir, run.job = folder, job
+    run.saving.folder, run.saving.job = folder, job
     run.checkpoint_saved(path, step)
 
 

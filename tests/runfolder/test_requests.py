@@ -49,8 +49,16 @@ def test_the_oldest_request_comes_first_and_is_taken_once(inbox: Inbox):
 
 @pytest.mark.parametrize(
     "garbage",
-    [b"", b"\xff\xfe\x00", b"[]", b'{"verb": 3}', b'{"verb": "a", "options": []}', b"[" * 60_000],
-    ids=repr,
+    [
+        b"",
+        b"\xff\xfe\x00",
+        b"[]",
+        b'{"verb": 3}',
+        b'{"verb": "a", "options": []}',
+        b'{"verb": "a", "options": {"b": NaN}}',
+        b"[" * 60_000,
+    ],
+    ids=lambda garbage: repr(garbage[:20]),
 )
 def test_garbage_is_called_so_and_removed(
     inbox: Inbox, garbage: bytes, caplog: pytest.LogCaptureFixture

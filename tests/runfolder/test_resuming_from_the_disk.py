@@ -30,7 +30,7 @@ class Counting:
         (world.run_dir / "pid").unlink(missing_ok=True)
         self.launcher = world.start(TRAINER, *arguments)
         self.wait_for_more()
-        self.attempt = int((world.run_dir / "pid").read_text())
+        self.attempt = int(wait_until((world.run_dir / "pid").read_text, "its pid is written"))
 
     def wait_for_more(self, steps: int = 3) -> None:
         """Wait for so many more checkpoints."""

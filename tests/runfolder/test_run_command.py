@@ -268,7 +268,7 @@ def test_trainers_that_do_not_look_are_told_of_plainly(host: Host):
     world = host.world("first")
     process = host.train(world, "never_uses_run")
     line = host.refused("checkpoint")
-    assert "does not look at run.checkpoint_requested" in line
+    assert "does not read run.checkpoint_requested" in line
     assert "its batch cannot be changed while it runs" in host.refused("halve-batch")
     (world.folder / "go").touch()
     ended = world.end(process)

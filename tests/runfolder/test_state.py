@@ -15,6 +15,7 @@ from robust_train.events import (
     AttemptStarted,
     BatchSizeFound,
     CheckpointSaved,
+    JobStarted,
     MemoryReported,
     MicroBatchChanged,
     Progress,
@@ -35,6 +36,7 @@ def test_events_of_an_attempt_are_folded():
     state = with_attempt(STATE, 2, AttemptStarted("cuda:0", 64, 2, 2, gpu_uuids=("A", "B")))
     assert (state.state, state.attempt, state.effective_batch_size) == ("running", 2, 256)
     for event in (
+        JobStarted("/run", "trainer", "c0ffee"),
         AttemptProcess(77),
         TrainingStarted(10),
         Progress(11, 100, {"loss": 0.5}),
@@ -50,6 +52,7 @@ def test_events_of_an_attempt_are_folded():
     assert (state.attempt, state.attempt_pid, state.step, state.total_steps) == (2, 77, 12, 100)
     assert (state.loss, state.memory, state.micro_batch) == (0.5, {"allocated": 5}, 32)
     assert (state.batch_size, state.checkpoint, state.checkpoint_step) == (32, "/c", 12)
+    assert state.job == "c0ffee"
     again = with_attempt(state, 3, AttemptStarted("cpu", 32, 4))
     assert (again.step, again.loss, again.attempt_pid, again.gpu_uuids) == (None, None, None, ())
     assert again.checkpoint == "/c"
@@ -87,12 +90,22 @@ def test_progress_is_written_once_a_second_at_most(tmp_path: Path):
         json.dumps({**STATE.as_json(), "schema": 99}).encode(),
         json.dumps({**STATE.as_json(), "waiting": 3}).encode(),
         json.dumps({**STATE.as_json(), "step": True}).encode(),
+        json.dumps({**STATE.as_json(), "started": float("nan")}).encode(),
+        json.dumps(STATE.as_json()).replace("1.0", "1e999").encode(),
     ],
     ids=lambda content: repr(content[:20]),
 )
 def test_torn_foreign_and_wrongly_typed_files_are_no_state(tmp_path: Path, content: bytes):
     (tmp_path / "state.json").write_bytes(content)
     assert read_state(tmp_path) is None
+
+
+def test_control_characters_do_not_reach_a_terminal():
+    found = RunState.parse(
+        json.dumps({**STATE.as_json(), "name": "a\x1b[2Jb", "waiting": {"reason": "\n"}})
+    )
+    assert found is not None
+    assert (found.name, found.waiting) == ("a?[2Jb", {"reason": "?"})
 
 
 @given(st.binary(max_size=200) | st.text(max_size=200).map(lambda t: json.dumps(t).encode()))

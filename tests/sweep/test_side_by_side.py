@@ -103,7 +103,7 @@ def test_on_a_terminal_a_table_shows_how_far_each_job_is(sweeps: SweepWorld):
 def test_jobs_that_would_share_a_folder_are_refused_but_for_the_first(sweeps: SweepWorld):
     ended = sweeps.sweep("objective", "training.seed=1,2", "hydra.sweep.subdir=one")
     assert ended.returncode == 2, ended.output
-    assert "hydra.sweep.subdir must tell the jobs apart" in ended.output
+    assert "hydra.sweep.subdir must differ between jobs" in ended.output
     assert sweeps.column("status") == ["completed", "refused"]
 
 

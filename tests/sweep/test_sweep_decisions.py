@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import signal
 import time
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import psutil
 import pytest
 from omegaconf import OmegaConf
 
+from robust_train.execution.signals import FORWARDED, SignalWatch
 from robust_train.gpu import inventory
 from robust_train.sweep.capacity import count_gpus, jobs_at_once
 from robust_train.sweep.live_table import LiveRow, most_important
@@ -83,6 +86,21 @@ def test_a_driver_that_hangs_does_not_hold_a_sweep_up(monkeypatch: pytest.Monkey
     assert count_gpus(OmegaConf.create({"device": "auto"}), limit_seconds=0.2) == 0
     assert psutil.Process().children() == before, "it is not left behind where it can be killed"
     assert "hydra.launcher.n_jobs" in caplog.text
+
+
+@pytest.mark.parametrize("first_forwarded", [False, True])
+def test_a_signal_that_a_sweep_forwards_counts_once_for_a_job_that_received_it_too(
+    first_forwarded: bool,
+):
+    forwarded = next(number for number, own in FORWARDED.items() if own == signal.SIGTERM)
+    received: list[int] = []
+    signals = SignalWatch()
+    with signals, signals.handed_to(received.append):
+        for signum in sorted((signal.SIGTERM, forwarded), reverse=first_forwarded):
+            os.kill(os.getpid(), signum)
+        assert received == [signal.SIGTERM]
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert received == [signal.SIGTERM] * 2, "a second one of its own is impatience"
 
 
 def row(status: str, exit_code: int):

@@ -14,6 +14,7 @@ from robust_train.runfolder.checkpoints import (
     read_newest,
     write_atomically,
 )
+from robust_train.runfolder.manifests import newest_checkpoint, of_job
 
 LIMITED = """
 import logging, resource, sys
@@ -69,6 +70,32 @@ def test_a_failed_save_leaves_the_old_file_as_it_was(tmp_path):
         write_atomically({"value": torch.arange(1000), "odd": (i for i in ())}, path)
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_is_written_in_the_background_is_the_state_of_its_step(tmp_path):
+    run = Run(run_dir=tmp_path)
+    folder = CheckpointFolder(run, keep=1)
+    weights = torch.zeros(1000)
+    folder.save_from_copy({"weights": weights, "nested": [(weights,)]}, 1)
+    weights += 1
+    assert newest_checkpoint(folder.path, "") is None, "reported between two steps alone"
+    folder.report_written(wait=True)
+    newest = newest_checkpoint(folder.path, "")
+    assert newest is not None
+    content = torch.load(newest.path, weights_only=True)
+    assert content["weights"].sum() == content["nested"][0][0].sum() == 0
+    folder.save_from_copy({"weights": weights}, 2)
+    folder.save({"weights": weights}, 3)
+    assert [manifest.step for manifest in of_job(folder.path, "")] == [3]
+
+
+def test_a_write_in_the_background_that_fails_is_an_error_of_the_next_call(tmp_path):
+    (tmp_path / "checkpoints").write_text("in the way")
+    folder = folder_of(tmp_path)
+    folder.save_from_copy({"weights": torch.zeros(3)}, 1)
+    with pytest.raises(CheckpointError, match=r"cannot write .*step-00000001\.pt"):
+        folder.report_written(wait=True)
+    folder.report_written(wait=True)
 
 
 def test_a_folder_that_cannot_be_made_is_an_error_that_names_the_file(tmp_path):

@@ -1,4 +1,4 @@
-"""Which micro-batches to try for ``training.batch_size=auto``: pure, from what earlier probes told.
+"""Which micro-batches to try for ``training.batch_size=auto``: pure, from earlier probes.
 
 Memory is near-affine in the micro-batch: ``peak = a + b × samples``, where ``a`` holds weights,
 gradients and workspaces and ``b`` one sample's activations. A first small probe gives an upper
@@ -115,7 +115,7 @@ def next_size(sizes: Sequence[int], probes: Sequence[Probe], limits: Limits) -> 
         doubled = next((size for size in between if size >= 2 * low), between[-1])
         return max(doubled, *(size for size in (low, *expected) if size <= _FARTHEST * low))
     if len(probes) == MOST_PROBES - 1 and probes[-1].peak_bytes is None:
-        # the line was wrong, and nothing tells by how much: the last probe must go through
+        # the line was wrong by an unknown amount: the last probe must go through
         safe = [size for size in between if size <= high / _STEP_DOWN]
         largest = min(largest, safe[-1]) if safe else largest
     # a few percent more are not worth a probe

@@ -1,4 +1,4 @@
-"""``robust-train cleanup``: look at the memory, and have the live run give back what it can."""
+"""``robust-train cleanup``: show the memory, and have the live run release what it can."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from robust_train.cli.parser import Parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code.
+    """Run the command; return the exit code.
 
     0: done. 1: there is no live run to clean up, or it refused. 2: wrong usage.
     """
     parser = Parser(
         prog="robust-train cleanup",
-        description="Shows who holds memory, and has the live run give back what it does not use.",
+        description="Shows who holds memory, and has the live run release what it does not use.",
     )
     parser.add_argument("--json", action="store_true", help="for programs; sizes in bytes")
     add_run_argument(parser)
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--stats-only", action="store_true", help="look, and do nothing")
+    what.add_argument("--stats-only", action="store_true", help="only show")
     what.add_argument("--force", action="store_true", help="as robust-train memory clear --force")
     arguments = parser.parse_args(argv)
     if arguments.stats_only:

@@ -79,9 +79,9 @@ def _rows(
                 "; ".join(_notes(gpu, gpu.uuid in shown)),
             )
         )
-    for sick in inventory.skipped:
-        uuid = sick.uuid or "-"
-        rows.append((str(sick.index), "-", uuid, *["-"] * 6, f"skipped: {sick.reason}"))
+    for lost in inventory.skipped:
+        uuid = lost.uuid or "-"
+        rows.append((str(lost.index), "-", uuid, *["-"] * 6, f"skipped: {lost.reason}"))
     return rows
 
 
@@ -127,5 +127,5 @@ def _as_json(
         "problem": inventory.problem,
         "warning": visible.warning,
         "gpus": gpus,
-        "skipped": [asdict(sick) for sick in inventory.skipped],
+        "skipped": [asdict(lost) for lost in inventory.skipped],
     }

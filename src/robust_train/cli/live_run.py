@@ -1,4 +1,4 @@
-"""Asking a live run about its memory, from a command line."""
+"""Requests to a live run about its memory, from a command line."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import sys
 from typing import Any
 
 from robust_train.cli.table import print_table
+from robust_train.runfolder.client import ControlError, ask
+from robust_train.runfolder.runs import NoLiveRun, Run, choose_run, find_live_runs
 from robust_train.values import MIB
 
 EXIT_NOT_DONE = 1
@@ -16,7 +18,7 @@ _FIGURES = ("allocated", "reserved", "peak", "largest_free_block", "free")
 
 
 def add_run_argument(parser: argparse.ArgumentParser) -> None:
-    """The option that says which run is meant."""
+    """Add the option that names a run."""
     parser.add_argument(
         "--run",
         metavar="ID|PATH|PID",
@@ -27,21 +29,23 @@ def add_run_argument(parser: argparse.ArgumentParser) -> None:
 def request(
     command: str, which: str | None, verb: str, *, as_json: bool, alone: str, **options: Any
 ) -> int:
-    """Have a live run carry out ``verb`` and print what came of it; returns the exit code.
+    """Have a live run carry out ``verb`` and print the answer; return the exit code.
 
     Args:
-        command: what the user typed, to begin an error with.
-        which: the run that was named, None for the only one.
+        command: what an error begins with.
+        which: the run's name, None for the only one.
         verb: of :func:`robust_train.memory.requests.perform`.
-        as_json: for programs.
-        alone: what can and cannot be done without a live run, for where there is none.
+        as_json: print for programs.
+        alone: what to do without a live run, said where there is none.
         options: of the verb.
     """
-    asked, problem = ask_run(which, verb, **options)
-    if asked is None:
-        message = problem or f"no run of yours is alive on this machine; {alone}"
-        return fail(command, message, as_json)
-    run, answer = asked
+    try:
+        found = ask_run(which, verb, **options)
+    except (NoLiveRun, ControlError) as problem:
+        return fail(command, str(problem), as_json)
+    if found is None:
+        return fail(command, f"no run of yours is alive on this machine; {alone}", as_json)
+    run, answer = found
     if as_json:
         print(json.dumps({"run": run.id, **answer}, indent=2))
     else:
@@ -49,30 +53,21 @@ def request(
     return 0
 
 
-def ask_run(
-    which: str | None, verb: str, **options: Any
-) -> tuple[tuple[Any, dict[str, Any]] | None, str | None]:
-    """A live run and its answer, or why there is none; neither where no run is alive.
+def ask_run(which: str | None, verb: str, **options: Any) -> tuple[Run, dict[str, Any]] | None:
+    """Return a live run and its answer; None where none was named and none is alive.
 
-    Args:
-        which: the run that was named, None for the only one.
-        verb: of :func:`robust_train.memory.requests.perform`.
-        options: of the verb.
+    Raises:
+        NoLiveRun: no run is meant, or several.
+        ControlError: the run does not do it.
     """
-    from robust_train.runfolder.client import ControlError, ask
-    from robust_train.runfolder.runs import NoLiveRun, choose_run, find_live_runs
-
     if which is None and not find_live_runs():
-        return None, None
-    try:
-        run = choose_run(which)
-        return (run, ask(run, verb, **options)), None
-    except (NoLiveRun, ControlError) as problem:
-        return None, str(problem)
+        return None
+    run = choose_run(which)
+    return run, ask(run, verb, **options)
 
 
-def print_answer(run: Any, answer: dict[str, Any], *, only_now: bool = False) -> None:
-    """What came of a request, with the figures before and after in MiB, or only now's."""
+def print_answer(run: Run, answer: dict[str, Any], *, only_now: bool = False) -> None:
+    """Print an answer with the figures before and after in MiB, or only now's."""
     print(f"run {run.id} (pid {run.pid}, {run.run_dir}): {answer['sentence']}")
     before, after = answer["before"], answer["after"]
     rows = [
@@ -87,7 +82,7 @@ def print_answer(run: Any, answer: dict[str, Any], *, only_now: bool = False) ->
 
 
 def fail(command: str, message: str, as_json: bool) -> int:
-    """Say why it was not done; returns the exit code."""
+    """Print why it was not done; return the exit code."""
     if as_json:
         print(json.dumps({"error": message}, indent=2))
     print(f"robust-train {command}: {message}", file=sys.stderr)

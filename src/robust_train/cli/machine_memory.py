@@ -25,7 +25,7 @@ _RIGHT = {"index", "used MiB", "free MiB", "total MiB", "pid", "process MiB"}
 
 
 def read_machine_memory() -> dict[str, Any]:
-    """GPUs with their processes, and the host's memory; JSON's types, sizes in bytes."""
+    """Return GPUs with their processes, and the host's memory; JSON's types, sizes in bytes."""
     inventory = read_inventory()
     holders = find_holders(inventory.gpus)
     gpus = []
@@ -56,7 +56,7 @@ def read_machine_memory() -> dict[str, Any]:
     host = read_host_memory()
     return {
         "problem": inventory.problem,
-        "skipped": [{"index": sick.index, "reason": sick.reason} for sick in inventory.skipped],
+        "skipped": [{"index": gpu.index, "reason": gpu.reason} for gpu in inventory.skipped],
         "gpus": gpus,
         "in_container": not sees_host_pids(),
         "host": {"available_bytes": host.available, "total_bytes": host.total},
@@ -64,16 +64,16 @@ def read_machine_memory() -> dict[str, Any]:
 
 
 def print_machine_memory(machine: dict[str, Any]) -> None:
-    """The same for people."""
+    """Print the same for people."""
     if machine["problem"] is not None:
         print(machine["problem"])
     rows = [row for gpu in machine["gpus"] for row in _rows(gpu)]
     if rows:
         print_table(COLUMNS, rows, _RIGHT)
-    for sick in machine["skipped"]:
-        print(f"GPU {sick['index']} skipped: {sick['reason']}")
+    for gpu in machine["skipped"]:
+        print(f"GPU {gpu['index']} skipped: {gpu['reason']}")
     if rows and machine["in_container"]:
-        print("in a container: process ids are as the driver tells them, mostly the host's")
+        print("in a container: process ids are those of the driver, mostly the host's")
     host = machine["host"]
     if host["total_bytes"] is not None:
         available, total = host["available_bytes"] // MIB, host["total_bytes"] // MIB

@@ -1,4 +1,4 @@
-"""``robust-train memory``: see the memory of GPUs and of a live run, clear it, limit it."""
+"""``robust-train memory``: show the memory of GPUs and of a live run, clear it, limit it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from robust_train.cli import kill
-from robust_train.cli.live_run import (
-    add_run_argument,
-    ask_run,
-    fail,
-    print_answer,
-    request,
-)
+from robust_train.cli.live_run import add_run_argument, ask_run, fail, print_answer, request
 from robust_train.cli.machine_memory import print_machine_memory, read_machine_memory
 from robust_train.cli.parser import Parser
 from robust_train.memory.allocator import (
@@ -24,6 +18,8 @@ from robust_train.memory.allocator import (
     allocator_variable,
     exported_expandable_segments,
 )
+from robust_train.runfolder.client import ControlError
+from robust_train.runfolder.runs import NoLiveRun
 
 WITHOUT_A_RUN = {
     "clear": "a process cannot empty another's cache. In a program of yours call "
@@ -40,7 +36,7 @@ WITHOUT_A_RUN = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code.
+    """Run the command; return the exit code.
 
     0: done. 1: it could not be done: no live run, or the run refused, or a process is still there.
     2: wrong usage. 130: Ctrl-C.
@@ -68,23 +64,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def info(command: str, which: str | None, *, as_json: bool) -> int:
-    """Print the machine's memory, and a live run's own figures; returns the exit code.
+    """Print the machine's memory, and a live run's own figures; return the exit code.
 
     Where no run was named, none or several are no error: the machine's part stands alone.
     """
     machine = read_machine_memory()
-    told, problem = ask_run(which, "memory_info")
-    if problem is not None and which is not None:
-        return fail(command, problem, as_json)
-    if problem is not None:
+    found = None
+    try:
+        found = ask_run(which, "memory_info")
+    except (NoLiveRun, ControlError) as problem:
+        if which is not None:
+            return fail(command, str(problem), as_json)
         print(f"warning: {problem}", file=sys.stderr)
     if as_json:
-        own = None if told is None else {"run": told[0].id, **told[1]}
+        own = None if found is None else {"run": found[0].id, **found[1]}
         print(json.dumps({**machine, "live_run": own}, indent=2))
         return 0
     print_machine_memory(machine)
-    if told is not None:
-        print_answer(*told, only_now=True)
+    if found is not None:
+        print_answer(*found, only_now=True)
     return 0
 
 
@@ -117,8 +115,8 @@ def _enable(environ: Mapping[str, str], *, as_json: bool) -> int:
 def _parser() -> Parser:
     parser = Parser(
         prog="robust-train memory",
-        description="Memory of GPUs and of live runs. What only a process itself can do is asked "
-        "of the live run, which does it at its next step boundary.",
+        description="Memory of GPUs and of live runs. What only a process itself can do is "
+        "requested of the live run, which does it at its next step boundary.",
     )
     common = Parser(add_help=False)
     common.add_argument("--json", action="store_true", help="for programs; sizes in bytes")
@@ -128,7 +126,7 @@ def _parser() -> Parser:
         return actions.add_parser(name, help=help, description=help, parents=[common])
 
     add_run_argument(action("info", "who holds memory on each GPU, and a live run's own figures"))
-    clear = action("clear", "give back what a live run holds and does not use")
+    clear = action("clear", "release what a live run holds and does not use")
     add_run_argument(clear)
     clear.add_argument(
         "--force",

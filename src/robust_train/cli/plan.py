@@ -20,7 +20,7 @@ from robust_train.gpu.visible import VARIABLE
 from robust_train.values import GIB, MIB
 
 if TYPE_CHECKING:
-    from robust_train.planning.plan import Fit, MemoryPlan, Row
+    from robust_train.planning.plan import GpuFit, MemoryPlan, PlannedSize
 
 _EPILOG = """
 exit codes: 0 planned, 2 cannot be planned as asked
@@ -172,7 +172,7 @@ def _last_columns(plan: MemoryPlan) -> tuple[str, ...]:
     return (*fit, "measured", "error") if plan.truth.measured else fit
 
 
-def _row(row: Row, plan: MemoryPlan) -> list[str]:
+def _row(row: PlannedSize, plan: MemoryPlan) -> list[str]:
     peak = row.peak
     cells = [
         str(peak.batch_size),
@@ -205,7 +205,7 @@ def _about_truth(plan: MemoryPlan) -> str:
     return f"measured: no earlier run of this job on a GPU was found{note}"
 
 
-def _gpu(fit: Fit) -> list[str]:
+def _gpu(fit: GpuFit) -> list[str]:
     gpu = fit.room.gpu
     return [
         str(gpu.index),

@@ -1,4 +1,4 @@
-"""``robust-train run``: list live runs, show how one stands, and steer it while it trains."""
+"""``robust-train run``: list live runs, show the state of one, and steer it."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _RIGHT = {"pid", "attempt", "step", "for"}
 
 _VERBS = {
     "list": "your live runs",
-    "status": "how a run stands, or stood when it ended: state, device, batch, step, loss, last "
-    "checkpoint, memory",
+    "status": "state of a live run, or the last state of one that ended: device, batch, step, "
+    "loss, last checkpoint, memory",
     "checkpoint": "save a checkpoint at the next step and train on",
     "halve-batch": "go on with half the micro-batch at the same effective batch size",
     "stop": "save a checkpoint and end, as SIGTERM would; RUN may be a sweep's folder",
@@ -32,12 +32,12 @@ _VERBS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Carry the command out; returns the exit code.
+    """Carry the command out; return the exit code.
 
-    0: done (``status``: told, also of a run that has ended or died). 1: there is no such run, or it
-    does not do it, or not yet; one line says which.
+    0: done (``status`` also for a run that has ended or died). 1: there is no such run, or it does
+    not do it, or not yet.
     """
-    parser = Parser(prog="robust-train run", description="Talk to a run that is alive.")
+    parser = Parser(prog="robust-train run", description="List and steer runs.")
     commands = parser.add_subparsers(dest="command", required=True)
     for verb, meaning in _VERBS.items():
         command = commands.add_parser(verb, help=meaning, description=meaning)
@@ -45,21 +45,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if verb == "list":
             continue
         command.add_argument("which", nargs="?", metavar="RUN", help="the same as --run")
-        command.add_argument(
-            "--run", metavar="ID|PATH|PID", help="which run; needed where you have several"
-        )
+        which = "which run; needed where you have several"
+        command.add_argument("--run", metavar="ID|PATH|PID", help=which)
         if verb == "stop":
-            command.add_argument(
-                "--now", action="store_true", help="end a run that is stopping already"
-            )
+            now = "end a run that is stopping already"
+            command.add_argument("--now", action="store_true", help=now)
         if verb in ("checkpoint", "halve-batch"):
-            command.add_argument(
-                "--wait",
-                type=float,
-                default=USUAL_WAIT_SECONDS,
-                metavar="SECONDS",
-                help="for a step to end (default: %(default)g)",
-            )
+            wait, usual = "for a step to end (default: %(default)g)", USUAL_WAIT_SECONDS
+            command.add_argument("--wait", type=float, default=usual, metavar="SECONDS", help=wait)
     arguments = parser.parse_args(argv)
     if arguments.command == "list":
         return _list(arguments.json)

@@ -51,10 +51,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     from robust_train.execution import at_hand
+    from robust_train.execution.screen import never_blocking_output
 
     at_hand.warm_up(())
     try:
-        return _run(overrides, texts, options.run_dir)
+        with never_blocking_output():
+            return _run(overrides, texts, options.run_dir)
     finally:
         at_hand.discard()
 

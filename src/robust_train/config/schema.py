@@ -175,6 +175,7 @@ class RobustConfig(PlainConfig):
     gpu_queue: bool = True
     gpu_queue_dir: str | None = None
     gpu_jobs_per_device: int = 1
+    cuda_visible_devices: str = "auto"
     min_batch_size: int = 4
     max_retries: int = 3
     allow_cpu_fallback: bool = True
@@ -190,6 +191,7 @@ class RobustConfig(PlainConfig):
 
 
 ISOLATIONS = ("process", "none")
+GPU_NAMES = ("auto", "uuid", "index")
 _DEVICE = re.compile(r"auto|cpu|cuda|cuda:\d+|GPU-[0-9a-fA-F-]+|MIG-\S+")
 
 
@@ -322,6 +324,10 @@ def _validate_launcher(cfg: DictConfig) -> None:
         raise ConfigError(
             f"min_batch_size={cfg.min_batch_size}: must not be above "
             f"training.batch_size={cfg.training.batch_size}"
+        )
+    if cfg.cuda_visible_devices not in GPU_NAMES:
+        raise ConfigError(
+            f"cuda_visible_devices={cfg.cuda_visible_devices}: accepted are {', '.join(GPU_NAMES)}"
         )
     if cfg.isolation not in ISOLATIONS:
         raise ConfigError(f"isolation={cfg.isolation}: accepted are {', '.join(ISOLATIONS)}")

@@ -4,25 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from robust_train.gpu.visible import mask_for
 from robust_train.memory.allocator import allocator_settings, allocator_variable
 from robust_train.values import Group
 
 
 def attempt_environment(
-    environ: Mapping[str, str], gpus: Group, *, expandable_segments: bool
+    environ: Mapping[str, str],
+    gpus: Group,
+    *,
+    expandable_segments: bool,
+    by_index: bool = False,
 ) -> dict[str, str]:
     """Return the launcher's environment with the attempt's own settings.
 
-    The attempt sees its own GPUs, named by UUID because indices depend on who counts, or none.
+    The attempt sees its own GPUs, or none.
 
     Args:
         environ: the launcher's environment.
         gpus: the GPUs of the attempt, empty for the CPU.
         expandable_segments: wish for the allocator; what the user has exported goes before it.
+        by_index: number the GPUs, for programs that read integers; UUIDs otherwise, and where
+            NVML and CUDA may count differently.
     """
     return {
         **environ,
-        "CUDA_VISIBLE_DEVICES": ",".join(gpu.uuid for gpu in gpus),
+        "CUDA_VISIBLE_DEVICES": mask_for(gpus, by_index=by_index),
         # so that a program that prints or parses indices agrees with nvidia-smi
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         allocator_variable(environ): allocator_settings(

@@ -1,4 +1,4 @@
-"""What the launcher and its fork server say to each other over the control socket."""
+"""What the launcher and its fork server send each other over the control socket."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Signal:
 
 @dataclass(frozen=True)
 class Imported:
-    """The libraries are imported; ``unsafe`` says of some why attempts must not be forked now."""
+    """The libraries are imported; ``unsafe``: after which attempts must not be forked, and why."""
 
     unsafe: dict[str, str]
 

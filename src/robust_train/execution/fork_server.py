@@ -1,6 +1,6 @@
 """The launcher's side of the fork server: start it early, have libraries imported, run attempts.
 
-Why not :mod:`multiprocessing`'s: ours imports libraries when it is told to and says whether it may
+Why not :mod:`multiprocessing`'s: ours imports libraries at a chosen moment and checks that it may
 still be forked; it hands locks and sockets of the launcher to the attempt, gives that a process
 group and a parent-death signal, takes in what it leaves running, and ends with the launcher.
 """
@@ -31,7 +31,7 @@ from robust_train.execution.linux import JOB_MARKER, become_subreaper, is_marked
 from robust_train.execution.output import OutputPump
 from robust_train.execution.request import AttemptRequest
 from robust_train.execution.screen import waiting_screens
-from robust_train.execution.signals import SignalWatch
+from robust_train.execution.signals import SignalWatch, stop_signal
 from robust_train.execution.stall import DUMP_STACKS, STACKS_SECONDS, StallWatch
 from robust_train.execution.trainer_ref import TrainerRef
 from robust_train.execution.wire import (
@@ -46,6 +46,9 @@ log = logging.getLogger("robust_train")
 TICK_SECONDS = 0.5
 _AFTER_FAILURE_SECONDS = 10.0
 _AFTER_KILL_SECONDS = 8.0
+
+_with_a_server: set[str] = set()
+"""The tokens of this process's servers."""
 
 
 class ServerDied(Exception):
@@ -78,6 +81,7 @@ class ForkServer:
         self._read_at_import = read_at_import(environ)
         self._owner = os.getpid()
         # what the server leaves behind if it is killed becomes ours to end
+        _with_a_server.add(self._token)
         become_subreaper()
         with control_there, events_there:
             channels = (control_there.fileno(), events_there.fileno())
@@ -175,7 +179,7 @@ class ForkServer:
             nonlocal stop_sent
             if forked and not stop_sent:
                 stop_sent = True
-                self._send(Signal(signal.SIGTERM))
+                self._send(Signal(stop_signal(os.environ)))
 
         def stop(signum: int) -> None:
             clock.stop()
@@ -235,6 +239,9 @@ class ForkServer:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_AFTER_KILL_SECONDS)
             self._end_leftovers()
+            _with_a_server.discard(self._token)
+            if not _with_a_server:
+                become_subreaper(on=False)
         self._events.close()
         self.pump.close()
 

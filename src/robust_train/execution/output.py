@@ -18,6 +18,7 @@ from robust_train.execution.screen import screen_of
 
 _TAIL_BYTES = 16_384
 _MOST_READS = 16
+_PIPE_BYTES = 1 << 20
 _LONGEST_LINE_BYTES = 1 << 20
 _BAR_SECONDS = 1.0
 """How often the log takes in the state of a line that is still being rewritten."""
@@ -41,6 +42,8 @@ class OutputStream:
             _copy_terminal(target_fd, self.child_fd)
         else:
             self.read_fd, self.child_fd = os.pipe()
+            with contextlib.suppress(OSError):  # room for what is printed while we are stopped
+                fcntl.fcntl(self.read_fd, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         os.set_blocking(self.read_fd, False)
 
     def read(self) -> bytes:
@@ -59,7 +62,9 @@ class OutputStream:
             self._fallback.write(data.decode(errors="replace"))  # type: ignore[attr-defined]
 
     def close(self) -> None:
-        """Close both ends."""
+        """Close both ends, once everything is shown that somebody reads."""
+        if self._screen is not None:
+            self._screen.finish()
         for descriptor in (self.read_fd, self.child_fd):
             with contextlib.suppress(OSError):
                 os.close(descriptor)

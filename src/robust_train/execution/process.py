@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from robust_train.errors import ConfigError
 from robust_train.events import Event, Failed, Finished, ScriptStarted, Stalled
@@ -36,6 +36,8 @@ from robust_train.values import Evidence, Failure, FailureKind, Outcome
 
 log = logging.getLogger("robust_train")
 
+_SIGNAL_SECONDS = 0.5
+
 
 class ProcessExecutor:
     """Runs attempts in processes of their own.
@@ -47,7 +49,7 @@ class ProcessExecutor:
         signals: the launcher's signals.
 
     Raises:
-        ConfigError: the trainer cannot be imported, as far as its source tells.
+        ConfigError: the trainer cannot be imported, as far as its source shows.
     """
 
     def __init__(
@@ -57,9 +59,11 @@ class ProcessExecutor:
         self._cfg = cfg
         self._run_dir = run_dir
         self._signals = signals
-        wanted = OmegaConf.select(cfg, f"trainer.{PRELOAD}")
         found = libraries_of(trainer)
-        self._libraries = list(found if wanted is None else wanted)
+        wanted = OmegaConf.select(cfg, f"trainer.{PRELOAD}")
+        if wanted is not None and not isinstance(wanted, ListConfig):
+            raise ConfigError(f"trainer.{PRELOAD}={wanted}: accepted is a list of modules")
+        self._libraries = list(found) if wanted is None else [str(name) for name in wanted]
         if cfg.num_gpus > 1 and OmegaConf.select(cfg, "trainer.argv") is None:
             self._libraries.append("torch.distributed")
         self._unsafe: set[str] = set()
@@ -138,6 +142,7 @@ class ProcessExecutor:
         except ServerDied as death:
             exited = Exited(None, death.returncode)
             tail = self._end_server()
+        self._await_signal(progress)
         seconds = time.monotonic() - started
         if isinstance(progress.ending, Failed) and progress.ending.config_error:
             raise ConfigError(progress.ending.config_error)
@@ -162,6 +167,16 @@ class ProcessExecutor:
         if runs_script and failure is not None:
             return replace(outcome, traceback=last_words(tail, log_path.name), error=None)
         return outcome
+
+    def _await_signal(self, progress: AttemptProgress) -> None:
+        """Wait a moment for our own signal: a stop of all processes may reach the attempt first."""
+        ending = progress.ending
+        if not isinstance(ending, Failed) or ending.stopped_for is not None:
+            return
+        deadline = time.monotonic() + _SIGNAL_SECONDS
+        is_stop = ending.failure.kind is FailureKind.INTERRUPTED
+        while is_stop and self._signals.received is None and time.monotonic() < deadline:
+            time.sleep(0.02)
 
     def close(self, *, keep_server: bool) -> None:
         """Release the server: for the next job of this process, or for good."""

@@ -30,7 +30,8 @@ from robust_train.events import (
 from robust_train.execution.linux import signal_at_parents_death
 from robust_train.execution.output import flush_output
 from robust_train.execution.request import AttemptRequest
-from robust_train.execution.runner import STOP_SIGNALS, run_attempt, stop_on_signals
+from robust_train.execution.runner import run_attempt, stop_on_signals
+from robust_train.execution.signals import STOP_SIGNALS
 from robust_train.execution.stall import DUMP_STACKS
 from robust_train.execution.votes import Votes
 from robust_train.execution.wire import EventSender

@@ -22,7 +22,7 @@ from robust_train.events import Event, Failed, RankDied
 from robust_train.execution.rank import Rank, be_rank, become_rank, read_ending
 from robust_train.execution.request import AttemptRequest
 from robust_train.execution.root_cause import RankEnd, root_cause
-from robust_train.execution.runner import STOP_SIGNALS
+from robust_train.execution.signals import STOP_SIGNALS, stop_signal
 from robust_train.execution.stall import DUMP_STACKS
 from robust_train.execution.votes import Votes
 from robust_train.execution.wire import EventSender
@@ -31,7 +31,7 @@ from robust_train.values import Failure, FailureKind
 
 _POLL_SECONDS = 0.05
 _LAST_WORDS_SECONDS = 1.0
-"""How long the others have after a failure: for a report of their own that tells more."""
+"""How long the others have after a failure: for a report of their own that explains more."""
 _AFTER_KILL_SECONDS = 5.0
 
 
@@ -132,7 +132,7 @@ class _Group:
 
         def stop(signum: int, frame: FrameType | None) -> None:
             self._votes.raise_flag(STOP)
-            self._signal(signal.SIGTERM)
+            self._signal(stop_signal(os.environ))
 
         for signum in STOP_SIGNALS:
             if signal.getsignal(signum) != signal.SIG_IGN:

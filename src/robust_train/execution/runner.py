@@ -24,12 +24,13 @@ from omegaconf import DictConfig, OmegaConf
 from robust_train.errors import ConfigError, Interrupted, UserError
 from robust_train.events import Event, Failed, Finished
 from robust_train.execution.request import AttemptRequest
+from robust_train.execution.signals import STOP_SIGNALS
 from robust_train.failures import classify_failure
 from robust_train.memory.steering import AttemptMemory
 from robust_train.run import MicroBatchPlan, Run, memory_in_use
 from robust_train.runfolder.attempt_requests import AttemptRequests
 from robust_train.runfolder.cadence import SavePlan
-from robust_train.values import Failure, FailureKind
+from robust_train.values import UNDER_SUBMITIT, Failure, FailureKind
 
 HALVE_BATCH = "halve_batch"
 """Why an attempt was asked to stop, as :attr:`robust_train.values.Outcome.stopped_for` has it."""
@@ -38,9 +39,6 @@ Trainer = Callable[..., Any]
 Send = Callable[[Event], None]
 Stopping = Callable[[Callable[[], None]], contextlib.AbstractContextManager[Any]]
 """Within such a context signals call the given function, which asks the trainer to stop."""
-
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
-"""What an attempt takes as a wish to stop. Whoever stops a whole job sends one to every process."""
 
 _WORKER_PATIENCE_SECONDS = 0.2
 _WORKER_REPRIEVE_SECONDS = 5.0
@@ -103,7 +101,7 @@ def call_trainer(trainer: Trainer, cfg: DictConfig, run: Run) -> Any:
     """
     run.memory_keeper = keeper = AttemptMemory(run, cfg)
     run.micro_batch_plan = MicroBatchPlan.of(cfg)
-    run.save_plan = SavePlan.of(cfg)
+    run.saving.plan = SavePlan.of(cfg)
     with keeper:
         try:
             parameters = inspect.signature(trainer).parameters
@@ -228,6 +226,8 @@ def stop_on_signals(stop: Callable[[], None]) -> Iterator[None]:
     """
     me = os.getpid()
     stopped = _StopTime()
+    if UNDER_SUBMITIT in os.environ:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     watched = [s for s in STOP_SIGNALS if signal.getsignal(s) != signal.SIG_IGN]
 
     def on_signal(signum: int, frame: FrameType | None) -> None:

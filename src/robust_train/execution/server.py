@@ -22,7 +22,8 @@ from robust_train.execution.hydra_state import adopt_hydra
 from robust_train.execution.linux import JOB_MARKER, kill_descendants, signal_at_parents_death
 from robust_train.execution.output import flush_output
 from robust_train.execution.request import AttemptRequest
-from robust_train.execution.runner import STOP_SIGNALS, run_attempt, stop_on_signals
+from robust_train.execution.runner import run_attempt, stop_on_signals
+from robust_train.execution.signals import STOP_SIGNALS, stop_signal
 from robust_train.execution.stall import DUMP_STACKS
 from robust_train.execution.wire import (
     ORPHAN_GRACE_SECONDS,
@@ -187,7 +188,7 @@ class Server:
     def _end_orphan(self) -> None:
         """The launcher is gone: let the attempt save what it can, then end it."""
         if self._child is not None:
-            os.kill(self._child, signal.SIGTERM)
+            os.kill(self._child, stop_signal(os.environ))
             deadline = time.monotonic() + ORPHAN_GRACE_SECONDS
             while time.monotonic() < deadline:
                 if os.waitpid(self._child, os.WNOHANG)[0] == self._child:

@@ -6,15 +6,28 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType, TracebackType
 from typing import Any
 
 from robust_train.errors import WARNING_SIGNALS, JobInterrupted
+from robust_train.values import UNDER_SUBMITIT
 
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-UNDER_SUBMITIT = "SUBMITIT_EXECUTOR"
-"""Set in the jobs that submitit runs."""
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+"""What stops an attempt. Whoever stops a whole job sends one to every process."""
+
+FORWARDED = {
+    signal.SIGRTMIN + number: signum
+    for number, signum in enumerate((*_STOPS, *WARNING_SIGNALS), start=1)
+}
+"""A sweep sends these to its jobs. A job that has received the signal itself counts it once."""
+
+
+def stop_signal(environ: Mapping[str, str]) -> signal.Signals:
+    """Return the signal with which a launcher asks an attempt to stop."""
+    return signal.SIGINT if UNDER_SUBMITIT in environ else signal.SIGTERM
 
 
 class SignalWatch:
@@ -31,6 +44,7 @@ class SignalWatch:
         self._handler: Callable[[int], None] | None = None
         self._previous: dict[int, Any] = {}
         self._delivered: int | None = None
+        self._own_signals = self._forwarded_signals = 0
 
     def __enter__(self) -> SignalWatch:
         if threading.current_thread() is threading.main_thread():
@@ -44,6 +58,10 @@ class SignalWatch:
                     continue  # comes with every preemption and is not its signal to requeue
                 self._previous[signum] = previous
                 signal.signal(signum, self._on_signal)
+            for forwarded, signum in FORWARDED.items():
+                if signum in self._previous:
+                    self._previous[forwarded] = signal.getsignal(forwarded)
+                    signal.signal(forwarded, self._on_signal)
         return self
 
     def __exit__(
@@ -102,6 +120,15 @@ class SignalWatch:
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         signum, self._delivered = self._delivered or signum, None
+        if signum in FORWARDED:
+            signum = FORWARDED[signum]
+            self._forwarded_signals += 1
+            is_the_same = self._forwarded_signals <= self._own_signals
+        else:
+            self._own_signals += 1
+            is_the_same = self._own_signals <= self._forwarded_signals
+        if is_the_same:
+            return
         if self.received is None:
             self.received = signum
         if self._handler is not None:

@@ -16,7 +16,7 @@ _WORD = 8
 
 
 class Votes:
-    """Counts in shared memory how often each rank has looked at each flag.
+    """Count in shared memory how often each rank has looked at each flag.
 
     A flag that is raised becomes due one look after that of the rank that is furthest: no rank has
     got there yet, so all see it at the same look, which is the same step of loops that are alike.

@@ -57,8 +57,8 @@ def classify_exit(
     lines = output_tail.splitlines()[-_TAIL_LINES:]
     killer = KERNEL_OOM.search(output_tail)
     if oom_killed or (killer is not None and name in ("SIGKILL", "SIGTERM")):
-        said = _line_with(killer, output_tail) if killer else "the kernel's OOM killer"
-        return _failure(FailureKind.HOST_OOM, f"{ended}: {said}", Evidence(library="kernel"))
+        record = _line_with(killer, output_tail) if killer else "the kernel's OOM killer"
+        return _failure(FailureKind.HOST_OOM, f"{ended}: {record}", Evidence(library="kernel"))
     if name in _STOPS:
         # nothing else in the output speaks against the signal: peers of a failed rank get it too
         by_whom = " (sent by another process or user)" if name == "SIGKILL" else ""
@@ -72,8 +72,8 @@ def classify_exit(
         # a page of shared or mapped memory that cannot be had: what a full /dev/shm ends in
         return _failure(FailureKind.WORKER_DEATH, ended, Evidence(library="kernel"))
     if killer is not None:
-        said = _line_with(killer, output_tail)
-        return _failure(FailureKind.HOST_OOM, f"{ended}: {said}", Evidence(library="kernel"))
+        record = _line_with(killer, output_tail)
+        return _failure(FailureKind.HOST_OOM, f"{ended}: {record}", Evidence(library="kernel"))
     return Failure(FailureKind.BUG, _with_last_words(ended, lines))
 
 

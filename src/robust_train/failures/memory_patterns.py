@@ -128,7 +128,7 @@ MEMORY: tuple[Pattern, ...] = (
         r"(?:CU|HIP)BLAS_STATUS_ALLOC_FAILED",
         r"cublas runtime error : resource allocation failed",  # torch until 1.3
     ),
-    # a handle's workspace that found no room; cuBLAS cannot say so, torch's forum can
+    # a handle's workspace that found no room, for which cuBLAS has no words
     words(DEVICE_OOM, "cublas", r"(?:CU|HIP)BLAS_STATUS_NOT_INITIALIZED.{0,40}blas(?:Lt)?Create"),
     words(DEVICE_OOM, "rocblas", r"rocblas_status_memory_error"),
     words(

@@ -1,4 +1,4 @@
-"""What a stack tells about a failure that its words leave open. A stack is a traceback's text."""
+"""What a stack shows of a failure that its words leave open. A stack is a traceback's text."""
 
 from __future__ import annotations
 

@@ -29,11 +29,11 @@ def why_unhealthy(nvml: Any, handle: Any) -> str | None:
 def _recovery_action(nvml: Any, handle: Any) -> str | None:
     field = getattr(nvml, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION", 230)
     try:
-        told = nvml.nvmlDeviceGetFieldValues(handle, [field])[0]
+        answer = nvml.nvmlDeviceGetFieldValues(handle, [field])[0]
     except nvml.NVMLError:
         return None
     # each field has a return code of its own; on some drivers the value is of another width
-    action = told.value.uiVal if told.nvmlReturn == 0 else 0
+    action = answer.value.uiVal if answer.nvmlReturn == 0 else 0
     if action == 0:
         return None
     return f"the driver says that {_RECOVERY.get(action, f'it needs recovery action {action}')}"

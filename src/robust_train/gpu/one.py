@@ -25,15 +25,19 @@ class OneGpu:
         self._handle = handle
 
     @classmethod
-    def find(cls, uuid: str) -> OneGpu | None:
-        """Return the GPU with this UUID, or whose UUID begins so; None if NVML does not show it."""
+    def find(cls, name: str) -> OneGpu | None:
+        """Return the GPU whose UUID begins so, or with this number; None if NVML does not show it.
+
+        Args:
+            name: a UUID or its beginning, or a number in the order of the PCI addresses.
+        """
         try:
-            return ask(lambda: cls._find(uuid), _OPENING_SECONDS)
+            return ask(lambda: cls._find(name), _OPENING_SECONDS)
         except NoAnswer:
             return None
 
     @classmethod
-    def _find(cls, uuid: str) -> OneGpu | None:
+    def _find(cls, name: str) -> OneGpu | None:
         session = open_session()
         if isinstance(session, str):
             return None
@@ -41,9 +45,14 @@ class OneGpu:
         for index in range(optional(nvml, nvml.nvmlDeviceGetCount) or 0):
             with contextlib.suppress(nvml.NVMLError):
                 parent = nvml.nvmlDeviceGetHandleByIndex(index)
-                slices = slice_handles(nvml, parent) if "MIG-" in uuid else []
+                if name == str(index):
+                    return cls(nvml, parent, index)
+                slices = slice_handles(nvml, parent) if "MIG-" in name else []
                 for handle in (parent, *slices):
-                    if str(nvml.nvmlDeviceGetUUID(handle)).startswith(uuid):
+                    if (
+                        str(nvml.nvmlDeviceGetUUID(handle)).startswith(name)
+                        and not name.isdecimal()
+                    ):
                         return cls(nvml, handle, index)
         return None
 

@@ -250,25 +250,25 @@ def _whole_gpus(cuda_order: Sequence[GpuInfo]) -> dict[str, list[GpuInfo]]:
 def _places(inventory: Inventory) -> list[GpuInfo]:
     """The GPUs in PCI order, with those that CUDA may count though NVML could not read them."""
     places = list(inventory.gpus)
-    for sick in inventory.skipped:
+    for lost in inventory.skipped:
         # without even a UUID the GPU is lost or closed to us, for CUDA too
-        if sick.uuid is None:
+        if lost.uuid is None:
             continue
-        later = (i for i, gpu in enumerate(places) if gpu.index > sick.index)
-        places.insert(next(later, len(places)), _placeholder(sick, sick.uuid))
+        later = (i for i, gpu in enumerate(places) if gpu.index > lost.index)
+        places.insert(next(later, len(places)), _placeholder(lost, lost.uuid))
     return places
 
 
-def _placeholder(sick: SkippedGpu, uuid: str) -> GpuInfo:
+def _placeholder(lost: SkippedGpu, uuid: str) -> GpuInfo:
     return GpuInfo(
         uuid=uuid,
         name="unreadable GPU",
-        index=sick.index,
+        index=lost.index,
         pci_bus_id="",
         total_bytes=0,
         free_bytes=0,
         used_bytes=0,
-        unusable=sick.reason,
+        unusable=lost.reason,
     )
 
 

@@ -1,22 +1,4 @@
-"""A loop of your own with accelerate under the launcher: :class:`RobustLoop`.
-
-::
-
-    def train(cfg, run):
-        accelerator = Accelerator(cpu=cfg.device == "cpu")
-        loader = DataLoader(data, effective_batch_size(cfg), shuffle=True)
-        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-        loop = RobustLoop(accelerator, model, loader, cfg=cfg, run=run)
-        for epoch in loop.epochs(cfg.training.epochs):
-            for batch in loop.batches():
-                for micro in loop.micro_batches(batch):
-                    with micro:
-                        x, y = micro.data
-                        loss = criterion(model(x), y)
-                        micro.backward(loss, scaler=accelerator.scaler)
-                optimizer.step()
-                optimizer.zero_grad()
-"""
+"""Your loop with accelerate under the launcher: :class:`RobustLoop`; docs/accelerate.md has one."""
 
 from __future__ import annotations
 
@@ -34,7 +16,6 @@ from robust_train.integrations.attempt import Steps, effective_batch_size, refus
 from robust_train.integrations.sample_order import take_over
 from robust_train.microbatch.batcher import MicroBatches
 from robust_train.run import Run
-from robust_train.runfolder.manifests import rotate
 
 require("accelerate", "robust_train.integrations.accelerate", extra="accelerate")
 
@@ -145,7 +126,7 @@ class RobustLoop:
             return None
         self._saved_step = self.step
         self.run.checkpoint_saved(path, self.step)
-        rotate(folder, self.run.job or "", f"{_SAVED}*", self._cfg.keep_checkpoints)
+        self.run.saving.rotate(f"{_SAVED}*", self._cfg.keep_checkpoints)
         return path
 
     def state_dict(self) -> dict[str, Any]:

@@ -32,7 +32,7 @@ class Steps:
     """Sends optimizer steps to the launcher: each loss once, memory after the first step."""
 
     def __init__(self, cfg: DictConfig, run: Run) -> None:
-        run.save_plan = SavePlan.of(cfg)
+        run.saving.plan = SavePlan.of(cfg)
         self._run = run
         self._loss: dict[str, float] = {}
 

@@ -23,7 +23,6 @@ from robust_train.integrations.lightning_position import (
 from robust_train.integrations.sample_order import SampleOrder, take_over
 from robust_train.microbatch.rng import capture_rng, restore_rng
 from robust_train.run import Run
-from robust_train.runfolder.manifests import rotate
 
 log = logging.getLogger("robust_train.integrations")
 
@@ -193,7 +192,7 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
             log.warning("checkpoint: %s; training goes on, earlier ones are kept", error)
             self.run.checkpoint_failed(str(error))
             return
-        rotate(folder, self.run.job or "", "step-*.ckpt", self._cfg.training.keep_checkpoints)
+        self.run.saving.rotate("step-*.ckpt", self._cfg.training.keep_checkpoints)
 
     def written(self, path: Path, step: int) -> None:
         """Report the complete checkpoint ``path``."""

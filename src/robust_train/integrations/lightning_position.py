@@ -86,7 +86,7 @@ def loops_at(
         ended = {"processed": position.epoch, "completed": position.epoch}
         epochs["total"] |= begun | ended
         epochs["current"] |= begun | ended
-        stepped = position.step - 1  # it counts this one when it goes on
+        stepped = position.step - 1  # it counts this step again on resume
     else:
         ended_epochs = position.epoch + (position.samples > 0)
         batches["total"] |= _counters(before + done)

@@ -182,7 +182,7 @@ class RobustCallback(_TrainerCallback):  # type: ignore[misc]
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Start the clock of saving, which comes after evaluating."""
-        self.run.save_clock.begin(state.global_step)
+        self.run.saving.clock.begin(state.global_step)
 
     def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Report a complete checkpoint, and stop here if requested."""

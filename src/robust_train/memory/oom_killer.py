@@ -20,12 +20,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from robust_train.gpu.processes import INITIAL_PID_NAMESPACE
+
 _READ_BYTES = 65_536  # a record of the kernel's log has to fit
 _LOG_LIMIT_BYTES = 16 * 1024**2
 # the log's clock is not corrected while it runs; the process id has to fit as well
 _CLOCK_SLACK_SECONDS = 60.0
-# the machine's first process namespace has this number on every kernel (PROC_PID_INIT_INO)
-_FIRST_PID_NAMESPACE = "pid:[4026531836]"
 
 _KILL_COUNT = re.compile(r"^oom_kill (\d+)\s*$", re.MULTILINE)
 _KMSG_RECORD = re.compile(r"^\d+,\d+,(?P<microseconds>\d+),[^;]*;(?P<message>.*)$")
@@ -198,7 +198,7 @@ def _count(path: Path | None) -> int | None:
 
 def _in_first_pid_namespace(root: Path) -> bool:
     try:
-        return os.readlink(root / "proc/self/ns/pid") == _FIRST_PID_NAMESPACE
+        return os.readlink(root / "proc/self/ns/pid") == INITIAL_PID_NAMESPACE
     except OSError:
         return False
 

@@ -40,11 +40,14 @@ class _NotWhileForking:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._held = False
-        os.register_at_fork(
-            before=self._before, after_in_parent=self._after, after_in_child=self._after
-        )
+        self._is_registered = False
 
     def __enter__(self) -> None:
+        if not self._is_registered:
+            self._is_registered = True
+            os.register_at_fork(
+                before=self._before, after_in_parent=self._after, after_in_child=self._after
+            )
         self._lock.acquire()
 
     def __exit__(self, *_: object) -> None:
@@ -174,10 +177,12 @@ class _Probe:
 
 
 def _uuid_of(index: int) -> str | None:
-    """By ``CUDA_VISIBLE_DEVICES`` where that holds UUIDs, else by torch once CUDA has started."""
+    """By ``CUDA_VISIBLE_DEVICES`` where that can be read, else by torch once CUDA has started."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    if index < len(visible) and visible[index].strip().startswith(("GPU-", "MIG-")):
-        return visible[index].strip()
+    name = visible[index].strip() if index < len(visible) else ""
+    by_pci = os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
+    if name.startswith(("GPU-", "MIG-")) or (name.isdecimal() and by_pci):
+        return name
     torch = started_torch()
     if torch is None:
         return None

@@ -158,7 +158,7 @@ def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
 
 
 def _scratch(operation: Any, arguments: tuple[Any, ...], result: Any) -> int:
-    """What CUDA's kernels allocate beside their results, and give back at their end."""
+    """What CUDA's kernels allocate beside their results, and release at their end."""
     ops = torch.ops.aten
     if operation is ops._scaled_dot_product_flash_attention_backward.default:
         return _of_flash_backward(arguments[1])

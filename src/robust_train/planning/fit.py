@@ -69,7 +69,7 @@ def largest_batch(
 ) -> int | None:
     """Return the largest micro-batch that fits, None where a single sample does not.
 
-    Memory is near-affine in the batch, so the line through two predictions says which size to try.
+    Memory is near-affine in the batch, so the line through two predictions gives the size to try.
     The result is always a size that was predicted itself and found to fit; the next one does not
     fit by a prediction of its own or by the line through this one.
 

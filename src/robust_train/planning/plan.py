@@ -33,7 +33,7 @@ _ROWS = 4
 
 
 @dataclass(frozen=True)
-class Row:
+class PlannedSize:
     """One micro-batch.
 
     Attributes:
@@ -55,7 +55,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Fit:
+class GpuFit:
     """A GPU and the largest micro-batches that fit there, None where none does.
 
     Attributes:
@@ -90,8 +90,8 @@ class MemoryPlan:
     dataset: str
     precision: str
     batch_size: int
-    rows: tuple[Row, ...]
-    gpus: tuple[Fit, ...]
+    rows: tuple[PlannedSize, ...]
+    gpus: tuple[GpuFit, ...]
     problem: str | None
     sizes: Mapping[int, int | None]
     truth: Truth
@@ -195,7 +195,7 @@ def plan_memory(
             for room in machine.gpus
             if fits(peak, room.usable_bytes, room.gpu.total_bytes, fraction)
         ]
-        rows.append(Row(peak, tuple(holds), truth.of(size, accumulates)))
+        rows.append(PlannedSize(peak, tuple(holds), truth.of(size, accumulates)))
     return MemoryPlan(
         model=cfg.model.name,
         dataset=cfg.dataset.name,
@@ -203,7 +203,7 @@ def plan_memory(
         batch_size=cfg.training.batch_size,
         rows=tuple(rows),
         gpus=tuple(
-            Fit(
+            GpuFit(
                 room,
                 fit_on(room.usable_bytes, room.gpu.total_bytes),
                 fit_on(room.gpu.total_bytes, room.gpu.total_bytes),
@@ -247,7 +247,7 @@ def _default_sizes(cfg: DictConfig) -> list[int]:
     return sizes
 
 
-def _row_as_json(row: Row) -> dict[str, Any]:
+def _row_as_json(row: PlannedSize) -> dict[str, Any]:
     measured = row.measured
     return {
         **asdict(row.peak),

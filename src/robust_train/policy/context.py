@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from robust_train.policy.sizes import PolicySettings, with_accumulation
+from robust_train.policy.unhealthy import is_hardware_fault
 from robust_train.values import (
     Attempt,
     AttemptSpec,
@@ -83,7 +84,7 @@ class FailureContext:
     def failed_before_training(self) -> bool:
         """Whether it certainly failed before the first step, so that the batch is no matter.
 
-        Of a trainer that reports nothing only the stack tells.
+        For a trainer that reports nothing only the stack is evidence.
         """
         outcome = self.attempt.outcome
         if (
@@ -133,15 +134,23 @@ class FailureContext:
             if outcome.end_step == self.attempt.outcome.end_step:
                 yield earlier
 
-    def faulty(self) -> tuple[str, ...]:
-        """UUIDs of the GPUs that had a fault in this job."""
-        faults = (
-            attempt
-            for attempt in self.history
-            if attempt.outcome.failure is not None
-            and attempt.outcome.failure.kind is FailureKind.DEVICE_FAULT
-        )
-        return tuple(dict.fromkeys(uuid for a in faults for uuid in uuids(failed_gpus(a))))
+    def faulty(self) -> frozenset[str]:
+        """UUIDs of the GPUs not to return to after a fault.
+
+        On these the hardware failed, the same step failed twice, or faults go on without progress.
+        """
+        left: set[str] = set()
+        seen: set[tuple[tuple[str, ...], int | None]] = set()
+        no_progress = self.failures_without_progress > self.settings.max_retries
+        for attempt in self.history:
+            failure, here = attempt.outcome.failure, uuids(failed_gpus(attempt))
+            if failure is None or failure.kind is not FailureKind.DEVICE_FAULT:
+                continue
+            step = (here, attempt.outcome.end_step)
+            if no_progress or step in seen or is_hardware_fault(failure.evidence):
+                left.update(here)
+            seen.add(step)
+        return frozenset(left)
 
     def new_in(self, group: Group) -> Group:
         """The GPUs of ``group`` that the attempt did not have."""

@@ -184,12 +184,7 @@ def without_expandable_segments(context: FailureContext) -> Retry | None:
 
 def same_gpu_again(context: FailureContext) -> Retry | None:
     """A new process on the same GPU: most faults break the process's context, not the GPU."""
-    if is_hardware_fault(context.evidence) or not context.gpus_are_available:
-        return None
-    here = uuids(context.failed_gpus)
-    if any(uuids(failed_gpus(attempt)) == here for attempt in context.earlier_at_same_step()):
-        return None
-    if context.failures_without_progress > context.settings.max_retries:
+    if not context.gpus_are_available or context.faulty().intersection(uuids(context.failed_gpus)):
         return None
     where = device_name(context.failed_gpus)
     reason = f"{_what_failed(context)}: a new process on {where}"
@@ -219,7 +214,7 @@ def wait_for_other_gpu(context: FailureContext) -> Retry | None:
         context.last,
         action="wait",
         reason=f"{_what_failed(context)}: same batch on the next GPU that becomes free",
-        room=Room((), settings.min_gpu_memory_bytes, exclude=faulty),
+        room=Room((), settings.min_gpu_memory_bytes, exclude=tuple(sorted(faulty))),
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class PolicySettings:
-    """The user's wishes as far as decisions depend on them.
+    """What the user asked for, as far as decisions depend on it.
 
     Attributes:
         batch_size: requested micro-batch of each rank.

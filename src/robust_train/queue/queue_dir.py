@@ -49,16 +49,7 @@ _NOT_LOCAL = {
     0xAAD7AAEA: "panfs",
     0x73757245: "coda",
 }
-_LOCAL = {
-    0x01021994: "tmpfs",
-    0x858458F6: "ramfs",
-    0xEF53: "ext4",
-    0x58465342: "xfs",
-    0x9123683E: "btrfs",
-    0x794C7630: "overlay",
-    0x2FC12FC1: "zfs",
-    0xF2F52010: "f2fs",
-}
+_LOCAL = {0x01021994: "tmpfs", 0xEF53: "ext4", 0x58465342: "xfs", 0x794C7630: "overlay"}
 
 
 class QueueProblem(Exception):
@@ -260,13 +251,13 @@ def why_not_written(error: OSError) -> str | None:
     return None
 
 
-def _check(told: os.stat_result, shown: Path) -> None:
-    writable_by_others = told.st_mode & 0o022
-    is_sticky = bool(told.st_mode & stat.S_ISVTX)
+def _check(status: os.stat_result, shown: Path) -> None:
+    writable_by_others = status.st_mode & 0o022
+    is_sticky = bool(status.st_mode & stat.S_ISVTX)
     if writable_by_others and not is_sticky:
         raise _problem(shown, f"may be written by others without a sticky bit (chmod 1777 {shown})")
-    if told.st_uid not in (0, os.geteuid()) and not (is_sticky and told.st_mode & 0o002):
-        raise _problem(shown, f"belongs to user {told.st_uid} and is not shared")
+    if status.st_uid not in (0, os.geteuid()) and not (is_sticky and status.st_mode & 0o002):
+        raise _problem(shown, f"belongs to user {status.st_uid} and is not shared")
 
 
 def _try_lock(fd: int, path: Path) -> None:
@@ -281,11 +272,11 @@ def _try_lock(fd: int, path: Path) -> None:
 
 def _everybody_may_create_in(folder: Path) -> bool:
     try:
-        told = folder.lstat()
+        status = folder.lstat()
     except OSError:
         return False
-    is_shared = told.st_mode & _SHARED_MODE == _SHARED_MODE
-    return stat.S_ISDIR(told.st_mode) and is_shared and os.access(folder, os.W_OK | os.X_OK)
+    is_shared = status.st_mode & _SHARED_MODE == _SHARED_MODE
+    return stat.S_ISDIR(status.st_mode) and is_shared and os.access(folder, os.W_OK | os.X_OK)
 
 
 def _problem(path: Path, trouble: str) -> QueueProblem:

@@ -87,7 +87,7 @@ class QueuedJob:
         self._registry = registry
         self._template = record
         self._directory = registry.directory
-        self._watch = Watch(self._directory.fd)
+        self._watch: Watch | None = None  # from the first poll in vain on: to close one takes 10 ms
         self._answered_at = -math.inf
         self._untaken: Untaken = {}
         self._polled_at = -math.inf
@@ -98,7 +98,7 @@ class QueuedJob:
     @property
     def fd(self) -> int | None:
         """Becomes readable when :meth:`has_changed` may be true; None without inotify."""
-        return self._watch.fd
+        return None if self._watch is None else self._watch.fd
 
     def poll(self, read: Callable[[], Visible], may_use: Callable[[GpuInfo], bool]) -> PollResult:
         """Take GPUs if the scheduler gives this job any, else return why not.
@@ -121,10 +121,17 @@ class QueuedJob:
         except RegistryBusy as error:
             return PollResult(obstacles=str(error), again_seconds=_LONGEST_PAUSE_SECONDS)
         self._polled_at, self._position = time.monotonic(), found.position
-        return found if found.gpus else replace(found, again_seconds=self._again(found))
+        if found.gpus:
+            return found
+        if self._watch is None:  # once more, for what has changed before there was a watch
+            self._watch = Watch(self._directory.fd)
+            return replace(found, again_seconds=0.0)
+        return replace(found, again_seconds=self._again())
 
     def has_changed(self) -> bool:
         """Whether something happened in the queue that is worth a poll."""
+        if self._watch is None:
+            return False
         mine = None if self.reservation is None else self.reservation.name
         events = [
             (name, is_closed)
@@ -144,7 +151,8 @@ class QueuedJob:
 
     def leave(self) -> None:
         """Leave the queue, or, with GPUs, just stop watching it."""
-        self._watch.close()
+        if self._watch is not None:
+            self._watch.close()
         if self.reservation is not None and self.reservation.record.state is JobState.WAITING:
             self.reservation.release()
             self.reservation = None
@@ -154,8 +162,9 @@ class QueuedJob:
         self._note(visible)
         if self._registry.directory is not self._directory:  # it was removed and made again
             self._directory = self._registry.directory
-            self._watch.close()
-            self._watch = Watch(self._directory.fd)
+            if self._watch is not None:
+                self._watch.close()
+                self._watch = None
         jobs = self._registry.jobs(sweep=True)
         me = self._enter(jobs)
         gpus = visible.machine or visible.gpus
@@ -215,7 +224,7 @@ class QueuedJob:
             self.reservation.update(self.reservation.record.on(()))
         return self.reservation
 
-    def _again(self, found: PollResult) -> float | None:
+    def _again(self) -> float | None:
         now = time.monotonic()
         if now < self._settle_until:
             pause, self._pause = self._pause, min(self._pause * 2, _LONGEST_PAUSE_SECONDS)

@@ -32,16 +32,9 @@ _UNSEEN_SECONDS = 3.0
 
 @dataclass(frozen=True)
 class WaitingJob:
-    """A job in the queue.
+    """A job in the queue; the fields are those of :class:`.records.JobRecord`.
 
-    Attributes:
-        id: of the job.
-        ticket: orders the queue; lower goes first.
-        need_bytes: free memory that it needs on each of its GPUs.
-        only: UUIDs of the GPUs that it may use.
-        jobs_per_device: maximum number of jobs per GPU that it accepts, including itself.
-        queued_at: when it came, seconds.
-        count: GPUs that it needs at once.
+    It needs ``need_bytes`` free on each of ``count`` GPUs.
     """
 
     id: str
@@ -62,16 +55,8 @@ class WaitingJob:
 class GpuReservation:
     """A job's reservation on one GPU; a job of several GPUs has as many.
 
-    Attributes:
-        id: of the job.
-        gpu: UUID; None if the job's record cannot be read, so that it may be any.
-        reserved_bytes: what it may use there.
-        taken_bytes: least that it has allocated, None where not known.
-        jobs_per_device: maximum number of jobs on this GPU that it accepts, including itself.
-        since: when it came there, seconds.
-        draining: its memory is on the way back.
-        owner: for people, ``lora_flowers102, ada``.
-        ticket: of the job.
+    The fields are those of :class:`.records.JobRecord`; ``gpu`` is None if that cannot be read, so
+    that it may be any, and ``owner`` is for people: ``lora_flowers102, ada``.
     """
 
     id: str
@@ -139,14 +124,8 @@ def open_to(
 ) -> tuple[GpuInfo, ...]:
     """Return the GPUs that a job may take now, after the jobs before it; ``free_bytes`` as usable.
 
-    Each of them suits by itself, so a job of several GPUs may take any of them together.
-
-    Args:
-        me: the job; it keeps its ticket also while it runs.
-        waiting: the queue.
-        reservations: those of the others.
-        gpus: the machine at this moment.
-        now: seconds, on the clock of ``queued_at``.
+    Each of them suits by itself, so a job of several GPUs may take any of them together. The
+    arguments are those of :func:`plan`, ``reservations`` without the job's own.
     """
     planner = _Planner(reservations, gpus, now)
     for job in sorted(waiting, key=lambda job: job.order):
@@ -177,8 +156,8 @@ def untaken(before: Untaken, granted: Iterable[str], now: float) -> Untaken:
 def to_pass_over(noted: Untaken, now: float) -> frozenset[str]:
     """Return the jobs that do not count because they have not taken their GPUs for some seconds.
 
-    A stopped job (Ctrl-Z) keeps its ticket but delays nobody for longer than that. Who polls takes
-    its GPUs at once, so this passes over nobody else, however slow the machine.
+    A stopped job (Ctrl-Z) keeps its ticket and delays nobody for longer. A job that runs polls
+    within a second and takes its GPUs then.
     """
     return frozenset(
         id_

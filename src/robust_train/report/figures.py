@@ -19,7 +19,7 @@ from robust_train.report.axes import (
     time_ticks,
     time_ticks_between,
 )
-from robust_train.report.plots import Axis, Band, Bar, Chart, Glyph, Line, Row
+from robust_train.report.plots import Axis, Band, Bar, Chart, Glyph, Line, TimelineRow
 from robust_train.report.series import Curve, DeviceMemory, Mark
 from robust_train.report.story import Story
 from robust_train.report.times import Span, Use
@@ -61,7 +61,7 @@ _CAPTIONS = {"lr": "Learning rate"}
 
 @dataclass(frozen=True)
 class Key:
-    """An entry of a legend: a style's class and what it stands for."""
+    """An entry of a legend: a style's class and its meaning."""
 
     style: str
     text: str
@@ -101,12 +101,12 @@ def timeline_figure(story: Story) -> Figure | None:
     if not story.spans:
         return None
     clock = Clock(story)
-    rows = [Row("job", "", tuple(bars_of(_joined(story.spans), clock)))]
+    rows = [TimelineRow("job", "", tuple(bars_of(_joined(story.spans), clock)))]
     shown = story.attempts[-_MOST_ROWS:]
     for attempt in shown:
         own = [span for span in story.spans if span.attempt == attempt.number]
         detail = f"{attempt.device}, {size_text(attempt)}"
-        rows.append(Row(str(attempt.number), detail, tuple(bars_of(own, clock))))
+        rows.append(TimelineRow(str(attempt.number), detail, tuple(bars_of(own, clock))))
     left_out = len(story.attempts) - len(shown)
     svg = plots.timeline("Timeline of attempts", story.sentence, rows, clock.axis())
     note = f"The first {left_out} attempts are only in the uppermost row." if left_out else None
@@ -181,7 +181,7 @@ def _memory_figure(
     lines: list[Line] = []
     legend: list[Key] = []
     for name, label, style, is_area in _FIGURES:
-        # the process's host memory says little beside a GPU's
+        # the process's host memory matters little beside a GPU's
         if name == "resident" and device.device != "cpu" and lines:
             continue
         pieces = _pieces(samples, name, clock)

@@ -1,4 +1,4 @@
-"""What the launcher says of a job while it goes on: log lines, and the journal's fields."""
+"""The launcher's log lines about a job, and the event of an attempt's start."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def conclude(summary: Summary) -> None:
 
 
 def say(number: int, outcome: Outcome, decision: Decision | None) -> None:
-    """Attempt ``number`` has ended; nothing is said of one that completed."""
+    """Log why attempt ``number`` ended, unless it completed."""
     if outcome.failure is None or decision is None:
         return
     if isinstance(decision, Retry):

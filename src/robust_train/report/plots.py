@@ -127,7 +127,7 @@ class Bar:
 
 
 @dataclass(frozen=True)
-class Row:
+class TimelineRow:
     """A row of a timeline: a label, a detail, and a link or None."""
 
     label: str
@@ -141,7 +141,7 @@ def chart(content: Chart) -> str:
     return "".join(_chart(content, size) for size in SIZES)
 
 
-def timeline(title: str, description: str, rows: Sequence[Row], x: Axis) -> str:
+def timeline(title: str, description: str, rows: Sequence[TimelineRow], x: Axis) -> str:
     """Return rows of bars along one axis of time, in both sizes."""
     return "".join(_timeline(title, description, rows, x, size) for size in SIZES)
 
@@ -272,7 +272,9 @@ def _lanes(content: Chart, x: Scale, top: float) -> Iterator[str]:
             )
 
 
-def _timeline(title: str, description: str, rows: Sequence[Row], x: Axis, size: Size) -> str:
+def _timeline(
+    title: str, description: str, rows: Sequence[TimelineRow], x: Axis, size: Size
+) -> str:
     beside = size is WIDE
     longest = max((len(f"{row.label}  {row.detail}") for row in rows), default=0)
     gutter = min(20 + 7.0 * longest, 300.0) if beside else 2.0

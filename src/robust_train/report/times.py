@@ -113,7 +113,7 @@ def _of_launch(
         yield Span(Use.WAIT if index else Use.STARTUP, now, attempt.started, attempt.number)
         yield from _of_attempt(attempt, kept[attempt.number])
         now = attempt.ended
-    waits = bool(attempts) and attempts[-1].action not in (None, "none", "give_up")
+    waits = bool(attempts) and attempts[-1].action not in (None, "none", "give_up", "stopped")
     yield Span(Use.WAIT if waits else Use.STARTUP, now, launch.end)
 
 

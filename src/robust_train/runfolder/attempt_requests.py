@@ -203,7 +203,7 @@ class AttemptRequests:
         run.withdraw_checkpoint_request(waiting.answer)
         stops = " or 'robust-train run stop', which saves one first" if run.is_cooperative else ""
         raise Refused(
-            "this trainer does not look at run.checkpoint_requested, so it saves a checkpoint only "
+            "this trainer does not read run.checkpoint_requested, so it saves a checkpoint only "
             f"when it would anyway; wait for that{stops}"
         )
 
@@ -219,7 +219,7 @@ class AttemptRequests:
             return None
         if not run.is_cooperative:
             raise Refused(
-                "this trainer neither uses run.micro_batches nor looks at run.stop_requested, so "
+                "this trainer neither uses run.micro_batches nor reads run.stop_requested, so "
                 "its batch cannot be changed while it runs; stop it and start it again with a "
                 "smaller training.batch_size"
             )
@@ -233,7 +233,7 @@ class AttemptRequests:
         return {}  # the launcher answers, at the next attempt
 
     def _split_finer(self) -> Reply:
-        batcher, reason = self._run.micro_batcher, "asked for by 'robust-train run halve-batch'"
+        batcher, reason = self._run.micro_batcher, "requested by 'robust-train run halve-batch'"
         changed = batcher.shrink(reason)
         if changed is None:
             size = batcher.size

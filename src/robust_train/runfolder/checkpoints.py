@@ -16,8 +16,9 @@ import torch
 from robust_train.failures import classify_failure
 from robust_train.files import replacing
 from robust_train.run import Run
+from robust_train.runfolder.background import BackgroundWrite, host_copy
 from robust_train.runfolder.identity import wait_until_readable
-from robust_train.runfolder.manifests import read_manifests, rotate
+from robust_train.runfolder.manifests import read_manifests
 from robust_train.values import MEMORY_FAILURES
 
 log = logging.getLogger("robust_train")
@@ -41,6 +42,7 @@ class CheckpointFolder:
         self.path = run.checkpoint_dir
         self._run = run
         self._keep = keep
+        self._writing: BackgroundWrite | None = None
 
     def save(self, content: Mapping[str, Any], step: int) -> Path:
         """Save and report a checkpoint, then remove the ones that are too many.
@@ -48,11 +50,45 @@ class CheckpointFolder:
         Raises:
             CheckpointError: it could not be written; the earlier ones are untouched.
         """
-        path = self.path / f"step-{step:08d}.pt"
+        self.report_written(wait=True)
+        path = self._path(step)
         write_atomically(content, path)
-        self._run.checkpoint_saved(path, step)
-        rotate(self.path, self._run.job or "", "step-*.pt", self._keep)
+        self._report(step)
         return path
+
+    def save_from_copy(self, content: Mapping[str, Any], step: int) -> None:
+        """Save while training goes on, if there is memory for a copy: call
+        :meth:`report_written` after each step.
+
+        Raises:
+            CheckpointError: this or the one before could not be written.
+        """
+        self.report_written(wait=True)
+        copy = host_copy(content)
+        if copy is None:
+            self.save(content, step)
+            return
+        write = partial(write_atomically, copy, self._path(step))
+        self._writing = BackgroundWrite(write, step)
+        self._run.saving.clock.copied()
+
+    def report_written(self, *, wait: bool = False) -> None:
+        """Report the checkpoint that was written meanwhile, if it is; ``wait`` until it is.
+
+        Raises:
+            CheckpointError: it could not be written; the earlier ones are untouched.
+        """
+        if self._writing is not None and (wait or self._writing.is_done):
+            writing, self._writing = self._writing, None
+            writing.wait()
+            self._report(writing.step)
+
+    def _path(self, step: int) -> Path:
+        return self.path / f"step-{step:08d}.pt"
+
+    def _report(self, step: int) -> None:
+        self._run.checkpoint_saved(self._path(step), step)
+        self._run.saving.rotate("step-*.pt", self._keep)
 
     def remove_leftovers(self) -> None:
         """Remove the temporary files of attempts that were killed while they wrote."""

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from robust_train.files import read_small, replacing
+from robust_train.files import parse_json, read_small, replacing
 from robust_train.runfolder.lock import is_held
 from robust_train.runfolder.requests import ANSWER, NEW, REQUESTS
 from robust_train.runfolder.runs import Run
@@ -23,7 +23,7 @@ _NEED_NO_STEP = frozenset({"stop", "figures", "memory_info"})
 
 
 class ControlError(Exception):
-    """The run did not do it: one line that says why."""
+    """The run did not carry out the request: why, in one line."""
 
 
 class StillQueued(ControlError):
@@ -75,7 +75,7 @@ def ask(
 
 
 def status(run: Run) -> dict[str, Any]:
-    """Return how a run stands, with the attempt's own figures where it answers at once."""
+    """Return a run's state, with the attempt's own figures where it answers at once."""
     if run.status != "running":
         return run.about()
     figures: dict[str, Any] = {}
@@ -95,7 +95,7 @@ def _wait_for(answer: Path, request: Path, run: Run, wait_seconds: float) -> dic
     while True:
         names = os.listdir(answer.parent)  # not a look-up, which a network disk may have cached
         if answer.name in names:
-            reply = json.loads(read_small(answer, _MAX_ANSWER_BYTES)[0])
+            reply = parse_json(read_small(answer, _MAX_ANSWER_BYTES)[0])
             answer.unlink(missing_ok=True)
             return dict(reply)
         waited = time.monotonic() - started

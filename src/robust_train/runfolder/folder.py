@@ -55,7 +55,7 @@ class RunFolder:
 
     Args:
         run_dir: the run folder.
-        name: what people know the job by.
+        name: the job's name.
         signals: the job's; stopping is one of them.
         sweep_folder: of the sweep that the job belongs to.
 
@@ -87,7 +87,7 @@ class RunFolder:
 
     @property
     def state(self) -> RunState:
-        """How the job stands."""
+        """State of the job."""
         return self._file.state
 
     def __enter__(self) -> RunFolder:

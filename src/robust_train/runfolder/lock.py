@@ -21,7 +21,7 @@ import psutil
 
 from robust_train.errors import ConfigError
 from robust_train.events import from_json
-from robust_train.files import read_small
+from robust_train.files import parse_json, read_small
 
 log = logging.getLogger("robust_train")
 
@@ -67,8 +67,8 @@ class Holder:
     def parse(cls, data: bytes) -> Holder | None:
         """Return the holder in the content of a lock; None where that is empty or torn."""
         try:
-            return from_json(cls, json.loads(data))
-        except (ValueError, RecursionError):
+            return from_json(cls, parse_json(data))
+        except ValueError:  # MalformedEvent among them
             return None
 
     @property
@@ -137,7 +137,7 @@ class RunLock:
 
 
 def is_held(run_dir: Path) -> bool | None:
-    """Return whether a job is alive in the folder; None where the disk does not tell."""
+    """Return whether a job is alive in the folder; None where the disk cannot lock."""
     try:
         fd = os.open(run_dir / LOCK_FILE, os.O_RDONLY | _FLAGS)
     except FileNotFoundError:
@@ -202,7 +202,7 @@ def _is_taken(fd: int) -> bool:
 
 
 def _in_use(run_dir: Path, holder: Holder | None) -> str:
-    who = "a job that has not said which"
+    who = "another job"
     if holder is not None:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder.since))
         gone = ", which was killed, but its attempt still runs" if holder.is_dead else ""

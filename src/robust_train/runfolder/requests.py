@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from robust_train.files import read_small, replacing
+from robust_train.files import parse_json, read_small, replacing
 from robust_train.runfolder.lock import user_name
 
 log = logging.getLogger("robust_train")
@@ -107,7 +107,7 @@ class Inbox:
             return None
         except OSError as error:
             problem = error.strerror
-        except (ValueError, KeyError, RecursionError):
+        except (ValueError, KeyError):
             problem = "that is no request"
         log.warning("request %s in %s is refused: %s", name, self.path, problem)
         self.answer(Request(request_id, "", {}), {"error": str(problem)})
@@ -126,7 +126,7 @@ def _read_own(path: Path) -> dict[str, Any]:
     data, owner = read_small(path, _MAX_BYTES)
     if owner not in (os.geteuid(), 0):
         raise PermissionError(1, f"it belongs to user {owner}")
-    found = json.loads(data)
+    found = parse_json(data)
     if not isinstance(found, dict):
         raise ValueError("no object")
     return found
@@ -153,7 +153,7 @@ def sweep_stop_requested(folder: Path) -> bool:
         return bool(_read_own(path)["sweep"] == _sweep(folder).get("sweep"))
     except FileNotFoundError:
         return False
-    except (OSError, ValueError, KeyError, RecursionError) as problem:
+    except (OSError, ValueError, KeyError) as problem:
         log.warning("%s is not a request to stop (%s) and is removed", path, problem)
         with contextlib.suppress(OSError):
             path.unlink()
@@ -163,7 +163,7 @@ def sweep_stop_requested(folder: Path) -> bool:
 def _sweep(folder: Path) -> dict[str, Any]:
     """Return the content of ``sweep.json``; empty where it cannot be read."""
     try:
-        found = json.loads(read_small(folder / "sweep.json", 1 << 26)[0])
-    except (OSError, ValueError, RecursionError):
+        found = parse_json(read_small(folder / "sweep.json", 1 << 26)[0])
+    except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

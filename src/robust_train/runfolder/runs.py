@@ -25,7 +25,7 @@ DIED, NO_ANSWER = "died", "does not answer"
 
 
 class NoLiveRun(Exception):
-    """There is no such run, or more than one: one line that says which there are."""
+    """There is no such run, or more than one: one line that lists the live ones."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Run:
 
     @property
     def status(self) -> str:
-        """The state's name, with what the lock says besides."""
+        """Name of the state, corrected by whether the lock is held."""
         last = "starting" if self.state is None else self.state.state
         if not self.alive:
             return last if self.state is not None and self.state.is_final else DIED
@@ -103,7 +103,7 @@ def read_run(run_dir: Path) -> Run | None:
     if state is None and not (run_dir / LOCK_FILE).exists():
         return None
     alive = is_held(run_dir)
-    if alive is None:  # the disk knows no locks: ask for the process, trust what others' say
+    if alive is None:  # the disk knows no locks: the process and the state decide
         ended = state is None or state.is_final
         alive = not ended and not (holder is not None and holder.is_dead)
     return Run(run_dir, alive, state, holder)
@@ -160,7 +160,7 @@ def choose_run(
         which: a run's id, its folder or a path inside, the process id of its launcher or attempt;
             None for the only one that is alive (on this host, if there is one here).
         dead_too: an id or folder may be that of a run which has ended.
-        environ: says where the list is.
+        environ: names the directory of the list.
 
     Raises:
         NoLiveRun: none is meant by that, or more than one.

@@ -1,4 +1,4 @@
-"""``state.json``: how a job stands, for whoever reads its run folder."""
+"""``state.json``: the state of a job, for every reader of its run folder."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from robust_train.events import (
     BatchSizeFound,
     CheckpointSaved,
     Event,
+    JobStarted,
     Json,
     MemoryReported,
     MicroBatchChanged,
@@ -24,7 +25,7 @@ from robust_train.events import (
     TrainingStarted,
     from_json,
 )
-from robust_train.files import read_small, replacing
+from robust_train.files import parse_json, read_small, replacing
 from robust_train.runfolder.journal import strict_json
 
 log = logging.getLogger("robust_train")
@@ -38,11 +39,11 @@ _MAX_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class RunState:
-    """How a job stands. Bytes and seconds (of the epoch); None where not known.
+    """State of a job. Bytes and seconds (of the epoch); None if unknown.
 
     Attributes:
         id: the job's id in ``robust-train queue``, or ``0-…`` for one that never queued.
-        name: what people know the job by.
+        name: ``job_name``, or what model and dataset, or the run folder, are called.
         run_dir: where the folder was when the job started.
         pid: of the launcher, on ``host``.
         started: when this launch began.
@@ -101,7 +102,7 @@ class RunState:
 
     @property
     def is_final(self) -> bool:
-        """Whether the job has ended and said how."""
+        """Whether the job has ended."""
         return self.state in FINAL
 
     def as_json(self) -> dict[str, Json]:
@@ -113,8 +114,8 @@ class RunState:
     def parse(cls, data: bytes | str) -> RunState | None:
         """Return the state in the content of a file; None where that is not a state of ours."""
         try:
-            found = from_json(cls, json.loads(data))
-        except (ValueError, RecursionError):  # MalformedEvent among them
+            found = from_json(cls, parse_json(data))
+        except ValueError:  # MalformedEvent among them
             return None
         return found if found.schema == SCHEMA else None
 
@@ -148,6 +149,8 @@ def after_event(state: RunState, event: Event) -> RunState:
         steps = event.gradient_accumulation_steps or state.gradient_accumulation_steps
         found = replace(state, batch_size=event.batch_size, gradient_accumulation_steps=steps)
         return _with_effective_batch(found)
+    if isinstance(event, JobStarted):
+        return replace(state, job=event.job)
     if isinstance(event, AttemptProcess):
         return replace(state, attempt_pid=event.pid)
     return state

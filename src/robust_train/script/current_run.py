@@ -1,4 +1,4 @@
-"""The other side: what a Python script that runs under ``trainer=command`` can ask and tell.
+"""The other side: what a Python script that runs under ``trainer=command`` can ask and report.
 
 ::
 
@@ -51,9 +51,9 @@ class ScriptRun(Run):
             world_size=int(environ.get("WORLD_SIZE", 1)),
         )
         if not value_from(environ, "run_dir"):
-            self.job = None  # nobody resumes
+            self.saving.job = None  # nobody resumes
         names = ("checkpoint_every_minutes", "checkpoint_every_steps")
-        self.save_plan = SavePlan.of(
+        self.saving.plan = SavePlan.of(
             {"training": {name: value_from(environ, name) for name in names}}
         )
         self._send = report_line or (lambda line: None)

@@ -1,4 +1,4 @@
-"""What a script tells the launcher: lines of JSON in the file that ``ROBUST_TRAIN_EVENTS`` names.
+"""What a script reports: lines of JSON in the file that ``ROBUST_TRAIN_EVENTS`` names.
 
 ::
 
@@ -51,7 +51,7 @@ _OF_A_RUN = ("micro_batch_changed", "micro_batch_exhausted", "memory", "memory_c
 
 
 class NotUnderstood(ValueError):
-    """A line that is no message; the text says why."""
+    """A line that is no message; the text is the reason."""
 
 
 @dataclass(frozen=True)
@@ -87,21 +87,21 @@ def parse(line: str) -> Message:
         raise NotUnderstood(f"event {event!r} is the launcher's own")
     fields = {key: value for key, value in data.items() if key not in _OUR_FIELDS}
     for key in _INT_FIELDS.get(event, ()):
-        if not _is_whole_number(fields.get(key)):
-            raise NotUnderstood(f"{event} needs {key}, a whole number of 0 or more")
+        if not _is_count(fields.get(key)):
+            raise NotUnderstood(f"{event} needs {key}, an integer of 0 or more")
     if event == "progress":
         total = fields.get("total_steps")
-        if total is not None and not _is_whole_number(total):
-            raise NotUnderstood("total_steps must be a whole number of 0 or more")
+        if total is not None and not _is_count(total):
+            raise NotUnderstood("total_steps must be an integer of 0 or more")
     if event == "checkpoint" and not (isinstance(fields.get("path"), str) and fields["path"]):
-        raise NotUnderstood("checkpoint needs path, a text")
+        raise NotUnderstood("checkpoint needs path, a string")
     if event == "result" and "value" not in fields:
         raise NotUnderstood("result needs value")
     if event == "failed":
         kinds = [kind.value for kind in FailureKind]
         if fields.get("kind") not in kinds:
             raise NotUnderstood(f"failed needs kind, one of {', '.join(kinds)}")
-        fields["message"] = str(fields.get("message", "the script says so"))
+        fields["message"] = str(fields.get("message", "reported by the script"))
     return Message(event, fields)
 
 
@@ -127,7 +127,7 @@ def event_of(message: Message) -> Event:
     return UserEvent(message.event, message.fields)
 
 
-def _is_whole_number(value: Any) -> bool:
+def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 

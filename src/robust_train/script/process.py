@@ -53,7 +53,7 @@ class Script:
             problem = error.strerror or error
             hint = "; is its first line #!…?" if error.errno == 8 else ""
             raise ConfigError(f"trainer.argv: {shlex.join(argv)}: {problem}{hint}") from error
-        self._told: set[int] = set()
+        self._asked: set[int] = set()
 
     @property
     def pid(self) -> int:
@@ -61,7 +61,7 @@ class Script:
         return self._process.pid
 
     def wait(self, run: Run, stop_grace_seconds: float, on_tick: Callable[[], None]) -> int:
-        """Until the script has ended, and with it all that it started.
+        """Wait until the script has ended, and with it all that it started.
 
         When the attempt is asked to stop, SIGTERM goes to the script, and when that ends to those
         whom it leaves behind (a shell does not wait for what it runs); whoever is there after
@@ -100,7 +100,7 @@ class Script:
         return returncode
 
     def _running(self) -> list[int]:
-        """The script and orphans of what it started; the dead among them are collected."""
+        """Return the script and orphans of what it started; collect the dead among them."""
         self._process.poll()
         running = []
         for pid in children():
@@ -115,17 +115,17 @@ class Script:
 
     def _ask_to_stop(self, pids: Sequence[int]) -> None:
         for pid in pids:
-            if pid not in self._told:
-                self._told.add(pid)
+            if pid not in self._asked:
+                self._asked.add(pid)
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGTERM)
 
 
 @contextlib.contextmanager
 def _woken_by_signals() -> Iterator[Callable[[float], None]]:
-    """Yields a function that sleeps, but not past a signal: SIGTERM, or a child's end.
+    """Yield a function that sleeps, but not past a signal: SIGTERM, or a child's end.
 
-    Outside the main thread, where Python allows no handlers, it sleeps as long as it is told.
+    Outside the main thread, where Python allows no handlers, it sleeps the whole time.
     """
     if threading.current_thread() is not threading.main_thread():
         yield time.sleep

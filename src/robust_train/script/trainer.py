@@ -1,7 +1,7 @@
 """The trainer behind ``trainer=command``: one attempt is one run of the script.
 
 The script inherits the attempt's output streams, so what it prints is shown and kept as any
-trainer's. How it ended is told as the event ``script_ended``; why it failed is judged by the
+trainer's. How it ended is the event ``script_ended``; why it failed is classified by the
 launcher, which has the end of the output.
 """
 
@@ -22,6 +22,7 @@ from robust_train.events import ScriptEnded, ScriptStarted
 from robust_train.execution.environment import shared_machine_environment
 from robust_train.run import Run
 from robust_train.runfolder.cadence import AUTO
+from robust_train.runfolder.whole import is_whole
 from robust_train.script.checkpoints import (
     CheckpointWatch,
     Stamp,
@@ -59,7 +60,7 @@ def preload_modules(cfg: DictConfig) -> tuple[str, ...]:
 
 
 def train(cfg: DictConfig, run: Run) -> Any:
-    """Run the script once; returns the result that it told, None if none.
+    """Run the script once; return the result that it reported, None if none.
 
     Raises:
         ConfigError: it cannot be started.
@@ -78,16 +79,16 @@ def train(cfg: DictConfig, run: Run) -> Any:
     words = settings.argv if checkpoint is None else (*settings.argv, *settings.resume_argv)
     argv = [values.fill(word) for word in words]
     if checkpoint is not None and checkpoint != run.resume_checkpoint:
-        _tell_checkpoint(run, checkpoint)
+        _report_checkpoint(run, checkpoint)
     events = run.run_dir / f"attempt-{run.attempt}.events"
     events.write_bytes(b"")
     attempt = _Attempt(run, settings, events, pattern, before, checkpoint)
     run.report(ScriptStarted(tuple(argv), str(settings.cwd)))
     script = Script(argv, _environment(values, events), settings.cwd)
     try:
-        returncode = script.wait(run, settings.stop_grace_seconds, attempt.look)
+        returncode = script.wait(run, settings.stop_grace_seconds, attempt.poll)
     finally:
-        attempt.last_look()
+        attempt.finish()
     kind, message = attempt.failure or (None, None)
     run.report(ScriptEnded(returncode, script.pid, kind, message))
     if run.stop_requested:
@@ -120,15 +121,15 @@ class _Attempt:
         self._known = (checkpoint, None if checkpoint is None else _stamp(checkpoint))
         self._complained = False
 
-    def look(self) -> None:
-        """Pass on what the script has told and saved."""
-        self._hear(self._lines.read())
+    def poll(self) -> None:
+        """Pass on what the script has reported and saved."""
+        self._take_lines(self._lines.read())
         if self._watch is not None:
             self._found(self._watch.newest(at_rest=False))
 
-    def last_look(self) -> None:
+    def finish(self) -> None:
         """The same when the script has ended."""
-        self._hear(self._lines.read(to_the_end=True))
+        self._take_lines(self._lines.read(to_the_end=True))
         if self._watch is not None:
             self._found(self._watch.newest(at_rest=True))
         if self._events.stat().st_size == 0:
@@ -137,9 +138,9 @@ class _Attempt:
     def _found(self, checkpoint: Path | None) -> None:
         if checkpoint is not None and self._known != (found := (checkpoint, _stamp(checkpoint))):
             self._known = found
-            _tell_checkpoint(self._run, checkpoint)
+            _report_checkpoint(self._run, checkpoint)
 
-    def _hear(self, lines: list[str]) -> None:
+    def _take_lines(self, lines: list[str]) -> None:
         for line in lines:
             try:
                 self._take(parse(line))
@@ -159,7 +160,7 @@ class _Attempt:
         elif message.event == "checkpoint":
             path = self._cwd / Path(fields["path"]).expanduser()
             self._known = (path, _stamp(path))
-            _tell_checkpoint(self._run, path, fields.get("step"))
+            _report_checkpoint(self._run, path, fields.get("step"))
         elif message.event == "result":
             self.result = fields["value"]
         elif message.event == "failed":
@@ -211,12 +212,15 @@ def _before(pattern: str | None, settings: CommandSettings, run: Run) -> Mapping
 def _checkpoint(pattern: str | None, before: Mapping[str, Stamp], run: Run) -> Path | None:
     """The newest of the one that was reported and those that the pattern finds."""
     reported = run.resume_checkpoint
+    if reported is not None and not is_whole(reported):
+        log.warning("checkpoint %s is gone or torn; it is passed over", reported)
+        reported = None
     found = None if pattern is None else CheckpointWatch(pattern, before).newest(at_rest=True)
     candidates = [path for path in (reported, found) if path is not None]
     return max(candidates, key=lambda path: stamp_of(path).changed_ns, default=None)
 
 
-def _tell_checkpoint(run: Run, path: Path, step: Any = None) -> None:
+def _report_checkpoint(run: Run, path: Path, step: Any = None) -> None:
     run.checkpoint_saved(path, step if type(step) is int else run.last_step)
 
 

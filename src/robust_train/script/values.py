@@ -1,4 +1,4 @@
-"""What a script is told about its attempt: placeholders in its arguments, and its environment."""
+"""What a script gets of its attempt: placeholders in its arguments, and its environment."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class SweepCallback(Callback):
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Before the launcher is made."""
         self._launcher = str(config.hydra.runtime.choices.get("hydra/launcher"))
-        with contextlib.suppress(OSError):  # Hydra will not get further than we did, and says why
+        with contextlib.suppress(OSError):  # Hydra fails at the same, with a message
             session.begin(config)
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:

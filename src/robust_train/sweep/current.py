@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from robust_train.runfolder.lock import refusal
 from robust_train.runfolder.requests import sweep_stop_requested
 from robust_train.runfolder.summary import read_summary
+from robust_train.settings import sweep_folder
 from robust_train.sweep.plugins_of_others import misplaced_launcher, no_objective
 from robust_train.sweep.record import (
     COMPLETED,
@@ -112,7 +113,7 @@ def identity(config: DictConfig) -> JobRecord:
     """Return the record of a sweep's job that is about to start."""
     return JobRecord(
         sweep=os.environ.get(SWEEP_VARIABLE, ""),
-        number=_number(config),
+        number=OmegaConf.select(config, "hydra.job.num", throw_on_missing=False),
         overrides=tuple(map(str, config.hydra.overrides.task)),
     )
 
@@ -164,10 +165,12 @@ def _enter_sweep(job: CurrentJob, config: DictConfig) -> None:
         # not run over it: a checkpoint of another job must not be mistaken for this one's
         job.refusal = f"{job.folder}: cannot move aside what it holds: {error.strerror}"
         return
-    reason = None
-    if _stopped_by_failure(config, job.record.sweep):
+    folder, reason = sweep_folder(), None
+    assert folder is not None
+    fail_fast = OmegaConf.select(config, "sweep_fail_fast", default=False)
+    if fail_fast and has_failed(folder, job.record.sweep):
         reason = "another job failed before (sweep_fail_fast=true)"
-    elif _is_stopped(config):
+    elif sweep_stop_requested(folder):
         reason = "the sweep was stopped"
     if reason is not None:
         job.runs = False
@@ -175,26 +178,6 @@ def _enter_sweep(job: CurrentJob, config: DictConfig) -> None:
         log.info("job %s is not started: %s", job.record.number, reason)
         return
     _write(job.record, job.folder)
-
-
-def _is_stopped(config: DictConfig) -> bool:
-    return sweep_stop_requested(_sweep_folder(config))
-
-
-def _stopped_by_failure(config: DictConfig, sweep: str) -> bool:
-    if not OmegaConf.select(config, "sweep_fail_fast", default=False):
-        return False
-    return has_failed(_sweep_folder(config), sweep)
-
-
-def _sweep_folder(config: DictConfig) -> Path:
-    # Hydra may have changed the working directory (hydra.job.chdir)
-    return Path(str(config.hydra.runtime.cwd)) / str(config.hydra.sweep.dir)
-
-
-def _number(config: DictConfig) -> int | None:
-    number = OmegaConf.select(config, "hydra.job.num", throw_on_missing=False)
-    return None if number is None else int(number)
 
 
 def _write(record: JobRecord, folder: Path) -> None:

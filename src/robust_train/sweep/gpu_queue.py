@@ -62,7 +62,7 @@ _KILLED_SECONDS = 10.0
 
 @dataclass
 class _Job:
-    """A job of the sweep. ``overrides`` are the sweeper's, ``shown`` those that tell it apart."""
+    """A job of the sweep. ``overrides`` are the sweeper's, ``shown`` those in which it differs."""
 
     number: int
     overrides: Sequence[str]
@@ -173,7 +173,7 @@ class GpuQueue:
         job.folder = _run_folder(job.config)
         if any(job.folder == other.folder for other in self._jobs if other is not job):
             # two jobs in one folder would write over each other
-            reason = f"{job.folder} is another job's; hydra.sweep.subdir must tell the jobs apart"
+            reason = f"{job.folder} is another job's; hydra.sweep.subdir must differ between jobs"
             self._plan(job, REFUSED, exit_code=2, reason=reason)
             table.show_line(f"job {job.number} refused: {reason}", level=logging.ERROR)
             job.folder, job.status = None, REFUSED

@@ -15,13 +15,15 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
-from robust_train.errors import WARNING_SIGNALS, JobInterrupted
+from robust_train.errors import JobInterrupted
 from robust_train.execution.linux import signal_at_parents_death
 from robust_train.execution.output import flush_output
+from robust_train.execution.signals import FORWARDED
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *WARNING_SIGNALS)
+_FORWARDED_AS: dict[int, int] = {signum: forwarded for forwarded, signum in FORWARDED.items()}
 
 Work = Callable[[], tuple[Any, int]]
 """Runs the job; returns its result for the sweep, and the exit code."""
@@ -43,7 +45,8 @@ class JobProcess:
         flush_output()
         parent = os.getpid()
         # no signal may come between the fork and the child's own handlers
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        signals = (*FORWARDED, *FORWARDED.values())
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
         try:
             self.pid = os.fork()
             if self.pid == 0:
@@ -52,10 +55,10 @@ class JobProcess:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
     def signal(self, signum: int) -> None:
-        """Send a signal, if the process has not ended."""
+        """Send a signal, if the process has not ended; one that it received itself counts once."""
         if self.returncode is None:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signum)
+                os.kill(self.pid, _FORWARDED_AS.get(signum, signum))
 
     def poll(self) -> int | None:
         """Return the exit code, negative for a signal as in subprocess; None while it runs."""
@@ -94,6 +97,8 @@ class JobProcess:
                 os._exit(1)
             _redirect_output(log_path)
             detach()
+            for forwarded in FORWARDED:
+                signal.signal(forwarded, _receive)
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
             result, code = work()
             self._send(result)
@@ -119,6 +124,11 @@ class JobProcess:
             return
         self._result.write(data)
         self._result.flush()
+
+
+def _receive(signum: int, frame: FrameType | None) -> None:
+    """Act as the forwarded signal does, while no job watches them."""
+    os.kill(os.getpid(), FORWARDED[signum])
 
 
 def _redirect_output(path: Path) -> None:

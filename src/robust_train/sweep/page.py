@@ -17,7 +17,7 @@ from robust_train.report.axes import time_ticks
 from robust_train.report.figures import Figure, bars_of, loss_of_jobs, use_legend
 from robust_train.report.guidance import Advice
 from robust_train.report.html import FILE_NAME, render, shares, try_to_save
-from robust_train.report.plots import Axis, Row
+from robust_train.report.plots import Axis, TimelineRow
 from robust_train.report.sources import finite, read_sources
 from robust_train.report.story import Story, story_of
 from robust_train.report.times import Span, Use
@@ -171,7 +171,9 @@ def _timeline(sweep: SweepStory) -> Figure | None:
     for job, story in shown:
         moved = [Span(s.use, s.start - start, s.end - start, s.attempt) for s in story.spans]
         detail = ", ".join(job.row.devices) or "-"
-        rows.append(Row(job.label, detail, tuple(bars_of(moved)), plots.address(_href(sweep, job))))
+        rows.append(
+            TimelineRow(job.label, detail, tuple(bars_of(moved)), plots.address(_href(sweep, job)))
+        )
     axis = Axis(0.0, high, partial(time_ticks, high), "time")
     svg = plots.timeline("Timeline of jobs", sweep.sentence, rows, axis)
     return Figure("Timeline", svg, use_legend(s for _, story in shown for s in story.spans))

@@ -74,7 +74,7 @@ def has_door() -> bool:
 
 
 def begin(config: DictConfig) -> None:
-    """Begin a sweep, before its first job; ``sweep.json`` says that it runs.
+    """Begin a sweep, before its first job and write ``sweep.json``.
 
     Raises:
         OSError: the sweep folder cannot be made.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -95,9 +96,12 @@ def train(cfg: DictConfig, run: Run) -> dict[str, Any]:
             run, log_every_steps=cfg.training.log_every_steps, epochs=cfg.training.epochs
         ) as reporter:
             training = Training(cfg, run, reporter, device)
-            training.resume()
-            training.fit()
-            result = training.finish()
+            try:
+                training.resume()
+                training.fit()
+                result = training.finish()
+            finally:
+                training.settle()
     except Exception as error:
         if classify_failure(error).kind in MEMORY_FAILURES:
             run.memory_milestone("out of memory")
@@ -144,7 +148,7 @@ class Training:
         )
         self.state = self._prepare(built)
         self.model: nn.Module = self.state.model
-        run.save_plan = SavePlan.of(cfg)
+        run.saving.plan = SavePlan.of(cfg)
         self.folder = CheckpointFolder(run, keep=cfg.training.keep_checkpoints)
         self.has_checkpoint = run.resume_checkpoint is not None
         self.score: Score | None = None
@@ -245,7 +249,10 @@ class Training:
                 self.state.epoch_loss.add(loss, samples)
                 self.reporter.step(position, loss, samples, lr)
             if self.run.checkpoint_due:
-                self._save()
+                self._save(in_background=True)
+            self._write(self.folder.report_written)
+        # validation may last
+        self.settle()
 
     def _gradients_of(self, step: StepSamples) -> Tensor:
         """Accumulate the gradients of one optimizer step and return its mean loss."""
@@ -290,15 +297,24 @@ class Training:
             self._save()
             raise Interrupted(f"stopped after step {self.state.position.step}")
 
-    def _save(self) -> None:
-        """Save a checkpoint; if that fails, train on."""
+    def _save(self, *, in_background: bool = False) -> None:
+        """Save a checkpoint."""
         position = self.state.position
         checked_loss(self.state.epoch_loss, position.step)
         self.has_checkpoint = True
         if not self.run.is_main:
             return
+        save = self.folder.save_from_copy if in_background else self.folder.save
+        self._write(lambda: save(self.state.content(), position.step))
+
+    def settle(self) -> None:
+        """Wait for a checkpoint that is written in the background."""
+        self._write(lambda: self.folder.report_written(wait=True))
+
+    def _write(self, write: Callable[[], object]) -> None:
+        """Write a checkpoint; if that fails, train on."""
         try:
-            self.folder.save(self.state.content(), position.step)
+            write()
         except CheckpointError as error:
             log.warning("checkpoint: %s; training goes on, earlier ones are kept", error)
             self.run.checkpoint_failed(str(error))

@@ -1,5 +1,5 @@
 "use strict";
-// Read-outs under the pointer. The page says everything without them.
+// Read-outs under the pointer. The page is complete without them.
 (() => {
   const box = document.getElementById("readout");
   const NS = "http://www.w3.org/2000/svg";
@@ -20,7 +20,7 @@
   }
 
   const round = (value) => Number(value.toPrecision(4)).toLocaleString("en", {maximumSignificantDigits: 4});
-  function told(value, unit) {
+  function readable(value, unit) {
     if (unit === "bytes") return value >= 2 ** 30 ? (value / 2 ** 30).toFixed(2) + " GiB" : (value / 2 ** 20).toFixed(1) + " MiB";
     if (unit === "step") return "step " + Math.round(value).toLocaleString("en");
     if (unit === "time") {
@@ -59,7 +59,7 @@
       if (!near.length) return hide();
       if (!cursor) { cursor = document.createElementNS(NS, "path"); cursor.setAttribute("class", "cursor"); plot.append(cursor); }
       cursor.setAttribute("d", `M${px},${top}V${bottom}`);
-      box.textContent = told(valueX(px), xUnit) + near.map(([name, point]) => "\n" + name + ": " + told(valueY(point[1]), yUnit)).join("");
+      box.textContent = readable(valueX(px), xUnit) + near.map(([name, point]) => "\n" + name + ": " + readable(valueY(point[1]), yUnit)).join("");
       box.hidden = false;
       const wide = document.documentElement.clientWidth;
       const place = Math.min(event.clientX + 14, wide - box.offsetWidth - 6);

@@ -1,0 +1,70 @@
+"""Several launches in one process, as in a notebook."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from world import World
+
+_BEGIN = """
+import json, os, sys, threading
+import psutil
+import robust_train
+from robust_train.execution import linux
+
+def launch(number):
+    cfg = {"device": "cpu", "auto_device": False, "trainer": {}}
+    summary = robust_train.launch("hard_days.returns_its_pid", cfg, run_dir=f"run-{number}")
+    return summary.result
+"""
+
+
+def run(world: World, code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", _BEGIN + code],
+        cwd=world.folder,
+        env=world.environ,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[-1]
+
+
+def test_one_launch_after_the_other_leaves_nothing_behind(world: World):
+    code = """
+before = [(s, __import__("signal").getsignal(s)) for s in (1, 2, 10, 12, 15)]
+pids = {launch(1), launch(2)}
+assert [(s, __import__("signal").getsignal(s)) for s in (1, 2, 10, 12, 15)] == before
+assert threading.active_count() == 1, threading.enumerate()
+print(len(pids), psutil.Process().children(recursive=True))
+"""
+    assert run(world, code) == "2 []"
+
+
+def test_launches_in_two_threads_do_not_disturb_each_other(world: World):
+    code = """
+results = {}
+work = [threading.Thread(target=lambda n=n: results.update({n: launch(n)})) for n in (1, 2)]
+for thread in work: thread.start()
+for thread in work: thread.join()
+print(len(set(results.values())), psutil.Process().children(recursive=True))
+"""
+    assert run(world, code) == "2 []"
+
+
+def test_importing_the_package_registers_no_fork_hooks(world: World):
+    code = """
+import os
+hooks = []
+os.register_at_fork = lambda **given: hooks.append(given)
+import robust_train.launcher, robust_train.cli.jobs
+ours = [h for h in hooks if any(f.__module__.startswith("robust_train") for f in h.values())]
+print(ours)
+"""
+    assert run(world, code) == "[]"
+    assert not Path(world.folder / "run-1").exists()

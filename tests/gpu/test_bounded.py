@@ -1,0 +1,25 @@
+"""Commands that hang are given up."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from robust_train.gpu.bounded import NoAnswer, run_command
+
+
+def test_a_command_s_output_and_exit_code_come_back() -> None:
+    done = run_command([sys.executable, "-c", "print(1); raise SystemExit(3)"], 60)
+    assert (done.returncode, done.stdout) == (3, "1\n")
+
+
+def test_a_command_that_takes_too_long_is_killed() -> None:
+    with pytest.raises(NoAnswer, match=r"sleep has not ended after 0\.2 s"):
+        run_command(["sleep", "100"], 0.2)
+
+
+def test_one_that_cannot_be_killed_is_left_behind() -> None:
+    """What holds its output open stands for a child that waits in the driver."""
+    with pytest.raises(NoAnswer):
+        run_command(["sh", "-c", "sleep 3 & exec sleep 100"], 0.2, last_seconds=0.2)
