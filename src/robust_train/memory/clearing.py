@@ -65,19 +65,16 @@ class Cleared:
 
 
 def clear_gpu_memory(force: bool = False) -> Cleared:
-    """Give back what this process holds and does not use.
+    """Return what this process holds and does not use to the device and to the system.
 
-    Garbage is collected, memory that other processes have let go of (CUDA IPC) is taken back, and
-    the cache of the caching allocator goes to the device and the C library's to the system. What
-    live tensors hold stays; a cache that will be needed again is only made anew, so do not call
+    What live tensors hold stays. A cache that is needed again has to be made anew, so do not call
     this in every step.
 
     Args:
-        force: also drop what no program can reach any more but an ordinary collection leaves
-            alone: objects that ``gc.freeze`` has put aside, the collector's own list of garbage,
-            and the frames of the interpreter's last uncaught exception, whose variables hold the
-            tensors of the failed pass; then name the largest tensors that are left, and who holds
-            them. That takes some seconds beside large libraries.
+        force: also drop what an ordinary collection leaves alone: objects that ``gc.freeze`` has
+            put aside, the collector's own list of garbage, and the frames of the last uncaught
+            exception; then name the largest tensors that are left, and who holds them. That takes
+            some seconds beside large libraries.
     """
     before = get_gpu_memory_stats()
     done: list[str] = []
@@ -100,16 +97,15 @@ clear_cuda_memory = clear_gpu_memory
 
 
 def cleanup_model_memory(model: nn.Module, *, keep_weights: bool = True) -> Cleared:
-    """Free what training ``model`` has taken: its gradients, its optimizers' states, its weights.
+    """Free what training ``model`` has taken: gradients, optimizers' states, weights.
 
-    Optimizers are found by the parameters that they hold, whoever holds the optimizers. A model
-    that a function was called with cannot be deleted by that function, so the weights (parameters
-    and buffers) go to the host, where they can still be saved or used.
+    Optimizers are found by the parameters that they hold. Weights (parameters and buffers) go to
+    the host.
 
     Args:
         model: any module.
-        keep_weights: False drops the weights altogether, on the host too: empty tensors are in
-            their place, also for whoever else holds them, and the model cannot be used any more.
+        keep_weights: False replaces the weights by empty tensors, also for whoever else holds
+            them: the model cannot be used any more.
     """
     before = get_gpu_memory_stats()
     gc.collect()
@@ -141,13 +137,8 @@ def _empty_weights(model: nn.Module) -> None:
 def _optimizers_of(model: nn.Module) -> list[Any]:
     torch = sys.modules["torch"]
     own = {id(parameter) for parameter in model.parameters()}
-    base = torch.optim.Optimizer
-    return [
-        item
-        # type(), not isinstance(): proxies may compute their __class__
-        for item in gc.get_objects()
-        if issubclass(type(item), base) and any(id(p) in own for p in _parameters(item))
-    ]
+    found = holders.live_objects(torch.optim.Optimizer)
+    return [optimizer for optimizer in found if any(id(p) in own for p in _parameters(optimizer))]
 
 
 def _parameters(optimizer: Any) -> Iterable[Any]:

@@ -32,14 +32,18 @@ def started_torch() -> Any:
     return torch if is_initialized is not None and is_initialized() else None
 
 
+def live_objects(base: Any) -> list[Any]:
+    """Return every object of a type (or a union of types) that the garbage collector knows."""
+    # type(), not isinstance(): proxies may compute their __class__
+    return [item for item in gc.get_objects() if issubclass(type(item), base)]
+
+
 def live_tensors() -> list[Any]:
-    """Every tensor that Python knows, gradients included; empty where torch is not loaded."""
+    """Return every tensor that Python knows, gradients too; nothing where torch is not loaded."""
     torch = sys.modules.get("torch")
     if torch is None:
         return []
-    base = torch.Tensor
-    # type(), not isinstance(): proxies may compute their __class__
-    found = [item for item in gc.get_objects() if issubclass(type(item), base)]
+    found = live_objects(torch.Tensor)
     known = set(map(id, found))
     for tensor in list(found):
         gradient = tensor.grad if tensor.is_leaf and tensor.requires_grad else None

@@ -43,9 +43,8 @@ class GPUMemoryContext:
             loss = model(x)
         print(memory.peak, memory.delta)
 
-    Blocks may be nested. The figures are there also when the block raised. The device's peak
-    counter starts anew at the block's beginning, so a peak that is read elsewhere
-    (``torch.cuda.max_memory_allocated``) counts from there.
+    Blocks may be nested. The figures are there also when the block raised. The device's own peak
+    counter starts anew at the block's beginning.
 
     Args:
         name: what to call the block in the log; no log line without one.

@@ -33,13 +33,12 @@ class MemoryStats:
         reserved: held by the caching allocator, used or not; on the host as ``allocated``.
         peak: the most that was allocated since the start or the last reset.
         peak_reserved: the same of ``reserved``.
-        free: free on the device, for everybody; on the host what a new program could get. None
-            where nobody tells.
+        free: free on the device, for everybody; on the host what a new program could get. None if
+            unknown.
         total: size of the device; of the host, or of the cgroup where that has less.
-        largest_free_block: the largest unused block that the caching allocator holds, so the
-            largest tensor that fits without asking the driver; None on the host.
+        largest_free_block: that the caching allocator holds unused; None on the host.
         fragmentation: share of the unused reserved memory outside of that block, 0 (one block) to
-            1; None on the host. The classical measure of external fragmentation.
+            1; None on the host.
         retries: times that the allocator had to return its cache to satisfy a request.
         oom_count: times that it could not satisfy one.
         note: what the figures are about, where that is not plain; else empty.

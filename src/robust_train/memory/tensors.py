@@ -17,11 +17,10 @@ _T = TypeVar("_T")
 def largest_tensors(
     top: int = 20, *, devices: Collection[str] | None = None
 ) -> list[dict[str, Any]]:
-    """The largest tensors that are alive, the largest first, in JSON's types.
+    """Return the largest tensors that are alive, the largest first, in JSON's types.
 
-    Each has ``bytes`` (of its storage), ``shape``, ``dtype``, ``device``, ``owner`` (who holds it,
-    as a person would write it) and ``has_graph``. Tensors that share a storage count once. Looking
-    for the owners goes through all of Python's objects some times: about a second.
+    Each has ``bytes`` (of its storage), ``shape``, ``dtype``, ``device``, ``owner`` (who holds it)
+    and ``has_graph``. Tensors that share a storage count once. It takes about a second.
 
     Args:
         top: how many at most.
@@ -36,11 +35,10 @@ def largest_tensors(
 def safe_tensor_to_cpu(value: _T) -> _T:
     """``value`` with every tensor in it on the host and cut off its graph.
 
-    Mappings, lists, tuples (named ones too), sets and dataclasses are rebuilt as what they are,
-    nested in any depth; everything else is passed on as it is. A tensor that occurs twice is one
-    tensor in the result. Nothing is allocated on the GPU, whatever the tensor's layout: torch's own
-    ``cpu()`` first makes a contiguous copy there of a tensor with gaps. A tensor that is on the
-    host already is not copied, so that it shares its memory with the result.
+    Mappings, lists, tuples, sets and dataclasses are rebuilt as what they are, nested in any depth;
+    everything else is passed on as it is. A tensor that occurs twice is one tensor in the result.
+    Nothing is allocated on the GPU: torch's own ``cpu()`` first makes a contiguous copy there of a
+    tensor with gaps. A tensor that is on the host already shares its memory with the result.
     """
     torch = sys.modules.get("torch")
     if torch is None:

@@ -5,7 +5,6 @@ What to try is decided in :mod:`robust_train.batch.search`.
 
 from __future__ import annotations
 
-import gc
 import logging
 import time
 from collections.abc import Generator, Iterable
@@ -24,6 +23,7 @@ from robust_train.batch.search import (
     next_size,
     predicted_bytes,
 )
+from robust_train.memory.holders import live_objects
 from robust_train.microbatch.meters import Meter, device_of, meter_of
 from robust_train.microbatch.rewind import StepStart, cut_graphs
 from robust_train.readable import memory as shown
@@ -241,11 +241,9 @@ def _with_optimizers(parameters: Iterable[Tensor]) -> list[tuple[Tensor, Any]]:
     """Pair what is trained with its optimizer; None where one is made later, as Adam's kin."""
     missing = {id(p): p for p in parameters if p.requires_grad}
     found: list[tuple[Tensor, Any]] = []
-    for item in gc.get_objects():
-        # type(), not isinstance(): proxies may compute their __class__
-        if issubclass(type(item), torch.optim.Optimizer):
-            of_item = (p for group in item.param_groups for p in group["params"])
-            found += [(p, item) for p in of_item if missing.pop(id(p), None) is not None]
+    for optimizer in live_objects(torch.optim.Optimizer):
+        held = (p for group in optimizer.param_groups for p in group["params"])
+        found += [(p, optimizer) for p in held if missing.pop(id(p), None) is not None]
     return found + [(parameter, None) for parameter in missing.values()]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -15,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from robust_train.compat import preserve_version_counter
 from robust_train.errors import UserError
+from robust_train.memory.holders import live_objects
 from robust_train.values import MIB
 
 _BUCKET_BYTES = 25 * MIB
@@ -210,12 +210,8 @@ def _replicas_in(model: nn.Module) -> list[Replica]:
 def _replicas_around(model: nn.Module) -> list[Replica]:
     """Wrappers of ``model``: a loop may name the model and call its wrapper."""
     own = set(map(id, model.parameters()))
-    return [
-        item
-        # type(), not isinstance(): proxies may compute their __class__
-        for item in gc.get_objects()
-        if issubclass(type(item), Replica) and own & set(map(id, item.parameters()))
-    ]
+    found = live_objects(Replica)
+    return [replica for replica in found if own & set(map(id, replica.parameters()))]
 
 
 def _refuse(name: str, module: nn.Module) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from robust_train.memory.holders import live_objects
 from robust_train.microbatch.rng import GeneratorStates
 
 log = logging.getLogger("robust_train")
@@ -317,12 +318,7 @@ def _restore(watched: _Watched, first: list[_FirstCopy] | None) -> None:
 
 
 def _everything_that_learns() -> tuple[list[weakref.ref[nn.Module]], list[weakref.ref[Any]]]:
-    modules, optimizers = [], []
-    for item in gc.get_objects():
-        if issubclass(type(item), nn.Module):
-            modules.append(item)
-        elif issubclass(type(item), torch.optim.Optimizer):
-            optimizers.append(item)
+    modules, optimizers = live_objects(nn.Module), live_objects(torch.optim.Optimizer)
     children = {id(child) for module in modules for child in module._modules.values()}
     roots = [weakref.ref(module) for module in modules if id(module) not in children]
     return roots, [weakref.ref(optimizer) for optimizer in optimizers]
