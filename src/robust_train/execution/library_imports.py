@@ -156,7 +156,13 @@ def _spec_inside(package: ModuleSpec, name: str) -> ModuleSpec | None:
     places = package.submodule_search_locations
     if places is None:
         return None
-    return PathFinder.find_spec(f"{package.name}.{name}", list(places))
+    # by its own name: the full one of a namespace package needs its parent to be imported
+    found = PathFinder.find_spec(name, list(places))
+    if found is not None:
+        found.name = f"{package.name}.{name}"
+        if found.submodule_search_locations is not None:
+            found.submodule_search_locations = list(found.submodule_search_locations)
+    return found
 
 
 def _is_users_own(spec: ModuleSpec) -> bool:
