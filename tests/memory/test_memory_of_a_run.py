@@ -86,7 +86,9 @@ def test_what_fills_the_memory_is_named_by_the_variables_of_the_failed_functions
     )
     # the failure is the trainer's own
     assert "can't allocate memory" in ended.attempts[0]["message"]
-    assert events(ended, "memory_cleared")[-1]["reason"] == "failure"
+    # a process that ends anyway returns its memory by that
+    reasons = [event["reason"] for event in events(ended, "memory_cleared")]
+    assert reasons == (["failure"] if isolation == "none" else [])
 
 
 def test_running_out_inside_a_step_is_written_down_once_an_attempt(own_trainers: World):
