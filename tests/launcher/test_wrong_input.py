@@ -22,7 +22,6 @@ MISTAKES = [
     (["memory.fraction=1.5"], ["memory.fraction=1.5", "from 0 to 1"]),
     (["isolation=docker"], ["isolation=docker", "process, none"]),
     (["trainer._target_=no_such_module.train"], ["no_such_module.train", "Python path"]),
-    (["trainer._target_=trainers.json"], ["trainers.json", "not callable"]),
 ]
 VARIANTS = [
     (["min_batchsize=8"], ["min_batchsize=8", "did you mean min_batch_size?"]),
@@ -60,8 +59,15 @@ def test_is_refused_in_one_line(world: World, arguments: list[str], words: list[
     assert not started.exists() or "attempt_started" not in started.read_text()
 
 
+def test_a_target_that_is_not_callable_is_refused_in_one_line(world: World):
+    """Only its import, in the first attempt, can show it."""
+    world.run("trainer._target_=trainers.json").was_refused(["trainers.json", "not callable"])
+
+
 def test_a_module_that_fails_when_imported_is_named_with_file_and_line(world: World):
-    (world.folder / "broken_trainer.py").write_text("import json\n\nundefined_name\n")
+    (world.folder / "broken_trainer.py").write_text(
+        "import json\n\nundefined_name\n\ndef train(cfg): ...\n"
+    )
     world.environ["PYTHONPATH"] += f":{world.folder}"
     ended = world.run("trainer._target_=broken_trainer.train")
     assert ended.returncode == 2, ended.output
