@@ -7,11 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from world import ROOT
 
 STEPS = 6
 
 
+@pytest.mark.slow
 def test_in_step_recovery_repeats_one_step_and_a_hand_made_restart_begins_anew(tmp_path: Path):
     results = tmp_path / "results.json"
     process = subprocess.run(

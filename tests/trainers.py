@@ -13,6 +13,8 @@ import threading
 import time
 from pathlib import Path
 
+from robust_train.events import MemoryReported
+
 
 def what_it_was_given(cfg):
     torch = sys.modules.get("torch")
@@ -353,7 +355,7 @@ def cpu_waits_for_go(cfg):
 def tells_its_memory(cfg, run):
     """Tells of GPU memory, then waits to be told; runs out of memory at its first attempt."""
     figures = {"allocated": 2 * 1024**3, "reserved": 3 * 1024**3, "max_allocated": 5 * 1024**3}
-    run.record("memory", figures)
+    run.report(MemoryReported("here", **figures))
     while not Path(f"{os.environ['GO_FILE']}.{run.attempt}").exists():
         time.sleep(0.01)
     if run.attempt == 1:
@@ -365,7 +367,7 @@ def tells_what_it_holds(cfg, run):
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
-    run.record("memory", {"reserved": (run.rank + 1) * 1024**3})
+    run.report(MemoryReported("here", reserved=(run.rank + 1) * 1024**3))
     while not Path(os.environ["GO_FILE"]).exists():
         time.sleep(0.01)
     seen = [None] * run.world_size

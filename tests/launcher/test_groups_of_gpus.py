@@ -17,10 +17,10 @@ from robust_train.events import MemoryReported
 from robust_train.queue.devices import Devices, free_bytes
 from robust_train.errors import NoDevice
 from robust_train.execution import sleep_until_readable
-from robust_train.queue.quarantine import read_sick
+from robust_train.queue.exclusions import read_exclusions
 from robust_train.queue.queue_dir import directory_for
 from robust_train.queue.reservations import JobRegistry
-from robust_train.values import Failure, FailureKind, Outcome, Room
+from robust_train.values import Evidence, Failure, FailureKind, Outcome, Room
 
 def devices(environ={}, **keys):
     cfg = complete({"num_gpus": 2, **keys})
@@ -64,12 +64,13 @@ for event in ({"reserved": 10}, {"reserved": 9 * 1024**3, "rank": 1}, {"reserved
 seen["recorded"] = record.gpus == tuple(gpu.uuid for gpu in group)
 seen["taken"] = record.taken_bytes
 seen["others"] = answer(num_gpus=3, wait_for_gpu=False, allow_cpu_fallback=False)
-ecc = Failure(FailureKind.DEVICE_FAULT, "CUDA error: uncorrectable ECC error", rank=1)
+hardware = Evidence(clue="hardware")
+ecc = Failure(FailureKind.DEVICE_FAULT, "CUDA error: uncorrectable ECC error", hardware, rank=1)
 outcome = Outcome(ecc, memory={"max_allocated": 8 * 1024**3})
 after = job.ended(group, outcome, free_bytes(group))
 seen["free_after"] = [size // 1024**2 for size in after]
 registry = JobRegistry(directory_for(None, os.environ))
-seen["sick"] = [sick.uuid for sick in read_sick(registry.directory)] == [group[1].uuid]
+seen["sick"] = [one.uuid for one in read_exclusions(registry.directory)] == [group[1].uuid]
 seen["state"] = records()[0].state.value
 offers = job.candidates()
 seen["candidates"] = indexes(offers)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -171,13 +170,3 @@ def test_the_frames_of_a_failed_trainer_are_left_to_a_debugger_that_asks_for_the
         last = [e for e in ended.journal if e["event"] == "job_started"][-1]["time"]
         cleared = [e for e in events(ended, "memory_cleared") if e["time"] > last]
         assert [event["reason"] for event in cleared] == reasons
-
-
-def test_every_key_is_in_the_readme():
-    readme = (Path(__file__).resolve().parents[2] / "README.md").read_text()
-    from dataclasses import fields
-
-    from robust_train.config.schema import MemoryConfig
-
-    for item in fields(MemoryConfig):
-        assert item.name in readme

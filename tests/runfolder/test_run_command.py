@@ -191,7 +191,8 @@ def test_a_checkpoint_during_training_gives_a_path_that_exists(host: Host):
     assert answer["step"] >= before
     # or a later one: each epoch ends with a checkpoint too
     wait_until(
-        lambda: host.told("status").get("checkpoint_step", 0) >= answer["step"], "status shows it"
+        lambda: (host.told("status").get("checkpoint_step") or 0) >= answer["step"],
+        "status shows it",
     )
     said = host.command("checkpoint")
     assert "checkpoint of step" in said.stdout

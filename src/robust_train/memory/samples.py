@@ -59,6 +59,8 @@ _NAMES = frozenset(item.name for item in fields(Sample))
 
 def read_samples(path: Path) -> list[Sample]:
     """Return the samples of a file in its order; none without a file, torn lines are skipped."""
+    if not path.is_file():  # a device may have no end
+        return []
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     except OSError:
