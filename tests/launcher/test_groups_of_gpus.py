@@ -104,7 +104,7 @@ print(json.dumps(seen))
     }
     assert others.startswith(
         "NoDevice: there are no 3 GPUs that have 4000 MiB free each now: "
-        "needs 3 GPUs with 4000 MiB each, 2 could be had now; GPU 0 ("
+        "needs 3 GPUs with 4000 MiB each, 2 available now; GPU 0 ("
     )
 
 
