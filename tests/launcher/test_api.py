@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -78,3 +79,16 @@ def test_wrong_values_are_refused(tmp_path: Path):
         launch(trainers.uses_run, {"training": {"batch_size": "many"}}, run_dir=tmp_path)
     with pytest.raises(ConfigError, match="min_batchsize"):
         launch(trainers.uses_run, {"min_batchsize": 4}, run_dir=tmp_path)
+
+
+def test_a_job_in_this_process_leaves_the_allocators_variable_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A later job would take it for the user's own."""
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    launch(
+        lambda cfg: 1,
+        {"isolation": "none", "auto_device": False, "device": "cpu"},
+        run_dir=tmp_path,
+    )
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in os.environ

@@ -45,6 +45,7 @@ log = logging.getLogger("robust_train")
 
 TICK_SECONDS = 0.5
 _AFTER_FAILURE_SECONDS = 10.0
+_QUIET_SECONDS = 0.5
 _AFTER_KILL_SECONDS = 8.0
 
 _with_a_server: set[str] = set()
@@ -247,7 +248,9 @@ class ForkServer:
 
     def _end_leftovers(self) -> None:
         """End what the server could not end itself: it was killed."""
-        left = kill_descendants(is_ours=partial(_is_of_job, self._token, self._process.pid))
+        is_ours = partial(_is_of_job, self._token, self._process.pid)
+        quiet_seconds = _QUIET_SECONDS if self._is_running else 0.0
+        left = kill_descendants(is_ours=is_ours, quiet_seconds=quiet_seconds)
         if left:
             log.warning("processes %s of the attempt cannot be ended", left)
 

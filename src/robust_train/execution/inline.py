@@ -88,20 +88,26 @@ class InlineExecutor:
         )
         # CUDA may have been started already; the allocator reads this when it is
         variable = allocator_variable(request.environ)
+        before = os.environ.get(variable)
         if variable in request.environ:
             os.environ[variable] = request.environ[variable]
         if self._memory_at_first is None:
             self._memory_at_first = StartingMemory.now()
         started = time.monotonic()
-        error = run_attempt(
-            request,
-            run,
-            self._trainer,
-            take,
-            stopping=lambda stop: self._signals.handed_to(lambda signum: stop()),
-            tick=tick,
-            process_ends=False,
-        )
+        try:
+            error = run_attempt(
+                request,
+                run,
+                self._trainer,
+                take,
+                stopping=lambda stop: self._signals.handed_to(lambda signum: stop()),
+                tick=tick,
+                process_ends=False,
+            )
+        finally:
+            # a later job of this process must not take it for the user's own
+            os.environ.pop(variable, None)
+            os.environ.update({} if before is None else {variable: before})
         if isinstance(progress.ending, Failed) and progress.ending.config_error:
             raise ConfigError(progress.ending.config_error) from error
         failure = progress.failure

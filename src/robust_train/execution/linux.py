@@ -59,6 +59,7 @@ def kill_descendants(
     spare: Collection[int] = (),
     is_ours: Callable[[psutil.Process], bool] = lambda process: True,
     timeout_seconds: float = _KILL_SECONDS,
+    quiet_seconds: float = 0.0,
 ) -> list[int]:
     """Kill and collect this process's descendants until none is left.
 
@@ -68,11 +69,14 @@ def kill_descendants(
         spare: children that are left alone, with all that they started.
         is_ours: which of the others are meant.
         timeout_seconds: a process may hang in the kernel.
+        quiet_seconds: for this long there must be none: a process that is just dying has no
+            environment to be recognised by, and leaves its own children a moment later.
 
     Returns:
         The processes that are still there.
     """
     deadline = time.monotonic() + timeout_seconds
+    quiet_since = time.monotonic()
     pause = 0.002
     while True:
         left = [found for found in _descendants(spare) if _is_meant(found, is_ours)]
@@ -80,7 +84,9 @@ def kill_descendants(
             with contextlib.suppress(psutil.Error):
                 process.kill()
             collect(process.pid)
-        if not left or time.monotonic() >= deadline:
+        now = time.monotonic()
+        quiet_since = now if left else quiet_since
+        if (not left and now - quiet_since >= quiet_seconds) or now >= deadline:
             return [process.pid for process in left]
         time.sleep(pause)
         pause = min(2 * pause, 0.1)

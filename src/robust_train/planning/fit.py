@@ -82,10 +82,13 @@ def largest_batch(
     low = next((peak.batch_size for peak in (above, below) if does_fit(peak)), 0)
     high = next((p.batch_size for p in (below, above) if not does_fit(p)), LARGEST_BATCH + 1)
     for _ in range(_MOST_TRIES):
-        line = Line.through(*((p.batch_size, p.tensors_bytes) for p in (below, above)))
+        ends = (below.batch_size, below.tensors_bytes), (above.batch_size, above.tensors_bytes)
+        slope = Line.through(*ends).per_sample
 
-        def is_too_large(size: int, line: Line = line, like: Peak = above) -> bool:
-            return not does_fit(replace(like, tensors_bytes=round(line.at(size))))
+        def is_too_large(size: int, slope: float = slope, like: Peak = above) -> bool:
+            # from a peak that is known, not from zero: rounding would be off by a byte
+            tensors = like.tensors_bytes + round(slope * (size - like.batch_size))
+            return not does_fit(replace(like, tensors_bytes=tensors))
 
         # the line may be wrong about the smallest
         sizes = range(low + 1, high)
