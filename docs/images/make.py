@@ -19,7 +19,7 @@ from rich.text import Text
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-JOB = ("model.width=64", "training.batch_size=1024", "training.epochs=30")
+JOB = ("model.width=64", "training.batch_size=512", "training.epochs=12")
 SHOWN = 100
 _STAMP = re.compile(r"^\[\d{4}-\d\d-\d\d (\d\d:\d\d:\d\d),\d+\](?:\[[\w.]+\])+ - ")
 _KEPT = re.compile(r"attempt|out of memory|micro-batch|accuracy|completed|^1 ")
@@ -53,7 +53,7 @@ def lines_of(printed: str) -> list[str]:
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
-        for number, limit_mib in enumerate(range(1500, 300, -100)):
+        for number, limit_mib in enumerate(range(1100, 500, -50)):
             folder = Path(scratch) / str(number) / "cnn_digits"
             shown = run(folder, limit_mib)
             if "the step is repeated" in shown and "attempt 2" not in shown:
