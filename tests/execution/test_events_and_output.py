@@ -99,7 +99,7 @@ def test_a_bar_without_line_ends_costs_the_same_for_weeks(tmp_path: Path):
     log.write(b"first line\n")
     for step in range(50_000):
         log.write(b"\rstep %d" % step)
-    assert len(log._line) < 100  # what is kept of it, in memory
+    assert len(log._unfinished[0]) < 100  # what is kept of it, in memory
     log.close()
     assert (tmp_path / "log").read_text() == "first line\nstep 49999"
 
@@ -125,3 +125,13 @@ def test_the_lock_of_a_groups_flags_outlives_its_holder_and_waits_for_the_slow()
     assert time.monotonic() - started < 60
     os.waitpid(pid, 0)
     assert votes.look(STOP, 1)
+
+
+def test_an_unfinished_line_of_one_stream_takes_nothing_of_another(tmp_path: Path):
+    path = tmp_path / "log"
+    log = AttemptLog(path.open("ab", buffering=0))
+    log.write(b"\rstep 1", 0)
+    log.write(b"a line on stderr\n", 1)
+    log.write(b"\rstep 2\n", 0)
+    log.close()
+    assert path.read_text().splitlines() == ["a line on stderr", "step 2"]

@@ -105,14 +105,14 @@ class OutputPump:
     def move(self) -> bool:
         """Pass on everything that has arrived; whether there was anything."""
         moved = False
-        for stream in self.streams:
+        for number, stream in enumerate(self.streams):
             for _ in range(_MOST_READS):  # signals and events have their turn in between
                 if not (data := stream.read()):
                     break
                 moved = True
                 flush_output()
                 stream.show(data)
-                self._keep(data)
+                self._keep(data, number)
         return moved
 
     def drain(self) -> None:
@@ -130,10 +130,10 @@ class OutputPump:
         for stream in self.streams:
             stream.close()
 
-    def _keep(self, data: bytes) -> None:
+    def _keep(self, data: bytes, stream: int) -> None:
         self._tail = (self._tail + data)[-_TAIL_BYTES:]
         if self._log is not None:
-            self._log.write(data)
+            self._log.write(data, stream)
 
 
 class AttemptLog:
@@ -148,15 +148,16 @@ class AttemptLog:
 
     def __init__(self, file: FileIO) -> None:
         self._file = file
-        self._line = b""
+        self._unfinished: dict[int, bytes] = {}
         self._settled_bytes = file.tell()
         self._next_state = 0.0
 
-    def write(self, data: bytes) -> None:
-        """Take in what was printed."""
-        *lines, rest = (self._line + data).split(b"\n")
+    def write(self, data: bytes, stream: int = 0) -> None:
+        """Take in what was printed; an unfinished line of one stream takes nothing of another."""
+        *lines, rest = (self._unfinished.pop(stream, b"") + data).split(b"\n")
         cut = rest.rstrip(b"\r").rfind(b"\r")
-        self._line = rest[max(cut, 0) :][-_LONGEST_LINE_BYTES:]
+        if rest:
+            self._unfinished[stream] = rest[max(cut, 0) :][-_LONGEST_LINE_BYTES:]
         now = time.monotonic()
         if not lines and now < self._next_state:
             return
@@ -174,7 +175,7 @@ class AttemptLog:
         with contextlib.suppress(OSError):
             self._file.truncate(self._settled_bytes)
             self._settled_bytes += self._file.write(lines)
-            self._file.write(_settled(self._line))
+            self._file.write(b"\n".join(map(_settled, self._unfinished.values())))
 
 
 def _settled(line: bytes) -> bytes:
