@@ -34,9 +34,9 @@ TARGET = "trainer._target_=worst_day_trainers."
 SCRIPT = TESTS / "worst_day_trainers.py"
 BUILT_IN = (
     "model.width=8",
-    "training.epochs=40",
+    "training.epochs=8",
     "training.num_workers=1",
-    "training.checkpoint_every_steps=20",
+    "training.checkpoint_every_steps=10",
     "training.lr=1e-4",
 )
 
