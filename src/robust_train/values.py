@@ -167,6 +167,8 @@ class Clue:
     """``/dev/shm`` is too small."""
     DOWNLOAD = "download"
     """Data or weights could not be fetched."""
+    UNCLEAR = "unclear"
+    """The message has other causes too, but memory had nearly run out."""
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ from robust_train.microbatch.rng import GeneratorStates
 from robust_train.microbatch.shared_step import SharedStep
 from robust_train.microbatch.size import MicroBatchSize
 from robust_train.readable import first_line
-from robust_train.values import MEMORY_FAILURES, Failure
+from robust_train.values import MEMORY_FAILURES, Failure, FailureKind
 
 log = logging.getLogger("robust_train")
 
@@ -190,6 +190,7 @@ class MicroBatches:
         self._loss: Tensor | None = None
         self._start: StepStart | None = None
         self._shared = SharedStep()
+        self._host_ran_out = False
 
     @property
     def loss(self) -> Tensor:
@@ -309,7 +310,8 @@ class MicroBatches:
 
     def part_failed(self, micro: MicroBatch, error: Exception) -> bool:
         """Return whether the step is repeated for this failure; else put all in order for it."""
-        failure = classify_failure(error)
+        failure = classify_failure(error, host_memory_ran_out=self._host_ran_out)
+        self._host_ran_out |= failure.kind is FailureKind.HOST_OOM
         if failure.kind not in MEMORY_FAILURES:
             self._restore(rewinds=micro.is_probe)
             return False

@@ -108,6 +108,17 @@ def decide_on_request(settings: PolicySettings, history: tuple[Attempt, ...]) ->
     return halve_batch_on_request(FailureContext(settings, history, ()))
 
 
+def concluded(attempt: Attempt, decision: Decision | None) -> Attempt:
+    """Return the attempt as a bug if an unclear lack of memory was mended by nothing."""
+    failure = attempt.outcome.failure
+    if failure is None or not isinstance(decision, GiveUp):
+        return attempt
+    if failure.kind is not FailureKind.HOST_OOM or failure.evidence.clue != Clue.UNCLEAR:
+        return attempt
+    bug = replace(failure, kind=FailureKind.BUG, advice=())
+    return replace(attempt, outcome=replace(attempt.outcome, failure=bug))
+
+
 def _first_remedy(context: FailureContext, rules: tuple[Rule, ...]) -> Decision:
     for number, rule in enumerate(rules, start=1):
         retry = rule(context)
@@ -122,7 +133,7 @@ def _first_remedy(context: FailureContext, rules: tuple[Rule, ...]) -> Decision:
 def _why_give_up(context: FailureContext) -> str:
     """One sentence: what failed, and with what it was tried."""
     kind, message, settings = context.failure.kind, context.failure.message, context.settings
-    if kind not in REMEDIES:
+    if kind not in REMEDIES or context.evidence.clue == Clue.UNCLEAR:
         rank = context.failure.rank
         return message if rank is None else f"{message} (rank {rank})"
     if kind in MEMORY_FAILURES and context.failed_before_training:
