@@ -15,9 +15,16 @@ import psutil
 import pytest
 import torch
 
+import preloaded
 from robust_train import MicroBatcher, OOMHandler, classify_failure, launch
 
 MIB = 1024**2
+
+
+@pytest.fixture(autouse=True)
+def onednn() -> Iterator[None]:
+    yield
+    torch.backends.mkldnn.set_flags(True)
 
 
 @contextlib.contextmanager
@@ -137,3 +144,41 @@ def test_a_job_that_no_size_helps_ends_as_a_bug(tmp_path: Path) -> None:
     assert sizes == [8, 4]
     attempts = json.loads((tmp_path / "summary.json").read_text())["attempts"]
     assert [attempt["outcome"] for attempt in attempts] == ["host_oom", "bug"]
+
+
+COMPILER_WITHOUT_MEMORY = """
+import resource
+import psutil, torch
+from robust_train import MicroBatcher
+
+torch.set_num_threads(1)
+model = torch.nn.Conv2d(3, 16, 3)
+torch.nn.functional.conv2d(torch.zeros(1, 5, 8, 8), torch.zeros(4, 5, 3, 3))
+soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+sizes = []
+for micro in MicroBatcher().micro_batches(torch.ones(8, 3, 8, 8), model):
+    with micro:
+        sizes.append(len(micro))
+        fill = []
+        if len(micro) == 8:
+            resource.setrlimit(resource.RLIMIT_DATA, (psutil.Process().memory_info().data, hard))
+            try:
+                while True:
+                    fill.append(bytearray(100_000))
+            except MemoryError:
+                pass
+        try:
+            micro.backward(model(micro.data).mean())
+        finally:
+            fill.clear()
+            if len(sizes) == 2:
+                resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+print(sizes, torch.backends.mkldnn.enabled)
+"""
+
+
+def test_a_step_goes_on_after_onednns_compiler_found_no_memory() -> None:
+    """For the rest of the thread the compiler finds none, even without a limit."""
+    ended = preloaded.run(COMPILER_WITHOUT_MEMORY)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.split("\n")[0] == "[8, 4, 4] False", ended.stderr

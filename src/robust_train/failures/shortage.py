@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import sys
+
+from robust_train.values import Clue, Failure
+
+log = logging.getLogger("robust_train")
 
 _LITTLE = 0.5
 """Share of what the process used at its peak that is little to be left."""
@@ -22,6 +28,20 @@ def shortage_at(exception: BaseException, *, ran_out_before: bool) -> str:
     with contextlib.suppress(Exception):
         setattr(exception, _SAID, found)
     return found
+
+
+def do_without_onednn(failure: Failure) -> None:
+    """Turn oneDNN off in this process after a failure of its own for lack of memory.
+
+    Its compiler (Xbyak) keeps the first failed allocation for the rest of the thread: every later
+    primitive fails too, however much memory there is. torch's own kernels take its place.
+    """
+    torch = sys.modules.get("torch")
+    if failure.evidence.clue != Clue.UNCLEAR or torch is None:
+        return
+    if torch.backends.mkldnn.enabled:
+        torch.backends.mkldnn.set_flags(False)
+        log.warning("oneDNN is off until this process ends: convolutions take up to twice the time")
 
 
 def _little_is_left() -> str:

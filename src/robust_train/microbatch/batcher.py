@@ -27,6 +27,7 @@ from torch import Tensor
 
 from robust_train.batch.search import BatchSearch
 from robust_train.failures import classify_failure
+from robust_train.failures.shortage import do_without_onednn
 from robust_train.memory.cleanup import clear_frames, return_memory
 from robust_train.microbatch import record, splitting
 from robust_train.microbatch.part import MicroBatch
@@ -305,6 +306,7 @@ class MicroBatches:
         self.repeats += 1
         cut_graphs(failed.since)
         return_memory(thorough=self.repeats > 1, workspaces=True)
+        do_without_onednn(failure)
         where = self._batcher._on_event, self._number, self._is_training
         record.repeated(*where, failure, before, self._size.current)
 

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from robust_train.errors import AttemptsExhausted
 from robust_train.failures import classify_failure
+from robust_train.failures.shortage import do_without_onednn
 from robust_train.memory.cleanup import (
     KeptGradients,
     StartingMemory,
@@ -137,6 +138,7 @@ class OOMHandler:
         if failure.kind not in MEMORY_FAILURES:
             return False
         left = release_and_check(error, self._start, self._gradients)
+        do_without_onednn(failure)
         self._history += (Attempt(self._spec, Outcome(failure)),)
         decision = decide(self._settings, self._history, ())
         if isinstance(decision, GiveUp):
