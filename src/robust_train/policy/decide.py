@@ -17,6 +17,7 @@ from robust_train.policy.remedies import (
     fewer_workers,
     halve_batch,
     halve_batch_on_request,
+    killed_again,
     other_gpu,
     room_taken_by_others,
     same_again,
@@ -61,6 +62,7 @@ REMEDIES: dict[FailureKind, tuple[Rule, ...]] = {
     ),
     FailureKind.DEVICE_UNAVAILABLE: (busy_gpu_again, other_gpu, wait_for_turn, cpu_fallback),
     FailureKind.COMM: (same_again,),
+    FailureKind.INTERRUPTED: (killed_again,),
 }
 """What to try for each kind of failure, in order. A kind that is absent is never retried."""
 
@@ -143,6 +145,9 @@ def _why_give_up(context: FailureContext) -> str:
             "out of memory before the first step: model, optimizer and data do not fit, and a "
             f"smaller batch does not help: {message}"
         )
+    if kind is FailureKind.INTERRUPTED:
+        count = context.failures_without_progress
+        return f"{message}, {count} times without progress" if count > 1 else message
     if kind is FailureKind.COMM:
         count = context.failures_without_progress
         return f"network failure, {count} attempts without progress: giving up ({message})"
