@@ -65,6 +65,17 @@ def own_memory(root: Path = Path("/")) -> dict[str, int]:
     return sizes
 
 
+def room_left(root: Path = Path("/")) -> int | None:
+    """Return what this process can still take, within its limits and the machine's memory."""
+    own, available = own_memory(root), read_host_memory(root).available
+    rooms = [] if available is None else [available]
+    for kind, used in ((resource.RLIMIT_DATA, "VmData"), (resource.RLIMIT_AS, "VmSize")):
+        most, _ = resource.getrlimit(kind)
+        if most != resource.RLIM_INFINITY:
+            rooms.append(max(most - own.get(used, 0), 0))
+    return min(rooms, default=None)
+
+
 def resident_bytes(process: psutil.Process | None = None) -> tuple[int, int]:
     """Return what of a process is in RAM, and what of that is its own; by default this one's.
 
