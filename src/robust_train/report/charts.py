@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from robust_train.readable import duration, number
@@ -253,14 +253,14 @@ def line_of(
     return Line(name, style, "".join(paths), "".join(areas) if is_area else None)
 
 
-def labelled(bands: Iterable[Band], x: Axis) -> Iterator[Band]:
-    """Yield the bands within the axis, without labels that would lie over each other."""
-    free = 0.0
+def labelled(bands: Iterable[Band], x: Axis) -> list[Band]:
+    """Return the bands within the axis, without labels that would lie over each other."""
+    free, kept = 0.0, []
     for band in bands:
-        start, end = x.share(band.start), x.share(band.end)
+        start = max(x.share(band.start), 0.0)
         room = _LABEL_SHARE * (len(band.label) + 1)
-        is_free = free <= max(start, 0.0) <= 1 - room
-        if end >= 0 and start <= 1:
-            yield band if is_free else replace(band, label="")
-        if is_free:
-            free = max(start, 0.0) + room
+        if start <= 1 and x.share(band.end) >= 0:
+            is_free = free <= start <= 1 - room
+            kept.append(band if is_free else replace(band, label=""))
+            free = start + room if is_free else free
+    return kept

@@ -132,4 +132,4 @@ def _kept_until(attempt: AttemptStory, kept: float) -> float | None:
         return None
     saved = [time for step, time in attempt.checkpoints if step <= kept]
     done = [time for step, time in attempt.progress if step <= kept]
-    return (saved or done or [None])[-1]
+    return max(saved or done, default=None)

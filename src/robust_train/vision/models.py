@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,6 @@ from robust_train.vision.cnn import SmallCnn
 from robust_train.vision.images import ImageSpec
 from robust_train.vision.pretrained import build_backbone, classifier_names, load_weights
 from robust_train.vision.splits import Shape
-
-log = logging.getLogger("robust_train.vision")
 
 _MODELS = ("cnn", "linear_probe", "lora", "full_finetune")
 _PHOTOGRAPH_SIZE = 64
@@ -60,41 +58,28 @@ def build_model(cfg: Any, data: Shape) -> BuiltModel:
         ConfigError: it cannot be built as configured.
     """
     if cfg.name == "cnn":
-        return _build_cnn(cfg, data)
-    is_probe = cfg.name == "linear_probe"
-    backbone = build_backbone(cfg, 0 if is_probe else data.num_classes)
-    images = _image_spec(cfg, backbone)
-    if is_probe:
-        return BuiltModel(LinearProbe(backbone, data.num_classes, cfg.dropout), images)
-    return BuiltModel(add_lora(backbone, cfg) if cfg.name == "lora" else backbone, images)
-
-
-def _build_cnn(cfg: Any, data: Shape) -> BuiltModel:
-    size, channels = cfg.image_size or data.size or _PHOTOGRAPH_SIZE, data.channels
-    module = SmallCnn(
-        channels=channels,
-        image_size=size,
-        num_classes=data.num_classes,
-        width=cfg.width,
-        dropout=cfg.dropout,
-    )
-    if cfg.weights is not None:
-        load_weights(module, Path(cfg.weights).expanduser(), heads=("head",))
-    return BuiltModel(module, ImageSpec(size, channels, (0.5,) * channels, (0.5,) * channels))
-
-
-def _image_spec(cfg: Any, backbone: nn.Module) -> ImageSpec:
-    data = require("timm.data", f"model={cfg.name}").resolve_model_data_config(backbone)
-    mean, std = tuple(data["mean"]), tuple(data["std"])
-    return ImageSpec(cfg.image_size, 3, mean, std, crop=data["crop_pct"])
+        size, channels = cfg.image_size or data.size or _PHOTOGRAPH_SIZE, data.channels
+        module: nn.Module = SmallCnn(
+            channels=channels,
+            image_size=size,
+            num_classes=data.num_classes,
+            width=cfg.width,
+            dropout=cfg.dropout,
+        )
+        if cfg.weights is not None:
+            load_weights(module, Path(cfg.weights).expanduser(), heads=("head",))
+        return BuiltModel(module, ImageSpec(size, channels, (0.5,) * channels, (0.5,) * channels))
+    module = build_backbone(cfg, 0 if cfg.name == "linear_probe" else data.num_classes)
+    found = require("timm.data", f"model={cfg.name}").resolve_model_data_config(module)
+    mean, std = tuple(found["mean"]), tuple(found["std"])
+    images = ImageSpec(cfg.image_size, 3, mean, std, crop=found["crop_pct"])
+    if cfg.name == "linear_probe":
+        module = LinearProbe(module, data.num_classes, cfg.dropout)
+    return BuiltModel(add_lora(module, cfg) if cfg.name == "lora" else module, images)
 
 
 class LinearProbe(nn.Module):
-    """A frozen backbone and one trained linear layer.
-
-    The backbone stays in evaluation mode and outside autograd: it keeps no activations, and its
-    BatchNorm statistics do not move.
-    """
+    """A frozen backbone, in evaluation mode and outside autograd, and one trained linear layer."""
 
     def __init__(self, backbone: nn.Module, num_classes: int, dropout: float) -> None:
         super().__init__()
@@ -134,9 +119,11 @@ def add_lora(module: nn.Module, cfg: Any) -> nn.Module:
     ]
     for target in cfg.target_modules:
         if not any(name == target or name.endswith("." + target) for name in layers):
+            # as users write them: attn.qkv for blocks.0.attn.qkv
+            short = dict.fromkeys(re.sub(r"^(?:.*\.)?\d+\.(?=\D)", "", name) for name in layers)
             raise ConfigError(
                 f"model.target_modules: {cfg.backbone} has no layer {target!r}; it has "
-                f"{', '.join(_without_numbers(layers))}"
+                f"{', '.join(short)}"
             )
     lora = peft.LoraConfig(
         r=cfg.lora_r,
@@ -147,16 +134,6 @@ def add_lora(module: nn.Module, cfg: Any) -> nn.Module:
     )
     adapted: nn.Module = peft.get_peft_model(module, lora)
     return adapted
-
-
-def _without_numbers(layers: Iterable[str]) -> list[str]:
-    """Shorten ``blocks.0.attn.qkv``, ``blocks.1.attn.qkv`` … to ``attn.qkv``, as users write it."""
-    short: dict[str, None] = {}
-    for name in layers:
-        parts = name.split(".")
-        numbers = [index for index, part in enumerate(parts) if part.isdigit()]
-        short[".".join(parts[numbers[-1] + 1 :] if numbers else parts) or name] = None
-    return list(short)
 
 
 def set_train_mode(module: nn.Module) -> None:
@@ -172,10 +149,8 @@ def set_train_mode(module: nn.Module) -> None:
 def enable_gradient_checkpointing(module: nn.Module) -> bool:
     """Recompute activations in the backward pass; return whether the model supports it."""
     target: Any = module
-    if isinstance(module, LinearProbe):
-        return False
     if not hasattr(target, "set_grad_checkpointing") and hasattr(target, "get_base_model"):
-        target = target.get_base_model()
+        target = target.get_base_model()  # peft's
     try:
         target.set_grad_checkpointing(True)
     except (AssertionError, AttributeError):  # timm's, of models that cannot

@@ -25,15 +25,9 @@ def preload_modules(cfg: DictConfig) -> list[str]:
         ConfigError: as :func:`check_config`, so a wrong value is refused before any attempt.
     """
     check_config(cfg)
-    modules = [
-        "numpy",
-        "PIL.Image",
-        "torch.utils.tensorboard",
-        "tqdm",
-        "tqdm.contrib.logging",
-        # every torch optimizer imports it when it is built: more than a second
-        "torch._dynamo",
-    ]
+    # every torch optimizer imports torch._dynamo when it is built: more than a second
+    modules = ["numpy", "PIL.Image", "torch.utils.tensorboard", "torch._dynamo"]
+    modules += ["tqdm", "tqdm.contrib.logging"]
     modules += {
         "digits": ["sklearn.datasets"],
         "flowers102": ["scipy.io", "torchvision.datasets"],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,8 +35,8 @@ def open_flowers102(cfg: Any) -> Splits:
     def get(root: Path) -> None:
         require("torchvision.datasets", "dataset=flowers102").Flowers102(str(root), download=True)
 
-    names = ("imagelabels.mat", "setid.mat")
-    folder = _fetched(cfg, "flowers-102", ("jpg", *names), url=_FLOWERS102_URL, get=get)
+    names = ("jpg", "imagelabels.mat", "setid.mat")
+    folder = _fetched(cfg, "flowers-102", names, url=_FLOWERS102_URL, get=get)
     labels = _matlab_values(folder / "imagelabels.mat", "labels")
     train, validation, test = (
         _flowers(folder, labels, set_id) for set_id in ("trnid", "valid", "tstid")
@@ -47,8 +47,7 @@ def open_flowers102(cfg: Any) -> Splits:
 def _matlab_values(path: Path, key: str) -> list[int]:
     loadmat = require("scipy.io", "dataset=flowers102").loadmat
     try:
-        content: Mapping[str, Any] = loadmat(path)
-        return [int(value) for value in content[key].ravel()]
+        return [int(value) for value in loadmat(path)[key].ravel()]
     except KeyError as error:
         raise ConfigError(f"dataset=flowers102: {path} has no variable {key!r}") from error
     except (ValueError, TypeError, NotImplementedError) as error:
@@ -80,13 +79,13 @@ def open_cub200(cfg: Any) -> Splits:
         tools.download_and_extract_archive(_CUB200_URL, str(root), md5=_CUB200_MD5)
 
     folder = _fetched(cfg, "CUB_200_2011", ("images", *_CUB200_LISTS), url=_CUB200_URL, get=get)
-    paths = _bird_paths(folder)
-    labels = _bird_numbers(folder / "image_class_labels.txt", 1, CUB200.num_classes)
-    parts = _bird_numbers(folder / "train_test_split.txt", 0, 1)
-    for name, found in (("image_class_labels.txt", labels), ("train_test_split.txt", parts)):
-        absent = next((image for image in paths if image not in found), None)
-        if absent is not None:
-            raise ConfigError(f"dataset=cub200: {folder / name} has no line for image {absent}")
+    paths: dict[str, Path] = {}
+    for where, image, name in _bird_lines(folder / "images.txt"):
+        paths[image] = folder / "images" / name
+        if not paths[image].is_file():
+            raise ConfigError(f"{where}: there is no {paths[image]}")
+    labels = _bird_numbers(folder / "image_class_labels.txt", paths, 1, CUB200.num_classes)
+    parts = _bird_numbers(folder / "train_test_split.txt", paths, 0, 1)
     train, test = (
         ImageFiles(
             [path for image, path in paths.items() if parts[image] == part],
@@ -97,35 +96,28 @@ def open_cub200(cfg: Any) -> Splits:
     return Splits(train, test, test, CUB200)
 
 
-def _bird_paths(folder: Path) -> dict[str, Path]:
-    paths = {}
-    for where, image, name in _bird_lines(folder / "images.txt"):
-        path = folder / "images" / name
-        if not path.is_file():
-            raise ConfigError(f"{where}: there is no {path}")
-        paths[image] = path
-    return paths
-
-
-def _bird_numbers(source: Path, low: int, high: int) -> dict[str, int]:
+def _bird_numbers(source: Path, images: Iterable[str], low: int, high: int) -> dict[str, int]:
+    """Return the number of each image."""
     numbers = {}
     for where, image, text in _bird_lines(source):
         if not (text.isdecimal() and low <= int(text) <= high):
             raise ConfigError(f"{where}: {text!r} is not from {low} to {high}")
         numbers[image] = int(text)
+    for image in images:
+        if image not in numbers:
+            raise ConfigError(f"dataset=cub200: {source} has no line for image {image}")
     return numbers
 
 
 def _bird_lines(source: Path) -> Iterator[tuple[str, str, str]]:
     """Yield where a line is (for messages), its image id and its value."""
-    with source.open(encoding="utf-8", errors="replace") as file:
-        for line, text in enumerate(file, 1):
-            parts = text.split(maxsplit=1)
-            where = f"dataset=cub200: {source}, line {line}"
-            if len(parts) == 1:
-                raise ConfigError(f"{where}: {text.strip()!r} is not '<image id> <value>'")
-            if parts:
-                yield where, parts[0], parts[1].strip()
+    for line, text in enumerate(source.read_text("utf-8", errors="replace").split("\n"), 1):
+        parts = text.split(maxsplit=1)
+        where = f"dataset=cub200: {source}, line {line}"
+        if len(parts) == 1:
+            raise ConfigError(f"{where}: {text.strip()!r} is not '<image id> <value>'")
+        if parts:
+            yield where, parts[0], parts[1].strip()
 
 
 def _fetched(
@@ -133,8 +125,8 @@ def _fetched(
 ) -> Path:
     """Return the data set's folder, ``cfg.root / name`` or ``cfg.root``; fetch it if absent.
 
-    Only one process of this host fetches at a time. ``get`` downloads from ``url`` into a root and
-    verifies the checksum; ``expected`` are names in the folder.
+    ``get`` downloads from ``url`` into a root and verifies the checksum; ``expected`` are names in
+    the folder.
 
     Raises:
         ConfigError: it is absent and may not or cannot be fetched.
@@ -147,26 +139,25 @@ def _fetched(
         return next((f for f in folders if all((f / e).exists() for e in expected)), None)
 
     folder = found()
-    if folder is not None:
-        return folder
     ways_out = "use dataset.root=<folder that has it>"
-    if not cfg.download:
+    if folder is None and not cfg.download:
         raise ConfigError(
             f"dataset.root={cfg.root}: {cfg.name} is not there and dataset.download=false; "
             f"{ways_out} or dataset.download=true (from {url})"
         )
-    try:
-        with _alone(root), _bounded_silence():
-            if found() is None:
-                get(root)
-    except (OSError, RuntimeError, EOFError) as error:
-        # urllib's errors are OSErrors; torchvision reports a wrong checksum as RuntimeError
-        reason = str(getattr(error, "reason", error)) or type(error).__name__
-        raise ConfigError(
-            f"dataset={cfg.name}: could not be fetched from {url} ({reason.splitlines()[0]}); "
-            f"{ways_out}"
-        ) from error
-    folder = found()
+    if folder is None:
+        try:
+            with _alone(root):
+                if found() is None:
+                    get(root)
+        except (OSError, RuntimeError, EOFError) as error:
+            # urllib's errors are OSErrors; torchvision reports a wrong checksum as RuntimeError
+            reason = str(getattr(error, "reason", error)) or type(error).__name__
+            raise ConfigError(
+                f"dataset={cfg.name}: could not be fetched from {url} ({reason.splitlines()[0]}); "
+                f"{ways_out}"
+            ) from error
+        folder = found()
     if folder is None:
         raise ConfigError(f"dataset.root={cfg.root}: {cfg.name} was fetched but is not there")
     return folder
@@ -174,17 +165,13 @@ def _fetched(
 
 @contextmanager
 def _alone(root: Path) -> Iterator[None]:
+    """Let one process of this host fetch at a time, and end a fetch from a silent server."""
     root.mkdir(parents=True, exist_ok=True)
+    before = socket.getdefaulttimeout()
     with (root / ".download.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-@contextmanager
-def _bounded_silence() -> Iterator[None]:
-    before = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(_SILENCE_SECONDS)
-    try:
-        yield
-    finally:
-        socket.setdefaulttimeout(before)
+        socket.setdefaulttimeout(_SILENCE_SECONDS)
+        try:
+            yield
+        finally:
+            socket.setdefaulttimeout(before)
