@@ -46,11 +46,7 @@ def try_to_save(path: Path, page: Callable[[], str]) -> Path | None:
 
 
 def save(path: Path, text: str) -> Path:
-    """Write a page, whole or not at all; returns its path.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write a page, whole or not at all; returns its path."""
     with replacing(path) as temporary:
         # a path may hold bytes that are no text
         temporary.write_bytes(text.encode("utf-8", "replace"))

@@ -109,9 +109,6 @@ class Loading:
 
         Workers end with the iterator, so those of training and of validation never hold memory at
         the same time.
-
-        Raises:
-            ConfigError: an image cannot be decoded.
         """
         loader: torch.utils.data.DataLoader[Any] = torch.utils.data.DataLoader(
             dataset,

@@ -123,11 +123,7 @@ _SHAPES = {"digits": _DIGITS, "flowers102": FLOWERS102, "cub200": CUB200}
 
 
 def check_data(cfg: Any) -> None:
-    """Check the ranges that types cannot express.
-
-    Raises:
-        ConfigError: one line with the key, its value and what is accepted.
-    """
+    """Check the ranges that types cannot express."""
     name = cfg.get("name")
     if name not in _DATASETS:
         raise ConfigError(f"dataset.name={name}: accepted are {', '.join(_DATASETS)}")
@@ -143,11 +139,7 @@ def check_data(cfg: Any) -> None:
 
 
 def shape_of_data(cfg: Any) -> Shape:
-    """Return the shape of a checked ``cfg``'s data set, without fetching or opening it.
-
-    Raises:
-        ConfigError: only its files have it, and they are not there.
-    """
+    """Return the shape of a checked ``cfg``'s data set, without fetching or opening it."""
     known = _SHAPES.get(cfg.name)
     if cfg.num_classes is not None:
         return replace(known or Shape(num_classes=0), num_classes=cfg.num_classes)
@@ -155,11 +147,7 @@ def shape_of_data(cfg: Any) -> Shape:
 
 
 def open_data(cfg: Any) -> Splits:
-    """Open the data set of a checked ``cfg``; fetch it first if it is absent and may be fetched.
-
-    Raises:
-        ConfigError: it is not available, or its files contradict each other.
-    """
+    """Open the data set of a checked ``cfg``; fetch it first if it is absent and may be fetched."""
     splits = _DATASETS[cfg.name](cfg)
     known = splits.shape.num_classes
     for what in ("training", "validation", "test"):

@@ -62,11 +62,7 @@ class ImageDataset(torch.utils.data.Dataset[Any]):
         return len(self.source.labels)
 
     def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, int]:
-        """Return the image C×H×W and its label.
-
-        Raises:
-            ConfigError: the image cannot be decoded; names the file.
-        """
+        """Return the image C×H×W and its label."""
         epoch, index = key
         image = self._decode(index)
         # 32 bits each for epoch and index: no two samples share a generator

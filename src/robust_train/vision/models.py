@@ -31,11 +31,7 @@ class BuiltModel:
 
 
 def check_model(cfg: Any) -> None:
-    """Check the ranges that types cannot express.
-
-    Raises:
-        ConfigError: one line with the key, its value and what is accepted.
-    """
+    """Check the ranges that types cannot express."""
     name = cfg.get("name")
     if name not in _MODELS:
         raise ConfigError(f"model.name={name}: accepted are {', '.join(_MODELS)}")
@@ -52,11 +48,7 @@ def check_model(cfg: Any) -> None:
 
 
 def build_model(cfg: Any, data: Shape) -> BuiltModel:
-    """Build a model on the CPU, with weights; ``requires_grad`` marks the trained part.
-
-    Raises:
-        ConfigError: it cannot be built as configured.
-    """
+    """Build a model on the CPU, with weights; ``requires_grad`` marks the trained part."""
     if cfg.name == "cnn":
         size, channels = cfg.image_size or data.size or _PHOTOGRAPH_SIZE, data.channels
         module: nn.Module = SmallCnn(
@@ -106,9 +98,6 @@ def add_lora(module: nn.Module, cfg: Any) -> nn.Module:
     """Add low-rank adapters (Hu et al. 2021, arXiv:2106.09685) by peft in ``cfg.target_modules``.
 
     The classifier is trained as well; everything else is frozen.
-
-    Raises:
-        ConfigError: a target names no layer of the backbone.
     """
     peft = require("peft", "model=lora")
     heads = classifier_names(module)
@@ -181,11 +170,7 @@ def trained_state(module: nn.Module) -> dict[str, Tensor]:
 
 
 def load_trained_state(module: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Load what :func:`trained_state` returned.
-
-    Raises:
-        ValueError: ``state`` is not of this model.
-    """
+    """Load what :func:`trained_state` returned."""
     expected = trained_state(module)
     if state.keys() != expected.keys():
         odd = sorted(state.keys() ^ expected.keys())[0]

@@ -31,10 +31,6 @@ def build_backbone(cfg: Any, num_classes: int) -> nn.Module:
     """Build the timm model ``cfg.backbone`` for square RGB images of ``cfg.image_size`` pixels.
 
     ``cfg.weights`` takes precedence over ``cfg.pretrained``; 0 classes give pooled features.
-
-    Raises:
-        ConfigError: there is no such backbone, it cannot take such images, or its weights are not
-            available.
     """
     timm = require("timm", f"model={cfg.name}")
     published = _published(timm, cfg.backbone)
@@ -104,11 +100,7 @@ def _check_patches(cfg: Any, model: nn.Module) -> None:
 
 
 def _check_hub(backbone: str, repository: str | None) -> None:
-    """Notice in seconds that the hub cannot be reached; its client tries for 46 s (version 2.4).
-
-    Raises:
-        OSError: nothing is cached and the hub does not answer.
-    """
+    """Notice in seconds that the hub cannot be reached; its client tries for 46 s (version 2.4)."""
     hub = require("huggingface_hub", f"model.backbone={backbone}")
     if repository is None or hub.constants.HF_HUB_OFFLINE:
         return
@@ -130,9 +122,6 @@ def load_weights(model: nn.Module, path: Path, *, heads: Collection[str]) -> Non
     ``model`` (this trainer's own ``final.pt``), converted as timm does.
 
     A classifier (``heads``) for another number of classes is left out; everything else must fit.
-
-    Raises:
-        ConfigError: the file is missing, unreadable, or belongs to another model.
     """
     key = f"model.weights={path}"
     found = _read(path)

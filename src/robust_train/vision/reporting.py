@@ -26,11 +26,7 @@ class TrainingDivergedError(RuntimeError):
 
 
 def checked_loss(average: LossAverage, step: int) -> float:
-    """Return the average's value.
-
-    Raises:
-        TrainingDivergedError: it is not finite.
-    """
+    """Return the average's value."""
     value = average.value()
     if not math.isfinite(value):
         raise TrainingDivergedError(

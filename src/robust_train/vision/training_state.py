@@ -89,11 +89,7 @@ class TrainingState:
         }
 
     def restore(self, content: Mapping[str, Any], path: Path) -> None:
-        """Restore what :meth:`content` returned.
-
-        Raises:
-            ConfigError: the checkpoint is of another model, data set or seed.
-        """
+        """Restore what :meth:`content` returned."""
         _check_identity(content, self.identity, path)
         try:
             load_trained_state(self.model, content["model"])
