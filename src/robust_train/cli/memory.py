@@ -14,8 +14,8 @@ from robust_train.cli.live_run import add_run_argument, ask_run, fail, print_ans
 from robust_train.cli.machine_memory import print_machine_memory, read_machine_memory
 from robust_train.cli.parser import Parser
 from robust_train.memory.allocator import (
+    VARIABLE,
     allocator_settings,
-    allocator_variable,
     exported_expandable_segments,
 )
 from robust_train.runfolder.client import ControlError
@@ -91,20 +91,18 @@ def shell_lines(environ: Mapping[str, str]) -> list[str]:
 
     TensorFloat32 is left alone: it changes results and saves no memory.
     """
-    variable = allocator_variable(environ)
     exported = exported_expandable_segments(environ)
     if exported is not None:
-        return [f"# {variable} has expandable_segments:{exported} already, which stays"]
+        return [f"# {VARIABLE} has expandable_segments:{exported} already, which stays"]
     settings = allocator_settings(environ, expandable_segments=True)
-    return [f"export {variable}={shlex.quote(settings)}"]
+    return [f"export {VARIABLE}={shlex.quote(settings)}"]
 
 
 def _enable(environ: Mapping[str, str], *, as_json: bool) -> int:
     lines = shell_lines(environ)
     if as_json:
-        variable = allocator_variable(environ)
         settings = allocator_settings(environ, expandable_segments=True)
-        print(json.dumps({"variable": variable, "value": settings, "lines": lines}, indent=2))
+        print(json.dumps({"variable": VARIABLE, "value": settings, "lines": lines}, indent=2))
         return 0
     print("\n".join(lines))
     if sys.stdout.isatty():
