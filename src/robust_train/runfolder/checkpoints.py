@@ -14,7 +14,7 @@ from typing import IO, Any
 import torch
 
 from robust_train.failures import classify_failure
-from robust_train.files import replacing, sync
+from robust_train.files import replacing
 from robust_train.memory.host import read_host_memory
 from robust_train.readable import first_line
 from robust_train.run import Run
@@ -166,7 +166,6 @@ def write_atomically(content: Content, path: Path) -> None:
                 if recording.error is not None:
                     raise recording.error from None
                 raise
-        sync(path.parent.parent)
     except OSError as error:
         raise CheckpointError(f"cannot write {path}: {error.strerror or error}") from error
 

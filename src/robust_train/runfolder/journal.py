@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from robust_train.events import BatchSizeFound, CheckpointSaved, Event, parse
+from robust_train.files import sync
 from robust_train.runfolder.thinning import THINNED, thin
 
 log = logging.getLogger("robust_train")
@@ -36,6 +37,7 @@ class Journal:
         self._has_warned = False
         self._after_torn_line = _ends_torn(path)
         self._owed: list[bytes] = []
+        self._name_is_durable = False
         self._slack = slack_bytes
         self._grown = path.stat().st_size if path.is_file() else 0
 
@@ -73,6 +75,9 @@ class Journal:
                 data = data[written:]
             if durable:
                 os.fsync(descriptor)
+                if not self._name_is_durable:
+                    sync(self.path.parent)
+                    self._name_is_durable = True
         finally:
             os.close(descriptor)
 
