@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +36,7 @@ from robust_train.runfolder.folder import RunFolder
 from robust_train.runfolder.requests import sweep_stop_requested
 from robust_train.runfolder.summary import Summary, objective_of
 from robust_train.settings import sweep_folder, target_of
-from robust_train.sweep.current import (
-    CurrentJob,
-    current_job,
-    job_ended,
-    job_interrupted,
-    job_refused,
-)
+from robust_train.sweep import current
 from robust_train.sweep.plugins_of_others import no_objective
 from robust_train.values import MEMORY_FAILURES, FailureKind, Outcome
 
@@ -59,12 +54,12 @@ class Ending:
     def __init__(self) -> None:
         self.code = 0
         self.started = False
-        self._said: set[str] = set()
+        self._refusals: set[str] = set()
 
     def refuse(self, message: str) -> None:
-        """Say why a job was refused; jobs of a sweep that share the mistake say it once."""
-        if message not in self._said:
-            self._said.add(message)
+        """Print why a job was refused; jobs of a sweep that share the mistake print it once."""
+        if message not in self._refusals:
+            self._refusals.add(message)
             print(message, file=sys.stderr)
         self.note(EXIT_BAD_CONFIG)
 
@@ -77,57 +72,52 @@ ending = Ending()
 
 
 def robust_job(cfg: DictConfig) -> Any:
-    """One job under the launcher; returns the objective, NaN for a failed job of a sweep."""
-    ending.started = True
-    job = current_job()
+    """Run one job under the launcher; return the objective, NaN for a failed job of a sweep."""
+    job = current.current_job()
     if job is not None and not job.runs:
+        ending.started = True
         return job.objective
-    try:
-        _check_place(job)
+
+    def run() -> Any:
         summary = Job(None, cfg).run()
-    except ConfigError as error:
-        return _refused(error)
-    except JobInterrupted as error:
-        return _interrupted(error)
+        code = exit_code_of(summary)
+        if code == 0:
+            return summary.objective
+        ending.note(code)
+        current.job_ended(summary.status, code, reason=summary.reason)
+        return _no_objective()
+
+    return _in_its_place(run)
+
+
+def plain_job(cfg: DictConfig) -> Any:
+    """Run the trainer once in this process, without supervision; return the objective."""
+
+    def run() -> Any:
+        request = _plain_request(cfg)
+        outcome = _run_plainly(request)
+        attempt_stability(request.run_dir, request.attempt)
+        failure = outcome.failure
+        if failure is None:
+            log.info("completed; run folder: %s", request.run_dir)
+            return plain(objective_of(outcome.result))
+        print(outcome.traceback or f"failed: {failure.message}\n", file=sys.stderr, end="")
+        if failure.kind in MEMORY_FAILURES:
+            print("train_robust.py would go on with a smaller batch", file=sys.stderr)
+        ending.note(EXIT_FAILED)
+        current.job_ended("failed", EXIT_FAILED, reason=failure.message)
+        return _no_objective()
+
+    return _in_its_place(run)
+
+
+def exit_code_of(summary: Summary) -> int:
+    """Return the exit code of a job that was not interrupted; print why it failed.
+
+    The trainer's traceback where it explains more than a sentence; else, or also, the reason.
+    """
     if summary.status == "completed":
-        return summary.objective
-    say_why(summary)
-    code = EXIT_NO_DEVICE if summary.status == "no_device" else EXIT_FAILED
-    ending.note(code)
-    job_ended(summary.status, code, reason=summary.reason)
-    return _no_objective()
-
-
-def _check_place(job: CurrentJob | None) -> None:
-    if job is not None and job.refusal is not None:
-        raise ConfigError(job.refusal)
-
-
-def _refused(error: ConfigError) -> float | None:
-    # said here, because Hydra puts lines of its own around what a job raises
-    ending.refuse(str(error))
-    job_refused(str(error))
-    return _no_objective()
-
-
-def _interrupted(error: JobInterrupted) -> float | None:
-    job_interrupted(error, error.exit_code)
-    folder = sweep_folder()
-    if folder is None or not sweep_stop_requested(folder):
-        raise error
-    # the sweep goes on to its next jobs, none of which is started any more
-    ending.note(error.exit_code)
-    return _no_objective()
-
-
-def _no_objective() -> float | None:
-    """What lets a sweep go on to its next job."""
-    hydra = HydraConfig.get()
-    return no_objective(hydra) if hydra.mode == RunMode.MULTIRUN else None
-
-
-def say_why(summary: Summary) -> None:
-    """The trainer's traceback where it explains more than a sentence; else, or also, the reason."""
+        return 0
     outcome = summary.attempts[-1].attempt.outcome if summary.attempts else None
     kind = None if outcome is None or outcome.failure is None else outcome.failure.kind
     traceback = None if outcome is None or kind in MEMORY_FAILURES else outcome.traceback
@@ -135,30 +125,35 @@ def say_why(summary: Summary) -> None:
         print(traceback, file=sys.stderr, end="")
     if traceback is None or kind is not FailureKind.BUG:
         print(f"{summary.status}: {summary.reason}", file=sys.stderr)
+    return EXIT_NO_DEVICE if summary.status == "no_device" else EXIT_FAILED
 
 
-def plain_job(cfg: DictConfig) -> Any:
-    """One plain run of the trainer in this process."""
+def _in_its_place(run: Callable[[], Any]) -> Any:
+    """Run a job, alone or as one of a sweep, which goes on without it if it is refused."""
     ending.started = True
+    job = current.current_job()
     try:
-        _check_place(current_job())
-        request = _plain_request(cfg)
-        outcome = _run_plainly(request)
+        if job is not None and job.refusal is not None:
+            raise ConfigError(job.refusal)
+        return run()
     except ConfigError as error:
-        return _refused(error)
+        # printed here, because Hydra puts lines of its own around what a job raises
+        ending.refuse(str(error))
+        current.job_refused(str(error))
     except JobInterrupted as error:
-        return _interrupted(error)
-    attempt_stability(request.run_dir, request.attempt)
-    if outcome.failure is None:
-        log.info("completed; run folder: %s", request.run_dir)
-        return plain(objective_of(outcome.result))
-    failure = outcome.failure
-    print(outcome.traceback or f"failed: {failure.message}\n", file=sys.stderr, end="")
-    if failure.kind in MEMORY_FAILURES:
-        print("train_robust.py would go on with a smaller batch", file=sys.stderr)
-    ending.note(EXIT_FAILED)
-    job_ended("failed", EXIT_FAILED, reason=failure.message)
+        current.job_interrupted(error, error.exit_code)
+        folder = sweep_folder()
+        if folder is None or not sweep_stop_requested(folder):
+            raise
+        # the sweep goes on to its next jobs, none of which is started any more
+        ending.note(error.exit_code)
     return _no_objective()
+
+
+def _no_objective() -> float | None:
+    """Return what lets a sweep go on to its next job."""
+    hydra = HydraConfig.get()
+    return no_objective(hydra) if hydra.mode == RunMode.MULTIRUN else None
 
 
 def _plain_request(cfg: DictConfig) -> AttemptRequest:
@@ -198,7 +193,7 @@ def _run_plainly(request: AttemptRequest) -> Outcome:
 
 
 def _torch_device(device: str) -> str:
-    """The device for this process: ``auto`` resolved, an absent one refused."""
+    """Return the device for this process: ``auto`` resolved, an absent one refused."""
     import torch
 
     count = torch.cuda.device_count()
