@@ -52,6 +52,7 @@ from robust_train.runfolder.summary import AttemptRecord, Summary, evidence_of
 from robust_train.settings import (
     attempt_config,
     batch_settings,
+    device_settings,
     hydra_config,
     name_of,
     policy_settings,
@@ -129,7 +130,8 @@ class Job:
         self.settings = policy_settings(cfg, finds_batch_size=is_auto)
         self.run_dir = run_folder(run_dir)
         self.signals = SignalWatch()
-        name = devices.job_name(cfg, self.run_dir)
+        self.device_settings = device_settings(cfg, self.run_dir)
+        name = self.device_settings.job_name
         self.folder = RunFolder(self.run_dir, name, self.signals, sweep_folder())
         self.journal = Journal(self.run_dir / "journal.jsonl")
         self.records: list[AttemptRecord] = []
@@ -182,7 +184,12 @@ class Job:
         self.executor = executor = self._executor()
         self.sleep = functools.partial(executor.sleep, tick=self.folder.tick)
         self.devices = devices.Devices(
-            self.cfg, os.environ, self.run_dir, self.sleep, self._on_wait, self.folder.token
+            self.device_settings,
+            os.environ,
+            self.run_dir,
+            self.sleep,
+            self._on_wait,
+            self.folder.token,
         )
         healthy = False
         try:

@@ -191,7 +191,7 @@ def test_what_is_planted_under_a_jobs_name_is_no_job(
     registry: JobRegistry, plant: Callable[[Path], None]
 ) -> None:
     plant(folder_of(registry) / "job.0000000007.abcdef")
-    plant(folder_of(registry) / "sick.GPU-1.0")
+    plant(folder_of(registry) / "unhealthy.GPU-1.0")
     with registry.locked():
         assert registry.jobs(sweep=True) == []
     assert exclusions.read_exclusions(registry.directory) == []

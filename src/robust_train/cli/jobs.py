@@ -30,11 +30,10 @@ from robust_train.execution.signals import SignalWatch
 from robust_train.execution.trainer_ref import TrainerRef
 from robust_train.launcher import Job
 from robust_train.memory.stability import attempt_stability
-from robust_train.queue.devices import job_name
 from robust_train.runfolder.folder import RunFolder
 from robust_train.runfolder.requests import sweep_stop_requested
 from robust_train.runfolder.summary import Summary, objective_of
-from robust_train.settings import sweep_folder, target_of
+from robust_train.settings import job_name, sweep_folder, target_of
 from robust_train.sweep.current import (
     CurrentJob,
     current_job,

@@ -16,8 +16,7 @@ from robust_train.runfolder.lock import refusal
 from robust_train.runfolder.requests import sweep_stop_requested
 from robust_train.runfolder.summary import read_summary
 from robust_train.settings import sweep_folder
-from robust_train.sweep.plugins_of_others import misplaced_launcher, no_objective
-from robust_train.sweep.record import (
+from robust_train.sweep.job_record import (
     COMPLETED,
     INTERRUPTED,
     NOT_STARTED,
@@ -29,6 +28,7 @@ from robust_train.sweep.record import (
     read_record,
     set_aside,
 )
+from robust_train.sweep.plugins_of_others import misplaced_launcher, no_objective
 from robust_train.sweep.rows import has_failed
 
 log = logging.getLogger("robust_train")

@@ -39,9 +39,7 @@ from robust_train.runfolder.summary import read_summary
 from robust_train.sweep import current, session
 from robust_train.sweep.capacity import count_cpus, count_gpus, jobs_at_once
 from robust_train.sweep.job_process import JobProcess
-from robust_train.sweep.live_table import LiveRow, LiveTable
-from robust_train.sweep.plugins_of_others import no_objective
-from robust_train.sweep.record import (
+from robust_train.sweep.job_record import (
     COMPLETED,
     NOT_STARTED,
     REFUSED,
@@ -50,8 +48,10 @@ from robust_train.sweep.record import (
     JobRecord,
     read_record,
 )
+from robust_train.sweep.live_table import LiveRow, LiveTable
+from robust_train.sweep.plugins_of_others import no_objective
 from robust_train.sweep.rows import SweepRow, ending_of_process, read_row
-from robust_train.sweep.table import differing_overrides, ending_line
+from robust_train.sweep.sweep_table import differing_overrides, ending_line
 
 log = logging.getLogger("robust_train")
 

@@ -13,7 +13,7 @@ from omegaconf import ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from robust_train.runfolder.summary import SavedSummary, read_summary
-from robust_train.sweep.record import (
+from robust_train.sweep.job_record import (
     COMPLETED,
     DIED,
     INTERRUPTED,

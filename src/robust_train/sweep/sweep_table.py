@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from robust_train.sweep.record import COMPLETED
+from robust_train.sweep.job_record import COMPLETED
 from robust_train.sweep.rows import SweepRow
 
 SCHEMA = 1
