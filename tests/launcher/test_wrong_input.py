@@ -8,7 +8,7 @@ from world import World
 
 MISTAKES = [
     (["training.batchsize=8"], ["training.batchsize=8", "batch_size", "no such key"]),
-    (["training.batch_size=many"], ["training.batch_size=many", "a whole number"]),
+    (["training.batch_size=many"], ["training.batch_size=many", "an integer"]),
     (["auto_device=perhaps"], ["auto_device=perhaps", "true or false"]),
     (["model=transformer"], ["model=transformer", "cnn", "lora", "linear_probe"]),
     (["model=lora", "model.lora_rr=4"], ["model.lora_rr=4", "did you mean lora_r?"]),
@@ -19,16 +19,16 @@ MISTAKES = [
     (["training.batch_size=0"], ["training.batch_size=0", "1 or more"]),
     (["min_batch_size=65"], ["min_batch_size=65", "training.batch_size=64"]),
     (["device=gpu7", "auto_device=false"], ["device=gpu7", "cuda:<number>"]),
-    (["memory.fraction=1.5"], ["memory.fraction=1.5", "from 0 to 1"]),
+    (["memory.fraction=1.5"], ["memory.fraction=1.5", "at most 1"]),
     (["isolation=docker"], ["isolation=docker", "process, none"]),
     (["trainer._target_=no_such_module.train"], ["no_such_module.train", "Python path"]),
 ]
 VARIANTS = [
     (["min_batchsize=8"], ["min_batchsize=8", "did you mean min_batch_size?"]),
     (["dataset=imagenet"], ["dataset=imagenet", "digits", "flowers102"]),
-    (["model=lora", "model.lora_r=abc"], ["model.lora_r=abc", "a whole number"]),
+    (["model=lora", "model.lora_r=abc"], ["model.lora_r=abc", "an integer"]),
     (["training.gradient_accumulation_steps=0"], ["gradient_accumulation_steps=0"]),
-    (["training.batch_size=atuo"], ["training.batch_size=atuo", "a whole number or auto"]),
+    (["training.batch_size=atuo"], ["training.batch_size=atuo", "an integer or auto"]),
     (["training.lr=-1"], ["training.lr=-1", "more than 0"]),
     (["training.lr=nan"], ["training.lr=nan", "more than 0"]),
     (["training.regrow_after_steps=-1"], ["training.regrow_after_steps=-1", "0 or more"]),
@@ -37,7 +37,7 @@ VARIANTS = [
     (["memory.empty_cache_treshold=0.1"], ["did you mean empty_cache_threshold?"]),
     (["memory.empty_cache_threshold=50"], ["empty_cache_threshold=50", "from 0 to 1"]),
     (["memory.empty_cache_frequency=-1"], ["empty_cache_frequency=-1", "0 or more"]),
-    (["memory.log_frequency=often"], ["log_frequency=often", "a whole number"]),
+    (["memory.log_frequency=often"], ["log_frequency=often", "an integer"]),
     (["memory.sample_interval_ms=1"], ["sample_interval_ms=1", "10 or more"]),
     (["memory.clear_on_start=maybe"], ["clear_on_start=maybe", "true or false"]),
     (["max_retries=-1"], ["max_retries=-1", "0 or more"]),
