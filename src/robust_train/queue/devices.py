@@ -99,6 +99,8 @@ class Devices:
         visible = self._read(False)
         if visible.warning is not None:
             log.warning("%s", visible.warning)
+        if not visible.gpus and not settings.auto_device and settings.device != "auto":
+            raise ConfigError(f"device={settings.device}: no such GPU here: {visible.why_none}")
         if not visible.gpus:
             return self._cpu_or_nothing(visible.why_none)
         only = () if settings.auto_device else _named(settings.device, visible)
