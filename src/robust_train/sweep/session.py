@@ -67,13 +67,13 @@ def current_sweep() -> Sweep | None:
 
 
 def door_is_open() -> None:
-    """Declare that one of our commands takes care of this program's exit code."""
+    """Declare that one of our commands sets this program's exit code."""
     global _has_door
     _has_door = True
 
 
 def has_door() -> bool:
-    """Return whether one of our commands takes care of the exit code."""
+    """Return whether one of our commands sets the exit code."""
     return _has_door
 
 

@@ -7,6 +7,7 @@ import io
 import json
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +16,7 @@ from robust_train.sweep.rows import SweepRow
 
 SCHEMA = 1
 COLUMNS = ("job", "overrides", "status", "attempts", "devices", "batch", "result", "wall")
-CSV_COLUMNS = (
-    "job",
-    "overrides",
-    "status",
-    "exit_code",
-    "attempts",
-    "devices",
-    "batch_size",
-    "result",
-    "wall_seconds",
-    "wait_seconds",
-    "reused",
-    "reason",
-    "folder",
-)
+CSV_COLUMNS = tuple(item.name for item in fields(SweepRow))
 _LONGEST_RESULT = 40
 
 
