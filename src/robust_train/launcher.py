@@ -128,7 +128,8 @@ class Job:
         self.policy = settings.policy_settings(cfg, finds_batch_size=is_auto)
         self.run_dir = settings.run_folder(run_dir)
         self.signals = SignalWatch()
-        name = devices.job_name(cfg, self.run_dir)
+        self.device_settings = settings.device_settings(cfg, self.run_dir)
+        name = self.device_settings.job_name
         self.folder = RunFolder(self.run_dir, name, self.signals, settings.sweep_folder())
         self.journal = Journal(self.run_dir / "journal.jsonl")
         self.records: list[AttemptRecord] = []
@@ -181,7 +182,12 @@ class Job:
         self.executor = executor = self._executor()
         self.sleep = functools.partial(executor.sleep, tick=self.folder.tick)
         self.devices = devices.Devices(
-            self.cfg, os.environ, self.run_dir, self.sleep, self._on_wait, self.folder.token
+            self.device_settings,
+            os.environ,
+            self.run_dir,
+            self.sleep,
+            self._on_wait,
+            self.folder.token,
         )
         healthy = False
         try:
