@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -163,10 +164,14 @@ class Day:
         self.ready_file.unlink(missing_ok=True)
         ended = self.world.run(*self.arguments)
         assert ended.returncode == 0, ended.output
-        journal = [json.loads(line) for line in (self.run_dir / "journal.jsonl").open()]
-        last = [event for event in journal if event["event"] == "attempt_started"][-1]
+        last = [event for event in self._journal() if event["event"] == "attempt_started"][-1]
         assert newest is not None
         assert last["resume_checkpoint"] == str(newest).removesuffix(SUFFIX)
+
+    def _journal(self) -> Iterator[dict[str, Any]]:
+        for line in (self.run_dir / "journal.jsonl").open():
+            with contextlib.suppress(ValueError):  # torn where the disk was full
+                yield json.loads(line)
 
     def is_right(self, undisturbed: Callable[[], str]) -> None:
         """Assert that the weights are those of a job that nothing happened to."""
@@ -304,10 +309,10 @@ DIAGONAL = {
     ("function", "SIGKILL of process 1"),
     ("built-in", "SIGTERM to all"),
     ("script", "SIGKILL of process 2"),
-    ("ranks", "SIGKILL to all"),
-    ("sweep", "SIGTERM to all"),
-    ("function", "blocked stdout"),
     ("script", "SIGSTOP of process 3"),
+    ("script", "SIGTERM to all"),
+    ("ranks", "SIGTERM to all"),
+    ("sweep", "SIGTERM to all"),
 }
 
 
