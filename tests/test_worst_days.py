@@ -255,7 +255,8 @@ def full_disk(day: Day) -> None:
     filler.unlink()
     if ended.returncode == 0:  # what it had to write was small enough for the last blocks
         return
-    assert "No space left" in ended.output
+    # a sweep's job has its own log, on the same full disk
+    assert day.kind.is_sweep or "No space left" in ended.output
 
 
 def unreadable_folder(day: Day) -> None:
@@ -266,18 +267,13 @@ def unreadable_folder(day: Day) -> None:
     for path in manifests:
         path.mkdir()
     again = day.world.start(*day.arguments)
-    log = [*day.run_dir.glob("*.log")]
-    shown = ""
-    assert again.stdout is not None
-    while "trying again" not in shown:
-        line = again.stdout.readline()
-        assert line, (shown, log)
-        shown += line
+    log = day.run_dir / "train_robust.log"
+    wait_until(lambda: "trying again" in log.read_text(), "the launcher waits for them")
     for path, aside in zip(manifests, away, strict=True):
         path.rmdir()
         aside.rename(path)
     stdout, stderr = again.communicate(timeout=BOUND_SECONDS)
-    assert again.returncode == 0, shown + stdout + stderr
+    assert again.returncode == 0, stdout + stderr
 
 
 def blocked_stdout(day: Day) -> None:
