@@ -21,13 +21,7 @@ from robust_train.events import AttemptProcess, RequestDone
 from robust_train.memory import requests as memory_requests
 from robust_train.readable import first_line
 from robust_train.run import Run, memory_in_use
-from robust_train.runfolder.requests import (
-    LAUNCHERS_VERB,
-    Refused,
-    Reply,
-    Request,
-    find_requests,
-)
+from robust_train.runfolder.requests import LAUNCHERS_VERB, Refused, Reply, Request, find_requests
 
 log = logging.getLogger("robust_train")
 
