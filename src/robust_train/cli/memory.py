@@ -14,8 +14,8 @@ from robust_train.cli.machine_memory import print_machine_memory, read_machine_m
 from robust_train.cli.output import Parser, fail, print_json, print_table
 from robust_train.events import Json
 from robust_train.memory.allocator import (
+    VARIABLE,
     allocator_settings,
-    allocator_variable,
     exported_expandable_segments,
 )
 from robust_train.runfolder.client import ControlError, ask
@@ -153,13 +153,13 @@ def _enable(*, as_json: bool) -> int:
 
     TensorFloat32 is left alone: it changes results and saves no memory.
     """
-    variable, exported = allocator_variable(os.environ), exported_expandable_segments(os.environ)
+    exported = exported_expandable_segments(os.environ)
     settings = allocator_settings(os.environ, expandable_segments=True)
-    line = f"export {variable}={shlex.quote(settings)}"
+    line = f"export {VARIABLE}={shlex.quote(settings)}"
     if exported is not None:
-        line = f"# {variable} has expandable_segments:{exported} already, which stays"
+        line = f"# {VARIABLE} has expandable_segments:{exported} already, which stays"
     if as_json:
-        print_json({"variable": variable, "value": settings, "lines": [line]})
+        print_json({"variable": VARIABLE, "value": settings, "lines": [line]})
         return 0
     print(line)
     if sys.stdout.isatty():
