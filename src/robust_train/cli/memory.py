@@ -128,7 +128,7 @@ def _mib(size: int | None) -> str:
 def _info(command: str, which: str | None, *, as_json: bool) -> int:
     """Print the machine's memory, and a live run's own figures; return the exit code.
 
-    Where no run was named, none or several are no error: the machine's part stands alone.
+    Where no run was named, none or several are no error: only the machine's part is printed.
     """
     machine = read_machine_memory()
     found = None

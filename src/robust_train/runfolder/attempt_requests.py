@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 
 from robust_train import compat
 from robust_train.events import AttemptProcess, RequestDone
@@ -80,12 +79,7 @@ class AttemptRequests:
             self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        frames: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._ended.set()
         if self._run.is_main:
             self._thread.join(_JOIN_SECONDS)  # a disk may hang

@@ -45,12 +45,8 @@ def seconds_between_saves(cost: float | None, failures: int, seconds: float) -> 
 
 @dataclass(frozen=True)
 class SavePlan:
-    """What the config demands of checkpoints.
-
-    Attributes:
-        every_seconds: longest time between two; None: as often as saving is cheap.
-        every_steps: most optimizer steps between two; None or 0: any number.
-    """
+    """Longest time between two checkpoints (None: as often as saving is cheap), and most optimizer
+    steps between two (None or 0: any number)."""
 
     every_seconds: float | None = None
     every_steps: int | None = None
