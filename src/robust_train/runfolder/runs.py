@@ -28,6 +28,10 @@ class NoLiveRun(Exception):
     """There is no such run, or more than one: one line that lists the live ones."""
 
 
+class NothingAlive(NoLiveRun):
+    """No run of the user's is alive."""
+
+
 @dataclass(frozen=True)
 class Run:
     """A run folder as it is now: whether its lock is held, and the content of ``state.json`` and
@@ -157,7 +161,7 @@ def choose_run(which: str | None, *, dead_too: bool = False) -> Run:
         alive = find_live_runs()
         here = [run for run in alive if run.is_here] or alive
         if not here:
-            raise NoLiveRun("no run of yours is alive on this machine")
+            raise NothingAlive("no run of yours is alive on this machine")
         if len(here) > 1:
             listed = f"name one with --run: {_listed(here)}"
             raise NoLiveRun(f"{len(here)} runs of yours are alive; {listed}")
