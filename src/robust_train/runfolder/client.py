@@ -16,7 +16,7 @@ from robust_train.runfolder.runs import Run
 
 USUAL_WAIT_SECONDS = 30.0
 _FIGURES_SECONDS = 1.5
-_SEEN_SECONDS = 2.0
+SEEN_SECONDS = 2.0
 _POLL_SECONDS = 0.03
 _MAX_ANSWER_BYTES = 1 << 20
 _NEED_NO_STEP = frozenset({"stop", "figures", "memory_info"})
@@ -88,7 +88,7 @@ def _wait_for_reply(run: Run, request: Path, wait_seconds: float) -> Reply | Non
             answer.unlink(missing_ok=True)
             return reply
         waited = time.monotonic() - started
-        if waited >= wait_seconds and (request.name not in names or waited >= _SEEN_SECONDS):
+        if waited >= wait_seconds and (request.name not in names or waited >= SEEN_SECONDS):
             return None
         if has_ended:
             raise ControlError(f"{run.id} has ended, or ends right now")
