@@ -245,6 +245,7 @@ def test_a_trainer_without_micro_batches_goes_on_in_a_new_attempt(host: Host, is
     assert answer["before"] == {"micro_batch": 64, "gradient_accumulation_steps": 1}
     assert answer["after"] == {"micro_batch": 32, "gradient_accumulation_steps": 2}
     assert f"from {world.run_dir}/checkpoints/latest" in answer["how"]
+    (world.folder / "go").touch()
     ended = world.end(process)
     assert ended.returncode == 0, ended.output
     first, second = ended.attempts
