@@ -41,7 +41,7 @@ from robust_train.execution.signals import SignalWatch
 from robust_train.execution.trainer_ref import TrainerRef
 from robust_train.failures.advice import with_fitting_advice
 from robust_train.memory.stability import attempt_stability
-from robust_train.policy.decide import decide, decide_on_request, first_attempt
+from robust_train.policy.decide import concluded, decide, decide_on_request, first_attempt
 from robust_train.queue import devices
 from robust_train.queue.wait import NoGpu, WaitStatus
 from robust_train.report import narration
@@ -292,6 +292,8 @@ class Job:
         outcome = self._run_attempt(number, spec, search)
         attempt = Attempt(*self.batch_sizes.end(spec, outcome))
         decision = self._decide(attempt, tuple(record.attempt for record in self.records))
+        attempt = concluded(attempt, decision)
+        outcome = attempt.outcome
         record = AttemptRecord(attempt, decision, attempt_stability(self.run_dir, number))
         self.records.append(record)
         content = record.as_json(len(self.records) - 1)

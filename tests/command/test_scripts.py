@@ -147,7 +147,7 @@ def test_a_script_can_say_itself_what_failed(scripts: CommandWorld):
 def test_an_end_without_a_word_is_judged_by_the_exit_status(
     scripts: CommandWorld, words: str, outcome: str, message: str
 ):
-    ended = scripts.train(["bash", "-c", words], "min_batch_size=64")
+    ended = scripts.train(["bash", "-c", words], "min_batch_size=64", "max_retries=0")
     assert ended.returncode == 1, ended.output
     assert [a["outcome"] for a in ended.attempts] == [outcome]
     assert message in ended.attempts[0]["message"]
