@@ -5,7 +5,6 @@ compose → acquire a device → run an attempt → classify → decide → reco
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import time
@@ -32,7 +31,7 @@ from robust_train.events import (
     JobEnded,
     JobStarted,
 )
-from robust_train.execution import Executor
+from robust_train.execution import Executor, sleep_with_ticks
 from robust_train.execution.environment import attempt_environment
 from robust_train.execution.inline import InlineExecutor
 from robust_train.execution.process import ProcessExecutor
@@ -180,7 +179,6 @@ class Job:
 
     def _train(self) -> Summary:
         self.executor = executor = self._executor()
-        self.sleep = functools.partial(executor.sleep, tick=self.folder.tick)
         self.devices = devices.Devices(
             self.device_settings,
             os.environ,
@@ -389,6 +387,14 @@ class Job:
         self.folder.on_event(event)
         if isinstance(event, CheckpointSaved):
             self.checkpoint = Path(event.path)
+
+    def sleep(self, seconds: float, wake: int | None = None) -> None:
+        """Wait for a device or for time to pass; raise ConfigError if the trainer refuses."""
+        sleep_with_ticks(seconds, wake, self._tick)
+
+    def _tick(self) -> None:
+        self.folder.tick()
+        self.executor.poll()
 
     def _on_wait(self, status: WaitStatus) -> None:
         self.folder.queued(self.devices.job_id)
