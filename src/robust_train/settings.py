@@ -24,6 +24,41 @@ from robust_train.policy.sizes import PolicySettings
 from robust_train.values import MIB, AttemptSpec
 
 
+@dataclass(frozen=True)
+class LauncherSettings:
+    """What the launcher itself goes by.
+
+    Attributes:
+        resume: go on with the unfinished job that the run folder holds.
+        runs_inline: attempts run in the launcher's process.
+        is_script: the trainer is a program of the user's.
+        gpus_by_index: an attempt is given indices in ``CUDA_VISIBLE_DEVICES``, not UUIDs.
+        stall_timeout_seconds: without progress for so long an attempt counts as hanging; 0: never.
+        stop_grace_seconds: from a request to stop until the attempt is killed.
+    """
+
+    resume: bool
+    runs_inline: bool
+    is_script: bool
+    gpus_by_index: bool
+    stall_timeout_seconds: float
+    stop_grace_seconds: float
+
+
+def launcher_settings(cfg: DictConfig) -> LauncherSettings:
+    """Return the part of the config that :class:`robust_train.launcher.Job` needs."""
+    is_script = bool(OmegaConf.select(cfg, "trainer.argv"))
+    names = cfg.cuda_visible_devices
+    return LauncherSettings(
+        resume=cfg.resume,
+        runs_inline=cfg.isolation == "none",
+        is_script=is_script,
+        gpus_by_index=names == "index" or (names == "auto" and is_script),
+        stall_timeout_seconds=60 * cfg.stall_timeout_minutes,
+        stop_grace_seconds=cfg.stop_grace_seconds,
+    )
+
+
 def policy_settings(cfg: DictConfig, *, finds_batch_size: bool = False) -> PolicySettings:
     """The part of the config that decisions depend on."""
     is_free = exported_expandable_segments(os.environ) is None

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from command_world import CommandWorld, script
-from robust_train.cli.run_command import name_of
+from robust_train.cli.run import name_of
 
 EVERYTHING = [
     "it's",
@@ -115,7 +115,7 @@ def test_the_run_folder_is_named_after_the_script(scripts: CommandWorld):
         (["python3", "train.py"], ["no program to run"]),
         (["python3", "--", "train.py"], ["python3", "key=value"]),
         (["--batch-size", "0", "--", "ls"], ["--batch-size", "0", "1 or more"]),
-        (["--batch-size", "many", "--", "ls"], ["--batch-size", "many", "whole number"]),
+        (["--batch-size", "many", "--", "ls"], ["--batch-size", "many", "integer"]),
         (["--max-retries", "-1", "--", "ls"], ["--max-retries"]),
         (["--nosuch", "--", "ls"], ["--nosuch"]),
         (["--", "ls", "{batch_size}"], ["batch size", "--batch-size N"]),

@@ -173,7 +173,8 @@ def test_a_busy_gpu_is_a_lost_race_and_the_job_waits_for_its_turn(shared: Callab
         "GO_FILE": str(go),
     }
     process = world.start(
-        "trainer._target_=trainers.fails_by_script_when_told", "gpu_check_interval_seconds=0.2"
+        "trainer._target_=failing_trainers.fails_by_script_when_told",
+        "gpu_check_interval_seconds=0.2",
     )
     wait_until(given.exists, "the first attempt")
     (before,) = host.jobs()
@@ -200,7 +201,7 @@ def test_a_gpu_that_proved_unhealthy_is_excluded_until_it_is_cleared(shared: Cal
         "FAILURES_FILE": str(failures),
         "ATTEMPTS_FILE": str(world.folder / "given"),
     }
-    ended = world.train("fails_by_script")
+    ended = world.run("trainer._target_=failing_trainers.fails_by_script")
     assert [a["gpu_uuid"] for a in ended.attempts] == [A, B]
     doctor = host.command("doctor")
     assert doctor.returncode == 0, doctor.stderr

@@ -73,10 +73,23 @@ def test_a_child_that_dies_is_an_outcome(world: World, trainer: str, outcome: st
     assert words in ended.attempts[0]["message"]
 
 
-def test_a_child_that_is_killed_is_an_outcome(world: World):
-    ended = world.train("dies_of_sigkill")
+def test_an_attempt_that_somebody_kills_is_started_again_from_its_checkpoint(world: World):
+    world.environ["DIES_OF"] = "SIGKILL"
+    ended = world.train("resumes")
+    assert ended.returncode == 0, ended.output
+    assert [(a["start_step"], a["outcome"]) for a in ended.attempts] == [
+        (0, "interrupted"),
+        (5, "completed"),
+    ]
+    assert {(a["device"], a["batch_size"]) for a in ended.attempts} == {("cpu", 64)}
+    assert "killed by SIGKILL (by somebody, not by us)" in ended.attempts[0]["reason"]
+
+
+def test_an_attempt_that_is_killed_each_time_ends_the_job(world: World):
+    ended = world.train("dies_of_sigkill", "max_retries=1")
     assert ended.returncode == 1, ended.output
-    assert "SIGKILL" in ended.attempts[0]["message"]
+    assert [a["outcome"] for a in ended.attempts] == ["interrupted"] * 2
+    assert "2 times without progress" in ended.summary["reason"]
 
 
 def test_the_stack_of_a_segfault_is_in_the_attempts_log(world: World):
@@ -203,7 +216,8 @@ def test_a_killed_launcher_leaves_nothing_behind(world: World):
 def test_a_killed_fork_server_takes_its_attempt_along_and_is_an_outcome(world: World):
     ready = world.folder / "ready"
     world.environ["READY_FILE"] = str(ready)
-    process = world.start("trainer._target_=trainers.never_looks_whether_to_stop")
+    trainer = "trainer._target_=trainers.never_looks_whether_to_stop"
+    process = world.start(trainer, "max_retries=0")
     child = int(wait_until(lambda: ready.exists() and ready.read_text(), "the trainer runs"))
     os.kill(parent_of(child), signal.SIGKILL)
     ended = world.end(process)

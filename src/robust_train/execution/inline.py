@@ -14,7 +14,7 @@ from robust_train.execution.progress import AttemptProgress
 from robust_train.execution.request import AttemptRequest
 from robust_train.execution.runner import Trainer, run_attempt
 from robust_train.execution.signals import SignalWatch
-from robust_train.memory.allocator import allocator_variable
+from robust_train.memory.allocator import VARIABLE
 from robust_train.memory.cleanup import StartingMemory, release_and_check
 from robust_train.run import Run
 from robust_train.values import FailureKind, Outcome
@@ -87,12 +87,11 @@ class InlineExecutor:
             can_restart=self._can_restart,
         )
         # CUDA may have been started already; the allocator reads this when it is
-        variable = allocator_variable(request.environ)
-        before = os.environ.get(variable)
-        if variable in request.environ:
-            os.environ[variable] = request.environ[variable]
+        before = os.environ.get(VARIABLE)
+        if VARIABLE in request.environ:
+            os.environ[VARIABLE] = request.environ[VARIABLE]
         if self._memory_at_first is None:
-            self._memory_at_first = StartingMemory.now()
+            self._memory_at_first = StartingMemory()
         started = time.monotonic()
         try:
             error = run_attempt(
@@ -106,8 +105,8 @@ class InlineExecutor:
             )
         finally:
             # a later job of this process must not take it for the user's own
-            os.environ.pop(variable, None)
-            os.environ.update({} if before is None else {variable: before})
+            os.environ.pop(VARIABLE, None)
+            os.environ.update({} if before is None else {VARIABLE: before})
         if isinstance(progress.ending, Failed) and progress.ending.config_error:
             raise ConfigError(progress.ending.config_error) from error
         failure = progress.failure

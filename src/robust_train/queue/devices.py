@@ -103,6 +103,8 @@ class Devices:
         visible = self._read(False)
         if visible.warning is not None:
             log.warning("%s", visible.warning)
+        if not visible.gpus and not cfg.auto_device and cfg.device != "auto":
+            raise ConfigError(f"device={cfg.device}: no such GPU here: {visible.why_none}")
         if not visible.gpus:
             return _cpu_or_nothing(cfg, visible.why_none)
         only = None if cfg.auto_device else _named(str(cfg.device), visible)

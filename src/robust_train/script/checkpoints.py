@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from robust_train.files import replacing
+from robust_train.runfolder.manifests import SUFFIX
 from robust_train.runfolder.whole import UNFINISHED, files_in, is_whole
 
 
@@ -57,11 +58,11 @@ class CheckpointWatch:
 
 
 def stamps(pattern: str) -> dict[str, Stamp]:
-    """Every match with its stamp; unfinished ones by their name are left out."""
+    """Every match with its stamp; unfinished ones by their name, and manifests, are left out."""
     found: dict[str, Stamp] = {}
     for match in glob.glob(pattern, recursive=True):
         path = match.rstrip("/")
-        if not path.endswith(UNFINISHED):
+        if not path.endswith((*UNFINISHED, SUFFIX)):
             with contextlib.suppress(OSError):
                 found[path] = stamp_of(Path(path))
     return found
