@@ -153,28 +153,13 @@ def _enable(*, as_json: bool) -> int:
 
     TensorFloat32 is left alone: it changes results and saves no memory.
     """
-<<<<<<< HEAD
-    exported = exported_expandable_segments(environ)
-    if exported is not None:
-        return [f"# {VARIABLE} has expandable_segments:{exported} already, which stays"]
-    settings = allocator_settings(environ, expandable_segments=True)
-    return [f"export {VARIABLE}={shlex.quote(settings)}"]
-
-
-def _enable(environ: Mapping[str, str], *, as_json: bool) -> int:
-    lines = shell_lines(environ)
-    if as_json:
-        settings = allocator_settings(environ, expandable_segments=True)
-        print(json.dumps({"variable": VARIABLE, "value": settings, "lines": lines}, indent=2))
-=======
-    variable, exported = allocator_variable(os.environ), exported_expandable_segments(os.environ)
+    exported = exported_expandable_segments(os.environ)
     settings = allocator_settings(os.environ, expandable_segments=True)
-    line = f"export {variable}={shlex.quote(settings)}"
+    line = f"export {VARIABLE}={shlex.quote(settings)}"
     if exported is not None:
-        line = f"# {variable} has expandable_segments:{exported} already, which stays"
+        line = f"# {VARIABLE} has expandable_segments:{exported} already, which stays"
     if as_json:
-        print_json({"variable": variable, "value": settings, "lines": [line]})
->>>>>>> folder
+        print_json({"variable": VARIABLE, "value": settings, "lines": [line]})
         return 0
     print(line)
     if sys.stdout.isatty():
