@@ -13,8 +13,8 @@ from training_world import (
 )
 
 from robust_train.errors import ConfigError
-from robust_train.vision.cnn import SmallCnn
 from robust_train.vision.models import (
+    SmallCnn,
     build_model,
     enable_gradient_checkpointing,
     set_train_mode,

@@ -16,7 +16,7 @@ from training_world import (
 )
 
 from robust_train.errors import ConfigError, Interrupted
-from robust_train.vision.cnn import SmallCnn
+from robust_train.vision.models import SmallCnn
 from robust_train.vision.trainer import train
 
 # 23 steps an epoch
