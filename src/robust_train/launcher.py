@@ -5,7 +5,6 @@ compose → acquire a device → run an attempt → classify → decide → reco
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import time
@@ -32,7 +31,7 @@ from robust_train.events import (
     JobEnded,
     JobStarted,
 )
-from robust_train.execution import Executor
+from robust_train.execution import Executor, sleep_with_ticks
 from robust_train.execution.environment import attempt_environment
 from robust_train.execution.inline import InlineExecutor
 from robust_train.execution.process import ProcessExecutor
@@ -128,7 +127,8 @@ class Job:
         self.policy = settings.policy_settings(cfg, finds_batch_size=is_auto)
         self.run_dir = settings.run_folder(run_dir)
         self.signals = SignalWatch()
-        name = devices.job_name(cfg, self.run_dir)
+        self.device_settings = settings.device_settings(cfg, self.run_dir)
+        name = self.device_settings.job_name
         self.folder = RunFolder(self.run_dir, name, self.signals, settings.sweep_folder())
         self.journal = Journal(self.run_dir / "journal.jsonl")
         self.records: list[AttemptRecord] = []
@@ -179,9 +179,13 @@ class Job:
 
     def _train(self) -> Summary:
         self.executor = executor = self._executor()
-        self.sleep = functools.partial(executor.sleep, tick=self.folder.tick)
         self.devices = devices.Devices(
-            self.cfg, os.environ, self.run_dir, self.sleep, self._on_wait, self.folder.token
+            self.device_settings,
+            os.environ,
+            self.run_dir,
+            self.sleep,
+            self._on_wait,
+            self.folder.token,
         )
         healthy = False
         try:
@@ -383,6 +387,14 @@ class Job:
         self.folder.on_event(event)
         if isinstance(event, CheckpointSaved):
             self.checkpoint = Path(event.path)
+
+    def sleep(self, seconds: float, wake: int | None = None) -> None:
+        """Wait for a device or for time to pass; raise ConfigError if the trainer refuses."""
+        sleep_with_ticks(seconds, wake, self._tick)
+
+    def _tick(self) -> None:
+        self.folder.tick()
+        self.executor.poll()
 
     def _on_wait(self, status: WaitStatus) -> None:
         self.folder.queued(self.devices.job_id)

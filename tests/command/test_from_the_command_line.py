@@ -122,7 +122,7 @@ def test_the_run_folder_is_named_after_the_script(scripts: CommandWorld):
         (["--batch-size", "8", "--min-batch-size", "9", "--", "ls"], ["9", "--batch-size 8"]),
         (["--resume-argv", "'x", "--", "ls"], ["--resume-argv", "quotation"]),
         (["max_retrys=3", "--", "ls"], ["did you mean max_retries?"]),
-        (["training.batch_size=x", "--", "ls"], ["training.batch_size=x", "a whole number"]),
+        (["training.batch_size=x", "--", "ls"], ["training.batch_size=x", "an integer"]),
         (["--device", "gpu7", "--", "ls"], ["device=gpu7", "cuda:<number>"]),
         (["--", "no_such_program"], ["no_such_program", "PATH"]),
         (["--batch-size", "8", "--", "ls", "{batchsize}"], ["did you mean {batch_size}?"]),

@@ -26,6 +26,7 @@ from world import wait_until
 @pytest.fixture
 def channel() -> Iterator[tuple[socket.socket, socket.socket]]:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setblocking(False)
     with ours, theirs:
         yield ours, theirs
 

@@ -11,6 +11,7 @@ from robust_train.events import Json
 from robust_train.readable import as_clock
 from robust_train.runfolder import client
 from robust_train.runfolder.client import USUAL_WAIT_SECONDS, ControlError
+from robust_train.runfolder.lock import is_held
 from robust_train.runfolder.requests import Refused, request_sweep_stop
 from robust_train.runfolder.runs import NoLiveRun, Run, choose_run, find_live_runs
 from robust_train.values import MIB
@@ -86,6 +87,8 @@ def _ask(run: Run, arguments: argparse.Namespace) -> About:
 def _stop_sweep(folder: Path, as_json: bool) -> int:
     jobs = [run.id for run in find_live_runs() if folder in run.run_dir.parents]
     try:
+        if not jobs and is_held(folder) is False:
+            raise Refused("this sweep has ended")
         request_sweep_stop(folder)
     except (OSError, Refused) as error:
         return fail("run stop", f"{folder}: {error}", as_json)

@@ -16,18 +16,13 @@ class AttemptRequest:
     """One attempt, ready to be carried to another process.
 
     Attributes:
-        trainer: which callable to run.
         cfg: the composed config with this attempt's device, batch and workers, fully resolved.
         hydra_cfg: Hydra's own config, so that ``HydraConfig`` and logging work in the trainer.
         attempt: number of the attempt, counted from 1.
-        run_dir: the job's run folder.
-        resume_checkpoint: the checkpoint to go on from.
         environ: the whole environment of the attempt's process.
-        cwd: its working directory.
-        stall_timeout_seconds: without progress for so long it is ended; 0 for never.
+        stall_timeout_seconds: an attempt without progress for this long is ended; 0 for never.
         ranks: processes that run the trainer together.
-        stop_grace_seconds: time that they have for a last checkpoint when one of them has ended in
-            a way that the others know of.
+        stop_grace_seconds: time for a last checkpoint.
         batch_search: the micro-batch is to be found before training.
     """
 
@@ -46,5 +41,5 @@ class AttemptRequest:
 
     @property
     def stacks_file(self) -> Path:
-        """Return where the attempt writes what its threads are doing, when it is asked to."""
+        """Where the attempt writes what its threads are doing, when it stalls."""
         return self.run_dir / f"attempt-{self.attempt}.stacks"

@@ -62,15 +62,14 @@ def own_memory(status: Path = Path("/proc/self/status")) -> dict[str, int]:
     return sizes
 
 
-def room_left(root: Path = Path("/")) -> int | None:
+def room_left() -> int:
     """Return what this process can still take, within its limits and the machine's memory."""
-    own, available = own_memory(root), read_host_memory(root).available
-    rooms = [] if available is None else [available]
+    own, rooms = own_memory(), [read_host_memory().available]
     for kind, used in ((resource.RLIMIT_DATA, "VmData"), (resource.RLIMIT_AS, "VmSize")):
         most, _ = resource.getrlimit(kind)
         if most != resource.RLIM_INFINITY:
             rooms.append(max(most - own.get(used, 0), 0))
-    return min(rooms, default=None)
+    return min(rooms)
 
 
 def resident_bytes(process: psutil.Process | None = None) -> tuple[int, int]:

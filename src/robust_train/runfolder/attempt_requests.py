@@ -159,7 +159,7 @@ class AttemptRequests:
             raise Refused(f"{verb}: an attempt knows no such request")
         answer = memory_requests.perform(verb, request.options, self._run_dir)
         if verb not in _READ_ONLY:
-            sentence = answer.get("sentence")
+            sentence = str(answer.get("sentence"))
             log.info("%s on request: %s", verb, sentence)
             self._run.report(RequestDone(verb, self._run.last_step, sentence))
         return {"answer": answer}

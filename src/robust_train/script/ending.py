@@ -21,7 +21,7 @@ _LINES = 15
 def script_failure(
     ended: ScriptEnded, tail: str, oom_killed: Callable[[int], bool | None]
 ) -> Failure:
-    """Why the script failed, as though its exit were the attempt's.
+    """Return why the script failed, as though its exit were the attempt's.
 
     Args:
         ended: its end.
@@ -37,12 +37,7 @@ def script_failure(
 
 
 def last_words(tail: str, log_name: str) -> str:
-    """The end of a script's output for people: its last traceback, or its last lines.
-
-    Args:
-        tail: the end of what the attempt printed.
-        log_name: the file that has all of it.
-    """
+    """Return the end of what a script printed, for people: its last traceback or lines."""
     # of a line that was rewritten, as by a progress bar, what was there in the end
     lines = [line.rstrip("\r").rpartition("\r")[2] for line in without_escapes(tail).split("\n")]
     lines = [line.rstrip() for line in lines if line.strip()]
@@ -53,5 +48,5 @@ def last_words(tail: str, log_name: str) -> str:
 
 
 def without_escapes(text: str) -> str:
-    """``text`` without colours and cursor movements: Python colours tracebacks on a terminal."""
+    """Remove colours and cursor movements: Python colours tracebacks on a terminal."""
     return _ESCAPES.sub("", text)

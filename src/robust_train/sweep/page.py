@@ -19,9 +19,10 @@ from robust_train.report.sources import finite, read_sources
 from robust_train.report.story import Story, story_of
 from robust_train.report.times import Span, Use
 from robust_train.runfolder.journal import strict_json
-from robust_train.sweep.record import read_json, read_record
+from robust_train.runfolder.lock import is_held
+from robust_train.sweep.job_record import read_json, read_record
 from robust_train.sweep.rows import SweepRow, job_folders, read_row
-from robust_train.sweep.table import differing_overrides, tally
+from robust_train.sweep.sweep_table import differing_overrides, tally
 
 SCHEMA = 1
 
@@ -92,7 +93,11 @@ def sweep_story_of(folder: Path) -> SweepStory:
     sentence = tally([job.row for job in jobs])
     sentence += "." if wall is None else f" in {readable.duration(wall)}."
     if not is_over:
-        sentence += " The end of the sweep is not recorded: it still runs, or its process died."
+        runs = is_held(folder)
+        known = "it still runs, or its process died" if runs is None else "its process died"
+        sentence += (
+            " It still runs." if runs else f" The end of the sweep is not recorded: {known}."
+        )
     return SweepStory(
         name=folder.resolve().name,
         folder=str(folder),
