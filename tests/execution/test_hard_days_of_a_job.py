@@ -36,8 +36,8 @@ def start(world: World, trainer: str, *arguments: str) -> subprocess.Popen[str]:
     ("trainer", "signum", "more"),
     [
         ("saves_when_stopped", signal.SIGTERM, []),
-        ("saves_when_stopped", signal.SIGHUP, []),
-        ("saves_when_stopped", signal.SIGUSR1, []),
+        pytest.param("saves_when_stopped", signal.SIGHUP, [], marks=pytest.mark.slow),
+        pytest.param("saves_when_stopped", signal.SIGUSR1, [], marks=pytest.mark.slow),
         ("loads_with_workers", signal.SIGTERM, []),
         (
             "saves_when_stopped_in_a_group",
@@ -85,13 +85,6 @@ def test_a_stopped_launcher_does_not_hold_training_up(world: World):
     assert ended.summary["result"] == {"steps": 3000, "large": "z" * LARGE_BYTES}
 
 
-def test_a_completed_result_counts_though_its_process_does_not_end(world: World):
-    process = start(world, "completes_but_does_not_end", "stop_grace_seconds=0.5")
-    ended = world.end(process)
-    assert ended.returncode == 0, ended.output
-    assert ended.summary["result"] == "done"
-
-
 def test_output_that_nobody_reads_holds_nothing_up(world: World):
     process = start(world, "prints_a_lot")
     ready(world)  # 4 MB were printed, and nobody has read a byte
@@ -104,6 +97,7 @@ def test_output_that_nobody_reads_holds_nothing_up(world: World):
     assert "output were not shown" in ended.output
 
 
+@pytest.mark.slow
 def test_the_log_holds_a_bars_last_state_while_it_is_drawn(world: World):
     process = start(world, "draws_a_bar")
     ready(world)
@@ -171,6 +165,7 @@ def test_a_signal_to_every_process_of_a_script_lets_it_save(world: World):
     assert ended.summary["checkpoint"] == str(saved)
 
 
+@pytest.mark.slow
 def test_a_signal_to_every_process_of_the_built_in_trainer_lets_it_save(world: World):
     process = world.start("dataset=digits", "training.epochs=1000", "training.num_workers=2")
     log = world.run_dir / "journal.jsonl"
