@@ -487,3 +487,29 @@ def test_the_cpu_in_place_of_several_gpus_halves_by_the_whole_effective_batch():
     # unless the CPU is what the user has asked for
     asked = first_attempt(replace(settings, cpu_ranks=3), ())
     assert (asked.ranks, asked.gradient_accumulation_steps) == (3, 1)
+
+
+# --- killed by somebody ---
+
+
+def killed(spec: AttemptSpec, **outcome: object) -> Attempt:
+    return failed(spec, FailureKind.INTERRUPTED, Evidence(clue=Clue.KILLED), **outcome)
+
+
+def test_a_killed_attempt_goes_on_where_it_was_until_max_retries_bring_it_no_further():
+    spec = first_attempt(SETTINGS, (gpu(0, 20),))
+    history: tuple[Attempt, ...] = ()
+    for step in (10, 20, 30, 30, 30):
+        history += (killed(spec, start_step=step),)
+        retry = after(*history, gpus=(gpu(1, 40),))
+        assert retry.spec == spec
+        assert "on cuda:0 from the last checkpoint" in retry.reason
+    decision = decide(SETTINGS, (*history, killed(spec, start_step=30)), (gpu(1, 40),))
+    assert isinstance(decision, GiveUp)
+    assert "4 times without progress" in decision.reason
+
+
+def test_an_attempt_that_was_asked_to_stop_is_not_tried_again():
+    spec = first_attempt(SETTINGS, (gpu(0, 20),))
+    decision = decide(SETTINGS, (failed(spec, FailureKind.INTERRUPTED),), (gpu(0, 20),))
+    assert decision == GiveUp("a interrupted message")

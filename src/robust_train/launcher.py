@@ -16,6 +16,7 @@ from typing import Any
 import tenacity
 from omegaconf import DictConfig, OmegaConf
 
+from robust_train import settings
 from robust_train.batch.job_sizes import BatchSizes
 from robust_train.batch.search import BatchSearch
 from robust_train.config.batch import settle_batch_size
@@ -39,7 +40,7 @@ from robust_train.execution.signals import SignalWatch
 from robust_train.execution.trainer_ref import TrainerRef
 from robust_train.failures.advice import with_fitting_advice
 from robust_train.memory.stability import attempt_stability
-from robust_train.policy.decide import decide, decide_on_request, first_attempt
+from robust_train.policy.decide import concluded, decide, decide_on_request, first_attempt
 from robust_train.queue import devices
 from robust_train.queue.wait import NoGpu, WaitStatus
 from robust_train.report import narration
@@ -48,17 +49,8 @@ from robust_train.runfolder.folder import RunFolder
 from robust_train.runfolder.identity import begin_job, complete_job, resume_from
 from robust_train.runfolder.journal import Journal
 from robust_train.runfolder.summary import AttemptRecord, Summary, evidence_of
-from robust_train.settings import (
-    attempt_config,
-    batch_settings,
-    hydra_config,
-    name_of,
-    policy_settings,
-    run_folder,
-    sweep_folder,
-    target_of,
-)
 from robust_train.values import (
+    MEMORY_FAILURES,
     Attempt,
     AttemptSpec,
     Decision,
@@ -113,28 +105,36 @@ class Job:
         trainer: as for :func:`launch`.
         cfg: a complete config.
         run_dir: as for :func:`launch`.
+        remedies: whether a failed attempt may be followed by another one.
 
     Raises:
         ConfigError: the configuration cannot be used, or a live job holds the run folder.
     """
 
     def __init__(
-        self, trainer: Trainer | None, cfg: DictConfig, run_dir: str | Path | None = None
+        self,
+        trainer: Trainer | None,
+        cfg: DictConfig,
+        run_dir: str | Path | None = None,
+        *,
+        remedies: bool = True,
     ) -> None:
         self.cfg = cfg = cfg.copy()
         is_auto = settle_batch_size(cfg)
         validate(cfg)
-        self.trainer = trainer or target_of(cfg)
-        self.settings = policy_settings(cfg, finds_batch_size=is_auto)
-        self.run_dir = run_folder(run_dir)
+        self.trainer = trainer or settings.target_of(cfg)
+        self.settings = settings.launcher_settings(cfg)
+        self.policy = settings.policy_settings(cfg, finds_batch_size=is_auto)
+        self.run_dir = settings.run_folder(run_dir)
         self.signals = SignalWatch()
-        name = devices.job_name(cfg, self.run_dir)
-        self.folder = RunFolder(self.run_dir, name, self.signals, sweep_folder())
+        self.device_settings = settings.device_settings(cfg, self.run_dir)
+        name = self.device_settings.job_name
+        self.folder = RunFolder(self.run_dir, name, self.signals, settings.sweep_folder())
         self.journal = Journal(self.run_dir / "journal.jsonl")
         self.records: list[AttemptRecord] = []
         self.checkpoint: Path | None = None
         self.wait_seconds = 0.0
-        self._runs_inline = cfg.isolation == "none"
+        self._has_remedies = remedies
         self._started = time.monotonic()
 
     def run(self) -> Summary:
@@ -163,15 +163,15 @@ class Job:
 
     def _begin(self) -> None:
         """Find out where the job stands on the disk."""
-        self.beginning = begin_job(self.run_dir, resume=self.cfg.resume)
+        self.beginning = begin_job(self.run_dir, resume=self.settings.resume)
         self.checkpoint = self.beginning.checkpoint
         self.batch_sizes = BatchSizes(
-            batch_settings(self.cfg, self.trainer),
-            self.settings,
+            settings.batch_settings(self.cfg, self.trainer),
+            self.policy,
             self.beginning.found,
             self.journal.write,
         )
-        started = JobStarted(str(self.run_dir), name_of(self.trainer), self.beginning.job)
+        started = JobStarted(str(self.run_dir), settings.name_of(self.trainer), self.beginning.job)
         self.journal.write(started)
         self.folder.on_event(started)
         if self.checkpoint is not None:
@@ -180,13 +180,18 @@ class Job:
     def _train(self) -> Summary:
         self.executor = executor = self._executor()
         self.devices = devices.Devices(
-            self.cfg, os.environ, self.run_dir, self.sleep, self._on_wait, self.folder.token
+            self.device_settings,
+            os.environ,
+            self.run_dir,
+            self.sleep,
+            self._on_wait,
+            self.folder.token,
         )
         healthy = False
         try:
             group = self._acquire_device()
             executor.prepare()
-            last = self._attempt_until_done(first_attempt(self.settings, group))
+            last = self._attempt_until_done(first_attempt(self.policy, group))
             healthy = True
         except NoDevice as error:
             return self._end("no_device", str(error))
@@ -202,10 +207,10 @@ class Job:
 
     def _executor(self) -> Executor:
         """How attempts run. A separate process starts importing libraries right away."""
-        if self._runs_inline:
+        if self.settings.runs_inline:
             trainer = self.trainer
             function = TrainerRef(trainer).load() if isinstance(trainer, str) else trainer
-            return InlineExecutor(lambda: function, self.signals)
+            return InlineExecutor(lambda: function, self.signals, can_restart=self._has_remedies)
         cfg = self.cfg.copy()
         OmegaConf.resolve(cfg)
         return ProcessExecutor(TrainerRef.of(self.trainer), cfg, self.run_dir, self.signals)
@@ -285,6 +290,8 @@ class Job:
         outcome = self._run_attempt(number, spec, search)
         attempt = Attempt(*self.batch_sizes.end(spec, outcome))
         decision = self._decide(attempt, tuple(record.attempt for record in self.records))
+        attempt = concluded(attempt, decision)
+        outcome = attempt.outcome
         record = AttemptRecord(attempt, decision, attempt_stability(self.run_dir, number))
         self.records.append(record)
         content = record.as_json(len(self.records) - 1)
@@ -304,17 +311,17 @@ class Job:
             tick=self.folder.tick,
         )
         # in this process its memory does not come back
-        expected = () if self._runs_inline else free_before
+        expected = () if self.settings.runs_inline else free_before
         free_after = self.devices.ended(spec.gpus, outcome, expected)
         if outcome.failure is None:
             return outcome
         failure = with_fitting_advice(
             outcome.failure,
             num_workers=spec.num_workers,
-            is_script=OmegaConf.select(self.cfg, "trainer.argv") is not None,
+            is_script=self.settings.is_script,
         )
         outcome = replace(outcome, failure=failure)
-        if not spec.gpus or self._runs_inline:
+        if not spec.gpus or self.settings.runs_inline:
             return outcome
         rank = failure.rank or 0
         return replace(
@@ -329,27 +336,28 @@ class Job:
             return None
         history = (*earlier, attempt)
         if attempt.outcome.stopped_for is not None and self.signals.received is None:
-            return decide_on_request(self.settings, history)
+            return decide_on_request(self.policy, history)
         if self.signals.received is not None:
             return GiveUp("interrupted", action="stopped")
+        if not self._has_remedies:
+            hint = "; train_robust.py would go on" if failure.kind in MEMORY_FAILURES else ""
+            return GiveUp(failure.message + hint)
         if not attempt.spec.gpus:
-            return decide(self.settings, history, ())
+            return decide(self.policy, history, ())
         gpus = self.devices.candidates()
-        return decide(self.settings, history, gpus, self.devices.held_by_others(gpus))
+        return decide(self.policy, history, gpus, self.devices.held_by_others(gpus))
 
     def _request(
         self, number: int, spec: AttemptSpec, search: BatchSearch | None
     ) -> AttemptRequest:
-        device = devices.name_for_trainer(spec.gpus, os.environ, own_process=not self._runs_inline)
-        cfg = attempt_config(self.cfg, spec, device)
-        is_script = bool(OmegaConf.select(cfg, "trainer.argv"))
-        names = cfg.cuda_visible_devices
+        device = devices.name_for_trainer(
+            spec.gpus, os.environ, own_process=not self.settings.runs_inline
+        )
+        inline = TrainerRef("inline.trainer")
         return AttemptRequest(
-            trainer=TrainerRef("inline.trainer")
-            if self._runs_inline
-            else TrainerRef.of(self.trainer),
-            cfg=cfg,
-            hydra_cfg=hydra_config(),
+            trainer=inline if self.settings.runs_inline else TrainerRef.of(self.trainer),
+            cfg=settings.attempt_config(self.cfg, spec, device),
+            hydra_cfg=settings.hydra_config(),
             attempt=number,
             run_dir=self.run_dir,
             resume_checkpoint=self.checkpoint,
@@ -357,13 +365,13 @@ class Job:
                 os.environ,
                 spec.gpus,
                 expandable_segments=spec.expandable_segments,
-                by_index=names == "index" or (names == "auto" and is_script),
+                by_index=self.settings.gpus_by_index,
             ),
             cwd=os.getcwd(),
-            stall_timeout_seconds=60 * cfg.stall_timeout_minutes,
+            stall_timeout_seconds=self.settings.stall_timeout_seconds,
             # a script starts its processes itself
-            ranks=1 if is_script else spec.ranks,
-            stop_grace_seconds=cfg.stop_grace_seconds,
+            ranks=1 if self.settings.is_script else spec.ranks,
+            stop_grace_seconds=self.settings.stop_grace_seconds,
             batch_search=search,
         )
 

@@ -26,7 +26,7 @@ from robust_train.events import (
 )
 from robust_train.memory.in_use import describe_memory
 from robust_train.memory.in_use import memory_in_use as memory_in_use
-from robust_train.runfolder.saving import Saving
+from robust_train.runfolder.cadence import Saving
 
 if TYPE_CHECKING:
     from robust_train.batch.search import BatchSearch

@@ -24,6 +24,41 @@ from robust_train.policy.sizes import PolicySettings
 from robust_train.values import MIB, AttemptSpec
 
 
+@dataclass(frozen=True)
+class LauncherSettings:
+    """What the launcher itself goes by.
+
+    Attributes:
+        resume: go on with the unfinished job that the run folder holds.
+        runs_inline: attempts run in the launcher's process.
+        is_script: the trainer is a program of the user's.
+        gpus_by_index: an attempt is given indices in ``CUDA_VISIBLE_DEVICES``, not UUIDs.
+        stall_timeout_seconds: without progress for so long an attempt counts as hanging; 0: never.
+        stop_grace_seconds: from a request to stop until the attempt is killed.
+    """
+
+    resume: bool
+    runs_inline: bool
+    is_script: bool
+    gpus_by_index: bool
+    stall_timeout_seconds: float
+    stop_grace_seconds: float
+
+
+def launcher_settings(cfg: DictConfig) -> LauncherSettings:
+    """Return the part of the config that :class:`robust_train.launcher.Job` needs."""
+    is_script = bool(OmegaConf.select(cfg, "trainer.argv"))
+    names = cfg.cuda_visible_devices
+    return LauncherSettings(
+        resume=cfg.resume,
+        runs_inline=cfg.isolation == "none",
+        is_script=is_script,
+        gpus_by_index=names == "index" or (names == "auto" and is_script),
+        stall_timeout_seconds=60 * cfg.stall_timeout_minutes,
+        stop_grace_seconds=cfg.stop_grace_seconds,
+    )
+
+
 def policy_settings(cfg: DictConfig, *, finds_batch_size: bool = False) -> PolicySettings:
     """The part of the config that decisions depend on."""
     is_free = exported_expandable_segments(os.environ) is None
@@ -53,6 +88,51 @@ def policy_settings(cfg: DictConfig, *, finds_batch_size: bool = False) -> Polic
         finds_batch_size=finds_batch_size,
         reports_start=_is_built_in(cfg),
     )
+
+
+@dataclass(frozen=True)
+class DeviceSettings:
+    """The keys about devices; ``job_name`` is shown to the other jobs of the host."""
+
+    job_name: str
+    device: str
+    auto_device: bool
+    num_gpus: int
+    min_free_bytes: int
+    wait: bool
+    wait_timeout_seconds: float
+    check_interval_seconds: float
+    allow_cpu_fallback: bool
+    queue: bool
+    queue_dir: str | None
+    jobs_per_device: int
+
+
+def device_settings(cfg: DictConfig, run_dir: Path) -> DeviceSettings:
+    """Return the part of the config that :class:`robust_train.queue.devices.Devices` needs."""
+    return DeviceSettings(
+        job_name=job_name(cfg, run_dir),
+        device=str(cfg.device),
+        auto_device=cfg.auto_device,
+        num_gpus=cfg.num_gpus,
+        min_free_bytes=cfg.min_gpu_memory_mb * MIB,
+        wait=cfg.wait_for_gpu,
+        wait_timeout_seconds=cfg.gpu_wait_timeout_minutes * 60,
+        check_interval_seconds=cfg.gpu_check_interval_seconds,
+        allow_cpu_fallback=cfg.allow_cpu_fallback,
+        queue=cfg.gpu_queue,
+        queue_dir=cfg.gpu_queue_dir,
+        jobs_per_device=cfg.gpu_jobs_per_device,
+    )
+
+
+def job_name(cfg: DictConfig, run_dir: Path) -> str:
+    """Return ``job_name``, or ``lora_flowers102`` from the config, or the run folder's name."""
+    chosen = OmegaConf.select(cfg, "job_name")  # train.py's config has none
+    if chosen:
+        return str(chosen)
+    parts = (OmegaConf.select(cfg, f"{group}.name") for group in ("model", "dataset"))
+    return "_".join(str(part) for part in parts if part) or run_dir.name
 
 
 @dataclass(frozen=True)

@@ -167,6 +167,10 @@ class Clue:
     """``/dev/shm`` is too small."""
     DOWNLOAD = "download"
     """Data or weights could not be fetched."""
+    KILLED = "killed"
+    """SIGKILL, from neither the launcher nor the kernel's OOM killer."""
+    UNCLEAR = "unclear"
+    """The message has other causes too, but memory had nearly run out."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from robust_train.failures import classify_exit
-from robust_train.values import Failure, FailureKind
+from robust_train.values import Clue, Failure, FailureKind
 
 KILL_ME = "import os, signal; os.kill(os.getpid(), signal.{})"
 
@@ -33,6 +33,7 @@ def test_a_bare_sigkill_is_an_interruption() -> None:
     failure = ended(KILL_ME.format("SIGKILL"))
 
     assert failure.kind is FailureKind.INTERRUPTED
+    assert failure.evidence.clue == Clue.KILLED
     assert "SIGKILL" in failure.message
 
 

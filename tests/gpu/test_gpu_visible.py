@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from robust_train.gpu.visible import Visible, mask_for, names_integers, resolve_mask, visible_gpus
@@ -159,6 +159,7 @@ MASKS = st.one_of(
 )
 
 
+@settings(max_examples=40)
 @given(mask=MASKS)
 def test_no_mask_ever_shows_what_it_does_not_name(mask: str) -> None:
     there = gpus(4)

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from hosts import Host, Member
 
 from robust_train.queue.records import decode
@@ -247,6 +248,7 @@ def test_time_up_leaves_the_line(host_with: HostWith) -> None:
     wait_until(lambda: len(host.job_files()) == 1, "its ticket is gone")
 
 
+@pytest.mark.slow
 def test_without_inotify_the_line_moves_all_the_same(
     host_with: HostWith,
 ) -> None:

@@ -41,6 +41,26 @@ def test_a_bug_ends_the_job_at_once_with_the_trainers_own_traceback(world: World
     assert all("trainers.py" in frame for frame in frames), "frames of the launcher are shown"
 
 
+def test_an_attempt_that_somebody_kills_is_started_again_from_its_checkpoint(world: World):
+    world.environ["DIES_OF"] = "SIGKILL"
+    ended = world.train("resumes")
+    assert ended.returncode == 0, ended.output
+    assert [(a["start_step"], a["outcome"]) for a in ended.attempts] == [
+        (0, "interrupted"),
+        (5, "completed"),
+    ]
+    assert {(a["device"], a["batch_size"]) for a in ended.attempts} == {("cpu", 64)}
+    assert "killed by SIGKILL (by somebody, not by us)" in ended.attempts[0]["reason"]
+
+
+@pytest.mark.slow
+def test_an_attempt_that_is_killed_each_time_ends_the_job(world: World):
+    ended = world.train("dies_of_sigkill", "max_retries=1")
+    assert ended.returncode == 1, ended.output
+    assert [a["outcome"] for a in ended.attempts] == ["interrupted"] * 2
+    assert "2 times without progress" in ended.summary["reason"]
+
+
 def test_the_next_attempt_resumes_from_the_last_checkpoint(world: World):
     attempts = world.folder / "attempts"
     world.environ["ATTEMPTS_FILE"] = str(attempts)
@@ -136,7 +156,8 @@ def test_a_killed_launcher_leaves_nothing_behind(world: World):
 def test_a_killed_fork_server_takes_its_attempt_along_and_is_an_outcome(world: World):
     ready = world.folder / "ready"
     world.environ["READY_FILE"] = str(ready)
-    process = world.start("trainer._target_=trainers.never_looks_whether_to_stop")
+    trainer = "trainer._target_=trainers.never_looks_whether_to_stop"
+    process = world.start(trainer, "max_retries=0")
     child = int(wait_until(lambda: ready.exists() and ready.read_text(), "the trainer runs"))
     os.kill(parent_of(child), signal.SIGKILL)
     ended = world.end(process)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from robust_train.memory.allocator import allocator_variable
+from robust_train.memory.allocator import VARIABLE
 from simulated_nvml import GPU_IS_LOST, MIB, Gpu, Machine
 from terminal import run_at_a_terminal
 from world import ROOT, TESTS, World, wait_until
@@ -20,7 +20,6 @@ from world import ROOT, TESTS, World, wait_until
 MachineWith = Callable[..., Machine]
 
 COMMAND = [sys.executable, "-m", "robust_train.cli.main"]
-VARIABLE = allocator_variable({})
 
 
 def run(environ, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -19,9 +19,9 @@ from robust_train.events import (
 )
 from robust_train.report.sources import read_sources
 from robust_train.report.story import Story, story_of
-from robust_train.sweep.record import JobRecord
+from robust_train.sweep.job_record import JobRecord
 from robust_train.sweep.rows import row_of
-from robust_train.sweep.table import as_json
+from robust_train.sweep.sweep_table import as_json
 from robust_train.values import GIB
 
 STARTED = JobStarted("/run", "trainers.train")

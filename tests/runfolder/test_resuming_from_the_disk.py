@@ -136,16 +136,6 @@ def test_a_manifest_that_cannot_be_read_now_is_waited_for(world: World):
     assert ended.summary["result"]["first"] == got_to
 
 
-def test_a_run_folder_of_an_older_version_is_resumed_as_its_journal_says(world: World):
-    job = Counting(world)
-    job.launcher.send_signal(signal.SIGTERM)
-    got_to = job.ended()
-    (world.run_dir / "job.json").unlink()
-    for manifest in job.folder.glob("*.manifest.json"):
-        manifest.unlink()
-    assert job.to_the_end().summary["result"] == {"first": got_to, "attempt": 2}
-
-
 def test_a_moved_run_folder_resumes_from_its_own_checkpoints(world: World):
     job = Counting(world)
     job.launcher.send_signal(signal.SIGTERM)

@@ -77,3 +77,23 @@ def test_jobs_that_an_earlier_larger_sweep_left_are_not_in_the_table(sweeps: Swe
     assert sweeps.sweep("objective", "training.seed=1,2,3").returncode == 0
     assert sweeps.sweep("objective", "training.seed=1,2").returncode == 0
     assert sweeps.column("job") == [0, 1]
+
+
+def test_a_second_sweep_in_the_folder_of_a_live_one_is_refused(sweeps: SweepWorld):
+    arguments = ("completes_1_and_works_at_2", "training.seed=1,2")
+    first = sweeps.start(*arguments)
+    wait_until(lambda: sweeps.pid_at_work(2), "the second job is at work")
+    second = sweeps.sweep(*arguments)
+    assert second.returncode == 2, second.output
+    (line,) = second.stderr.splitlines()
+    assert line.startswith(f"sweep folder {sweeps.folder} is in use by the sweep of ")
+    assert f", pid {first.pid}, since " in line
+    assert "choose another hydra.sweep.dir" in line
+    first.kill()
+    first.communicate()
+    # its jobs save a checkpoint and end; then the folder is free
+    third = sweeps.sweep(*arguments)
+    assert third.returncode == 0, third.output
+    assert sweeps.column("result") == [1.5, "went on from when-told"]
+    stopped = sweeps.run_stop()
+    assert (stopped.returncode, "this sweep has ended" in stopped.stderr) == (1, True)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -99,7 +97,7 @@ def test_run_stop_ends_a_sweep_and_each_job_saves_a_checkpoint(
     process = sweeps.start("works_until_told", "training.seed=1,2,3", *launcher)
     at_work = (1,) if name == "basic" else (1, 2)
     wait_until(lambda: all(map(sweeps.pid_at_work, at_work)), "the first jobs are at work")
-    stopped = run_stop(sweeps)
+    stopped = sweeps.run_stop()
     assert stopped.returncode == 0, stopped.stderr
     ended = sweeps.end(process)
     assert ended.returncode == 143, ended.output
@@ -108,16 +106,6 @@ def test_run_stop_ends_a_sweep_and_each_job_saves_a_checkpoint(
         assert sweeps.summary(number)["checkpoint"].endswith("when-told")
     assert "Traceback" not in ended.output
     wait_until(lambda: not left_behind(sweeps), "nothing is left behind")
-
-
-def run_stop(sweeps: SweepWorld) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "robust_train.cli.main", "run", "stop", str(sweeps.folder)],
-        env=sweeps.world.environ,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
 
 
 @pytest.mark.parametrize("isolation", ["none", pytest.param("process", marks=pytest.mark.slow)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from robust_train.gpu.visible import mask_for
-from robust_train.memory.allocator import allocator_settings, allocator_variable
+from robust_train.memory.allocator import VARIABLE, allocator_settings
 from robust_train.values import Group
 
 
@@ -30,9 +30,7 @@ def attempt_environment(
         "CUDA_VISIBLE_DEVICES": mask_for(gpus, by_index=by_index),
         # so that a program that prints or parses indices agrees with nvidia-smi
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-        allocator_variable(environ): allocator_settings(
-            environ, expandable_segments=expandable_segments
-        ),
+        VARIABLE: allocator_settings(environ, expandable_segments=expandable_segments),
     }
 
 

@@ -14,7 +14,7 @@ from robust_train.execution.progress import AttemptProgress
 from robust_train.execution.request import AttemptRequest
 from robust_train.execution.runner import Trainer, new_run, run_attempt
 from robust_train.execution.signals import SignalWatch
-from robust_train.memory.allocator import allocator_variable
+from robust_train.memory.allocator import VARIABLE
 from robust_train.memory.cleanup import StartingMemory, release_and_check
 from robust_train.values import FailureKind, Outcome
 
@@ -66,7 +66,7 @@ class InlineExecutor:
                 on_event(event)
 
         if self._memory_at_first is None:
-            self._memory_at_first = StartingMemory.now()
+            self._memory_at_first = StartingMemory()
         started = time.monotonic()
         with _allocator_set_up(request.environ):
             error = run_attempt(
@@ -96,12 +96,11 @@ class InlineExecutor:
 @contextlib.contextmanager
 def _allocator_set_up(environ: Mapping[str, str]) -> Iterator[None]:
     """Set the allocator's variable, which is read when CUDA starts, for this attempt only."""
-    variable = allocator_variable(environ)
-    before = os.environ.get(variable)
-    if variable in environ:
-        os.environ[variable] = environ[variable]
+    before = os.environ.get(VARIABLE)
+    if VARIABLE in environ:
+        os.environ[VARIABLE] = environ[VARIABLE]
     try:
         yield
     finally:
-        os.environ.pop(variable, None)
-        os.environ.update({} if before is None else {variable: before})
+        os.environ.pop(VARIABLE, None)
+        os.environ.update({} if before is None else {VARIABLE: before})

@@ -13,7 +13,7 @@ from robust_train.failures.matching import match
 from robust_train.failures.memory_patterns import KERNEL_OOM
 from robust_train.failures.patterns import Match
 from robust_train.failures.stack import last_stack_in, refined
-from robust_train.values import Evidence, Failure, FailureKind
+from robust_train.values import Clue, Evidence, Failure, FailureKind
 
 # Asked to stop: by people, by schedulers (Slurm warns with SIGUSR1, SIGXCPU is its time limit), by
 # a terminal that went away.
@@ -41,8 +41,7 @@ def classify_exit(
     """Return why a process failed that left no report.
 
     A bare SIGKILL is ``host_oom`` only on evidence: the kernel's or the scheduler's words in the
-    output, or ``oom_killed``. Without, somebody or something killed it on purpose: ``interrupted``,
-    which is not tried again behind their back.
+    output, or ``oom_killed``; else ``interrupted`` with the clue ``killed``: somebody did it.
 
     Args:
         returncode: as :mod:`subprocess` has it, negative for the signal that ended the process; a
@@ -61,8 +60,10 @@ def classify_exit(
         return _failure(FailureKind.HOST_OOM, f"{ended}: {record}", Evidence(library="kernel"))
     if name in _STOPS:
         # nothing else in the output speaks against the signal: peers of a failed rank get it too
-        by_whom = " (sent by another process or user)" if name == "SIGKILL" else ""
-        return Failure(FailureKind.INTERRUPTED, ended + by_whom)
+        if name == "SIGKILL":
+            message = "killed by SIGKILL (by somebody, not by us)"
+            return Failure(FailureKind.INTERRUPTED, message, Evidence(clue=Clue.KILLED))
+        return Failure(FailureKind.INTERRUPTED, ended)
     reported = _reported_in(output_tail, lines, native=name is not None)
     if reported is not None:
         report, found = reported

@@ -13,6 +13,7 @@ from robust_train.failures.patterns import (
     types_named,
     words,
 )
+from robust_train.values import Clue
 
 # The kernel's log, cgroup managers and schedulers on a process that the OOM killer took.
 KERNEL_OOM = re.compile(
@@ -254,6 +255,15 @@ MEMORY: tuple[Pattern, ...] = (
         r"^(?:\w+Error: )?(?:\(?\w+\)? )?out of memory\b",
         r"[:)\]] ?out of memory[.!]?(?: |$)",
     ),
+)
+
+# oneDNN reports exhausted memory like a call that it does not support; believed on evidence only
+UNCLEAR = words(
+    HOST_OOM,
+    "onednn",
+    r"could not (?:create|execute|clone) (?:an? |the )?"
+    r"(?:primitive|memory object|memory$|stream|engine|sdpa|BRGeMM|compiled_partition)",
+    clue=Clue.UNCLEAR,
 )
 
 # vLLM says it with a ValueError; of those nothing else is believed

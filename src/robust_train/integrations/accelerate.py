@@ -110,9 +110,8 @@ class RobustLoop:
         Returns:
             Its path; None if it could not be written (a warning says so).
         """
-        folder = self.run.checkpoint_dir
-        path = folder / f"{_SAVED}{self.step:08d}"
-        unfinished = folder / f".{path.name}.tmp"
+        path = self.run.checkpoint_dir / f"{_SAVED}{self.step:08d}"
+        unfinished = path.with_name(f".{path.name}.tmp")
         if path.exists() and self._saved_step == self.step:
             return path
         for leftover in (unfinished, path):
@@ -151,8 +150,7 @@ class RobustLoop:
         self._parts = None
         self._steps.done(self.step, self._total)
         if self.run.stop_requested:
-            if self._saved_step != self.step:
-                self.save()
+            self.save()
             raise Interrupted(f"stopped after step {self.step}")
         if self.run.checkpoint_due:
             self.save()

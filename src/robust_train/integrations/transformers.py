@@ -77,13 +77,9 @@ def fit(trainer: Any, *, cfg: DictConfig, run: Run, metric: str | None = None) -
 
     Args:
         trainer: a ``transformers.Trainer`` or a subclass, made with :func:`training_arguments`.
-        cfg: the trainer function's config.
-        run: its run.
-        metric: the figure of the last evaluation, such as ``eval_loss``, that becomes the job's
-            result; None: all of them.
-
-    Returns:
-        The figure, or all of the last evaluation as a dictionary.
+        cfg, run: the trainer function's.
+        metric: the figure of the last evaluation, such as ``eval_loss``, that is returned; None: a
+            dictionary of all of them.
 
     Raises:
         UserError: the trainer cannot keep the effective batch; the message says why.
@@ -97,7 +93,7 @@ def fit(trainer: Any, *, cfg: DictConfig, run: Run, metric: str | None = None) -
     trainer.add_callback(callback)
     checkpoint = trainer.args.resume_from_checkpoint
     if checkpoint is not None:
-        _compare(Path(checkpoint), cfg)
+        _compare(Path(checkpoint), effective_batch_size(cfg))
     try:
         try:
             trainer.train(resume_from_checkpoint=checkpoint)
@@ -236,10 +232,9 @@ def _check(args: Any, cfg: DictConfig) -> None:
             raise UserError(f"TrainingArguments: {name}=True: {why}; leave it out")
 
 
-def _compare(checkpoint: Path, cfg: DictConfig) -> None:
+def _compare(checkpoint: Path, here: int) -> None:
     """Warn if the effective batch has changed: the Trainer's position counts steps."""
     there = json.loads((checkpoint / _MARK).read_text())["effective_batch_size"]
-    here = effective_batch_size(cfg)
     if there != here:
         log.warning(
             "the checkpoint was written at an effective batch size of %d, now it is %d: the "

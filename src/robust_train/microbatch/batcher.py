@@ -27,6 +27,7 @@ from torch import Tensor
 
 from robust_train.batch.search import BatchSearch
 from robust_train.failures import classify_failure
+from robust_train.failures.shortage import do_without_onednn
 from robust_train.memory.cleanup import clear_frames, return_memory
 from robust_train.microbatch import record, splitting
 from robust_train.microbatch.part import MicroBatch
@@ -37,7 +38,7 @@ from robust_train.microbatch.rng import GeneratorStates
 from robust_train.microbatch.shared_step import SharedStep
 from robust_train.microbatch.size import MicroBatchSize
 from robust_train.readable import first_line
-from robust_train.values import MEMORY_FAILURES, Failure
+from robust_train.values import MEMORY_FAILURES, Failure, FailureKind
 
 log = logging.getLogger("robust_train")
 
@@ -190,6 +191,7 @@ class MicroBatches:
         self._loss: Tensor | None = None
         self._start: StepStart | None = None
         self._shared = SharedStep()
+        self._host_ran_out = False
 
     @property
     def loss(self) -> Tensor:
@@ -304,12 +306,14 @@ class MicroBatches:
         self.repeats += 1
         cut_graphs(failed.since)
         return_memory(thorough=self.repeats > 1, workspaces=True)
+        do_without_onednn(failure)
         where = self._batcher._on_event, self._number, self._is_training
         record.repeated(*where, failure, before, self._size.current)
 
     def part_failed(self, micro: MicroBatch, error: Exception) -> bool:
         """Return whether the step is repeated for this failure; else put all in order for it."""
-        failure = classify_failure(error)
+        failure = classify_failure(error, host_memory_ran_out=self._host_ran_out)
+        self._host_ran_out |= failure.kind is FailureKind.HOST_OOM
         if failure.kind not in MEMORY_FAILURES:
             self._restore(rewinds=micro.is_probe)
             return False

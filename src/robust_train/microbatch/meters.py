@@ -7,7 +7,6 @@ cgroup) and what the machine has left.
 
 from __future__ import annotations
 
-import resource
 from collections.abc import Iterable
 from typing import Protocol
 
@@ -80,14 +79,8 @@ class HostMeter:
         return own.get("VmHWM", 0) - own.get("RssFile", 0) - own.get("RssShmem", 0)
 
     def limit(self) -> int:
-        own = host.own_memory()
-        available = host.read_host_memory().available
-        rooms = [] if available is None else [available]
-        for kind, used in ((resource.RLIMIT_DATA, "VmData"), (resource.RLIMIT_AS, "VmSize")):
-            most, _ = resource.getrlimit(kind)
-            if most != resource.RLIM_INFINITY:
-                rooms.append(most - own.get(used, 0))
-        return own.get("RssAnon", 0) + max(min(rooms, default=_UNKNOWN_BYTES), 0)
+        room = host.room_left()
+        return host.own_memory().get("RssAnon", 0) + (_UNKNOWN_BYTES if room is None else room)
 
 
 def meter_of(device: torch.device, share: float) -> Meter:

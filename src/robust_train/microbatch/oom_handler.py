@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from robust_train.errors import AttemptsExhausted
 from robust_train.failures import classify_failure
+from robust_train.failures.shortage import do_without_onednn
 from robust_train.memory.cleanup import (
     KeptGradients,
     StartingMemory,
@@ -25,7 +26,7 @@ from robust_train.memory.cleanup import (
 )
 from robust_train.policy.decide import decide, first_attempt
 from robust_train.policy.sizes import PolicySettings
-from robust_train.values import MEMORY_FAILURES, Attempt, AttemptSpec, GiveUp, Outcome
+from robust_train.values import MEMORY_FAILURES, Attempt, AttemptSpec, Clue, GiveUp, Outcome
 
 log = logging.getLogger("robust_train")
 
@@ -107,7 +108,7 @@ class OOMHandler:
         self._history: tuple[Attempt, ...] = ()
         self._leaves = _leaves or _Leaves()
         self.start_try()
-        self._start = StartingMemory.now(self._gradients) if check_memory else None
+        self._start = StartingMemory(self._gradients) if check_memory else None
 
     def start_try(self) -> None:
         """Keep the gradients as they are now, for :meth:`handle` to go back to."""
@@ -127,7 +128,8 @@ class OOMHandler:
         """Take a failure: release its memory, restore gradients, and make the batch smaller.
 
         Returns:
-            Whether to try again; False for what is not a matter of memory.
+            Whether to try again; False for what is not a matter of memory, or is not known to be
+            and happened at every size.
 
         Raises:
             AttemptsExhausted: memory ran out and there is no smaller batch left to try.
@@ -136,9 +138,12 @@ class OOMHandler:
         if failure.kind not in MEMORY_FAILURES:
             return False
         left = release_and_check(error, self._start, self._gradients)
+        do_without_onednn(failure)
         self._history += (Attempt(self._spec, Outcome(failure)),)
         decision = decide(self._settings, self._history, ())
         if isinstance(decision, GiveUp):
+            if failure.evidence.clue == Clue.UNCLEAR:
+                return False
             raise AttemptsExhausted(self._account()) from error
         log.warning("%s", decision.reason)
         for warning in (decision.warning, left):

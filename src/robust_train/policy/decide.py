@@ -17,6 +17,7 @@ from robust_train.policy.remedies import (
     fewer_workers,
     halve_batch,
     halve_batch_on_request,
+    killed_again,
     other_gpu,
     room_taken_by_others,
     same_again,
@@ -61,6 +62,7 @@ REMEDIES: dict[FailureKind, tuple[Rule, ...]] = {
     ),
     FailureKind.DEVICE_UNAVAILABLE: (busy_gpu_again, other_gpu, wait_for_turn, cpu_fallback),
     FailureKind.COMM: (same_again,),
+    FailureKind.INTERRUPTED: (killed_again,),
 }
 """What to try for each kind of failure, in order. A kind that is absent is never retried."""
 
@@ -108,6 +110,17 @@ def decide_on_request(settings: PolicySettings, history: tuple[Attempt, ...]) ->
     return halve_batch_on_request(FailureContext(settings, history, ()))
 
 
+def concluded(attempt: Attempt, decision: Decision | None) -> Attempt:
+    """Return the attempt as a bug if an unclear lack of memory was mended by nothing."""
+    failure = attempt.outcome.failure
+    if failure is None or not isinstance(decision, GiveUp):
+        return attempt
+    if failure.kind is not FailureKind.HOST_OOM or failure.evidence.clue != Clue.UNCLEAR:
+        return attempt
+    bug = replace(failure, kind=FailureKind.BUG, advice=())
+    return replace(attempt, outcome=replace(attempt.outcome, failure=bug))
+
+
 def _first_remedy(context: FailureContext, rules: tuple[Rule, ...]) -> Decision:
     for number, rule in enumerate(rules, start=1):
         retry = rule(context)
@@ -122,7 +135,7 @@ def _first_remedy(context: FailureContext, rules: tuple[Rule, ...]) -> Decision:
 def _why_give_up(context: FailureContext) -> str:
     """One sentence: what failed, and with what it was tried."""
     kind, message, settings = context.failure.kind, context.failure.message, context.settings
-    if kind not in REMEDIES:
+    if kind not in REMEDIES or context.evidence.clue == Clue.UNCLEAR:
         rank = context.failure.rank
         return message if rank is None else f"{message} (rank {rank})"
     if kind in MEMORY_FAILURES and context.failed_before_training:
@@ -132,6 +145,9 @@ def _why_give_up(context: FailureContext) -> str:
             "out of memory before the first step: model, optimizer and data do not fit, and a "
             f"smaller batch does not help: {message}"
         )
+    if kind is FailureKind.INTERRUPTED:
+        count = context.failures_without_progress
+        return f"{message}, {count} times without progress" if count > 1 else message
     if kind is FailureKind.COMM:
         count = context.failures_without_progress
         return f"network failure, {count} attempts without progress: giving up ({message})"

@@ -251,6 +251,17 @@ def same_again(context: FailureContext) -> Retry | None:
     return Retry(context.last, "retry", reason, pause_seconds=pause)
 
 
+def killed_again(context: FailureContext) -> Retry | None:
+    """Somebody killed the process, with no word to the job: the same from the last checkpoint."""
+    if context.evidence.clue != Clue.KILLED:
+        return None
+    if context.failures_without_progress > context.settings.max_retries:
+        return None
+    where = device_name(context.last.gpus)
+    reason = f"{_what_failed(context)}: the same again on {where} from the last checkpoint"
+    return Retry(context.last, "retry", reason)
+
+
 def cpu_fallback(context: FailureContext) -> Retry | None:
     """The CPU at the requested batch, once, where the user allows it."""
     if not context.settings.allow_cpu_fallback or "cpu" in context.tried_devices:

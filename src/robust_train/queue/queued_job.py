@@ -1,13 +1,8 @@
 """One job in the host's queue: it polls until it has its GPUs.
 
-A job decides for itself, inside the queue lock and on fresh figures of the GPUs, and its record
-says so before the lock is released: all the GPUs of a job in one write. It polls when the queue
-directory changes, some times in the seconds after another job has ended (its memory comes back a
-little later), and at the usual interval.
-
-The driver is asked before the lock is taken unless it answered lately, so that one that hangs
-mostly does so without it. A job whose driver hangs says that it can use no GPU, and so delays
-nobody; nor does one that does not take its GPUs (:func:`robust_train.queue.scheduler.untaken`).
+Each poll decides under the queue lock, on fresh figures of the GPUs, and writes the job's record
+before the lock is released. A driver that hangs is asked before the lock is taken, unless it
+answered lately; a job that waits for it says that it can use no GPU, and so delays nobody.
 """
 
 from __future__ import annotations
@@ -55,11 +50,11 @@ class PollResult:
     """Result of one scheduling attempt.
 
     Attributes:
-        gpus: what the job has now, ``free_bytes`` as far as it can count on them; none: wait on.
+        gpus: the job's GPUs, ``free_bytes`` as far as it can count on them; none: wait on.
         position: in the queue, 1 for the first.
         obstacles: why it waits, in one sentence.
         frees_next: NVML's numbers of the GPUs that the first waiting job waits for.
-        strangers_only: no other job of ours has anything to do with it.
+        strangers_only: no other job of ours is in the way.
         again_seconds: when to poll again though nothing changes; None: at the usual interval.
     """
 
@@ -77,7 +72,7 @@ class QueuedJob:
     Args:
         registry: the host's jobs.
         record: of this job.
-        reservation: the one that it has already, if it comes back.
+        reservation: that of a job that comes back.
     """
 
     def __init__(
@@ -103,21 +98,18 @@ class QueuedJob:
     def poll(self, read: Callable[[], Visible], may_use: Callable[[GpuInfo], bool]) -> PollResult:
         """Take GPUs if the scheduler gives this job any, else return why not.
 
-        Args:
-            read: reads the GPUs.
-            may_use: whether the job may use a GPU at all.
-
         Raises:
             QueueProblem: the queue directory cannot be used any more.
         """
         self.has_changed()  # what happened until now is seen by this poll
-        silent = None
-        if not self._is_trusted():
+        unanswered = None
+        lately = time.monotonic() < self._answered_at + _TRUST_SECONDS
+        if not lately or known_session() is None:
             visible = read()
-            silent = None if self._note(visible) else visible
+            unanswered = None if self._note(visible) else visible
         try:
             with self._registry.locked(_LOCK_SECONDS):
-                found = self._decide(silent or read(), may_use)
+                found = self._decide(unanswered or read(), may_use)
         except RegistryBusy as error:
             return PollResult(obstacles=str(error), again_seconds=_LONGEST_PAUSE_SECONDS)
         self._polled_at, self._position = time.monotonic(), found.position
@@ -129,7 +121,7 @@ class QueuedJob:
         return replace(found, again_seconds=self._again())
 
     def has_changed(self) -> bool:
-        """Whether something happened in the queue that is worth a poll."""
+        """Return whether something happened in the queue that is worth a poll."""
         if self._watch is None:
             return False
         mine = None if self.reservation is None else self.reservation.name
@@ -145,26 +137,27 @@ class QueuedJob:
 
     @property
     def pause_seconds(self) -> float:
-        """What to wait at least before the next poll: the first in the queue goes first."""
+        """At least this long before the next poll: the first in the queue goes first."""
         pause = min(_SHORTEST_PAUSE_SECONDS * (self._position - 1), 0.4)
         return max(self._polled_at + pause - time.monotonic(), 0.0)
 
     def leave(self) -> None:
         """Leave the queue, or, with GPUs, just stop watching it."""
-        if self._watch is not None:
-            self._watch.close()
+        self._stop_watching()
         if self.reservation is not None and self.reservation.record.state is JobState.WAITING:
             self.reservation.release()
             self.reservation = None
 
+    def _stop_watching(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+
     def _decide(self, visible: Visible, may_use: Callable[[GpuInfo], bool]) -> PollResult:
-        """Decide under the queue lock."""
         self._note(visible)
         if self._registry.directory is not self._directory:  # it was removed and made again
             self._directory = self._registry.directory
-            if self._watch is not None:
-                self._watch.close()
-                self._watch = None
+            self._stop_watching()
         jobs = self._registry.jobs(sweep=True)
         me = self._enter(jobs)
         gpus = visible.machine or visible.gpus
@@ -208,11 +201,6 @@ class QueuedJob:
         self._untaken = untaken(self._untaken, granted, now)
         return decided
 
-    def _is_trusted(self) -> bool:
-        """Whether the driver answered so lately that it may be asked while others wait."""
-        lately = time.monotonic() < self._answered_at + _TRUST_SECONDS
-        return lately and known_session() is not None
-
     def _note(self, visible: Visible) -> bool:
         self._answered_at = time.monotonic() if visible.answered else -math.inf
         return visible.answered
@@ -237,11 +225,9 @@ class QueuedJob:
 def split(
     jobs: Iterable[LiveJob], *, without: str | None = None
 ) -> tuple[list[WaitingJob], list[GpuReservation]]:
-    """Return the living jobs as the scheduler takes them: who waits, and the reservations.
+    """Return the living jobs for the scheduler: who waits, and the reservations.
 
-    Args:
-        jobs: the living jobs.
-        without: id of one to leave out.
+    The job with the id ``without`` is left out.
     """
     waiting, reservations = [], []
     for job in jobs:
@@ -258,7 +244,7 @@ def split(
 
 
 def as_waiting(record: JobRecord) -> WaitingJob:
-    """Return a job as one that needs GPUs."""
+    """Return a job for the scheduler, as one that needs GPUs."""
     return WaitingJob(
         record.id,
         record.ticket,

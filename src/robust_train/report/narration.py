@@ -28,22 +28,13 @@ def started(spec: AttemptSpec, resume_checkpoint: Path | None) -> AttemptStarted
 
 
 def announce(number: int, spec: AttemptSpec, *, is_searched: bool = False) -> None:
-    """Attempt ``number`` begins; ``is_searched``: its batch size is still to be found."""
+    """Log that attempt ``number`` begins; ``is_searched``: its batch size is still to be found."""
     where = "the CPU" if spec.gpu is None else f"{spec.device} ({spec.gpu.name})"
+    size = f"batch size {spec.batch_size} × accumulation {spec.gradient_accumulation_steps}"
     processes = "" if spec.ranks == 1 else f" × {spec.ranks} processes"
-    if is_searched:
-        size = spec.effective_batch_size
-        log.info("attempt %d on %s: batch size auto, effective batch size %d", number, where, size)
-        return
-    log.info(
-        "attempt %d on %s: batch size %d × accumulation %d%s, effective batch size %d",
-        number,
-        where,
-        spec.batch_size,
-        spec.gradient_accumulation_steps,
-        processes,
-        spec.effective_batch_size,
-    )
+    chosen = "batch size auto" if is_searched else size + processes
+    effective = spec.effective_batch_size
+    log.info("attempt %d on %s: %s, effective batch size %d", number, where, chosen, effective)
 
 
 def conclude(summary: Summary) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from robust_train.files import replacing
+from robust_train.runfolder.manifests import SUFFIX
 from robust_train.runfolder.whole import UNFINISHED, files_in, is_whole
 
 Stamp = tuple[int, int]
@@ -51,11 +52,11 @@ class CheckpointWatch:
 
 
 def stamps(pattern: str) -> dict[str, Stamp]:
-    """Return every match with its stamp; unfinished ones by their name are left out."""
+    """Return every match with its stamp, but unfinished ones by their name and manifests."""
     found: dict[str, Stamp] = {}
     for match in glob.glob(pattern, recursive=True):
         path = match.rstrip("/")
-        if not path.endswith(UNFINISHED):
+        if not path.endswith((*UNFINISHED, SUFFIX)):
             with contextlib.suppress(OSError):
                 found[path] = stamp_of(Path(path))
     return found

@@ -1,7 +1,6 @@
 """One job of a sweep in a process of its own: a fork of the sweep's process, without torch.
 
-A fork, because the task function may live in a script that cannot be imported, and because Hydra
-is loaded already: the job starts in milliseconds.
+A fork, because the task function may live in a script that cannot be imported.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ class JobProcess:
 
     Args:
         work: runs in the process.
-        log_path: where all output of the process goes.
-        detach: runs in the process first, to undo what the sweep had set up for itself.
+        log_path: gets all output of the process.
+        detach: runs in the process first, to undo what the sweep has set up for itself.
     """
 
     def __init__(self, work: Work, log_path: Path, detach: Callable[[], None]) -> None:
@@ -55,7 +54,7 @@ class JobProcess:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
     def signal(self, signum: int) -> None:
-        """Send a signal, if the process has not ended; one that it received itself counts once."""
+        """Send a signal, if the process has not ended; one that it has received counts once."""
         if self.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, _FORWARDED_AS.get(signum, signum))
@@ -69,7 +68,7 @@ class JobProcess:
         return self.returncode
 
     def result(self) -> Any:
-        """Return what the work returned; None where it did not get that far."""
+        """Return the work's result; None where it did not get that far."""
         self._result.seek(0)
         try:
             return pickle.load(self._result)
@@ -77,7 +76,7 @@ class JobProcess:
             return None
 
     def close(self) -> None:
-        """Release what belongs to an ended process; in a sibling, what it inherited of this one."""
+        """Close the descriptor of an ended process, or in a sibling the inherited one."""
         self._result.close()
 
     def _be_the_job(

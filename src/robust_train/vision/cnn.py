@@ -17,8 +17,7 @@ class SmallCnn(nn.Module):
     """Stages of two 3×3 convolutions, ``width`` channels in the first.
 
     Each later stage halves the map and doubles the channels, until the map is about 4×4. GroupNorm
-    instead of BatchNorm: a sample's result does not depend on the others in its micro-batch, so any
-    split of the effective batch trains the same.
+    instead of BatchNorm: any split of the effective batch trains the same.
 
     Shape suffixes: B samples, C channels, H rows, W columns, K classes.
     """

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,6 @@ from robust_train.vision.images import ImageSpec
 from robust_train.vision.pretrained import build_backbone, classifier_names, load_weights
 from robust_train.vision.splits import Shape
 
-log = logging.getLogger("robust_train.vision")
-
 _MODELS = ("cnn", "linear_probe", "lora", "full_finetune")
 _PHOTOGRAPH_SIZE = 64
 
@@ -33,11 +31,7 @@ class BuiltModel:
 
 
 def check_model(cfg: Any) -> None:
-    """Check the ranges that types cannot express.
-
-    Raises:
-        ConfigError: one line with the key, its value and what is accepted.
-    """
+    """Check the ranges that types cannot express."""
     name = cfg.get("name")
     if name not in _MODELS:
         raise ConfigError(f"model.name={name}: accepted are {', '.join(_MODELS)}")
@@ -54,47 +48,30 @@ def check_model(cfg: Any) -> None:
 
 
 def build_model(cfg: Any, data: Shape) -> BuiltModel:
-    """Build a model on the CPU, with weights; ``requires_grad`` marks the trained part.
-
-    Raises:
-        ConfigError: it cannot be built as configured.
-    """
+    """Build a model on the CPU, with weights; ``requires_grad`` marks the trained part."""
     if cfg.name == "cnn":
-        return _build_cnn(cfg, data)
-    is_probe = cfg.name == "linear_probe"
-    backbone = build_backbone(cfg, 0 if is_probe else data.num_classes)
-    images = _image_spec(cfg, backbone)
-    if is_probe:
-        return BuiltModel(LinearProbe(backbone, data.num_classes, cfg.dropout), images)
-    return BuiltModel(add_lora(backbone, cfg) if cfg.name == "lora" else backbone, images)
-
-
-def _build_cnn(cfg: Any, data: Shape) -> BuiltModel:
-    size, channels = cfg.image_size or data.size or _PHOTOGRAPH_SIZE, data.channels
-    module = SmallCnn(
-        channels=channels,
-        image_size=size,
-        num_classes=data.num_classes,
-        width=cfg.width,
-        dropout=cfg.dropout,
-    )
-    if cfg.weights is not None:
-        load_weights(module, Path(cfg.weights).expanduser(), heads=("head",))
-    return BuiltModel(module, ImageSpec(size, channels, (0.5,) * channels, (0.5,) * channels))
-
-
-def _image_spec(cfg: Any, backbone: nn.Module) -> ImageSpec:
-    data = require("timm.data", f"model={cfg.name}").resolve_model_data_config(backbone)
-    mean, std = tuple(data["mean"]), tuple(data["std"])
-    return ImageSpec(cfg.image_size, 3, mean, std, crop=data["crop_pct"])
+        size, channels = cfg.image_size or data.size or _PHOTOGRAPH_SIZE, data.channels
+        module: nn.Module = SmallCnn(
+            channels=channels,
+            image_size=size,
+            num_classes=data.num_classes,
+            width=cfg.width,
+            dropout=cfg.dropout,
+        )
+        if cfg.weights is not None:
+            load_weights(module, Path(cfg.weights).expanduser(), heads=("head",))
+        return BuiltModel(module, ImageSpec(size, channels, (0.5,) * channels, (0.5,) * channels))
+    module = build_backbone(cfg, 0 if cfg.name == "linear_probe" else data.num_classes)
+    found = require("timm.data", f"model={cfg.name}").resolve_model_data_config(module)
+    mean, std = tuple(found["mean"]), tuple(found["std"])
+    images = ImageSpec(cfg.image_size, 3, mean, std, crop=found["crop_pct"])
+    if cfg.name == "linear_probe":
+        module = LinearProbe(module, data.num_classes, cfg.dropout)
+    return BuiltModel(add_lora(module, cfg) if cfg.name == "lora" else module, images)
 
 
 class LinearProbe(nn.Module):
-    """A frozen backbone and one trained linear layer.
-
-    The backbone stays in evaluation mode and outside autograd: it keeps no activations, and its
-    BatchNorm statistics do not move.
-    """
+    """A frozen backbone, in evaluation mode and outside autograd, and one trained linear layer."""
 
     def __init__(self, backbone: nn.Module, num_classes: int, dropout: float) -> None:
         super().__init__()
@@ -121,9 +98,6 @@ def add_lora(module: nn.Module, cfg: Any) -> nn.Module:
     """Add low-rank adapters (Hu et al. 2021, arXiv:2106.09685) by peft in ``cfg.target_modules``.
 
     The classifier is trained as well; everything else is frozen.
-
-    Raises:
-        ConfigError: a target names no layer of the backbone.
     """
     peft = require("peft", "model=lora")
     heads = classifier_names(module)
@@ -134,9 +108,11 @@ def add_lora(module: nn.Module, cfg: Any) -> nn.Module:
     ]
     for target in cfg.target_modules:
         if not any(name == target or name.endswith("." + target) for name in layers):
+            # as users write them: attn.qkv for blocks.0.attn.qkv
+            short = dict.fromkeys(re.sub(r"^(?:.*\.)?\d+\.(?=\D)", "", name) for name in layers)
             raise ConfigError(
                 f"model.target_modules: {cfg.backbone} has no layer {target!r}; it has "
-                f"{', '.join(_without_numbers(layers))}"
+                f"{', '.join(short)}"
             )
     lora = peft.LoraConfig(
         r=cfg.lora_r,
@@ -147,16 +123,6 @@ def add_lora(module: nn.Module, cfg: Any) -> nn.Module:
     )
     adapted: nn.Module = peft.get_peft_model(module, lora)
     return adapted
-
-
-def _without_numbers(layers: Iterable[str]) -> list[str]:
-    """Shorten ``blocks.0.attn.qkv``, ``blocks.1.attn.qkv`` … to ``attn.qkv``, as users write it."""
-    short: dict[str, None] = {}
-    for name in layers:
-        parts = name.split(".")
-        numbers = [index for index, part in enumerate(parts) if part.isdigit()]
-        short[".".join(parts[numbers[-1] + 1 :] if numbers else parts) or name] = None
-    return list(short)
 
 
 def set_train_mode(module: nn.Module) -> None:
@@ -172,10 +138,8 @@ def set_train_mode(module: nn.Module) -> None:
 def enable_gradient_checkpointing(module: nn.Module) -> bool:
     """Recompute activations in the backward pass; return whether the model supports it."""
     target: Any = module
-    if isinstance(module, LinearProbe):
-        return False
     if not hasattr(target, "set_grad_checkpointing") and hasattr(target, "get_base_model"):
-        target = target.get_base_model()
+        target = target.get_base_model()  # peft's
     try:
         target.set_grad_checkpointing(True)
     except (AssertionError, AttributeError):  # timm's, of models that cannot
@@ -206,11 +170,7 @@ def trained_state(module: nn.Module) -> dict[str, Tensor]:
 
 
 def load_trained_state(module: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Load what :func:`trained_state` returned.
-
-    Raises:
-        ValueError: ``state`` is not of this model.
-    """
+    """Load what :func:`trained_state` returned."""
     expected = trained_state(module)
     if state.keys() != expected.keys():
         odd = sorted(state.keys() ^ expected.keys())[0]

@@ -18,11 +18,10 @@ log = logging.getLogger("robust_train.vision")
 
 
 class Precision:
-    """The number format of a run.
+    """The number format of a run; ``dtype`` overrides the choice.
 
     bfloat16 if the GPU computes in it, else float16 with loss scaling (Micikevicius et al. 2017,
-    arXiv:1710.03740). On the CPU float32: most CPUs emulate bfloat16, slower. ``dtype`` overrides
-    the choice.
+    arXiv:1710.03740). On the CPU float32: most CPUs emulate bfloat16, slower.
     """
 
     def __init__(
@@ -50,12 +49,8 @@ def _best_of(device: torch.device, mixed: bool) -> torch.dtype:
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """Return images and labels on ``device``; copies from pinned memory do not block."""
-    images_BCHW, labels_B = batch
-    is_cuda = device.type == "cuda"
-    return (
-        images_BCHW.to(device, non_blocking=is_cuda),
-        labels_B.to(device, non_blocking=is_cuda),
-    )
+    images_BCHW, labels_B = (part.to(device, non_blocking=device.type == "cuda") for part in batch)
+    return images_BCHW, labels_B
 
 
 def accumulate_gradients(
@@ -112,14 +107,12 @@ def _step_or_undo(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler
 
     An optimizer creates its state in the first step, and would later take half of it for all.
     """
-    had_state = list(optimizer.state)
+    known = set(optimizer.state)
     try:
         scaler.step(optimizer)
     except Exception as error:
         if classify_failure(error).kind in MEMORY_FAILURES:
-            known = set(map(id, had_state))
-            for parameter in list(optimizer.state):
-                if id(parameter) not in known:
-                    del optimizer.state[parameter]
+            for parameter in set(optimizer.state) - known:
+                del optimizer.state[parameter]
             optimizer.zero_grad(set_to_none=True)
         raise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,25 +23,15 @@ REQUIRED = frozenset({"format", "identity", "position", "model", "optimizer", "r
 """Keys without which a file is no checkpoint of ours."""
 
 # these change how fast or how far a run goes, not the meaning of weights and sample order
-_NOT_IDENTITY = (
-    "model.lr",
-    "model.dropout",
-    "model.lora_dropout",
-    "dataset.root",
-    "dataset.download",
-    "dataset.num_workers",
-    "dataset.epochs",
-)
+_NOT_IDENTITY = frozenset(
+    f"dataset.{key}" for key in ("root", "download", "num_workers", "epochs")
+) | {"model.lr", "model.dropout", "model.lora_dropout"}
 
 
 @dataclass
 class ResumePosition:
-    """The position of a run, in terms that no split into micro-batches changes.
-
-    Attributes:
-        step: optimizer steps done.
-        epoch: the current one, from 0.
-        samples: samples of this epoch that are done; all of them during validation.
+    """The position of a run, in terms that no split into micro-batches changes: optimizer steps
+    done, the current epoch from 0, and its samples that are done; all of them during validation.
     """
 
     step: int = 0
@@ -79,9 +69,9 @@ class TrainingState:
     precision: Precision
     device: torch.device
     identity: Mapping[str, str]
-    position: ResumePosition
-    epoch_loss: LossAverage
     batcher: MicroBatcher
+    position: ResumePosition = field(default_factory=ResumePosition)
+    epoch_loss: LossAverage = field(default_factory=LossAverage)
 
     def content(self) -> dict[str, Any]:
         """Return what to save: tensors (shared with the run, not copied) and plain values."""
@@ -99,11 +89,7 @@ class TrainingState:
         }
 
     def restore(self, content: Mapping[str, Any], path: Path) -> None:
-        """Restore what :meth:`content` returned.
-
-        Raises:
-            ConfigError: the checkpoint is of another model, data set or seed.
-        """
+        """Restore what :meth:`content` returned."""
         _check_identity(content, self.identity, path)
         try:
             load_trained_state(self.model, content["model"])
@@ -126,7 +112,7 @@ def _kind_of(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def identity_of(cfg: DictConfig, *, train_samples: int, num_classes: int) -> dict[str, str]:
+def identity_of(cfg: DictConfig, train_samples: int, num_classes: int) -> dict[str, str]:
     """Return what a checkpoint has in common with any run that may resume from it."""
     identity: dict[str, str] = {
         "training.seed": str(cfg.training.seed),

@@ -7,29 +7,16 @@ import io
 import json
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from robust_train.sweep.record import COMPLETED
+from robust_train.sweep.job_record import COMPLETED
 from robust_train.sweep.rows import SweepRow
 
 SCHEMA = 1
 COLUMNS = ("job", "overrides", "status", "attempts", "devices", "batch", "result", "wall")
-CSV_COLUMNS = (
-    "job",
-    "overrides",
-    "status",
-    "exit_code",
-    "attempts",
-    "devices",
-    "batch_size",
-    "result",
-    "wall_seconds",
-    "wait_seconds",
-    "reused",
-    "reason",
-    "folder",
-)
+CSV_COLUMNS = tuple(item.name for item in fields(SweepRow))
 _LONGEST_RESULT = 40
 
 

@@ -1,0 +1,184 @@
+"""oneDNN's message for exhausted memory has other causes too: the room that is left decides.
+
+The limits are real (RLIMIT_DATA); only oneDNN's message is raised on purpose.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import resource
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+import preloaded
+from robust_train import MicroBatcher, OOMHandler, classify_failure, launch
+
+MIB = 1024**2
+
+
+@pytest.fixture(autouse=True)
+def onednn() -> Iterator[None]:
+    yield
+    torch.backends.mkldnn.set_flags(True)
+
+
+@contextlib.contextmanager
+def room_of(bytes_left: int) -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = psutil.Process().memory_info().data + bytes_left
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+class Fails(torch.nn.Linear):
+    """Raises what oneDNN does above ``most`` samples, after ``first`` if that is an error."""
+
+    def __init__(self, most: int, first: Exception | None = None) -> None:
+        super().__init__(4, 1)
+        self.most, self.first = most, first
+        self.sizes: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.sizes.append(len(x))
+        if self.first is not None:
+            error, self.first = self.first, None
+            raise error
+        if len(x) > self.most:
+            raise RuntimeError("could not create a primitive")
+        return super().forward(x)
+
+
+def step(model: Fails) -> None:
+    for micro in MicroBatcher().micro_batches(torch.ones(16, 4), model):
+        with micro:
+            micro.backward(model(micro.data).mean())
+
+
+def kind_of(message: str) -> str:
+    return classify_failure(RuntimeError(message)).kind.value
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "could not create a primitive",
+        "could not create a primitive descriptor for the matmul primitive. Run workload with "
+        "environment variable ONEDNN_VERBOSE=all to get additional diagnostic information.",
+        "could not execute a primitive",
+        "could not create a memory object",
+        "could not execute sdpa backward primitive on cpu",
+    ],
+)
+def test_the_message_is_host_memory_with_little_room_and_a_bug_with_much(message: str) -> None:
+    assert kind_of(message) == "bug"
+    with room_of(8 * MIB):
+        assert kind_of(message) == "host_oom"
+        failure = classify_failure(RuntimeError(message))
+        assert kind_of("could not create a memory descriptor from blob") == "bug"
+    assert "of host memory left" in failure.message
+
+
+def test_an_exception_stays_what_it_was_when_memory_was_short() -> None:
+    error = RuntimeError("could not create a primitive")
+    with room_of(8 * MIB):
+        first = classify_failure(error)
+    assert classify_failure(error) == first
+
+
+def test_the_step_is_repeated_with_smaller_parts_where_memory_is_short() -> None:
+    model = Fails(most=4)
+    with room_of(32 * MIB):
+        step(model)
+    assert model.sizes == [16, 8, *[4] * 4]
+
+
+def test_the_step_is_repeated_after_memory_has_run_out_in_it() -> None:
+    model = Fails(most=4, first=MemoryError("no memory"))
+    step(model)
+    assert model.sizes == [16, 8, *[4] * 4]
+
+
+def test_without_a_limit_it_is_raised_at_once() -> None:
+    model = Fails(most=4)
+    with pytest.raises(RuntimeError, match="primitive"):
+        step(model)
+    assert model.sizes == [16]
+
+
+def handled(model: Fails) -> None:
+    OOMHandler(16, 1).run(lambda batch_size: model(torch.ones(batch_size, 4)))
+
+
+@pytest.mark.parametrize("run", [step, handled])
+def test_it_ends_with_its_own_traceback_where_no_size_helps(run: Callable[[Fails], None]) -> None:
+    model = Fails(most=0)
+    with room_of(32 * MIB), pytest.raises(RuntimeError, match="primitive") as raised:
+        run(model)
+    assert model.sizes == [16, 8, 4, 2, 1]
+    assert raised.traceback[-1].name == "forward"
+
+
+def test_a_job_that_no_size_helps_ends_as_a_bug(tmp_path: Path) -> None:
+    sizes = []
+
+    def train(cfg):
+        sizes.append(cfg.training.batch_size)
+        Fails(most=0)(torch.ones(cfg.training.batch_size, 4))
+
+    cfg = {
+        "isolation": "none",
+        "device": "cpu",
+        "auto_device": False,
+        "training": {"batch_size": 8, "num_workers": 0},
+    }
+    with room_of(64 * MIB), pytest.raises(RuntimeError, match="primitive"):
+        launch(train, cfg, run_dir=tmp_path)
+    assert sizes == [8, 4]
+    attempts = json.loads((tmp_path / "summary.json").read_text())["attempts"]
+    assert [attempt["outcome"] for attempt in attempts] == ["host_oom", "bug"]
+
+
+COMPILER_WITHOUT_MEMORY = """
+import resource
+import psutil, torch
+from robust_train import MicroBatcher
+
+torch.set_num_threads(1)
+model = torch.nn.Conv2d(3, 16, 3)
+torch.nn.functional.conv2d(torch.zeros(1, 5, 8, 8), torch.zeros(4, 5, 3, 3))
+soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+sizes = []
+for micro in MicroBatcher().micro_batches(torch.ones(8, 3, 8, 8), model):
+    with micro:
+        sizes.append(len(micro))
+        fill = []
+        if len(micro) == 8:
+            resource.setrlimit(resource.RLIMIT_DATA, (psutil.Process().memory_info().data, hard))
+            try:
+                while True:
+                    fill.append(bytearray(100_000))
+            except MemoryError:
+                pass
+        try:
+            micro.backward(model(micro.data).mean())
+        finally:
+            fill.clear()
+            if len(sizes) == 2:
+                resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+print(sizes, torch.backends.mkldnn.enabled)
+"""
+
+
+def test_a_step_goes_on_after_onednns_compiler_found_no_memory() -> None:
+    """For the rest of the thread the compiler finds none, even without a limit."""
+    ended = preloaded.run(COMPILER_WITHOUT_MEMORY)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.split("\n")[0] == "[8, 4, 4] False", ended.stderr
