@@ -115,12 +115,6 @@ def test_our_run_works_without_a_launcher_too(scripts: CommandWorld):
     assert list(scripts.folder.iterdir()) == []
 
 
-def test_neither_launcher_nor_attempt_import_torch_for_a_script(scripts: CommandWorld):
-    ended = scripts.train(["sh", "-c", "grep -c libtorch /proc/$PPID/maps; true"])
-    assert ended.returncode == 0, ended.output
-    assert (scripts.run_dir / "attempt-1.log").read_text().split() == ["0"]
-
-
 def test_a_script_can_say_itself_what_failed(scripts: CommandWorld):
     told = (
         'if [ {batch_size} -gt 16 ]; then echo \'{"event": "failed", "kind": "device_oom", '
@@ -130,13 +124,6 @@ def test_a_script_can_say_itself_what_failed(scripts: CommandWorld):
     assert ended.returncode == 0, ended.output
     assert [a["outcome"] for a in ended.attempts] == ["device_oom", "device_oom", "completed"]
     assert ended.attempts[0]["message"] == "the accelerator is full"
-
-
-def test_an_end_without_a_word_is_classified_by_the_exit_status(scripts: CommandWorld):
-    ended = scripts.train(["bash", "-c", "kill -SEGV $$"], "min_batch_size=64", "max_retries=0")
-    assert ended.returncode == 1, ended.output
-    assert [a["outcome"] for a in ended.attempts] == ["bug"]
-    assert "SIGSEGV" in ended.attempts[0]["message"]
 
 
 def test_progress_bars_and_colours_reach_the_terminal_and_do_not_hide_the_error(
@@ -151,12 +138,6 @@ def test_progress_bars_and_colours_reach_the_terminal_and_do_not_hide_the_error(
     log = (scripts.run_dir / "attempt-1.log").read_text()
     assert "100%|##########" in log
     assert " 20%" not in log, "a rewritten line is kept as it was in the end"
-
-
-def test_without_a_terminal_it_has_a_pipe(scripts: CommandWorld):
-    ended = scripts.train(script("bars.py"))
-    assert ended.returncode == 0, ended.output
-    assert "\npipe\n" in ended.stdout
 
 
 def test_output_comes_while_the_script_runs(scripts: CommandWorld):

@@ -72,13 +72,6 @@ def test_a_stopped_launcher_does_not_hold_training_up(world: World):
     assert ended.summary["result"] == {"steps": 3000, "large": "z" * LARGE_BYTES}
 
 
-def test_a_completed_result_counts_though_its_process_does_not_end(world: World):
-    process = start(world, "completes_but_does_not_end", "stop_grace_seconds=0.5")
-    ended = world.end(process)
-    assert ended.returncode == 0, ended.output
-    assert ended.summary["result"] == "done"
-
-
 def test_output_that_nobody_reads_holds_nothing_up(world: World):
     process = start(world, "prints_a_lot")
     ready(world)  # 4 MB were printed, and nobody has read a byte
@@ -91,6 +84,7 @@ def test_output_that_nobody_reads_holds_nothing_up(world: World):
     assert "output were not shown" in ended.output
 
 
+@pytest.mark.slow
 def test_the_log_holds_a_bars_last_state_while_it_is_drawn(world: World):
     process = start(world, "draws_a_bar")
     ready(world)
