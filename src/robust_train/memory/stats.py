@@ -16,10 +16,9 @@ from robust_train.gpu.inventory import read_inventory
 from robust_train.gpu.visible import visible_gpus
 from robust_train.memory.cuda import (
     HOST,
-    gpu_number,
     memory_segments,
     ordinal_of,
-    started_torch,
+    started_gpu,
     unused_blocks,
 )
 from robust_train.memory.host import read_host_memory
@@ -106,12 +105,12 @@ def get_gpu_memory_stats(device: Any = None) -> MemoryStats:
     Raises:
         ValueError: there is no such device.
     """
+    gpu = started_gpu(device)
+    if gpu is not None:
+        return _of_cuda(*gpu)
     ordinal = ordinal_of(device)
     if ordinal == HOST:
         return _of_host("")
-    torch = started_torch()
-    if torch is not None:
-        return _of_cuda(torch, gpu_number(torch, ordinal))
     return _of_nvml(ordinal or 0) or _of_host("no CUDA in this process")
 
 
