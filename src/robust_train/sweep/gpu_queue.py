@@ -94,10 +94,8 @@ class GpuQueue:
         config: DictConfig,
         n_jobs: int | None,
     ) -> None:
-        self._context = context
-        self._task_function = task_function
-        self._config = config
-        self._n_jobs = n_jobs
+        self._context, self._task_function = context, task_function
+        self._config, self._n_jobs = config, n_jobs
         self._fail_fast = bool(OmegaConf.select(config, "sweep_fail_fast", default=False))
         self._signals = SignalWatch()
         self._pending: deque[_Job] = deque()
