@@ -43,7 +43,7 @@ class Journal:
         self.at = 1_795_000_000.0
 
     def __call__(self, seconds: float, event: Event, attempt: int | None = None) -> None:
-        """Something that happened so many seconds after what was before it."""
+        """Write what happened so many seconds after what was before it."""
         self.at += seconds
         content = {"time": self.at, "attempt": attempt, **event.as_json()}
         with (self.folder / "journal.jsonl").open("a") as file:
@@ -66,7 +66,7 @@ class Journal:
 
     @property
     def story(self) -> Story:
-        """What a report tells of it."""
+        """Return the report's story of it."""
         return story_of(read_sources(self.folder))
 
 
