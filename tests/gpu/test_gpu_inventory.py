@@ -250,14 +250,6 @@ def test_processes_are_merged_from_both_lists_and_unknown_memory_is_none(
     assert {p["pid"] for p in gpu["processes"] if p["computes"]} == {10, 11, 12}
 
 
-def test_older_drivers_list_processes_by_version_2_of_the_call(machine_with: MachineWith) -> None:
-    machine = machine_with(Gpu(compute=[(10, 500)]))
-    for kind in ("Compute", "Graphics"):
-        machine.fail(f"nvmlDeviceGet{kind}RunningProcesses", FUNCTION_NOT_FOUND)
-    (gpu,) = read(machine)["gpus"]
-    assert gpu["processes"] == [{"pid": 10, "used_bytes": 500 * MIB, "computes": True}]
-
-
 def test_polling_asks_for_no_process_lists_and_opens_nvml_once(machine_with: MachineWith) -> None:
     machine = machine_with(Gpu(), Gpu())
     machine.python(

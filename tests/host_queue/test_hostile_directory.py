@@ -128,6 +128,12 @@ def test_a_network_file_system_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
     assert "nfs, where a lock may hang" in refusal(tmp_path / "queue")
 
 
+def test_a_file_system_is_that_of_the_nearest_mount() -> None:
+    fd = os.open("/proc/sys/kernel", os.O_RDONLY)
+    assert queue_dir.file_system_of(fd) == "proc"
+    os.close(fd)
+
+
 def test_without_working_locks_it_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -282,6 +282,7 @@ def state_of(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
+@pytest.mark.slow
 def test_a_stopped_waiter_keeps_its_ticket_but_holds_nobody_up(host_with: HostWith) -> None:
     host = host_with(Gpu(), Gpu(total_mib=8000))
     running, other = host.start(20000), host.start(4000, only=host.machine.uuid(1))

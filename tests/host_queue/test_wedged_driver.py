@@ -51,6 +51,7 @@ def test_a_waiter_whose_driver_hangs_holds_nobody_up_and_gets_its_turn_later(
     assert head.errors.count("has not answered") == 1
 
 
+@pytest.mark.slow
 def test_a_driver_that_hangs_while_the_lock_is_held_is_given_up(host_with: HostWith) -> None:
     """The look before the lock is answered, the one under it is not."""
     host = host_with(Gpu(total_mib=40000))

@@ -39,6 +39,7 @@ def test_a_signal_ends_every_job_with_a_checkpoint(sweeps: SweepWorld, signum: i
     assert left_behind(sweeps) == []
 
 
+@pytest.mark.slow
 def test_attempts_in_processes_of_their_own_are_ended_as_well(sweeps: SweepWorld):
     process = sweeps.start("works_until_told", "training.seed=1,2", "isolation=process")
     wait_until(lambda: both_at_work(sweeps), "both jobs are at work")

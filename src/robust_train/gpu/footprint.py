@@ -57,7 +57,7 @@ def _read() -> dict[str, int]:
 
 
 def _file() -> Path:
-    # a relative path is to be ignored, says the XDG Base Directory Specification
+    # the XDG Base Directory Specification ignores a relative path
     chosen = os.environ.get("XDG_CACHE_HOME", "")
     cache = Path(chosen) if os.path.isabs(chosen) else Path.home() / ".cache"
     return cache / "robust-train" / "contexts.json"

@@ -107,34 +107,6 @@ def _count() -> tuple[Session, int] | str:
     raise AssertionError
 
 
-def legacy_slice_names() -> dict[str, str]:
-    """Return MIG slices' UUIDs by their old names, which CUDA still accepts.
-
-    An old name is ``MIG-GPU-<uuid>/<gpu instance>/<compute instance>``.
-    """
-    try:
-        return ask(_legacy_slice_names, _ANSWER_SECONDS)
-    except NoAnswer:
-        return {}
-
-
-def _legacy_slice_names() -> dict[str, str]:
-    session = open_session()
-    if isinstance(session, str):
-        return {}
-    nvml, names = session.nvml, {}
-    for static in list(session.known.values()):
-        if not _is_sliced(nvml, static):
-            continue
-        for handle in slice_handles(nvml, static.handle):
-            with contextlib.suppress(nvml.NVMLError):
-                gpu_instance = nvml.nvmlDeviceGetGpuInstanceId(handle)
-                compute_instance = nvml.nvmlDeviceGetComputeInstanceId(handle)
-                name = f"MIG-{static.uuid}/{gpu_instance}/{compute_instance}"
-                names[name] = str(nvml.nvmlDeviceGetUUID(handle))
-    return names
-
-
 def _problem(session: Session, gpus: list[GpuInfo], skipped: list[SkippedGpu]) -> str | None:
     if gpus:
         return None
@@ -306,14 +278,8 @@ def _read_processes(nvml: Any, handle: Any) -> tuple[GpuProcess, ...] | None:
 
 
 def _list_processes(nvml: Any, handle: Any, kind: str) -> list[Any] | None:
-    """Return NVML's list; None on any error. Drivers before R510 have version 2 only."""
-    for version in ("v3", "v2"):
-        call = getattr(nvml, f"nvmlDeviceGet{kind}RunningProcesses_{version}")
-        try:
-            listed: list[Any] = call(handle)
-        except nvml.NVMLError_FunctionNotFound:
-            continue
-        except nvml.NVMLError:
-            return None
-        return listed
-    return None
+    """Return NVML's list; None on any error."""
+    listed: list[Any] | None = optional(
+        nvml, getattr(nvml, f"nvmlDeviceGet{kind}RunningProcesses_v3"), handle
+    )
+    return listed

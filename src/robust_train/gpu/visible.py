@@ -11,7 +11,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from robust_train.gpu import inventory as nvml
 from robust_train.gpu.cuda_order import CudaOrderError, cuda_order
 from robust_train.values import GpuInfo, Inventory
 
@@ -56,14 +55,11 @@ class Visible:
         return shown.index(uuid) if uuid in shown else None
 
 
-def visible_gpus(
-    inventory: Inventory, environ: Mapping[str, str], *, ordinals: bool = True
-) -> Visible:
+def visible_gpus(inventory: Inventory, environ: Mapping[str, str]) -> Visible:
     """Return the part of ``inventory`` that CUDA_VISIBLE_DEVICES in ``environ`` leaves to us.
 
-    A GPU that CUDA counts but NVML could not read keeps its number, as one that is unusable.
-    ``ordinals`` asks for CUDA's order also where the mask does not depend on it; with several
-    models that starts a short process, once.
+    A GPU that CUDA counts but NVML could not read keeps its number, as one that is unusable. With
+    several models CUDA's order is asked for in a short process, once.
     """
     mask = environ.get(VARIABLE)
     if not inventory.answered:
@@ -71,7 +67,7 @@ def visible_gpus(
         return Visible(hidden_on_purpose=hidden, problem=inventory.problem, answered=False)
     listed = _listed(inventory)
     warning = None
-    counts = names_integers(mask) or (ordinals and mask is None)
+    counts = mask is None or names_integers(mask)
     if counts and _order_is_uncertain(inventory, environ):
         try:
             listed = _in_cuda_order(listed, cuda_order(environ))
@@ -82,8 +78,7 @@ def visible_gpus(
                     f"({error}), so the numbers are taken in PCI order; name the GPUs by UUID, or "
                     "set CUDA_DEVICE_ORDER=PCI_BUS_ID"
                 )
-    old_names = nvml.legacy_slice_names() if mask and mask.startswith("MIG-GPU-") else {}
-    seen = resolve_mask(mask, listed, old_names)
+    seen = resolve_mask(mask, listed)
     sentences = [sentence for sentence in (warning, seen.warning) if sentence]
     return replace(
         seen,
@@ -112,24 +107,19 @@ def names_integers(mask: str | None) -> bool:
     return mask is not None and _INTEGER.match(mask) is not None and not _hides_all(mask)
 
 
-def resolve_mask(
-    mask: str | None,
-    cuda_order: Sequence[GpuInfo],
-    old_slice_names: Mapping[str, str] | None = None,
-) -> Visible:
+def resolve_mask(mask: str | None, cuda_order: Sequence[GpuInfo]) -> Visible:
     """Read a CUDA_VISIBLE_DEVICES as CUDA does.
 
     Args:
         mask: the variable's value, None where it is not set.
         cuda_order: the machine's GPUs as CUDA numbers them. The slices of a GPU follow each other
             and count as one; the GPU's number or UUID shows the first of them alone.
-        old_slice_names: UUIDs of slices by their old names.
     """
     if mask is None:
         return Visible(tuple(cuda_order))
     if _hides_all(mask):
         return Visible(hidden_on_purpose=True)
-    there = _Machine(cuda_order, old_slice_names or {})
+    there = _Machine(cuda_order)
     kind = mask[:4] if mask.startswith(("GPU-", "MIG-")) else ""
     entries = mask.split(",")
     keys: list[int | str] = []
@@ -160,8 +150,7 @@ def resolve_mask(
 class _Machine:
     """Finds GPUs by the entries of a mask; ``find`` returns the reason where there is none."""
 
-    def __init__(self, cuda_order: Sequence[GpuInfo], old_slice_names: Mapping[str, str]) -> None:
-        self._old_slice_names = old_slice_names
+    def __init__(self, cuda_order: Sequence[GpuInfo]) -> None:
         self._slices = {gpu.uuid: gpu for gpu in cuda_order if gpu.parent_uuid is not None}
         self._first_parts: dict[str, GpuInfo] = {}
         for gpu in cuda_order:
@@ -174,7 +163,7 @@ class _Machine:
             return gpus[key] if key < len(gpus) else out_of_range
         if key.startswith("MIG-"):
             # CUDA's documentation allows a unique prefix for whole GPUs only
-            found = self._slices.get(self._old_slice_names.get(key, key))
+            found = self._slices.get(key)
             return "is the whole UUID of no MIG slice here" if found is None else found
         matches = [uuid for uuid in self._first_parts if uuid.startswith(key)]
         if len(matches) > 1:

@@ -15,8 +15,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 from robust_train.files import DirectoryProblem, open_or_make
 
 VARIABLE = "ROBUST_TRAIN_QUEUE_DIR"
@@ -173,7 +171,9 @@ def tmpfiles_line(path: Path) -> str:
 def file_system_of(fd: int) -> str:
     """Return the type of the file system behind a directory's descriptor, ``ext4``."""
     path = Path(os.readlink(f"/proc/self/fd/{fd}"))
-    types = {Path(disk.mountpoint): disk.fstype for disk in psutil.disk_partitions(all=True)}
+    # not by psutil, which before 6.0 asks every mount: a dead network disk would hang
+    mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
+    types = {Path(words[1].replace("\\040", " ")): words[2] for words in mounts}
     return next((types[place] for place in (path, *path.parents) if place in types), "unknown")
 
 

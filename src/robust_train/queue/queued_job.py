@@ -2,7 +2,7 @@
 
 Each poll decides under the queue lock, on fresh figures of the GPUs, and writes the job's record
 before the lock is released. A driver that hangs is asked before the lock is taken, unless it
-answered lately; a job that waits for it says that it can use no GPU, and so delays nobody.
+answered lately; a job that waits for it reports no usable GPU, and so delays nobody.
 """
 
 from __future__ import annotations

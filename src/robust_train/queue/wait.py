@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING, TextIO, cast
 
 import tenacity
@@ -134,12 +133,7 @@ class StatusLine:
             self._live.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._live is not None:
             self._live.stop()
 
@@ -183,29 +177,23 @@ def wait_for_gpu(
     return _Waiting(request, read, on_status, sleep, clock, queued).run()
 
 
+@dataclass
 class _Waiting:
     """The loop's state: the deadline, and the last status."""
 
-    def __init__(
-        self,
-        request: GpuRequest,
-        read: Callable[[bool], Visible],
-        on_status: Callable[[WaitStatus], None],
-        sleep: Callable[[float], None],
-        clock: Callable[[], float],
-        queued: QueuedJob | None,
-    ) -> None:
-        self.request = request
-        self.read = read
-        self.on_status = on_status
-        self.sleep = sleep
-        self.clock = clock
-        self.queued = queued
-        self.next_report = clock()
-        self.pause_seconds = request.interval_seconds
-        self.deadline = clock() + request.timeout_seconds
+    request: GpuRequest
+    read: Callable[[bool], Visible]
+    on_status: Callable[[WaitStatus], None]
+    sleep: Callable[[float], None]
+    clock: Callable[[], float]
+    queued: QueuedJob | None
+
+    def __post_init__(self) -> None:
+        self.next_report = self.clock()
+        self.pause_seconds = self.request.interval_seconds
+        self.deadline = self.clock() + self.request.timeout_seconds
         self.status = WaitStatus(
-            request.min_bytes, request.timeout_seconds, 0, "", count=request.count
+            self.request.min_bytes, self.request.timeout_seconds, 0, "", count=self.request.count
         )
 
     def run(self) -> Group | NoGpu:
@@ -294,7 +282,7 @@ class _Waiting:
 def _why_pointless(request: GpuRequest, visible: Visible) -> str | None:
     """Return why no amount of waiting would help, or None."""
     if not visible.answered:
-        return None  # a driver that hangs says nothing
+        return None
     if not visible.gpus:
         return visible.why_none
     count, need = request.count, mib(request.min_bytes)

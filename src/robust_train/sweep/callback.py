@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import sys
@@ -13,6 +14,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
 from robust_train.errors import EXIT_BAD_CONFIG, ConfigError
+from robust_train.events import Json
 from robust_train.runfolder.lock import refusal
 from robust_train.sweep import current, session
 from robust_train.sweep.plugins_of_others import restore_mask
@@ -68,9 +70,15 @@ def _refuse(problem: str) -> NoReturn:
     raise SystemExit(EXIT_BAD_CONFIG)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any) -> Json:
+    """Return a job's value as its record can hold it; None where that is not possible."""
+    if hasattr(value, "item"):  # of NumPy or torch
+        with contextlib.suppress(Exception):
+            value = value.item()
     if isinstance(value, float) and not math.isfinite(value):
         return None
+    if isinstance(value, tuple):  # several objectives
+        return [_plain(item) for item in value]
     return value if isinstance(value, (bool, int, float, str, list, dict)) else None
 
 

@@ -94,10 +94,8 @@ class GpuQueue:
         config: DictConfig,
         n_jobs: int | None,
     ) -> None:
-        self._context = context
-        self._task_function = task_function
-        self._config = config
-        self._n_jobs = n_jobs
+        self._context, self._task_function = context, task_function
+        self._config, self._n_jobs = config, n_jobs
         self._fail_fast = bool(OmegaConf.select(config, "sweep_fail_fast", default=False))
         self._signals = SignalWatch()
         self._pending: deque[_Job] = deque()
@@ -186,7 +184,7 @@ class GpuQueue:
             config.hydra.job.num = job.number
         return config
 
-    def _work(self, job: _Job) -> tuple[JobReturn, int]:
+    def _work(self, job: _Job) -> int:
         """Run the job, in its own process."""
         assert job.config is not None
         result = run_job(
@@ -197,19 +195,14 @@ class GpuQueue:
             job_subdir_key="hydra.sweep.subdir",
         )
         if result.status is JobStatus.COMPLETED:
-            return result, 0
+            return 0
         traceback.print_exception(result._return_value)
-        result.return_value = no_objective(job.config.hydra)
-        result.status = JobStatus.COMPLETED
-        return result, 1
+        return 1
 
     def _detach(self) -> None:
-        """Drop the sweep's handlers and the other jobs' descriptors, in a job's process."""
+        """Drop the sweep's handlers, in a job's process."""
         signal.set_wakeup_fd(-1)
         self._signals.__exit__(None, None, None)
-        for job in self._jobs:
-            if job.process is not None:
-                job.process.close()
 
     def _poll(self, table: LiveTable) -> None:
         """Wait a moment; then handle signals and jobs that have ended."""
@@ -228,13 +221,10 @@ class GpuQueue:
         assert job.folder is not None
         row = self._settled(job, job.folder, job.process.returncode or 0)
         completed = row.status == COMPLETED
-        result = job.process.result() if completed else None
-        job.process.close()
         job.status = row.status
-        if not isinstance(result, JobReturn):  # it may have died after its work was done
-            objective = row.result if completed else no_objective(self._config.hydra)
-            result = self._return(job, objective)
-        job.result = result
+        job.result = self._return(
+            job, row.result if completed else no_objective(self._config.hydra)
+        )
         table.show_line(ending_line(row, job.folder / LOG_FILE))
         if self._fail_fast and not completed and self._stopping is None:
             self._stop("sweep_fail_fast=true", signal.SIGTERM)
@@ -280,7 +270,7 @@ class GpuQueue:
                 return
 
     def _return(self, job: _Job, value: Any) -> JobReturn:
-        """Return what the sweeper gets for a job that did not send its own result."""
+        """Return a job's result for the sweeper."""
         config = job.config if job.config is not None else self._compose(job)
         task_config = config.copy()
         with open_dict(task_config):

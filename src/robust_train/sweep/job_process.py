@@ -8,9 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import pickle
 import signal
-import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -24,8 +22,8 @@ from robust_train.execution.signals import FORWARDED
 
 _FORWARDED_AS: dict[int, int] = {signum: forwarded for forwarded, signum in FORWARDED.items()}
 
-Work = Callable[[], tuple[Any, int]]
-"""Runs the job; returns its result for the sweep, and the exit code."""
+Work = Callable[[], int]
+"""Runs the job; returns the exit code. The result is in the job's record."""
 
 
 class JobProcess:
@@ -38,8 +36,6 @@ class JobProcess:
     """
 
     def __init__(self, work: Work, log_path: Path, detach: Callable[[], None]) -> None:
-        # in memory: the result may be larger than a pipe holds, and nobody reads until the end
-        self._result = os.fdopen(os.memfd_create("job-result"), "w+b")
         self.returncode: int | None = None
         flush_output()
         parent = os.getpid()
@@ -67,18 +63,6 @@ class JobProcess:
                 self.returncode = os.waitstatus_to_exitcode(status)
         return self.returncode
 
-    def result(self) -> Any:
-        """Return the work's result; None where it did not get that far."""
-        self._result.seek(0)
-        try:
-            return pickle.load(self._result)
-        except Exception:  # nothing there, torn, or of a class that cannot be rebuilt
-            return None
-
-    def close(self) -> None:
-        """Close the descriptor of an ended process, or in a sibling the inherited one."""
-        self._result.close()
-
     def _be_the_job(
         self,
         work: Work,
@@ -99,8 +83,7 @@ class JobProcess:
             for forwarded in FORWARDED:
                 signal.signal(forwarded, _receive)
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-            result, code = work()
-            self._send(result)
+            code = work()
         except JobInterrupted as error:
             code = error.exit_code
         except KeyboardInterrupt:
@@ -114,15 +97,6 @@ class JobProcess:
                 logging.shutdown()
                 flush_output()
             os._exit(code)
-
-    def _send(self, result: Any) -> None:
-        try:
-            data = pickle.dumps(result)
-        except Exception as error:
-            print(f"the job's result cannot be passed on: {error}", file=sys.stderr)
-            return
-        self._result.write(data)
-        self._result.flush()
 
 
 def _receive(signum: int, frame: FrameType | None) -> None:
