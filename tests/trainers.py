@@ -84,6 +84,9 @@ def resumes(cfg, run):
 
     With DIES_OF in the environment it is killed by that signal instead.
     """
+    if "ATTEMPTS_FILE" in os.environ:
+        with Path(os.environ["ATTEMPTS_FILE"]).open("a") as file:
+            file.write(f"{os.getppid()}\n")
     first_step = 0
     if run.resume_checkpoint is not None:
         first_step = int(Path(run.resume_checkpoint).read_text())

@@ -21,7 +21,7 @@ from robust_train.report.sources import read_sources
 from robust_train.report.story import Story, story_of
 from robust_train.sweep.job_record import JobRecord
 from robust_train.sweep.rows import row_of
-from robust_train.sweep.sweep_table import as_json
+from robust_train.sweep.sweep_table import SweepTable
 from robust_train.values import GIB
 
 STARTED = JobStarted("/run", "trainers.train")
@@ -120,5 +120,4 @@ def write_sweep(folder: Path) -> None:
         )
         record.write(job)
         rows.append(row_of(job, record, None))
-    content = as_json(rows, sweep="sweep-id", launcher="basic", exit_code=1, wall_seconds=40)
-    (folder / "sweep.json").write_text(json.dumps(content))
+    SweepTable("sweep-id", "basic", "ended", 1, 40.0, tuple(rows)).write(folder)

@@ -1,4 +1,8 @@
-"""What the launcher and its fork server send each other, pickled by :mod:`multiprocessing`."""
+"""What the launcher and its fork server send each other, pickled by :mod:`multiprocessing`.
+
+An :class:`.AttemptRequest` has an attempt forked; the descriptors that it holds open follow. A
+number is a signal for the attempt, if there is one.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,6 @@ from multiprocessing.connection import Connection
 
 from omegaconf import DictConfig
 
-from robust_train.execution.request import AttemptRequest
 from robust_train.execution.trainer_ref import TrainerRef
 
 _MOST_DESCRIPTORS = 8
@@ -18,7 +21,7 @@ _MOST_DESCRIPTORS = 8
 
 @dataclass(frozen=True)
 class Import:
-    """Import libraries; the answer is :class:`Imported` or :class:`Refused`.
+    """Import libraries; the answer is :class:`Imported`.
 
     Attributes:
         path: the launcher's ``sys.path``.
@@ -35,31 +38,15 @@ class Import:
 
 @dataclass(frozen=True)
 class Imported:
-    """The libraries are imported; ``unsafe``: after which attempts must not be forked, and why."""
+    """The libraries are imported.
+
+    Attributes:
+        unsafe: after which of them attempts must not be forked, and why.
+        refusal: why the trainer does not accept the config, else None.
+    """
 
     unsafe: dict[str, str]
-
-
-@dataclass(frozen=True)
-class Refused:
-    """The trainer does not accept the config."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class Fork:
-    """Run an attempt in a child, which keeps open the descriptors that follow, if any do."""
-
-    request: AttemptRequest
-    has_descriptors: bool
-
-
-@dataclass(frozen=True)
-class Signal:
-    """Send a signal to the attempt, if there is one."""
-
-    signum: int
+    refusal: str | None = None
 
 
 @dataclass(frozen=True)
@@ -80,7 +67,7 @@ class Exited:
 
 
 def send_descriptors(connection: Connection, descriptors: Sequence[int]) -> None:
-    """Send copies of open descriptors."""
+    """Send copies of open descriptors, perhaps of none."""
     with socket.socket(fileno=os.dup(connection.fileno())) as channel:
         socket.send_fds(channel, [b"\0"], list(descriptors))
 

@@ -25,15 +25,7 @@ from robust_train.events import Event
 from robust_train.execution import TICK_SECONDS
 from robust_train.execution.attempt_clock import AttemptClock
 from robust_train.execution.environment import read_at_import, shared_machine_environment
-from robust_train.execution.fork_messages import (
-    Exited,
-    Fork,
-    Import,
-    Imported,
-    Refused,
-    Signal,
-    send_descriptors,
-)
+from robust_train.execution.fork_messages import Exited, Import, Imported, send_descriptors
 from robust_train.execution.linux import JOB_MARKER, become_subreaper, kill_descendants
 from robust_train.execution.output import OutputPump
 from robust_train.execution.request import AttemptRequest
@@ -143,10 +135,10 @@ class ForkServer:
                 self.pump.move()
                 for message in self._messages():
                     self._answers_due -= 1
-                    if isinstance(message, Refused):
-                        raise ConfigError(message.reason)
                     if isinstance(message, Imported):
                         self.unsafe |= message.unsafe
+                        if message.refusal is not None:
+                            raise ConfigError(message.refusal)
 
     def run(
         self,
@@ -172,7 +164,7 @@ class ForkServer:
             nonlocal stop_sent
             if forked and not stop_sent:
                 stop_sent = True
-                self._send(Signal(stop_signal(os.environ)))
+                self._send(int(stop_signal(os.environ)))
 
         def stop(signum: int) -> None:
             clock.stop()
@@ -181,9 +173,7 @@ class ForkServer:
         with signals.handed_to(stop) as wakeup, self._selector(self._events, wakeup) as selector:
             signals.raise_if_received()
             self._is_running = True
-            self._send(Fork(request, bool(hold)))
-            if hold:
-                send_descriptors(self._control, hold)
+            self._send(request, hold)
             forked = True
             if clock.is_set:  # a signal that came before there was a child to stop
                 send_stop()
@@ -192,7 +182,7 @@ class ForkServer:
                 with contextlib.suppress(BlockingIOError):
                     os.read(wakeup, 4096)
                 if clock.kills_now():
-                    self._send(Signal(signal.SIGKILL))
+                    self._send(int(signal.SIGKILL))
                 # messages before events and output: what the child sent before it ended is then
                 # already there when its end is known
                 ended = [m for m in self._messages() if isinstance(m, Exited)]
@@ -211,7 +201,7 @@ class ForkServer:
                     return Exited(None, -signal.SIGKILL, stalled=stalled)
                 if clock.stalls_now():
                     stalled = True
-                    self._send(Signal(DUMP_STACKS))
+                    self._send(int(DUMP_STACKS))
                 show_waiting()
                 tick()
 
@@ -261,9 +251,11 @@ class ForkServer:
                 raise self._death() from error
         return messages
 
-    def _send(self, message: object) -> None:
+    def _send(self, message: object, descriptors: Sequence[int] | None = None) -> None:
         try:
             self._control.send(message)
+            if descriptors is not None:
+                send_descriptors(self._control, descriptors)
         except OSError as error:
             raise self._death() from error
 

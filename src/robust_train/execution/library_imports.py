@@ -52,126 +52,109 @@ class _Reader:
 
     def read_trainer(self) -> None:
         names = self._ref.parts()
-        spec = None
-        if self._ref.main_file is not None and names[0] == MAIN_MODULE:
-            spec = importlib.util.spec_from_file_location(MAIN_MODULE, self._ref.main_file)
-        spec = spec or _spec_of_top(names[0])
+        spec = self._spec_of_top(names[0])
         if spec is None:
             raise self._ref.no_module()
-        tree = self._own_module(spec, certain=True)
-        for depth, name in enumerate(names[1:-1], start=1):
-            inner = _spec_inside(spec, name)
-            if inner is None:
-                names = names[: depth + 1]
-                break
-            spec, tree = inner, self._own_module(inner, certain=True)
+        modules = [".".join(names[:end]) for end in range(1, len(names))]
+        if not _is_users_own(spec):
+            self.found.update(dict.fromkeys(modules))
+            return
+        tree, module, attribute = None, "", ""
+        for depth, name in enumerate(modules, start=1):
+            if self._own_file(name) is not None:
+                tree, module, attribute = self._own_module(name, certain=True), name, names[depth]
         bound = None if tree is None else _bound_names(tree)
-        if tree is not None and bound is not None and names[-1] not in bound:
+        if tree is not None and bound is not None and attribute not in bound:
             kinds = (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef)
             functions = [node.name for node in tree.body if isinstance(node, kinds)]
-            close = difflib.get_close_matches(names[-1], functions, n=1)
-            raise self._ref.has_no(spec.name, names[-1], close[0] if close else None)
+            close = difflib.get_close_matches(attribute, functions, n=1)
+            raise self._ref.has_no(module, attribute, close[0] if close else None)
 
-    def _own_module(self, spec: ModuleSpec, *, certain: bool) -> ast.Module | None:
-        """Read one module; a library is noted by its name instead, and gives no tree."""
-        if not _is_users_own(spec):
-            self.found[spec.name] = None
+    def _own_module(self, name: str, *, certain: bool) -> ast.Module | None:
+        """Read a module of the user's own, once; ``certain``: it will certainly be imported."""
+        file = self._own_file(name)
+        if file is None or name in self._seen or len(self._seen) >= _MOST_MODULES:
             return None
-        is_known = spec.name in self._seen or len(self._seen) >= _MOST_MODULES
-        if is_known or spec.origin is None or not spec.origin.endswith(".py"):
-            return None
-        self._seen.add(spec.name)
+        self._seen.add(name)
         try:
-            tree = ast.parse(Path(spec.origin).read_bytes(), spec.origin)
+            tree = ast.parse(file.read_bytes(), str(file))
         except OSError:
             return None
         except (SyntaxError, ValueError) as error:
             if not certain:
                 return None
             text, line = (error.msg, error.lineno) if isinstance(error, SyntaxError) else (error, 1)
-            problem, where = f"{type(error).__name__}: {text}", f"{spec.origin}, line {line}"
-            raise self._ref.cannot_be_imported(problem, where) from None
+            problem = f"{type(error).__name__}: {text}"
+            raise self._ref.cannot_be_imported(problem, f"{file}, line {line}") from None
         self._path_is_changed = self._path_is_changed or any(
             isinstance(node, ast.Attribute)
             and (node.attr == "addsitedir" or ast.unparse(node) in _PATH_CHANGERS)
             for node in ast.walk(tree)
         )
+        package = name if file.name == "__init__.py" else name.rpartition(".")[0]
         for node, is_sure in _imports(tree.body, certain):
-            self._follow(node, spec, certain=is_sure)
+            where = f"{file}, line {node.lineno}"
+            names = [alias.name for alias in node.names]
+            if isinstance(node, ast.ImportFrom):
+                self._follow(_absolute(node, package), names, where, certain=is_sure)
+            else:
+                for one in names:
+                    self._follow(one, (), where, certain=is_sure)
         self.found.update(dict.fromkeys(_preload_list(tree)))
         return tree
 
-    def _follow(
-        self, node: ast.Import | ast.ImportFrom, spec: ModuleSpec, *, certain: bool
-    ) -> None:
-        where = f"{spec.origin}, line {node.lineno}"
-        names = [alias.name for alias in node.names]
-        if isinstance(node, ast.Import):
-            for name in names:
-                self._module(name, (), where, certain=certain)
+    def _follow(self, module: str, inner: Sequence[str], where: str, *, certain: bool) -> None:
+        """Take in the import of a module, and of names from it."""
+        top, *rest = module.split(".")
+        if not top or top in sys.stdlib_module_names:
             return
-        module = node.module or ""
-        if node.level:
-            package = spec.name if spec.submodule_search_locations else spec.parent or ""
-            parents = package.split(".")
-            base = parents[: len(parents) - node.level + 1]
-            module = ".".join([*base, *([module] if module else [])])
-        if module:
-            self._module(module, names, where, certain=certain)
-
-    def _module(self, name: str, inner: Sequence[str], where: str, *, certain: bool) -> None:
-        top, *rest = name.split(".")
-        if top in sys.stdlib_module_names:
-            return
-        spec = _spec_of_top(top)
+        spec = self._spec_of_top(top)
         if spec is None:
             if certain and not self._path_is_changed:
                 problem = f"ModuleNotFoundError: No module named {top!r}"
                 raise self._ref.cannot_be_imported(problem, where, top)
-            return
-        if not _is_users_own(spec):
-            self.found.update(
-                dict.fromkeys([name, *(f"{name}.{one}" for one in inner if one != "*")])
-            )
-            return
-        self._own_module(spec, certain=certain)
-        for part in rest:
-            found = _spec_inside(spec, part)
-            if found is None:
-                return
-            spec = found
-            self._own_module(spec, certain=certain)
-        for part in inner:
-            found = _spec_inside(spec, part)
-            if found is not None:
-                self._own_module(found, certain=False)
+        elif _is_users_own(spec):
+            for end in range(len(rest) + 1):
+                self._own_module(".".join([top, *rest[:end]]), certain=certain)
+            for one in inner:
+                self._own_module(f"{module}.{one}", certain=False)
+        else:
+            inside = [f"{module}.{one}" for one in inner if one != "*"]
+            self.found.update(dict.fromkeys([module, *inside]))
+
+    def _spec_of_top(self, name: str) -> ModuleSpec | None:
+        """Find a top-level module as an import would, without importing it."""
+        if name == MAIN_MODULE and self._ref.main_file is not None:
+            return importlib.util.spec_from_file_location(name, self._ref.main_file)
+        try:
+            return importlib.util.find_spec(name)
+        except (ImportError, ValueError, AttributeError):  # a module that was put there by hand
+            return PathFinder.find_spec(name)
+
+    def _own_file(self, name: str) -> Path | None:
+        """Return the source of a module of the user's own; None for packages without one."""
+        top, *rest = name.split(".")
+        spec = self._spec_of_top(top)
+        if spec is None or not _is_users_own(spec):
+            return None
+        files = [Path(spec.origin)] if spec.origin and not rest else []
+        for folder in spec.submodule_search_locations or () if rest else ():
+            path = Path(folder, *rest)
+            files += [path / "__init__.py", path.with_suffix(".py")]
+        return next((file for file in files if file.suffix == ".py" and file.is_file()), None)
 
 
-def _spec_of_top(name: str) -> ModuleSpec | None:
-    """Find a top-level module as an import would, without importing it."""
-    try:
-        return importlib.util.find_spec(name)
-    except (ImportError, ValueError, AttributeError):  # a module that was put there by hand
-        return PathFinder.find_spec(name)
-
-
-def _spec_inside(package: ModuleSpec, name: str) -> ModuleSpec | None:
-    folders = package.submodule_search_locations
-    if folders is None:
-        return None
-    # by its own name: the full one of a namespace package needs its parent to be imported
-    found = PathFinder.find_spec(name, list(folders))
-    if found is not None:
-        found.name = f"{package.name}.{name}"
-        if found.submodule_search_locations is not None:
-            found.submodule_search_locations = list(found.submodule_search_locations)
-    return found
+def _absolute(node: ast.ImportFrom, package: str) -> str:
+    if not node.level:
+        return node.module or ""
+    parents = package.split(".")
+    base = parents[: len(parents) - node.level + 1]
+    return ".".join([*base, *([node.module] if node.module else [])])
 
 
 def _is_users_own(spec: ModuleSpec) -> bool:
-    """Return whether a module is neither installed nor Python's own nor ours."""
-    top = spec.name.partition(".")[0]
-    if top == "robust_train" or top in sys.stdlib_module_names:
+    """Return whether a top-level module is neither installed nor Python's own nor ours."""
+    if spec.name == "robust_train" or spec.name in sys.stdlib_module_names:
         return False
     files = [spec.origin] if spec.has_location else list(spec.submodule_search_locations or ())
     return any(not str(file).startswith(_LIBRARY_FOLDERS) for file in files)

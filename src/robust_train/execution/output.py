@@ -176,7 +176,7 @@ def _settled(line: bytes) -> bytes:
 
 
 def flush_output() -> None:
-    """Write out what this process has printed, as far as that goes."""
+    """Write out what this process has printed, as far as that is possible."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()

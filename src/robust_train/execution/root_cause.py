@@ -14,7 +14,7 @@ _FOLLOWS_FROM_OTHERS = frozenset({FailureKind.COMM, FailureKind.INTERRUPTED})
 
 @dataclass(frozen=True)
 class RankEnd:
-    """How one rank's process ended, or stands.
+    """How one rank's process ended, or that it runs.
 
     Attributes:
         ending: the event of its end; None so far, or where it died without one.

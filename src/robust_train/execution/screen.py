@@ -1,7 +1,7 @@
 """Writing to our own stdout and stderr without ever waiting for whoever reads them.
 
 A terminal under Ctrl-S, a dead ssh, ``| less``: what cannot be shown is kept for a while, then
-dropped, and a line says so once the reader is back. Nothing is lost from an attempt's log.
+dropped, which a line reports once the reader is back. Nothing is lost from an attempt's log.
 """
 
 from __future__ import annotations

@@ -23,15 +23,7 @@ from typing import NoReturn
 from robust_train.compat import run_exit_handlers
 from robust_train.errors import ConfigError
 from robust_train.execution.fork_guard import ForkGuard
-from robust_train.execution.fork_messages import (
-    Exited,
-    Fork,
-    Import,
-    Imported,
-    Refused,
-    Signal,
-    receive_descriptors,
-)
+from robust_train.execution.fork_messages import Exited, Import, Imported, receive_descriptors
 from robust_train.execution.hydra_state import adopt_hydra
 from robust_train.execution.linux import (
     JOB_MARKER,
@@ -101,15 +93,15 @@ class _Server:
     def _handle(self, message: object) -> None:
         if isinstance(message, Import):
             self._control.send(self._import(message))
-        elif isinstance(message, Fork):
-            hold = receive_descriptors(self._control) if message.has_descriptors else []
-            self._fork(message.request)
+        elif isinstance(message, AttemptRequest):
+            hold = receive_descriptors(self._control)
+            self._fork(message)
             for descriptor in hold:
                 os.close(descriptor)
-        elif isinstance(message, Signal) and self._child is not None:
-            os.kill(self._child, message.signum)
+        elif isinstance(message, int) and self._child is not None:
+            os.kill(self._child, message)
 
-    def _import(self, wanted: Import) -> Imported | Refused:
+    def _import(self, wanted: Import) -> Imported:
         """Import libraries; find out after each whether forks are still possible."""
         sys.path[:] = wanted.path
         unsafe: dict[str, str] = {}
@@ -121,7 +113,7 @@ class _Server:
             try:
                 names += [] if preload is None else preload(wanted.cfg)
             except ConfigError as error:
-                return Refused(str(error))
+                return Imported(unsafe, str(error))
         for name in names:
             _import_one(name)
             reason = None if unsafe else self._guard.why_not_fork()

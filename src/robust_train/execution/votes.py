@@ -39,7 +39,7 @@ class Votes:
         It stays due until it is raised anew.
         """
         row = _FLAGS.index(flag) * self._row
-        with self._locked():
+        with self.locked():
             self._take_raised(flag, row)
             mine = row + 2 + rank
             self._words[mine] += 1
@@ -64,7 +64,8 @@ class Votes:
             self._words[row + 1] = max(looks) + 1
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
+    def locked(self) -> Iterator[None]:
+        """Hold the lock of all ranks and threads."""
         with self._thread_lock:
             pid = os.getpid()
             if self._own_file is None or self._own_file[0] != pid:
