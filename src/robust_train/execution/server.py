@@ -190,7 +190,7 @@ def _be_attempt(request: AttemptRequest, send: EventSender) -> NoReturn:
         importlib.invalidate_caches()
         if request.ranks > 1:
             # it brings much of torch along that one process does without
-            from robust_train.execution.ranks import run_ranks
+            from robust_train.execution.rank_group import run_ranks
 
             status = run_ranks(request, send)
         else:
