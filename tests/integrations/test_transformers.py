@@ -156,13 +156,14 @@ def test_a_job_whose_last_step_is_done_makes_no_further_step(tmp_path: Path):
     assert again["eval_loss"] == pytest.approx(result["eval_loss"])
 
 
+@pytest.mark.parametrize("damage", [Path.unlink, lambda mark: mark.write_text("")])
 def test_an_incomplete_checkpoint_is_not_resumed_from(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, damage, caplog: pytest.LogCaptureFixture
 ):
     folder = tmp_path / "job"
     _, _, reports = _fit(folder, _cfg(8))
     saved = [Path(e["path"]) for e in reports if e["event"] == "checkpoint"]
-    (saved[-1] / "robust_train.json").unlink()
+    damage(saved[-1] / "robust_train.json")
     _, _, again = _fit(folder, _cfg(8), saved[-1])
     assert [e["step"] for e in again if e["event"] == "training_started"] == [0]
     assert "is incomplete" in caplog.text

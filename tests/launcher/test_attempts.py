@@ -141,7 +141,7 @@ def test_a_trainer_that_does_not_stop_is_killed_with_all_it_started(world: World
         wait_until(lambda pid=pid: not is_running(int(pid)), f"process {pid} ends")
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # the table of worst days has it as well
 def test_a_killed_launcher_leaves_nothing_behind(world: World):
     ready = world.folder / "ready"
     world.environ["READY_FILE"] = str(ready)

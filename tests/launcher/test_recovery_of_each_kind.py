@@ -122,6 +122,7 @@ def test_where_splitting_does_not_help_the_next_attempt_is_elsewhere(world: Worl
     assert "cpu at micro-batch 64 down to 4" in ended.summary["reason"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("two_gpus")
 def test_a_gpu_on_which_no_part_fits_is_left_for_another(world: World):
     world.environ["BATCH_BUDGETS"] = json.dumps({A: 2, B: 2})

@@ -276,9 +276,7 @@ def test_a_live_run_does_what_it_is_asked_and_tells_before_and_after(live: World
     assert refused.returncode == 1
     (line,) = refused.stderr.splitlines()
     assert "fraction=1e-06: that is 0 MiB of host memory" in line
-
-
-def test_people_see_a_sentence_and_a_table(live: World) -> None:
+    # people see a sentence and a table
     done = run(live.environ, "memory", "clear")
     assert done.returncode == 0, done.stderr
     sentence, header, *rows = done.stdout.splitlines()

@@ -14,6 +14,7 @@ from live_folder import another_launcher, open_folder
 
 from another_user import ANOTHER_USER, needs_root
 from robust_train.events import AttemptStarted
+from robust_train.runfolder import client
 from robust_train.runfolder.client import ControlError, StillQueued, ask, status
 from robust_train.runfolder.requests import (
     REQUESTS,
@@ -26,6 +27,11 @@ from robust_train.runfolder.requests import (
 from robust_train.runfolder.runs import choose_run, read_run
 from robust_train.values import Attempt, AttemptSpec, Failure, FailureKind, Outcome
 from world import wait_until
+
+
+@pytest.fixture(autouse=True)
+def _short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "SEEN_SECONDS", 0.5)
 
 
 @pytest.fixture

@@ -21,7 +21,10 @@ def left_behind(sweeps: SweepWorld) -> list:
     return processes_mentioning(str(sweeps.place))
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("signum", "code"),
+    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)],
+)
 def test_a_signal_ends_every_job_with_a_checkpoint(sweeps: SweepWorld, signum: int, code: int):
     process = sweeps.start("works_until_told", "training.seed=1,2,3", start_new_session=True)
     wait_until(lambda: both_at_work(sweeps), "both jobs are at work")
@@ -126,7 +129,7 @@ def test_sigterm_to_every_process_at_once_ends_each_job_with_a_whole_checkpoint(
     wait_until(lambda: not left_behind(sweeps), "nothing is left behind")
 
 
-@pytest.mark.parametrize("isolation", ["none", "process"])
+@pytest.mark.parametrize("isolation", [pytest.param("none", marks=pytest.mark.slow), "process"])
 def test_a_killed_sweep_leaves_no_job_behind_and_each_has_its_checkpoint(
     sweeps: SweepWorld, isolation: str
 ):

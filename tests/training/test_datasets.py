@@ -110,7 +110,7 @@ def test_a_split_leaves_every_class_something_to_train_on():
     [
         ("flowers102", write_flowers102),
         ("cub200", write_cub200),
-        ("image_folder", write_image_folder),
+        pytest.param("image_folder", write_image_folder, marks=pytest.mark.slow),
     ],
 )
 def test_a_tiny_backbone_trains_on_the_original_files(tmp_path, dataset, write):

@@ -23,7 +23,7 @@ from robust_train.queue.reservations import JobRegistry
 from robust_train.readable import mib
 from robust_train.values import MIB, GpuInfo, Inventory
 
-COLUMNS = ("index", "uuid", "name", "mode", "free MiB", "verdict")
+COLUMNS = ("index", "uuid", "name", "mode", "free MiB", "state")
 _CONTAINER_MARKS = (Path("/.dockerenv"), Path("/run/.containerenv"))
 _PACKAGES = ("robust-train", "torch", "nvidia-ml-py", "psutil")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from typing import Any
 
@@ -25,8 +24,6 @@ from robust_train.settings import sweep_folder
 from robust_train.sweep import current
 from robust_train.sweep.plugins_of_others import no_objective
 from robust_train.values import MEMORY_FAILURES, FailureKind
-
-log = logging.getLogger("robust_train")
 
 
 class Ending:
@@ -63,7 +60,7 @@ def robust_job(cfg: DictConfig) -> Any:
 
 
 def plain_job(cfg: DictConfig) -> Any:
-    """Run one attempt in this process, on the device that the config names; return the same."""
+    """Run one attempt of the trainer in this process, on the device that the config names."""
     plain = complete(cfg)
     is_script = OmegaConf.select(cfg, "trainer.argv") is not None
     plain.isolation = "process" if is_script else "none"
@@ -73,7 +70,7 @@ def plain_job(cfg: DictConfig) -> Any:
 
 
 def _job(cfg: DictConfig, *, remedies: bool) -> Any:
-    """Run a job, alone or as one of a sweep, which goes on without it if it is refused."""
+    """Run a job, alone or as one of a sweep, which goes on without it if it does not complete."""
     ending.started = True
     job = current.current_job()
     if job is not None and not job.runs:
@@ -82,11 +79,15 @@ def _job(cfg: DictConfig, *, remedies: bool) -> Any:
         if job is not None and job.refusal is not None:
             raise ConfigError(job.refusal)
         summary = Job(None, cfg, remedies=remedies).run()
+        if summary.status == "completed":
+            return summary.objective
+        code = exit_code_of(summary)
+        ending.note(code)
+        current.job_ended(summary.status, code, reason=summary.reason)
     except ConfigError as error:
         # printed here, because Hydra puts lines of its own around what a job raises
         ending.refuse(str(error))
         current.job_refused(str(error))
-        return _no_objective()
     except JobInterrupted as error:
         current.job_interrupted(error, error.exit_code)
         folder = sweep_folder()
@@ -94,17 +95,6 @@ def _job(cfg: DictConfig, *, remedies: bool) -> Any:
             raise
         # the sweep goes on to its next jobs, none of which is started any more
         ending.note(error.exit_code)
-        return _no_objective()
-    code = exit_code_of(summary)
-    if code == 0:
-        return summary.objective
-    ending.note(code)
-    current.job_ended(summary.status, code, reason=summary.reason)
-    return _no_objective()
-
-
-def _no_objective() -> float | None:
-    """Return what lets a sweep go on to its next job."""
     hydra = HydraConfig.get()
     return no_objective(hydra) if hydra.mode == RunMode.MULTIRUN else None
 

@@ -22,7 +22,7 @@ commands:
   report  report.html of a run or sweep, made anew         PATH [--open] [--json]
   memory  of GPUs and of a live run: info, clear, reset,   [--json] [--run ID|PATH|PID]
           fraction, enable, snapshot, kill
-  cleanup show it, and have a run give back what it can    [--json] [--stats-only | --force]
+  cleanup show it, and have a run release what it can      [--json] [--stats-only | --force]
 """
 
 COMMANDS = {

@@ -19,7 +19,7 @@ from robust_train.memory.allocator import (
     exported_expandable_segments,
 )
 from robust_train.runfolder.client import ControlError, ask
-from robust_train.runfolder.runs import NoLiveRun, Run, choose_run, find_live_runs
+from robust_train.runfolder.runs import NoLiveRun, NothingAlive, Run, choose_run
 from robust_train.values import MIB
 
 _WITHOUT_A_RUN = {
@@ -84,29 +84,18 @@ def _request(
 ) -> int:
     """Have a live run carry out an action and print the answer; return the exit code."""
     try:
-        found = _ask(arguments.run, f"memory_{action}", options)
+        run = choose_run(arguments.run)
+        answer = ask(run, f"memory_{action}", **options)
+    except NothingAlive as problem:
+        instead = _WITHOUT_A_RUN[action].format(*options.values())
+        return fail(command, f"{problem}; {instead}", arguments.json)
     except (NoLiveRun, ControlError) as problem:
         return fail(command, str(problem), arguments.json)
-    if found is None:
-        instead = _WITHOUT_A_RUN[action].format(*options.values())
-        nobody = "no run of yours is alive on this machine"
-        return fail(command, f"{nobody}; {instead}", arguments.json)
-    run, answer = found
     if arguments.json:
         print_json({"run": run.id, **answer})
     else:
         _print_answer(run, answer)
     return 0
-
-
-def _ask(
-    which: str | None, verb: str, options: dict[str, Json]
-) -> tuple[Run, dict[str, Json]] | None:
-    """Return a live run and its answer; None where none was named and none is alive."""
-    if which is None and not find_live_runs():
-        return None
-    run = choose_run(which)
-    return run, ask(run, verb, **options)
 
 
 def _print_answer(run: Run, answer: dict[str, Json], *, only_now: bool = False) -> None:
@@ -128,23 +117,26 @@ def _mib(size: int | None) -> str:
 def _info(command: str, which: str | None, *, as_json: bool) -> int:
     """Print the machine's memory, and a live run's own figures; return the exit code.
 
-    Where no run was named, none or several are no error: the machine's part stands alone.
+    Where no run was named, none or several are no error: only the machine's part is printed.
     """
     machine = read_machine_memory()
-    found = None
+    run, answer = None, {}
     try:
-        found = _ask(which, "memory_info", {})
+        run = choose_run(which)
+        answer = ask(run, "memory_info")
+    except NothingAlive:
+        pass
     except (NoLiveRun, ControlError) as problem:
         if which is not None:
             return fail(command, str(problem), as_json)
         print(f"warning: {problem}", file=sys.stderr)
     if as_json:
-        own = None if found is None else {"run": found[0].id, **found[1]}
+        own = {"run": run.id, **answer} if run is not None and answer else None
         print_json({**machine, "live_run": own})
         return 0
     print_machine_memory(machine)
-    if found is not None:
-        _print_answer(*found, only_now=True)
+    if run is not None and answer:
+        _print_answer(run, answer, only_now=True)
     return 0
 
 

@@ -123,7 +123,7 @@ def resolve_mask(
         mask: the variable's value, None where it is not set.
         cuda_order: the machine's GPUs as CUDA numbers them. The slices of a GPU follow each other
             and count as one; the GPU's number or UUID shows the first of them alone.
-        old_slice_names: slices' UUIDs by their names of the form ``MIG-GPU-<uuid>/<i>/<j>``.
+        old_slice_names: UUIDs of slices by their old names.
     """
     if mask is None:
         return Visible(tuple(cuda_order))

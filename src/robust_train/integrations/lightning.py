@@ -66,7 +66,7 @@ def fit(
         options: further arguments of ``trainer.fit``, such as ``val_dataloaders``.
 
     Raises:
-        UserError: trainer, model or data cannot keep the effective batch; the message says why.
+        UserError: trainer, model or data cannot keep the effective batch.
         Interrupted: a stop was requested; a checkpoint was saved.
     """
     refuse_ranks(run, "Lightning")

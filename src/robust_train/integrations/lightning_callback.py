@@ -50,7 +50,7 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
         self._order: SampleOrder | None = None
         self._cfg = cfg
         self._steps = Steps(cfg, run)
-        self._restored: Mapping[str, Any] | None = None
+        self._restored: Any = None
         self._saved_step: int | None = None
         self._batches = 0  # of this epoch, done
         self._seen = 0  # samples of this epoch, the step in progress included
@@ -76,11 +76,11 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
             is_done = position.samples >= position.epoch_samples
             self._order.begin(position.epoch + is_done, 0 if is_done else position.samples)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return what Lightning saves in the checkpoint."""
         return {"position": asdict(self.position), "rng": capture_rng(self._device)}
 
-    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
         """Convert the loops' counters to this attempt's micro-batches."""
         restored = checkpoint["callbacks"].get(self.state_key)
         if restored is None:
@@ -108,7 +108,7 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
         write = writer.save_checkpoint
 
         @wraps(write)
-        def save_checkpoint(checkpoint: dict[str, Any], path: Any, **options: Any) -> None:
+        def save_checkpoint(checkpoint: Any, path: Any, **options: Any) -> None:
             write(checkpoint, path, **options)
             # nothing resumes from weights alone
             if "optimizer_states" in checkpoint and Path(path).exists():

@@ -6,7 +6,6 @@ Lightning counts batches, whatever their size was when the checkpoint was writte
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,9 +60,7 @@ def share_of_step(
     return accumulation * samples / min(group * micro_batch, left)
 
 
-def loops_at(
-    fit_loop: Mapping[str, Any], position: ResumePosition, micro_batch: int
-) -> dict[str, Any]:
+def loops_at(fit_loop: Any, position: ResumePosition, micro_batch: int) -> Any:
     """Return ``checkpoint["loops"]["fit_loop"]`` as if all batches had ``micro_batch`` samples.
 
     Two of Lightning's many restart states are enough: at the end of a batch within an epoch, and

@@ -1,15 +1,5 @@
 """Repeat just the optimizer step in which memory runs out, with finer parts.
 
-::
-
-    for batch in loader:
-        optimizer.zero_grad()
-        for micro in run.micro_batches(batch, model):
-            with micro:
-                x, y = micro.data
-                micro.backward(criterion(model(x.to(device)), y.to(device)))
-        optimizer.step()
-
 A loop cannot repeat a body that has raised, so each part is a context manager: it takes the
 out-of-memory error, and the loop starts over with smaller parts. Gradients are weighted by samples,
 so every split gives the gradient of the mean loss over the whole batch.
@@ -19,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import torch
@@ -32,15 +22,19 @@ from robust_train.memory.cleanup import clear_frames, return_memory
 from robust_train.microbatch import record, splitting
 from robust_train.microbatch.part import MicroBatch
 from robust_train.microbatch.probing import probe_parts
-from robust_train.microbatch.ranks import ran_out_elsewhere
+from robust_train.microbatch.ranks import SharedStep, ran_out_elsewhere
 from robust_train.microbatch.rewind import Models, StepStart, Watch, cut_graphs
 from robust_train.microbatch.rng import GeneratorStates
-from robust_train.microbatch.shared_step import SharedStep
-from robust_train.microbatch.size import MicroBatchSize
+from robust_train.microbatch.size import MicroBatchSize, SizeState
 from robust_train.readable import first_line
 from robust_train.values import MEMORY_FAILURES, Failure, FailureKind
 
 log = logging.getLogger("robust_train")
+
+NO_WEIGHT = (
+    "a backward pass without weight: the gradients of several micro-batches would add up wrongly; "
+    "use micro.backward(loss), or multiply the loss by micro.weight"
+)
 
 
 class MicroBatcher:
@@ -74,8 +68,7 @@ class MicroBatcher:
         on_oom: Callable[[BaseException], None] | None = None,
         search: BatchSearch | None = None,
     ) -> None:
-        sizes = {"batch_size": batch_size or 1, "min_batch_size": min_batch_size}
-        for name, value in sizes.items():
+        for name, value in (("batch_size", batch_size or 1), ("min_batch_size", min_batch_size)):
             if value < 1:
                 raise ValueError(f"{name}={value}: must be 1 or more")
         self._training, self._other = (
@@ -87,12 +80,12 @@ class MicroBatcher:
             )
             for _ in range(2)
         )
-        self._on_event = on_event or (lambda event: None)
+        self.on_event: record.OnEvent = on_event or (lambda event: None)
+        self.on_oom = on_oom or (lambda error: None)
+        self.watch = Watch()
         self._step = step
-        self._on_oom = on_oom
         self._search = search
         self._steps_begun = 0
-        self._watch = Watch()
 
     @property
     def size(self) -> int | None:
@@ -109,7 +102,12 @@ class MicroBatcher:
         length: splitting.Length | None = None,
         split: splitting.Split | None = None,
     ) -> MicroBatches:
-        """The parts of ``batch``, to loop over.
+        """Return the parts of ``batch``, to loop over::
+
+            for micro in batcher.micro_batches(batch, model):
+                with micro:
+                    x, y = micro.data
+                    micro.backward(criterion(model(x), y))
 
         Args:
             batch: tensors, arrays or lists in any nesting of tuples, mappings and dataclasses, all
@@ -120,11 +118,11 @@ class MicroBatcher:
                 for validation under ``torch.no_grad()``: only the part that failed is repeated.
             count: of how many items the loss over some data is a mean, where these are not the
                 samples; for a sum ``lambda data: 1``.
-            length: number of samples of such a batch, where it cannot be record.
+            length: number of samples of such a batch, where it cannot be seen.
             split: ``split(batch, start, stop)``, where the batch cannot be sliced.
 
         Raises:
-            TypeError, ValueError: the number of samples cannot be record.
+            TypeError, ValueError: the number of samples cannot be seen.
         """
         samples = (length or splitting.length_of)(batch)
         size = self._training if training else self._other
@@ -136,28 +134,29 @@ class MicroBatcher:
         changed = self._training.shrink()
         if changed:
             self._other.shrink()
-            record.changed(self._on_event, self._step_number(begins=False), *changed, reason)
+            record.changed(self.on_event, self.step_number(begins=False), *changed, reason)
         return changed
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, SizeState]:
         """Return the sizes in use, for a checkpoint."""
         return {"training": self._training.state(), "other": self._other.state()}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: dict[str, SizeState]) -> None:
         """Take over :meth:`state`'s result, unless another batch size was requested since."""
         self._training.restore(state["training"])
         self._other.restore(state["other"])
 
-    def _probe(self, batches: MicroBatches, start: StepStart) -> Iterator[MicroBatch]:
-        """Before the first step: the parts by which the size is searched for, if it is."""
+    def probe(self, batches: MicroBatches, start: StepStart) -> Iterator[MicroBatch]:
+        """Yield, before the first step, the parts by which the size is searched for, if it is."""
         search, self._search = self._search, None
         found = None if search is None else (yield from probe_parts(search, batches, start))
         if search is not None and found is not None:
             for size in (self._training, self._other):
                 size.begin_at(found.batch_size)
-            record.found(self._on_event, search, found)
+            record.found(self.on_event, search, found)
 
-    def _step_number(self, *, begins: bool) -> int:
+    def step_number(self, *, begins: bool) -> int:
+        """Return the number of the optimizer step, from 1."""
         self._steps_begun += begins
         return self._steps_begun if self._step is None else self._step()
 
@@ -190,7 +189,7 @@ class MicroBatches:
         self._number = 0
         self._loss: Tensor | None = None
         self._start: StepStart | None = None
-        self._shared = SharedStep()
+        self._shared: SharedStep | None = None
         self._host_ran_out = False
 
     @property
@@ -199,44 +198,21 @@ class MicroBatches:
         return torch.zeros(()) if self._loss is None else self._loss
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        self._number = self._batcher._step_number(begins=self._is_training)
-        return self._training() if self._is_training else self._once_each()
+        self._number = self._batcher.step_number(begins=self._is_training)
+        return self._step() if self._is_training else self._once_each()
 
-    def probe(self, size: int) -> MicroBatch:
-        """Return the first ``size`` samples as a part that is only measured."""
-        return MicroBatch(self, *self._parts.part(0, size), 0, size, is_probe=True)
-
-    def part_done(self, loss: Tensor | None, kept: Sequence[Any]) -> None:
-        """Take the results of a part whose body went through."""
-        self.kept += kept
-        if loss is not None:
-            self._loss = loss if self._loss is None else self._loss + loss
-
-    def has_gradients(self) -> bool:
-        """Return whether any parameter has a gradient of this step."""
-        return self._start is not None and self._start.has_gradients()
-
-    def leave(self) -> None:
-        """End the step early: gradients of earlier batches are as before it."""
-        if self._start is not None:
-            self._start.end()
-
-    def forget(self) -> None:
-        """Drop losses and results of the parts so far."""
-        self.kept, self._loss = [], None
-
-    def _training(self) -> Iterator[MicroBatch]:
-        watch = self._batcher._watch
-        self._start = start = watch.begin(self._model)
+    def _step(self) -> Iterator[MicroBatch]:
+        """The main path: all parts, again and finer until they go through on every rank."""
+        self._start = start = StepStart(self._batcher.watch, self._model)
         try:
-            self._shared = shared = SharedStep.begin(watch.resolve(self._model)[0])
-            yield from self._batcher._probe(self, start)
+            self._shared = shared = SharedStep(start.models)
+            yield from self._batcher.probe(self, start)
             with shared.without_collectives():
                 while True:
                     failed = yield from self._all_parts()
                     if failed is not None:
                         self._recover(failed)
-                    if not self._must_repeat(failed):
+                    if not self._must_repeat(shared, failed):
                         break
                     start.rewind()
                     self.forget()
@@ -249,10 +225,10 @@ class MicroBatches:
         grown = self._size.step_done()
         if grown is not None:
             reason = "memory has sufficed for long enough to try the larger size again"
-            record.changed(self._batcher._on_event, self._number, *grown, reason)
+            record.changed(self._batcher.on_event, self._number, *grown, reason)
 
     def _all_parts(self) -> Generator[MicroBatch, None, MicroBatch | None]:
-        """The parts, up to the one in which memory runs out, if any: that one."""
+        """Yield the parts, up to the one in which memory runs out, if any; return that one."""
         waiting = self._bounds(0)
         while waiting:
             micro = self._next(waiting)
@@ -262,16 +238,14 @@ class MicroBatches:
                 return micro
         return None
 
-    def _must_repeat(self, failed: MicroBatch | None) -> bool:
-        """Whether the step has to start over, here or on another rank."""
-        failure = None if failed is None else failed.failure
-        used = 0 if failed is None else failed.size
-        agreed = self._shared.agree(self._size, self._parts.items, failure, used)
+    def _must_repeat(self, shared: SharedStep, failed: MicroBatch | None) -> bool:
+        """Return whether the step has to start over, here or on another rank."""
+        failure, used = (None, 0) if failed is None else (failed.failure, failed.size)
+        agreed = shared.agree(self._size, self._parts.items, failure, used)
         if agreed is None:
             return failed is not None
         if agreed.state.is_exhausted:
-            assert self._start is not None
-            self._start.rewind()
+            self._restore(rewinds=True)
             raise ran_out_elsewhere(agreed)
         is_known = failed is not None
         self.repeats += agreed.rank is not None and not is_known
@@ -279,6 +253,7 @@ class MicroBatches:
         return agreed.rank is not None
 
     def _once_each(self) -> Iterator[MicroBatch]:
+        """Validation: only the part that failed is repeated."""
         waiting = self._bounds(0)
         while waiting:
             generators = GeneratorStates()
@@ -296,19 +271,45 @@ class MicroBatches:
 
     def _next(self, waiting: deque[tuple[int, int]]) -> MicroBatch:
         start, stop = waiting.popleft()
-        data, weight = self._parts.part(start, stop)
-        return MicroBatch(self, data, weight, start, stop)
+        return MicroBatch(self, *self._parts.part(start, stop), start, stop)
 
     def _recover(self, failed: MicroBatch) -> None:
         """Free what the failed pass holds. The ``with`` is over: nobody has its exception now."""
-        failure, before = failed.failure, failed.size
+        failure = failed.failure
         assert failure is not None
         self.repeats += 1
         cut_graphs(failed.since)
         return_memory(thorough=self.repeats > 1, workspaces=True)
         do_without_onednn(failure)
-        where = self._batcher._on_event, self._number, self._is_training
-        record.repeated(*where, failure, before, self._size.current)
+        where = self._batcher.on_event, self._number, self._is_training
+        record.repeated(*where, failure, failed.size, self._size.current)
+
+    # --- what a part and the search for a size call ---
+
+    def probe(self, size: int) -> MicroBatch:
+        """Return the first ``size`` samples as a part that is only measured."""
+        return MicroBatch(self, *self._parts.part(0, size), 0, size, is_probe=True)
+
+    def forget(self) -> None:
+        """Drop losses and results of the parts so far."""
+        self.kept, self._loss = [], None
+
+    def leave(self) -> None:
+        """End the step early: gradients of earlier batches are as before it."""
+        if self._start is not None:
+            self._start.end()
+
+    def must_have_no_gradients(self) -> None:
+        """Refuse a loop that does not weight its losses."""
+        if self._start is not None and self._start.has_gradients():
+            self.leave()
+            raise RuntimeError(NO_WEIGHT)
+
+    def part_done(self, loss: Tensor | None, kept: list[Any]) -> None:
+        """Take the results of a part whose body went through."""
+        self.kept += kept
+        if loss is not None:
+            self._loss = loss if self._loss is None else self._loss + loss
 
     def part_failed(self, micro: MicroBatch, error: Exception) -> bool:
         """Return whether the step is repeated for this failure; else put all in order for it."""
@@ -326,8 +327,7 @@ class MicroBatches:
         smaller = self._size.smaller_than(used)
         self._size.failed_at(used)
         if smaller is not None:
-            if self._batcher._on_oom is not None:
-                self._batcher._on_oom(error)
+            self._batcher.on_oom(error)
             micro.size, micro.failure = used, failure
             clear_frames(error)
             return True
@@ -337,8 +337,13 @@ class MicroBatches:
     def _give_up(self, error: Exception, failure: Failure, used: int) -> None:
         """Leave model and generators as they were before the step, and report what was tried."""
         self._restore(rewinds=True)
-        self._shared.exhausted(self._size, self._parts.items, failure, used, error)
-        where = self._batcher._on_event, self._number, self._is_training
+        if self._shared is not None:
+            items = self._parts.items
+            agreed = self._shared.agree(self._size, items, failure, used, is_exhausted=True)
+            # the other ranks end as well, and may save before that
+            if agreed is not None:
+                error.others_know = True  # type: ignore[attr-defined]
+        where = self._batcher.on_event, self._number, self._is_training
         record.exhausted(*where, failure, used, self._size.tried, error)
 
     def _restore(self, *, rewinds: bool) -> None:

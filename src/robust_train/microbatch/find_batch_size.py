@@ -20,7 +20,7 @@ from robust_train.microbatch.probing import (
     optimizer_state_bytes,
     optimizer_step_bytes,
 )
-from robust_train.microbatch.rewind import Models, Watch, cut_graphs
+from robust_train.microbatch.rewind import Models, StepStart, Watch, cut_graphs
 from robust_train.values import MEMORY_FAILURES
 
 log = logging.getLogger("robust_train")
@@ -37,7 +37,7 @@ def find_batch_size(
     reserve_bytes: int = 0,
     memory_fraction: float = 1.0,
 ) -> FoundBatchSize:
-    """The largest batch that fits, in at most four tries::
+    """Find the largest batch that fits, in at most four tries::
 
         def try_batch(size):
             x, y = next_batch(size)
@@ -71,7 +71,7 @@ def find_batch_size(
     if effective_batch_size is not None:
         wanted = micro_batch_sizes(effective_batch_size, min_batch_size)
         sizes = tuple(size for size in wanted if size <= at_most) or (at_most,)
-    start = Watch().begin(model)
+    start = StepStart(Watch(), model)
     parameters = list(start.parameters())
     step_bytes = 0
     if model is not None:

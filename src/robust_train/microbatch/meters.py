@@ -1,9 +1,4 @@
-"""How much memory a pass takes, and how much there is. All in bytes.
-
-On a GPU that is the peak of the caching allocator against the limit of ``memory.fraction`` and what
-is free; on the CPU the peak of the process's own resident memory against its limits (``ulimit``,
-cgroup) and what the machine has left.
-"""
+"""How much memory a pass takes, and how much there is. All in bytes."""
 
 from __future__ import annotations
 
@@ -19,16 +14,15 @@ _UNKNOWN_BYTES = 2**62  # where neither kernel nor limits tell, only running out
 
 
 class Meter(Protocol):
-    """Memory of one device."""
+    """Memory of one device.
 
-    def begin(self) -> int:
-        """Let go of what nobody uses and let the peak start anew; what is in use now."""
+    ``begin`` releases what nobody uses, lets the peak start anew and returns what is in use;
+    ``peak`` is the most in use since then, ``limit`` the most that could be.
+    """
 
-    def peak(self) -> int:
-        """The most in use since :meth:`begin`."""
-
-    def limit(self) -> int:
-        """The most that could be in use."""
+    def begin(self) -> int: ...
+    def peak(self) -> int: ...
+    def limit(self) -> int: ...
 
 
 class GpuMeter:
@@ -84,7 +78,7 @@ class HostMeter:
 
 
 def meter_of(device: torch.device, share: float) -> Meter:
-    """How memory is measured there."""
+    """Return what measures memory there."""
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
         return GpuMeter(index, share)

@@ -1,8 +1,7 @@
 """Recovery from out-of-memory errors inside one process, without the launcher.
 
 The same classifier and the same policy as the launcher's: other failures are raised at once, the
-effective batch is kept, and memory is really released before the next try. What still holds some
-after that is named in the log.
+effective batch is kept, and memory is really released before the next try.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from robust_train.memory.cleanup import (
 )
 from robust_train.policy.decide import decide, first_attempt
 from robust_train.policy.sizes import PolicySettings
-from robust_train.values import MEMORY_FAILURES, Attempt, AttemptSpec, Clue, GiveUp, Outcome
+from robust_train.values import MEMORY_FAILURES, Attempt, Clue, GiveUp, Outcome
 
 log = logging.getLogger("robust_train")
 
@@ -104,7 +103,7 @@ class OOMHandler:
             preserve_effective_batch_size=preserve_effective_batch_size,
         )
         self._batch_argument = batch_argument
-        self._spec: AttemptSpec = first_attempt(self._settings, ())
+        self._spec = first_attempt(self._settings, ())
         self._history: tuple[Attempt, ...] = ()
         self._leaves = _leaves or _Leaves()
         self.start_try()
@@ -145,10 +144,9 @@ class OOMHandler:
             if failure.evidence.clue == Clue.UNCLEAR:
                 return False
             raise AttemptsExhausted(self._account()) from error
-        log.warning("%s", decision.reason)
-        for warning in (decision.warning, left):
-            if warning is not None:
-                log.warning("%s", warning)
+        for line in (decision.reason, decision.warning, left):
+            if line is not None:
+                log.warning("%s", line)
         self._spec = decision.spec
         return True
 
@@ -240,7 +238,7 @@ def adaptive_batch_training(
 def retry_on_oom(
     max_retries: int = 3, *, min_batch_size: int = 1, batch_argument: str = "batch_size"
 ) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """Decorator: call the function or method again with half the batch when memory runs out.
+    """Decorate a function or method: it is called with half the batch when memory runs out.
 
     The batch is the argument called ``batch_argument``; an argument ``gradient_accumulation_steps``
     is multiplied to match, so that the effective batch stays the same.
@@ -297,13 +295,14 @@ def retry_on_oom(
 
 def _must_be_plain(function: Callable[..., Any], user: str) -> None:
     """A generator's or coroutine's body runs after the call has returned: nothing to repeat."""
-    for is_kind, kind in (
-        (inspect.isgeneratorfunction, "a generator"),
-        (inspect.iscoroutinefunction, "an async function"),
-        (inspect.isasyncgenfunction, "an async generator"),
-    ):
-        # an object that is called is what its __call__ is
-        called = getattr(type(function), "__call__", None)  # noqa: B004
+    kinds = {
+        "a generator": inspect.isgeneratorfunction,
+        "an async function": inspect.iscoroutinefunction,
+        "an async generator": inspect.isasyncgenfunction,
+    }
+    # an object that is called is what its __call__ is
+    called = getattr(type(function), "__call__", None)  # noqa: B004
+    for kind, is_kind in kinds.items():
         if is_kind(function) or is_kind(called):
             raise TypeError(
                 f"{user}: {_name_of(function)} is {kind}; it must be a plain function, which runs "

@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from robust_train.compat import autograd_sequence_number
-from robust_train.microbatch import record
 from robust_train.values import Failure
+
+NOT_ENTERED = (
+    "a micro-batch was not used as a context manager; write `with micro:` around the loop's body, "
+    "so that running out of memory can be repaired"
+)
 
 
 class Step(Protocol):
-    """What a part needs of its step (:class:`robust_train.microbatch.batcher.MicroBatches`)."""
+    """What a part calls of :class:`robust_train.microbatch.batcher.MicroBatches`."""
 
-    def part_done(self, loss: Tensor | None, kept: Sequence[Any]) -> None:
-        """Take the results of a part whose body went through."""
-
-    def part_failed(self, part: MicroBatch, error: Exception) -> bool:
-        """Return whether the step is repeated; else all is put in order for the error."""
-
-    def has_gradients(self) -> bool:
-        """Return whether any parameter has a gradient of this step."""
-
-    def leave(self) -> None:
-        """End the step early."""
+    def part_done(self, loss: Tensor | None, kept: list[Any]) -> None: ...
+    def part_failed(self, micro: MicroBatch, error: Exception) -> bool: ...
+    def must_have_no_gradients(self) -> None: ...
+    def leave(self) -> None: ...
 
 
 class MicroBatch:
@@ -58,15 +54,15 @@ class MicroBatch:
         self.stop = stop
         self.done = False
         self.is_probe = is_probe
+        self.since: int | None = None
+        self.failure: Failure | None = None
+        self.size = stop - start
         self._step = step
         self._weight = weight
         self._is_weighted = False
         self._loss: Tensor | None = None
         self._kept: list[Any] = []
         self._entered = False
-        self.since: int | None = None
-        self.failure: Failure | None = None
-        self.size = stop - start
 
     def __len__(self) -> int:
         """Samples in this part."""
@@ -79,7 +75,7 @@ class MicroBatch:
         return self._weight
 
     def backward(self, loss: Tensor, *, scaler: torch.amp.GradScaler | None = None) -> None:
-        """The backward pass of ``loss``, weighted so that the parts add up to the batch's mean.
+        """Run the backward pass of ``loss``, weighted so that the parts add up to the batch's mean.
 
         Args:
             loss: mean over this part's samples (or over what ``count`` counts), a scalar.
@@ -104,7 +100,9 @@ class MicroBatch:
 
     def __exit__(self, kind: Any, error: BaseException | None, frames: Any) -> bool:
         if error is None:
-            self._check_weighted()
+            # a probe's gradients were made for it
+            if not (self._is_weighted or self.start or self.is_probe):
+                self._step.must_have_no_gradients()
             self.done = True
             self._step.part_done(self._loss, self._kept)
             return False
@@ -115,15 +113,7 @@ class MicroBatch:
         self.data, self._loss, self._kept = None, None, []
         return is_repeated
 
-    def _check_weighted(self) -> None:
-        """Refuse a loop that does not weight its losses, in its first part."""
-        # a probe's gradients were made for it
-        if self._is_weighted or self.start or self.is_probe or not self._step.has_gradients():
-            return
-        self._step.leave()
-        raise RuntimeError(record.NO_WEIGHT)
-
     def must_have_been_used(self) -> None:
         """Raise RuntimeError for a loop without ``with``."""
         if not self._entered:
-            raise RuntimeError(record.NOT_ENTERED)
+            raise RuntimeError(NOT_ENTERED)

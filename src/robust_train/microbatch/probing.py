@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from robust_train.batch.search import (
@@ -25,6 +26,7 @@ from robust_train.batch.search import (
 )
 from robust_train.memory.holders import live_objects
 from robust_train.microbatch.meters import Meter, device_of, meter_of
+from robust_train.microbatch.part import MicroBatch
 from robust_train.microbatch.rewind import StepStart, cut_graphs
 from robust_train.readable import memory as shown
 
@@ -60,16 +62,15 @@ class FoundBatchSize:
         probes = f"{len(self.probes)} probe{'s' * (len(self.probes) != 1)} ({tried})"
         if self.batch_size is None or self.measured_bytes is None:
             return f"{probes}: none fits into {shown(self.limit_bytes)}"
-        predicted = (
-            "" if self.predicted_bytes is None else f"predicted {shown(self.predicted_bytes)}, "
-        )
+        known = self.predicted_bytes is not None
+        predicted = f"predicted {shown(self.predicted_bytes or 0)}, " if known else ""
         return (
             f"{probes} → {self.batch_size}, {predicted}measured {shown(self.measured_bytes)} of "
             f"{shown(self.limit_bytes)}, {self.seconds:.1f} s"
         )
 
     def as_json(self) -> dict[str, Any]:
-        """As the journal and ``summary.json`` have it."""
+        """Return it as the journal and ``summary.json`` have it."""
         return {**asdict(self), "seconds": round(self.seconds, 3)}
 
 
@@ -108,7 +109,7 @@ class Prober:
         self._started = time.monotonic()
 
     def begin(self) -> int | None:
-        """The size to try now, None when the search is over."""
+        """Return the size to try now, None when the search is over."""
         size = next_size(self._sizes, self._probes, self._limits)
         if size is None:
             return None
@@ -136,7 +137,7 @@ class Prober:
             self._limits = replace(self._limits, limit_bytes=limit)
 
     def found(self) -> FoundBatchSize:
-        """What came out. The peak is counted anew from here on, as if nothing had been tried."""
+        """Return the result. The peak is counted anew from here on, as if nothing was tried."""
         self._meter.begin()
         best = largest_that_fits(self._probes, self._limits)
         return FoundBatchSize(
@@ -150,23 +151,24 @@ class Prober:
         )
 
 
+class Splits(Protocol):
+    """What :func:`probe_parts` calls of a step."""
+
+    samples: int
+
+    def probe(self, size: int) -> MicroBatch: ...
+    def forget(self) -> None: ...
+
+
 def probe_parts(
     search: BatchSearch, batches: Splits, start: StepStart
-) -> Generator[Any, None, FoundBatchSize | None]:
-    """Parts of a step's batch to measure; the step has not begun when they are through.
+) -> Generator[MicroBatch, None, FoundBatchSize | None]:
+    """Yield parts of a step's batch to measure; return what was found.
 
     Gradients, buffers and generators go back to the step's start after each, as they do when memory
-    has run out.
-
-    Args:
-        search: what is to be found.
-        batches: the step, which makes the parts.
-        start: its state at the start.
-
-    Returns:
-        What was found; None where it cannot be (several processes or devices).
+    has run out. None where it cannot be found out (several processes or devices).
     """
-    prober = _prober_for(search, batches.samples, start.parameters())
+    prober = _prober_for(search, batches.samples, list(start.parameters()))
     if prober is None:
         return None
     while True:
@@ -190,40 +192,25 @@ def probe_parts(
     return prober.found()
 
 
-class Splits(Protocol):
-    """What :func:`probe_parts` needs of a step (:class:`.micro_batch.MicroBatches`)."""
-
-    samples: int
-
-    def probe(self, size: int) -> Any:
-        """The first ``size`` samples as a part that is only measured."""
-
-    def forget(self) -> None:
-        """Drop what the parts so far have left: losses and results."""
-
-
-def _prober_for(search: BatchSearch, samples: int, parameters: Iterable[Tensor]) -> Prober | None:
-    """The search for a step of ``samples``; None where it cannot be one process's and device's."""
-    tensors = list(parameters)
-    devices = {tensor.device for tensor in tensors} or {device_of(())}
-    is_one_of_several = (
-        torch.distributed.is_available()
-        and torch.distributed.is_initialized()
-        and torch.distributed.get_world_size() > 1
-    )
-    if is_one_of_several or len(devices) > 1:
-        why = "several processes train together" if is_one_of_several else "several devices share"
+def _prober_for(search: BatchSearch, samples: int, parameters: list[Tensor]) -> Prober | None:
+    devices = {tensor.device for tensor in parameters} or {device_of(())}
+    why = None
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        why = "several processes train together"
+    elif len(devices) > 1:
+        why = "several devices share"
+    if why is not None:
         log.info("training.batch_size=auto: no probes, since %s: sizes are halved instead", why)
         return None
     meter = meter_of(devices.pop(), search.memory_share)
-    state, step = optimizer_state_bytes(tensors), optimizer_step_bytes(tensors)
+    state, step = optimizer_state_bytes(parameters), optimizer_step_bytes(parameters)
     return Prober(search.sizes(samples), meter, state, step)
 
 
 def optimizer_state_bytes(parameters: Iterable[Tensor]) -> int:
     """Return the bytes of optimizer state that the first step is going to make."""
     return sum(
-        (2 if optimizer is None else states_per_parameter(optimizer)) * _bytes(parameter)
+        (2 if optimizer is None else _states_per_parameter(optimizer)) * parameter.nbytes
         for parameter, optimizer in _with_optimizers(parameters)
         if optimizer is None or parameter not in optimizer.state
     )
@@ -232,7 +219,7 @@ def optimizer_state_bytes(parameters: Iterable[Tensor]) -> int:
 def optimizer_step_bytes(parameters: Iterable[Tensor]) -> int:
     """Return the bytes that a step takes beside the state, for its own time."""
     return sum(
-        copies_in_a_step(optimizer, parameter.device.type) * _bytes(parameter)
+        _copies_in_a_step(optimizer, parameter.device.type) * parameter.nbytes
         for parameter, optimizer in _with_optimizers(parameters)
     )
 
@@ -247,7 +234,7 @@ def _with_optimizers(parameters: Iterable[Tensor]) -> list[tuple[Tensor, Any]]:
     return found + [(parameter, None) for parameter in missing.values()]
 
 
-def states_per_parameter(optimizer: torch.optim.Optimizer) -> int:
+def _states_per_parameter(optimizer: torch.optim.Optimizer) -> int:
     """Return how many tensors of a parameter's size this kind of optimizer keeps."""
     settings = optimizer.defaults
     if "betas" in settings:  # Adam and its kin
@@ -257,7 +244,7 @@ def states_per_parameter(optimizer: torch.optim.Optimizer) -> int:
     return 2
 
 
-def copies_in_a_step(optimizer: torch.optim.Optimizer | None, device: str) -> int:
+def _copies_in_a_step(optimizer: torch.optim.Optimizer | None, device: str) -> int:
     """Return how many copies of all parameters a step holds at once.
 
     The ``foreach`` implementations, torch's choice on a GPU, compute on lists of whole tensors:
@@ -272,7 +259,3 @@ def copies_in_a_step(optimizer: torch.optim.Optimizer | None, device: str) -> in
         uses_foreach = device == "cuda" and not settings.get("fused")
     copies = "betas" in settings or "alpha" in settings or bool(settings.get("weight_decay"))
     return int(bool(uses_foreach) and copies)
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

@@ -6,16 +6,21 @@ in the middle of a backward pass. After them the ranks exchange one message of a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
-from robust_train.microbatch.replicas import ReplicaFinder
-from robust_train.values import FailureKind
+from robust_train.microbatch import replicas
+from robust_train.microbatch.replicas import Replica, ReplicaFinder
+from robust_train.microbatch.size import MicroBatchSize
+from robust_train.values import Failure, FailureKind
 
 _BITS = 48
 """Bits of a double that hold an integer exactly, with room to spare."""
@@ -31,13 +36,6 @@ class State(IntEnum):
     HOST_FULL = 2
     DEVICE_EXHAUSTED = 3
     HOST_EXHAUSTED = 4
-
-    @classmethod
-    def of(cls, kind: FailureKind, *, is_exhausted: bool) -> State:
-        """Return the state after a failure."""
-        if kind is FailureKind.HOST_OOM:
-            return cls.HOST_EXHAUSTED if is_exhausted else cls.HOST_FULL
-        return cls.DEVICE_EXHAUSTED if is_exhausted else cls.DEVICE_FULL
 
     @property
     def is_exhausted(self) -> bool:
@@ -81,13 +79,9 @@ class RankReport:
 class Agreement:
     """What follows from all ranks' reports: the same on each.
 
-    Attributes:
-        rank: the first one that ran out of memory, exhausted ones first; None without any.
-        state: of that rank.
-        failed_size: the size at which it ran out.
-        size: most samples in a part from now on; None: the whole batch.
-        items: of all ranks.
-        has_gradient: for each parameter whether any rank has a gradient of it.
+    ``rank`` is the first one that ran out of memory, exhausted ones first, ``state`` and
+    ``failed_size`` are its own; None and 0 without any. ``has_gradient`` tells for each parameter
+    whether any rank has a gradient of it; ``size`` is None for the whole batch.
     """
 
     rank: int | None
@@ -155,3 +149,60 @@ def here() -> Ranks | None:
     if _here is None or _here.world is not dist.group.WORLD:
         _here = Ranks()
     return _here
+
+
+class SharedStep:
+    """One optimizer step of all ranks; of this process alone where there are no others.
+
+    Raises:
+        UserError: a model that cannot be split here.
+    """
+
+    def __init__(self, models: Iterable[nn.Module] = ()) -> None:
+        self._group = here()
+        self._replicas: list[Replica] = []
+        if self._group is not None:
+            self._replicas = self._group.replicas.of(models)
+        self._parameters = replicas.shared_parameters(self._replicas)
+        self._agreement: Agreement | None = None
+        self._items = 0.0
+
+    def without_collectives(self) -> AbstractContextManager[None]:
+        """Let the models' passes send nothing within this block."""
+        if not self._replicas:
+            return contextlib.nullcontext()
+        return replicas.without_collectives(self._replicas)
+
+    def agree(
+        self,
+        size: MicroBatchSize,
+        items: float,
+        failure: Failure | None,
+        failed_size: int,
+        *,
+        is_exhausted: bool = False,
+    ) -> Agreement | None:
+        """Exchange with the other ranks how the parts went; None where there are none."""
+        if self._group is None:
+            return None
+        state = State.THROUGH
+        if failure is not None:
+            is_hosts = failure.kind is FailureKind.HOST_OOM
+            state = State(1 + is_hosts + 2 * is_exhausted)
+        present = tuple(parameter.grad is not None for parameter in self._parameters)
+        self._items = items
+        report = RankReport(state, failed_size, size.current or 0, items, present)
+        self._agreement = self._group.exchange(report)
+        return self._agreement
+
+    def sum_gradients(self, loss: Tensor | None) -> Tensor | None:
+        """Make one gradient for all; return the mean loss over all ranks' samples."""
+        agreed = self._agreement
+        if agreed is None or not self._parameters or not agreed.items:
+            return loss
+        share, group = self._items / agreed.items, self._replicas[0].process_group
+        return replicas.sum_gradients(self._parameters, agreed.has_gradient, share, loss, group)
+
+    def share_buffers(self) -> None:
+        """Give every rank the buffers of the first."""
+        replicas.share_buffers(self._replicas)

@@ -21,32 +21,22 @@ Models = nn.Module | Iterable[nn.Module] | None
 """What learns in a step; None for all modules and optimizers of the process."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Buffer:
     """One buffer by its place, for a module may put another tensor there."""
 
     home: dict[str, Tensor | None]
     name: str
     label: str
+    version: int = 0
 
     def now(self) -> Tensor | None:
         return self.home.get(self.name)
 
 
 @dataclass
-class _Watched:
-    """What is known about one model from its earlier steps."""
-
-    parameters: list[nn.Parameter]
-    buffers: list[_Buffer]
-    changing: list[_Buffer] | None = None
-    steady: list[tuple[_Buffer, int]] = field(default_factory=list)
-    copies: list[Tensor] = field(default_factory=list)
-
-
-@dataclass
 class _FirstCopy:
-    """A buffer before the first step: its tensor, that one's version, and its values."""
+    """A buffer before a model's first step: its tensor, that one's version, and its values."""
 
     buffer: _Buffer
     tensor: Tensor
@@ -66,6 +56,80 @@ class _FirstCopy:
         self.buffer.home[self.buffer.name] = self.tensor
 
 
+@dataclass
+class _Watched:
+    """What is known about one model: in its first step nothing, later which buffers change."""
+
+    parameters: list[nn.Parameter]
+    buffers: list[_Buffer]
+    is_known: bool = False
+    changing: list[_Buffer] = field(default_factory=list)
+    steady: list[_Buffer] = field(default_factory=list)
+    copies: list[Tensor] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, model: nn.Module) -> _Watched:
+        buffers = [
+            _Buffer(module._buffers, name, f"{prefix}.{name}" if prefix else name)
+            for prefix, module in model.named_modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        return cls(list(model.parameters()), buffers)
+
+    def first_copies(self) -> list[_FirstCopy]:
+        """Copy all buffers to the host, in the first step only."""
+        if self.is_known:
+            return []
+        return [
+            _FirstCopy(buffer, tensor, tensor._version, tensor.detach().to("cpu", copy=True))
+            for buffer in self.buffers
+            if (tensor := buffer.now()) is not None
+        ]
+
+    def copy_changing(self) -> None:
+        """Copy the buffers that are known to change, into the memory of the last copies."""
+        sources, copies = _present(self.changing), self.copies
+        if [_layout(copy) for copy in copies] == [_layout(source) for source in sources]:
+            copy_all(copies, sources)
+        else:
+            self.copies = [source.detach().clone() for source in sources]
+
+    def learn_changes(self, first: list[_FirstCopy]) -> None:
+        """After a complete step: which buffers its forward pass has changed."""
+        if not self.is_known:
+            self.is_known = True
+            self.changing = [copy.buffer for copy in first if copy.has_changed()]
+            changing = set(map(id, self.changing))
+            self.steady = [buffer for buffer in self.buffers if id(buffer) not in changing]
+            for buffer in self.steady:
+                tensor = buffer.now()
+                buffer.version = 0 if tensor is None else tensor._version
+        # such as statistics that were frozen at first
+        moved = self.newly_changed()
+        self.changing += moved
+        self.steady = [buffer for buffer in self.steady if buffer not in moved]
+
+    def newly_changed(self) -> list[_Buffer]:
+        """Buffers that were steady in all steps before this one."""
+        return [
+            buffer
+            for buffer in self.steady
+            if (tensor := buffer.now()) is not None and tensor._version != buffer.version
+        ]
+
+    def restore(self, first: list[_FirstCopy]) -> None:
+        for copy in first:
+            copy.restore()
+        copy_all(_present(self.changing), self.copies)
+        for buffer in self.newly_changed():
+            log.warning(
+                "the buffer %s changed for the first time in the step that is repeated; its change "
+                "cannot be taken back",
+                buffer.label,
+            )
+
+
 class Watch:
     """Remembers which buffers each model's forward pass changes, without keeping it alive."""
 
@@ -73,32 +137,31 @@ class Watch:
         self._models: weakref.WeakKeyDictionary[nn.Module, _Watched] = weakref.WeakKeyDictionary()
         self._found: tuple[list[weakref.ref[nn.Module]], list[weakref.ref[Any]]] | None = None
 
-    def begin(self, models: Models) -> StepStart:
-        """The state at the start of a step."""
-        return StepStart(self, models)
-
     def of(self, model: nn.Module) -> _Watched:
-        """What is known about ``model``."""
+        """Return what is known about ``model``."""
         watched = self._models.get(model)
         if watched is None:
-            watched = self._models[model] = _Watched(list(model.parameters()), _buffers(model))
+            watched = self._models[model] = _Watched.of(model)
         return watched
 
     def forget(self) -> None:
-        """Look again at the next step: parameters or models may have come or gone."""
+        """Search again at the next step: parameters or models may have come or gone."""
         self._models.clear()
         self._found = None
 
     def resolve(self, models: Models) -> tuple[list[nn.Module], list[Any]]:
-        """Modules, and the optimizers that were found where no model was named."""
+        """Return the modules, and the optimizers that were found where no model was named."""
         if isinstance(models, nn.Module):
             return [models], []
         if models is not None:
             return list(models), []
         if self._found is None:
-            self._found = _everything_that_learns()
-        modules, optimizers = self._found
-        return _alive(modules), _alive(optimizers)
+            modules, optimizers = live_objects(nn.Module), live_objects(torch.optim.Optimizer)
+            children = {id(child) for module in modules for child in module._modules.values()}
+            roots = [weakref.ref(module) for module in modules if id(module) not in children]
+            self._found = roots, [weakref.ref(optimizer) for optimizer in optimizers]
+        found_modules, found_optimizers = self._found
+        return _alive(found_modules), _alive(found_optimizers)
 
 
 class StepStart:
@@ -110,27 +173,27 @@ class StepStart:
 
     def __init__(self, watch: Watch, models: Models) -> None:
         self._watch = watch
-        if models is not None and not isinstance(models, nn.Module):
-            models = list(models)
-        self._wanted = models
-        found, self._optimizers = watch.resolve(self._wanted)
-        self._watched = [watch.of(model) for model in found]
-        self._is_open = True
+        is_several = models is not None and not isinstance(models, nn.Module)
+        self._wanted: Models = list(models) if is_several else models  # type: ignore[arg-type]
+        self.models, self._optimizers = watch.resolve(self._wanted)
+        self._watched = [watch.of(model) for model in self.models]
+        self.is_open = True
         self._aside: list[tuple[Tensor, Tensor]] = []
         self._generators = GeneratorStates()
-        self._first_copies = [_first_copies(w) for w in self._watched]
+        self._first_copies = [watched.first_copies() for watched in self._watched]
         for watched in self._watched:
-            _copy_changing(watched)
+            watched.copy_changing()
         # last: from here on somebody must call end()
         for parameter in self.parameters():
             if parameter.grad is not None:
                 self._aside.append((parameter, parameter.grad))
                 parameter.grad = None
 
-    @property
-    def is_open(self) -> bool:
-        """Whether :meth:`end` was not called yet."""
-        return self._is_open
+    def parameters(self) -> Iterator[Tensor]:
+        """Yield those of the models, and of the optimizers that were found without any."""
+        for watched in self._watched:
+            yield from watched.parameters
+        yield from _in_optimizers(self._optimizers)
 
     def make_gradients(self) -> None:
         """Give every parameter a gradient of zeros, as in all micro-batches but the first."""
@@ -139,7 +202,7 @@ class StepStart:
                 parameter.grad = torch.zeros_like(parameter)
 
     def has_gradients(self) -> bool:
-        """Whether any parameter has a gradient of this step."""
+        """Return whether any parameter has a gradient of this step."""
         return any(parameter.grad is not None for parameter in self.parameters())
 
     def rewind(self) -> None:
@@ -152,21 +215,21 @@ class StepStart:
             tensor.grad = None
         with torch.no_grad():
             for watched, first in zip(self._watched, self._first_copies, strict=True):
-                _restore(watched, first)
+                watched.restore(first)
         self._generators.restore()
 
     def end(self, *, is_complete: bool = False) -> None:
-        """Add the gradients that were laid aside. May be called again.
+        """Add the gradients that were laid aside; a second call does nothing.
 
         Args:
             is_complete: every part of the batch went through.
         """
-        if not self._is_open:
+        if not self.is_open:
             return
-        self._is_open = False
+        self.is_open = False
         if is_complete:
             for watched, first in zip(self._watched, self._first_copies, strict=True):
-                _learn_changes(watched, first)
+                watched.learn_changes(first)
             if self._wanted is None and not self.has_gradients():
                 # what learns here is not what was found
                 self._watch.forget()
@@ -180,12 +243,6 @@ class StepStart:
                 elif new is not None:
                     parameter.grad = before + new
         self._aside = []
-
-    def parameters(self) -> Iterator[Tensor]:
-        """Those of the models, and what the optimizers hold that were found without any."""
-        for watched in self._watched:
-            yield from watched.parameters
-        yield from _in_optimizers(self._optimizers)
 
 
 def cut_graphs(since: int | None) -> None:
@@ -226,66 +283,6 @@ def cut_graphs(since: int | None) -> None:
             log.debug("a %s tensor of the failed pass keeps its graph", tuple(tensor.shape))
 
 
-def _graph_number(tensor: Tensor) -> int:
-    try:
-        node = tensor.grad_fn
-        return -1 if node is None else int(node._sequence_nr())
-    except (RuntimeError, AttributeError):
-        return -1
-
-
-def _buffers(model: nn.Module) -> list[_Buffer]:
-    return [
-        _Buffer(module._buffers, name, f"{prefix}.{name}" if prefix else name)
-        for prefix, module in model.named_modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
-
-
-def _first_copies(watched: _Watched) -> list[_FirstCopy] | None:
-    """Copies of all buffers: only in the first step, and on the host."""
-    if watched.changing is not None:
-        return None
-    return [
-        _FirstCopy(buffer, tensor, tensor._version, tensor.detach().to("cpu", copy=True))
-        for buffer in watched.buffers
-        if (tensor := buffer.now()) is not None
-    ]
-
-
-def _learn_changes(watched: _Watched, first: list[_FirstCopy] | None) -> None:
-    """After a complete step: which buffers its forward pass has changed."""
-    if watched.changing is None:
-        watched.changing = [copy.buffer for copy in first or () if copy.has_changed()]
-        changing = set(map(id, watched.changing))
-        watched.steady = [
-            (buffer, tensor._version)
-            for buffer in watched.buffers
-            if id(buffer) not in changing and (tensor := buffer.now()) is not None
-        ]
-    for buffer, version in watched.steady:
-        tensor = buffer.now()
-        if tensor is not None and tensor._version != version:
-            # statistics that were frozen at first, for example
-            watched.changing.append(buffer)
-            watched.steady = [entry for entry in watched.steady if entry[0] is not buffer]
-
-
-def _copy_changing(watched: _Watched) -> None:
-    """Copy the buffers that are known to change, into the memory of the last copies."""
-    sources = [tensor for b in watched.changing or () if (tensor := b.now()) is not None]
-    copies = watched.copies
-    is_same = len(copies) == len(sources) and all(
-        copy.shape == source.shape and copy.dtype == source.dtype and copy.device == source.device
-        for copy, source in zip(copies, sources, strict=True)
-    )
-    if is_same:
-        copy_all(copies, sources)
-    else:
-        watched.copies = [source.detach().clone() for source in sources]
-
-
 @torch.no_grad()
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy each source into its target: one kernel for all of a device and number format.
@@ -302,26 +299,20 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         torch._foreach_copy_(*group)
 
 
-def _restore(watched: _Watched, first: list[_FirstCopy] | None) -> None:
-    for copy in first or ():
-        copy.restore()
-    changing = [tensor for b in watched.changing or () if (tensor := b.now()) is not None]
-    copy_all(changing, watched.copies)
-    for buffer, version in watched.steady:
-        tensor = buffer.now()
-        if tensor is not None and tensor._version != version:
-            log.warning(
-                "the buffer %s changed for the first time in the step that is repeated; its change "
-                "cannot be taken back",
-                buffer.label,
-            )
+def _graph_number(tensor: Tensor) -> int:
+    try:
+        node = tensor.grad_fn
+        return -1 if node is None else int(node._sequence_nr())
+    except (RuntimeError, AttributeError):
+        return -1
 
 
-def _everything_that_learns() -> tuple[list[weakref.ref[nn.Module]], list[weakref.ref[Any]]]:
-    modules, optimizers = live_objects(nn.Module), live_objects(torch.optim.Optimizer)
-    children = {id(child) for module in modules for child in module._modules.values()}
-    roots = [weakref.ref(module) for module in modules if id(module) not in children]
-    return roots, [weakref.ref(optimizer) for optimizer in optimizers]
+def _present(buffers: Iterable[_Buffer]) -> list[Tensor]:
+    return [tensor for buffer in buffers if (tensor := buffer.now()) is not None]
+
+
+def _layout(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return tensor.shape, tensor.dtype, tensor.device
 
 
 def _alive(references: Iterable[weakref.ref[Any]]) -> list[Any]:

@@ -25,7 +25,7 @@ def seed_rank(seed: int, step: int, rank: int) -> None:
 
 
 def capture_rng(device: torch.device) -> dict[str, Any]:
-    """All states, as tensors and plain values: ``torch.load(weights_only=True)`` takes them."""
+    """Return all states in types that ``torch.load(weights_only=True)`` takes."""
     version, internal, gauss = random.getstate()
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
@@ -40,7 +40,7 @@ def capture_rng(device: torch.device) -> dict[str, Any]:
 
 
 def restore_rng(state: Mapping[str, Any], device: torch.device) -> None:
-    """The inverse of :func:`capture_rng`; a generator of a device that is absent here is left."""
+    """Invert :func:`capture_rng`; a generator of a device that is absent here is left."""
     torch.set_rng_state(state["torch"])
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import TypedDict
 
 from robust_train.policy.sizes import PolicySettings, next_smaller
+
+
+class SizeState(TypedDict, total=False):
+    """What a checkpoint keeps of :class:`MicroBatchSize`."""
+
+    requested: int | None
+    current: int | None
+    failures: list[list[int]]
+    clean_steps: int
+    limit: int | None
+    found: int | None
 
 
 class MicroBatchSize:
@@ -41,8 +51,13 @@ class MicroBatchSize:
         self._found: int | None = None
         self._largest_batch = 0
 
+    @property
+    def tried(self) -> tuple[int, ...]:
+        """Sizes at which memory ran out, the largest first."""
+        return tuple(sorted(self._failures, reverse=True))
+
     def for_batch(self, samples: int) -> int:
-        """Most samples in one part of a batch of ``samples``."""
+        """Return the most samples in one part of a batch of ``samples``."""
         self._largest_batch = max(self._largest_batch, samples)
         return samples if self.current is None else min(self.current, samples)
 
@@ -51,30 +66,21 @@ class MicroBatchSize:
         if size is not None:
             self.current = self._found = self._limit = size
 
-    @property
-    def tried(self) -> tuple[int, ...]:
-        """Sizes at which memory ran out, the largest first."""
-        return tuple(sorted(self._failures, reverse=True))
-
     def smaller_than(self, failed: int) -> int | None:
-        """The next smaller size, None where ``failed`` is as small as may be."""
+        """Return the next smaller size, None where ``failed`` is as small as may be."""
         if failed <= self._min:
             return None
-        requested = max(self._requested or failed, failed)
         settings = PolicySettings(
-            batch_size=requested,
+            batch_size=max(self._requested or failed, failed),
             gradient_accumulation_steps=self._accumulation,
             min_batch_size=self._min,
         )
         return next_smaller(settings, failed)[0]
 
     def failed_at(self, size: int) -> None:
-        """Memory ran out with parts of ``size`` samples: use the next smaller size, if any."""
-        self._failures[size] = self._failures.get(size, 0) + 1
-        self._clean_steps = 0
-        smaller = self.smaller_than(size)
-        if smaller is not None:
-            self.current = smaller
+        """Take note that memory ran out at ``size``: use the next smaller one, if any."""
+        self._count_failure(size)
+        self.current = self.smaller_than(size) or self.current
 
     def shrink(self) -> tuple[int, int] | None:
         """Use the next smaller size on request, and never more again: (from, to), or None."""
@@ -95,11 +101,10 @@ class MicroBatchSize:
             is_known: that was here, and :meth:`failed_at` was called.
         """
         if failed and not is_known:
-            self._failures[failed] = self._failures.get(failed, 0) + 1
-            self._clean_steps = 0
+            self._count_failure(failed)
         if size is not None and (self.current is None or size < self.current):
             self.current = size
-            if not failed:  # somebody wishes it, on another rank
+            if not failed:  # it was requested on another rank
                 self._limit = size
                 self._clean_steps = 0
 
@@ -120,8 +125,8 @@ class MicroBatchSize:
         self._clean_steps = 0
         return before, larger
 
-    def state(self) -> dict[str, Any]:
-        """For a checkpoint."""
+    def state(self) -> SizeState:
+        """Return it for a checkpoint."""
         return {
             "requested": self._requested,
             "current": self.current,
@@ -131,7 +136,7 @@ class MicroBatchSize:
             "found": self._found,
         }
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: SizeState) -> None:
         """Take over :meth:`state`'s result, unless another size was requested since."""
         # what probes had found is requested by its number afterwards
         if self._requested not in (state["requested"], state.get("found")):
@@ -140,3 +145,7 @@ class MicroBatchSize:
         self._failures = {int(size): int(times) for size, times in state["failures"]}
         self._clean_steps = state["clean_steps"]
         self._limit = state.get("limit")
+
+    def _count_failure(self, size: int) -> None:
+        self._failures[size] = self._failures.get(size, 0) + 1
+        self._clean_steps = 0

@@ -196,9 +196,14 @@ class HostQueue:
         sleep: Sleep,
     ) -> Group | NoGpu:
         record = new_record(
-            self._name, self._run_dir, request.min_bytes, self._jobs_per_device, request.count
+            self._name,
+            self._run_dir,
+            request.min_bytes,
+            self._jobs_per_device,
+            request.count,
+            self._token,
         )
-        queued = QueuedJob(registry, replace(record, id=self._token), before)
+        queued = QueuedJob(registry, record, before)
 
         def note(status: WaitStatus) -> None:
             if queued.reservation is not None:

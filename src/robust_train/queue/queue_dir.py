@@ -149,9 +149,9 @@ def open_queue_dir(path: Path) -> QueueDir:
             kind = file_system_of(fd)
             if _NOT_LOCAL.match(kind):
                 trouble = f"is on {kind}, where a lock may hang or not reach other processes"
-                raise _problem(path, trouble)
+                raise problem_with(path, trouble)
             if not os.access(name, os.W_OK | os.X_OK, dir_fd=base, effective_ids=True):
-                raise _problem(path / name, "is not writable")
+                raise problem_with(path / name, "is not writable")
             _try_lock(fd, path)
             owner = os.fstat(base).st_uid or os.fstat(fd).st_uid
         except BaseException:
@@ -195,7 +195,7 @@ def _open_checked(path: Path | str, dir_fd: int | None, shown: Path) -> int:
     except DirectoryProblem as problem:
         cause = problem.__cause__
         why = why_not_written(cause) if isinstance(cause, OSError) else None
-        raise _problem(shown, why or str(problem)) from problem
+        raise problem_with(shown, why or str(problem)) from problem
     status = os.fstat(fd)
     is_sticky = bool(status.st_mode & stat.S_ISVTX)
     trouble = None
@@ -205,7 +205,7 @@ def _open_checked(path: Path | str, dir_fd: int | None, shown: Path) -> int:
         trouble = f"belongs to user {status.st_uid} and is not shared"
     if trouble is not None:
         os.close(fd)
-        raise _problem(shown, trouble)
+        raise problem_with(shown, trouble)
     return fd
 
 
@@ -225,7 +225,7 @@ def _try_lock(fd: int, path: Path) -> None:
     except BlockingIOError:
         pass  # another process holds it right now: locks work
     except OSError as error:
-        raise _problem(path, f"has no working locks ({error.strerror})") from error
+        raise problem_with(path, f"has no working locks ({error.strerror})") from error
 
 
 def _everybody_may_create_in(folder: Path) -> bool:
@@ -237,7 +237,8 @@ def _everybody_may_create_in(folder: Path) -> bool:
     return stat.S_ISDIR(status.st_mode) and is_shared and os.access(folder, os.W_OK | os.X_OK)
 
 
-def _problem(path: Path, trouble: str) -> QueueProblem:
+def problem_with(path: Path, trouble: str) -> QueueProblem:
+    """Return the error for a directory; ``trouble`` follows its name in the sentence."""
     return QueueProblem(
         f"the queue directory {path} {trouble}; name another one with gpu_queue_dir=… or {VARIABLE}"
     )

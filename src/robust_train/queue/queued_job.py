@@ -39,8 +39,8 @@ from robust_train.values import GpuInfo, Group
 
 _LOCK_SECONDS = 2.0
 _SETTLE_SECONDS = 5.0
-_SHORTEST_PAUSE_SECONDS = 0.02
-_LONGEST_PAUSE_SECONDS = 0.6
+_POSITION_SECONDS = 0.02
+_SETTLE_PAUSE_SECONDS = 0.2
 _WITHOUT_EVENTS_SECONDS = 1.0
 _TRUST_SECONDS = 5.0
 
@@ -88,7 +88,6 @@ class QueuedJob:
         self._polled_at = -math.inf
         self._position = 1
         self._settle_until = 0.0
-        self._pause = _SHORTEST_PAUSE_SECONDS
 
     @property
     def fd(self) -> int | None:
@@ -111,7 +110,7 @@ class QueuedJob:
             with self._registry.locked(_LOCK_SECONDS):
                 found = self._decide(unanswered or read(), may_use)
         except RegistryBusy as error:
-            return PollResult(obstacles=str(error), again_seconds=_LONGEST_PAUSE_SECONDS)
+            return PollResult(obstacles=str(error), again_seconds=_SETTLE_PAUSE_SECONDS)
         self._polled_at, self._position = time.monotonic(), found.position
         if found.gpus:
             return found
@@ -125,20 +124,19 @@ class QueuedJob:
         if self._watch is None:
             return False
         mine = None if self.reservation is None else self.reservation.name
-        events = [
-            (name, is_closed)
+        changed = {
+            name: is_closed
             for name, is_closed in self._watch.read()
             if not name or (name.startswith(PREFIX) and name != mine)
-        ]
-        if any(is_closed for _, is_closed in events):
+        }
+        if any(changed.values()):  # memory of a job that has ended comes back a little later
             self._settle_until = time.monotonic() + _SETTLE_SECONDS
-            self._pause = _SHORTEST_PAUSE_SECONDS
-        return bool(events)
+        return bool(changed)
 
     @property
     def pause_seconds(self) -> float:
         """At least this long before the next poll: the first in the queue goes first."""
-        pause = min(_SHORTEST_PAUSE_SECONDS * (self._position - 1), 0.4)
+        pause = min(_POSITION_SECONDS * (self._position - 1), 0.4)
         return max(self._polled_at + pause - time.monotonic(), 0.0)
 
     def leave(self) -> None:
@@ -213,10 +211,8 @@ class QueuedJob:
         return self.reservation
 
     def _again(self) -> float | None:
-        now = time.monotonic()
-        if now < self._settle_until:
-            pause, self._pause = self._pause, min(self._pause * 2, _LONGEST_PAUSE_SECONDS)
-            return max(pause, self.pause_seconds)
+        if time.monotonic() < self._settle_until:
+            return max(_SETTLE_PAUSE_SECONDS, self.pause_seconds)
         if self._untaken or self._answered_at == -math.inf or self.fd is None:
             return _WITHOUT_EVENTS_SECONDS
         return None
@@ -245,15 +241,9 @@ def split(
 
 def as_waiting(record: JobRecord) -> WaitingJob:
     """Return a job for the scheduler, as one that needs GPUs."""
-    return WaitingJob(
-        record.id,
-        record.ticket,
-        record.reserved_bytes,
-        frozenset(record.only),
-        record.jobs_per_device,
-        record.queued_at,
-        record.count,
-    )
+    need, only = record.reserved_bytes, frozenset(record.only)
+    per_device, count = record.jobs_per_device, record.count
+    return WaitingJob(record.id, record.ticket, need, only, per_device, record.queued_at, count)
 
 
 def _as_reservations(record: JobRecord) -> list[GpuReservation]:

@@ -48,19 +48,12 @@ class JobRecord:
     Attributes:
         id: unique among the jobs of this boot.
         ticket: orders the queue, lower goes first. Kept for the whole life of the job.
-        state: waiting, running or draining.
-        user: the owner's name.
-        uid: the owner's number.
-        pid: the launcher's process.
-        started: when that process started, seconds since boot, against reused ids.
-        name: what people know the job by.
-        run_dir: its run folder.
-        reserved_bytes: memory that it needs on each of its GPUs.
-        count: GPUs that it needs at once.
+        started: when the launcher's process ``pid`` started, seconds since boot.
+        reserved_bytes: memory that it needs on each of its ``count`` GPUs.
         jobs_per_device: maximum number of jobs per GPU that it accepts, including itself.
         only: UUIDs of the GPUs that it may use; none while its driver does not answer.
-        gpus: UUIDs of the GPUs that it has, in the order of its ranks: all of them or none.
-        taken_bytes: least that its attempt has allocated on each of them; None where not known.
+        gpus: UUIDs of its GPUs, in the order of its ranks: all of them or none.
+        taken_bytes: least that its attempt has allocated on each of them; None where unknown.
         queued_at: when it came, in seconds since boot (CLOCK_BOOTTIME).
         since: when it came into this state.
     """

@@ -22,10 +22,10 @@ from pathlib import Path
 from robust_train.gpu.bounded import stops_blocked
 from robust_train.gpu.processes import started_at, user_name
 from robust_train.queue.queue_dir import (
-    VARIABLE,
     QueueDir,
     QueueProblem,
     open_queue_dir,
+    problem_with,
     read_small,
     why_not_written,
 )
@@ -56,8 +56,6 @@ class LiveJob:
 
     Attributes:
         name: of its record file.
-        ticket: orders the queue.
-        id: unique among the jobs of this boot.
         owner: the file's user, which unlike the record cannot be made up.
         record: None if it cannot be read, so that the job may have any GPU.
     """
@@ -71,9 +69,6 @@ class LiveJob:
 
 class JobRegistry:
     """The jobs of this host, as one process sees and changes them.
-
-    Args:
-        path: the queue directory.
 
     Raises:
         QueueProblem: the directory cannot be used.
@@ -144,7 +139,7 @@ class JobRegistry:
                 status, record = os.fstat(fd), decode(read_small(fd, LIMIT_BYTES))
             finally:
                 os.close(fd)
-            ticket, job_id = int(parts[1]), _job_id(int(parts[1]), parts[2])
+            ticket, job_id = int(parts[1]), f"{int(parts[1])}-{parts[2]}"
             if record is not None and (record.id, record.ticket) != (job_id, ticket):
                 record = None
             # under several names (hard links) it is the one that its record names
@@ -191,16 +186,13 @@ class JobRegistry:
 class Reservation:
     """This job's own record file: its queue position, and later its reservation on its GPUs.
 
-    Attributes:
-        record: what the file says.
-        name: of the file.
-        fd: holds the lock; whoever has it open keeps the reservation alive. -1 once released.
+    Whoever has its descriptor ``fd`` open keeps it alive; -1 once released.
     """
 
     def __init__(self, registry: JobRegistry, record: JobRecord) -> None:
         self._registry = registry
         token = record.id.rpartition("-")[2] or os.urandom(3).hex()
-        self.record = replace(record, id=_job_id(record.ticket, token))
+        self.record = replace(record, id=f"{record.ticket}-{token}")
         self.name = f"{PREFIX}{record.ticket:010}.{token}"
         self._keepers: list[subprocess.Popen[bytes]] = []
         self.fd = self._create(self.record)
@@ -254,7 +246,16 @@ class Reservation:
             # another opened file, whose lock meets that of the inherited descriptor
             again = os.open(f"/proc/self/fd/{old}", os.O_RDONLY | os.O_CLOEXEC)
             try:
-                self._keepers.append(_start_keeper(again, fd))
+                self._keepers.append(
+                    subprocess.Popen(
+                        [sys.executable, "-I", "-S", "-c", _KEEPER, str(again)],
+                        pass_fds=(again, fd),
+                        stdin=subprocess.DEVNULL,
+                        stdout=subprocess.DEVNULL,
+                        stderr=subprocess.DEVNULL,
+                        start_new_session=True,  # a signal to the launcher's group is not for it
+                    )
+                )
             finally:
                 os.close(again)
         except OSError as error:
@@ -293,18 +294,18 @@ class Reservation:
 
 
 def new_record(
-    name: str, run_dir: str, need_bytes: int, jobs_per_device: int, count: int = 1
+    name: str, run_dir: str, need_bytes: int, jobs_per_device: int, count: int = 1, token: str = ""
 ) -> JobRecord:
-    """Return a record of this process, not yet in the queue."""
-    uid = os.geteuid()
+    """Return a record of this process, not yet in the queue; ``token`` will end its id."""
+    uid, pid = os.geteuid(), os.getpid()
     return JobRecord(
-        id="",
+        id=token,
         ticket=0,
         state=JobState.WAITING,
         user=user_name(uid),
         uid=uid,
-        pid=os.getpid(),
-        started=started_at(os.getpid()) or 0.0,
+        pid=pid,
+        started=started_at(pid) or 0.0,
         name=name,
         run_dir=run_dir,
         reserved_bytes=need_bytes,
@@ -316,17 +317,6 @@ def new_record(
 def boottime() -> float:
     """Return the seconds since the host was booted, sleep included."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
-
-
-def _start_keeper(old: int, new: int) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "-I", "-S", "-c", _KEEPER, str(old)],
-        pass_fds=(old, new),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,  # a signal to the launcher's group is not meant for it
-    )
 
 
 def _is_locked(fd: int) -> bool:
@@ -352,13 +342,6 @@ def _take_lock(fd: int, deadline: float) -> None:
         pause = min(pause * 1.5, _LONGEST_PAUSE_SECONDS)
 
 
-def _job_id(ticket: int, token: str) -> str:
-    return f"{ticket}-{token}"
-
-
 def _unwritable(directory: QueueDir, error: OSError) -> QueueProblem:
     why = why_not_written(error) or f"cannot be written ({error.strerror})"
-    return QueueProblem(
-        f"the queue directory {directory.path} {why}; or name another one with gpu_queue_dir=… or "
-        f"{VARIABLE}"
-    )
+    return problem_with(directory.path, why)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from robust_train.events import (
     AttemptEnded,
@@ -79,7 +78,7 @@ class AttemptStory:
     training_began: float | None = None
     progress: tuple[tuple[int, float], ...] = field(default=(), repr=False)
     checkpoints: tuple[tuple[int, float], ...] = ()
-    evidence: Mapping[str, Any] = field(default_factory=dict)
+    evidence: Mapping[str, object] = field(default_factory=dict)
     traceback: str | None = None
     stability: str | None = None
 

@@ -155,7 +155,7 @@ def _memory_chart(
     lines, legend = [], []
     for name, label, style, is_area in _FIGURES:
         if pieces[name]:
-            # an area stands for an amount only if it begins at nothing
+            # an area shows an amount only if it begins at nothing
             lines.append(line_of(label, style, pieces[name], x, y, is_area=is_area and y.low == 0))
             peak = max(value for piece in pieces[name] for _, value in piece)
             legend.append(Key(style, f"{label}, at most {memory(peak)}"))
@@ -205,7 +205,7 @@ def _pieces(samples: Sequence[Sample], name: str, clock: Clock) -> list[list[Poi
 
 
 def _lanes(marks: Iterable[Mark], clock: Clock, x: Axis) -> dict[str, list[tuple[str, float, str]]]:
-    """Return the marks within the axis by lane; those too close to tell apart become one."""
+    """Return the marks within the axis by lane; those that would overlap become one."""
     lanes: dict[str, dict[int, list[str]]] = {kind: {} for kind in LANES}
     for mark in marks:
         at = clock(mark.time)

@@ -14,20 +14,13 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 
 from robust_train import compat
 from robust_train.events import AttemptProcess, RequestDone
 from robust_train.memory import requests as memory_requests
 from robust_train.readable import first_line
 from robust_train.run import Run, memory_in_use
-from robust_train.runfolder.requests import (
-    LAUNCHERS_VERB,
-    Refused,
-    Reply,
-    Request,
-    find_requests,
-)
+from robust_train.runfolder.requests import LAUNCHERS_VERB, Refused, Reply, Request, find_requests
 
 log = logging.getLogger("robust_train")
 
@@ -86,12 +79,7 @@ class AttemptRequests:
             self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        frames: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._ended.set()
         if self._run.is_main:
             self._thread.join(_JOIN_SECONDS)  # a disk may hang

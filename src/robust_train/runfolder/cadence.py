@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +46,8 @@ def seconds_between_saves(cost: float | None, failures: int, seconds: float) -> 
 
 @dataclass(frozen=True)
 class SavePlan:
-    """What the config demands of checkpoints.
-
-    Attributes:
-        every_seconds: longest time between two; None: as often as saving is cheap.
-        every_steps: most optimizer steps between two; None or 0: any number.
-    """
+    """Longest time between two checkpoints (None: as often as saving is cheap), and most optimizer
+    steps between two (None or 0: any number)."""
 
     every_seconds: float | None = None
     every_steps: int | None = None
@@ -138,7 +135,7 @@ class Saving:
         folder: where checkpoints belong.
         job: identity of the job, the same for all of its attempts; empty without a launcher; None
             where nobody would resume and so no manifest is written.
-        plan: how often to save. Whoever calls the trainer sets it from the config.
+        plan: how often to save; to be set from the config before the first save.
     """
 
     def __init__(self, run_dir: Path, attempt: int) -> None:
@@ -147,30 +144,18 @@ class Saving:
         self.job: str | None = "" if identity is None else identity.id
         self._attempt = attempt
         self._job_started = None if identity is None else identity.started
-        self._plan = SavePlan()
-        self._clock: SaveClock | None = None
+        self.plan = SavePlan()
 
-    @property
-    def plan(self) -> SavePlan:
-        return self._plan
-
-    @plan.setter
-    def plan(self, plan: SavePlan) -> None:
-        self._plan = plan
-        self._clock = None
-
-    @property
+    @cached_property
     def clock(self) -> SaveClock:
-        """What measures the time between checkpoints; made at first use."""
-        if self._clock is None:
-            known = of_job(self.folder, self.job) if self.job else []
-            self._clock = SaveClock(
-                self._plan,
-                cost=next((one.seconds for one in reversed(known) if one.seconds), None),
-                failures=self._attempt - 1,
-                job_started=self._job_started,
-            )
-        return self._clock
+        """What measures the time between checkpoints, from its first use on."""
+        known = of_job(self.folder, self.job) if self.job else []
+        return SaveClock(
+            self.plan,
+            cost=next((one.seconds for one in reversed(known) if one.seconds), None),
+            failures=self._attempt - 1,
+            job_started=self._job_started,
+        )
 
     def saved(self, path: Path, step: int | None) -> None:
         """A complete checkpoint lies at ``path``: write its manifest."""

@@ -16,7 +16,7 @@ from robust_train.runfolder.runs import Run
 
 USUAL_WAIT_SECONDS = 30.0
 _FIGURES_SECONDS = 1.5
-_SEEN_SECONDS = 2.0
+SEEN_SECONDS = 2.0
 _POLL_SECONDS = 0.03
 _MAX_ANSWER_BYTES = 1 << 20
 _NEED_NO_STEP = frozenset({"stop", "figures", "memory_info"})
@@ -60,7 +60,7 @@ def ask(
     if reply is None:
         raise StillQueued(
             f"{run.id}: no step has ended within {wait_seconds:g} s; the request stays queued and "
-            "is carried out when one does (robust-train run status tells how far the run is)"
+            "is carried out when one does (robust-train run status shows its progress)"
         )
     if "error" in reply:
         raise ControlError(f"{run.id}: {reply['error']}")
@@ -88,7 +88,7 @@ def _wait_for_reply(run: Run, request: Path, wait_seconds: float) -> Reply | Non
             answer.unlink(missing_ok=True)
             return reply
         waited = time.monotonic() - started
-        if waited >= wait_seconds and (request.name not in names or waited >= _SEEN_SECONDS):
+        if waited >= wait_seconds and (request.name not in names or waited >= SEEN_SECONDS):
             return None
         if has_ended:
             raise ControlError(f"{run.id} has ended, or ends right now")

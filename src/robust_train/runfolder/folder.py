@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Protocol
 
 from robust_train.errors import EXIT_FAILED, EXIT_NO_DEVICE, JobInterrupted
@@ -55,19 +54,11 @@ class Signals(Protocol):
 class RunFolder:
     """Holds the lock, keeps the state and takes the requests of one launch; a context manager.
 
-    Whatever is wrong with the disk, the job goes on, after one warning.
-
-    Args:
-        run_dir: the run folder.
-        name: the job's name.
-        signals: the job's; stopping is one of them.
-        sweep_folder: of the sweep that the job belongs to.
+    Whatever is wrong with the disk, the job goes on, after one warning. ``token`` is the part of
+    the job's id that it has from the start.
 
     Raises:
         ConfigError: a live job holds the folder. Nothing in it was written.
-
-    Attributes:
-        token: the part of the job's id that it has from the start.
     """
 
     def __init__(
@@ -106,12 +97,7 @@ class RunFolder:
         runs.register(self._run_dir, self.token)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        frames: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, frames: object) -> None:
         if not self.state.is_final:
             if isinstance(error, KeyboardInterrupt):
                 interruption = JobInterrupted(self._signals.received or signal.SIGINT)
@@ -197,12 +183,13 @@ class RunFolder:
         """Stop the job as SIGTERM does."""
         if not request.take():
             return
+        problem = None
         if not self._signals.watches(signal.SIGTERM):
             problem = "this job takes no signals (it is under a scheduler, or not in its process's "
-            request.answer({"error": f"{problem}main thread); stop it where it was started"})
-            return
-        if self._signals.received is not None and not request.options.get("now"):
+            problem += "main thread); stop it where it was started"
+        elif self._signals.received is not None and not request.options.get("now"):
             problem = "it is stopping already; --now ends it without waiting for a checkpoint"
+        if problem is not None:
             request.answer({"error": problem})
             return
         before = self.state.state

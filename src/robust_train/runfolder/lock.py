@@ -73,9 +73,7 @@ class RunLock:
     Raises:
         ConfigError: a live job holds it. Nothing was written.
 
-    Attributes:
-        hold: descriptors that an attempt and all it starts keep open; none where the disk cannot
-            lock.
+    ``hold``: descriptors that an attempt and all it starts keep open; none if the disk cannot lock.
     """
 
     def __init__(self, run_dir: Path, job: str) -> None:

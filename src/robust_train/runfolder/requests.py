@@ -65,11 +65,8 @@ class Request:
 
 
 def open_requests(run_dir: Path) -> None:
-    """Make the directory of requests, or clear what an earlier launch left in it.
-
-    Raises:
-        OSError: it cannot be made, or is another user's.
-    """
+    """Make the directory of requests, or clear what an earlier launch left in it; OSError if it
+    cannot be made, or is another user's."""
     folder = run_dir / REQUESTS
     with contextlib.suppress(FileExistsError):
         os.mkdir(folder, _MODE)
@@ -124,12 +121,7 @@ def _read_own(path: Path) -> dict[str, Json]:
 
 
 def request_sweep_stop(folder: Path) -> None:
-    """Request that a sweep and all its jobs stop.
-
-    Raises:
-        Refused: it has ended.
-        OSError: the sweep folder cannot be written to.
-    """
+    """Request that a sweep and all its jobs stop; Refused if it has ended."""
     sweep = _sweep(folder)
     if sweep.get("status", "running") != "running":
         raise Refused("this sweep has ended")

@@ -28,16 +28,14 @@ class NoLiveRun(Exception):
     """There is no such run, or more than one: one line that lists the live ones."""
 
 
+class NothingAlive(NoLiveRun):
+    """No run of the user's is alive."""
+
+
 @dataclass(frozen=True)
 class Run:
-    """A run folder as it is now.
-
-    Attributes:
-        run_dir: where it lies.
-        alive: its lock is held.
-        state: content of ``state.json``; None where that cannot be read.
-        holder: content of ``lock``; None where that cannot be read.
-    """
+    """A run folder as it is now: whether its lock is held, and the content of ``state.json`` and
+    ``lock``, None where that cannot be read."""
 
     run_dir: Path
     alive: bool
@@ -81,15 +79,6 @@ class Run:
             return "stopping"  # the attempt saves its last checkpoint
         return NO_ANSWER if self.is_stopped else last
 
-    @property
-    def seconds_in_state(self) -> float:
-        """For how long it is in its state; of a run that died, how long it was."""
-        return 0.0 if self.state is None else self._until - self.state.since
-
-    @property
-    def _until(self) -> float:
-        return time.time() if self.alive or self.state is None else self.state.updated
-
     def about(self) -> dict[str, Json]:
         """Return all that is known, for programs; ``last_state`` of a run that died."""
         status = self.status
@@ -98,8 +87,9 @@ class Run:
             content = self.state.as_json()
             known = {k: v for k, v in content.items() if v is not None or k == "waiting"}
             known["gpu_uuid"] = next(iter(self.state.gpu_uuids), None)
-            known["seconds_in_state"] = round(self.seconds_in_state, 1)
-            known["seconds"] = round(self._until - self.state.started, 1)
+            until = time.time() if self.alive else self.state.updated
+            known["seconds_in_state"] = round(until - self.state.since, 1)
+            known["seconds"] = round(until - self.state.started, 1)
             if status == DIED:
                 known["last_state"] = self.state.state
         return {**known, "run_dir": str(self.run_dir), "alive": self.alive, "state": status}
@@ -171,7 +161,7 @@ def choose_run(which: str | None, *, dead_too: bool = False) -> Run:
         alive = find_live_runs()
         here = [run for run in alive if run.is_here] or alive
         if not here:
-            raise NoLiveRun("no run of yours is alive on this machine")
+            raise NothingAlive("no run of yours is alive on this machine")
         if len(here) > 1:
             listed = f"name one with --run: {_listed(here)}"
             raise NoLiveRun(f"{len(here)} runs of yours are alive; {listed}")

@@ -25,13 +25,8 @@ _MOST_NAMES = 100
 
 @dataclass(frozen=True)
 class Limits:
-    """How much is kept of each kind of event.
-
-    Attributes:
-        between: events spread evenly over the time.
-        newest: all of them.
-        bytes: of one kind's events; large ones become sparser.
-    """
+    """How much is kept of each kind of event: so many spread evenly over the time, so many of the
+    newest, and at most so many bytes."""
 
     between: int = 1000
     newest: int = 300

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from robust_train.events import MalformedEvent, from_json
+from robust_train.events import Json, MalformedEvent, from_json
 from robust_train.files import replacing
 from robust_train.runfolder.journal import strict_json
 
@@ -120,16 +120,15 @@ def set_aside(folder: Path) -> Path | None:
     return earlier
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
-    """Return the JSON object in a file; None where it is absent, torn or something else."""
+def read_json(path: Path) -> Json:
+    """Return the JSON in a file; None where it is absent or torn."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return content if isinstance(content, dict) else None
 
 
-def write_json(path: Path, content: Any) -> None:
+def write_json(path: Path, content: Json) -> None:
     """Write a file of JSON, whole or not at all.
 
     Raises:

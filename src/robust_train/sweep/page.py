@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -10,19 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from robust_train import readable
-from robust_train.events import MalformedEvent, from_json
 from robust_train.report.charts import Timeline, TimelineRow, time_axis
 from robust_train.report.figures import bars_of, loss_of_jobs, use_legend
 from robust_train.report.guidance import Advice
 from robust_train.report.html import FILE_NAME, render, shares, try_to_save
-from robust_train.report.sources import finite, read_sources
+from robust_train.report.sources import read_sources
 from robust_train.report.story import Story, story_of
 from robust_train.report.times import Span, Use
 from robust_train.runfolder.journal import strict_json
 from robust_train.runfolder.lock import is_held
-from robust_train.sweep.job_record import read_json, read_record
+from robust_train.sweep.job_record import read_record
 from robust_train.sweep.rows import SweepRow, job_folders, read_row
-from robust_train.sweep.sweep_table import differing_overrides, tally
+from robust_train.sweep.sweep_table import ENDED, SweepTable, differing_overrides, read_table, tally
 
 SCHEMA = 1
 
@@ -82,22 +80,20 @@ def write_sweep_report(folder: Path) -> None:
 
 def sweep_story_of(folder: Path) -> SweepStory:
     """Return what happened in the sweep of a folder, as far as it can be read."""
-    table = read_json(folder / "sweep.json") or {}
-    is_over = table.get("status") == "ended"
+    table = read_table(folder)
+    is_over = table is not None and table.status == ENDED
     jobs = sorted(_jobs(folder, table), key=lambda job: job.row.sort_key)
     seconds = dict.fromkeys((*(use.value for use in Use), "wall"), 0.0)
     for job in jobs:
         for name, value in ({} if job.story is None else job.story.seconds).items():
             seconds[name] += value
-    wall = finite(table.get("wall_seconds"))
+    wall = None if table is None else table.wall_seconds
     sentence = tally([job.row for job in jobs])
     sentence += "." if wall is None else f" in {readable.duration(wall)}."
-    if not is_over:
-        runs = is_held(folder)
-        known = "it still runs, or its process died" if runs is None else "its process died"
-        sentence += (
-            " It still runs." if runs else f" The end of the sweep is not recorded: {known}."
-        )
+    if not is_over and is_held(folder):
+        sentence += " It still runs."
+    elif not is_over:
+        sentence += " The end of the sweep is not recorded: its process died."
     return SweepStory(
         name=folder.resolve().name,
         folder=str(folder),
@@ -108,25 +104,19 @@ def sweep_story_of(folder: Path) -> SweepStory:
     )
 
 
-def _jobs(folder: Path, table: Mapping[str, Any]) -> list[JobStory]:
+def _jobs(folder: Path, table: SweepTable | None) -> list[JobStory]:
     """Return the jobs of this launch in the folder, and those that were never started."""
-    sweep = table.get("sweep")
     jobs, seen = [], set()
     for job_dir in job_folders(folder):
         record = read_record(job_dir)
-        if record is not None and isinstance(sweep, str) and record.sweep != sweep:
+        if record is not None and table is not None and record.sweep != table.sweep:
             continue
         row = read_row(job_dir)
         story = story_of(read_sources(job_dir)) if (job_dir / "journal.jsonl").exists() else None
         jobs.append(JobStory(row, story))
         seen.add(row.job)
-    listed = table.get("jobs")
-    for content in listed if isinstance(listed, list) else []:
-        with contextlib.suppress(MalformedEvent):
-            row = from_json(SweepRow, content)
-            if row.job not in seen:
-                jobs.append(JobStory(row))
-    return jobs
+    rows = () if table is None else table.jobs
+    return jobs + [JobStory(row) for row in rows if row.job not in seen]
 
 
 def sweep_page(sweep: SweepStory) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +58,6 @@ class SweepRow:
     reused: bool
     reason: str | None
     folder: str | None
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the row in JSON's types."""
-        return asdict(self)
 
     @property
     def sort_key(self) -> tuple[bool, int]:

@@ -17,11 +17,11 @@ from omegaconf import DictConfig
 from robust_train.errors import ConfigError
 from robust_train.runfolder.lock import RunLock, read_holder
 from robust_train.sweep.current import SWEEP_VARIABLE
-from robust_train.sweep.job_record import NOT_STARTED, JobRecord, write_json
+from robust_train.sweep.job_record import NOT_STARTED, JobRecord
 from robust_train.sweep.page import write_sweep_report
 from robust_train.sweep.plugins_of_others import remember_mask
 from robust_train.sweep.rows import SweepRow, exit_code_of, read_rows, row_of
-from robust_train.sweep.sweep_table import SCHEMA, as_csv, as_json, screen_table, tally
+from robust_train.sweep.sweep_table import ENDED, FILE, SweepTable, as_csv, screen_table, tally
 
 log = logging.getLogger("robust_train")
 
@@ -92,9 +92,8 @@ def begin(config: DictConfig) -> None:
     sweep = Sweep(id_, folder, launcher, since_ns=0, lock=_lock(folder, id_))
     os.environ[SWEEP_VARIABLE] = sweep.id
     remember_mask(os.environ)
-    content = {"schema": SCHEMA, "status": "running", "sweep": sweep.id, "jobs": []}
-    write_json(folder / "sweep.json", content)
-    sweep.since_ns = (folder / "sweep.json").stat().st_mtime_ns
+    SweepTable(sweep.id, launcher).write(folder)
+    sweep.since_ns = (folder / FILE).stat().st_mtime_ns
     _sweep = sweep
     # a project with a command of its own gets its table also when a job's error ends the sweep
     atexit.register(finish)
@@ -136,19 +135,15 @@ def _show_and_write(sweep: Sweep) -> None:
     rows = sweep.rows()
     if all(row.status == NOT_STARTED for row in rows):
         with contextlib.suppress(OSError):
-            (sweep.folder / "sweep.json").unlink()
+            (sweep.folder / FILE).unlink()
         return
     _exit_code = exit_code_of(rows)
     wall_seconds = time.monotonic() - sweep.started
-    content = as_json(
-        rows,
-        sweep=sweep.id,
-        launcher=sweep.launcher,
-        exit_code=_exit_code,
-        wall_seconds=wall_seconds,
+    table = SweepTable(
+        sweep.id, sweep.launcher, ENDED, _exit_code, round(wall_seconds, 3), tuple(rows)
     )
     try:
-        write_json(sweep.folder / "sweep.json", content)
+        table.write(sweep.folder)
         (sweep.folder / "sweep.csv").write_text(as_csv(rows), encoding="utf-8")
     except OSError as error:
         log.warning("cannot write the sweep's table to %s: %s", sweep.folder, error.strerror)

@@ -34,7 +34,7 @@ def build_backbone(cfg: Any, num_classes: int) -> nn.Module:
     """
     timm = require("timm", f"model={cfg.name}")
     published = _published(timm, cfg.backbone)
-    options: dict[str, Any] = {"num_classes": num_classes, "drop_rate": cfg.dropout}
+    options = {"num_classes": num_classes, "drop_rate": cfg.dropout}
     if published.fixed_input_size:
         options["img_size"] = cfg.image_size
     is_fetched = cfg.pretrained and cfg.weights is None

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from robust_train.run import Run
-from robust_train.vision.evaluation import Score
+from robust_train.vision.step import Score
 from robust_train.vision.training_state import LossAverage, ResumePosition
 
 log = logging.getLogger("robust_train.vision")

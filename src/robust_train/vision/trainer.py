@@ -11,7 +11,7 @@ import itertools
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -40,7 +40,6 @@ from robust_train.vision.batches import (
     share_of,
 )
 from robust_train.vision.datasets import open_data
-from robust_train.vision.evaluation import Score, evaluate
 from robust_train.vision.images import ImageDataset
 from robust_train.vision.models import (
     build_model,
@@ -53,7 +52,13 @@ from robust_train.vision.prepare import check_config, preload_modules
 from robust_train.vision.reporting import Reporter, checked_loss
 from robust_train.vision.schedule import CosineSchedule, make_optimizer
 from robust_train.vision.splits import ImageSource
-from robust_train.vision.step import Precision, accumulate_gradients, apply_gradients
+from robust_train.vision.step import (
+    Precision,
+    Score,
+    accumulate_gradients,
+    apply_gradients,
+    evaluate,
+)
 from robust_train.vision.training_state import (
     REQUIRED,
     LossAverage,
@@ -69,7 +74,7 @@ FINAL_NAME = "final.pt"
 __all__ = ["preload_modules", "train"]
 
 
-def train(cfg: DictConfig, run: Run) -> dict[str, Any]:
+def train(cfg: DictConfig, run: Run) -> dict[str, float | str]:
     """Train and test an image classifier.
 
     Returns:
@@ -313,7 +318,7 @@ class Training:
             log.warning("checkpoint: %s; training goes on, earlier ones are kept", error)
             self.run.checkpoint_failed(str(error))
 
-    def finish(self) -> dict[str, Any]:
+    def finish(self) -> dict[str, float | str]:
         """Test, save the trained weights and return the result."""
         splits = self.splits
         if self.score is None or splits.test is not splits.validation:

@@ -19,6 +19,9 @@ from robust_train.vision.step import Precision
 
 FORMAT = 2
 
+Content = Mapping[str, Any]
+"""A checkpoint that was read; :data:`REQUIRED` keys are there."""
+
 REQUIRED = frozenset({"format", "identity", "position", "model", "optimizer", "rng", "epoch_loss"})
 """Keys without which a file is no checkpoint of ours."""
 
@@ -73,7 +76,7 @@ class TrainingState:
     position: ResumePosition = field(default_factory=ResumePosition)
     epoch_loss: LossAverage = field(default_factory=LossAverage)
 
-    def content(self) -> dict[str, Any]:
+    def content(self) -> dict[str, object]:
         """Return what to save: tensors (shared with the run, not copied) and plain values."""
         return {
             "format": FORMAT,
@@ -88,7 +91,7 @@ class TrainingState:
             "device": _kind_of(self.device),
         }
 
-    def restore(self, content: Mapping[str, Any], path: Path) -> None:
+    def restore(self, content: Content, path: Path) -> None:
         """Restore what :meth:`content` returned."""
         _check_identity(content, self.identity, path)
         try:
@@ -103,7 +106,7 @@ class TrainingState:
         self.position = ResumePosition(**content["position"])
         total, samples = content["epoch_loss"]
         self.epoch_loss = LossAverage(total, samples)
-        # a size that fits one kind of device tells nothing about another
+        # a size that fits one kind of device need not fit another
         if content.get("device") == _kind_of(self.device):
             self.batcher.restore(content["micro_batch"])
 
@@ -126,7 +129,7 @@ def identity_of(cfg: DictConfig, train_samples: int, num_classes: int) -> dict[s
     return {key: value for key, value in identity.items() if key not in _NOT_IDENTITY}
 
 
-def _check_identity(content: Mapping[str, Any], here: Mapping[str, str], path: Path) -> None:
+def _check_identity(content: Content, here: Mapping[str, str], path: Path) -> None:
     if content.get("format") != FORMAT:
         raise ConfigError(
             f"checkpoint {path}: has format {content.get('format')}, this version reads {FORMAT}"
