@@ -10,8 +10,11 @@ import sys
 from collections.abc import Callable
 
 import pytest
+from hydra import compose, initialize_config_module
 
-from command_world import CommandWorld, argv, script
+from command_world import SCRIPTS, CommandWorld, argv, script
+from robust_train.errors import ConfigError
+from robust_train.script.command_settings import CommandSettings
 from simulated_nvml import Gpu, Machine
 from two_gpu_machine import A, B
 from world import ROOT, is_running
@@ -246,13 +249,37 @@ def test_a_run_folder_is_named_after_the_trainer_where_it_brings_model_and_data(
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        ([], ["trainer.argv", "must be given"]),
+        (["trainer.argv=[]"], ["trainer.argv", "must name a program"]),
+        (["trainer.argv=[no_such_program]"], ["'no_such_program'", "PATH"]),
+        (["trainer.argv=[./no_such_file]"], ["'./no_such_file'", "executable"]),
         (["trainer.argv=[ls,'{batchsize}']"], ["{batchsize}", "did you mean {batch_size}?"]),
+        (["trainer.argv=[ls]", "trainer.cwd=/no/such"], ["trainer.cwd=/no/such", "no such folder"]),
+        ([f"trainer.argv=[{SCRIPTS}/no_first_line]"], ["is not an executable file"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_what_cannot_be_run_is_refused_in_one_line(overrides: list[str], words: list[str]):
+    with initialize_config_module("robust_train.configs", version_base="1.3"):
+        cfg = compose("robust", overrides=["trainer=command", *overrides])
+    with pytest.raises(ConfigError) as refused:
+        CommandSettings.of(cfg)
+    assert "\n" not in str(refused.value)
+    assert all(word in str(refused.value) for word in words)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ([], ["trainer.argv", "must be given"]),
+        (["trainer.argv=python"], ["trainer.argv", "accepted is a list"]),
+        (["trainer.argv=[ls]", "isolation=none"], ["isolation=none", "process of its own"]),
         (["trainer.argv=[ls]", "trainer.argvs=1"], ["trainer.argvs", "did you mean argv?"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-def test_is_refused_in_one_line(scripts: CommandWorld, overrides: list[str], words: list[str]):
+def test_the_command_refuses_it_in_one_line(
+    scripts: CommandWorld, overrides: list[str], words: list[str]
+):
     ended = scripts.world.run("trainer=command", *overrides)
     ended.was_refused(words)
 

@@ -25,10 +25,10 @@ from robust_train.events import (
 )
 from robust_train.run import Run
 from robust_train.runfolder.whole import is_whole
-from robust_train.script.checkpoints import CheckpointWatch, stamps
+from robust_train.script.checkpoint_watch import CheckpointWatch, stamps
 from robust_train.script.ending import last_words, script_failure, without_escapes
 from robust_train.script.messages import LineReader, NotUnderstood, parse
-from robust_train.script.values import ScriptValues, literal, near_misses_in, placeholders_in
+from robust_train.script.placeholders import ScriptValues, literal, near_misses_in, placeholders_in
 from robust_train.values import FailureKind
 
 VALUES = ScriptValues(

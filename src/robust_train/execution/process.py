@@ -207,12 +207,7 @@ def failure_of(
 ) -> Failure | None:
     """Return why an attempt failed, by its own report or by its process's end.
 
-    Args:
-        progress: what its events add up to.
-        exited: how its process ended.
-        tail: the end of what it printed.
-        was_stopped: the launcher had asked it to stop.
-        oom_killed: whether the kernel's OOM killer took a process.
+    ``tail`` is the end of what it printed; ``was_stopped``: the launcher had asked it to stop.
     """
 
     def death(pid: int | None, returncode: int) -> Failure:
