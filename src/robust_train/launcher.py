@@ -184,7 +184,7 @@ class Job:
         healthy = False
         try:
             group = self._acquire_device()
-            executor.prepare()
+            executor.prepare(self.folder.tick)
             last = self._attempt_until_done(first_attempt(self.policy, group))
             healthy = True
         except NoDevice as error:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import psutil
 import pytest
 
 from hard_days import LARGE_BYTES
-from world import World, wait_until
+from world import World, is_running, wait_until
 
 
 def ready(world: World) -> int:
@@ -116,6 +117,19 @@ def test_a_trainer_may_compute_tensors_when_it_is_imported(world: World):
     ended = world.run("trainer._target_=trainer_that_computes_at_import.train")
     assert ended.returncode == 0, ended.output
     assert ended.summary["result"] == 512.0**3
+
+
+def test_a_request_to_stop_is_seen_while_libraries_are_imported(world: World):
+    world.environ["READY_FILE"] = str(world.folder / "ready")
+    world.environ["GO_FILE"] = str(world.folder / "go")
+    process = world.with_libraries().start("trainer._target_=trainer_of_a_slow_library.train")
+    server = ready(world)
+    wait_until((world.run_dir / "state.json").exists, "the run can be found")
+    stop = [sys.executable, "-m", "robust_train.cli.main", "run", "stop", str(world.run_dir)]
+    subprocess.run(stop, env=world.environ, check=True, capture_output=True)
+    ended = world.end(process)
+    assert ended.returncode == 143, ended.output
+    wait_until(lambda: not is_running(server), "the server ends")
 
 
 def test_libraries_read_the_environment_that_the_job_sets(world: World):

@@ -20,7 +20,7 @@ class Executor(Protocol):
     def poll(self) -> None:
         """Check, without waiting, that the trainer accepts its config; raises ConfigError."""
 
-    def prepare(self) -> None:
+    def prepare(self, tick: Callable[[], None] = lambda: None) -> None:
         """Wait until the trainer can be called; raises ConfigError if it cannot."""
 
     def run(

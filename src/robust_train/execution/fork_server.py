@@ -123,15 +123,21 @@ class ForkServer:
         self._answers_due += 1
         self._send(Import(path, tuple(libraries), trainer, cfg))
 
-    def poll_import(self, *, waits: bool) -> None:
+    def poll_import(self, *, waits: bool, tick: Callable[[], None] = lambda: None) -> None:
         """Take in what the server has imported; ``waits``: until that is everything.
+
+        ``tick`` is called twice a second meanwhile; it may raise.
 
         Raises:
             ConfigError: the trainer refuses the config.
             ServerDied: an import ended the process.
         """
         with self._selector() as selector:
-            while self._answers_due and (selector.select(None if waits else 0) or waits):
+            while self._answers_due:
+                is_readable = selector.select(TICK_SECONDS if waits else 0)
+                tick()
+                if not is_readable and not waits:
+                    return
                 self.pump.move()
                 for message in self._messages():
                     self._answers_due -= 1

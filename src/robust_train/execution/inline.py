@@ -44,7 +44,7 @@ class InlineExecutor:
     def close(self, *, keep_server: bool) -> None:
         """Nothing was started."""
 
-    def prepare(self) -> None:
+    def prepare(self, tick: Callable[[], None] = lambda: None) -> None:
         """Import the trainer; raises ConfigError if it cannot be imported."""
         self._trainer()
 

@@ -76,9 +76,9 @@ class ProcessExecutor:
             if self._server is not None:
                 self._server.poll_import(waits=False)
 
-    def prepare(self) -> None:
+    def prepare(self, tick: Callable[[], None] = lambda: None) -> None:
         """Wait until libraries are imported; raises ConfigError if the trainer refuses."""
-        self._ready_server()
+        self._ready_server(tick=tick)
 
     def run(
         self,
@@ -104,7 +104,7 @@ class ProcessExecutor:
 
         log_path = self._run_dir / f"attempt-{request.attempt}.log"
         try:
-            server = self._ready_server(request.environ)
+            server = self._ready_server(request.environ, tick)
             server.pump.start_log(log_path)
             exited = server.run(request, on_event=take, signals=self._signals, hold=hold, tick=tick)
             server.pump.end_log()
@@ -162,7 +162,9 @@ class ProcessExecutor:
             server.begin_import(safe, ours, self._cfg if ours else None)
         return server
 
-    def _ready_server(self, environ: Mapping[str, str] | None = None) -> ForkServer:
+    def _ready_server(
+        self, environ: Mapping[str, str] | None = None, tick: Callable[[], None] = lambda: None
+    ) -> ForkServer:
         """Return a server that may be forked, with as many libraries imported as that allows."""
         while True:
             server = self._server
@@ -170,7 +172,7 @@ class ProcessExecutor:
                 self._end_server()
                 server = self._start()
             try:
-                server.poll_import(waits=True)
+                server.poll_import(waits=True, tick=tick)
             except ServerDied as death:
                 if not self._libraries:
                     raise
