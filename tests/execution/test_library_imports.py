@@ -50,11 +50,15 @@ def test_libraries_are_found_through_the_users_own_modules(project: Path):
         "    import rich",
         "def train(cfg):",
         "    import tenacity",
+        "    if cfg.wanted:",
+        "        import yaml",
+        "def another(cfg):",
+        "    import jinja2",
     )
     write(project / "one" / "parts.py", "from torch import optim", "def helper(): ...")
     write(project / "two" / "deep.py", "import one.trainer", "import omegaconf")
     found = libraries_of(TrainerRef("one.trainer.train"))
-    assert found == ("numpy", "torch.nn", "torch", "torch.optim", "omegaconf", "psutil")
+    assert found == ("numpy", "torch.nn", "torch", "torch.optim", "omegaconf", "psutil", "tenacity")
     assert "one" not in sys.modules
 
 

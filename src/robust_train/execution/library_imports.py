@@ -21,6 +21,7 @@ from robust_train.execution.trainer_ref import MAIN_MODULE, TrainerRef
 PRELOAD = "preload_modules"
 """A list of more modules to import early: a constant of the trainer's module, or a config key."""
 
+_IMPORTS = (ast.Import, ast.ImportFrom)
 _MOST_MODULES = 1000
 _PATH_CHANGERS = frozenset({"sys.path", "sys.meta_path", "sys.path_hooks", "sys.modules"})
 _NAME_MAKERS = frozenset(
@@ -62,7 +63,8 @@ class _Reader:
         tree, module, attribute = None, "", ""
         for depth, name in enumerate(modules, start=1):
             if self._own_file(name) is not None:
-                tree, module, attribute = self._own_module(name, certain=True), name, names[depth]
+                module, attribute = name, names[depth]
+                tree = self._own_module(name, certain=True, called=attribute)
         bound = None if tree is None else _bound_names(tree)
         if tree is not None and bound is not None and attribute not in bound:
             kinds = (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef)
@@ -70,8 +72,14 @@ class _Reader:
             close = difflib.get_close_matches(attribute, functions, n=1)
             raise self._ref.has_no(module, attribute, close[0] if close else None)
 
-    def _own_module(self, name: str, *, certain: bool) -> ast.Module | None:
-        """Read a module of the user's own, once; ``certain``: it will certainly be imported."""
+    def _own_module(self, name: str, *, certain: bool, called: str = "") -> ast.Module | None:
+        """Read a module of the user's own, once.
+
+        Args:
+            name: of the module.
+            certain: it will certainly be imported.
+            called: the function in it that is the trainer: its own first imports count.
+        """
         file = self._own_file(name)
         if file is None or name in self._seen or len(self._seen) >= _MOST_MODULES:
             return None
@@ -92,7 +100,7 @@ class _Reader:
             for node in ast.walk(tree)
         )
         package = name if file.name == "__init__.py" else name.rpartition(".")[0]
-        for node, is_sure in _imports(tree.body, certain):
+        for node, is_sure in _imports(_with_body_of(tree, called), certain):
             where = f"{file}, line {node.lineno}"
             names = [alias.name for alias in node.names]
             if isinstance(node, ast.ImportFrom):
@@ -168,6 +176,22 @@ def _library_folders() -> tuple[str, ...]:
 
 
 _LIBRARY_FOLDERS = _library_folders()
+
+
+def _with_body_of(tree: ast.Module, function: str) -> list[ast.stmt]:
+    """Return a module's statements, and the imports that a function of it does first of all.
+
+    A library that the trainer imports itself would else be imported anew in each attempt.
+    """
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    inner: list[ast.stmt] = [
+        node
+        for one in functions
+        if one.name == function
+        for node in one.body
+        if isinstance(node, _IMPORTS)
+    ]
+    return [*tree.body, ast.With(items=[], body=inner)] if inner else tree.body
 
 
 def _imports(
