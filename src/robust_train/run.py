@@ -17,6 +17,7 @@ from robust_train.events import (
     CheckpointSaved,
     EpochEnded,
     Event,
+    Json,
     MemoryReported,
     MicroBatchChanged,
     MicroBatchExhausted,
@@ -39,7 +40,7 @@ _PROGRESS_INTERVAL_SECONDS = 0.1
 Report = Callable[[Event], None]
 """Takes one event."""
 
-Answer = Callable[[dict[str, Any]], None]
+Answer = Callable[[dict[str, Json]], None]
 """Takes the reply to a request that was made of a live run."""
 
 
@@ -251,7 +252,7 @@ class Run:
         """Report that no checkpoint could be saved, so that nobody goes on waiting for it."""
         self._answer_checkpoint({"error": f"no checkpoint: {reason}"})
 
-    def _answer_checkpoint(self, reply: dict[str, Any]) -> None:
+    def _answer_checkpoint(self, reply: dict[str, Json]) -> None:
         answers, self._checkpoint_answers = self._checkpoint_answers, []
         for answer in answers:
             answer(reply)
@@ -360,7 +361,7 @@ class Run:
         log.info("%s: %s", name, describe_memory(figures))
         self.report(MemoryReported(name, **figures))
 
-    def record(self, event: str, fields: Mapping[str, Any]) -> None:
+    def record(self, event: str, fields: Mapping[str, Json]) -> None:
         """Record an event of the trainer's own in the journal: any name, any fields."""
         self.report(UserEvent(str(event), dict(fields)))
 

@@ -6,6 +6,7 @@ units, and then say so in their name.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -22,8 +23,8 @@ class GpuProcess:
     """A process that NVML lists on a GPU.
 
     Attributes:
-        pid: process id as the driver sees it (inside a container this may be another world's id).
-        used_bytes: memory it holds, or None where the driver does not say.
+        pid: process id as the driver sees it, which a container may number differently.
+        used_bytes: memory it holds, None if unavailable.
         computes: NVML lists it as a CUDA process; False for one that only draws.
     """
 
@@ -42,11 +43,10 @@ class GpuInfo:
         index: NVML's number of the GPU (of the parent GPU for a slice), as ``nvidia-smi`` shows it.
         pci_bus_id: ``domain:bus:device.function`` in lower-case hexadecimal.
         total_bytes: memory of the device.
-        free_bytes: memory that NVML says is free; never computed as a difference.
-        used_bytes: memory in use, as NVML says.
+        free_bytes, used_bytes: as NVML has them; never computed as a difference.
         utilization_percent: how busy the GPU was lately, None where not supported.
         compute_mode: ``default``, ``exclusive_process``, ``exclusive_thread`` or ``prohibited``.
-        processes: who is on it; None where the driver does not tell or was not asked.
+        processes: who is on it; None if unavailable or not asked for.
         parent_uuid: for a MIG slice the UUID of the GPU it is a part of.
         unified_memory: the GPU shares the host's memory (integrated); the figures are the host's.
         unusable: why no job may start on it now, or None.
@@ -123,7 +123,7 @@ MEMORY_FAILURES = frozenset({FailureKind.DEVICE_OOM, FailureKind.HOST_OOM})
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known about a failure, in bytes; None where neither message nor statistics tell.
+    """What is known about a failure, in bytes; None if unavailable.
 
     Attributes:
         requested_bytes: the allocation that failed.
@@ -134,7 +134,7 @@ class Evidence:
         allowed_bytes: what ``memory.fraction`` lets this process have of it.
         fragmented: the allocator held at least as much unused memory as was asked for.
         own_limit: the process reached its own limit while the device had enough free memory.
-        clue: what the message or the stack tells beyond the kind, one of :class:`Clue`.
+        clue: what message or stack show beyond the kind, one of :class:`Clue`.
         library: who raised (``torch``, ``cublas``, ``cudnn``, ``numpy``, ``kernel`` …).
     """
 
@@ -250,8 +250,7 @@ class Outcome:
         seconds: wall time of the attempt.
         start_step: optimizer step it started from (0 for a fresh start).
         end_step: last optimizer step it reported, None if it reported none.
-        began_training: it reported that training begins. False tells nothing of a trainer that
-            reports nothing.
+        began_training: it reported that training begins, which some trainers never do.
         peak_memory_bytes: of the device, or of the process where it ran on the CPU.
         memory: device memory at the end (``allocated``, ``reserved``, ``max_allocated``), bytes;
             of several ranks that of the one with the highest peak.
@@ -276,11 +275,11 @@ class Outcome:
     began_training: bool = False
     peak_memory_bytes: int | None = None
     memory: dict[str, int] | None = None
-    memory_returned: dict[str, Any] | None = None
+    memory_returned: Mapping[str, object] | None = None
     micro_batch: int | None = None
     gpu_free_before_bytes: int | None = None
     gpu_free_after_bytes: int | None = None
-    batch_search: dict[str, Any] | None = None
+    batch_search: Mapping[str, object] | None = None
     stopped_for: str | None = None
     traceback: str | None = None
     error: BaseException | None = field(default=None, compare=False)

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from robust_train.errors import ConfigError
 from robust_train.execution import attempt_clock
 from robust_train.execution.environment import attempt_environment
 from robust_train.memory.allocator import VARIABLE
@@ -87,26 +86,6 @@ def test_a_scripts_end_is_classified_by_its_report_its_exit_status_and_its_outpu
 def command(*argv: str, **more: Any) -> dict[str, Any]:
     """Return the keys that run a script."""
     return {"trainer": {"argv": list(argv), **more}}
-
-
-@pytest.mark.parametrize(
-    ("trainer", "words"),
-    [
-        ({"argv": []}, "must name a program"),
-        ({"argv": "python"}, "accepted is a list"),
-        ({"argv": ["no_such_program"]}, "'no_such_program' is not a program on PATH"),
-        ({"argv": ["./no_such_file"]}, "'./no_such_file' is not an executable file"),
-        ({"argv": ["ls", "{batchsize}"]}, "{batchsize} is no placeholder; did you mean {batch"),
-        ({"argv": ["ls"], "cwd": "/no/such"}, "trainer.cwd=/no/such: no such folder"),
-    ],
-)
-def test_a_script_that_cannot_be_started_is_refused_in_one_line(
-    attempts: Attempts, trainer: dict[str, Any], words: str
-):
-    with pytest.raises(ConfigError) as refused:
-        attempts.run("robust_train.script.trainer.train", trainer=trainer)
-    assert words in str(refused.value)
-    assert "\n" not in str(refused.value)
 
 
 def test_a_script_gets_no_terminal_where_we_have_none_and_needs_no_torch(attempts: Attempts):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -55,7 +54,7 @@ class Machine:
         self.write("proc/vmstat", f"nr_free_pages 812\noom_kill {count}\nnuma_hit 77\n")
 
     def watch(self) -> OomKillWatch:
-        return OomKillWatch.start(self.root)
+        return OomKillWatch(self.root)
 
 
 @pytest.fixture
@@ -70,18 +69,18 @@ def test_a_count_that_rose_is_a_kill(v2: Machine) -> None:
     watch = v2.watch()
     v2.write(f"/sys/fs/cgroup{ROOTLESS}/memory.events", events(3))
 
-    assert watch.killed(4711) is True
+    assert watch.killed() is True
 
 
 def test_a_count_that_stands_is_no_kill(v2: Machine) -> None:
-    assert v2.watch().killed(4711) is False
+    assert v2.watch().killed() is False
 
 
 def test_a_limit_that_was_hit_without_a_kill_is_no_kill(v2: Machine) -> None:
     watch = v2.watch()
     v2.write(f"/sys/fs/cgroup{ROOTLESS}/memory.events", events(2).replace("oom 5", "oom 9"))
 
-    assert watch.killed(4711) is False
+    assert watch.killed() is False
 
 
 def test_a_kill_in_another_cgroup_is_not_ours(v2: Machine) -> None:
@@ -89,7 +88,7 @@ def test_a_kill_in_another_cgroup_is_not_ours(v2: Machine) -> None:
     v2.write("/sys/fs/cgroup/user.slice/memory.events", events(8))
     v2.other_kills(1)
 
-    assert watch.killed(4711) is False
+    assert watch.killed() is False
 
 
 def test_a_cgroup_without_a_memory_controller_is_counted_with_the_one_above(
@@ -101,7 +100,7 @@ def test_a_cgroup_without_a_memory_controller_is_counted_with_the_one_above(
     watch = machine.watch()
     machine.write("/sys/fs/cgroup/user.slice/user-1000.slice/memory.events", events(1))
 
-    assert watch.killed(4711) is True
+    assert watch.killed() is True
 
 
 def test_a_container_with_a_cgroup_namespace_sees_its_own_counts_at_the_top(
@@ -110,10 +109,10 @@ def test_a_container_with_a_cgroup_namespace_sees_its_own_counts_at_the_top(
     machine = Machine(tmp_path, "0::/\n", V2_MOUNT)
     machine.write("/sys/fs/cgroup/memory.events", events(0))
     watch = machine.watch()
-    assert watch.killed(4711) is False
+    assert watch.killed() is False
     machine.write("/sys/fs/cgroup/memory.events", events(1))
 
-    assert watch.killed(4711) is True
+    assert watch.killed() is True
 
 
 def test_v1_counts_in_oom_control(tmp_path: Path) -> None:
@@ -121,10 +120,10 @@ def test_v1_counts_in_oom_control(tmp_path: Path) -> None:
     machine = Machine(tmp_path, V1_CGROUPS.format(path=path), V1_MOUNTS)
     machine.write(f"/sys/fs/cgroup/memory{path}/memory.oom_control", oom_control(0))
     watch = machine.watch()
-    assert watch.killed(4711) is False
+    assert watch.killed() is False
     machine.write(f"/sys/fs/cgroup/memory{path}/memory.oom_control", oom_control(1))
 
-    assert watch.killed(4711) is True
+    assert watch.killed() is True
 
 
 def test_a_v1_container_shows_its_part_of_the_hierarchy_under_the_machines_name(
@@ -136,7 +135,7 @@ def test_a_v1_container_shows_its_part_of_the_hierarchy_under_the_machines_name(
     watch = machine.watch()
     machine.write("/sys/fs/cgroup/memory/memory.oom_control", oom_control(1))
 
-    assert watch.killed(4711) is True
+    assert watch.killed() is True
 
 
 def test_in_a_hybrid_the_memory_is_counted_where_its_controller_is(tmp_path: Path) -> None:
@@ -146,14 +145,14 @@ def test_in_a_hybrid_the_memory_is_counted_where_its_controller_is(tmp_path: Pat
     machine.write("/sys/fs/cgroup/unified/system.slice/memory.events", events(0))
     watch = machine.watch()
     machine.write("/sys/fs/cgroup/unified/system.slice/memory.events", events(1))
-    assert watch.killed(4711) is False
+    assert watch.killed() is False
     machine.write("/sys/fs/cgroup/memory/job/memory.oom_control", oom_control(5))
 
-    assert watch.killed(4711) is True
+    assert watch.killed() is True
 
 
 def test_nothing_readable_is_not_known(tmp_path: Path) -> None:
-    assert OomKillWatch.start(tmp_path).killed(4711) is None
+    assert OomKillWatch(tmp_path).killed() is None
 
 
 def test_a_v1_kernel_that_does_not_count_is_not_known(tmp_path: Path) -> None:
@@ -163,16 +162,16 @@ def test_a_v1_kernel_that_does_not_count_is_not_known(tmp_path: Path) -> None:
         "/sys/fs/cgroup/memory/job/memory.oom_control", "oom_kill_disable 0\nunder_oom 0\n"
     )
 
-    assert machine.watch().killed(4711) is None
+    assert machine.watch().killed() is None
 
 
 def test_without_a_cgroup_the_machines_count_can_only_clear(tmp_path: Path) -> None:
     machine = Machine(tmp_path, "", "")
     watch = machine.watch()
-    assert watch.killed(4711) is False
+    assert watch.killed() is False
     machine.other_kills(1)
 
-    assert watch.killed(4711) is None
+    assert watch.killed() is None
 
 
 def test_a_cgroup_outside_of_the_namespace_is_not_known(tmp_path: Path) -> None:
@@ -182,11 +181,11 @@ def test_a_cgroup_outside_of_the_namespace_is_not_known(tmp_path: Path) -> None:
     machine.write("/sys/fs/cgroup/memory.events", events(1))
     machine.other_kills(1)
 
-    assert watch.killed(4711) is None
+    assert watch.killed() is None
 
 
 def test_here_a_process_that_was_not_killed_is_not_said_to_be() -> None:
-    assert OomKillWatch.start().killed(os.getpid()) in (False, None)
+    assert OomKillWatch().killed() in (False, None)
 
 
 # --- the texts ------------------------------------------------------------------------------------

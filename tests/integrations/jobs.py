@@ -72,13 +72,13 @@ class Example:
 def stopped_and_resumed(example: Example, how: str, stop_step: int, *more: str) -> Ended:
     """Stop it with SIGTERM, and let the same command end it; what that has left."""
     periodic = "training.checkpoint_every_steps=null"
-    ended = example.run(how, "stopped", periodic, *more, stop_step=stop_step)
+    ended = example.run(how, f"stopped-{how}", periodic, *more, stop_step=stop_step)
     assert ended.returncode == 143, ended.output
     stopped_after = events(ended.journal, "checkpoint")[-1]["step"]
     assert stopped_after >= stop_step
 
     before = len(ended.journal)
-    ended = example.run(how, "stopped", periodic, *more, stop_step=stop_step)
+    ended = example.run(how, f"stopped-{how}", periodic, *more, stop_step=stop_step)
     assert ended.returncode == 0, ended.output
     again = ended.journal[before:]
     assert events(again, "training_started")[0]["step"] == stopped_after

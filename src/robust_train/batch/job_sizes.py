@@ -36,7 +36,7 @@ class BatchSizes:
     """The sizes of one job.
 
     Args:
-        batch: what the config says about them.
+        batch: the config's part about them.
         policy: what decisions depend on.
         found: sizes that earlier launches of this run folder found, by :func:`.known.memory_key`.
         record: writes an event to the journal.

@@ -163,7 +163,7 @@ def _version(distribution: str) -> str | None:
 def cache_directory(environ: Mapping[str, str]) -> Path | None:
     """Return ``$XDG_CACHE_HOME/robust-train/known-batches``; None without a home."""
     chosen, home = environ.get("XDG_CACHE_HOME", ""), environ.get("HOME", "")
-    # a relative path is to be ignored, says the XDG Base Directory Specification
+    # the XDG Base Directory Specification ignores relative paths
     if os.path.isabs(chosen):
         return Path(chosen) / "robust-train" / "known-batches"
     return Path(home) / ".cache/robust-train/known-batches" if os.path.isabs(home) else None

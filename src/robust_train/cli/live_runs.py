@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from robust_train.cli.output import Parser, fail, print_json, print_table
@@ -52,8 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return fail(f"run {verb}", str(problem), arguments.json)
     if arguments.json:
         print_json({"run": run.id, **answer})
+    elif verb == "status":
+        _show_status(run, answer)
     else:
-        _SHOW[verb](run, answer)
+        print(_sentence(verb, run, answer))
     return 0
 
 
@@ -159,25 +161,13 @@ def _show_status(run: Run, about: About) -> None:
     print_table(("what", "value"), known)
 
 
-def _show_checkpoint(run: Run, answer: About) -> None:
-    print(f"{run.id}: checkpoint of step {answer['step']}: {answer['path']}")
-
-
-def _show_halved(run: Run, answer: About) -> None:
-    before, after = answer["before"]["micro_batch"], answer["after"]["micro_batch"]
-    print(f"{run.id}: micro-batch {before} → {after}, {answer['how']}")
-
-
-def _show_stop(run: Run, answer: About) -> None:
-    print(f"{run.id} (pid {run.pid}, {answer['before']}) stops and will exit with 143")
-
-
-_SHOW: dict[str, Callable[[Run, About], None]] = {
-    "status": _show_status,
-    "checkpoint": _show_checkpoint,
-    "halve-batch": _show_halved,
-    "stop": _show_stop,
-}
+def _sentence(verb: str, run: Run, answer: About) -> str:
+    if verb == "checkpoint":
+        return f"{run.id}: checkpoint of step {answer['step']}: {answer['path']}"
+    if verb == "halve-batch":
+        before, after = answer["before"]["micro_batch"], answer["after"]["micro_batch"]
+        return f"{run.id}: micro-batch {before} → {after}, {answer['how']}"
+    return f"{run.id} (pid {run.pid}, {answer['before']}) stops and will exit with 143"
 
 
 def _batch(about: About) -> str | None:

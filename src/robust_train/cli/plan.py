@@ -18,7 +18,7 @@ from robust_train.gpu.visible import VARIABLE
 from robust_train.values import GIB, MIB
 
 if TYPE_CHECKING:
-    from robust_train.planning.plan import GpuFit, MemoryPlan, PlannedSize
+    from robust_train.planning.memory_plan import GpuFit, MemoryPlan, PlannedSize
 
 _EPILOG = """
 exit codes: 0 planned, 2 cannot be planned as asked
@@ -83,7 +83,7 @@ def _plan(arguments: argparse.Namespace) -> MemoryPlan:
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     from robust_train.errors import ConfigError
-    from robust_train.planning.plan import plan_memory
+    from robust_train.planning.memory_plan import plan_memory
 
     for override in OverridesParser.create().parse_overrides(list(arguments.overrides)):
         if override.is_sweep_override():

@@ -17,7 +17,7 @@ from robust_train.cli.main import OF_LIVE_RUNS
 from robust_train.cli.output import Parser
 from robust_train.errors import EXIT_BAD_CONFIG
 from robust_train.events import Json
-from robust_train.script.values import PLACEHOLDERS, literal, placeholders_in
+from robust_train.script.placeholders import PLACEHOLDERS, literal, placeholders_in
 
 log = logging.getLogger("robust_train")
 
@@ -169,7 +169,7 @@ def _run(overrides: Sequence[str], texts: dict[str, Json], run_dir: Path | None)
     from robust_train.config.schema import validate
     from robust_train.errors import ConfigError, JobInterrupted
     from robust_train.launcher import Job
-    from robust_train.script.settings import CommandSettings
+    from robust_train.script.command_settings import CommandSettings
     from robust_train.settings import run_folder
 
     try:

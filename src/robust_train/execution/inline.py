@@ -39,10 +39,10 @@ class InlineExecutor:
         self._memory_at_first: StartingMemory | None = None
 
     def poll(self) -> None:
-        """Do nothing: nothing goes on beside this process."""
+        """Nothing goes on beside this process."""
 
     def close(self, *, keep_server: bool) -> None:
-        """Do nothing: nothing was started."""
+        """Nothing was started."""
 
     def prepare(self) -> None:
         """Import the trainer; raises ConfigError if it cannot be imported."""

@@ -17,7 +17,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _KILL_SECONDS = 5.0
 
 # looked up here and not at its call, which may be between fork and exec
-_libc_prctl = getattr(ctypes.CDLL(None), "prctl", None)
+_libc_prctl = ctypes.CDLL(None).prctl
 
 
 def signal_at_parents_death(signum: int) -> None:
@@ -32,8 +32,7 @@ def become_subreaper(*, on: bool = True) -> None:
 
 def _prctl(option: int, value: int) -> None:
     """Best effort: kernels and sandboxes without it lose a safety net, not the function."""
-    if _libc_prctl is not None:
-        _libc_prctl(option, value, 0, 0, 0)
+    _libc_prctl(option, value, 0, 0, 0)
 
 
 def children() -> list[int]:

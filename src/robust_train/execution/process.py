@@ -90,7 +90,7 @@ class ProcessExecutor:
     ) -> Outcome:
         """Run one attempt; raises ConfigError if the trainer cannot be imported or refuses."""
         started = time.monotonic()
-        oom_kills = OomKillWatch.start()
+        oom_kills = OomKillWatch()
         progress = AttemptProgress()
 
         def take(event: Event) -> None:
@@ -203,23 +203,18 @@ def failure_of(
     exited: Exited,
     tail: str,
     was_stopped: bool,
-    oom_killed: Callable[[int], bool | None],
+    oom_killed: Callable[[], bool | None],
 ) -> Failure | None:
     """Return why an attempt failed, by its own report or by its process's end.
 
-    Args:
-        progress: what its events add up to.
-        exited: how its process ended.
-        tail: the end of what it printed.
-        was_stopped: the launcher had asked it to stop.
-        oom_killed: whether the kernel's OOM killer took a process.
+    ``tail`` is the end of what it printed; ``was_stopped``: the launcher had asked it to stop.
     """
 
     def death(pid: int | None, returncode: int) -> Failure:
         if returncode == 0:
             return Failure(FailureKind.BUG, "the trainer ended its process without returning")
         was_killed = returncode == -signal.SIGKILL
-        killed = oom_killed(pid) if was_killed and pid is not None else None
+        killed = oom_killed() if was_killed and pid is not None else None
         return classify_exit(returncode, tail, oom_killed=killed)
 
     if isinstance(progress.ending, Finished):

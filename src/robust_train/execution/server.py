@@ -54,8 +54,7 @@ def main() -> None:
     for descriptor in (control, events):
         os.set_inheritable(descriptor, False)
     become_subreaper()
-    with contextlib.suppress(ConnectionError):
-        _Server(Connection(control), socket.socket(fileno=events), handled).serve()
+    _Server(Connection(control), socket.socket(fileno=events), handled).serve()
     os._exit(0)  # taking torch down in good order takes time, and nobody needs it
 
 
@@ -80,7 +79,7 @@ class _Server:
     def serve(self) -> None:
         """Serve until the launcher is gone."""
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        with wakeup_descriptor() as wakeup, contextlib.suppress(EOFError):
+        with wakeup_descriptor() as wakeup, contextlib.suppress(EOFError, ConnectionError):
             while True:
                 ready = wait([self._control, wakeup])
                 with contextlib.suppress(BlockingIOError):
@@ -190,7 +189,7 @@ def _be_attempt(request: AttemptRequest, send: EventSender) -> NoReturn:
         importlib.invalidate_caches()
         if request.ranks > 1:
             # it brings much of torch along that one process does without
-            from robust_train.execution.ranks import run_ranks
+            from robust_train.execution.rank_group import run_ranks
 
             status = run_ranks(request, send)
         else:

@@ -28,7 +28,7 @@ _REQUESTED = _table(
     r"(?:allocate|alloc|allocating|allocation of|reserve|mmap) (?:request for |more than )?SIZE",
     r"failed to allocate request for [\d.]+\w+ \(COUNTB\)",
     r"Trying to allocate COUNT",  # c10's mobile allocator gives no unit
-    r"(?:malloc|realloc|buffer|memory|buffer|block) of size:? COUNT",
+    r"(?:malloc|realloc|buffer|memory|block) of size:? COUNT",
     r"Requested (?:size|memory):? (?:SIZE|(?P<plain>\d+))",
     r"requested bytes of COUNT",
     r"Invalid buffer size: SIZE",
@@ -58,8 +58,7 @@ _ALLOWED = _table(r"SIZE allowed;")
 _PREEMPTIVE = re.compile(r"preemptively rejected|exceed allowed memory", re.IGNORECASE)
 _TOTAL = _table(
     r"SIZE total capacity",
-    r"total capac?ity of SIZE",
-    r"total capacty of SIZE",
+    r"total capaci?ty of SIZE",
     r"max allowed: SIZE",
 )
 

@@ -50,13 +50,12 @@ def classify_exit(
         oom_killed: whether the cgroup counted a kill by the kernel's OOM killer meanwhile; None
             where that is not known.
     """
-    number = signal_of(returncode)
-    name = _signal_name(number)
+    name = signal_name(returncode)
     ended = f"ended by {name}" if name else f"ended with exit code {returncode}"
     lines = output_tail.splitlines()[-_TAIL_LINES:]
     killer = KERNEL_OOM.search(output_tail)
+    record = _line_with(killer, output_tail) if killer else "the kernel's OOM killer"
     if oom_killed or (killer is not None and name in ("SIGKILL", "SIGTERM")):
-        record = _line_with(killer, output_tail) if killer else "the kernel's OOM killer"
         return _failure(FailureKind.HOST_OOM, f"{ended}: {record}", Evidence(library="kernel"))
     if name in _STOPS:
         # nothing else in the output speaks against the signal: peers of a failed rank get it too
@@ -73,7 +72,6 @@ def classify_exit(
         # a page of shared or mapped memory that cannot be had: what a full /dev/shm ends in
         return _failure(FailureKind.WORKER_DEATH, ended, Evidence(library="kernel"))
     if killer is not None:
-        record = _line_with(killer, output_tail)
         return _failure(FailureKind.HOST_OOM, f"{ended}: {record}", Evidence(library="kernel"))
     return Failure(FailureKind.BUG, _with_last_words(ended, lines))
 
@@ -81,16 +79,13 @@ def classify_exit(
 def signal_of(returncode: int) -> int | None:
     """Return the signal in an exit status, in either spelling; None without one."""
     number = -returncode if returncode < 0 else returncode - 128
-    return number if number > 0 and _signal_name(number) is not None else None
+    return number if number in {*map(int, signal.Signals)} else None
 
 
-def _signal_name(number: int | None) -> str | None:
-    if number is None:
-        return None
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return None
+def signal_name(returncode: int) -> str | None:
+    """Return its name, such as SIGKILL."""
+    number = signal_of(returncode)
+    return None if number is None else signal.Signals(number).name
 
 
 def _reported_in(

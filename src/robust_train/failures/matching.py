@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from robust_train.failures.device_patterns import DEVICES
+from robust_train.failures.device_patterns import DEVICES, NETWORK
 from robust_train.failures.error_reports import ErrorReport
 from robust_train.failures.look_alike_patterns import BEFORE_MEMORY
 from robust_train.failures.memory_patterns import MEMORY, NOT_ENOUGH_FOR_VLLM
-from robust_train.failures.network_patterns import NETWORK
 from robust_train.failures.patterns import Match
 from robust_train.values import FailureKind
 

@@ -23,16 +23,10 @@ def use_expandable_segments(
 ) -> bool:
     """Decide whether the allocator uses expandable segments from the start.
 
-    They avoid most fragmentation. They fail at the first allocation under WSL2, whose driver has no
-    virtual memory management, and break CUDA graphs over NCCL's peer-to-peer transport as well as
-    vLLM's all-reduce: so ``auto`` leaves scripts and several GPUs alone.
-
-    Args:
-        setting: ``memory.expandable_segments``; the environment overrides it.
-        environ: the user's.
-        is_script: a program of the user's trains.
-        gpus: of an attempt.
-        kernel: see :func:`is_wsl`.
+    ``setting`` is ``memory.expandable_segments``; the user's environment overrides it. Expandable
+    segments avoid most fragmentation, but fail at the first allocation under WSL2, and break CUDA
+    graphs over NCCL's peer-to-peer transport as well as vLLM's all-reduce: so ``auto`` leaves
+    scripts and several GPUs alone.
     """
     exported = exported_expandable_segments(environ)
     if exported is not None:

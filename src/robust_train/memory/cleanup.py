@@ -122,10 +122,7 @@ class StartingMemory:
     """What tensors hold before the first try, to compare with before each later one.
 
     On a GPU as the caching allocator counts, on the CPU as the storages of all tensors that Python
-    knows; taking it is one pass over Python's objects, some ten milliseconds.
-
-    Args:
-        gradients: of this moment, where they are kept already.
+    knows. ``gradients`` are those of this moment, where they are kept already.
     """
 
     def __init__(self, gradients: KeptGradients | None = None) -> None:

@@ -54,6 +54,17 @@ def ordinal_of(device: Any) -> int | None:
     return None if match[2] is None else int(match[2])
 
 
+def started_gpu(device: Any) -> tuple[Any, int] | None:
+    """Return torch and the number of ``device`` where that is a GPU and CUDA has started.
+
+    Raises:
+        ValueError: this process has no such device.
+    """
+    ordinal = ordinal_of(device)
+    torch = None if ordinal == HOST else started_torch()
+    return None if torch is None else (torch, gpu_number(torch, ordinal))
+
+
 def gpu_number(torch: Any, ordinal: int | None) -> int:
     """Return ``ordinal``, or without one the GPU of :func:`busiest_gpu`.
 

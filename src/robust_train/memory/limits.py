@@ -92,13 +92,7 @@ def limit_when_cuda_starts(fraction: float, index: int | None) -> bool:
     """Let this process's caching allocator hold at most this share of a GPU's memory.
 
     Takes effect when torch starts CUDA, and does not start it; a limit that is refused is logged.
-
-    Args:
-        fraction: above 0 to 1; 1 is no limit.
-        index: of the GPU, as this process counts; None for the CPU.
-
-    Returns:
-        Whether all is done; False where torch is not imported yet.
+    ``index`` is None for the CPU. Returns False where torch is not imported yet.
     """
     if index is None:
         if fraction != MemoryConfig.fraction:
@@ -123,7 +117,7 @@ def enable_memory_efficient_settings(
 ) -> tuple[str, ...]:
     """Set up CUDA's allocator and arithmetic for a tight GPU; returns what was done, in sentences.
 
-    Expandable segments, unless the environment says otherwise or this is WSL, which lacks them: in
+    Expandable segments, unless the environment forbids them or this is WSL, which lacks them: in
     the variable, for programs started from here, and in this process where CUDA is there.
     Segments that the allocator has already stay as they are, so call it before CUDA is used.
 

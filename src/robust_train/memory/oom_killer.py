@@ -33,13 +33,8 @@ class OomKillWatch:
         self._before = _count(self._counter)
         self._machine_before = _count(self._machine_counter)
 
-    @classmethod
-    def start(cls, root: Path = Path("/")) -> OomKillWatch:
-        """Watch this process's cgroup from now on."""
-        return cls(root)
-
-    def killed(self, pid: int) -> bool | None:
-        """Return whether the OOM killer has taken that process, or one beside it in the cgroup.
+    def killed(self) -> bool | None:
+        """Return whether the OOM killer has taken a process of this process's cgroup since then.
 
         None where nothing can be read, or where some process on the machine was killed and it is
         unknown which.

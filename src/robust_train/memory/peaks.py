@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any
 
 from robust_train.memory import host
-from robust_train.memory.cuda import HOST, busiest_gpu, ordinal_of, started_torch
+from robust_train.memory.cuda import started_gpu
 from robust_train.memory.stats import MemoryStats, get_gpu_memory_stats
 from robust_train.values import MIB
 
@@ -115,7 +115,7 @@ def _reset(device: Any) -> bool:
     """Reset the peak after the open blocks have read it."""
     for context in _open_contexts:
         context._update()
-    gpu = _gpu(device)
+    gpu = started_gpu(device)
     if gpu is None:
         return host.reset_peak()
     torch, index = gpu
@@ -125,19 +125,10 @@ def _reset(device: Any) -> bool:
 
 def _figures(device: Any) -> tuple[str, int, int]:
     """Return the device, and its bytes in use now and at the peak."""
-    gpu = _gpu(device)
+    gpu = started_gpu(device)
     if gpu is None:
         own = host.own_memory()
         return "cpu", own["VmRSS"], own["VmHWM"]
     torch, index = gpu
     cuda = torch.cuda
     return f"cuda:{index}", cuda.memory_allocated(index), cuda.max_memory_allocated(index)
-
-
-def _gpu(device: Any) -> tuple[Any, int] | None:
-    """Return torch and the GPU's number where this process can have something on a GPU."""
-    ordinal = ordinal_of(device)
-    torch = None if ordinal == HOST else started_torch()
-    if torch is None:
-        return None
-    return torch, busiest_gpu(torch) if ordinal is None else ordinal

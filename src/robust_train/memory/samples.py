@@ -78,12 +78,9 @@ def read_samples(path: Path) -> list[Sample]:
 class Limits:
     """How many samples are kept of one attempt, however long it runs.
 
-    Attributes:
-        first: of the training's beginning, all of them: they show how memory rises and falls with
-            each micro-batch.
-        between: spread evenly over the samples since then.
-        newest: all of them: they show what came before an attempt's end.
-        slack: that may come on top before the record is thinned again.
+    The ``first`` of the training show how memory rises and falls with each micro-batch, the
+    ``newest`` what came before an attempt's end. So many ``between`` are spread evenly, and
+    ``slack`` may come on top before the record is thinned again.
     """
 
     first: int = 400

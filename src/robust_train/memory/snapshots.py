@@ -32,7 +32,7 @@ log = logging.getLogger("robust_train")
 
 _LOGGED = 3
 _WORTH_LOGGING = 0.01
-# "several KB per entry", says torch's documentation: below 100 MiB of host memory
+# "several KB per entry" (torch's documentation): below 100 MiB of host memory
 _ENTRIES_OF_A_RUN = 20_000
 # for somebody who looks at it: the last of them are what a viewer is opened for
 _ENTRIES_ON_REQUEST = 100_000
@@ -41,8 +41,8 @@ _ENTRIES_ON_REQUEST = 100_000
 def record_history_after_an_oom(run_dir: Path) -> None:
     """Record where GPU memory is allocated from now on, if it has run out in this run folder.
 
-    It costs 2 µs for each allocation and free, says torch's documentation: too much for a run that
-    may never need it. Recording begins when CUDA starts.
+    It costs 2 µs for each allocation and free (torch's documentation): too much for a run that may
+    never need it. Recording begins when CUDA starts.
     """
     torch = sys.modules.get("torch")
     if torch is None or next(run_dir.glob("oom-attempt-*.json"), None) is None:
@@ -60,16 +60,8 @@ def write_out_of_memory(
 ) -> OutOfMemory | None:
     """Write ``oom-attempt-<n>.json`` and ``.pickle``, and log the three largest tensors.
 
-    Never raises: what happens here must not hide why it is called.
-
-    Args:
-        run_dir: where the files belong.
-        attempt: number of the attempt, for their names.
-        step: last optimizer step that was reported.
-        failure: what it was classified as.
-
-    Returns:
-        The event for the journal; None where nothing could be written.
+    Returns the event for the journal, None where nothing could be written. Never raises: what
+    happens here must not hide why it is called. ``step`` is the last one that was reported.
     """
     try:
         return _write_out_of_memory(run_dir, attempt, step, failure)
@@ -83,8 +75,7 @@ def _write_out_of_memory(
 ) -> OutOfMemory:
     started = time.monotonic()
     snapshot = _dump_snapshot(run_dir / f"oom-attempt-{attempt}.pickle")
-    is_hosts = failure.kind is FailureKind.HOST_OOM
-    tensors = largest_tensors(devices={"cpu"} if is_hosts else None)
+    tensors = largest_tensors(devices={"cpu"} if failure.kind is FailureKind.HOST_OOM else None)
     path = run_dir / f"oom-attempt-{attempt}.json"
     content = {
         "time": round(time.time(), 3),
@@ -118,13 +109,8 @@ def _write_out_of_memory(
 def write_snapshot(run_dir: Path) -> tuple[list[Path], str]:
     """Write the next ``memory-tensors-<n>.json`` and ``memory-snapshot-<n>.pickle``.
 
-    The first snapshot of an attempt also starts recording the history.
-
-    Returns:
-        The files, and a sentence for people.
-
-    Raises:
-        OSError: one of them cannot be written.
+    The first snapshot of an attempt also starts recording the history. Returns the files, and a
+    sentence for people. Raises OSError where a file cannot be written.
     """
     number = 1
     while (tensors_path := run_dir / f"memory-tensors-{number}.json").exists():

@@ -16,10 +16,9 @@ from robust_train.gpu.inventory import read_inventory
 from robust_train.gpu.visible import visible_gpus
 from robust_train.memory.cuda import (
     HOST,
-    gpu_number,
     memory_segments,
     ordinal_of,
-    started_torch,
+    started_gpu,
     unused_blocks,
 )
 from robust_train.memory.host import read_host_memory
@@ -96,8 +95,8 @@ def get_gpu_memory_stats(device: Any = None) -> MemoryStats:
     """Return the memory of this process on ``device``, and how full the device is.
 
     Where this process has not started CUDA, the figures are NVML's, of the GPU that would be used;
-    where there is no GPU for it either, the host's, and ``note`` says so. A question makes no CUDA
-    context: that would take hundreds of MiB.
+    where there is no GPU for it either, the host's; ``note`` has which. No CUDA context is made:
+    that would take hundreds of MiB.
 
     Args:
         device: number, ``cuda:1``, ``cpu`` or a torch.device; None for the GPU where this process
@@ -106,12 +105,12 @@ def get_gpu_memory_stats(device: Any = None) -> MemoryStats:
     Raises:
         ValueError: there is no such device.
     """
+    gpu = started_gpu(device)
+    if gpu is not None:
+        return _of_cuda(*gpu)
     ordinal = ordinal_of(device)
     if ordinal == HOST:
         return _of_host("")
-    torch = started_torch()
-    if torch is not None:
-        return _of_cuda(torch, gpu_number(torch, ordinal))
     return _of_nvml(ordinal or 0) or _of_host("no CUDA in this process")
 
 
@@ -120,12 +119,7 @@ get_cuda_memory_info = get_gpu_memory_stats
 
 
 def print_cuda_memory_info(device: Any = None, *, file: IO[str] | None = None) -> None:
-    """Print the figures of :func:`get_gpu_memory_stats`, one a line, in MiB.
-
-    Args:
-        device: as there.
-        file: where to; standard output by default.
-    """
+    """Print the figures of :func:`get_gpu_memory_stats`, one a line, in MiB."""
     stats = get_gpu_memory_stats(device)
     lines = [("device", stats.device + (f" ({stats.note})" if stats.note else ""))]
     for name, value in stats.as_dict().items():

@@ -295,7 +295,7 @@ def retry_on_oom(
 
 def _must_be_plain(function: Callable[..., Any], user: str) -> None:
     """A generator's or coroutine's body runs after the call has returned: nothing to repeat."""
-    kinds = {
+    kinds: dict[str, Callable[[Any], bool]] = {
         "a generator": inspect.isgeneratorfunction,
         "an async function": inspect.iscoroutinefunction,
         "an async generator": inspect.isasyncgenfunction,

@@ -59,7 +59,9 @@ class FakeTracker(StorageTracker):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, *, on_cuda: bool) -> None:
-        super().__init__(**({"block_bytes": BLOCK_BYTES, "scratch": _scratch} if on_cuda else {}))
+        super().__init__(
+            block_bytes=BLOCK_BYTES if on_cuda else 1, scratch=_scratch if on_cuda else None
+        )
         self._on_cuda = on_cuda
 
     def __torch_dispatch__(

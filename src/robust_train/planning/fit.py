@@ -87,9 +87,8 @@ def largest_batch(
             high = guess
         if guess < near or high > near:  # what is tried from now on is on the same side
             tried.append(peak)
-        below = [peak for peak in tried if peak.batch_size <= low]
-        below.sort(key=lambda peak: peak.batch_size)
-        if len(below) > 1 and not does_fit(_on_line(*below[-2:], low + 1)):
+        below = sorted((p for p in tried if p.batch_size <= low), key=lambda p: p.batch_size)
+        if len(below) > 1 and not does_fit(_on_line(below[-2], below[-1], low + 1)):
             break
         guess = (low + high) // 2 if high <= LARGEST_BATCH else 2 * low
         if 1 < len(tried) <= _MOST_BY_LINE:

@@ -87,11 +87,7 @@ class FailureContext:
         For a trainer that reports nothing only the stack is evidence.
         """
         outcome = self.attempt.outcome
-        if (
-            outcome.began_training
-            or outcome.end_step is not None
-            or outcome.micro_batch is not None
-        ):
+        if has_begun(self.attempt) or outcome.micro_batch is not None:
             return False
         return (
             self.evidence.clue in _BEFORE_TRAINING
@@ -155,6 +151,11 @@ class FailureContext:
     def new_in(self, group: Group) -> Group:
         """The GPUs of ``group`` that the attempt did not have."""
         return tuple(gpu for gpu in group if gpu not in self.last.gpus)
+
+
+def has_begun(attempt: Attempt) -> bool:
+    """Return whether it certainly reached its first step."""
+    return attempt.outcome.began_training or attempt.outcome.end_step is not None
 
 
 def failed_gpus(attempt: Attempt) -> Group:

@@ -8,27 +8,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from robust_train.policy import remedies
 from robust_train.policy.context import FailureContext
-from robust_train.policy.remedies import (
-    Rule,
-    busy_gpu_again,
-    cpu_fallback,
-    expandable_segments,
-    fewer_workers,
-    halve_batch,
-    halve_batch_on_request,
-    killed_again,
-    other_gpu,
-    room_taken_by_others,
-    same_again,
-    same_fault_elsewhere,
-    same_gpu_again,
-    second_opinion,
-    switch_gpu,
-    wait_for_other_gpu,
-    wait_for_turn,
-    without_expandable_segments,
-)
+from robust_train.policy.remedies import Rule
 from robust_train.policy.sizes import PolicySettings
 from robust_train.values import (
     MEMORY_FAILURES,
@@ -44,25 +26,30 @@ from robust_train.values import (
 
 REMEDIES: dict[FailureKind, tuple[Rule, ...]] = {
     FailureKind.DEVICE_OOM: (
-        room_taken_by_others,
-        expandable_segments,
-        halve_batch,
-        switch_gpu,
-        second_opinion,
-        cpu_fallback,
+        remedies.room_taken_by_others,
+        remedies.expandable_segments,
+        remedies.halve_batch,
+        remedies.switch_gpu,
+        remedies.second_opinion,
+        remedies.cpu_fallback,
     ),
-    FailureKind.HOST_OOM: (fewer_workers, halve_batch),
-    FailureKind.WORKER_DEATH: (fewer_workers,),
+    FailureKind.HOST_OOM: (remedies.fewer_workers, remedies.halve_batch),
+    FailureKind.WORKER_DEATH: (remedies.fewer_workers,),
     FailureKind.DEVICE_FAULT: (
-        without_expandable_segments,
-        same_gpu_again,
-        other_gpu,
-        wait_for_other_gpu,
-        cpu_fallback,
+        remedies.without_expandable_segments,
+        remedies.same_gpu_again,
+        remedies.other_gpu,
+        remedies.wait_for_other_gpu,
+        remedies.cpu_fallback,
     ),
-    FailureKind.DEVICE_UNAVAILABLE: (busy_gpu_again, other_gpu, wait_for_turn, cpu_fallback),
-    FailureKind.COMM: (same_again,),
-    FailureKind.INTERRUPTED: (killed_again,),
+    FailureKind.DEVICE_UNAVAILABLE: (
+        remedies.busy_gpu_again,
+        remedies.other_gpu,
+        remedies.wait_for_turn,
+        remedies.cpu_fallback,
+    ),
+    FailureKind.COMM: (remedies.same_again,),
+    FailureKind.INTERRUPTED: (remedies.killed_again,),
 }
 """What to try for each kind of failure, in order. A kind that is absent is never retried."""
 
@@ -99,7 +86,7 @@ def decide(
     """
     context = FailureContext(settings, history, gpus, held)
     if context.failure.kind is FailureKind.DEVICE_FAULT:
-        not_the_device = same_fault_elsewhere(context)
+        not_the_device = remedies.same_fault_elsewhere(context)
         if not_the_device is not None:
             return GiveUp(not_the_device)
     return _first_remedy(context, REMEDIES.get(context.failure.kind, ()))
@@ -107,7 +94,7 @@ def decide(
 
 def decide_on_request(settings: PolicySettings, history: tuple[Attempt, ...]) -> Decision:
     """Return what comes after an attempt that stopped because its user wants the batch halved."""
-    return halve_batch_on_request(FailureContext(settings, history, ()))
+    return remedies.halve_batch_on_request(FailureContext(settings, history, ()))
 
 
 def concluded(attempt: Attempt, decision: Decision | None) -> Attempt:

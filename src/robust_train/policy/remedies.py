@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from robust_train.policy.context import FailureContext, exchanged, failed_gpus, uuids
+from robust_train.policy.context import FailureContext, exchanged, failed_gpus, has_begun, uuids
 from robust_train.policy.sizes import PolicySettings, largest_up_to, next_smaller
 from robust_train.policy.unhealthy import is_hardware_fault
 from robust_train.values import (
     MIB,
-    Attempt,
     AttemptSpec,
     Clue,
     FailureKind,
@@ -52,12 +51,8 @@ def room_taken_by_others(context: FailureContext) -> Retry | None:
         return Retry(replace(context.last, gpus=group), "switch_gpu", reason)
     if not settings.may_wait:
         return None
-    return Retry(
-        context.last,
-        action="wait",
-        reason=f"{why}: same batch when {needed // MIB} MiB are free there again",
-        room=Room(uuids(context.failed_gpus), needed),
-    )
+    reason = f"{why}: same batch when {needed // MIB} MiB are free there again"
+    return Retry(context.last, "wait", reason, room=Room(uuids(context.failed_gpus), needed))
 
 
 def expandable_segments(context: FailureContext) -> Retry | None:
@@ -67,13 +62,12 @@ def expandable_segments(context: FailureContext) -> Retry | None:
         return None
     if not context.settings.may_use_expandable_segments or _driver_refused_segments(context):
         return None
-    unused = context.evidence.reserved_unallocated_bytes or 0
-    return Retry(
-        replace(last, expandable_segments=True),
-        action="expandable_segments",
-        reason=f"{_what_failed(context)} with {unused // MIB} MiB reserved but unused: "
-        "fragmentation; same batch with expandable segments",
+    unused = (context.evidence.reserved_unallocated_bytes or 0) // MIB
+    reason = (
+        f"{_what_failed(context)} with {unused} MiB reserved but unused: fragmentation; same batch "
+        "with expandable segments"
     )
+    return Retry(replace(last, expandable_segments=True), "expandable_segments", reason)
 
 
 def fewer_workers(context: FailureContext) -> Retry | None:
@@ -82,13 +76,11 @@ def fewer_workers(context: FailureContext) -> Retry | None:
     if last.num_workers == 0 or context.evidence.clue == Clue.IMPORT:
         return None
     workers, prefetch = last.num_workers // 2, max(last.prefetch_factor // 2, 1)
-    ahead = f", {last.prefetch_factor} → {prefetch} batches ahead"
-    return Retry(
-        replace(last, num_workers=workers, prefetch_factor=prefetch),
-        action="fewer_workers",
-        reason=f"{_what_failed(context)}: {last.num_workers} → {workers} data-loader workers"
-        + (ahead if workers and prefetch != last.prefetch_factor else ""),
-    )
+    reason = f"{_what_failed(context)}: {last.num_workers} → {workers} data-loader workers"
+    if workers and prefetch != last.prefetch_factor:
+        reason += f", {last.prefetch_factor} → {prefetch} batches ahead"
+    spec = replace(last, num_workers=workers, prefetch_factor=prefetch)
+    return Retry(spec, "fewer_workers", reason)
 
 
 def halve_batch(context: FailureContext) -> Retry | None:
@@ -126,20 +118,12 @@ def switch_gpu(context: FailureContext) -> Retry | None:
         return None
     offered = min(gpu.free_bytes for gpu in group)
     batch_size, accumulation = _size_that_should_fit(context, had=had, offered=offered)
-    spec = replace(
-        context.last,
-        gpus=group,
-        batch_size=batch_size,
-        gradient_accumulation_steps=accumulation,
+    spec = _sized(replace(context.last, gpus=group), batch_size, accumulation)
+    reason = (
+        f"{_what_failed(context)} at micro-batch {context.last.batch_size}; {spec.device} has "
+        f"{offered // MIB} MiB free ({had // MIB} were free on {device_name(context.failed_gpus)})"
     )
-    return Retry(
-        spec,
-        action="switch_gpu",
-        reason=f"{_what_failed(context)} at micro-batch {context.last.batch_size}; "
-        f"{spec.device} has {offered // MIB} MiB free "
-        f"({had // MIB} were free on {device_name(context.failed_gpus)})",
-        warning=_effective_batch_warning(context.settings, spec),
-    )
+    return Retry(spec, "switch_gpu", reason, _effective_batch_warning(context.settings, spec))
 
 
 def second_opinion(context: FailureContext) -> Retry | None:
@@ -155,13 +139,11 @@ def second_opinion(context: FailureContext) -> Retry | None:
     group = exchanged(context.last.gpus, short, offers)
     if not group:
         return None
-    new = device_name(context.new_in(group))
-    return Retry(
-        replace(context.last, gpus=group),
-        action="switch_gpu",
-        reason=f"{_what_failed(context)} at micro-batch {context.last.batch_size}: "
-        f"same size once on {new}, which has about as much memory free, before the CPU",
+    reason = (
+        f"{_what_failed(context)} at micro-batch {context.last.batch_size}: same size once on "
+        f"{device_name(context.new_in(group))}, which has about as much memory free, before the CPU"
     )
+    return Retry(replace(context.last, gpus=group), "switch_gpu", reason)
 
 
 # --- devices --------------------------------------------------------------------------------------
@@ -170,16 +152,15 @@ def second_opinion(context: FailureContext) -> Retry | None:
 def without_expandable_segments(context: FailureContext) -> Retry | None:
     """WSL2 and some vGPUs fail at the first allocation with them: once without."""
     last = context.last
-    if not last.gpus or not last.expandable_segments or _has_begun(context.attempt):
+    if not last.gpus or not last.expandable_segments or has_begun(context.attempt):
         return None
     if not context.settings.may_use_expandable_segments or context.evidence.clue != Clue.DRIVER:
         return None
-    return Retry(
-        replace(last, expandable_segments=False),
-        action="no_expandable_segments",
-        reason=f"{_what_failed(context)} before the first step: the same again without expandable "
-        "segments, which this driver may not support",
+    reason = (
+        f"{_what_failed(context)} before the first step: the same again without expandable "
+        "segments, which this driver may not support"
     )
+    return Retry(replace(last, expandable_segments=False), "no_expandable_segments", reason)
 
 
 def same_gpu_again(context: FailureContext) -> Retry | None:
@@ -210,12 +191,9 @@ def wait_for_other_gpu(context: FailureContext) -> Retry | None:
         return None
     if not settings.may_wait or not settings.may_switch_gpu:
         return None
-    return Retry(
-        context.last,
-        action="wait",
-        reason=f"{_what_failed(context)}: same batch on the next GPU that becomes free",
-        room=Room((), settings.min_gpu_memory_bytes, exclude=tuple(sorted(faulty))),
-    )
+    reason = f"{_what_failed(context)}: same batch on the next GPU that becomes free"
+    room = Room((), settings.min_gpu_memory_bytes, exclude=tuple(sorted(faulty)))
+    return Retry(context.last, "wait", reason, room=room)
 
 
 def busy_gpu_again(context: FailureContext) -> Retry | None:
@@ -232,13 +210,10 @@ def wait_for_turn(context: FailureContext) -> Retry | None:
         return None
     if context.failures_without_progress > settings.max_retries:
         return None
-    return Retry(
-        context.last,
-        action="wait",
-        reason=f"{_what_failed(context)}, and somebody else has it: "
-        "same batch on the next available GPU",
-        room=Room(() if settings.may_switch_gpu else ours, settings.min_gpu_memory_bytes),
-    )
+    what = _what_failed(context)
+    reason = f"{what}, and somebody else has it: same batch on the next available GPU"
+    room = Room(() if settings.may_switch_gpu else ours, settings.min_gpu_memory_bytes)
+    return Retry(context.last, "wait", reason, room=room)
 
 
 def same_again(context: FailureContext) -> Retry | None:
@@ -267,13 +242,8 @@ def cpu_fallback(context: FailureContext) -> Retry | None:
     if not context.settings.allow_cpu_fallback or "cpu" in context.tried_devices:
         return None
     settings = context.settings.for_ranks(context.settings.cpu_ranks)
-    spec = replace(
-        context.last,
-        gpus=(),
-        ranks=settings.ranks,
-        batch_size=settings.batch_size,
-        gradient_accumulation_steps=settings.gradient_accumulation_steps,
-    )
+    spec = replace(context.last, gpus=(), ranks=settings.ranks)
+    spec = _sized(spec, settings.batch_size, settings.gradient_accumulation_steps)
     why = f"{_what_failed(context)} and no other GPU is available: on the CPU"
     if context.failure.kind is FailureKind.DEVICE_OOM:
         size = context.last.batch_size
@@ -333,10 +303,6 @@ def _confirmed_by_another_gpu(context: FailureContext) -> bool:
     return False
 
 
-def _has_begun(attempt: Attempt) -> bool:
-    return attempt.outcome.began_training or attempt.outcome.end_step is not None
-
-
 def _driver_refused_segments(context: FailureContext) -> bool:
     failures = (attempt.outcome.failure for attempt in context.history)
     return any(failure and failure.evidence.clue == Clue.DRIVER for failure in failures)
@@ -368,14 +334,14 @@ def _size_that_should_fit(context: FailureContext, *, had: int, offered: int) ->
 def _halved(context: FailureContext, action: str, why: str) -> Retry:
     last = context.last
     batch_size, accumulation = next_smaller(context.sizes, last.batch_size)
-    spec = replace(last, batch_size=batch_size, gradient_accumulation_steps=accumulation)
-    return Retry(
-        spec,
-        action=action,
-        reason=f"{why}{last.batch_size} → {batch_size}, "
-        f"accumulation {last.gradient_accumulation_steps} → {accumulation}",
-        warning=_effective_batch_warning(context.settings, spec),
-    )
+    spec = _sized(last, batch_size, accumulation)
+    before = last.gradient_accumulation_steps
+    reason = f"{why}{last.batch_size} → {batch_size}, accumulation {before} → {accumulation}"
+    return Retry(spec, action, reason, _effective_batch_warning(context.settings, spec))
+
+
+def _sized(spec: AttemptSpec, batch_size: int, accumulation: int) -> AttemptSpec:
+    return replace(spec, batch_size=batch_size, gradient_accumulation_steps=accumulation)
 
 
 def _effective_batch_warning(settings: PolicySettings, spec: AttemptSpec) -> str | None:

@@ -5,9 +5,17 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from robust_train.events import AttemptStarted
+from robust_train.events import AttemptStarted, DeviceAcquired
 from robust_train.runfolder.summary import Summary, attempts_table, gpu_memory_summary
-from robust_train.values import AttemptSpec, Decision, FailureKind, Outcome, Retry
+from robust_train.values import (
+    AttemptSpec,
+    Decision,
+    FailureKind,
+    Group,
+    Outcome,
+    Retry,
+    device_name,
+)
 
 log = logging.getLogger("robust_train")
 
@@ -25,6 +33,12 @@ def started(spec: AttemptSpec, resume_checkpoint: Path | None) -> AttemptStarted
         expandable_segments=spec.expandable_segments,
         resume_checkpoint=None if resume_checkpoint is None else str(resume_checkpoint),
     )
+
+
+def acquired(group: Group, wait_seconds: float) -> DeviceAcquired:
+    """Return the event of a job that has its first device after so long."""
+    uuids, names = tuple(gpu.uuid for gpu in group), tuple(gpu.name for gpu in group)
+    return DeviceAcquired(device_name(group), uuids, names, round(wait_seconds, 3))
 
 
 def announce(number: int, spec: AttemptSpec, *, is_searched: bool = False) -> None:

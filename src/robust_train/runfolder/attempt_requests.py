@@ -17,7 +17,7 @@ from pathlib import Path
 
 from robust_train import compat
 from robust_train.events import AttemptProcess, RequestDone
-from robust_train.memory import requests as memory_requests
+from robust_train.memory.on_request import perform
 from robust_train.readable import first_line
 from robust_train.run import Run, memory_in_use
 from robust_train.runfolder.requests import LAUNCHERS_VERB, Refused, Reply, Request, find_requests
@@ -145,7 +145,7 @@ class AttemptRequests:
             return self._split_finer() if self._run.splits_batches else self._restart(waiting)
         if not verb.startswith("memory_"):
             raise Refused(f"{verb}: an attempt knows no such request")
-        answer = memory_requests.perform(verb, request.options, self._run_dir)
+        answer = perform(verb, request.options, self._run_dir)
         if verb not in _READ_ONLY:
             sentence = str(answer.get("sentence"))
             log.info("%s on request: %s", verb, sentence)

@@ -25,7 +25,7 @@ from types import FrameType
 from robust_train.events import Json
 from robust_train.run import MicroBatchPlan, Run
 from robust_train.runfolder.cadence import SavePlan
-from robust_train.script.values import EVENTS_VARIABLE, value_from
+from robust_train.script.placeholders import EVENTS_VARIABLE, value_from
 
 ReportLine = Callable[[dict[str, Json]], None]
 

@@ -18,9 +18,7 @@ _MOST_LINES = 40
 _LINES = 15
 
 
-def script_failure(
-    ended: ScriptEnded, tail: str, oom_killed: Callable[[int], bool | None]
-) -> Failure:
+def script_failure(ended: ScriptEnded, tail: str, oom_killed: Callable[[], bool | None]) -> Failure:
     """Return why the script failed, as though its exit were the attempt's.
 
     Args:
@@ -32,7 +30,7 @@ def script_failure(
     if kind is not None:
         evidence = Evidence(library="script")
         return Failure(kind, ended.message or "", evidence, advice_for(kind, evidence))
-    killed = oom_killed(ended.pid) if signal_of(returncode) == signal.SIGKILL else None
+    killed = oom_killed() if signal_of(returncode) == signal.SIGKILL else None
     return classify_exit(returncode, without_escapes(tail), oom_killed=killed)
 
 

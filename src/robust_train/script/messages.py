@@ -11,7 +11,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from robust_train.events import (
     CheckpointSaved,
@@ -97,7 +96,7 @@ def parse(line: str) -> Event | Result | OwnFailure:
     return UserEvent(name, fields)
 
 
-def _metrics(fields: Mapping[str, Any]) -> dict[str, float]:
+def _metrics(fields: Mapping[str, Json]) -> dict[str, float]:
     nested = fields.get("metrics")
     given = {**fields, **(nested if isinstance(nested, Mapping) else {})}
     return {
@@ -107,7 +106,7 @@ def _metrics(fields: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def _count(fields: Mapping[str, Any], key: str, event: str) -> int:
+def _count(fields: Mapping[str, Json], key: str, event: str) -> int:
     value = fields.get(key)
     if type(value) is not int or value < 0:
         raise NotUnderstood(f"{event}: {key} must be an integer of 0 or more")

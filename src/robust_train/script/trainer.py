@@ -28,7 +28,7 @@ from robust_train.execution.environment import shared_machine_environment
 from robust_train.run import Run
 from robust_train.runfolder.cadence import AUTO
 from robust_train.runfolder.whole import is_whole
-from robust_train.script.checkpoints import (
+from robust_train.script.checkpoint_watch import (
     CheckpointWatch,
     Stamp,
     read_stamps,
@@ -36,10 +36,10 @@ from robust_train.script.checkpoints import (
     stamps,
     write_stamps,
 )
+from robust_train.script.command_settings import CommandSettings
 from robust_train.script.messages import LineReader, NotUnderstood, OwnFailure, Result, parse
+from robust_train.script.placeholders import EVENTS_VARIABLE, ScriptValues
 from robust_train.script.program import Program
-from robust_train.script.settings import CommandSettings
-from robust_train.script.values import EVENTS_VARIABLE, ScriptValues
 
 log = logging.getLogger("robust_train")
 

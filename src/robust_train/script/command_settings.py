@@ -11,7 +11,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from robust_train.errors import ConfigError
-from robust_train.script.values import PLACEHOLDERS, near_misses_in
+from robust_train.script.placeholders import PLACEHOLDERS, near_misses_in
 
 
 @dataclass(frozen=True)
