@@ -26,12 +26,11 @@ _FILE = re.compile(r"unhealthy\.([A-Za-z0-9-]{1,80})\.(\d{1,10})", re.ASCII)
 
 @dataclass(frozen=True)
 class Exclusion:
-    """An excluded GPU: why, since when (seconds since boot), and whose job it was."""
+    """An excluded GPU: why, and since when (seconds since boot)."""
 
     uuid: str
     reason: str
     since: float
-    uid: int
 
     def sentence(self, now: float) -> str:
         """Return the reason, how long ago it was, and for how long it counts."""
@@ -53,13 +52,13 @@ def read_exclusions(directory: QueueDir) -> list[Exclusion]:
         try:
             values = json.loads(read_small(fd, _LIMIT_BYTES))
             reason = printable(str(values["reason"]), _MOST_TEXT)
-            since, uid = float(values["since"]), os.fstat(fd).st_uid
+            since = float(values["since"])
         except (ValueError, TypeError, KeyError, RecursionError, OverflowError):
             continue
         finally:
             os.close(fd)
         if 0 <= now - since < SECONDS:  # and not so for NaN
-            found.append(Exclusion(parts[1], reason, since, uid))
+            found.append(Exclusion(parts[1], reason, since))
     return found
 
 

@@ -85,6 +85,7 @@ def begin(config: DictConfig) -> None:
         OSError: the sweep folder cannot be made.
     """
     global _sweep
+    finish()  # an earlier sweep of this process that an error has ended
     folder = Path(str(config.hydra.sweep.dir)).resolve()
     folder.mkdir(parents=True, exist_ok=True)
     launcher = str(config.hydra.runtime.choices.get("hydra/launcher"))
