@@ -471,6 +471,15 @@ def probe_sampler() -> Checks:
     yield below("a sample each 10 ms costs", 2, 100 * (statistics.median(rows) - 1), " %")
 
 
+def probe_doctor() -> Checks:
+    """What users run: facts, then an allocation, an out-of-memory error and a recovery."""
+    command = [sys.executable, "-m", "robust_train.cli.main", "doctor", "--probe"]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    yield equal("exit code of robust-train doctor --probe", 0, done.returncode)
+    yield figure("its last line", (done.stdout.strip().splitlines() or [""])[-1][:100])
+
+
 def probe_clear() -> Checks:
     """What one periodic clearing costs, with what follows it."""
     blocks = min(160, int(free_bytes() * 0.8) // (256 * MIB))
@@ -505,6 +514,7 @@ PROBES: dict[str, tuple[Callable[[], Checks], int]] = {
     "sampler": (probe_sampler, 60),
     "clear": (probe_clear, 60),
     "teardown": (probe_teardown, 100),
+    "doctor": (probe_doctor, 100),
 }
 
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from robust_train.run import Run
 from robust_train.runfolder.attempt_requests import AttemptRequests
-from robust_train.runfolder.requests import Inbox
+from robust_train.runfolder.requests import open_requests
 
 
 def main() -> None:
@@ -52,7 +52,7 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         deaf, listening = Run(run_dir=Path(folder)), Run(run_dir=Path(folder))
-        Inbox(Path(folder)).open()
+        open_requests(Path(folder))
         with AttemptRequests(listening, Path(folder)):
             plain, served = step_of(deaf), step_of(listening)
             for _ in range(50):

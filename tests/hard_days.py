@@ -33,37 +33,6 @@ def saves_when_stopped(cfg, run):
     raise KeyboardInterrupt
 
 
-def saves_when_stopped_in_a_group(cfg, run):
-    """The same in several ranks."""
-    if run.is_main:
-        return saves_when_stopped(cfg, run)
-    while not run.stop_requested:
-        time.sleep(0.01)
-    raise KeyboardInterrupt
-
-
-def loads_with_workers(cfg, run):
-    """The same, with batches from workers that stop where they are when they die."""
-    from torch.utils.data import DataLoader
-
-    loader = iter(DataLoader(range(10_000_000), batch_size=2, num_workers=2))
-    run.checkpoint_dir.mkdir(exist_ok=True)
-    run.started(0)
-    step = 0
-    while not run.stop_requested:
-        next(loader)
-        step += 1
-        run.progress(step)
-        if step == 20:
-            _say_ready()
-        time.sleep(0.01)
-    next(loader)  # the end of the step still needs its data
-    path = run.checkpoint_dir / f"step-{step}"
-    path.write_text("x" * 20_000)
-    run.checkpoint_saved(path, step)
-    raise KeyboardInterrupt
-
-
 def goes_on_alone(cfg, run):
     """Counts its steps in a file, whoever listens."""
     steps = Path(os.environ["STEPS_FILE"])
@@ -92,6 +61,13 @@ def fails_but_does_not_end(cfg):
     import atexit
 
     atexit.register(time.sleep, 1000)
+    raise KeyError("why it failed")
+
+
+def fails_while_a_thread_waits(cfg):
+    import threading
+
+    threading.Thread(target=threading.Event().wait).start()
     raise KeyError("why it failed")
 
 

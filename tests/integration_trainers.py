@@ -17,13 +17,15 @@ def _data_bytes():
 
 
 def preload_modules(cfg):
-    """All examples, since all of them are run by the same function here."""
-    names = ("accelerate_digits", "lightning_digits", "transformers_sonnets")
-    return ["torch._dynamo", *(f"examples.{name}.train" for name in names)]
+    return ["torch._dynamo", os.environ["EXAMPLE"].rpartition(".")[0]]
 
 
 def as_told(cfg, run):
-    """The example in the way that the environment names: one trainer, which is imported once."""
+    """The example in the way that the environment names; its first attempt may be stopped."""
+    stop_step = int(os.environ.get("STOP_STEP", 0))
+    if stop_step and run.resume_checkpoint is None:
+        launcher = int(Path(os.environ["LAUNCHER_FILE"]).read_text())
+        _after_step(run, stop_step, lambda: os.kill(launcher, signal.SIGTERM))
     return globals()[os.environ["HOW"]](cfg, run)
 
 
@@ -33,9 +35,11 @@ def example(cfg, run):
     return getattr(importlib.import_module(module), name)(cfg, run)
 
 
-def measured(cfg, run):
-    """Tells by how much the memory of a step exceeds that between two steps."""
-    most, done, start = 0, threading.Event(), None
+def limited(cfg, run):
+    """From a given step on there are seven tenths of the memory that the first attempt's steps
+    before it have needed, in each attempt anew."""
+    growth = Path(os.environ["GROWTH_FILE"])
+    most, start, done = 0, None, threading.Event()
 
     def watch():
         nonlocal most
@@ -43,55 +47,25 @@ def measured(cfg, run):
             if start is not None:
                 most = max(most, _data_bytes() - start)
 
-    def at_limit_step():
+    def begin():
         nonlocal start
         start = _data_bytes()
 
-    _after_step(run, at_limit_step)
-    watcher = threading.Thread(target=watch)
-    watcher.start()
+    def limit():
+        done.set()
+        if not growth.exists():
+            growth.write_text(str(most))
+        bound = _data_bytes() + int(growth.read_text()) * 7 // 10
+        resource.setrlimit(resource.RLIMIT_DATA, (bound, resource.RLIM_INFINITY))
+
+    _after_step(run, int(os.environ["AT_STEP"]), limit)
+    _after_step(run, 2, begin)
+    threading.Thread(target=watch, daemon=True).start()
     try:
         return example(cfg, run)
     finally:
         done.set()
-        watcher.join()
-        Path(os.environ["GROWTH_FILE"]).write_text(str(most))
-
-
-def limited(cfg, run):
-    """From a given step on there is so much memory and no more, in each attempt anew."""
-
-    def limit():
-        most = _data_bytes() + int(os.environ["LIMIT_BYTES"])
-        resource.setrlimit(resource.RLIMIT_DATA, (most, resource.RLIM_INFINITY))
-
-    _after_step(run, limit)
-    try:
-        return example(cfg, run)
-    finally:
         resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY,) * 2)
-
-
-def stopped(cfg, run):
-    """At a given step of the first attempt the launcher gets SIGTERM."""
-    if run.resume_checkpoint is None:
-        launcher = int(Path(os.environ["LAUNCHER_FILE"]).read_text())
-        _after_step(run, lambda: os.kill(launcher, signal.SIGTERM))
-    return example(cfg, run)
-
-
-def _after_step(run, action):
-    """Have ``action`` done once, when the step in the environment or a later one is over."""
-    progress, done = run.progress, []
-
-    def then(step, **scalars):
-        is_passed_on = progress(step, **scalars)
-        if step >= int(os.environ["AT_STEP"]) and not done:
-            done.append(step)
-            action()
-        return is_passed_on
-
-    run.progress = then
 
 
 def out_of_memory_between_steps(cfg, run):
@@ -99,5 +73,19 @@ def out_of_memory_between_steps(cfg, run):
     import torch
 
     if run.resume_checkpoint is None:
-        _after_step(run, lambda: torch.empty(2**46))
+        _after_step(run, int(os.environ["AT_STEP"]), lambda: torch.empty(2**46))
     return example(cfg, run)
+
+
+def _after_step(run, at_step, action):
+    """Have ``action`` done once, when a step or a later one is over."""
+    progress, done = run.progress, []
+
+    def then(step, **scalars):
+        is_passed_on = progress(step, **scalars)
+        if step >= at_step and not done:
+            done.append(step)
+            action()
+        return is_passed_on
+
+    run.progress = then

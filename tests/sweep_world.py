@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,15 @@ class SweepWorld:
     ) -> subprocess.Popen[str]:
         """Start a sweep; the caller waits for it."""
         return self.world.start(*self.arguments(trainer, *more, n_jobs=n_jobs), **options)
+
+    def run_stop(self) -> subprocess.CompletedProcess[str]:
+        """Run ``robust-train run stop SWEEP_FOLDER``."""
+        return subprocess.run(
+            [sys.executable, "-m", "robust_train.cli.main", "run", "stop", str(self.folder)],
+            env=self.world.environ,
+            capture_output=True,
+            text=True,
+        )
 
     def end(self, process: subprocess.Popen[str]) -> Ended:
         """Wait for a sweep that was started."""

@@ -37,8 +37,8 @@ def test_numbers_take_the_place_of_what_was_typed(training, expected):
     ("cfg", "words"),
     [
         ({"training": {"batch_size": "atuo"}}, ["training.batch_size=atuo", "or auto"]),
-        ({"training": {"batch_size": 1.5}}, ["training.batch_size=1.5", "whole number"]),
-        ({"training": {"batch_size": True}}, ["training.batch_size=True", "whole number"]),
+        ({"training": {"batch_size": 1.5}}, ["training.batch_size=1.5", "integer"]),
+        ({"training": {"batch_size": True}}, ["training.batch_size=True", "integer"]),
         (
             {"training": {"batch_size": "auto", "gradient_accumulation_steps": 4}},
             ["gradient_accumulation_steps=4", "training.effective_batch_size"],

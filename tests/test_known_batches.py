@@ -123,7 +123,7 @@ def test_a_size_is_searched_for_once_on_each_kind_of_device_and_run_folder():
     assert job.search is None
     job.begin_on(())
     assert job.search is not None
-    key = memory_key(memory_settings(job.cfg), "my.trainer", GPU, None)
+    key = memory_key(memory_settings(job.cfg), "my.trainer", GPU, 0)
     resumed = Job({key: 8}, training=AUTO)
     assert (resumed.begin(), resumed.search) == ((8, 8), None)
 
@@ -225,7 +225,7 @@ def test_whatever_lies_in_the_cache_is_ignored_if_it_is_not_ours(tmp_path: Path,
     for damaged in (b"", b"\xff\xfe{", b"[]", b'{"schema": 2}', path.read_bytes()[:-20]):
         path.write_bytes(damaged)
         assert store.read("key") == Known()
-    path.write_text(json.dumps({**whole, "fitted": {"batch_size": 0}}))
+    path.write_text(json.dumps({**whole, "fitted": {"batch_size": "many"}}))
     assert store.read("key") == Known()
     path.unlink()
     path.mkdir()

@@ -84,6 +84,9 @@ def resumes(cfg, run):
 
     With DIES_OF in the environment it is killed by that signal instead.
     """
+    if "ATTEMPTS_FILE" in os.environ:
+        with Path(os.environ["ATTEMPTS_FILE"]).open("a") as file:
+            file.write(f"{os.getppid()}\n")
     first_step = 0
     if run.resume_checkpoint is not None:
         first_step = int(Path(run.resume_checkpoint).read_text())
@@ -247,67 +250,6 @@ def fills_two_gib_of_the_gpu(cfg):
     torch.cuda.set_per_process_memory_fraction(2 * 1024**3 / total)
     batch = torch.empty(cfg.training.batch_size, 100 * 1024**2, dtype=torch.uint8, device="cuda")
     return batch.shape[0]
-
-
-def fails_by_script(cfg, run):
-    """Does what the script in the environment says for this attempt's number, then succeeds.
-
-    A line is ``<step> <message>``: progress to that step (``-``: training does not even begin),
-    then an error with that message; the message ``stall`` hangs instead, ``worker`` kills a
-    data-loader worker.
-    """
-    import torch
-
-    lines = Path(os.environ["FAILURES_FILE"]).read_text().splitlines()
-    with Path(os.environ["ATTEMPTS_FILE"]).open("a") as file:
-        given = {
-            "gpu": os.environ["CUDA_VISIBLE_DEVICES"] or "cpu",
-            "batch_size": cfg.training.batch_size,
-            "num_workers": cfg.training.num_workers,
-            "prefetch_factor": cfg.training.prefetch_factor,
-            "allocator": torch._C._accelerator_getAllocatorSettings(),
-            "time": time.monotonic(),
-        }
-        file.write(json.dumps(given) + "\n")
-    if run.attempt > len(lines):
-        return "trained"
-    step, _, message = lines[run.attempt - 1].partition(" ")
-    if step != "-":
-        run.started(0)
-        run.progress(int(step))
-    if message == "stall":
-        _hangs_for_ever()
-    if message == "worker":
-        workers = cfg.training.num_workers
-        list(torch.utils.data.DataLoader(_KillsItsWorker(), num_workers=workers))
-    if "out of memory" in message:
-        raise RuntimeError(message)
-    raise RuntimeError(message)
-
-
-def fails_by_script_when_told(cfg, run):
-    """The same, once the go file is there; the launcher sees memory change before it."""
-    if run.attempt == 1:
-        Path(os.environ["ATTEMPTS_FILE"]).touch()
-        while not Path(os.environ["GO_FILE"]).exists():
-            time.sleep(0.01)
-    return fails_by_script(cfg, run)
-
-
-def _hangs_for_ever():
-    threading.Event().wait()
-
-
-class _KillsItsWorker:
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, index):
-        import torch
-
-        if torch.utils.data.get_worker_info() is not None:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return index
 
 
 def stops_once_then_completes(cfg, run):

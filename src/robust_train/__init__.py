@@ -44,7 +44,7 @@ if TYPE_CHECKING:
         retry_on_oom,
     )
     from robust_train.microbatch.probing import FoundBatchSize
-    from robust_train.planning.plan import MemoryPlan, plan_memory
+    from robust_train.planning.memory_plan import MemoryPlan, plan_memory
     from robust_train.run import Run
     from robust_train.runfolder.summary import Summary
     from robust_train.script.current_run import current_run
@@ -101,7 +101,7 @@ _HOMES = {
     "GPUMemoryContext": "memory",
     "Interrupted": "errors",
     "JobInterrupted": "errors",
-    "MemoryPlan": "planning.plan",
+    "MemoryPlan": "planning.memory_plan",
     "MicroBatcher": "microbatch.batcher",
     "NoDevice": "errors",
     "OOMHandler": "microbatch.oom_handler",
@@ -123,7 +123,7 @@ _HOMES = {
     "get_gpu_memory_stats": "memory",
     "launch": "launcher",
     "log_gpu_memory_stats": "memory",
-    "plan_memory": "planning.plan",
+    "plan_memory": "planning.memory_plan",
     "print_cuda_memory_info": "memory",
     "reset_peak_memory_stats": "memory",
     "retry_on_oom": "microbatch.oom_handler",

@@ -1,7 +1,7 @@
 """Private symbols of other libraries, each in one place with a test in ``tests/test_compat.py``.
 
-A symbol that a version of torch lacks costs a feature, never a job: each function says what it
-returns then. Nothing here imports torch: the module is an argument.
+A symbol that a version of torch lacks costs a feature, never a job: each function documents
+what it returns then. Nothing here imports torch: the module is an argument.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def clear_cublas_workspaces(torch: Any) -> None:
 
 
 def has_context(torch: Any, index: int) -> bool:
-    """Return whether this process has a CUDA context on a GPU; True where torch cannot tell."""
+    """Return whether this process has a CUDA context on a GPU; True where torch does not know."""
     ask = getattr(torch._C, "_cuda_hasPrimaryContext", None)
     return True if ask is None else bool(ask(index))
 

@@ -41,7 +41,7 @@ class AttemptsExhausted(RuntimeError):
 
 
 class JobInterrupted(KeyboardInterrupt):
-    """The job was told to stop. ``signum`` says by which signal."""
+    """The job was stopped by the signal ``signum``."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(f"interrupted by {signal.Signals(signum).name}")

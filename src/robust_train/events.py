@@ -1,31 +1,23 @@
 """What happens in a job, as frozen values: parsed once where they enter, folded in one place.
 
-An event travels as one JSON object: ``{"event": <name>, …}``, in the pipe between an attempt and
-its launcher, and with ``time`` and ``attempt`` in front as a line of ``journal.jsonl``. What a
-user's trainer records itself has a namespace of its own (:class:`UserEvent`), and so have its
-metrics (``metrics`` of :class:`Progress` and :class:`EpochEnded`): no name or size that a user
-chooses can be confused with one of ours. Bytes and seconds throughout. No effects.
+An event travels as one JSON object: ``{"event": <name>, …}``, between an attempt and its launcher,
+and with ``time`` and ``attempt`` in front as a line of ``journal.jsonl``. A trainer's own events
+(:class:`UserEvent`) and metrics have namespaces of their own. Bytes and seconds throughout.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import types
-import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar
 
+from robust_train.files import Json as Json
+from robust_train.files import MalformedEvent as MalformedEvent
+from robust_train.files import as_json
+from robust_train.files import from_json as from_json
 from robust_train.values import Failure, FailureKind
 
-Json = Any
-"""A value of JSON's types."""
-
 Metrics = Mapping[str, float]
-
-
-class MalformedEvent(ValueError):
-    """An object that is no event of ours; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +33,7 @@ class Event:
 
     def as_json(self) -> dict[str, Json]:
         """Return the event as one JSON object, ``event`` first."""
-        return {"event": self.name, **_plain(self)}
+        return {"event": self.name, **as_json(self)}
 
 
 # --- from an attempt -------------------------------------------------------------------------
@@ -403,86 +395,4 @@ def parse(data: object) -> Event:
     found = _CLASSES.get(str(data.get("event")))
     if found is None:
         raise MalformedEvent(f"no event is called {data.get('event')!r}")
-    event: Event = _build(found, data, found.name)
-    return event
-
-
-T = TypeVar("T")
-
-
-def from_json(cls: type[T], data: object) -> T:
-    """Return the frozen dataclass ``cls`` from one JSON object; unknown keys are ignored.
-
-    Raises:
-        MalformedEvent: a field is missing or of another type.
-    """
-    if not isinstance(data, Mapping):
-        raise MalformedEvent("not an object")
-    found: T = _build(cls, data, cls.__name__)
-    return found
-
-
-def _build(cls: type[Any], data: Mapping[str, Any], where: str) -> Any:
-    hints = _hints(cls)
-    given: dict[str, Any] = {}
-    for item in dataclasses.fields(cls):
-        if item.name in data:
-            given[item.name] = _value(hints[item.name], data[item.name], f"{where}.{item.name}")
-        elif item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING:
-            raise MalformedEvent(f"{where} needs {item.name}")
-    return cls(**given)
-
-
-_known_hints: dict[type[Any], dict[str, Any]] = {}
-
-
-def _hints(cls: type[Any]) -> dict[str, Any]:
-    if cls not in _known_hints:
-        _known_hints[cls] = typing.get_type_hints(cls)
-    return _known_hints[cls]
-
-
-def _value(hint: Any, value: Any, where: str) -> Any:
-    """Return ``value`` as the field's type, which is one of the few that events use."""
-    if hint is Any:
-        return value
-    origin = typing.get_origin(hint)
-    if origin in (typing.Union, types.UnionType):
-        (inner,) = (arg for arg in typing.get_args(hint) if arg is not type(None))
-        return None if value is None else _value(inner, value, where)
-    if origin is tuple and isinstance(value, (list, tuple)):
-        item = typing.get_args(hint)[0]
-        return tuple(_value(item, one, where) for one in value)
-    if isinstance(value, Mapping):
-        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-            return _build(hint, value, where)
-        if origin in (Mapping, dict) or hint in (Mapping, dict):
-            return dict(value)
-        origin_name = getattr(origin, "__name__", "")
-        if origin_name == "Mapping":
-            return dict(value)
-    if hint is FailureKind and isinstance(value, str):
-        try:
-            return FailureKind(value)
-        except ValueError:
-            raise MalformedEvent(f"{where}: no failure kind {value!r}") from None
-    if hint is float and isinstance(value, (int, float)) and not isinstance(value, bool):
-        return float(value)
-    if hint is int and isinstance(value, int) and not isinstance(value, bool):
-        return value
-    if hint in (str, bool) and isinstance(value, hint):
-        return value
-    raise MalformedEvent(f"{where}: {value!r} is not of type {getattr(hint, '__name__', hint)}")
-
-
-def _plain(value: Any) -> Any:
-    """Return a value in JSON's types; fields that are None stay, so that a reader sees them."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {item.name: _plain(getattr(value, item.name)) for item in dataclasses.fields(value)}
-    if isinstance(value, FailureKind):
-        return value.value
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return value
+    return from_json(found, data)

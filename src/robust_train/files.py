@@ -1,16 +1,26 @@
-"""Files that are there whole or not at all, and directories that others may have tampered with."""
+"""Files that are there whole or not at all; directories and JSON that others may have written."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
+import functools
 import json
 import math
 import os
 import stat
-from collections.abc import Iterator
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+Json = Any
+"""A value of JSON's types."""
+
+T = TypeVar("T")
 
 
 @contextlib.contextmanager
@@ -106,7 +116,7 @@ def read_small(path: Path, most_bytes: int) -> tuple[bytes, int]:
         os.close(fd)
 
 
-def parse_json(data: bytes | str) -> Any:
+def parse_json(data: bytes | str) -> Json:
     """Return JSON that anybody may have written, its text without control characters.
 
     Raises:
@@ -118,7 +128,7 @@ def parse_json(data: bytes | str) -> Any:
         raise ValueError("nested too deeply") from error
 
 
-def _printable(value: Any) -> Any:
+def _printable(value: Json) -> Json:
     if isinstance(value, str):
         return "".join(c if c.isprintable() else "?" for c in value)
     if isinstance(value, float) and not math.isfinite(value):
@@ -127,4 +137,71 @@ def _printable(value: Any) -> Any:
         return [_printable(item) for item in value]
     if isinstance(value, dict):
         return {_printable(key): _printable(item) for key, item in value.items()}
+    return value
+
+
+class MalformedEvent(ValueError):
+    """An object that is not what was expected; the message gives the reason."""
+
+
+def from_json(cls: type[T], data: object) -> T:
+    """Return the frozen dataclass ``cls`` from one JSON object; unknown keys are ignored.
+
+    Raises:
+        MalformedEvent: a field is missing or of another type.
+    """
+    if not isinstance(data, Mapping):
+        raise MalformedEvent("not an object")
+    found: T = _build(cls, data, cls.__name__)
+    return found
+
+
+def _build(cls: type[Any], data: Mapping[str, Json], where: str) -> Any:
+    hints = _hints(cls)  # type: ignore[arg-type]  # every class is hashable
+    given: dict[str, Json] = {}
+    for item in dataclasses.fields(cls):
+        if item.name in data:
+            given[item.name] = _value(hints[item.name], data[item.name], f"{where}.{item.name}")
+        elif item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING:
+            raise MalformedEvent(f"{where} needs {item.name}")
+    return cls(**given)
+
+
+_hints = functools.cache(typing.get_type_hints)
+
+
+def _value(hint: Any, value: Json, where: str) -> Any:
+    """Return ``value`` as the field's type, which is one of the few that events use."""
+    inner = typing.get_args(hint)
+    kind = typing.get_origin(hint) or hint
+    if kind in (typing.Union, types.UnionType):  # a type or None
+        return None if value is None else _value(inner[0], value, where)
+    if kind is Any:
+        return value
+    if kind is tuple and isinstance(value, (list, tuple)):
+        return tuple(_value(inner[0], one, where) for one in value)
+    if isinstance(value, Mapping):
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+            return _build(kind, value, where)
+        if issubclass(kind, Mapping):
+            return dict(value)
+    if issubclass(kind, Enum) and value in [one.value for one in kind]:
+        return kind(value)
+    if kind is float and type(value) is int:
+        return float(value)
+    if type(value) is kind:  # exactly: a bool is no int
+        return value
+    raise MalformedEvent(f"{where}: {value!r} is not of type {getattr(kind, '__name__', kind)}")
+
+
+def as_json(value: object) -> Json:
+    """Return a value in JSON's types, a dataclass as an object with all its fields."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {one.name: as_json(getattr(value, one.name)) for one in dataclasses.fields(value)}
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, Mapping):
+        return {str(key): as_json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [as_json(item) for item in value]
     return value

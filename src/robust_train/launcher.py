@@ -5,7 +5,6 @@ compose → acquire a device → run an attempt → classify → decide → reco
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import time
@@ -27,16 +26,14 @@ from robust_train.events import (
     AttemptEnded,
     CheckpointSaved,
     DecidedAgain,
-    DeviceAcquired,
     Event,
     JobEnded,
     JobStarted,
 )
-from robust_train.execution import Executor
-from robust_train.execution.environment import attempt_environment
+from robust_train.execution import Executor, sleep_with_ticks
 from robust_train.execution.inline import InlineExecutor
 from robust_train.execution.process import ProcessExecutor
-from robust_train.execution.request import AttemptRequest
+from robust_train.execution.request import request_for
 from robust_train.execution.signals import SignalWatch
 from robust_train.execution.trainer_ref import TrainerRef
 from robust_train.failures.advice import with_fitting_advice
@@ -59,7 +56,6 @@ from robust_train.values import (
     Group,
     Outcome,
     Retry,
-    device_name,
 )
 
 log = logging.getLogger("robust_train")
@@ -126,10 +122,13 @@ class Job:
         self.trainer = trainer or settings.target_of(cfg)
         self.settings = settings.launcher_settings(cfg)
         self.policy = settings.policy_settings(cfg, finds_batch_size=is_auto)
+        inline = TrainerRef("inline.trainer")
+        self.trainer_ref = inline if self.settings.runs_inline else TrainerRef.of(self.trainer)
         self.run_dir = settings.run_folder(run_dir)
         self.signals = SignalWatch()
-        name = devices.job_name(cfg, self.run_dir)
-        self.folder = RunFolder(self.run_dir, name, self.signals, settings.sweep_folder())
+        self.wanted = wanted = settings.device_settings(cfg, self.run_dir)
+        sweep = settings.sweep_folder()
+        self.folder = RunFolder(self.run_dir, wanted.job_name, self.signals, sweep)
         self.journal = Journal(self.run_dir / "journal.jsonl")
         self.records: list[AttemptRecord] = []
         self.checkpoint: Path | None = None
@@ -179,9 +178,8 @@ class Job:
 
     def _train(self) -> Summary:
         self.executor = executor = self._executor()
-        self.sleep = functools.partial(executor.sleep, tick=self.folder.tick)
         self.devices = devices.Devices(
-            self.cfg, os.environ, self.run_dir, self.sleep, self._on_wait, self.folder.token
+            self.wanted, os.environ, self.run_dir, self.sleep, self._on_wait, self.folder.token
         )
         healthy = False
         try:
@@ -209,7 +207,7 @@ class Job:
             return InlineExecutor(lambda: function, self.signals, can_restart=self._has_remedies)
         cfg = self.cfg.copy()
         OmegaConf.resolve(cfg)
-        return ProcessExecutor(TrainerRef.of(self.trainer), cfg, self.run_dir, self.signals)
+        return ProcessExecutor(self.trainer_ref, cfg, self.run_dir, self.signals)
 
     def _acquire_device(self) -> Group:
         started = time.monotonic()
@@ -219,9 +217,7 @@ class Job:
             self.wait_seconds = time.monotonic() - started
         self.folder.queued(self.devices.job_id)
         self.folder.acquired()
-        uuids, names = tuple(gpu.uuid for gpu in group), tuple(gpu.name for gpu in group)
-        seconds = round(self.wait_seconds, 3)
-        self.journal.write(DeviceAcquired(device_name(group), uuids, names, seconds))
+        self.journal.write(narration.acquired(group, self.wait_seconds))
         return group
 
     def _attempt_until_done(self, first: AttemptSpec) -> AttemptRecord:
@@ -287,12 +283,11 @@ class Job:
         attempt = Attempt(*self.batch_sizes.end(spec, outcome))
         decision = self._decide(attempt, tuple(record.attempt for record in self.records))
         attempt = concluded(attempt, decision)
-        outcome = attempt.outcome
         record = AttemptRecord(attempt, decision, attempt_stability(self.run_dir, number))
         self.records.append(record)
-        content = record.as_json(len(self.records) - 1)
-        self.journal.write(AttemptEnded(content, evidence_of(outcome)), number)
-        narration.say(number, outcome, decision)
+        ended = AttemptEnded(record.as_json(len(self.records) - 1), evidence_of(attempt.outcome))
+        self.journal.write(ended, number)
+        narration.say(number, attempt.outcome, decision)
         self.folder.decided(attempt, decision, self.checkpoint)
         return record
 
@@ -300,31 +295,39 @@ class Job:
         """Run one attempt; free memory of its GPUs before and after tells who took it."""
         free_before = devices.free_bytes(spec.gpus)
         reservation = () if self.devices.hold is None else (self.devices.hold,)
+        own_process = not self.settings.runs_inline
+        request = request_for(
+            spec,
+            self.cfg,
+            self.settings,
+            trainer=self.trainer_ref,
+            device=devices.name_for_trainer(spec.gpus, os.environ, own_process=own_process),
+            number=number,
+            run_dir=self.run_dir,
+            checkpoint=self.checkpoint,
+            search=search,
+        )
         outcome = self.executor.run(
-            self._request(number, spec, search),
+            request,
             self._on_event,
             hold=(*reservation, *self.folder.hold),
             tick=self.folder.tick,
         )
         # in this process its memory does not come back
-        expected = () if self.settings.runs_inline else free_before
+        expected = free_before if own_process else ()
         free_after = self.devices.ended(spec.gpus, outcome, expected)
         if outcome.failure is None:
             return outcome
+        is_script = self.settings.is_script
         failure = with_fitting_advice(
-            outcome.failure,
-            num_workers=spec.num_workers,
-            is_script=self.settings.is_script,
+            outcome.failure, num_workers=spec.num_workers, is_script=is_script
         )
         outcome = replace(outcome, failure=failure)
-        if not spec.gpus or self.settings.runs_inline:
+        if not spec.gpus or not own_process:
             return outcome
         rank = failure.rank or 0
-        return replace(
-            outcome,
-            gpu_free_before_bytes=free_before[rank],
-            gpu_free_after_bytes=free_after[rank],
-        )
+        before, after = free_before[rank], free_after[rank]
+        return replace(outcome, gpu_free_before_bytes=before, gpu_free_after_bytes=after)
 
     def _decide(self, attempt: Attempt, earlier: tuple[Attempt, ...]) -> Decision | None:
         failure = attempt.outcome.failure
@@ -343,34 +346,6 @@ class Job:
         gpus = self.devices.candidates()
         return decide(self.policy, history, gpus, self.devices.held_by_others(gpus))
 
-    def _request(
-        self, number: int, spec: AttemptSpec, search: BatchSearch | None
-    ) -> AttemptRequest:
-        device = devices.name_for_trainer(
-            spec.gpus, os.environ, own_process=not self.settings.runs_inline
-        )
-        inline = TrainerRef("inline.trainer")
-        return AttemptRequest(
-            trainer=inline if self.settings.runs_inline else TrainerRef.of(self.trainer),
-            cfg=settings.attempt_config(self.cfg, spec, device),
-            hydra_cfg=settings.hydra_config(),
-            attempt=number,
-            run_dir=self.run_dir,
-            resume_checkpoint=self.checkpoint,
-            environ=attempt_environment(
-                os.environ,
-                spec.gpus,
-                expandable_segments=spec.expandable_segments,
-                by_index=self.settings.gpus_by_index,
-            ),
-            cwd=os.getcwd(),
-            stall_timeout_seconds=self.settings.stall_timeout_seconds,
-            # a script starts its processes itself
-            ranks=1 if self.settings.is_script else spec.ranks,
-            stop_grace_seconds=self.settings.stop_grace_seconds,
-            batch_search=search,
-        )
-
     @property
     def _number(self) -> int:
         """Number of the attempt that runs or comes next, in all launches of this run folder."""
@@ -383,6 +358,14 @@ class Job:
         self.folder.on_event(event)
         if isinstance(event, CheckpointSaved):
             self.checkpoint = Path(event.path)
+
+    def sleep(self, seconds: float, wake: int | None = None) -> None:
+        """Wait for a device or for time to pass; raise ConfigError if the trainer refuses."""
+        sleep_with_ticks(seconds, wake, self._tick)
+
+    def _tick(self) -> None:
+        self.folder.tick()
+        self.executor.poll()
 
     def _on_wait(self, status: WaitStatus) -> None:
         self.folder.queued(self.devices.job_id)

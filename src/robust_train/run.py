@@ -1,7 +1,6 @@
-"""What a trainer that takes a second parameter, ``run``, can ask and tell the launcher.
+"""What a trainer that takes a second parameter, ``run``, can read and report.
 
-The same class serves an isolated attempt, an inline one and a plain ``train.py`` run; they differ
-only in where reports go.
+The same class serves all kinds of attempts; they differ only in where reports go.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from robust_train.events import (
 )
 from robust_train.memory.in_use import describe_memory
 from robust_train.memory.in_use import memory_in_use as memory_in_use
-from robust_train.runfolder.saving import Saving
+from robust_train.runfolder.cadence import Saving
 
 if TYPE_CHECKING:
     from robust_train.batch.search import BatchSearch
@@ -46,11 +45,10 @@ Answer = Callable[[dict[str, Any]], None]
 
 @dataclass(frozen=True)
 class MicroBatchPlan:
-    """What splitting a batch inside a step goes by.
+    """How a batch is split inside a step.
 
     Attributes:
         batch_size: most samples in one forward and backward pass; None: the whole batch at first.
-        gradient_accumulation_steps: the requested one.
         min_batch_size: parts of this many samples are not split further.
         regrow_after_steps: steps without running out of memory after which a larger size is tried;
             None or 0: never.
@@ -63,7 +61,7 @@ class MicroBatchPlan:
 
     @classmethod
     def of(cls, cfg: Mapping[Any, Any]) -> MicroBatchPlan:
-        """What a composed config says; ``train.py``'s has no ``min_batch_size``."""
+        """Read a composed config; ``train.py``'s has no ``min_batch_size``."""
         training = cfg["training"]
         return cls(
             batch_size=training["batch_size"],
@@ -81,29 +79,29 @@ class Flags(Protocol):
     """How several ranks see at the same step what they are asked for."""
 
     def look(self, flag: str, rank: int) -> int:
-        """Which raising of ``flag`` is due at this look of ``rank``, 0 for none."""
+        """Return which raising of ``flag`` is due at this look of ``rank``, 0 for none."""
 
     def raise_flag(self, flag: str) -> None:
         """Have every rank see ``flag``."""
 
 
 class MemoryKeeper(Protocol):
-    """What looks after an attempt's memory, and so is told what happens in it."""
+    """What looks after an attempt's memory."""
 
     def step_done(self, step: int) -> None:
-        """An optimizer step was reported."""
+        """Take in that an optimizer step was reported."""
 
     def checkpoint_saved(self) -> None:
-        """A checkpoint was written."""
+        """Take in that a checkpoint was written."""
 
     def epoch_ended(self) -> None:
-        """An epoch was trained."""
+        """Take in that an epoch was trained."""
 
     def ran_out(self, error: BaseException) -> None:
-        """Memory ran out, and the step is going to be repeated."""
+        """Take in that memory ran out and the step is going to be repeated."""
 
     def clean_up(self, error: BaseException | None) -> None:
-        """The trainer has returned, or failed with ``error``."""
+        """Return memory after the trainer has returned, or failed with ``error``."""
 
 
 class Run:
@@ -114,19 +112,18 @@ class Run:
         run_dir: the job's run folder.
         checkpoint_dir: where checkpoints belong; shared by all attempts of the job.
         resume_checkpoint: the checkpoint to go on from, None for a fresh start.
-        is_cooperative: the trainer has looked at :attr:`stop_requested`.
-        looks_for_checkpoint_requests: it has looked at :attr:`checkpoint_requested`.
+        is_cooperative: the trainer has read :attr:`stop_requested`.
+        looks_for_checkpoint_requests: it has read :attr:`checkpoint_requested`.
         saving: when the next checkpoint is due, and what was saved.
         can_restart: a launcher would start another attempt from the last checkpoint.
         was_told_to_restart: the trainer has seen that it is to stop for that.
         last_step: last optimizer step that was reported, None before the first.
         last_micro_batch: the smallest micro-batch that running out of memory has led to inside the
             steps of this attempt, None if it never did.
-        memory_keeper: set by whoever calls the trainer.
+        memory_keeper, batch_search: set by whoever calls the trainer.
         rank: number of this process among those that share the optimizer steps, from 0.
         world_size: how many these are. Only rank 0's progress, checkpoints, epochs and result
             count; the others may report them as well.
-        batch_search: :meth:`micro_batches` is to find out which size fits, in its first step.
     """
 
     def __init__(
@@ -182,24 +179,18 @@ class Run:
     def stop_requested(self) -> bool:
         """Whether to save a checkpoint now and raise :class:`Interrupted`.
 
-        A trainer that reads this is trusted to stop by itself; one that never does gets a
-        KeyboardInterrupt instead. Of several ranks all have to read it, once a step: then they see
-        it at the same step.
+        A trainer that never reads this gets a KeyboardInterrupt instead. Of several ranks all have
+        to read it, once a step: then they see it at the same step.
         """
         self.is_cooperative = True
         if self._requests:
             self._at_boundary("stop_requested")
+        stops, restarts = self._stop.is_set(), self._restart_requested
         if self._flags is not None:
-            return self._stop_is_due(self._flags)
-        if self._restart_requested:
-            self.was_told_to_restart = True
-        return self._restart_requested or self._stop.is_set()
-
-    def _stop_is_due(self, flags: Flags) -> bool:
-        stops, restarts = flags.look(STOP, self.rank), flags.look(RESTART, self.rank)
-        if restarts:
-            self.was_told_to_restart = True
-        return bool(stops or restarts)
+            stops = bool(self._flags.look(STOP, self.rank))
+            restarts = bool(self._flags.look(RESTART, self.rank))
+        self.was_told_to_restart = self.was_told_to_restart or restarts
+        return stops or restarts
 
     def request_stop(self) -> None:
         """Ask the trainer to stop at its next step boundary."""
@@ -215,19 +206,15 @@ class Run:
 
     @property
     def stops_to_restart(self) -> bool:
-        """Whether it ends for another attempt to go on, and not because it was to stop for good."""
+        """Whether it ends for another attempt to go on, and is not stopped for good."""
         return self.was_told_to_restart and not self._stop.is_set()
 
     @property
     def checkpoint_due(self) -> bool:
-        """Whether to save a checkpoint now: it is time, or somebody asks for one::
+        """Whether to save a checkpoint now and call :meth:`checkpoint_saved`.
 
-            if run.checkpoint_due:
-                save(path)
-                run.checkpoint_saved(path, step)
-
-        Read it once after each optimizer step. Of several ranks all have to; rank 0's clock counts,
-        and all see it at the same step.
+        It is time, or somebody asks for one. Read it once after each optimizer step. Of several
+        ranks all have to; rank 0's clock counts, and all see it at the same step.
         """
         is_time = self.is_main and self.saving.clock.is_due(self.last_step)
         if is_time and self._flags is not None:
@@ -239,9 +226,7 @@ class Run:
 
     @property
     def checkpoint_requested(self) -> bool:
-        """Whether somebody asks for a checkpoint now: save one, call :meth:`checkpoint_saved`, and
-        train on.
-        """
+        """Whether somebody asks for a checkpoint now, after which training goes on."""
         self.looks_for_checkpoint_requests = True
         if self._requests:
             self._at_boundary("checkpoint_requested")
@@ -263,7 +248,7 @@ class Run:
             self._checkpoint_answers.remove(answer)
 
     def checkpoint_failed(self, reason: str) -> None:
-        """Say that a checkpoint could not be saved, so that nobody goes on waiting for it."""
+        """Report that no checkpoint could be saved, so that nobody goes on waiting for it."""
         self._answer_checkpoint({"error": f"no checkpoint: {reason}"})
 
     def _answer_checkpoint(self, reply: dict[str, Any]) -> None:
@@ -272,17 +257,15 @@ class Run:
             answer(reply)
 
     def started(self, step: int) -> None:
-        """Say which optimizer step this attempt starts from (0 for a fresh start)."""
+        """Report which optimizer step this attempt starts from (0 for a fresh start)."""
         self._steps_before = step
         self.report(TrainingStarted(step))
 
-    def progress(self, step: int, *, total_steps: int | None = None, **scalars: float) -> bool:
-        """Say that optimizer step ``step`` is done; ``scalars`` (loss, lr …) go to the journal.
+    def progress(self, /, step: int, *, total_steps: int | None = None, **scalars: float) -> bool:
+        """Report that optimizer step ``step`` is done; ``scalars`` (loss, lr …) go to the journal.
 
-        May be called after every step: at most ten reports a second are passed on.
-
-        Returns:
-            Whether this one was passed on.
+        May be called after every step: at most ten reports a second are passed on. Returns whether
+        this one was.
         """
         self.last_step = step
         if self.memory_keeper is not None:
@@ -298,7 +281,7 @@ class Run:
 
     @property
     def micro_batch_plan(self) -> MicroBatchPlan:
-        """How :meth:`micro_batches` begins. Whoever calls the trainer sets it from the config."""
+        """How :meth:`micro_batches` begins; set by whoever calls the trainer."""
         return self._micro_batch_plan
 
     @micro_batch_plan.setter
@@ -323,16 +306,15 @@ class Run:
         return self._micro_batcher
 
     def micro_batches(self, batch: Any, model: Any = None, **options: Any) -> MicroBatches:
-        """The parts of ``batch`` that fit into memory, to loop over::
+        """Return the parts of ``batch`` that fit into memory, to loop over::
 
             for micro in run.micro_batches(batch, model):
                 with micro:
                     x, y = micro.data
                     micro.backward(criterion(model(x.to(device)), y.to(device)))
 
-        Where memory runs out in a part, the loop starts over with smaller ones, as if the step had
-        not begun. For the other arguments see
-        :meth:`robust_train.microbatch.batcher.MicroBatcher.micro_batches`.
+        Where memory runs out, the loop starts over with smaller parts, as if the step had not
+        begun. See :meth:`robust_train.microbatch.batcher.MicroBatcher.micro_batches`.
         """
         batcher = self.micro_batcher
         if self._requests:
@@ -356,7 +338,7 @@ class Run:
         self.report(event)
 
     def checkpoint_saved(self, path: Path, step: int | None) -> None:
-        """Say that a complete checkpoint lies at ``path``: a later attempt resumes from it."""
+        """Report a complete checkpoint at ``path``: a later attempt resumes from it."""
         if self.is_main:
             self.saving.saved(Path(path), step)
         self.report(CheckpointSaved(str(path), step))
@@ -365,8 +347,8 @@ class Run:
         if self._checkpoint_answers:
             self._answer_checkpoint({"answer": {"path": str(path), "step": step}})
 
-    def epoch_ended(self, epoch: int, **scalars: float) -> None:
-        """Say that epoch ``epoch`` (from 1) is done; ``scalars`` (losses …) go to the journal."""
+    def epoch_ended(self, /, epoch: int, **scalars: float) -> None:
+        """Report that epoch ``epoch`` (from 1) is done; ``scalars`` go to the journal."""
         step = self._steps_before if self.last_step is None else self.last_step
         self.report(EpochEnded(epoch, step, scalars))
         if self.memory_keeper is not None:
@@ -379,7 +361,7 @@ class Run:
         self.report(MemoryReported(name, **figures))
 
     def record(self, event: str, fields: Mapping[str, Any]) -> None:
-        """Put an event of the trainer's own into the journal: any name, any fields."""
+        """Record an event of the trainer's own in the journal: any name, any fields."""
         self.report(UserEvent(str(event), dict(fields)))
 
     def report(self, event: Event) -> None:

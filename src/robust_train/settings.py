@@ -91,6 +91,51 @@ def policy_settings(cfg: DictConfig, *, finds_batch_size: bool = False) -> Polic
 
 
 @dataclass(frozen=True)
+class DeviceSettings:
+    """The keys about devices; ``job_name`` is shown to the other jobs of the host."""
+
+    job_name: str
+    device: str
+    auto_device: bool
+    num_gpus: int
+    min_free_bytes: int
+    wait: bool
+    wait_timeout_seconds: float
+    check_interval_seconds: float
+    allow_cpu_fallback: bool
+    queue: bool
+    queue_dir: str | None
+    jobs_per_device: int
+
+
+def device_settings(cfg: DictConfig, run_dir: Path) -> DeviceSettings:
+    """Return the part of the config that :class:`robust_train.queue.devices.Devices` needs."""
+    return DeviceSettings(
+        job_name=job_name(cfg, run_dir),
+        device=str(cfg.device),
+        auto_device=cfg.auto_device,
+        num_gpus=cfg.num_gpus,
+        min_free_bytes=cfg.min_gpu_memory_mb * MIB,
+        wait=cfg.wait_for_gpu,
+        wait_timeout_seconds=cfg.gpu_wait_timeout_minutes * 60,
+        check_interval_seconds=cfg.gpu_check_interval_seconds,
+        allow_cpu_fallback=cfg.allow_cpu_fallback,
+        queue=cfg.gpu_queue,
+        queue_dir=cfg.gpu_queue_dir,
+        jobs_per_device=cfg.gpu_jobs_per_device,
+    )
+
+
+def job_name(cfg: DictConfig, run_dir: Path) -> str:
+    """Return ``job_name``, or ``lora_flowers102`` from the config, or the run folder's name."""
+    chosen = OmegaConf.select(cfg, "job_name")  # train.py's config has none
+    if chosen:
+        return str(chosen)
+    parts = (OmegaConf.select(cfg, f"{group}.name") for group in ("model", "dataset"))
+    return "_".join(str(part) for part in parts if part) or run_dir.name
+
+
+@dataclass(frozen=True)
 class BatchSettings:
     """What the config says about the size with which attempts begin.
 

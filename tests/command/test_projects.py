@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,7 +33,7 @@ def _init(world: World, folder: str) -> subprocess.CompletedProcess[str]:
     return _run(world, world.folder, sys.executable, "-m", "robust_train.cli.main", "init", folder)
 
 
-def _summaries(folder: Path) -> list[dict[str, object]]:
+def _summaries(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in folder.glob("outputs/*/*/summary.json")]
 
 
@@ -44,30 +45,29 @@ def project(world: World) -> Path:
     return world.folder / "deep" / "mine"
 
 
-def test_a_new_project_trains_at_once(world: World, project: Path):
+def test_a_new_project_trains_at_once_and_its_recipe_goes_on_from_its_checkpoint(
+    world: World, project: Path
+):
+    if shutil.which("just", path=str(Path(sys.executable).parent)) is None:
+        pytest.skip("just is not installed (pip install rust-just)")
     ended = _run(world, project, sys.executable, "main.py")
     assert ended.returncode == 0, ended.stdout + ended.stderr
+    (folder,) = project.glob("outputs/*/*")
+    assert "_spirals_" in folder.name
     (summary,) = _summaries(project)
     assert summary["status"] == "completed"
     assert summary["result"] > 0.95
     assert str(summary["checkpoint"]).endswith("last.pt")
-    (folder,) = project.glob("outputs/*/*")
-    assert "_spirals_" in folder.name
-
-
-def test_its_recipe_trains_and_its_checkpoint_is_resumed_from(world: World, project: Path):
-    if shutil.which("just", path=str(Path(sys.executable).parent)) is None:
-        pytest.skip("just is not installed (pip install rust-just)")
-    run_dir = f"hydra.run.dir={project / 'run'}"
-    ended = _run(world, project, "just", "train", "spirals.steps=100", run_dir)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    (attempt,) = summary["attempts"]
+    steps = attempt["end_step"]
     # as if it had been killed after the checkpoint
-    identity = project / "run" / "job.json"
+    identity = folder / "job.json"
     identity.write_text(json.dumps(json.loads(identity.read_text()) | {"completed": None}))
-    ended = _run(world, project, "just", "train", "spirals.steps=120", run_dir)
+    more = (f"spirals.steps={steps + 20}", f"hydra.run.dir={folder}")
+    ended = _run(world, project, "just", "train", *more)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    (attempt,) = json.loads((project / "run" / "summary.json").read_text())["attempts"]
-    assert (attempt["start_step"], attempt["end_step"]) == (100, 120)
+    (attempt,) = _summaries(project)[0]["attempts"]
+    assert (attempt["start_step"], attempt["end_step"]) == (steps, steps + 20)
 
 
 def test_nothing_is_overwritten(world: World, project: Path):

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import time
 from pathlib import Path
 
 import pytest
 
-from robust_train.memory.oom_killer import (
-    OomKillWatch,
-    killed_processes,
-    memory_counters,
-    parse_cgroups,
-    parse_counter,
-    parse_mounts,
-)
+from robust_train.memory.cgroups import parse_cgroups, parse_mounts
+from robust_train.memory.oom_killer import OomKillWatch
 
 V2_MOUNT = (
     "36 25 0:30 / /sys/fs/cgroup rw,nosuid,nodev,noexec,relatime shared:9 - cgroup2 cgroup2 "
@@ -61,18 +53,8 @@ class Machine:
     def other_kills(self, count: int) -> None:
         self.write("proc/vmstat", f"nr_free_pages 812\noom_kill {count}\nnuma_hit 77\n")
 
-    def log(self, message: str, at_boot: bool = False) -> None:
-        now = time.clock_gettime(time.CLOCK_MONOTONIC)
-        microseconds = 1 if at_boot else int(now * 1e6)
-        self.write("dev/kmsg", f"6,1,0,-;Linux version 6.1\n3,812,{microseconds},-;{message}\n")
-
-    def in_first_pid_namespace(self) -> None:
-        folder = self.root / "proc/self/ns"
-        folder.mkdir(parents=True)
-        os.symlink("pid:[4026531836]", folder / "pid")
-
     def watch(self) -> OomKillWatch:
-        return OomKillWatch.start(self.root)
+        return OomKillWatch(self.root)
 
 
 @pytest.fixture
@@ -87,18 +69,18 @@ def test_a_count_that_rose_is_a_kill(v2: Machine) -> None:
     watch = v2.watch()
     v2.write(f"/sys/fs/cgroup{ROOTLESS}/memory.events", events(3))
 
-    assert watch.killed(4711) is True
+    assert watch.killed() is True
 
 
 def test_a_count_that_stands_is_no_kill(v2: Machine) -> None:
-    assert v2.watch().killed(4711) is False
+    assert v2.watch().killed() is False
 
 
 def test_a_limit_that_was_hit_without_a_kill_is_no_kill(v2: Machine) -> None:
     watch = v2.watch()
     v2.write(f"/sys/fs/cgroup{ROOTLESS}/memory.events", events(2).replace("oom 5", "oom 9"))
 
-    assert watch.killed(4711) is False
+    assert watch.killed() is False
 
 
 def test_a_kill_in_another_cgroup_is_not_ours(v2: Machine) -> None:
@@ -106,7 +88,7 @@ def test_a_kill_in_another_cgroup_is_not_ours(v2: Machine) -> None:
     v2.write("/sys/fs/cgroup/user.slice/memory.events", events(8))
     v2.other_kills(1)
 
-    assert watch.killed(4711) is False
+    assert watch.killed() is False
 
 
 def test_a_cgroup_without_a_memory_controller_is_counted_with_the_one_above(
@@ -118,7 +100,7 @@ def test_a_cgroup_without_a_memory_controller_is_counted_with_the_one_above(
     watch = machine.watch()
     machine.write("/sys/fs/cgroup/user.slice/user-1000.slice/memory.events", events(1))
 
-    assert watch.killed(4711) is True
+    assert watch.killed() is True
 
 
 def test_a_container_with_a_cgroup_namespace_sees_its_own_counts_at_the_top(
@@ -127,10 +109,10 @@ def test_a_container_with_a_cgroup_namespace_sees_its_own_counts_at_the_top(
     machine = Machine(tmp_path, "0::/\n", V2_MOUNT)
     machine.write("/sys/fs/cgroup/memory.events", events(0))
     watch = machine.watch()
-    assert watch.killed(4711) is False
+    assert watch.killed() is False
     machine.write("/sys/fs/cgroup/memory.events", events(1))
 
-    assert watch.killed(4711) is True
+    assert watch.killed() is True
 
 
 def test_v1_counts_in_oom_control(tmp_path: Path) -> None:
@@ -138,10 +120,10 @@ def test_v1_counts_in_oom_control(tmp_path: Path) -> None:
     machine = Machine(tmp_path, V1_CGROUPS.format(path=path), V1_MOUNTS)
     machine.write(f"/sys/fs/cgroup/memory{path}/memory.oom_control", oom_control(0))
     watch = machine.watch()
-    assert watch.killed(4711) is False
+    assert watch.killed() is False
     machine.write(f"/sys/fs/cgroup/memory{path}/memory.oom_control", oom_control(1))
 
-    assert watch.killed(4711) is True
+    assert watch.killed() is True
 
 
 def test_a_v1_container_shows_its_part_of_the_hierarchy_under_the_machines_name(
@@ -153,7 +135,7 @@ def test_a_v1_container_shows_its_part_of_the_hierarchy_under_the_machines_name(
     watch = machine.watch()
     machine.write("/sys/fs/cgroup/memory/memory.oom_control", oom_control(1))
 
-    assert watch.killed(4711) is True
+    assert watch.killed() is True
 
 
 def test_in_a_hybrid_the_memory_is_counted_where_its_controller_is(tmp_path: Path) -> None:
@@ -163,14 +145,14 @@ def test_in_a_hybrid_the_memory_is_counted_where_its_controller_is(tmp_path: Pat
     machine.write("/sys/fs/cgroup/unified/system.slice/memory.events", events(0))
     watch = machine.watch()
     machine.write("/sys/fs/cgroup/unified/system.slice/memory.events", events(1))
-    assert watch.killed(4711) is False
+    assert watch.killed() is False
     machine.write("/sys/fs/cgroup/memory/job/memory.oom_control", oom_control(5))
 
-    assert watch.killed(4711) is True
+    assert watch.killed() is True
 
 
 def test_nothing_readable_is_not_known(tmp_path: Path) -> None:
-    assert OomKillWatch.start(tmp_path).killed(4711) is None
+    assert OomKillWatch(tmp_path).killed() is None
 
 
 def test_a_v1_kernel_that_does_not_count_is_not_known(tmp_path: Path) -> None:
@@ -180,16 +162,16 @@ def test_a_v1_kernel_that_does_not_count_is_not_known(tmp_path: Path) -> None:
         "/sys/fs/cgroup/memory/job/memory.oom_control", "oom_kill_disable 0\nunder_oom 0\n"
     )
 
-    assert machine.watch().killed(4711) is None
+    assert machine.watch().killed() is None
 
 
 def test_without_a_cgroup_the_machines_count_can_only_clear(tmp_path: Path) -> None:
     machine = Machine(tmp_path, "", "")
     watch = machine.watch()
-    assert watch.killed(4711) is False
+    assert watch.killed() is False
     machine.other_kills(1)
 
-    assert watch.killed(4711) is None
+    assert watch.killed() is None
 
 
 def test_a_cgroup_outside_of_the_namespace_is_not_known(tmp_path: Path) -> None:
@@ -199,53 +181,14 @@ def test_a_cgroup_outside_of_the_namespace_is_not_known(tmp_path: Path) -> None:
     machine.write("/sys/fs/cgroup/memory.events", events(1))
     machine.other_kills(1)
 
-    assert watch.killed(4711) is None
-
-
-def test_the_kernels_log_names_the_process_it_killed(tmp_path: Path) -> None:
-    machine = Machine(tmp_path, "", "")
-    watch = machine.watch()
-    machine.other_kills(1)
-    machine.log("Out of memory: Killed process 4711 (python) total-vm:91236520kB, anon-rss:63kB")
-
-    assert watch.killed(4711) is True
-    assert watch.killed(471) is None
-
-
-def test_the_silence_of_the_log_counts_only_where_process_ids_are_the_machines(
-    tmp_path: Path,
-) -> None:
-    machine = Machine(tmp_path, "", "")
-    machine.in_first_pid_namespace()
-    watch = machine.watch()
-    machine.other_kills(1)
-    machine.log("Memory cgroup out of memory: Killed process 99 (python) total-vm:1kB")
-
-    assert watch.killed(4711) is False
-
-
-def test_a_kill_from_before_the_watch_is_not_this_one(tmp_path: Path) -> None:
-    machine = Machine(tmp_path, "", "")
-    machine.log("Out of memory: Killed process 4711 (python)", at_boot=True)
-
-    assert machine.watch().killed(4711) is False
+    assert watch.killed() is None
 
 
 def test_here_a_process_that_was_not_killed_is_not_said_to_be() -> None:
-    assert OomKillWatch.start().killed(os.getpid()) in (False, None)
+    assert OomKillWatch().killed() in (False, None)
 
 
 # --- the texts ------------------------------------------------------------------------------------
-
-
-def test_finds_the_files_of_the_own_cgroup_first() -> None:
-    found = memory_counters(parse_cgroups("0::/a/b\n"), parse_mounts(V2_MOUNT))
-
-    assert [str(path) for path in found] == [
-        "/sys/fs/cgroup/a/b/memory.events",
-        "/sys/fs/cgroup/a/memory.events",
-        "/sys/fs/cgroup/memory.events",
-    ]
 
 
 def test_a_mount_point_with_a_space_is_understood() -> None:
@@ -256,31 +199,3 @@ def test_a_mount_point_with_a_space_is_understood() -> None:
 
 def test_paths_with_colons_are_kept() -> None:
     assert parse_cgroups("0::/kubepods/cri-containerd:a1\n") == {"": "/kubepods/cri-containerd:a1"}
-
-
-@pytest.mark.parametrize(
-    ("text", "count"),
-    [
-        (events(12), 12),
-        (oom_control(1), 1),
-        ("", None),
-        ("oom_kill_disable 1\n", None),
-        ("oom_kill many\n", None),
-    ],
-)
-def test_reads_only_the_count_of_kills(text: str, count: int | None) -> None:
-    assert parse_counter(text) == count
-
-
-def test_the_log_is_read_in_old_and_new_words_and_not_before_its_time() -> None:
-    log = (
-        "4,1,1000000,-;Out of memory: Kill process 11 (python) score 901 or sacrifice child\n"
-        "3,2,2000000,-;Killed process 11 (python) total-vm:812kB\n"
-        " SUBSYSTEM=memory\n"
-        "3,3,9000000,-,caller=T77;Memory cgroup out of memory: Killed process 12 (pt_main) \n"
-        "6,4,9000001,-;oom_reaper: reaped process 13 (python)\n"
-        "not a record; Killed process 14\n"
-    )
-
-    assert killed_processes(log, 0.0) == {11, 12}
-    assert killed_processes(log, 5.0) == {12}

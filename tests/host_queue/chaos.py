@@ -20,7 +20,7 @@ import struct
 import sys
 import threading
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +45,6 @@ class Chaos:
         longest_seconds: a trainer's run time is up to this.
         arrive_within_seconds: they start within this time.
         seed: of all that is random.
-        sabotage: what to break in the code under test, to see whether it is found: ``order`` (the
-            last in line goes first), ``head`` (no GPU is kept for the head of the line), ``one``
-            (only one is, however many it needs), ``parts`` (it gets what there is of them),
-            ``claims`` (what is not taken counts as free), ``locks`` (all others count as dead).
-            Nothing by default.
     """
 
     log: str
@@ -61,7 +56,6 @@ class Chaos:
     longest_seconds: float = 0.5
     arrive_within_seconds: float = 0.0
     seed: int = 1
-    sabotage: str = ""
 
 
 def main() -> None:
@@ -78,7 +72,6 @@ def main() -> None:
     device = _device(log, -1)
     queue = _queue_folder()
     seen = _watch(queue)
-    _break(chaos.sabotage)
     plans = [
         {
             "need": rng.choice(chaos.sizes_mib),
@@ -212,46 +205,6 @@ def _trainer(plan: dict[str, Any], uuids: list[str], device: SharedDevice, launc
         time.sleep(plan["seconds"] / 2)
     device.release()
     os._exit(0)
-
-
-def _break(what: str) -> None:
-    """Do harm to the code under test, in this process and those that it forks."""
-    from robust_train.queue import queued_job, reservations, scheduler
-
-    if what == "order":
-        right = scheduler.plan
-
-        def wrong(waiters: Any, *more: Any) -> scheduler.Plan:
-            return right([replace(w, ticket=10**9 - w.ticket) for w in waiters], *more)
-
-        queued_job.plan = wrong
-    elif what == "head":
-        scheduler._Planner._keep = lambda self, waiter: ()  # type: ignore[method-assign]
-    elif what == "one":
-        right_many = scheduler._Planner._keep
-
-        def wrong_many(self: Any, waiter: Any) -> tuple[str, ...]:
-            return right_many(self, waiter)[:1]
-
-        scheduler._Planner._keep = wrong_many  # type: ignore[method-assign]
-    elif what == "parts":
-
-        def wrong_group(self: Any, waiter: Any) -> Any:
-            return self.suitable(waiter)[: waiter.count]
-
-        scheduler._Planner._choose = wrong_group  # type: ignore[method-assign]
-    elif what == "claims":
-        right_room = scheduler._GpuState.__init__
-
-        def wrong_room(self: Any, gpu: Any, *more: Any) -> None:
-            right_room(self, gpu, *more)
-            self.usable = gpu.free_bytes
-
-        scheduler._GpuState.__init__ = wrong_room  # type: ignore[method-assign]
-    elif what == "locks":
-        reservations._is_locked = lambda fd: False
-    else:
-        assert not what, what
 
 
 def _device(log: int, owner: int) -> SharedDevice:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 
 import chaos
@@ -75,44 +74,3 @@ def test_nothing_is_over_committed_or_leaked_and_every_survivor_is_served(
         assert registry.jobs(sweep=True) == []
     registry.close()
     assert list((base / boot_name()).iterdir()) == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("sabotage", "per_device", "counts", "found"),
-    [
-        ("order", 1, (1,), "places_taken"),
-        ("order", 3, (1,), "places_taken"),
-        ("head", 3, (1,), "heads_delayed"),
-        ("one", 1, (1, 1, 1, 3), "heads_delayed"),
-        ("parts", 1, (1, 1, 1, 3), "torn"),
-        ("claims", 3, (1,), "over_commits"),
-        ("locks", 1, (1,), "crowded"),
-    ],
-)
-def test_a_scheduler_that_is_broken_on_purpose_is_found_out(
-    machine_with: MachineWith,
-    tmp_path: Path,
-    sabotage: str,
-    per_device: int,
-    counts: tuple[int, ...],
-    found: str,
-) -> None:
-    machine = machine_with(*(Gpu(total_mib=40000) for _ in range(3)))
-    for seed in (2, 3, 4, 5):  # in which order they come, and so what harm is done, is chance
-        verdict = let_loose(
-            machine,
-            tmp_path / f"log{seed}",
-            launchers=60 if counts == (1,) else 24,
-            killed_share=0.0,
-            per_device=per_device,
-            # a large job now and then, and many that could pass it
-            sizes_mib=(4000, 8000, 8000, 8000, 8000, 12000, 38000),
-            counts=counts,
-            seed=seed,
-            longest_seconds=0.4,
-            sabotage=sabotage,
-        )
-        if asdict(verdict)[found] > 0:
-            return
-    pytest.fail(f"not found out: {verdict}")

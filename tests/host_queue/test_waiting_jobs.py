@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from hosts import Host, Member
 
 from robust_train.queue.records import decode
@@ -247,6 +248,7 @@ def test_time_up_leaves_the_line(host_with: HostWith) -> None:
     wait_until(lambda: len(host.job_files()) == 1, "its ticket is gone")
 
 
+@pytest.mark.slow
 def test_without_inotify_the_line_moves_all_the_same(
     host_with: HostWith,
 ) -> None:
@@ -280,6 +282,7 @@ def state_of(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
+@pytest.mark.slow
 def test_a_stopped_waiter_keeps_its_ticket_but_holds_nobody_up(host_with: HostWith) -> None:
     host = host_with(Gpu(), Gpu(total_mib=8000))
     running, other = host.start(20000), host.start(4000, only=host.machine.uuid(1))

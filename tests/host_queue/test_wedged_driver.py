@@ -51,6 +51,7 @@ def test_a_waiter_whose_driver_hangs_holds_nobody_up_and_gets_its_turn_later(
     assert head.errors.count("has not answered") == 1
 
 
+@pytest.mark.slow
 def test_a_driver_that_hangs_while_the_lock_is_held_is_given_up(host_with: HostWith) -> None:
     """The look before the lock is answered, the one under it is not."""
     host = host_with(Gpu(total_mib=40000))
@@ -71,46 +72,39 @@ def test_a_driver_that_hangs_while_the_lock_is_held_is_given_up(host_with: HostW
     wait_until(lambda: "reserved by job" in sentence(head), "it sees the GPUs again")
 
 
-def test_a_driver_that_hangs_for_all_stops_no_command(host_with: HostWith) -> None:
-    host = host_with(Gpu(total_mib=40000))
+def test_a_driver_that_hangs_for_all_stops_no_command_and_no_job(host_with: HostWith) -> None:
+    host = host_with(Gpu(total_mib=40000), Gpu(total_mib=40000))
     running = host.start(30000)
-    running.wait_for("granted")
-    waiting = host.start(30000, interval=1)
+    gpu = running.wait_for("granted")["gpu"]
+    other = next(uuid for uuid in map(host.machine.uuid, range(2)) if uuid != gpu)
+    waiting = host.start(30000, only=gpu, interval=1)
     waiting.waits_at(1)
     host.machine.hang(MEMORY, 0)
-    wait_until(lambda: hangs(waiting), "the waiter says it")
-    told = host.machine.python(
+    assert running.tell("open", "open")["gpus"] == {}
+    wait_until(lambda: hangs(waiting), "the waiting job reports it")
+    assert running.tell(f"move {other}", "moved")["done"] is False
+    seen = host.machine.python(
         """
         import contextlib, io, json
         from robust_train.gpu import inventory
         inventory._OPENING_SECONDS = 0.5
         from robust_train.cli import doctor, gpus, queue
-        told = {}
+        seen = {}
         for command in (doctor, gpus, queue):
             out, err = io.StringIO(), io.StringIO()
             with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
                 code = command.main([])
-            told[command.__name__.rpartition(".")[2]] = [code, out.getvalue() + err.getvalue()]
-        print(json.dumps(told))
+            seen[command.__name__.rpartition(".")[2]] = [code, out.getvalue() + err.getvalue()]
+        print(json.dumps(seen))
         """
     )
-    for name, (code, text) in told.items():
+    for name, (code, text) in seen.items():
         assert "has not answered" in text, (name, text)
         assert code == (name == "doctor"), (name, code, text)
-    assert "waiting" in told["queue"][1]
-    assert "running" in told["queue"][1]
-
-
-def test_a_job_that_moves_or_claims_does_not_hang_under_the_lock(host_with: HostWith) -> None:
-    host = host_with(Gpu(total_mib=40000), Gpu(total_mib=40000))
-    job = host.start(30000)
-    gpu = job.wait_for("granted")["gpu"]
-    other = next(uuid for uuid in map(host.machine.uuid, range(2)) if uuid != gpu)
-    host.machine.hang(MEMORY, 0)
-    assert job.tell("open", "open")["gpus"] == {}
-    assert job.tell(f"move {other}", "moved")["done"] is False
+    assert "waiting" in seen["queue"][1]
+    assert "running" in seen["queue"][1]
     host.machine.heal()
-    wait_until(lambda: job.tell(f"move {other}", "moved")["done"], "it moves")
+    wait_until(lambda: running.tell(f"move {other}", "moved")["done"], "it moves")
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from hydra import compose, initialize_config_module
+
+import integration_trainers
+from robust_train.run import MicroBatchPlan, Run
 from world import Ended, World
 
 # tensors come and go with the limit of memory in the open, not kept by malloc for later
@@ -25,84 +30,82 @@ class Example:
     arguments: tuple[str, ...]
     at_step: int
     folder: Path
-    environ: dict[str, str] = field(default_factory=dict)
 
-    def world(self, name: str) -> World:
-        """A folder of its own for one job."""
+    def run_here(self, monkeypatch: Any) -> list[dict[str, Any]]:
+        """Run it from start to end in this process; its events."""
+        monkeypatch.setenv("EXAMPLE", self.target)
+        events: list[dict[str, Any]] = []
+        run = Run(run_dir=self.folder / "here", report=lambda event: events.append(event.as_json()))
+        with initialize_config_module("robust_train.configs", version_base="1.3"):
+            cfg = compose("config", overrides=["device=cpu", *self.arguments])
+        run.micro_batch_plan = MicroBatchPlan.of(cfg)
+        integration_trainers.example(cfg, run)
+        return events
+
+    def run(self, how: str, name: str, *more: str, stop_step: int = 0) -> Ended:
+        """Run it by the real command; ``how`` is one of ``integration_trainers``.
+
+        Its launcher gets SIGTERM after ``stop_step`` of the first attempt, unless that is 0.
+        """
         folder = self.folder / name
         folder.mkdir(exist_ok=True)
-        return World(folder).with_environ(
+        launcher_file = folder / "launcher.pid"
+        world = World(folder).with_environ(
             {
                 **NO_HOARDING,
+                "HOW": how,
                 "EXAMPLE": self.target,
                 "AT_STEP": str(self.at_step),
-                "GROWTH_FILE": str(self.growth_file),
-                "LAUNCHER_FILE": str(folder / "launcher.pid"),
-                **self.environ,
+                "STOP_STEP": str(stop_step),
+                "GROWTH_FILE": str(folder / "growth"),
+                "LAUNCHER_FILE": str(launcher_file),
             }
         )
-
-    @property
-    def growth_file(self) -> Path:
-        return self.folder / "growth"
-
-    def run(self, how: str, name: str, *more: str) -> Ended:
-        """Run it to the job's end; ``how`` is one of ``integration_trainers``."""
-        world = self.world(name).with_environ({"HOW": how})
-        return world.run("trainer._target_=integration_trainers.as_told", *self.arguments, *more)
-
-    def run_limited(self, name: str, *more: str) -> Ended:
-        """With seven tenths of the memory that a step was seen to need."""
-        self.environ["LIMIT_BYTES"] = str(int(self.growth_file.read_text()) * 7 // 10)
-        return self.run("limited", name, *more)
-
-    def run_stopped(self, name: str, *more: str) -> Ended:
-        """Its launcher gets SIGTERM."""
-        world = self.world(name).with_environ({"HOW": "stopped"})
-        process = world.start(
-            "trainer._target_=integration_trainers.as_told", *self.arguments, *more
-        )
-        Path(world.environ["LAUNCHER_FILE"]).write_text(str(process.pid))
+        target = "trainer._target_=integration_trainers.as_told"
+        if not stop_step:
+            return world.run(target, *self.arguments, *more)
+        process = world.start(target, *self.arguments, *more)
+        launcher_file.write_text(str(process.pid))
         return world.end(process)
 
 
-def stopped_and_resumed(example: Example, *more: str) -> tuple[int, Ended]:
-    """Stop it with SIGTERM in the midst of an epoch, and let the same command end it.
-
-    Returns:
-        The step at which it was stopped, and the job that went on from there.
-    """
+def stopped_and_resumed(example: Example, how: str, stop_step: int, *more: str) -> Ended:
+    """Stop it with SIGTERM, and let the same command end it; what that has left."""
     periodic = "training.checkpoint_every_steps=null"
-    ended = example.run_stopped("stopped", periodic, *more)
+    ended = example.run(how, f"stopped-{how}", periodic, *more, stop_step=stop_step)
     assert ended.returncode == 143, ended.output
-    stopped_after = events(ended, "checkpoint")[-1]["step"]
-    assert stopped_after >= example.at_step
+    stopped_after = events(ended.journal, "checkpoint")[-1]["step"]
+    assert stopped_after >= stop_step
 
-    ended = example.run_stopped("stopped", periodic, *more)
+    before = len(ended.journal)
+    ended = example.run(how, f"stopped-{how}", periodic, *more, stop_step=stop_step)
     assert ended.returncode == 0, ended.output
-    assert events(ended, "training_started")[-1]["step"] == stopped_after
-    assert stopped_after < events(ended, "checkpoint")[-1]["step"]
-    return stopped_after, ended
+    again = ended.journal[before:]
+    assert events(again, "training_started")[0]["step"] == stopped_after
+    assert stopped_after < events(again, "checkpoint")[-1]["step"]
+    return ended
 
 
 def went_on(ended: Ended) -> None:
     """Assert that the job halved its micro-batch at least once, and lost only a few steps."""
     assert ended.returncode == 0, ended.output
-    attempts = ended.attempts
+    attempts = [a for a in ended.attempts if a["outcome"] != "interrupted"]
     assert len(attempts) > 1
     assert [a["action"] for a in attempts[:-1]] == ["halve_batch"] * (len(attempts) - 1)
     assert {a["effective_batch_size"] for a in attempts} == {attempts[0]["effective_batch_size"]}
     assert attempts[-1]["batch_size"] < attempts[0]["batch_size"]
     assert all("allocate memory" in a["message"] for a in attempts[:-1])
-    started = [e for e in ended.journal if e["event"] == "training_started"]
+    started = events(ended.journal, "training_started")
     assert started[0]["step"] == 0
     assert all(event["step"] > 0 for event in started[1:])
+    assert not events(ended.journal, "memory_held")
+    assert "out of memory" in {e["milestone"] for e in events(ended.journal, "memory")}
 
 
-def events(ended: Ended, name: str) -> list[dict]:
-    return [event for event in ended.journal if event["event"] == name]
+def events(journal: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+    return [event for event in journal if event["event"] == name]
 
 
-def recorded(journal: list[dict], name: str) -> list[dict]:
+def recorded(journal: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
     """The fields of the trainer's own events called ``name``."""
-    return [e["fields"] for e in journal if e["event"] == "user" and e["event_name"] == name]
+    return [e["fields"] for e in events(journal, "user") if e["event_name"] == name]

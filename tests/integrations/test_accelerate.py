@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from robust_train.errors import Interrupted, UserError
 from robust_train.run import MicroBatchPlan, Run
-from world import Ended
 
 accelerate = pytest.importorskip("accelerate", reason="the extra [accelerate] is not installed")
 
@@ -35,36 +34,36 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Example:
     )
 
 
-def weights(ended: Ended) -> dict[str, torch.Tensor]:
+def weights(journal: list[dict]) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
-    last = events(ended, "checkpoint")[-1]
+    last = events(journal, "checkpoint")[-1]
     assert last["step"] == 9
     return load_file(Path(last["path"]) / "model.safetensors")
 
 
-def same_weights(one: Ended, other: Ended) -> None:
+def same_weights(one: list[dict], other: list[dict]) -> None:
     for name, weight in weights(one).items():
         torch.testing.assert_close(weights(other)[name], weight, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("isolation", ["process", pytest.param("none", marks=pytest.mark.slow)])
 def test_where_memory_runs_out_in_a_step_only_the_step_is_repeated(
-    example: Example, uninterrupted: Ended, isolation: str
+    example: Example, isolation: str, monkeypatch: pytest.MonkeyPatch
 ):
-    ended = example.run_limited(f"limited-{isolation}", f"isolation={isolation}")
+    ended = example.run("limited", f"limited-{isolation}", f"isolation={isolation}")
     assert ended.returncode == 0, ended.output
     assert [a["outcome"] for a in ended.attempts] == ["completed"]
-    changes = events(ended, "micro_batch_changed")
+    changes = events(ended.journal, "micro_batch_changed")
     assert changes[0]["before"] == 512
     assert changes[0]["step"] > example.at_step
     assert "allocate memory" in changes[0]["reason"]
-    same_weights(uninterrupted, ended)
+    same_weights(example.run_here(monkeypatch), ended.journal)
 
 
 @pytest.mark.slow
 def test_where_it_runs_out_outside_of_a_step_the_next_attempt_goes_on_with_half(
-    example: Example, uninterrupted: Ended
+    example: Example, monkeypatch: pytest.MonkeyPatch
 ):
     ended = example.run("out_of_memory_between_steps", "between")
     assert ended.returncode == 0, ended.output
@@ -73,10 +72,10 @@ def test_where_it_runs_out_outside_of_a_step_the_next_attempt_goes_on_with_half(
         (256, 512),
     ]
     assert "allocate memory" in ended.attempts[0]["message"]
-    started = [event["step"] for event in events(ended, "training_started")]
+    started = [event["step"] for event in events(ended.journal, "training_started")]
     assert started[0] == 0
     assert started[1] > 0
-    same_weights(uninterrupted, ended)
+    same_weights(example.run_here(monkeypatch), ended.journal)
 
 
 @pytest.mark.slow
@@ -85,9 +84,9 @@ def test_a_job_stopped_by_sigterm_resumes_to_the_very_same_weights(example: Exam
     dropout = "model.dropout=0.3"
     whole = example.run("example", "whole", dropout)
     assert whole.returncode == 0, whole.output
-    _, ended = stopped_and_resumed(example, dropout)
-    for name, weight in weights(whole).items():
-        assert torch.equal(weights(ended)[name], weight)
+    ended = stopped_and_resumed(example, "example", 4, dropout)
+    for name, weight in weights(whole.journal).items():
+        assert torch.equal(weights(ended.journal)[name], weight)
 
 
 def _cfg(batch_size: int = 8, accumulation: int = 1):

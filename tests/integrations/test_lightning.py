@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from robust_train.errors import UserError
 from robust_train.run import Run
-from world import Ended
 
 lightning = pytest.importorskip("lightning", reason="the extra [lightning] is not installed")
 
@@ -33,45 +32,47 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Example:
     )
 
 
-def weights(ended: Ended) -> dict[str, torch.Tensor]:
-    last = events(ended, "checkpoint")[-1]
+def weights(journal: list[dict]) -> dict[str, torch.Tensor]:
+    last = events(journal, "checkpoint")[-1]
     assert last["step"] == 12
     return torch.load(last["path"], weights_only=True)["state_dict"]
 
 
-def test_an_epoch_of_the_example_is_in_the_journal(uninterrupted: Ended):
-    assert uninterrupted.summary["result"] == pytest.approx(
-        recorded(uninterrupted.journal, "validation")[-1]["val_accuracy"]
-    )
-    assert [e["step"] for e in recorded(uninterrupted.journal, "validation")] == [6, 12]
-    assert {e["total_steps"] for e in events(uninterrupted, "progress")} == {12}
-    assert {"fit begins", "first step done"} <= {
-        e["milestone"] for e in events(uninterrupted, "memory")
-    }
-    saved = [event["step"] for event in events(uninterrupted, "checkpoint")]
-    assert saved == sorted(set(saved))
-    assert saved[-1] == 12
-
-
-@pytest.mark.parametrize("isolation", ["process", pytest.param("none", marks=pytest.mark.slow)])
-def test_where_memory_runs_out_it_goes_on_with_half_the_micro_batch_to_the_same_weights(
-    example: Example, uninterrupted: Ended, isolation: str
+def test_a_job_is_stopped_resumes_runs_out_of_memory_and_ends_with_the_same_weights(
+    example: Example, monkeypatch: pytest.MonkeyPatch
 ):
-    ended = example.run_limited(f"limited-{isolation}", f"isolation={isolation}")
+    """By the real command, twice: SIGTERM in the first epoch, a limit of memory in the second."""
+    ended = stopped_and_resumed(example, "limited", 4, "training.checkpoint_every_steps=3")
     went_on(ended)
-    assert not events(ended, "memory_held")
-    assert "out of memory" in {e["milestone"] for e in events(ended, "memory")}
-    for name, weight in weights(uninterrupted).items():
-        torch.testing.assert_close(weights(ended)[name], weight, rtol=1e-4, atol=1e-6)
+    journal = ended.journal
+    validated = recorded(journal, "validation")
+    assert [e["step"] for e in validated] == [6, 12]
+    assert ended.summary["result"] == pytest.approx(validated[-1]["val_accuracy"])
+    assert {e["total_steps"] for e in events(journal, "progress")} == {12}
+    assert {"fit begins", "first step done"} <= {e["milestone"] for e in events(journal, "memory")}
+    saved = [event["step"] for event in events(journal, "checkpoint")]
+    assert saved == sorted(set(saved))
+    for name, weight in weights(example.run_here(monkeypatch)).items():
+        torch.testing.assert_close(weights(journal)[name], weight, rtol=1e-4, atol=1e-6)
 
 
-def test_a_job_stopped_by_sigterm_resumes_to_the_very_same_weights(
-    example: Example, uninterrupted: Ended
+@pytest.mark.slow
+def test_where_memory_runs_out_inline_it_goes_on_with_half_the_micro_batch(
+    example: Example, monkeypatch: pytest.MonkeyPatch
 ):
-    stopped_after, ended = stopped_and_resumed(example)
-    assert stopped_after != 6
-    for name, weight in weights(uninterrupted).items():
-        assert torch.equal(weights(ended)[name], weight)
+    ended = example.run("limited", "limited", "isolation=none")
+    went_on(ended)
+    for name, weight in weights(example.run_here(monkeypatch)).items():
+        torch.testing.assert_close(weights(ended.journal)[name], weight, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_a_job_stopped_by_sigterm_resumes_to_the_very_same_weights(example: Example):
+    whole = example.run("example", "whole")
+    assert whole.returncode == 0, whole.output
+    ended = stopped_and_resumed(example, "example", 9)
+    for name, weight in weights(whole.journal).items():
+        assert torch.equal(weights(ended.journal)[name], weight)
 
 
 class _Line(lightning.LightningModule):

@@ -23,27 +23,10 @@ def test_a_function_of_cfg_is_enough_and_its_result_is_the_jobs_result(world: Wo
     assert result["gradient_accumulation_steps"] == 1
     assert result["lr"] == 0.5
     assert result["cwd"] == str(world.folder)
-    assert ended.summary["status"] == "completed"
-    assert ended.summary["schema"] == 1
-
-
-def test_an_attempt_on_the_cpu_sees_no_gpu_and_has_not_started_cuda(world: World):
-    result = world.train("what_it_was_given").summary["result"]
     assert result["visible"] == ""
     assert result["cuda_started"] is False
-
-
-def test_a_second_parameter_gets_the_run(world: World):
-    ended = world.train("uses_run")
-    assert ended.summary["result"] == {
-        "attempt": 1,
-        "resume_checkpoint": None,
-        "checkpoint_dir": str(world.run_dir / "checkpoints"),
-    }
-
-
-def test_an_object_that_can_be_called_is_a_trainer(world: World):
-    assert world.train("instance", "training.batch_size=9").summary["result"] == 9
+    assert ended.summary["status"] == "completed"
+    assert ended.summary["schema"] == 1
 
 
 def test_a_bug_ends_the_job_at_once_with_the_trainers_own_traceback(world: World):
@@ -58,21 +41,6 @@ def test_a_bug_ends_the_job_at_once_with_the_trainers_own_traceback(world: World
     assert all("trainers.py" in frame for frame in frames), "frames of the launcher are shown"
 
 
-@pytest.mark.parametrize(
-    ("trainer", "outcome", "words"),
-    [
-        ("dies_of_segfault", "bug", "SIGSEGV"),
-        ("calls_sys_exit", "bug", "sys.exit(3)"),
-        ("calls_os_exit", "bug", "without returning"),
-    ],
-)
-def test_a_child_that_dies_is_an_outcome(world: World, trainer: str, outcome: str, words: str):
-    ended = world.train(trainer)
-    assert ended.returncode == 1, ended.output
-    assert [a["outcome"] for a in ended.attempts] == [outcome]
-    assert words in ended.attempts[0]["message"]
-
-
 def test_an_attempt_that_somebody_kills_is_started_again_from_its_checkpoint(world: World):
     world.environ["DIES_OF"] = "SIGKILL"
     ended = world.train("resumes")
@@ -85,6 +53,7 @@ def test_an_attempt_that_somebody_kills_is_started_again_from_its_checkpoint(wor
     assert "killed by SIGKILL (by somebody, not by us)" in ended.attempts[0]["reason"]
 
 
+@pytest.mark.slow
 def test_an_attempt_that_is_killed_each_time_ends_the_job(world: World):
     ended = world.train("dies_of_sigkill", "max_retries=1")
     assert ended.returncode == 1, ended.output
@@ -92,31 +61,20 @@ def test_an_attempt_that_is_killed_each_time_ends_the_job(world: World):
     assert "2 times without progress" in ended.summary["reason"]
 
 
-def test_the_stack_of_a_segfault_is_in_the_attempts_log(world: World):
-    world.train("dies_of_segfault")
-    assert "dies_of_segfault" in (world.run_dir / "attempt-1.log").read_text()
-
-
 def test_the_next_attempt_resumes_from_the_last_checkpoint(world: World):
+    attempts = world.folder / "attempts"
+    world.environ["ATTEMPTS_FILE"] = str(attempts)
     ended = world.train("resumes")
     assert ended.returncode == 0, ended.output
     assert ended.summary["result"] == 5
+    assert len(attempts.read_text().splitlines()) == 2
+    assert len(set(attempts.read_text().splitlines())) == 1, "both are forks of one server"
     assert [(a["start_step"], a["end_step"]) for a in ended.attempts] == [(0, 7), (5, 10)]
     assert [a["outcome"] for a in ended.attempts] == ["host_oom", "completed"]
     events = [event["event"] for event in ended.journal]
     assert events[0] == "job_started"
     assert events[-1] == "job_ended"
     assert events.index("attempt_started") < events.index("checkpoint")
-
-
-def test_retries_come_from_one_fork_server(world: World):
-    attempts = world.folder / "attempts"
-    world.environ |= {"BATCH_BUDGETS": '{"cpu": 16}', "ATTEMPTS_FILE": str(attempts)}
-    ended = world.train("within_a_budget")
-    assert ended.returncode == 0, ended.output
-    lines = [line.split() for line in attempts.read_text().splitlines()]
-    assert [batch for _, batch, _ in lines] == ["64", "32", "16"]
-    assert len({parent for *_, parent in lines}) == 1
 
 
 def test_what_a_trainer_prints_is_shown_and_kept(world: World):
@@ -144,33 +102,14 @@ def test_logging_and_hydra_config_work_inside_an_attempt(world: World):
     assert "said through logging" in (world.run_dir / "train_robust.log").read_text()
 
 
-def test_allocator_settings_are_in_place_before_cuda_starts(world: World):
-    ended = world.train("allocator_settings")
-    assert "expandable_segments:True" in ended.summary["result"]
-    world.environ["PYTORCH_CUDA_ALLOC_CONF"] = "max_split_size_mb:128"
-    ended = world.train("allocator_settings", "memory.expandable_segments=false")
-    assert ended.summary["result"] == "max_split_size_mb:128,expandable_segments:False"
-
-
-def test_openmp_spins_only_for_a_moment_unless_told_otherwise(world: World):
-    ended = world.train("openmp_settings")
-    assert ended.summary["result"] == {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
-    world.environ["OMP_WAIT_POLICY"] = "ACTIVE"
-    ended = world.train("openmp_settings")
-    assert ended.summary["result"] == {"OMP_WAIT_POLICY": "ACTIVE"}
-
-
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_stops_child_and_launcher_after_a_last_checkpoint(
-    world: World, signum: int, code: int
-):
+def test_ctrl_c_stops_child_and_launcher_after_a_last_checkpoint(world: World):
     ready = world.folder / "ready"
     world.environ["READY_FILE"] = str(ready)
     process = world.start("trainer._target_=trainers.catches_everything_and_stops_politely")
     child = int(wait_until(lambda: ready.exists() and ready.read_text(), "the trainer runs"))
-    process.send_signal(signum)
+    process.send_signal(signal.SIGINT)
     ended = world.end(process)
-    assert ended.returncode == code, ended.output
+    assert ended.returncode == 130, ended.output
     assert not is_running(child)
     assert ended.summary["status"] == "interrupted"
     assert [a["outcome"] for a in ended.attempts] == ["interrupted"]
@@ -202,6 +141,7 @@ def test_a_trainer_that_does_not_stop_is_killed_with_all_it_started(world: World
         wait_until(lambda pid=pid: not is_running(int(pid)), f"process {pid} ends")
 
 
+@pytest.mark.slow  # the table of worst days has it as well
 def test_a_killed_launcher_leaves_nothing_behind(world: World):
     ready = world.folder / "ready"
     world.environ["READY_FILE"] = str(ready)

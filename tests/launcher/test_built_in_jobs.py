@@ -77,6 +77,7 @@ def test_train_py_shows_a_bug_with_its_own_traceback(world: World):
     assert "KeyError: 'a key that is not there'" in ended.stderr
 
 
+@pytest.mark.slow  # the table of worst days has SIGTERM
 @pytest.mark.parametrize("door", ["train_robust.py", "train.py"])
 def test_ctrl_c_saves_a_last_checkpoint(world: World, door: str):
     process = world.start("training.epochs=1000", script=door)

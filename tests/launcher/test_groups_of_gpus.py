@@ -20,11 +20,14 @@ from robust_train.execution import sleep_until_readable
 from robust_train.queue.exclusions import read_exclusions
 from robust_train.queue.queue_dir import directory_for
 from robust_train.queue.reservations import JobRegistry
+from robust_train.settings import device_settings
 from robust_train.values import Evidence, Failure, FailureKind, Outcome, Room
 
 def devices(environ={}, **keys):
     cfg = complete({"num_gpus": 2, **keys})
-    return Devices(cfg, {**os.environ, **environ}, Path("run"), sleep_until_readable)
+    folder = Path("run")
+    settings = device_settings(cfg, folder)
+    return Devices(settings, {**os.environ, **environ}, folder, sleep_until_readable)
 
 def indexes(group):
     return [gpu.index for gpu in group]

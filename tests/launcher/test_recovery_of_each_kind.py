@@ -46,7 +46,11 @@ class Script:
 
     def run(self, *lines: str, overrides: tuple[str, ...] = ()) -> Ended:
         self.failures.write_text("\n".join(lines))
-        return self.world.train("fails_by_script", "retry_pause_seconds=0.1", *overrides)
+        return self.world.run(
+            "trainer._target_=failing_trainers.fails_by_script",
+            "retry_pause_seconds=0.1",
+            *overrides,
+        )
 
     @property
     def given(self) -> list[dict[str, Any]]:
@@ -84,7 +88,8 @@ def test_memory_that_others_took_is_waited_for_at_the_same_batch(
     script.failures.write_text(f"3 {PLAIN_OOM}")
     world.environ["GO_FILE"] = str(world.folder / "go")
     process = world.start(
-        "trainer._target_=trainers.fails_by_script_when_told", "gpu_check_interval_seconds=0.1"
+        "trainer._target_=failing_trainers.fails_by_script_when_told",
+        "gpu_check_interval_seconds=0.1",
     )
     wait_until(script.attempts_file.exists, "the first attempt runs")
     machine.update(0, free_mib=12000)
@@ -117,6 +122,7 @@ def test_where_splitting_does_not_help_the_next_attempt_is_elsewhere(world: Worl
     assert "cpu at micro-batch 64 down to 4" in ended.summary["reason"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("two_gpus")
 def test_a_gpu_on_which_no_part_fits_is_left_for_another(world: World):
     world.environ["BATCH_BUDGETS"] = json.dumps({A: 2, B: 2})

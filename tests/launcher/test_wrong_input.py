@@ -2,33 +2,41 @@
 
 from __future__ import annotations
 
+import hydra
 import pytest
 
+from robust_train.config.batch import settle_batch_size
+from robust_train.config.refusals import REFUSALS, explain
+from robust_train.config.schema import validate
 from world import World
 
-MISTAKES = [
+OF_THE_COMMAND = [
     (["training.batchsize=8"], ["training.batchsize=8", "batch_size", "no such key"]),
-    (["training.batch_size=many"], ["training.batch_size=many", "a whole number"]),
+    (["--config-name", "rubust"], ["rubust"]),
+    (["training.batch_size=0"], ["training.batch_size=0", "1 or more"]),
+    (["trainer._target_=no_such_module.train"], ["no_such_module.train", "Python path"]),
+]
+VARIANTS = [
+    (["trainer._target_=trainers.no_such_function"], ["no_such_function", "trainers"]),
+    (["trainer._target_=trainers"], ["trainer._target_=trainers", "package.module.function"]),
+]
+OF_THE_CONFIGURATION = [
+    (["training.batch_size=many"], ["training.batch_size=many", "an integer"]),
     (["auto_device=perhaps"], ["auto_device=perhaps", "true or false"]),
     (["model=transformer"], ["model=transformer", "cnn", "lora", "linear_probe"]),
     (["model=lora", "model.lora_rr=4"], ["model.lora_rr=4", "did you mean lora_r?"]),
     (["training.lr=[1"], ["training.lr=[1", "cannot be read"]),
-    (["--config-name", "rubust"], ["rubust"]),
     (["training.lr=${no.such.key}"], ["training.lr", "no.such.key"]),
     (["dataset=image_folder"], ["dataset.root", "must be given"]),
-    (["training.batch_size=0"], ["training.batch_size=0", "1 or more"]),
     (["min_batch_size=65"], ["min_batch_size=65", "training.batch_size=64"]),
     (["device=gpu7", "auto_device=false"], ["device=gpu7", "cuda:<number>"]),
-    (["memory.fraction=1.5"], ["memory.fraction=1.5", "from 0 to 1"]),
+    (["memory.fraction=1.5"], ["memory.fraction=1.5", "at most 1"]),
     (["isolation=docker"], ["isolation=docker", "process, none"]),
-    (["trainer._target_=no_such_module.train"], ["no_such_module.train", "Python path"]),
-]
-VARIANTS = [
     (["min_batchsize=8"], ["min_batchsize=8", "did you mean min_batch_size?"]),
     (["dataset=imagenet"], ["dataset=imagenet", "digits", "flowers102"]),
-    (["model=lora", "model.lora_r=abc"], ["model.lora_r=abc", "a whole number"]),
+    (["model=lora", "model.lora_r=abc"], ["model.lora_r=abc", "an integer"]),
     (["training.gradient_accumulation_steps=0"], ["gradient_accumulation_steps=0"]),
-    (["training.batch_size=atuo"], ["training.batch_size=atuo", "a whole number or auto"]),
+    (["training.batch_size=atuo"], ["training.batch_size=atuo", "an integer or auto"]),
     (["training.lr=-1"], ["training.lr=-1", "more than 0"]),
     (["training.lr=nan"], ["training.lr=nan", "more than 0"]),
     (["training.regrow_after_steps=-1"], ["training.regrow_after_steps=-1", "0 or more"]),
@@ -37,26 +45,45 @@ VARIANTS = [
     (["memory.empty_cache_treshold=0.1"], ["did you mean empty_cache_threshold?"]),
     (["memory.empty_cache_threshold=50"], ["empty_cache_threshold=50", "from 0 to 1"]),
     (["memory.empty_cache_frequency=-1"], ["empty_cache_frequency=-1", "0 or more"]),
-    (["memory.log_frequency=often"], ["log_frequency=often", "a whole number"]),
+    (["memory.log_frequency=often"], ["log_frequency=often", "an integer"]),
     (["memory.sample_interval_ms=1"], ["sample_interval_ms=1", "10 or more"]),
     (["memory.clear_on_start=maybe"], ["clear_on_start=maybe", "true or false"]),
     (["max_retries=-1"], ["max_retries=-1", "0 or more"]),
     (["gpu_check_interval_seconds=0"], ["gpu_check_interval_seconds=0"]),
-    (["trainer._target_=trainers.no_such_function"], ["no_such_function", "trainers"]),
-    (["trainer._target_=trainers"], ["trainer._target_=trainers", "package.module.function"]),
 ]
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [*MISTAKES, *(pytest.param(*variant, marks=pytest.mark.slow) for variant in VARIANTS)],
+    [*OF_THE_COMMAND, *(pytest.param(*variant, marks=pytest.mark.slow) for variant in VARIANTS)],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-def test_is_refused_in_one_line(world: World, arguments: list[str], words: list[str]):
+def test_the_command_refuses_in_one_line(world: World, arguments: list[str], words: list[str]):
     ended = world.run(*arguments)
     ended.was_refused(words)
     started = world.run_dir / "journal.jsonl"
     assert not started.exists() or "attempt_started" not in started.read_text()
+
+
+def accept(arguments: list[str]) -> None:
+    with hydra.initialize_config_module("robust_train.configs", version_base="1.3"):
+        cfg = hydra.compose("robust", overrides=arguments)
+    settle_batch_size(cfg)
+    validate(cfg)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    OF_THE_CONFIGURATION,
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_a_configuration_is_refused_in_one_line(arguments: list[str], words: list[str]):
+    with pytest.raises(REFUSALS) as refused:
+        accept(arguments)
+    message = explain(refused.value, "robust", arguments)
+    assert len(message.splitlines()) == 1, message
+    for word in words:
+        assert word in message
 
 
 def test_a_target_that_is_not_callable_is_refused_in_one_line(world: World):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from robust_train.memory.allocator import allocator_variable
+from robust_train.memory.allocator import VARIABLE
 from simulated_nvml import GPU_IS_LOST, MIB, Gpu, Machine
 from terminal import run_at_a_terminal
 from world import ROOT, TESTS, World, wait_until
@@ -20,7 +20,6 @@ from world import ROOT, TESTS, World, wait_until
 MachineWith = Callable[..., Machine]
 
 COMMAND = [sys.executable, "-m", "robust_train.cli.main"]
-VARIABLE = allocator_variable({})
 
 
 def run(environ, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -277,9 +276,7 @@ def test_a_live_run_does_what_it_is_asked_and_tells_before_and_after(live: World
     assert refused.returncode == 1
     (line,) = refused.stderr.splitlines()
     assert "fraction=1e-06: that is 0 MiB of host memory" in line
-
-
-def test_people_see_a_sentence_and_a_table(live: World) -> None:
+    # people see a sentence and a table
     done = run(live.environ, "memory", "clear")
     assert done.returncode == 0, done.stderr
     sentence, header, *rows = done.stdout.splitlines()

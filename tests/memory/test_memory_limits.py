@@ -12,13 +12,12 @@ import pytest
 import torch
 
 from robust_train.memory import set_memory_fraction
-from robust_train.memory.allocator import allocator_variable
+from robust_train.memory.allocator import VARIABLE
 from simulated_nvml import MIB
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="tests/memory/test_memory_on_a_gpu.py has CUDA's"
 )
-VARIABLE = allocator_variable({})
 
 
 def python(code: str, **environ: str):
@@ -101,12 +100,12 @@ def test_what_is_exported_goes_before_and_what_is_there_beside_it_stays() -> Non
 
 
 def test_the_allocator_of_this_torch_takes_the_setting_at_run_time() -> None:
-    from robust_train.memory.settings import _apply_to_allocator
+    from robust_train.memory.limits import apply_to_allocator
 
-    assert _apply_to_allocator(torch, "expandable_segments:True") == (
+    assert apply_to_allocator(torch, "expandable_segments:True") == (
         "the allocator of this process: expandable_segments:True"
     )
-    assert "torch refuses nonsense:1: " in _apply_to_allocator(torch, "nonsense:1")
+    assert "torch refuses nonsense:1: " in apply_to_allocator(torch, "nonsense:1")
 
 
 def test_a_limit_is_told_in_mib() -> None:

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from memory_world import ON_CPU, run
 
+from robust_train.events import Event
+from robust_train.memory.samples import FILE_NAME, Sample, encode
+from robust_train.memory.stability import attempt_stability
+from robust_train.memory.steering import AttemptMemory
+from robust_train.run import Run
+from robust_train.values import MIB
 from world import Ended, World
 
 
@@ -21,8 +29,18 @@ def written_down(ended: Ended, attempt: int = 1) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("isolation", ["process", pytest.param("none", marks=pytest.mark.slow)])
-def test_the_final_clean_up_says_what_it_returned(own_trainers: World, isolation: str):
-    ended = run(own_trainers, "ends_epochs", *ON_CPU, f"isolation={isolation}")
+def test_epochs_milestones_and_the_final_clean_up_are_in_log_and_journal(
+    own_trainers: World, isolation: str
+):
+    ended = run(
+        own_trainers,
+        "ends_epochs",
+        *ON_CPU,
+        f"isolation={isolation}",
+        "memory.log_frequency=2",
+        "memory.fraction=0.5",
+        "memory.sample_interval_ms=0",
+    )
     assert ended.returncode == 0, ended.output
     [cleared] = events(ended, "memory_cleared")
     assert (cleared["reason"], cleared["of"], cleared["attempt"]) == ("end", "resident", 1)
@@ -31,26 +49,14 @@ def test_the_final_clean_up_says_what_it_returned(own_trainers: World, isolation
     assert returned["returned_bytes"] == max(returned["before_bytes"] - returned["after_bytes"], 0)
     assert returned["seconds"] > 0
     assert re.search(r"final clean-up: \d+\.\d MiB returned \(resident: ", ended.output)
-
-
-def test_epochs_of_a_trainer_of_ones_own_are_in_the_journal(own_trainers: World):
-    ended = run(own_trainers, "ends_epochs", *ON_CPU)
-    told = [(e["epoch"], e["step"], e["metrics"]["val_loss"]) for e in events(ended, "epoch")]
-    assert told == [(1, 3, 0.5), (2, 6, 0.25)]
-
-
-def test_memory_is_logged_every_so_many_steps(own_trainers: World):
-    ended = run(own_trainers, "ends_epochs", *ON_CPU, "memory.log_frequency=2")
+    epochs = [(e["epoch"], e["step"], e["metrics"]["val_loss"]) for e in events(ended, "epoch")]
+    assert epochs == [(1, 3, 0.5), (2, 6, 0.25)]
     milestones = [event["milestone"] for event in events(ended, "memory")]
     assert milestones == ["step 2", "step 4", "step 6"]
     assert "step 4: Host Memory - Resident: " in ended.output
-
-
-def test_a_fraction_says_once_that_it_has_no_effect_on_the_cpu(own_trainers: World):
-    ended = run(own_trainers, "ends_epochs", *ON_CPU, "memory.fraction=0.5")
     assert ended.output.count("memory.fraction=0.5: has no effect on the CPU") == 1
-    default = run(own_trainers, "ends_epochs", *ON_CPU)
-    assert "memory.fraction" not in default.output
+    assert not (ended.run_dir / FILE_NAME).exists()
+    assert ended.attempts[0]["memory_stability"] is None
 
 
 @pytest.mark.parametrize("isolation", ["process", pytest.param("none", marks=pytest.mark.slow)])
@@ -83,6 +89,7 @@ def test_what_fills_the_memory_is_named_by_the_variables_of_the_failed_functions
     assert (
         "out of memory: the largest tensors are 20.0 MiB float32 (5242880,) on cpu" in ended.output
     )
+    assert "memory.fraction" not in ended.output
     # the failure is the trainer's own
     assert "can't allocate memory" in ended.attempts[0]["message"]
     # a process that ends anyway returns its memory by that
@@ -100,21 +107,6 @@ def test_running_out_inside_a_step_is_written_down_once_an_attempt(own_trainers:
     assert largest["owner"].startswith("held_by_the_part (local variable of ")
 
 
-@pytest.mark.parametrize(
-    ("trainer", "setting"),
-    [("has_a_plain_bug", "true"), ("runs_out_in_a_function", "false")],
-)
-def test_nothing_is_written_down_for_a_bug_or_where_it_is_turned_off(
-    own_trainers: World, trainer: str, setting: str
-):
-    ended = run(
-        own_trainers, trainer, *ON_CPU, f"memory.snapshot_on_oom={setting}", "max_retries=0"
-    )
-    assert ended.returncode == 1, ended.output
-    assert list(ended.run_dir.glob("oom-*")) == []
-    assert events(ended, "out_of_memory") == []
-
-
 @pytest.mark.slow
 def test_what_cannot_be_written_does_not_hide_why_memory_ran_out(own_trainers: World):
     (own_trainers.run_dir / "oom-attempt-1.json").mkdir(parents=True)
@@ -125,6 +117,44 @@ def test_what_cannot_be_written_does_not_hide_why_memory_ran_out(own_trainers: W
     assert ended.attempts[0]["outcome"] == "host_oom"
 
 
+@pytest.mark.parametrize(
+    ("error", "setting", "files"),
+    [
+        (MemoryError(), True, ["oom-attempt-1.json"]),
+        (MemoryError(), False, []),
+        (KeyError("no matter of memory"), True, []),
+    ],
+)
+def test_nothing_is_written_down_for_a_bug_or_where_it_is_turned_off(
+    tmp_path: Path, error: Exception, setting: bool, files: list[str]
+):
+    reported: list[Event] = []
+    settings = {"snapshot_on_oom": setting, "sample_interval_ms": 0}
+    keeper = AttemptMemory(Run(run_dir=tmp_path, report=reported.append), {"memory": settings})
+    with pytest.raises(type(error)), keeper:
+        raise error
+    assert [path.name for path in tmp_path.glob("oom-*")] == files
+    assert len(reported) == len(files)
+
+
+def test_the_samples_of_an_attempt_are_assessed_at_its_end(tmp_path: Path, caplog):
+    caplog.set_level("INFO", "robust_train")
+    assert attempt_stability(tmp_path, 1) is None
+    samples = [Sample(n, 1 + n // 500, "cpu", n, resident=n % 500 * MIB) for n in range(1000)]
+    samples[500:] = [replace(sample, resident=MIB) for sample in samples[500:]]
+    (tmp_path / FILE_NAME).write_text("".join(encode(sample) + "\n" for sample in samples))
+    growing, stable = attempt_stability(tmp_path, 1), attempt_stability(tmp_path, 2)
+    assert growing is not None
+    assert growing.mib_per_100_steps == 100
+    assert stable is not None
+    assert caplog.messages == [
+        "attempt 1: memory is growing (leak suspected: +100.0 MiB per 100 steps)",
+        "attempt 2: memory is stable",
+    ]
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
+
+
+@pytest.mark.slow
 def test_a_leak_is_suspected_with_its_rate(own_trainers: World):
     # a heap with holes would grow by more than what is held
     own_trainers.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"

@@ -19,7 +19,7 @@ from torch import nn
 
 from robust_train import memory
 from robust_train.gpu.inventory import read_inventory
-from robust_train.memory.requests import perform
+from robust_train.memory.on_request import perform
 from world import wait_until
 
 pytestmark = [

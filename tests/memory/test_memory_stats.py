@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,15 +16,13 @@ from hypothesis import strategies as st
 
 import robust_train
 from robust_train import memory
+from robust_train.memory.cuda import Segment, ordinal_of, unused_blocks
 from robust_train.memory.host import (
     cgroup_rooms,
     own_memory,
-    read_host_memory,
     reset_peak,
-    room_within,
 )
-from robust_train.memory.segments import unused_blocks
-from robust_train.memory.stats import fragmentation, ordinal_of
+from robust_train.memory.stats import fragmentation
 from simulated_nvml import MIB, Gpu, Machine
 
 MachineWith = Callable[..., Machine]
@@ -125,20 +122,12 @@ def test_what_names_no_device_is_refused_in_a_line(device) -> None:
         memory.get_gpu_memory_stats(device)
 
 
-def _segment(device, *blocks, pool=(0, 0)):
-    return {
-        "device": device,
-        "segment_pool_id": pool,
-        "blocks": [{"size": size, "state": state} for size, state in blocks],
-    }
-
-
 def test_only_unused_blocks_of_the_devices_common_pool_count() -> None:
     segments = [
-        _segment(0, (5, "active_allocated"), (3, "inactive"), (9, "inactive")),
-        _segment(0, (100, "inactive"), pool=(0, 1)),
-        _segment(0, (50, "active_pending_free")),
-        _segment(1, (70, "inactive")),
+        Segment(0, False, (3, 9)),
+        Segment(0, True, (100,)),
+        Segment(0, False),
+        Segment(1, False, (70,)),
     ]
     assert unused_blocks(segments, 0) == (9, 12)
     assert unused_blocks(segments, 2) == (0, 0)
@@ -146,64 +135,47 @@ def test_only_unused_blocks_of_the_devices_common_pool_count() -> None:
 
 @given(st.lists(st.integers(1, 2**40), max_size=20))
 def test_fragmentation_is_a_share_and_nothing_for_one_block(sizes) -> None:
-    largest, unused = unused_blocks([_segment(0, *((size, "inactive") for size in sizes))], 0)
+    largest, unused = unused_blocks([Segment(0, False, tuple(sizes))], 0)
     share = fragmentation(largest, unused)
     assert 0 <= share < 1
     assert (share == 0) == (len(sizes) <= 1)
 
 
 def test_proc_s_sizes_are_read_in_bytes(tmp_path: Path) -> None:
-    (tmp_path / "proc/self").mkdir(parents=True)
-    text = "Name:\tkB python\nVmRSS:\t     12 kB\nThreads:\t3\nVmBad:\tx kB\n"
-    (tmp_path / "proc/self/status").write_text(text)
-    assert own_memory(tmp_path) == {"VmRSS": 12 * 1024}
+    status = tmp_path / "status"
+    status.write_text("Name:\tkB python\nVmRSS:\t     12 kB\nThreads:\t3\nVmBad:\tx kB\n")
+    assert own_memory(status) == {"VmRSS": 12 * 1024}
 
 
-def _cgroup_v2(root: Path, limit: str, current: int, inactive: int) -> None:
+def _cgroup_v2(root: Path, limit: str, usage: str, stat: str = "") -> None:
     (root / "proc/self").mkdir(parents=True)
     (root / "proc/self/cgroup").write_text("0::/job/inner\n")
     (root / "proc/self/mountinfo").write_text(
         "30 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"
     )
-    (root / "proc/self/status").write_text("VmRSS:\t10 kB\nVmHWM:\t20 kB\nVmData:\t5 kB\n")
-    (root / "proc/meminfo").write_text("MemTotal: 1000 kB\nMemAvailable: 900 kB\n")
     folder = root / "sys/fs/cgroup/job"
     (folder / "inner").mkdir(parents=True)
     (folder / "inner/memory.max").write_text("max\n")
     (folder / "inner/memory.current").write_text("1\n")
     (folder / "memory.max").write_text(limit)
-    (folder / "memory.current").write_text(f"{current}\n")
-    (folder / "memory.stat").write_text(f"anon 1\ninactive_file {inactive}\n")
+    (folder / "memory.current").write_text(usage)
+    (folder / "memory.stat").write_text(stat)
 
 
 def test_a_cgroup_above_limits_what_there_is(tmp_path: Path) -> None:
-    _cgroup_v2(tmp_path, f"{600 * 1024}\n", current=500 * 1024, inactive=100 * 1024)
-    host = read_host_memory(tmp_path)
-    assert (host.total, host.available) == (600 * 1024, 200 * 1024)
-    assert (host.resident, host.peak, host.data) == (10 * 1024, 20 * 1024, 5 * 1024)
-
-
-def test_a_cgroup_without_a_limit_leaves_the_machines(tmp_path: Path) -> None:
-    _cgroup_v2(tmp_path, "max\n", current=500 * 1024, inactive=0)
-    assert cgroup_rooms(tmp_path) == []
-    host = read_host_memory(tmp_path)
-    assert (host.total, host.available) == (1000 * 1024, 900 * 1024)
+    _cgroup_v2(tmp_path, "600\n", "500\n", "anon 1\ninactive_file 100\n")
+    assert cgroup_rooms(tmp_path) == [(600, 200)]
 
 
 @pytest.mark.parametrize(
-    "files",
-    [
-        (None, "1", ""),
-        ("5", None, ""),
-        ("max", "1", ""),
-        ("5", "?", ""),
-        (str(2**63 - 4096), "1", ""),  # v1's "no limit"
-    ],
+    ("limit", "usage"), [("max\n", "1\n"), ("5\n", "?\n"), (f"{2**63 - 4096}\n", "1\n")]
 )
-def test_files_that_tell_no_limit(files) -> None:
-    assert room_within(*files, "inactive_file") is None
+def test_a_cgroup_without_a_limit_leaves_the_machines(
+    tmp_path: Path, limit: str, usage: str
+) -> None:
+    _cgroup_v2(tmp_path, limit, usage)
+    assert cgroup_rooms(tmp_path) == []
 
 
 def test_a_kernel_that_keeps_its_peak_says_so(tmp_path: Path) -> None:
     assert not reset_peak(tmp_path / "missing" / "clear_refs")
-    assert os.path.exists("/proc/self/clear_refs")

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from robust_train.memory.samples import Kept, Limits, Sample, thinned
+from robust_train.memory.samples import Limits, Record, Sample
 
 LIMITS = Limits(first=5, between=12, newest=4, slack=6)
 
 
-def recorded(samples: list[Sample], limits: Limits = LIMITS) -> Kept:
-    """As the sampler does it: gone through whenever there are too many new ones."""
-    kept = Kept()
+def recorded(samples: list[Sample], limits: Limits = LIMITS) -> list[Sample]:
+    record = Record(limits)
     for sample in samples:
-        kept = replace(kept, newest=(*kept.newest, sample))
-        if len(kept.newest) >= limits.newest + limits.slack:
-            kept = thinned(kept, limits)
-        assert len(kept) <= limits.most
-    return kept
+        record.add(sample)
+        assert len(record) <= limits.most
+    return record.samples()
 
 
 def attempt(count: int, first_step_at: int, gap: float = 0.1) -> list[Sample]:
@@ -40,7 +36,7 @@ def attempt(count: int, first_step_at: int, gap: float = 0.1) -> list[Sample]:
 @given(st.integers(1, 400), st.integers(0, 60), st.floats(0.001, 1000))
 def test_the_first_steps_and_the_newest_samples_are_all_there(count, first_step_at, gap):
     samples = attempt(count, first_step_at, gap)
-    kept = recorded(samples).samples()
+    kept = recorded(samples)
     assert kept[-min(count, LIMITS.newest) :] == samples[-min(count, LIMITS.newest) :]
     training = [sample for sample in samples if sample.step is not None][: LIMITS.first]
     assert [sample for sample in training if sample not in kept] == []
@@ -58,8 +54,8 @@ def test_a_clock_that_jumps_does_not_make_it_grow(times):
 def test_a_week_is_spread_evenly():
     limits = Limits(first=20, between=100, newest=20, slack=50)
     samples = attempt(60_000, 0, gap=10.0)
-    between = recorded(samples, limits).between
-    gaps = [b.time - a.time for a, b in itertools.pairwise(between)]
-    assert len(between) > limits.between / 3
-    assert max(gaps) < 4 * min(gaps)
-    assert between[-1].time - between[0].time > 0.99 * (samples[-1].time - samples[0].time)
+    kept = recorded(samples, limits)
+    assert len(kept) > limits.first + limits.between / 2 + limits.newest
+    gaps = [b.time - a.time for a, b in itertools.pairwise([*kept, samples[-1]])]
+    week = samples[-1].time - samples[0].time
+    assert max(gaps) < 2.1 * week / limits.between

@@ -13,7 +13,14 @@ import pytest
 from memory_world import ON_CPU, run, start
 
 from robust_train.memory.sampler import Sampler
-from robust_train.memory.samples import FILE_NAME, Limits, Sample, encode, read_samples
+from robust_train.memory.samples import (
+    FILE_NAME,
+    Limits,
+    Sample,
+    SampleFile,
+    encode,
+    read_samples,
+)
 from robust_train.values import MIB
 from simulated_nvml import Gpu, Machine
 from two_gpu_machine import A, B
@@ -24,6 +31,7 @@ def samples_of(world: World) -> list[Sample]:
     return read_samples(world.run_dir / FILE_NAME)
 
 
+@pytest.mark.slow
 def test_a_run_of_the_built_in_trainer_leaves_memory_over_time(world: World):
     ended = world.run(*ON_CPU, "training.epochs=1", "memory.sample_interval_ms=20")
     assert ended.returncode == 0, ended.output
@@ -96,22 +104,6 @@ def test_workers_are_forked_beside_a_sampler_that_is_always_at_it(
     assert "starts a thread" not in ended.output
 
 
-def test_no_sampling_where_it_is_turned_off(own_trainers: World):
-    ended = run(own_trainers, "ends_epochs", *ON_CPU, "memory.sample_interval_ms=0")
-    assert ended.returncode == 0, ended.output
-    assert not (own_trainers.run_dir / FILE_NAME).exists()
-    assert ended.attempts[0]["memory_stability"] is None
-
-
-def test_a_disk_that_is_full_is_warned_about_once_and_the_run_goes_on(own_trainers: World):
-    own_trainers.run_dir.mkdir()
-    blocked = own_trainers.run_dir / FILE_NAME
-    blocked.symlink_to("/dev/full")
-    ended = run(own_trainers, "ends_epochs", *ON_CPU, "memory.sample_interval_ms=10")
-    assert ended.returncode == 0, ended.output
-    assert ended.output.count(f"cannot write {blocked}: No space left on device") == 1
-
-
 @pytest.mark.slow
 def test_train_py_samples_too(world: World):
     ended = world.run(
@@ -123,16 +115,15 @@ def test_train_py_samples_too(world: World):
 
 
 def sampled(folder: Path, attempt: int, limits: Limits, until: Callable[[], bool]) -> None:
-    sampler = Sampler(folder, attempt, "cpu", 0.0, lambda: 1, limits)
     # as fast as it can: the share of the time is what the benchmark is about
+    sampler = Sampler(folder, attempt, "cpu", 0.0, lambda: 1, limits, cost_share=1.0)
     sampler.start()
     wait_until(until, "enough samples")
     sampler.stop()
     assert not any(thread.name == "memory sampler" for thread in threading.enumerate())
 
 
-def test_the_file_stays_small_and_keeps_earlier_attempts(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr("robust_train.memory.sampler._COST_SHARE", 1.0)
+def test_the_file_stays_small_and_keeps_earlier_attempts(tmp_path: Path):
     limits = Limits(first=10, between=20, newest=10, slack=20)
     earlier = [Sample(float(number), 1, "cpu", number) for number in range(30)]
     path = tmp_path / FILE_NAME
@@ -153,3 +144,23 @@ def test_the_file_stays_small_and_keeps_earlier_attempts(tmp_path: Path, monkeyp
     assert len(own) <= limits.most
     assert own[0].time == first_time[0]
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_disk_that_is_full_is_warned_about_once_and_has_all_once_there_is_room(
+    tmp_path: Path, caplog
+):
+    path = tmp_path / FILE_NAME
+    path.symlink_to("/dev/full")
+    file = SampleFile(path, Limits(first=0, between=9, newest=3, slack=3))
+    samples = [Sample(float(number), 1, "cpu", number) for number in range(10)]
+    for sample in samples[:5]:
+        file.add(sample)
+    [warning] = caplog.messages
+    assert warning == f"cannot write {path}: No space left on device; training goes on"
+    file.close()
+    path.unlink()
+    path.touch()
+    for sample in samples[5:]:
+        file.add(sample)
+    file.close()
+    assert read_samples(path) == samples

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
 from robust_train.memory import safe_tensor_to_cpu, save_checkpoint
-from robust_train.memory.tensors import _has_gaps, copy_with_gaps
+from robust_train.memory.tensors import copy_with_gaps, has_gaps
 from robust_train.runfolder.checkpoints import CheckpointError
 
 Pair = namedtuple("Pair", "first second")
@@ -127,7 +127,7 @@ def test_tensors_of_any_layout_are_picked_out_of_their_stretch(shape, steps, off
     assert copied.dtype == tensor.dtype
     assert copied.is_contiguous()
     # and what has none is seen to have none: torch copies it as it is
-    if not _has_gaps(tensor) and tensor.numel():
+    if not has_gaps(tensor) and tensor.numel():
         assert tensor.numel() == 1 + sum(
             (n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)
         )
@@ -135,11 +135,11 @@ def test_tensors_of_any_layout_are_picked_out_of_their_stretch(shape, steps, off
 
 def test_a_transposed_tensor_has_no_gaps_and_a_slice_has() -> None:
     tensor = torch.zeros(4, 6)
-    assert not _has_gaps(tensor.t())
-    assert not _has_gaps(tensor[1:3])
-    assert _has_gaps(tensor[:, ::2])
-    assert _has_gaps(tensor[:, :3])
-    assert _has_gaps(torch.zeros(1).expand(5))
+    assert not has_gaps(tensor.t())
+    assert not has_gaps(tensor[1:3])
+    assert has_gaps(tensor[:, ::2])
+    assert has_gaps(tensor[:, :3])
+    assert has_gaps(torch.zeros(1).expand(5))
 
 
 def test_a_conjugated_view_keeps_its_values() -> None:

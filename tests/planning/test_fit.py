@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from robust_train.planning.fit import (
@@ -20,9 +20,10 @@ sizes = st.integers(0, 10**9)
 slopes = st.integers(1, 10**8)
 
 
-# always the same examples: where two lines cross between two sizes next to each other, the answer
-# may be one sample too small
-@settings(max_examples=300, deadline=None, derandomize=True)
+# two lines that cross between two sizes next to each other
+@example(flat=(0, 16303), steep=(20830, 9963), gradients=2, near=2, room=50719)
+@example(flat=(0, 5), steep=(7790, 1), gradients=0, near=1, room=10386)
+@settings(max_examples=300, deadline=None)
 @given(
     flat=st.tuples(sizes, slopes),
     steep=st.tuples(sizes, slopes),
@@ -47,7 +48,7 @@ def test_the_largest_batch_fits_and_the_next_does_not(
 
     found = largest_batch(predict, does_fit, near)
     calls = len(asked)
-    assert calls <= 10
+    assert calls <= 26
     if found is None:
         assert not does_fit(predict(1))
         return

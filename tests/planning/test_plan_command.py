@@ -113,7 +113,7 @@ def test_without_a_gpu_common_sizes_are_shown_as_a_hint(
     [
         (["model.widht=3"], "model.widht=3: no such key (did you mean width?)"),
         (["model=lorra"], "model=lorra: no such option"),
-        (["training.epochs=many"], "training.epochs=many: accepted is a whole number"),
+        (["training.epochs=many"], "training.epochs=many: accepted is an integer"),
         (["trainer._target_=my.trainer"], "only the built-in trainer can be planned"),
         (["training.batch_size=8,16"], "training.batch_size=8,16: one value at a time"),
         (["training.batch_size"], "training.batch_size: cannot be read as an override"),

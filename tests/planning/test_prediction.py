@@ -24,10 +24,14 @@ OF_CONVOLUTIONS = 0.25
     ("overrides", "tolerance"),
     [
         (("model=cnn",), OF_CONVOLUTIONS),
-        (("model=linear_probe", *SMALL), 0.01),
         (("model=lora", *SMALL), 0.01),
-        (("model=full_finetune", *SMALL), 0.01),
-        (("model=lora", *SMALL, "training.gradient_checkpointing=true"), 0.03),
+        pytest.param(("model=linear_probe", *SMALL), 0.01, marks=pytest.mark.slow),
+        pytest.param(("model=full_finetune", *SMALL), 0.01, marks=pytest.mark.slow),
+        pytest.param(
+            ("model=lora", *SMALL, "training.gradient_checkpointing=true"),
+            0.03,
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=lambda value: "-".join(v.split("=")[1] for v in value) if isinstance(value, tuple) else "",
 )
@@ -58,7 +62,7 @@ def cnn() -> StepPredictor:
     return StepPredictor(config("model=cnn"))
 
 
-@pytest.mark.parametrize("model", ["cnn", "lora"])
+@pytest.mark.parametrize("model", ["cnn", pytest.param("lora", marks=pytest.mark.slow)])
 def test_more_samples_take_more_and_memory_is_near_affine_in_them(
     request: pytest.FixtureRequest, model: str
 ) -> None:

@@ -19,9 +19,9 @@ from robust_train.events import (
 )
 from robust_train.report.sources import read_sources
 from robust_train.report.story import Story, story_of
-from robust_train.sweep.record import JobRecord
+from robust_train.sweep.job_record import JobRecord
 from robust_train.sweep.rows import row_of
-from robust_train.sweep.table import as_json
+from robust_train.sweep.sweep_table import SweepTable
 from robust_train.values import GIB
 
 STARTED = JobStarted("/run", "trainers.train")
@@ -43,7 +43,7 @@ class Journal:
         self.at = 1_795_000_000.0
 
     def __call__(self, seconds: float, event: Event, attempt: int | None = None) -> None:
-        """Something that happened so many seconds after what was before it."""
+        """Write what happened so many seconds after what was before it."""
         self.at += seconds
         content = {"time": self.at, "attempt": attempt, **event.as_json()}
         with (self.folder / "journal.jsonl").open("a") as file:
@@ -66,7 +66,7 @@ class Journal:
 
     @property
     def story(self) -> Story:
-        """What a report tells of it."""
+        """Return the report's story of it."""
         return story_of(read_sources(self.folder))
 
 
@@ -120,5 +120,4 @@ def write_sweep(folder: Path) -> None:
         )
         record.write(job)
         rows.append(row_of(job, record, None))
-    content = as_json(rows, sweep="sweep-id", launcher="basic", exit_code=1, wall_seconds=40)
-    (folder / "sweep.json").write_text(json.dumps(content))
+    SweepTable("sweep-id", "basic", "ended", 1, 40.0, tuple(rows)).write(folder)

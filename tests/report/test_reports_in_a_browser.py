@@ -57,8 +57,9 @@ REPORTS = {
 }
 
 OVERLAPS = """
-[...document.querySelectorAll("svg.plot")].flatMap(svg => {
-  const texts = [...svg.querySelectorAll("text")].map(text => [text, text.getBoundingClientRect()])
+[...document.querySelectorAll("svg.plot, .timeline")].flatMap(svg => {
+  const texts = [...svg.querySelectorAll("text, .tick, .row")]
+    .map(text => [text, text.getBoundingClientRect()])
     .filter(([, frame]) => frame.width);
   return texts.flatMap(([one, a], i) => texts.slice(i + 1)
     .filter(([, b]) => Math.min(a.right, b.right) - Math.max(a.left, b.left) > 1
@@ -67,7 +68,7 @@ OVERLAPS = """
 })
 """
 SMALLEST_TEXT = """
-Math.min(...[...document.querySelectorAll("svg.plot text")]
+Math.min(...[...document.querySelectorAll("svg.plot text, .timeline span")]
   .map(text => text.getBoundingClientRect().height).filter(height => height))
 """
 
@@ -111,7 +112,7 @@ def test_a_dark_room_gets_a_dark_page(browser, page_of):
 def test_the_pointer_reads_values_out(browser, page_of):
     page = browser.open(page_of("long_run"), width=1280)
     where = page.evaluate(
-        """(() => { const plot = document.querySelector("svg[data-plot]");
+        """(() => { const plot = document.querySelector("svg[data-x]");
         plot.scrollIntoView({block: "center"});
         const frame = plot.getBoundingClientRect();
         return [frame.left + frame.width * 0.7, frame.top + frame.height * 0.4]; })()"""
@@ -127,9 +128,9 @@ def test_the_pointer_reads_values_out(browser, page_of):
 
 
 def test_everything_can_be_read_without_scripts(browser, page_of):
-    texts = []
+    texts, path = [], page_of("recovered")
     for script in (True, False):
-        page = browser.open(page_of("recovered"), width=1280, script=script)
+        page = browser.open(path, width=1280, script=script)
         texts.append(page.evaluate("document.body.innerText"))
         page.close()
     assert texts[0] == texts[1]

@@ -20,7 +20,7 @@ from robust_train.files import replacing
 from robust_train.run import MicroBatchPlan, Run
 from robust_train.runfolder import attempt_requests
 from robust_train.runfolder.attempt_requests import AttemptRequests
-from robust_train.runfolder.requests import TAKEN, Inbox
+from robust_train.runfolder.requests import REQUESTS, TAKEN, find_requests, open_requests
 from world import wait_until
 
 
@@ -32,15 +32,15 @@ class Asking:
         self.run = Run(
             run_dir=folder, report=lambda event: self.events.append(event.as_json()), **options
         )
-        self.inbox = Inbox(folder)
-        self.inbox.open()
+        self.path = folder / REQUESTS
+        open_requests(folder)
         self.requests = AttemptRequests(self.run, folder)
         self._number = 0
 
     def ask(self, verb: str, **options: Any) -> int:
         """Make a request and wait until it is taken."""
         self._number += 1
-        path = self.inbox.path / f"{self._number:04}.json"
+        path = self.path / f"{self._number:04}.json"
         waiting = self.requests.waiting
         with replacing(path) as temporary:
             temporary.write_text(json.dumps({"verb": verb, "options": options}))
@@ -50,12 +50,12 @@ class Asking:
         return self._number
 
     def has_replied(self, number: int = 0) -> bool:
-        return (self.inbox.path / f"{number or self._number:04}.answer").exists()
+        return (self.path / f"{number or self._number:04}.answer").exists()
 
     def reply(self, number: int = 0) -> dict[str, Any]:
         """The answer to one request, by default the last."""
         wait_until(lambda: self.has_replied(number), "it is answered")
-        return json.loads((self.inbox.path / f"{number or self._number:04}.answer").read_text())
+        return json.loads((self.path / f"{number or self._number:04}.answer").read_text())
 
 
 @pytest.fixture
@@ -143,7 +143,7 @@ def test_a_restart_is_asked_for_once_the_trainer_is_known_not_to_split(
     assert not asking.run.stops_to_restart
     assert asking.run.stop_requested
     assert asking.run.stops_to_restart
-    (kept,) = asking.inbox.requests(TAKEN)
+    (kept,) = find_requests(asking.path.parent, TAKEN)
     assert kept.verb == "halve_batch", "the launcher answers it, once the next attempt is decided"
     asking.run.request_stop()
     assert not asking.run.stops_to_restart, "being told to end for good goes first"
@@ -221,14 +221,14 @@ def test_two_threads_of_a_trainer_do_not_carry_out_the_same_request(
         thread.join()
     for number in range(1, 21):
         assert "knows no such request" in asking.reply(number)["error"]
-    assert not asking.inbox.requests(TAKEN)
+    assert not find_requests(asking.path.parent, TAKEN)
 
 
 def test_one_request_for_the_launcher_and_one_of_another_rank_are_left_alone(
     attempt: Callable[..., Asking],
 ):
     asking = attempt(rank=1, world_size=2)
-    path = asking.inbox.path / "1.json"
+    path = asking.path / "1.json"
     path.write_text('{"verb": "figures"}')
     first = attempt()  # which clears, as a launch does
     path.write_text('{"verb": "stop"}')

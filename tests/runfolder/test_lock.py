@@ -94,11 +94,11 @@ def test_a_probe_does_not_keep_a_launcher_from_starting(tmp_path: Path):
     RunLock(tmp_path, "0-bbbbbb").release()
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"host": 3}', b"\xff" * 5000])
-def test_torn_and_foreign_content_is_nobody_s_name(tmp_path: Path, content: bytes):
+def test_torn_and_foreign_content_is_nobody_s_name(tmp_path: Path):
     held = RunLock(tmp_path, "0-aaaaaa")
-    (tmp_path / "lock").write_bytes(content)
-    assert read_holder(tmp_path) is None
+    for content in (b"", b"{", b"[]", b"\xff" * 5000, b'{"host": 3}'):
+        (tmp_path / "lock").write_bytes(content)
+        assert read_holder(tmp_path) is None
     with pytest.raises(ConfigError, match="in use by another job"):
         RunLock(tmp_path, "0-bbbbbb")
     held.release()

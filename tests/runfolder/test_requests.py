@@ -14,10 +14,13 @@ from live_folder import another_launcher, open_folder
 
 from another_user import ANOTHER_USER, needs_root
 from robust_train.events import AttemptStarted
+from robust_train.runfolder import client
 from robust_train.runfolder.client import ControlError, StillQueued, ask, status
 from robust_train.runfolder.requests import (
-    Inbox,
+    REQUESTS,
     Refused,
+    find_requests,
+    open_requests,
     request_sweep_stop,
     sweep_stop_requested,
 )
@@ -26,24 +29,28 @@ from robust_train.values import Attempt, AttemptSpec, Failure, FailureKind, Outc
 from world import wait_until
 
 
+@pytest.fixture(autouse=True)
+def _short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "SEEN_SECONDS", 0.5)
+
+
 @pytest.fixture
-def inbox(tmp_path: Path) -> Inbox:
-    inbox = Inbox(tmp_path)
-    inbox.open()
-    return inbox
+def inbox(tmp_path: Path) -> Path:
+    open_requests(tmp_path)
+    return tmp_path / REQUESTS
 
 
-def test_the_oldest_request_comes_first_and_is_taken_once(inbox: Inbox):
+def test_the_oldest_request_comes_first_and_is_taken_once(inbox: Path):
     for name in ("2", "1"):
-        (inbox.path / f"{name}.json").write_text('{"verb": "checkpoint"}')
-    first, second = inbox.requests()
-    assert (first.id, second.id) == ("1", "2")
-    assert inbox.take(first)
-    assert not Inbox(inbox.path.parent).take(first)
-    (inbox.path / "2.json").unlink()
-    assert not inbox.take(second), "it was withdrawn"
-    inbox.answer(first, {"answer": {"path": "čau"}})
-    (answer,) = inbox.path.iterdir()
+        (inbox / f"{name}.json").write_text('{"verb": "checkpoint"}')
+    first, second = find_requests(inbox.parent)
+    assert (first.path.stem, second.path.stem) == ("1", "2")
+    assert first.take()
+    assert not first.take()
+    (inbox / "2.json").unlink()
+    assert not second.take(), "it was withdrawn"
+    first.answer({"answer": {"path": "čau"}})
+    (answer,) = inbox.iterdir()
     assert json.loads(answer.read_text()) == {"answer": {"path": "čau"}}
 
 
@@ -61,52 +68,50 @@ def test_the_oldest_request_comes_first_and_is_taken_once(inbox: Inbox):
     ids=lambda garbage: repr(garbage[:20]),
 )
 def test_garbage_is_called_so_and_removed(
-    inbox: Inbox, garbage: bytes, caplog: pytest.LogCaptureFixture
+    inbox: Path, garbage: bytes, caplog: pytest.LogCaptureFixture
 ):
-    (inbox.path / "1.json").write_bytes(garbage)
-    assert inbox.requests() == []
-    assert json.loads((inbox.path / "1.answer").read_text()) == {"error": "that is no request"}
-    assert not (inbox.path / "1.json").exists()
+    (inbox / "1.json").write_bytes(garbage)
+    assert find_requests(inbox.parent) == []
+    assert json.loads((inbox / "1.answer").read_text()) == {"error": "that is no request"}
+    assert not (inbox / "1.json").exists()
     assert "is refused: that is no request" in caplog.text
 
 
 def test_what_is_no_small_file_neither_hangs_nor_crashes(
-    inbox: Inbox, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    inbox: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     precious = tmp_path / "precious"
     precious.write_text('{"verb": "stop"}')
-    os.mkfifo(inbox.path / "1.json")
-    (inbox.path / "2.json").symlink_to(precious)
-    (inbox.path / "3.json").write_bytes(b"x" * 70_000)
-    (inbox.path / "4.json").mkdir()
-    (inbox.path / "5.json").symlink_to("/dev/zero")
-    assert inbox.requests() == []
+    os.mkfifo(inbox / "1.json")
+    (inbox / "2.json").symlink_to(precious)
+    (inbox / "3.json").write_bytes(b"x" * 70_000)
+    (inbox / "4.json").mkdir()
+    (inbox / "5.json").symlink_to("/dev/zero")
+    assert find_requests(inbox.parent) == []
     assert precious.exists()
-    assert [path.name for path in inbox.path.glob("*.json")] == ["4.json"]
+    assert list(inbox.glob("*.json")) == []
     assert len(caplog.records) == 5
-    assert inbox.requests() == []
-    assert len(caplog.records) == 5, "what cannot be removed is said once"
 
 
 @needs_root
 def test_another_user_s_request_is_refused_with_a_line(
-    inbox: Inbox, caplog: pytest.LogCaptureFixture
+    inbox: Path, caplog: pytest.LogCaptureFixture
 ):
-    path = inbox.path / "1.json"
+    path = inbox / "1.json"
     path.write_text('{"verb": "stop"}')
     os.chown(path, ANOTHER_USER, ANOTHER_USER)
-    assert inbox.requests() == []
+    assert find_requests(inbox.parent) == []
     assert f"it belongs to user {ANOTHER_USER}" in caplog.text
     assert not path.exists()
 
 
-def test_the_directory_is_closed_to_others_and_cleared_at_the_start(inbox: Inbox):
-    inbox.path.chmod(0o777)
-    (inbox.path / "1.json").write_text('{"verb": "stop"}')
-    (inbox.path / "2.taken").write_text('{"verb": "checkpoint"}')
-    inbox.open()
-    assert list(inbox.path.iterdir()) == []
-    assert inbox.path.stat().st_mode & 0o777 == 0o700
+def test_the_directory_is_closed_to_others_and_cleared_at_the_start(inbox: Path):
+    inbox.chmod(0o777)
+    (inbox / "1.json").write_text('{"verb": "stop"}')
+    (inbox / "2.taken").write_text('{"verb": "checkpoint"}')
+    open_requests(inbox.parent)
+    assert list(inbox.iterdir()) == []
+    assert inbox.stat().st_mode & 0o777 == 0o700
 
 
 @needs_root
@@ -163,9 +168,8 @@ def test_a_request_that_the_attempt_took_is_answered_when_it_ends(tmp_path: Path
 
         asking = threading.Thread(target=wait_for_it)
         asking.start()
-        inbox = Inbox(tmp_path)
-        (request,) = wait_until(inbox.requests, "it is there")
-        assert inbox.take(request)
+        (request,) = wait_until(lambda: find_requests(tmp_path), "it is there")
+        assert request.take()
         failure = Failure(FailureKind.DEVICE_OOM, "memory ran out")
         folder.decided(Attempt(SPEC, Outcome(failure)), None, None)
         asking.join()
@@ -179,7 +183,7 @@ def test_a_request_that_nobody_took_is_for_the_next_attempt_or_the_end(tmp_path:
             ask(choose_run(None), "checkpoint", wait_seconds=0.1)
         folder.decided(Attempt(SPEC, Outcome(None)), None, None)
         folder.tick()
-        assert len(Inbox(tmp_path).requests()) == 1
+        assert len(find_requests(tmp_path)) == 1
     (answer,) = (tmp_path / "requests").iterdir()
     assert "the run ended before it came to that" in answer.read_text()
 

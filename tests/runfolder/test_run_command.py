@@ -1,8 +1,12 @@
-"""``robust-train run …`` as a user types it, against runs in processes of their own."""
+"""``robust-train run VERB`` against runs in processes of their own.
+
+The runs are real commands; the verbs are carried out in this process, but for those in a terminal.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import pty
@@ -19,6 +23,7 @@ import psutil
 import pytest
 
 from robust_train import launch
+from robust_train.cli.main import main
 from robust_train.errors import ConfigError
 from robust_train.runfolder.client import ControlError, StillQueued, ask
 from robust_train.runfolder.runs import choose_run, read_run
@@ -57,12 +62,14 @@ class Host:
         return process
 
     def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "robust_train.cli.main", "run", *arguments],
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
+        stdout, stderr = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
+            try:
+                code = main(["run", *arguments])
+            except SystemExit as end:  # of argparse
+                code = end.code
+        texts = (stdout.getvalue(), stderr.getvalue())
+        return subprocess.CompletedProcess(arguments, code, *texts)
 
     def told(self, *arguments: str) -> Any:
         done = self.command(*arguments, "--json")
@@ -106,7 +113,9 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
             process.communicate()
 
 
-@pytest.mark.parametrize("how", ["process", pytest.param("none", marks=SLOW), "train.py"])
+@pytest.mark.parametrize(
+    "how", ["process", pytest.param("none", marks=SLOW), pytest.param("train.py", marks=SLOW)]
+)
 def test_status_and_list_in_pipe_and_terminal(host: Host, how: str):
     world = host.world("first")
     options = {"script": "train.py"} if how == "train.py" else {}
@@ -142,29 +151,22 @@ def test_status_and_list_in_pipe_and_terminal(host: Host, how: str):
     assert list((world.run_dir / "requests").iterdir()) == []
 
 
-def test_no_run_and_two_runs_are_refused_with_what_there_is(host: Host):
+def test_of_two_runs_one_is_named_and_stops_with_a_checkpoint_as_at_sigterm(host: Host):
     assert "no run of yours is alive on this machine" in host.refused("status")
     worlds = [host.world(name) for name in ("first", "second")]
     for world in worlds:
-        host.train(world, "reports_and_nothing_else")
+        host.train(world, "saves_when_it_stops")
     ids = [run["id"] for run in host.told("list")["runs"]]
     line = host.refused("stop")
     assert "2 runs of yours are alive; name one with --run" in line
     assert all(run_id in line for run_id in ids)
-    assert host.told("stop", "--run", ids[1])["run"] == ids[1]
-    assert host.started[1].wait(60) == 143
-    wait_until(lambda: [run["id"] for run in host.told("list")["runs"]] == ids[:1], "one is left")
-
-
-def test_stop_saves_a_checkpoint_and_exits_as_sigterm_does(host: Host):
-    world = host.world("first")
-    process = host.train(world, "saves_when_it_stops")
-    answer = host.told("stop")
-    assert (answer["before"], answer["after"]) == ("running", "stopping")
-    ended = world.end(process)
+    answer = host.told("stop", "--run", ids[1])
+    assert (answer["run"], answer["before"], answer["after"]) == (ids[1], "running", "stopping")
+    ended = worlds[1].end(host.started[1])
     assert ended.returncode == 143, ended.output
     assert ended.summary["status"] == "interrupted"
     assert Path(ended.summary["checkpoint"]).exists()
+    wait_until(lambda: [run["id"] for run in host.told("list")["runs"]] == ids[:1], "one is left")
 
 
 def test_stop_a_second_time_has_to_be_meant(host: Host):
@@ -208,7 +210,9 @@ def test_halving_during_training_ends_in_the_same_weights(host: Host, isolation:
     results = []
     for name in ("halved", "undisturbed"):
         world = host.world(name)
-        process = host.train(world, "trains_in_parts", f"isolation={isolation}")
+        process = host.train(
+            world, "trains_in_parts", f"isolation={isolation}", "min_batch_size=16"
+        )
         if name == "halved":
             answer = host.told("halve-batch", "--run", str(world.run_dir))
             assert (answer["before"], answer["after"]) == ({"micro_batch": 64}, {"micro_batch": 32})
@@ -216,6 +220,8 @@ def test_halving_during_training_ends_in_the_same_weights(host: Host, isolation:
             said = host.command("halve-batch")
             assert "micro-batch 32 → 16" in said.stdout
             assert "64 × 1, split into 16" in host.command("status").stdout
+            line = host.refused("halve-batch")
+            assert "the micro-batch is 16 already, and min_batch_size=16" in line
         (world.folder / "go").touch()
         ended = world.end(process)
         assert ended.returncode == 0, ended.output
@@ -231,13 +237,6 @@ def test_halving_during_training_ends_in_the_same_weights(host: Host, isolation:
     assert halved["weights"] == pytest.approx(undisturbed["weights"], abs=1e-5)
 
 
-def test_halving_stops_at_the_minimum(host: Host):
-    world = host.world("first")
-    host.train(world, "trains_in_parts", "min_batch_size=32")
-    host.told("halve-batch")
-    assert "the micro-batch is 32 already, and min_batch_size=32" in host.refused("halve-batch")
-
-
 @pytest.mark.parametrize("isolation", ["process", pytest.param("none", marks=SLOW)])
 def test_a_trainer_without_micro_batches_goes_on_in_a_new_attempt(host: Host, isolation: str):
     world = host.world("first")
@@ -246,6 +245,7 @@ def test_a_trainer_without_micro_batches_goes_on_in_a_new_attempt(host: Host, is
     assert answer["before"] == {"micro_batch": 64, "gradient_accumulation_steps": 1}
     assert answer["after"] == {"micro_batch": 32, "gradient_accumulation_steps": 2}
     assert f"from {world.run_dir}/checkpoints/latest" in answer["how"]
+    (world.folder / "go").touch()
     ended = world.end(process)
     assert ended.returncode == 0, ended.output
     first, second = ended.attempts
@@ -274,6 +274,10 @@ def test_trainers_that_do_not_look_are_told_of_plainly(host: Host):
     line = host.refused("checkpoint")
     assert "does not read run.checkpoint_requested" in line
     assert "its batch cannot be changed while it runs" in host.refused("halve-batch")
+    answer = ask(choose_run(None), "memory_clear", force=True)
+    assert {"before", "after", "sentence"} <= answer.keys()
+    with pytest.raises(ControlError, match="memory_clear"):
+        ask(choose_run(None), "memory_clear", force="perhaps")
     (world.folder / "go").touch()
     ended = world.end(process)
     assert (ended.returncode, ended.summary["result"]) == (0, "ended")
@@ -286,26 +290,11 @@ def test_a_run_that_hangs_answers_and_says_that_the_request_is_queued(host: Host
     assert "no step has ended within 0.2 s; the request stays queued" in line
     status = wait_until(lambda: (s := host.told("status")).get("step") and s, "it reports")
     assert (status["state"], status["step"], status["total_steps"]) == ("running", 1, 10)
+    assert ask(choose_run(None), "memory_info")["sentence"]
+    with pytest.raises(StillQueued):
+        ask(choose_run(None), "memory_clear", wait_seconds=0.2, force=False)
     os.kill(status["attempt_pid"], signal.SIGSTOP)
     assert host.told("status")["step"] == 1, "the launcher answers for it"
-
-
-def test_memory_is_told_of_at_once_and_changed_at_the_next_step(host: Host):
-    pytest.importorskip("robust_train.memory.requests", reason="no functions for memory here")
-    world = host.world("first")
-    host.train(world, "hangs_after_a_step")
-    run = choose_run(None)
-    assert ask(run, "memory_info")["sentence"]
-    with pytest.raises(StillQueued):
-        ask(run, "memory_clear", wait_seconds=0.2, force=False)
-    host.told("stop")
-    assert host.started[0].wait(60) == 143
-    host.train(host.world("second"), "never_uses_run")
-    run = choose_run(None)
-    answer = ask(run, "memory_clear", force=True)
-    assert {"before", "after", "sentence"} <= answer.keys()
-    with pytest.raises(ControlError, match="memory_clear"):
-        ask(run, "memory_clear", force="perhaps")
 
 
 def test_a_run_that_waits_in_line_says_so_and_can_be_stopped(
@@ -356,20 +345,6 @@ def test_status_of_a_killed_launcher_says_died_with_its_last_state(host: Host):
     shown = host.command("status", status["id"]).stdout
     assert "died; the last state was running" in shown
     assert host.told("status", status["id"])["attempt_pid"] == status["attempt_pid"]
-    (world.folder / "go").touch()
-    assert world.train("what_it_was_given").returncode == 0, "the folder is free again"
-    assert host.told("status", str(world.run_dir))["state"] == "completed"
-
-
-def test_without_a_directory_for_the_list_a_run_is_found_by_its_folder(host: Host):
-    world = host.world("first")
-    (host.tmp_path / "no_directory").touch()
-    world.environ["ROBUST_TRAIN_STATE_DIR"] = str(host.tmp_path / "no_directory")
-    process = host.train(world, "saves_when_it_stops")
-    assert "no run of yours is alive" in host.refused("status")
-    assert host.told("status", str(world.run_dir))["state"] == "running"
-    assert host.told("stop", str(world.run_dir))["exit_code"] == 143
-    assert world.end(process).returncode == 143
 
 
 def test_a_verb_that_is_none_names_those_that_are(host: Host):

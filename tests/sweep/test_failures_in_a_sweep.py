@@ -8,8 +8,12 @@ import pytest
 
 from sweep_world import RECORDING, SweepWorld
 
+LAUNCHERS = pytest.mark.parametrize(
+    "launcher", [pytest.param("basic", marks=pytest.mark.slow), "gpu_queue"]
+)
 
-@pytest.mark.parametrize("launcher", ["basic", "gpu_queue"])
+
+@LAUNCHERS
 def test_a_failed_job_is_nan_for_the_sweeper_and_a_row_in_every_table(
     sweeps: SweepWorld, launcher: str
 ):
@@ -32,6 +36,11 @@ def test_a_failed_job_is_nan_for_the_sweeper_and_a_row_in_every_table(
     lines = ended.stdout.splitlines()
     assert any(line.split()[:3] == ["1", "training.seed=2", "failed"] for line in lines)
     assert any(line.startswith("2 of 3 completed, 1 failed") for line in lines)
+    if launcher == "gpu_queue":  # a job's output goes into its own log and not onto the screen
+        assert "Traceback" not in ended.output
+        assert "ValueError: two is not for me" in ended.output
+        logs = [(sweeps.folder / number / "output.log").read_text() for number in "01"]
+        assert ["Traceback" in log for log in logs] == [False, True]
 
 
 def test_a_job_whose_process_is_killed_is_listed_and_the_others_go_on(sweeps: SweepWorld):
@@ -42,7 +51,7 @@ def test_a_job_whose_process_is_killed_is_listed_and_the_others_go_on(sweeps: Sw
     assert "SIGKILL" in sweeps.jobs[1]["reason"]
 
 
-@pytest.mark.parametrize("launcher", ["basic", "gpu_queue"])
+@LAUNCHERS
 def test_a_refused_job_says_so_once_and_the_exit_code_is_2(sweeps: SweepWorld, launcher: str):
     ended = sweeps.sweep("objective", "training.batch_size=0,8", f"hydra/launcher={launcher}")
     assert ended.returncode == 2, ended.output
@@ -66,6 +75,7 @@ def test_fail_fast_starts_no_more_jobs_and_ends_those_that_run(sweeps: SweepWorl
     assert not (sweeps.folder / "3").exists()
 
 
+@pytest.mark.slow
 def test_fail_fast_with_the_basic_launcher_starts_no_more_jobs(sweeps: SweepWorld):
     ended = sweeps.sweep(
         "fails_at_2", "training.seed=2,1", "sweep_fail_fast=true", "hydra/launcher=basic"

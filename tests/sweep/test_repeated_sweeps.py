@@ -9,22 +9,22 @@ import pytest
 from sweep_world import RECORDING, SweepWorld
 from world import wait_until
 
-LAUNCHERS = pytest.mark.parametrize("launcher", ["basic", "gpu_queue"])
+LAUNCHERS = pytest.mark.parametrize(
+    "launcher", [pytest.param("basic", marks=pytest.mark.slow), "gpu_queue"]
+)
 
 
 @LAUNCHERS
-def test_completed_jobs_are_not_run_again_and_their_results_returned(
-    sweeps: SweepWorld, launcher: str
-):
-    arguments = ("objective", "training.seed=1,2", RECORDING, f"hydra/launcher={launcher}")
-    assert sweeps.sweep(*arguments).returncode == 0
-    ended = sweeps.sweep(*arguments)
-    assert ended.returncode == 0, ended.output
-    assert sorted(sweeps.ran) == ["1", "2"]
-    assert sweeps.returned()["values"] == ["1.5", "3.0"]
-    assert sweeps.column("status") == ["completed", "completed"]
-    assert sweeps.column("reused") == [True, True]
-    assert sweeps.column("result") == [1.5, 3.0]
+def test_completed_jobs_are_not_run_again_and_failed_ones_are(sweeps: SweepWorld, launcher: str):
+    arguments = (RECORDING, f"hydra/launcher={launcher}")
+    assert sweeps.sweep("fails_at_2", "training.seed=1,2,3", *arguments).returncode == 1
+    ended = sweeps.sweep("fails_at_2", "training.seed=1,2", *arguments)
+    assert ended.returncode == 1, ended.output
+    assert sweeps.returned()["values"] == ["1.0", "nan"]
+    assert sweeps.column("job") == [0, 1], "those of the earlier, larger sweep are not in the table"
+    assert sweeps.column("status") == ["completed", "failed"]
+    assert sweeps.column("reused") == [True, False]
+    assert sweeps.column("result") == [1.0, None]
 
 
 @LAUNCHERS
@@ -50,9 +50,6 @@ def test_sweep_resume_false_runs_all_anew(sweeps: SweepWorld):
     assert sorted(sweeps.ran) == ["1", "1", "2", "2"]
     assert sweeps.column("reused") == [False, False]
     assert (sweeps.folder / "0" / "earlier-1" / "summary.json").exists()
-    # the third time, typed differently but asking for the same: nothing to do
-    assert sweeps.sweep(*arguments).returncode == 0
-    assert len(sweeps.ran) == 4
 
 
 def test_a_job_with_other_overrides_does_not_go_on_from_what_it_finds(sweeps: SweepWorld):
@@ -66,14 +63,21 @@ def test_a_job_with_other_overrides_does_not_go_on_from_what_it_finds(sweeps: Sw
     assert (sweeps.folder / "0" / "earlier-1" / "checkpoints" / "when-told").exists()
 
 
-def test_a_failed_job_is_tried_again(sweeps: SweepWorld):
-    assert sweeps.sweep("fails_at_2", "training.seed=1,2").returncode == 1
-    ended = sweeps.sweep("fails_at_2", "training.seed=1,2")
-    assert ended.returncode == 1, ended.output
-    assert sweeps.column("reused") == [True, False]
-
-
-def test_jobs_that_an_earlier_larger_sweep_left_are_not_in_the_table(sweeps: SweepWorld):
-    assert sweeps.sweep("objective", "training.seed=1,2,3").returncode == 0
-    assert sweeps.sweep("objective", "training.seed=1,2").returncode == 0
-    assert sweeps.column("job") == [0, 1]
+def test_a_second_sweep_in_the_folder_of_a_live_one_is_refused(sweeps: SweepWorld):
+    arguments = ("completes_1_and_works_at_2", "training.seed=1,2")
+    first = sweeps.start(*arguments)
+    wait_until(lambda: sweeps.pid_at_work(2), "the second job is at work")
+    second = sweeps.sweep(*arguments)
+    assert second.returncode == 2, second.output
+    (line,) = second.stderr.splitlines()
+    assert line.startswith(f"sweep folder {sweeps.folder} is in use by the sweep of ")
+    assert f", pid {first.pid}, since " in line
+    assert "choose another hydra.sweep.dir" in line
+    first.kill()
+    first.communicate()
+    # its jobs save a checkpoint and end; then the folder is free
+    third = sweeps.sweep(*arguments)
+    assert third.returncode == 0, third.output
+    assert sweeps.column("result") == [1.5, "went on from when-told"]
+    stopped = sweeps.run_stop()
+    assert (stopped.returncode, "this sweep has ended" in stopped.stderr) == (1, True)

@@ -4,22 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import yaml
 
 from simulated_nvml import Gpu
 from sweep_world import RECORDING, SweepWorld
-
-
-def test_two_jobs_run_at_the_same_time(sweeps: SweepWorld):
-    ended = sweeps.sweep("meets_the_other", "training.seed=1,2")
-    assert ended.returncode == 0, ended.output
-    assert sweeps.column("result") == [1, 2]
-
-
-def test_n_jobs_of_1_runs_one_after_the_other(sweeps: SweepWorld):
-    ended = sweeps.sweep("counts_those_at_work", "training.seed=1,2", n_jobs=1)
-    assert ended.returncode == 0, ended.output
-    assert sweeps.column("result") == [1, 1]
 
 
 def test_n_jobs_caps_how_many_run_at_once(sweeps: SweepWorld):
@@ -35,6 +24,7 @@ def test_the_sweeper_gets_results_in_order_whichever_job_ends_first(sweeps: Swee
     assert sweeps.returned() == {"values": ["1.0", "2.0", "3.0"], "numbers": [0, 1, 2]}
 
 
+@pytest.mark.slow
 def test_a_sweeper_that_hands_out_batches_goes_on_counting(sweeps: SweepWorld):
     ended = sweeps.sweep(
         "objective", "training.seed=1,2,3", RECORDING, "hydra.sweeper.max_batch_size=2"
@@ -44,6 +34,7 @@ def test_a_sweeper_that_hands_out_batches_goes_on_counting(sweeps: SweepWorld):
     assert sweeps.column("job") == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_a_job_looks_like_one_of_the_basic_launcher(sweeps: SweepWorld):
     """The same files with the same content in ``.hydra``, but for the launcher's own part."""
     subdir = r"hydra.sweep.subdir=seed_${training.seed}/${hydra.job.num}"
@@ -72,24 +63,6 @@ def _without_launcher(path: Path, launcher: str) -> object:
             line for line in hydra["overrides"]["hydra"] if not line.startswith("hydra/launcher")
         ]
     return content
-
-
-def test_what_a_job_prints_goes_into_its_own_log_and_not_onto_the_screen(sweeps: SweepWorld):
-    ended = sweeps.sweep("fails_at_2", "training.seed=1,2")
-    assert "Traceback" not in ended.output
-    assert "ValueError: two is not for me" in ended.output
-    assert "output.log" in ended.output
-    log = (sweeps.folder / "1" / "output.log").read_text()
-    assert "two is not for me" in log
-    assert "Traceback" in log
-    assert "Traceback" not in (sweeps.folder / "0" / "output.log").read_text()
-
-
-def test_attempts_in_processes_of_their_own_work_as_well(sweeps: SweepWorld):
-    ended = sweeps.sweep("objective", "training.seed=1,2", "isolation=process")
-    assert ended.returncode == 0, ended.output
-    assert sweeps.column("result") == [1.5, 3.0]
-    assert (sweeps.folder / "1" / "attempt-1.log").exists()
 
 
 def test_on_a_terminal_a_table_shows_how_far_each_job_is(sweeps: SweepWorld):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -23,7 +21,10 @@ def left_behind(sweeps: SweepWorld) -> list:
     return processes_mentioning(str(sweeps.place))
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("signum", "code"),
+    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)],
+)
 def test_a_signal_ends_every_job_with_a_checkpoint(sweeps: SweepWorld, signum: int, code: int):
     process = sweeps.start("works_until_told", "training.seed=1,2,3", start_new_session=True)
     wait_until(lambda: both_at_work(sweeps), "both jobs are at work")
@@ -38,6 +39,7 @@ def test_a_signal_ends_every_job_with_a_checkpoint(sweeps: SweepWorld, signum: i
     assert left_behind(sweeps) == []
 
 
+@pytest.mark.slow
 def test_attempts_in_processes_of_their_own_are_ended_as_well(sweeps: SweepWorld):
     process = sweeps.start("works_until_told", "training.seed=1,2", "isolation=process")
     wait_until(lambda: both_at_work(sweeps), "both jobs are at work")
@@ -99,7 +101,7 @@ def test_run_stop_ends_a_sweep_and_each_job_saves_a_checkpoint(
     process = sweeps.start("works_until_told", "training.seed=1,2,3", *launcher)
     at_work = (1,) if name == "basic" else (1, 2)
     wait_until(lambda: all(map(sweeps.pid_at_work, at_work)), "the first jobs are at work")
-    stopped = run_stop(sweeps)
+    stopped = sweeps.run_stop()
     assert stopped.returncode == 0, stopped.stderr
     ended = sweeps.end(process)
     assert ended.returncode == 143, ended.output
@@ -108,16 +110,6 @@ def test_run_stop_ends_a_sweep_and_each_job_saves_a_checkpoint(
         assert sweeps.summary(number)["checkpoint"].endswith("when-told")
     assert "Traceback" not in ended.output
     wait_until(lambda: not left_behind(sweeps), "nothing is left behind")
-
-
-def run_stop(sweeps: SweepWorld) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "robust_train.cli.main", "run", "stop", str(sweeps.folder)],
-        env=sweeps.world.environ,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
 
 
 @pytest.mark.parametrize("isolation", ["none", pytest.param("process", marks=pytest.mark.slow)])
@@ -138,7 +130,7 @@ def test_sigterm_to_every_process_at_once_ends_each_job_with_a_whole_checkpoint(
     wait_until(lambda: not left_behind(sweeps), "nothing is left behind")
 
 
-@pytest.mark.parametrize("isolation", ["none", "process"])
+@pytest.mark.parametrize("isolation", [pytest.param("none", marks=pytest.mark.slow), "process"])
 def test_a_killed_sweep_leaves_no_job_behind_and_each_has_its_checkpoint(
     sweeps: SweepWorld, isolation: str
 ):

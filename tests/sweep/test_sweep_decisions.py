@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
-import time
 from pathlib import Path
 
 import psutil
@@ -13,13 +12,13 @@ import pytest
 from omegaconf import OmegaConf
 
 from robust_train.execution.signals import FORWARDED, SignalWatch
-from robust_train.gpu import inventory
 from robust_train.sweep.capacity import count_gpus, jobs_at_once
+from robust_train.sweep.job_record import Entry, JobRecord, decide, read_record, set_aside
 from robust_train.sweep.live_table import LiveRow, most_important
 from robust_train.sweep.plugins_of_others import misplaced_launcher
-from robust_train.sweep.record import Entry, JobRecord, decide, read_record, set_aside
 from robust_train.sweep.rows import exit_code_of, row_of
-from robust_train.sweep.table import differing_overrides, tally
+from robust_train.sweep.sweep_table import differing_overrides, tally
+from simulated_nvml import Gpu
 
 RECORD = JobRecord("first", 0, ("training.lr=1e-3", "model=cnn"))
 
@@ -80,11 +79,16 @@ def test_as_many_jobs_at_once_as_there_is_room_for(
     assert found == at_once
 
 
-def test_a_driver_that_hangs_does_not_hold_a_sweep_up(monkeypatch: pytest.MonkeyPatch, caplog):
-    monkeypatch.setattr(inventory, "read_inventory", lambda **options: time.sleep(600))
-    before = psutil.Process().children()
-    assert count_gpus(OmegaConf.create({"device": "auto"}), limit_seconds=0.2) == 0
-    assert psutil.Process().children() == before, "it is not left behind where it can be killed"
+def test_a_driver_that_hangs_does_not_hold_a_sweep_up(
+    monkeypatch: pytest.MonkeyPatch, caplog, machine_with
+):
+    machine = machine_with(Gpu(), Gpu())
+    for name, value in machine.environ.items():
+        monkeypatch.setenv(name, value)
+    assert count_gpus(OmegaConf.create({"device": "auto"})) == 2
+    machine.hang("nvmlInit")
+    assert count_gpus(OmegaConf.create({"device": "auto"}), limit_seconds=1.0) == 0
+    assert psutil.Process().children() == [], "it is not left behind where it can be killed"
     assert "hydra.launcher.n_jobs" in caplog.text
 
 

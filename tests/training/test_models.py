@@ -13,8 +13,8 @@ from training_world import (
 )
 
 from robust_train.errors import ConfigError
-from robust_train.vision.cnn import SmallCnn
 from robust_train.vision.models import (
+    SmallCnn,
     build_model,
     enable_gradient_checkpointing,
     set_train_mode,
@@ -56,7 +56,7 @@ def test_the_cnn_takes_images_of_any_size(size, channels):
     [
         ("linear_probe", "test_vit"),
         pytest.param("linear_probe", "test_resnet", marks=pytest.mark.slow),
-        ("lora", "test_vit"),
+        pytest.param("lora", "test_vit", marks=pytest.mark.slow),
         pytest.param("full_finetune", "test_convnext", marks=pytest.mark.slow),
         ("full_finetune", "test_resnet"),
     ],
@@ -264,7 +264,7 @@ def test_the_final_weights_of_a_run_start_another(tmp_path):
         ([1, 2], "no state dict"),
     ],
 )
-@pytest.mark.parametrize("model", ["cnn", "full_finetune"])
+@pytest.mark.parametrize("model", ["cnn", pytest.param("full_finetune", marks=pytest.mark.slow)])
 def test_weights_that_cannot_be_used_are_refused(tmp_path, content, said, model):
     path = tmp_path / "weights.pt"
     if isinstance(content, bytes):

@@ -36,7 +36,7 @@ class BatchSizes:
     """The sizes of one job.
 
     Args:
-        batch: what the config says about them.
+        batch: the config's part about them.
         policy: what decisions depend on.
         found: sizes that earlier launches of this run folder found, by :func:`.known.memory_key`.
         record: writes an event to the journal.
@@ -114,19 +114,15 @@ class BatchSizes:
     def _to_be_found(
         self, spec: AttemptSpec, known: Known
     ) -> tuple[AttemptSpec, BatchSearch | None]:
-        whole = self._at(spec, self._settings.share)
         earlier = self._found_before.get(self._key)
         if earlier is not None:
             log.info("training.batch_size=auto: %d, as found earlier in this run folder", earlier)
             return self._at(spec, earlier), None
         size = self._largest_known(known)
         if size is not None and known.fitted is not None:
-            return self._use_known(
-                spec,
-                size,
-                f"training.batch_size=auto: {size} is known to fit here (seen "
-                f"{_ago(known.fitted)})",
-            ), None
+            seen = f"{size} is known to fit here (seen {_ago(known.fitted)})"
+            return self._use_known(spec, size, f"training.batch_size=auto: {seen}"), None
+        whole = self._at(spec, self._settings.share)
         if self._batch.is_script or spec.ranks > 1:
             log.info(
                 "training.batch_size=auto: %s cannot be probed: training starts with %d and halves "
@@ -135,13 +131,12 @@ class BatchSizes:
                 whole.batch_size,
             )
             return whole, None
-        search = BatchSearch(
+        return whole, BatchSearch(
             effective_batch_size=self._settings.share,
             min_batch_size=self._settings.min_batch_size,
             memory_share=self._batch.memory_share,
             key=self._key,
         )
-        return whole, search
 
     def _largest_known(self, known: Known) -> int | None:
         """Return the largest size that fits, if it is known to be the largest."""
@@ -158,10 +153,9 @@ class BatchSizes:
         fitted, too_large = known.fitted, known.too_large
         if fitted is None or too_large is None or too_large.predicted:
             return spec
-        if spec.batch_size < too_large.batch_size:
-            return spec
         size = max((size for size in self._sizes if size <= fitted.batch_size), default=None)
-        if size is None or not self._policy.preserve_effective_batch_size:
+        runs_out = spec.batch_size >= too_large.batch_size
+        if size is None or not (runs_out and self._policy.preserve_effective_batch_size):
             return spec
         return self._use_known(
             spec,

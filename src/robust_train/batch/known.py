@@ -1,7 +1,7 @@
 """Which micro-batches fit, and which do not, as earlier jobs of this user found.
 
 One small JSON file for each combination of what memory depends on, in the user's cache directory.
-Whatever is wrong there, the job goes on without: only a guess is lost.
+If it cannot be used, the job goes on without: only a guess is lost.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from robust_train.config.schema import RobustConfig
-from robust_train.files import DirectoryProblem, open_or_make, replacing
+from robust_train.files import replacing
 from robust_train.gpu.footprint import footprint
 from robust_train.values import GIB, GpuInfo
 
@@ -32,7 +32,6 @@ SCHEMA = 1
 VALID_SECONDS = 30 * 86400
 """How long anything counts: trainers' own code changes, and is no part of the key."""
 
-_LARGEST_FILE = 64 * 1024
 _SAME_ROOM = 0.05
 
 # how long a run goes and what it is called, not what a step needs; the launcher's keys likewise
@@ -117,9 +116,7 @@ def _had(fact: Fact, room: int | None) -> bool:
     return room is None or fact.room_bytes is None or room <= fact.room_bytes * (1 + _SAME_ROOM)
 
 
-def memory_key(
-    settings: Mapping[str, Any], trainer: str, gpu: GpuInfo | None, host_bytes: int | None
-) -> str:
+def memory_key(settings: object, trainer: str, gpu: GpuInfo | None, host_bytes: int) -> str:
     """Return the name of what memory depends on: model, data, precision, device, torch.
 
     Args:
@@ -129,11 +126,9 @@ def memory_key(
         host_bytes: the host's memory, for the CPU.
     """
     if gpu is None:
-        limits = [
-            resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_DATA, resource.RLIMIT_AS)
-        ]
+        kinds = (resource.RLIMIT_DATA, resource.RLIMIT_AS)
         # the kernel's own share of it differs a little from boot to boot
-        device: list[Any] = ["cpu", round((host_bytes or 0) / GIB), *limits]
+        device = ["cpu", round(host_bytes / GIB), *(resource.getrlimit(kind)[0] for kind in kinds)]
     else:
         device = [gpu.name, gpu.total_bytes]
     versions = {name: _version(name) for name in ("torch", "robust-train")}
@@ -142,7 +137,7 @@ def memory_key(
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def memory_settings(cfg: DictConfig) -> dict[str, Any]:
+def memory_settings(cfg: DictConfig) -> dict[str, object]:
     """Return the part of a config on which memory depends, the batch left out.
 
     Keys of a user's own project are part of it, since any may change a tensor's shape.
@@ -150,11 +145,11 @@ def memory_settings(cfg: DictConfig) -> dict[str, Any]:
     content = OmegaConf.to_container(cfg, resolve=True)
     assert isinstance(content, dict)
     ours = set(RobustConfig.__dataclass_fields__) - set(_MATTERS)
-    parts: dict[str, Any] = {str(key): value for key, value in content.items() if key not in ours}
+    parts: dict[str, object] = {str(k): value for k, value in content.items() if k not in ours}
     for group, names in _NO_MATTER.items():
-        if isinstance(parts.get(group), dict):
-            skipped = names.split()
-            parts[group] = {k: v for k, v in parts[group].items() if k not in skipped}
+        part = parts.get(group)
+        if isinstance(part, dict):
+            parts[group] = {k: v for k, v in part.items() if k not in names.split()}
     return parts
 
 
@@ -168,18 +163,14 @@ def _version(distribution: str) -> str | None:
 def cache_directory(environ: Mapping[str, str]) -> Path | None:
     """Return ``$XDG_CACHE_HOME/robust-train/known-batches``; None without a home."""
     chosen, home = environ.get("XDG_CACHE_HOME", ""), environ.get("HOME", "")
-    # a relative path is to be ignored, says the XDG Base Directory Specification
+    # the XDG Base Directory Specification ignores relative paths
     if os.path.isabs(chosen):
         return Path(chosen) / "robust-train" / "known-batches"
     return Path(home) / ".cache/robust-train/known-batches" if os.path.isabs(home) else None
 
 
 class KnownBatches:
-    """The files of :func:`cache_directory`. Nothing here raises.
-
-    Args:
-        folder: where they are; None: nowhere.
-    """
+    """The files of :func:`cache_directory`, None for nowhere. Nothing here raises."""
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
@@ -190,16 +181,13 @@ class KnownBatches:
             return Known()
         path = self._folder / f"{key}.json"
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-            with os.fdopen(fd, "rb") as file:
-                about = os.fstat(fd)
-                if not stat.S_ISREG(about.st_mode) or about.st_uid != os.geteuid():
-                    raise ValueError("not a file of this user's")
-                return _parsed(json.loads(file.read(_LARGEST_FILE)))
-        except OSError as error:
-            if error.errno != errno.ENOENT:
-                log.debug("%s: %s, ignored", path, error.strerror)
-        except (ValueError, TypeError, KeyError) as error:
+            about = path.lstat()
+            if not stat.S_ISREG(about.st_mode) or about.st_uid != os.geteuid():
+                raise ValueError("not a file of this user's")
+            return _parsed(json.loads(path.read_bytes()))
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError, TypeError, KeyError) as error:
             log.debug("%s: %s, ignored", path, error)
         return Known()
 
@@ -209,15 +197,12 @@ class KnownBatches:
             return
         content = {"schema": SCHEMA, **about, **asdict(known)}
         try:
-            folder = open_or_make(self._folder, 0o700)
-            try:
-                if os.fstat(folder).st_uid != os.geteuid():
-                    raise PermissionError(errno.EPERM, "another user's")
-                with replacing(self._folder / f"{key}.json") as temporary:
-                    temporary.write_text(json.dumps(content, indent=2) + "\n")
-            finally:
-                os.close(folder)
-        except (DirectoryProblem, OSError) as error:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if self._folder.stat().st_uid != os.geteuid():
+                raise PermissionError(errno.EPERM, "another user's")
+            with replacing(self._folder / f"{key}.json") as temporary:
+                temporary.write_text(json.dumps(content, indent=2) + "\n")
+        except OSError as error:
             log.debug("%s: %s, nothing is remembered", self._folder, error)
 
 
@@ -231,11 +216,8 @@ def _fact(content: Any) -> Fact | None:
     if content is None:
         return None
     room, peak = content["room_bytes"], content["peak_bytes"]
-    size = int(content["batch_size"])
-    if size < 1:
-        raise ValueError(f"batch_size {size}")
     return Fact(
-        batch_size=size,
+        batch_size=max(int(content["batch_size"]), 1),
         when=float(content["when"]),
         room_bytes=None if room is None else int(room),
         peak_bytes=None if peak is None else int(peak),

@@ -1,14 +1,13 @@
 """Which micro-batches to try for ``training.batch_size=auto``: pure, from earlier probes.
 
-Memory is near-affine in the micro-batch: ``peak = a + b × samples``, where ``a`` holds weights,
-gradients and workspaces and ``b`` one sample's activations. A first small probe gives an upper
-bound on ``b``, which leads to a size that fits for certain; the line through these two leads to
-the largest; that one is measured too. All sizes are samples, all memory is bytes.
+Memory is near-affine in the micro-batch. A first small probe bounds the memory of a sample, which
+leads to a size that fits for certain; the line through both leads to the largest, which is measured
+too. Sizes are samples, memory is bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from robust_train.policy.sizes import PolicySettings, sizes
@@ -29,7 +28,7 @@ _BEYOND = 1.05  # of the room: what a size is taken to need in which memory ran 
 
 @dataclass(frozen=True)
 class BatchSearch:
-    """What is to be found out before training: the largest micro-batch that fits.
+    """What to find before training: the largest micro-batch that fits.
 
     Attributes:
         effective_batch_size: samples of an optimizer step; no micro-batch is larger.
@@ -44,7 +43,7 @@ class BatchSearch:
     key: str = ""
 
     def sizes(self, samples: int) -> tuple[int, ...]:
-        """The micro-batches to choose from in a batch of ``samples``, the smallest first."""
+        """Return the micro-batches to choose from in a batch of ``samples``, the smallest first."""
         sizes = micro_batch_sizes(self.effective_batch_size, self.min_batch_size)
         most = min(samples, self.effective_batch_size)
         return (*(size for size in sizes if size < most), most)
@@ -59,7 +58,7 @@ class Probe:
 
 
 def micro_batch_sizes(effective_batch_size: int, min_batch_size: int) -> tuple[int, ...]:
-    """The divisors of the effective batch from ``min_batch_size`` on, the smallest first.
+    """Return the divisors of the effective batch from ``min_batch_size`` on, the smallest first.
 
     With them accumulation makes up the effective batch exactly. Where they are too far apart, the
     sizes that the policy would halve to are there as well.
@@ -73,23 +72,18 @@ def micro_batch_sizes(effective_batch_size: int, min_batch_size: int) -> tuple[i
 
 @dataclass(frozen=True)
 class Limits:
-    """The room for a pass.
-
-    Attributes:
-        rest_bytes: in use before it.
-        limit_bytes: the most that there is.
-    """
+    """The room for a pass: bytes in use before it, and the most that there are."""
 
     rest_bytes: int = 0
     limit_bytes: int = 0
 
     def but_for(self, margin: float) -> float:
-        """The peak that leaves this share of the room free."""
+        """Return the peak that leaves this share of the room free."""
         return self.limit_bytes - margin * max(self.limit_bytes - self.rest_bytes, 0)
 
 
 def next_size(sizes: Sequence[int], probes: Sequence[Probe], limits: Limits) -> int | None:
-    """The size to try next, None where nothing is to be gained by another probe.
+    """Return the size to try next, None where nothing is to be gained by another probe.
 
     Args:
         sizes: to choose from, the smallest first.
@@ -107,8 +101,8 @@ def next_size(sizes: Sequence[int], probes: Sequence[Probe], limits: Limits) -> 
         return None
     if best is None:
         return between[0]
-    line = _line(probes, best, limits)
-    expected = [size for size in between if line.at(size) <= limits.but_for(MARGIN)]
+    peak_of = _line(probes, best, limits)
+    expected = [size for size in between if peak_of(size) <= limits.but_for(MARGIN)]
     largest = expected[-1] if expected else low
     if not failed and _is_vague(probes, best):
         # workspaces and noise may hide a sample's share: not too far at once, but on
@@ -123,67 +117,55 @@ def next_size(sizes: Sequence[int], probes: Sequence[Probe], limits: Limits) -> 
 
 
 def predicted_bytes(probes: Sequence[Probe], size: int, limits: Limits) -> int | None:
-    """What ``size`` is expected to need after these probes, None before any has fitted."""
+    """Return what ``size`` is expected to need, None before any probe has fitted."""
     best = largest_that_fits(probes, limits)
-    return None if best is None else int(_line(probes, best, limits).at(size))
+    return None if best is None else int(_line(probes, best, limits)(size))
 
 
 def fits(probe: Probe, limits: Limits) -> bool:
-    """Whether it went through and left half the margin free."""
+    """Return whether a probe went through and left half the margin free."""
     return probe.peak_bytes is not None and probe.peak_bytes <= limits.but_for(MARGIN / 2)
 
 
 def largest_that_fits(probes: Sequence[Probe], limits: Limits) -> Probe | None:
-    """The answer of a search: only what was tried and went through counts."""
+    """Return the answer of a search: only what was tried and went through counts."""
     good = [probe for probe in probes if fits(probe, limits)]
     return max(good, key=lambda probe: probe.batch_size, default=None)
 
 
-@dataclass(frozen=True)
-class Line:
-    """``peak = at_zero + per_sample × samples``."""
-
-    at_zero: float
-    per_sample: float
-
-    def at(self, samples: int) -> float:
-        return self.at_zero + self.per_sample * samples
-
-    @classmethod
-    def through(cls, one: tuple[float, float], other: tuple[float, float]) -> Line:
-        slope = (other[1] - one[1]) / (other[0] - one[0])
-        return cls(one[1] - slope * one[0], slope)
-
-
-def _line(probes: Sequence[Probe], best: Probe, limits: Limits) -> Line:
-    """The line to predict by: between what fitted and what did not, else through what fitted."""
+def _line(probes: Sequence[Probe], best: Probe, limits: Limits) -> Callable[[int], float]:
+    """Return the line between what fitted and what did not, else through what fitted."""
     assert best.peak_bytes is not None
-    here = (float(best.batch_size), float(best.peak_bytes))
+
+    def through(size: int, peak: float, best_peak: float) -> Callable[[int], float]:
+        slope = (best_peak - peak) / (best.batch_size - size)
+        return lambda samples: best_peak + slope * (samples - best.batch_size)
+
     above = [p for p in probes if p.batch_size > best.batch_size]
     if above:
         nearest = min(above, key=lambda p: p.batch_size)
         measured = nearest.peak_bytes
         peak = limits.but_for(1 - _BEYOND) if measured is None else float(measured)
-        return Line.through(here, (float(nearest.batch_size), peak))
+        return through(nearest.batch_size, peak, best.peak_bytes)
     before = _before(probes, best)
     if before is not None and before.peak_bytes is not None:
         noise = _NOISE_BYTES if _is_vague(probes, best) else 0
         risen = max(best.peak_bytes - before.peak_bytes, 0) + noise
-        return Line.through((float(before.batch_size), here[1] - risen), here)
+        return through(before.batch_size, best.peak_bytes - risen, best.peak_bytes)
     # all that one size has grown by, as if a sample's share were all of it: never too little
     rest = limits.rest_bytes
     growth = max(best.peak_bytes - rest, 0) + _NOISE_BYTES
-    return Line.through((0.0, float(rest)), (here[0], float(rest + growth)))
+    return through(0, rest, rest + growth)
 
 
 def _before(probes: Sequence[Probe], best: Probe) -> Probe | None:
-    """The next smaller size that was measured."""
+    """Return the next smaller size that was measured."""
     below = [p for p in probes if p.batch_size < best.batch_size and p.peak_bytes is not None]
     return max(below, key=lambda p: p.batch_size, default=None)
 
 
 def _is_vague(probes: Sequence[Probe], best: Probe) -> bool:
-    """Whether what was measured differs by no more than noise, or is one size alone."""
+    """Return whether the measurements differ by no more than noise, or are of one size alone."""
     before = _before(probes, best)
     if before is None or before.peak_bytes is None or best.peak_bytes is None:
         return True

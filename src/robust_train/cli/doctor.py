@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import platform
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-from robust_train.cli.parser import Parser
-from robust_train.cli.table import print_table
+from robust_train.cli.output import EXIT_NOT_DONE, Parser, fail, print_json, print_table
+from robust_train.events import Json
 from robust_train.gpu.cuda_order import CudaOrderError, cuda_order
 from robust_train.gpu.inventory import read_inventory
 from robust_train.gpu.processes import sees_host_pids, user_name
@@ -23,10 +21,9 @@ from robust_train.queue.exclusions import Exclusion, clear, mark_excluded, read_
 from robust_train.queue.queue_dir import QueueProblem, directory_for, tmpfiles_line
 from robust_train.queue.reservations import JobRegistry
 from robust_train.readable import mib
-from robust_train.values import GpuInfo, Inventory
+from robust_train.values import MIB, GpuInfo, Inventory
 
-COLUMNS = ("index", "uuid", "name", "mode", "free MiB", "verdict")
-EXIT_TROUBLE = 1
+COLUMNS = ("index", "uuid", "name", "mode", "free MiB", "state")
 _CONTAINER_MARKS = (Path("/.dockerenv"), Path("/run/.containerenv"))
 _PACKAGES = ("robust-train", "torch", "nvidia-ml-py", "psutil")
 
@@ -42,14 +39,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="For each GPU usable or why not; driver, mask, queue directory, excluded GPUs, "
         "and what a bug report needs.",
     )
-    parser.add_argument("--json", action="store_true", help="for programs; sizes in bytes")
+    parser.add_json()
     parser.add_argument("--dir", help="the queue directory, as gpu_queue_dir")
     parser.add_argument("--clear", metavar="GPU", help="use the excluded GPU with this UUID again")
-    parser.add_argument(
-        "--probe",
-        action="store_true",
-        help="use each free GPU for some seconds: allocate, run out of memory, recover",
-    )
+    probe = "use each free GPU for some seconds: allocate, run out of memory, recover"
+    parser.add_argument("--probe", action="store_true", help=probe)
     arguments = parser.parse_args(argv)
     path = directory_for(arguments.dir, os.environ)
     registry: JobRegistry | None = None
@@ -59,8 +53,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except QueueProblem as found:
         problem = str(found)
     try:
-        if arguments.clear is not None:
-            return _clear(registry, arguments.clear)
+        if (uuid := arguments.clear) is not None:
+            if registry is None or not clear(registry.directory, uuid):
+                return fail(f"doctor --clear {uuid}", "you have not excluded it")
+            print(f"{uuid} is no longer excluded")
+            return 0
         inventory = read_inventory(processes=False)
         excluded = [] if registry is None else read_exclusions(registry.directory)
         usable, gpus = _gpus(inventory, excluded)
@@ -76,25 +73,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.probe:
         report["probes"] = _probe(usable, path if problem is None else None)
     if arguments.json:
-        print(json.dumps(report, indent=2))
+        print_json(report)
     else:
         _print(report)
     passed = all(result["passed"] for result in report.get("probes", ()))
-    return 0 if usable and problem is None and passed else EXIT_TROUBLE
+    return 0 if usable and problem is None and passed else EXIT_NOT_DONE
 
 
-def _clear(registry: JobRegistry | None, uuid: str) -> int:
-    if registry is not None and clear(registry.directory, uuid):
-        print(f"{uuid} is no longer excluded")
-        return 0
-    print(f"robust-train doctor --clear {uuid}: you have not excluded it", file=sys.stderr)
-    return EXIT_TROUBLE
-
-
-def _facts(inventory: Inventory) -> dict[str, Any]:
+def _facts(inventory: Inventory) -> dict[str, Json]:
     """Return what a bug report from this machine needs; torch is not imported."""
-    host = read_host_memory()
-    visible = visible_gpus(inventory, os.environ)
+    visible, kernel = visible_gpus(inventory, os.environ), platform.release()
     return {
         "driver_version": inventory.driver_version,
         "driver_answers": inventory.answered,
@@ -103,66 +91,78 @@ def _facts(inventory: Inventory) -> dict[str, Any]:
         "mask_warning": visible.warning,
         "packages": {name: _version(name) for name in _PACKAGES},
         "python": platform.python_version(),
-        "kernel": platform.release(),
-        "wsl": "microsoft" in platform.release().lower(),
-        "container": _in_container(),
-        "host_memory_limit_bytes": host.total,
+        "kernel": kernel,
+        "wsl": "microsoft" in kernel.lower(),
+        "container": not sees_host_pids() or any(mark.exists() for mark in _CONTAINER_MARKS),
+        "host_memory_limit_bytes": read_host_memory().total,
         "cpus": len(os.sched_getaffinity(0)),
         "cuda_order": _cuda_order(inventory),
     }
 
 
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cuda_order(inventory: Inventory) -> str | None:
+    """Return how CUDA's default order compares with NVML's, which is that of the PCI addresses."""
+    if not inventory.gpus:
+        return None
+    environ = {name: value for name, value in os.environ.items() if name != "CUDA_DEVICE_ORDER"}
+    try:
+        uuids = cuda_order(environ)
+    except CudaOrderError as error:
+        return f"unknown ({error})"
+    known = {gpu.uuid.partition("-")[2]: gpu.index for gpu in inventory.gpus}
+    order = [known.get(uuid) for uuid in uuids]
+    if order == sorted(known.values()):
+        return "as NVML's"
+    numbers = ", ".join("?" if index is None else str(index) for index in order)
+    return f"NVML's GPUs {numbers} (set CUDA_DEVICE_ORDER=PCI_BUS_ID to have them in NVML's order)"
+
+
 def _gpus(
     inventory: Inventory, excluded: Sequence[Exclusion]
-) -> tuple[list[GpuInfo], list[dict[str, Any]]]:
-    """Return the usable GPUs, and how each GPU stands."""
+) -> tuple[list[GpuInfo], list[dict[str, Json]]]:
+    """Return the usable GPUs, and all GPUs with why they are not usable."""
     shown = {gpu.uuid for gpu in visible_gpus(inventory, os.environ).gpus}
+    names = ("index", "uuid", "name", "compute_mode", "mps", "free_bytes")
     usable, rows = [], []
     for gpu in mark_excluded(inventory.gpus, excluded):
         why = gpu.unusable or (None if gpu.uuid in shown else f"hidden by {VARIABLE}")
         if why is None:
             usable.append(gpu)
-        rows.append(
-            {
-                "index": gpu.index,
-                "uuid": gpu.uuid,
-                "name": gpu.name,
-                "compute_mode": gpu.compute_mode,
-                "mps": gpu.mps,
-                "free_bytes": gpu.free_bytes,
-                "usable": why is None,
-                "why_not": why,
-            }
-        )
+        known = {name: getattr(gpu, name) for name in names}
+        rows.append({**known, "usable": why is None, "why_not": why})
     for lost in inventory.skipped:
-        unknown = dict.fromkeys(("name", "compute_mode", "mps", "free_bytes"))
-        row = {"index": lost.index, "uuid": lost.uuid, **unknown}
-        rows.append({**row, "usable": False, "why_not": lost.reason})
+        known = {**dict.fromkeys(names), "index": lost.index, "uuid": lost.uuid}
+        rows.append({**known, "usable": False, "why_not": lost.reason})
     return usable, rows
 
 
-def _queue(path: Path, registry: JobRegistry | None, problem: str | None) -> dict[str, Any]:
-    owner = 0 if registry is None else registry.directory.owner
-    return {
-        "directory": str(path),
-        "problem": problem,
-        "file_system": None if registry is None else registry.directory.file_system,
-        "jobs": None if registry is None else len(registry.jobs()),
-        "unreadable": []
-        if registry is None
-        else [
-            {"id": job.id, "owner": user_name(job.owner)}
-            for job in registry.jobs()
-            if job.record is None
-        ],
-        "lock_held_by": None if registry is None else registry.lock_holder(),
-        "owner": None if registry is None else user_name(owner),
-        "tmpfiles_line": tmpfiles_line(path) if owner else None,
-        "in_container": not sees_host_pids(),
-    }
+def _queue(path: Path, registry: JobRegistry | None, problem: str | None) -> dict[str, Json]:
+    known: dict[str, Json] = dict.fromkeys(
+        ("file_system", "jobs", "lock_held_by", "owner", "tmpfiles_line")
+    )
+    known |= {"unreadable": [], "in_container": not sees_host_pids()}
+    if registry is not None:
+        jobs, owner = registry.jobs(), registry.directory.owner
+        unreadable = [job for job in jobs if job.record is None]
+        known |= {
+            "file_system": registry.directory.file_system,
+            "jobs": len(jobs),
+            "unreadable": [{"id": job.id, "owner": user_name(job.owner)} for job in unreadable],
+            "lock_held_by": registry.lock_holder(),
+            "owner": user_name(owner),
+            "tmpfiles_line": tmpfiles_line(path) if owner else None,
+        }
+    return {"directory": str(path), "problem": problem, **known}
 
 
-def _probe(gpus: Sequence[GpuInfo], queue_directory: Path | None) -> list[dict[str, Any]]:
+def _probe(gpus: Sequence[GpuInfo], queue_directory: Path | None) -> list[dict[str, Json]]:
     from robust_train.cli.gpu_probe import probe
 
     results = []
@@ -173,24 +173,22 @@ def _probe(gpus: Sequence[GpuInfo], queue_directory: Path | None) -> list[dict[s
     return results
 
 
-def _print(report: dict[str, Any]) -> None:
+def _print(report: dict[str, Json]) -> None:
     packages = ", ".join(f"{name} {version or '-'}" for name, version in report["packages"].items())
-    print(f"driver: {report['driver_version'] or 'none'}")
-    if report["problem"]:
-        print(report["problem"])
-    print(f"packages: {packages}, Python {report['python']}")
-    limit = report["host_memory_limit_bytes"]
-    print(
-        f"host: Linux {report['kernel']}{' (WSL)' if report['wsl'] else ''}, "
-        f"{'container' if report['container'] else 'no container'}, {report['cpus']} CPUs, "
-        f"{'?' if limit is None else mib(limit)} of memory (machine or cgroup)"
-    )
-    mask = report["mask"]
-    print(f"{VARIABLE}: {'not set' if mask is None else repr(mask)}")
-    if report["mask_warning"]:
-        print(f"warning: {report['mask_warning']}")
-    if report["cuda_order"]:
-        print(f"CUDA's order of the GPUs: {report['cuda_order']}")
+    limit, mask = report["host_memory_limit_bytes"], report["mask"]
+    host = f"Linux {report['kernel']}{' (WSL)' if report['wsl'] else ''}"
+    host += ", container" if report["container"] else ", no container"
+    host += f", {report['cpus']} CPUs, {'?' if limit is None else mib(limit)} of memory"
+    lines = [
+        f"driver: {report['driver_version'] or 'none'}",
+        report["problem"],
+        f"packages: {packages}, Python {report['python']}",
+        f"host: {host} (machine or cgroup)",
+        f"{VARIABLE}: {'not set' if mask is None else repr(mask)}",
+        report["mask_warning"] and f"warning: {report['mask_warning']}",
+        report["cuda_order"] and f"CUDA's order of the GPUs: {report['cuda_order']}",
+    ]
+    print("\n".join(line for line in lines if line))
     if report["gpus"]:
         print_table(COLUMNS, [_row(gpu) for gpu in report["gpus"]], {"index", "free MiB"})
     for result in report.get("probes", ()):
@@ -198,7 +196,7 @@ def _print(report: dict[str, Any]) -> None:
     _print_queue(report["queue"])
 
 
-def _print_queue(queue: dict[str, Any]) -> None:
+def _print_queue(queue: dict[str, Json]) -> None:
     if queue["problem"]:
         print(queue["problem"])
     else:
@@ -220,41 +218,13 @@ def _print_queue(queue: dict[str, Any]) -> None:
         )
 
 
-def _row(gpu: dict[str, Any]) -> list[str]:
-    mode = gpu["compute_mode"] or "-"
+def _row(gpu: dict[str, Json]) -> list[str]:
+    mode, free = gpu["compute_mode"] or "-", gpu["free_bytes"]
     return [
         str(gpu["index"]),
         gpu["uuid"] or "-",
         gpu["name"] or "-",
         f"{mode}, MPS" if gpu["mps"] else mode,
-        "-" if gpu["free_bytes"] is None else str(gpu["free_bytes"] // 1024**2),
+        "-" if free is None else str(free // MIB),
         "usable" if gpu["usable"] else gpu["why_not"],
     ]
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _in_container() -> bool:
-    return not sees_host_pids() or any(mark.exists() for mark in _CONTAINER_MARKS)
-
-
-def _cuda_order(inventory: Inventory) -> str | None:
-    """Return how CUDA's default order compares with NVML's, which is that of the PCI addresses."""
-    if not inventory.gpus:
-        return None
-    environ = {name: value for name, value in os.environ.items() if name != "CUDA_DEVICE_ORDER"}
-    try:
-        uuids = cuda_order(environ)
-    except CudaOrderError as error:
-        return f"unknown ({error})"
-    known = {gpu.uuid.partition("-")[2]: gpu.index for gpu in inventory.gpus}
-    order = [known.get(uuid) for uuid in uuids]
-    if order == sorted(known.values()):
-        return "as NVML's"
-    numbers = ", ".join("?" if index is None else str(index) for index in order)
-    return f"NVML's GPUs {numbers} (set CUDA_DEVICE_ORDER=PCI_BUS_ID to have them in NVML's order)"

@@ -9,10 +9,13 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
-from robust_train.errors import EXIT_BAD_CONFIG, EXIT_FAILED, JobInterrupted
+from robust_train.errors import EXIT_BAD_CONFIG, EXIT_FAILED, ConfigError, JobInterrupted
+
+if TYPE_CHECKING:
+    from robust_train.cli.jobs import Ending
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"
 _CONFIGS = "pkg://robust_train.configs"
@@ -20,7 +23,10 @@ _CONFIGS = "pkg://robust_train.configs"
 
 def open_robust() -> None:
     """``python train_robust.py``: run a job, or with ``-m`` a sweep, under the launcher."""
-    with _quiet_signals(), _never_blocking_output():
+    _end_quietly_at_signals()
+    from robust_train.execution.screen import never_blocking_output
+
+    with never_blocking_output():
         libraries = _libraries(sys.argv[1:])
         if libraries is not None:
             # they are imported over there while Hydra is imported and composes here
@@ -35,26 +41,16 @@ def open_robust() -> None:
 
 def open_plain() -> None:
     """``python train.py``: the same trainer, one run in this process, no supervision."""
-    with _quiet_signals():
-        from robust_train.execution.environment import shared_machine_environment
+    _end_quietly_at_signals()
+    from robust_train.execution.environment import shared_machine_environment
 
-        os.environ.update(shared_machine_environment(os.environ))
-        from robust_train.cli import jobs
+    os.environ.update(shared_machine_environment(os.environ))
+    from robust_train.cli import jobs
 
-        code = _open(jobs.plain_job, "train", "config", jobs.ending)
-    sys.exit(code)
-
-
-@contextlib.contextmanager
-def _never_blocking_output() -> Iterator[None]:
-    from robust_train.execution.screen import never_blocking_output  # once signals are quiet
-
-    with never_blocking_output():
-        yield
+    sys.exit(_open(jobs.plain_job, "train", "config", jobs.ending))
 
 
-@contextlib.contextmanager
-def _quiet_signals() -> Iterator[None]:
+def _end_quietly_at_signals() -> None:
     """End this process without a traceback at a signal that comes before or after the job."""
 
     def end(signum: int, frame: object) -> None:
@@ -66,10 +62,10 @@ def _quiet_signals() -> Iterator[None]:
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(signum) in (signal.SIG_DFL, signal.default_int_handler):
             signal.signal(signum, end)
-    yield
 
 
-def _open(job: Callable[[Any], Any], name: str, config_name: str, ending: Any) -> int:
+def _open(job: Callable[[Any], Any], name: str, config_name: str, ending: Ending) -> int:
+    """Compose the config and run the job or sweep; return the exit code."""
     import hydra
 
     from robust_train.config.refusals import REFUSALS, explain
@@ -108,7 +104,7 @@ def _open(job: Callable[[Any], Any], name: str, config_name: str, ending: Any) -
         of_the_sweep = session.finish()
     except KeyboardInterrupt:
         of_the_sweep = 130
-    return int(code or of_the_sweep)
+    return code or of_the_sweep
 
 
 def _libraries(arguments: list[str]) -> tuple[str, ...] | None:
@@ -126,11 +122,10 @@ def _libraries(arguments: list[str]) -> tuple[str, ...] | None:
     target = given.get("trainer._target_")
     if target is None:
         return ("torch",)
-    from robust_train.errors import ConfigError
     from robust_train.execution.library_imports import libraries_of
     from robust_train.execution.trainer_ref import TrainerRef
 
     try:
         return libraries_of(TrainerRef(target))
-    except ConfigError:  # said by the job
+    except ConfigError:  # the job reports it
         return None

@@ -11,11 +11,12 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from robust_train.events import Json
 from robust_train.gpu.bounded import NoAnswer, run_command
 from robust_train.gpu.inventory import read_inventory
-from robust_train.gpu.visible import VARIABLE, Visible, visible_gpus
+from robust_train.gpu.visible import VARIABLE, visible_gpus
 from robust_train.queue.host_queue import HostQueue
 from robust_train.queue.wait import GpuRequest, NoGpu
 from robust_train.values import GIB, GpuInfo
@@ -29,18 +30,16 @@ _PARTS = 8
 
 
 def probe(gpu: GpuInfo, queue_directory: Path | None) -> tuple[bool, str]:
-    """Probe one GPU; return whether it passed, and one line that says how.
+    """Probe a usable GPU that no job has; return whether it passed, and one line about it.
 
-    Args:
-        gpu: a usable one; left alone where a job has it.
-        queue_directory: None: without a reservation.
+    Without a ``queue_directory`` nothing is reserved.
     """
     queue = HostQueue(
         queue_directory,
         name="doctor --probe",
         run_dir=os.getcwd(),
         jobs_per_device=1,
-        read=_read,
+        read=lambda processes: visible_gpus(read_inventory(processes=processes), os.environ),
     )
     request = GpuRequest(_NEED_BYTES, wait=False, only=frozenset({gpu.uuid}))
     try:
@@ -69,12 +68,8 @@ def _in_a_process(uuid: str) -> tuple[bool, str]:
     )
 
 
-def exercise(device: torch.device, total_bytes: int) -> dict[str, Any]:
-    """Compute on a device, ask for twice its memory, and go on with what it has.
-
-    Args:
-        device: to use; the GPU should be free.
-        total_bytes: memory of the device.
+def exercise(device: torch.device, total_bytes: int) -> dict[str, Json]:
+    """Compute on a free device, ask for twice its memory, and go on with what it has.
 
     Raises:
         RuntimeError: a result is wrong, or memory never ran out.
@@ -107,10 +102,6 @@ def exercise(device: torch.device, total_bytes: int) -> dict[str, Any]:
         torch.cuda.empty_cache()
         left = torch.cuda.memory_allocated(device)
     return {"parts": _PARTS / size, "left_bytes": left, "seconds": time.monotonic() - started}
-
-
-def _read(processes: bool) -> Visible:
-    return visible_gpus(read_inventory(processes=processes), os.environ)
 
 
 def _main() -> None:

@@ -2,49 +2,48 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
 
-from robust_train.cli.parser import Parser
-from robust_train.cli.table import print_table
+from robust_train.cli.machine_memory import gpus_as_json
+from robust_train.cli.output import Parser, print_json, print_table
+from robust_train.events import Json
 from robust_train.gpu.inventory import read_inventory
-from robust_train.gpu.processes import Holder, find_holders
-from robust_train.gpu.visible import VARIABLE, Visible, visible_gpus
-from robust_train.values import MIB, GpuInfo, GpuProcess, Inventory
+from robust_train.gpu.visible import VARIABLE, visible_gpus
+from robust_train.values import MIB
 
 COLUMNS = (
-    "index",
-    "name",
-    "uuid",
-    "used MiB",
-    "free MiB",
-    "total MiB",
-    "util",
-    "processes",
-    "held by",
-    "note",
+    *("index", "name", "uuid", "used MiB", "free MiB", "total MiB"),
+    *("util", "processes", "held by", "note"),
 )
 _RIGHT = {"index", "used MiB", "free MiB", "total MiB", "util", "processes"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table; returns the exit code, 0 also where there is no GPU."""
+    """Print the table; return the exit code, 0 also where there is no GPU."""
     parser = Parser(
         prog="robust-train gpus",
         description="GPUs of this machine: index, name, UUID, used/free/total MiB, "
         "utilisation, processes and who holds them.",
     )
-    parser.add_argument("--json", action="store_true", help="for programs; sizes in bytes")
+    parser.add_json()
     arguments = parser.parse_args(argv)
     inventory = read_inventory()
     visible = visible_gpus(inventory, os.environ)
-    holders = find_holders(inventory.gpus)
+    shown = {gpu.uuid for gpu in visible.gpus}
+    gpus = [gpu | {"visible": gpu["uuid"] in shown} for gpu in gpus_as_json(inventory)]
     if arguments.json:
-        print(json.dumps(_as_json(inventory, visible, holders), indent=2))
+        print_json(
+            {
+                "driver_version": inventory.driver_version,
+                "problem": inventory.problem,
+                "warning": visible.warning,
+                "gpus": gpus,
+                "skipped": [asdict(lost) for lost in inventory.skipped],
+            }
+        )
         return 0
     if visible.warning is not None:
         print(f"warning: {visible.warning}", file=sys.stderr)
@@ -52,80 +51,39 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(inventory.problem)
     elif visible.hidden_on_purpose:
         print(f"{VARIABLE}={os.environ.get(VARIABLE)} hides every GPU from programs started here")
-    rows = _rows(inventory, visible, holders)
+    rows = [_row(gpu) for gpu in gpus]
+    for lost in inventory.skipped:
+        uuid = lost.uuid or "-"
+        rows.append([str(lost.index), "-", uuid, *["-"] * 6, f"skipped: {lost.reason}"])
     if rows:
-        _print_rows(rows)
+        count = len(COLUMNS) if any(row[-1] for row in rows) else len(COLUMNS) - 1  # no notes
+        print_table(COLUMNS[:count], [row[:count] for row in rows], _RIGHT)
     return 0
 
 
-def _rows(
-    inventory: Inventory, visible: Visible, holders: Mapping[int, Holder]
-) -> list[tuple[str, ...]]:
-    shown = {gpu.uuid for gpu in visible.gpus}
-    rows: list[tuple[str, ...]] = []
-    for gpu in inventory.gpus:
-        percent = gpu.utilization_percent
-        rows.append(
-            (
-                str(gpu.index),
-                gpu.name,
-                gpu.uuid,
-                str(gpu.used_bytes // MIB),
-                str(gpu.free_bytes // MIB),
-                str(gpu.total_bytes // MIB),
-                "-" if percent is None else f"{percent}%",
-                "?" if gpu.processes is None else str(len(gpu.processes)),
-                ", ".join(_held_by(process, holders) for process in gpu.processes or ()) or "-",
-                "; ".join(_notes(gpu, gpu.uuid in shown)),
-            )
-        )
-    for lost in inventory.skipped:
-        uuid = lost.uuid or "-"
-        rows.append((str(lost.index), "-", uuid, *["-"] * 6, f"skipped: {lost.reason}"))
-    return rows
+def _row(gpu: dict[str, Json]) -> list[str]:
+    percent, processes = gpu["utilization_percent"], gpu["processes"]
+    notes = (
+        None if gpu["visible"] else f"hidden by {VARIABLE}",
+        gpu["unusable"],
+        "shares the host's memory" if gpu["unified_memory"] else None,
+        None if gpu["parent_uuid"] is None else f"slice of GPU {gpu['index']}",
+    )
+    return [
+        str(gpu["index"]),
+        gpu["name"],
+        gpu["uuid"],
+        *(str(gpu[key] // MIB) for key in ("used_bytes", "free_bytes", "total_bytes")),
+        "-" if percent is None else f"{percent}%",
+        "?" if processes is None else str(len(processes)),
+        ", ".join(map(_held_by, processes or ())) or "-",
+        "; ".join(note for note in notes if note is not None),
+    ]
 
 
-def _notes(gpu: GpuInfo, is_shown: bool) -> list[str]:
-    notes = [] if is_shown else [f"hidden by {VARIABLE}"]
-    if gpu.unusable is not None:
-        notes.append(gpu.unusable)
-    if gpu.unified_memory:
-        notes.append("shares the host's memory")
-    if gpu.parent_uuid is not None:
-        notes.append(f"slice of GPU {gpu.index}")
-    return notes
-
-
-def _held_by(process: GpuProcess, holders: Mapping[int, Holder]) -> str:
-    holder = holders.get(process.pid)
-    who = f"pid {process.pid}"
-    if holder is not None:
-        who = f"{holder.user}:{holder.command}({process.pid})"
-    size = "" if process.used_bytes is None else f" {process.used_bytes // MIB} MiB"
-    return who + size
-
-
-def _print_rows(rows: Sequence[tuple[str, ...]]) -> None:
-    shown = [i for i, name in enumerate(COLUMNS) if name != "note" or any(r[i] for r in rows)]
-    print_table([COLUMNS[i] for i in shown], [[row[i] for i in shown] for row in rows], _RIGHT)
-
-
-def _as_json(
-    inventory: Inventory, visible: Visible, holders: Mapping[int, Holder]
-) -> dict[str, Any]:
-    shown = {gpu.uuid for gpu in visible.gpus}
-    gpus = []
-    for gpu in inventory.gpus:
-        entry = asdict(gpu) | {"visible": gpu.uuid in shown}
-        for process in entry["processes"] or ():
-            holder = holders.get(process["pid"])
-            process["command"] = None if holder is None else holder.command
-            process["user"] = None if holder is None else holder.user
-        gpus.append(entry)
-    return {
-        "driver_version": inventory.driver_version,
-        "problem": inventory.problem,
-        "warning": visible.warning,
-        "gpus": gpus,
-        "skipped": [asdict(lost) for lost in inventory.skipped],
-    }
+def _held_by(process: dict[str, Json]) -> str:
+    who = f"pid {process['pid']}"
+    if process["command"] is not None:
+        who = f"{process['user']}:{process['command']}({process['pid']})"
+    used = process["used_bytes"]
+    return who if used is None else f"{who} {used // MIB} MiB"

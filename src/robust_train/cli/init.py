@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from robust_train.cli.parser import Parser
+from robust_train.cli.output import Parser, fail
+from robust_train.errors import EXIT_BAD_CONFIG
 
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
 
-EXIT_REFUSED = 2
 _TEMPLATE = "project_template"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the project; returns the exit code. 2: something of it is there already."""
+    """Write the project; return the exit code. 2: something of it is there already."""
     parser = Parser(
         prog="robust-train init",
         description="Write a minimal project: config, trainer, justfile, README.",
@@ -28,11 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     contents = dict(_files(files("robust_train") / _TEMPLATE))
     taken = sorted(str(folder / name) for name in contents if (folder / name).exists())
     if taken:
-        print(
-            f"robust-train init {folder}: {taken[0]} exists already; name another folder",
-            file=sys.stderr,
-        )
-        return EXIT_REFUSED
+        problem = f"{taken[0]} exists already; name another folder"
+        return fail(f"init {folder}", problem, code=EXIT_BAD_CONFIG)
     try:
         for name, content in contents.items():
             path = folder / name
@@ -40,11 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             with path.open("xb") as file:  # never over a file that came meanwhile
                 file.write(content)
     except OSError as error:
-        print(
-            f"robust-train init {folder}: {error.filename}: {error.strerror}",
-            file=sys.stderr,
-        )
-        return EXIT_REFUSED
+        problem = f"{error.filename}: {error.strerror}"
+        return fail(f"init {folder}", problem, code=EXIT_BAD_CONFIG)
     print(f"wrote {', '.join(sorted(contents))}; now: cd {folder} && python main.py")
     return 0
 

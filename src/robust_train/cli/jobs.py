@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from typing import Any
 
@@ -22,17 +21,9 @@ from robust_train.launcher import Job
 from robust_train.runfolder.requests import sweep_stop_requested
 from robust_train.runfolder.summary import Summary
 from robust_train.settings import sweep_folder
-from robust_train.sweep.current import (
-    CurrentJob,
-    current_job,
-    job_ended,
-    job_interrupted,
-    job_refused,
-)
+from robust_train.sweep import current
 from robust_train.sweep.plugins_of_others import no_objective
 from robust_train.values import MEMORY_FAILURES, FailureKind
-
-log = logging.getLogger("robust_train")
 
 
 class Ending:
@@ -46,12 +37,12 @@ class Ending:
     def __init__(self) -> None:
         self.code = 0
         self.started = False
-        self._said: set[str] = set()
+        self._refusals: set[str] = set()
 
     def refuse(self, message: str) -> None:
-        """Say why a job was refused; jobs of a sweep that share the mistake say it once."""
-        if message not in self._said:
-            self._said.add(message)
+        """Print why a job was refused; jobs of a sweep that share the mistake print it once."""
+        if message not in self._refusals:
+            self._refusals.add(message)
             print(message, file=sys.stderr)
         self.note(EXIT_BAD_CONFIG)
 
@@ -64,61 +55,57 @@ ending = Ending()
 
 
 def robust_job(cfg: DictConfig) -> Any:
-    """One job under the launcher; returns the objective, NaN for a failed job of a sweep."""
+    """Run one job under the launcher; return the objective, NaN for a failed job of a sweep."""
     return _job(cfg, remedies=True)
 
 
+def plain_job(cfg: DictConfig) -> Any:
+    """Run one attempt of the trainer in this process, on the device that the config names."""
+    plain = complete(cfg)
+    is_script = OmegaConf.select(cfg, "trainer.argv") is not None
+    plain.isolation = "process" if is_script else "none"
+    plain.auto_device = plain.gpu_queue = plain.wait_for_gpu = False
+    plain.min_gpu_memory_mb, plain.min_batch_size = 0, 1
+    return _job(plain, remedies=False)
+
+
 def _job(cfg: DictConfig, *, remedies: bool) -> Any:
+    """Run a job, alone or as one of a sweep, which goes on without it if it does not complete."""
     ending.started = True
-    job = current_job()
+    job = current.current_job()
     if job is not None and not job.runs:
         return job.objective
     try:
-        _check_place(job)
+        if job is not None and job.refusal is not None:
+            raise ConfigError(job.refusal)
         summary = Job(None, cfg, remedies=remedies).run()
+        if summary.status == "completed":
+            return summary.objective
+        code = exit_code_of(summary)
+        ending.note(code)
+        current.job_ended(summary.status, code, reason=summary.reason)
     except ConfigError as error:
-        return _refused(error)
+        # printed here, because Hydra puts lines of its own around what a job raises
+        ending.refuse(str(error))
+        current.job_refused(str(error))
     except JobInterrupted as error:
-        return _interrupted(error)
-    if summary.status == "completed":
-        return summary.objective
-    say_why(summary)
-    code = EXIT_NO_DEVICE if summary.status == "no_device" else EXIT_FAILED
-    ending.note(code)
-    job_ended(summary.status, code, reason=summary.reason)
-    return _no_objective()
-
-
-def _check_place(job: CurrentJob | None) -> None:
-    if job is not None and job.refusal is not None:
-        raise ConfigError(job.refusal)
-
-
-def _refused(error: ConfigError) -> float | None:
-    # said here, because Hydra puts lines of its own around what a job raises
-    ending.refuse(str(error))
-    job_refused(str(error))
-    return _no_objective()
-
-
-def _interrupted(error: JobInterrupted) -> float | None:
-    job_interrupted(error, error.exit_code)
-    folder = sweep_folder()
-    if folder is None or not sweep_stop_requested(folder):
-        raise error
-    # the sweep goes on to its next jobs, none of which is started any more
-    ending.note(error.exit_code)
-    return _no_objective()
-
-
-def _no_objective() -> float | None:
-    """What lets a sweep go on to its next job."""
+        current.job_interrupted(error, error.exit_code)
+        folder = sweep_folder()
+        if folder is None or not sweep_stop_requested(folder):
+            raise
+        # the sweep goes on to its next jobs, none of which is started any more
+        ending.note(error.exit_code)
     hydra = HydraConfig.get()
     return no_objective(hydra) if hydra.mode == RunMode.MULTIRUN else None
 
 
-def say_why(summary: Summary) -> None:
-    """The trainer's traceback where it explains more than a sentence; else, or also, the reason."""
+def exit_code_of(summary: Summary) -> int:
+    """Return the exit code of a job that was not interrupted; print why it failed.
+
+    The trainer's traceback where it explains more than a sentence; else, or also, the reason.
+    """
+    if summary.status == "completed":
+        return 0
     outcome = summary.attempts[-1].attempt.outcome if summary.attempts else None
     kind = None if outcome is None or outcome.failure is None else outcome.failure.kind
     traceback = None if outcome is None or kind in MEMORY_FAILURES else outcome.traceback
@@ -126,13 +113,4 @@ def say_why(summary: Summary) -> None:
         print(traceback, file=sys.stderr, end="")
     if traceback is None or kind is not FailureKind.BUG:
         print(f"{summary.status}: {summary.reason}", file=sys.stderr)
-
-
-def plain_job(cfg: DictConfig) -> Any:
-    """One attempt of the trainer in this process, on the device that the config names."""
-    plain = complete(cfg)
-    is_script = OmegaConf.select(cfg, "trainer.argv") is not None
-    plain.isolation = "process" if is_script else "none"
-    plain.auto_device = plain.gpu_queue = plain.wait_for_gpu = False
-    plain.min_gpu_memory_mb, plain.min_batch_size = 0, 1
-    return _job(plain, remedies=False)
+    return EXIT_NO_DEVICE if summary.status == "no_device" else EXIT_FAILED

@@ -1,69 +1,47 @@
-"""What ``memory info`` and ``cleanup`` show of the machine: NVML's truth for each process."""
+"""The machine's GPUs and what NVML shows of each process, for several commands."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import asdict
 
-from robust_train.cli.table import print_table
+from robust_train.cli.output import print_table
+from robust_train.events import Json
 from robust_train.gpu.inventory import read_inventory
 from robust_train.gpu.processes import find_holders, sees_host_pids
 from robust_train.memory.host import read_host_memory
-from robust_train.values import MIB
+from robust_train.values import MIB, Inventory
 
 COLUMNS = (
-    "index",
-    "name",
-    "used MiB",
-    "free MiB",
-    "total MiB",
-    "pid",
-    "user",
-    "command",
-    "process MiB",
+    *("index", "name", "used MiB", "free MiB", "total MiB"),
+    *("pid", "user", "command", "process MiB"),
 )
 _RIGHT = {"index", "used MiB", "free MiB", "total MiB", "pid", "process MiB"}
 
 
-def read_machine_memory() -> dict[str, Any]:
-    """Return GPUs with their processes, and the host's memory; JSON's types, sizes in bytes."""
-    inventory = read_inventory()
+def gpus_as_json(inventory: Inventory) -> list[dict[str, Json]]:
+    """Return the GPUs in JSON's types, each process with its user and command where known."""
     holders = find_holders(inventory.gpus)
-    gpus = []
-    for gpu in inventory.gpus:
-        processes = None
-        if gpu.processes is not None:
-            processes = [
-                {
-                    "pid": process.pid,
-                    "user": holders[process.pid].user if process.pid in holders else None,
-                    "command": holders[process.pid].command if process.pid in holders else None,
-                    "used_bytes": process.used_bytes,
-                    "computes": process.computes,
-                }
-                for process in gpu.processes
-            ]
-        gpus.append(
-            {
-                "index": gpu.index,
-                "uuid": gpu.uuid,
-                "name": gpu.name,
-                "used_bytes": gpu.used_bytes,
-                "free_bytes": gpu.free_bytes,
-                "total_bytes": gpu.total_bytes,
-                "processes": processes,
-            }
-        )
-    host = read_host_memory()
+    gpus = [asdict(gpu) for gpu in inventory.gpus]
+    for process in (process for gpu in gpus for process in gpu["processes"] or ()):
+        holder = holders.get(process["pid"])
+        process["command"] = None if holder is None else holder.command
+        process["user"] = None if holder is None else holder.user
+    return gpus
+
+
+def read_machine_memory() -> dict[str, Json]:
+    """Return GPUs with their processes, and the host's memory; JSON's types, sizes in bytes."""
+    inventory, host = read_inventory(), read_host_memory()
     return {
         "problem": inventory.problem,
-        "skipped": [{"index": gpu.index, "reason": gpu.reason} for gpu in inventory.skipped],
-        "gpus": gpus,
+        "skipped": [asdict(gpu) for gpu in inventory.skipped],
+        "gpus": gpus_as_json(inventory),
         "in_container": not sees_host_pids(),
         "host": {"available_bytes": host.available, "total_bytes": host.total},
     }
 
 
-def print_machine_memory(machine: dict[str, Any]) -> None:
+def print_machine_memory(machine: dict[str, Json]) -> None:
     """Print the same for people."""
     if machine["problem"] is not None:
         print(machine["problem"])
@@ -80,20 +58,15 @@ def print_machine_memory(machine: dict[str, Any]) -> None:
         print(f"host memory: {available} of {total} MiB available")
 
 
-def _rows(gpu: dict[str, Any]) -> list[list[str]]:
+def _rows(gpu: dict[str, Json]) -> list[list[str]]:
     """A row for each process; the GPU's own figures stand in each, so that a filter keeps them."""
-    own = [str(gpu["index"]), gpu["name"]]
-    own += [str(gpu[key] // MIB) for key in ("used_bytes", "free_bytes", "total_bytes")]
+    sizes = [str(gpu[key] // MIB) for key in ("used_bytes", "free_bytes", "total_bytes")]
+    own = [str(gpu["index"]), gpu["name"], *sizes]
     if not gpu["processes"]:
-        unknown = "?" if gpu["processes"] is None else "-"
-        return [[*own, unknown, unknown, unknown, unknown]]
-    return [
-        [
-            *own,
-            str(process["pid"]),
-            process["user"] or "?",
-            (process["command"] or "?") + ("" if process["computes"] else " (draws)"),
-            "?" if process["used_bytes"] is None else str(process["used_bytes"] // MIB),
-        ]
-        for process in gpu["processes"]
-    ]
+        return [[*own, *["?" if gpu["processes"] is None else "-"] * 4]]
+    rows = []
+    for process in gpu["processes"]:
+        command = (process["command"] or "?") + ("" if process["computes"] else " (draws)")
+        size = "?" if process["used_bytes"] is None else str(process["used_bytes"] // MIB)
+        rows.append([*own, str(process["pid"]), process["user"] or "?", command, size])
+    return rows

@@ -22,15 +22,17 @@ commands:
   report  report.html of a run or sweep, made anew         PATH [--open] [--json]
   memory  of GPUs and of a live run: info, clear, reset,   [--json] [--run ID|PATH|PID]
           fraction, enable, snapshot, kill
-  cleanup show it, and have a run give back what it can    [--json] [--stats-only | --force]
+  cleanup show it, and have a run release what it can      [--json] [--stats-only | --force]
 """
 
-COMMANDS = ("gpus", "queue", "run", "init", "plan", "doctor", "report", "memory", "cleanup")
+COMMANDS = {
+    name: f"{name}:main" for name in ("gpus", "queue", "run", "init", "plan", "doctor", "report")
+} | {"memory": "memory:main", "cleanup": "memory:cleanup"}
 OF_LIVE_RUNS = ("list", "status", "checkpoint", "halve-batch", "stop")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
+    """Run the command line; return the exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE, end="")
@@ -40,9 +42,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         accepted = ", ".join(COMMANDS)
         print(f"robust-train {command}: no such command; accepted are {accepted}", file=sys.stderr)
         return 2
-    module = importlib.import_module(f"robust_train.cli.{_module_of(command, rest)}")
+    module, _, function = COMMANDS[command].partition(":")
+    # ``run`` starts the program after ``--``; with a verb and no program it talks to live runs
+    if command == "run" and rest[:1] and rest[0] in OF_LIVE_RUNS and "--" not in rest:
+        module = "live_runs"
     try:
-        code: int = module.main(rest)
+        run = getattr(importlib.import_module(f"robust_train.cli.{module}"), function)
+        code: int = run(rest)
         sys.stdout.flush()
     except KeyboardInterrupt:
         print(file=sys.stderr)
@@ -52,12 +58,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     return code
-
-
-def _module_of(command: str, rest: Sequence[str]) -> str:
-    """``run`` starts the program after ``--``; with a verb and no program it talks to live runs."""
-    is_verb = rest[:1] and rest[0] in OF_LIVE_RUNS and "--" not in rest
-    return "run_command" if command == "run" and not is_verb else command
 
 
 if __name__ == "__main__":

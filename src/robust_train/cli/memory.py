@@ -1,27 +1,28 @@
-"""``robust-train memory``: show the memory of GPUs and of a live run, clear it, limit it."""
+"""``robust-train memory`` and ``cleanup``: show the memory of GPUs and of a live run, clear it,
+limit it."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from robust_train.cli import kill
-from robust_train.cli.live_run import add_run_argument, ask_run, fail, print_answer, request
 from robust_train.cli.machine_memory import print_machine_memory, read_machine_memory
-from robust_train.cli.parser import Parser
+from robust_train.cli.output import Parser, fail, print_json, print_table
+from robust_train.events import Json
 from robust_train.memory.allocator import (
+    VARIABLE,
     allocator_settings,
-    allocator_variable,
     exported_expandable_segments,
 )
-from robust_train.runfolder.client import ControlError
-from robust_train.runfolder.runs import NoLiveRun
+from robust_train.runfolder.client import ControlError, ask
+from robust_train.runfolder.runs import NoLiveRun, NothingAlive, Run, choose_run
+from robust_train.values import MIB
 
-WITHOUT_A_RUN = {
+_WITHOUT_A_RUN = {
     "clear": "a process cannot empty another's cache. In a program of yours call "
     "robust_train.clear_gpu_memory(); 'robust-train memory kill' ends processes of yours that "
     "were left behind",
@@ -34,9 +35,12 @@ WITHOUT_A_RUN = {
 }
 """What can and cannot be done where no run is alive, by action."""
 
+_OPTIONS = ("force", "fraction")
+_FIGURES = ("allocated", "reserved", "peak", "largest_free_block", "free")
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return the exit code.
+    """Run ``memory ACTION``; return the exit code.
 
     0: done. 1: it could not be done: no live run, or the run refused, or a process is still there.
     2: wrong usage. 130: Ctrl-C.
@@ -44,69 +48,112 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     action = arguments.action
     if action == "info":
-        return info("memory info", arguments.run, as_json=arguments.json)
+        return _info("memory info", arguments.run, as_json=arguments.json)
     if action == "enable":
-        return _enable(os.environ, as_json=arguments.json)
+        return _enable(as_json=arguments.json)
     if action == "kill":
         return kill.run(arguments)
-    options = {
-        "clear": lambda: {"force": arguments.force},
-        "fraction": lambda: {"fraction": arguments.value},
-    }.get(action, dict)()
-    return request(
-        f"memory {action}",
-        arguments.run,
-        f"memory_{action}",
-        as_json=arguments.json,
-        alone=WITHOUT_A_RUN[action].format(*options.values()),
-        **options,
+    options = {name: value for name, value in vars(arguments).items() if name in _OPTIONS}
+    return _request(f"memory {action}", action, arguments, options)
+
+
+def cleanup(argv: Sequence[str] | None = None) -> int:
+    """Run ``cleanup``; return the exit code: 1 if there is no live run to clean up, or it refused,
+    2 for wrong usage."""
+    parser = Parser(
+        prog="robust-train cleanup",
+        description="Shows who holds memory, and has the live run release what it does not use.",
     )
+    parser.add_json()
+    parser.add_run()
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--stats-only", action="store_true", help="only show")
+    what.add_argument("--force", action="store_true", help="as robust-train memory clear --force")
+    arguments = parser.parse_args(argv)
+    if arguments.stats_only:
+        return _info("cleanup", arguments.run, as_json=arguments.json)
+    code = _request("cleanup", "clear", arguments, {"force": arguments.force})
+    if not arguments.json:
+        # after it, so that the driver's figures are those that count now
+        print_machine_memory(read_machine_memory())
+    return code
 
 
-def info(command: str, which: str | None, *, as_json: bool) -> int:
+def _request(
+    command: str, action: str, arguments: argparse.Namespace, options: dict[str, Json]
+) -> int:
+    """Have a live run carry out an action and print the answer; return the exit code."""
+    try:
+        run = choose_run(arguments.run)
+        answer = ask(run, f"memory_{action}", **options)
+    except NothingAlive as problem:
+        instead = _WITHOUT_A_RUN[action].format(*options.values())
+        return fail(command, f"{problem}; {instead}", arguments.json)
+    except (NoLiveRun, ControlError) as problem:
+        return fail(command, str(problem), arguments.json)
+    if arguments.json:
+        print_json({"run": run.id, **answer})
+    else:
+        _print_answer(run, answer)
+    return 0
+
+
+def _print_answer(run: Run, answer: dict[str, Json], *, only_now: bool = False) -> None:
+    """Print an answer with the figures before and after in MiB, or only now's."""
+    print(f"run {run.id} (pid {run.pid}, {run.run_dir}): {answer['sentence']}")
+    columns = {"now": "after"} if only_now else {"before": "before", "after": "after"}
+    rows = [
+        [name.replace("_", " "), *(_mib(answer[key][name]) for key in columns.values())]
+        for name in _FIGURES
+        if answer["after"].get(name) is not None
+    ]
+    print_table(("MiB", *columns), rows, columns)
+
+
+def _mib(size: int | None) -> str:
+    return "-" if size is None else f"{size / MIB:.1f}"
+
+
+def _info(command: str, which: str | None, *, as_json: bool) -> int:
     """Print the machine's memory, and a live run's own figures; return the exit code.
 
-    Where no run was named, none or several are no error: the machine's part stands alone.
+    Where no run was named, none or several are no error: only the machine's part is printed.
     """
     machine = read_machine_memory()
-    found = None
+    run, answer = None, {}
     try:
-        found = ask_run(which, "memory_info")
+        run = choose_run(which)
+        answer = ask(run, "memory_info")
+    except NothingAlive:
+        pass
     except (NoLiveRun, ControlError) as problem:
         if which is not None:
             return fail(command, str(problem), as_json)
         print(f"warning: {problem}", file=sys.stderr)
     if as_json:
-        own = None if found is None else {"run": found[0].id, **found[1]}
-        print(json.dumps({**machine, "live_run": own}, indent=2))
+        own = {"run": run.id, **answer} if run is not None and answer else None
+        print_json({**machine, "live_run": own})
         return 0
     print_machine_memory(machine)
-    if found is not None:
-        print_answer(*found, only_now=True)
+    if run is not None and answer:
+        _print_answer(run, answer, only_now=True)
     return 0
 
 
-def shell_lines(environ: Mapping[str, str]) -> list[str]:
-    """What ``memory enable`` prints, for POSIX shells: expandable segments for later programs.
+def _enable(*, as_json: bool) -> int:
+    """Print lines for POSIX shells: expandable segments for later programs.
 
     TensorFloat32 is left alone: it changes results and saves no memory.
     """
-    variable = allocator_variable(environ)
-    exported = exported_expandable_segments(environ)
+    exported = exported_expandable_segments(os.environ)
+    settings = allocator_settings(os.environ, expandable_segments=True)
+    line = f"export {VARIABLE}={shlex.quote(settings)}"
     if exported is not None:
-        return [f"# {variable} has expandable_segments:{exported} already, which stays"]
-    settings = allocator_settings(environ, expandable_segments=True)
-    return [f"export {variable}={shlex.quote(settings)}"]
-
-
-def _enable(environ: Mapping[str, str], *, as_json: bool) -> int:
-    lines = shell_lines(environ)
+        line = f"# {VARIABLE} has expandable_segments:{exported} already, which stays"
     if as_json:
-        variable = allocator_variable(environ)
-        settings = allocator_settings(environ, expandable_segments=True)
-        print(json.dumps({"variable": variable, "value": settings, "lines": lines}, indent=2))
+        print_json({"variable": VARIABLE, "value": settings, "lines": [line]})
         return 0
-    print("\n".join(lines))
+    print(line)
     if sys.stdout.isatty():
         print('to set it in this shell: eval "$(robust-train memory enable)"', file=sys.stderr)
     return 0
@@ -118,28 +165,27 @@ def _parser() -> Parser:
         description="Memory of GPUs and of live runs. What only a process itself can do is "
         "requested of the live run, which does it at its next step boundary.",
     )
-    common = Parser(add_help=False)
-    common.add_argument("--json", action="store_true", help="for programs; sizes in bytes")
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
 
-    def action(name: str, help: str) -> Parser:
-        return actions.add_parser(name, help=help, description=help, parents=[common])
+    def action(name: str, help: str, *, of_a_run: bool = True) -> Parser:
+        added: Parser = actions.add_parser(name, help=help, description=help)
+        added.add_json()
+        if of_a_run:
+            added.add_run()
+        return added
 
-    add_run_argument(action("info", "who holds memory on each GPU, and a live run's own figures"))
+    action("info", "who holds memory on each GPU, and a live run's own figures")
+    force = "also drop what is unreachable but uncollected, and name what is still held"
     clear = action("clear", "release what a live run holds and does not use")
-    add_run_argument(clear)
-    clear.add_argument(
-        "--force",
-        action="store_true",
-        help="also drop what is unreachable but uncollected, and name what is still held",
-    )
-    add_run_argument(action("reset", "let a live run's peaks start anew"))
+    clear.add_argument("--force", action="store_true", help=force)
+    action("reset", "let a live run's peaks start anew")
     fraction = action("fraction", "limit a live run to a share of its device's memory")
-    add_run_argument(fraction)
-    fraction.add_argument("value", type=_share, metavar="FRACTION", help="over 0, up to 1")
-    action("enable", 'shell lines for later programs: eval "$(robust-train memory enable)"')
-    add_run_argument(action("snapshot", "write what is allocated in a live run to its run folder"))
-    kill.add_arguments(action("kill", "end CUDA processes of your own: SIGTERM, then SIGKILL"))
+    fraction.add_argument("fraction", type=_share, metavar="FRACTION", help="over 0, up to 1")
+    enable = 'shell lines for later programs: eval "$(robust-train memory enable)"'
+    action("enable", enable, of_a_run=False)
+    action("snapshot", "write what is allocated in a live run to its run folder")
+    end = "end CUDA processes of your own: SIGTERM, then SIGKILL"
+    kill.add_arguments(action("kill", end, of_a_run=False))
     return parser
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import logging
 import os
 import re
@@ -13,14 +12,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from robust_train.cli.parser import Parser
-from robust_train.cli.table import print_table
+from robust_train.cli.output import Parser, print_json, print_table
 from robust_train.errors import EXIT_BAD_CONFIG
 from robust_train.gpu.visible import VARIABLE
 from robust_train.values import GIB, MIB
 
 if TYPE_CHECKING:
-    from robust_train.planning.plan import GpuFit, MemoryPlan, PlannedSize
+    from robust_train.planning.memory_plan import GpuFit, MemoryPlan, PlannedSize
 
 _EPILOG = """
 exit codes: 0 planned, 2 cannot be planned as asked
@@ -32,7 +30,7 @@ examples:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the plan; returns the exit code."""
+    """Print the plan; return the exit code."""
     arguments = _parser().parse_intermixed_args(argv)
     from robust_train.config.refusals import REFUSALS, explain
 
@@ -42,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(explain(error, "robust", arguments.overrides), file=sys.stderr)
         return EXIT_BAD_CONFIG
     if arguments.json:
-        print(json.dumps(plan.as_json(), indent=2))
+        print_json(plan.as_json())
     else:
         _show(plan)
     return 0
@@ -58,23 +56,13 @@ def _parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "overrides", nargs="*", metavar="OVERRIDE", help="as for train_robust.py: model=lora"
-    )
-    parser.add_argument(
-        "--batch-sizes",
-        type=_sizes,
-        metavar="N,N…",
-        help="micro-batches to predict (training.batch_size, twice that, and halves)",
-    )
-    parser.add_argument(
-        "--runs",
-        action="append",
-        type=_folder,
-        metavar="DIR",
-        help="look for earlier runs in it (outputs and multirun); may be given several times",
-    )
-    parser.add_argument("--json", action="store_true", help="for programs; sizes in bytes")
+    add = parser.add_argument
+    add("overrides", nargs="*", metavar="OVERRIDE", help="as for train_robust.py: model=lora")
+    sizes = "micro-batches to predict (training.batch_size, twice that, and halves)"
+    add("--batch-sizes", type=_sizes, metavar="N,N…", help=sizes)
+    runs = "look for earlier runs in it (outputs and multirun); may be given several times"
+    add("--runs", action="append", type=_folder, metavar="DIR", help=runs)
+    parser.add_json()
     return parser
 
 
@@ -95,7 +83,7 @@ def _plan(arguments: argparse.Namespace) -> MemoryPlan:
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     from robust_train.errors import ConfigError
-    from robust_train.planning.plan import plan_memory
+    from robust_train.planning.memory_plan import plan_memory
 
     for override in OverridesParser.create().parse_overrides(list(arguments.overrides)):
         if override.is_sweep_override():

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
 from collections.abc import Sequence
-from typing import Any
 
-from robust_train.cli.parser import Parser
-from robust_train.cli.table import print_table
+from robust_train.cli.output import Parser, fail, print_json, print_table
+from robust_train.errors import EXIT_BAD_CONFIG
+from robust_train.events import Json
 from robust_train.gpu.inventory import read_inventory
 from robust_train.gpu.processes import send_signal, user_name
 from robust_train.queue.exclusions import mark_excluded, read_exclusions
@@ -24,13 +23,11 @@ from robust_train.values import MIB, GpuInfo
 
 COLUMNS = ("id", "position", "state", "job", "user", "claim MiB", "GPU", "for", "reason")
 _RIGHT = {"position", "claim MiB", "for"}
-EXIT_NOT_DONE = 1
-EXIT_UNUSABLE = 2
 _PATIENCE_SECONDS = 2.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table or cancel a job; returns the exit code.
+    """Print the table or cancel a job; return the exit code.
 
     0: done, also where there is no job. 1: the job to cancel is not there or not the caller's.
     2: the queue directory cannot be used.
@@ -40,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Jobs on this host: those that run, with their GPUs, and those that wait, with "
         "their queue position and the reason.",
     )
-    parser.add_argument("--json", action="store_true", help="for programs; sizes in bytes")
+    parser.add_json()
     parser.add_argument("--dir", help="the queue directory, as gpu_queue_dir")
     commands = parser.add_subparsers(dest="command")
     cancel = commands.add_parser("cancel", help="ask one of your own jobs to stop (SIGTERM)")
@@ -51,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         registry = JobRegistry(path) if path.exists() else None
     except QueueProblem as problem:
         print(problem, file=sys.stderr)
-        return EXIT_UNUSABLE
+        return EXIT_BAD_CONFIG
     try:
         found = [] if registry is None else _living(registry)
         if arguments.command == "cancel":
@@ -61,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if registry is not None:
             registry.close()
     if arguments.json:
-        print(json.dumps({"directory": str(path), "jobs": jobs}, indent=2))
+        print_json({"directory": str(path), "jobs": jobs})
     elif jobs:
         print_table(COLUMNS, [_row(job) for job in jobs], _RIGHT)
     else:
@@ -78,7 +75,7 @@ def _living(registry: JobRegistry) -> list[LiveJob]:
         return registry.jobs()
 
 
-def _describe(registry: JobRegistry, found: Sequence[LiveJob]) -> list[dict[str, Any]]:
+def _describe(registry: JobRegistry, found: Sequence[LiveJob]) -> list[dict[str, Json]]:
     inventory = read_inventory(processes=False)
     if not inventory.answered:
         print(f"warning: {inventory.problem}", file=sys.stderr)
@@ -87,7 +84,7 @@ def _describe(registry: JobRegistry, found: Sequence[LiveJob]) -> list[dict[str,
     queue = [job.id for job in sorted(waiting, key=lambda job: job.order)]
     now = boottime()
     decided = plan(waiting, reservations, gpus, now)
-    jobs = []
+    jobs: list[dict[str, Json]] = []
     for job in found:
         record = job.record
         if record is None:
@@ -99,22 +96,17 @@ def _describe(registry: JobRegistry, found: Sequence[LiveJob]) -> list[dict[str,
             reason = why_not(as_waiting(record), reservations, gpus, decided)
             if record.id in decided.grants:
                 reason = "a GPU is free for it"
-        jobs.append(_as_json(record, position, reason, now, gpus))
+        about = _as_json(record, now, gpus)
+        jobs.append(about | {"position": position, "reason": reason})
     return jobs
 
 
-def _as_json(
-    record: JobRecord,
-    position: int | None,
-    reason: str | None,
-    now: float,
-    gpus: Sequence[GpuInfo],
-) -> dict[str, Any]:
+def _as_json(record: JobRecord, now: float, gpus: Sequence[GpuInfo]) -> dict[str, Json]:
     indexes = {gpu.uuid: gpu.index for gpu in gpus}
     return {
         "id": record.id,
         "state": record.state.value,
-        "position": position,
+        "position": None,
         "name": record.name,
         "user": record.user,
         "pid": record.pid,
@@ -128,15 +120,17 @@ def _as_json(
         ],
         "seconds_in_state": round(max(now - record.since, 0.0), 1),
         "seconds_since_queued": round(max(now - record.queued_at, 0.0), 1),
-        "reason": reason,
     }
 
 
-def _row(job: dict[str, Any]) -> list[str]:
+def _row(job: dict[str, Json]) -> list[str]:
     if job["state"] == "unreadable":
         why = "its record cannot be read, so it may have any GPU"
         return [job["id"], "-", "?", "-", user_name(job["owner_uid"]), "?", "?", "?", why]
-    many, claim = job["num_gpus"], str(job["claim_bytes"] // MIB)
+    many, claim, gpus = job["num_gpus"], str(job["claim_bytes"] // MIB), job["gpus"]
+    # ``GPU 0``, ``GPU 0, 1, 3``; the UUID if the number is not known
+    names = [gpu["uuid"] if gpu["index"] is None else str(gpu["index"]) for gpu in gpus]
+    prefix = "GPU " if gpus and gpus[0]["index"] is not None else ""
     return [
         job["id"],
         "-" if job["position"] is None else str(job["position"]),
@@ -144,46 +138,29 @@ def _row(job: dict[str, Any]) -> list[str]:
         job["name"],
         job["user"],
         claim if many == 1 else f"{many} × {claim}",
-        _gpus(job["gpus"]),
+        prefix + (", ".join(names) or "-"),
         as_clock(int(job["seconds_in_state"])),
         job["reason"] or "-",
     ]
 
 
-def _gpus(gpus: Sequence[dict[str, Any]]) -> str:
-    """``GPU 0``, ``GPU 0, 1, 3``; the UUID if the number is not known."""
-    if not gpus:
-        return "-"
-    names = [gpu["uuid"] if gpu["index"] is None else str(gpu["index"]) for gpu in gpus]
-    return ("" if gpus[0]["index"] is None else "GPU ") + ", ".join(names)
-
-
 def _cancel(found: Sequence[LiveJob], job_id: str) -> int:
     job = next((job for job in found if job.id == job_id), None)
-    problem: str | None
     if job is None or job.record is None:
         problem = "there is no such job"
     elif job.owner != os.geteuid():
         # the file's owner, not the record: that could name anybody's process
         problem = f"it belongs to user {job.owner}"
     else:
-        problem = _terminate(job.record)
-        if problem is None:
-            print(f"{job_id} ({job.record.name}, pid {job.record.pid}) was asked to stop")
-            return 0
-    print(f"robust-train queue cancel {printable(job_id)}: {problem}", file=sys.stderr)
-    return EXIT_NOT_DONE
-
-
-def _terminate(record: JobRecord) -> str | None:
-    """Signal the launcher, once it is sure that the process id is still its own."""
-    gone = (
-        f"its launcher (pid {record.pid}) is gone, or in another container; what is left of the "
-        "job ends by itself within seconds"
-    )
-    try:
-        if not send_signal(record.pid, record.started, signal.SIGTERM):
-            return gone
-    except PermissionError:
-        return f"pid {record.pid} is another user's process"
-    return None
+        record = job.record
+        problem = (
+            f"its launcher (pid {record.pid}) is gone, or in another container; what is left of "
+            "the job ends by itself within seconds"
+        )
+        try:
+            if send_signal(record.pid, record.started, signal.SIGTERM):
+                print(f"{job_id} ({record.name}, pid {record.pid}) was asked to stop")
+                return 0
+        except PermissionError:
+            problem = f"pid {record.pid} is another user's process"
+    return fail(f"queue cancel {printable(job_id)}", problem)

@@ -8,18 +8,16 @@ import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
 
-from robust_train.cli.parser import Parser
+from robust_train.cli.output import EXIT_NOT_DONE, Parser, fail
+from robust_train.errors import EXIT_BAD_CONFIG
 from robust_train.report.html import FILE_NAME, job_page, save
 from robust_train.report.sources import read_sources
 from robust_train.report.story import story_of
 from robust_train.sweep.page import is_sweep, sweep_page, sweep_story_of
 
-EXIT_NOT_WRITTEN = 1
-EXIT_USAGE = 2
-
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the report, or print the data behind it; returns the exit code.
+    """Write the report, or print the data behind it; return the exit code.
 
     0: done. 1: the report could not be written. 2: PATH is no run folder and no sweep folder.
     """
@@ -28,22 +26,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Make report.html of a run or a sweep from its journals: while it runs, after "
         "its end, and of one that died.",
     )
-    parser.add_argument(
-        "path", metavar="PATH", help="a run folder, a sweep folder, or a file in one"
-    )
+    path = "a run folder, a sweep folder, or a file in one"
+    parser.add_argument("path", metavar="PATH", help=path)
     parser.add_argument("--open", action="store_true", help="show it in the browser")
     parser.add_argument("--json", action="store_true", help="print the data instead, for programs")
-    parser.add_argument(
-        "--output", metavar="FILE", help="where to write it, PATH/report.html if not"
-    )
+    output = "where to write it, PATH/report.html if not"
+    parser.add_argument("--output", metavar="FILE", help=output)
     arguments = parser.parse_args(argv)
     folder = Path(arguments.path)
     if folder.is_file():
         folder = folder.parent
     problem = _problem(folder)
     if problem is not None:
-        print(f"robust-train report {arguments.path}: {problem}", file=sys.stderr)
-        return EXIT_USAGE
+        return fail(f"report {arguments.path}", problem, code=EXIT_BAD_CONFIG)
     if arguments.json:
         data = sweep_story_of(folder) if is_sweep(folder) else story_of(read_sources(folder))
         print(json.dumps(data.as_json(), ensure_ascii=False, default=str))
@@ -52,8 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         _write(folder, target)
     except OSError as error:
-        print(f"robust-train report: cannot write {target}: {error.strerror}", file=sys.stderr)
-        return EXIT_NOT_WRITTEN
+        return fail("report", f"cannot write {target}: {error.strerror}", code=EXIT_NOT_DONE)
     print(target)
     if arguments.open and not webbrowser.open(target.resolve().as_uri()):
         print("robust-train report --open: no browser was found here", file=sys.stderr)
@@ -63,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _problem(folder: Path) -> str | None:
     if not folder.is_dir():
         return "there is no such folder"
-    if (folder / "journal.jsonl").exists() or (folder / "summary.json").exists():
+    if any((folder / name).exists() for name in ("journal.jsonl", "summary.json")):
         return None
     if is_sweep(folder):
         return None
@@ -71,11 +65,7 @@ def _problem(folder: Path) -> str | None:
 
 
 def _write(folder: Path, target: Path) -> None:
-    """The page, and for a sweep that of each job.
-
-    Raises:
-        OSError: the page itself cannot be written.
-    """
+    """Write the page, and for a sweep that of each job; OSError if the page itself cannot be."""
     if not is_sweep(folder):
         save(target, job_page(story_of(read_sources(folder))))
         return

@@ -1,190 +1,219 @@
-"""``robust-train run``: list live runs, show the state of one, and steer it."""
+"""``robust-train run [OPTIONS] -- PROGRAM [ARGUMENT …]``: a script under the launcher."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Mapping, Sequence
+import logging
+import os
+import re
+import shlex
+import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from robust_train.cli.live_run import fail
-from robust_train.cli.parser import Parser
-from robust_train.cli.table import print_table
-from robust_train.readable import as_clock
-from robust_train.runfolder import client
-from robust_train.runfolder.client import USUAL_WAIT_SECONDS, ControlError
-from robust_train.runfolder.requests import Refused, request_sweep_stop
-from robust_train.runfolder.runs import NoLiveRun, Run, choose_run, find_live_runs
-from robust_train.values import MIB
+from robust_train.cli.main import OF_LIVE_RUNS
+from robust_train.cli.output import Parser
+from robust_train.errors import EXIT_BAD_CONFIG
+from robust_train.events import Json
+from robust_train.script.values import PLACEHOLDERS, literal, placeholders_in
 
-COLUMNS = ("id", "state", "job", "pid", "attempt", "device", "batch", "step", "for", "run folder")
-_RIGHT = {"pid", "attempt", "step", "for"}
+log = logging.getLogger("robust_train")
 
-_VERBS = {
-    "list": "your live runs",
-    "status": "state of a live run, or the last state of one that ended: device, batch, step, "
-    "loss, last checkpoint, memory",
-    "checkpoint": "save a checkpoint at the next step and train on",
-    "halve-batch": "go on with half the micro-batch at the same effective batch size",
-    "stop": "save a checkpoint and end, as SIGTERM would; RUN may be a sweep's folder",
-}
+_EPILOG = f"""
+placeholders in the program's arguments, the resume arguments and the checkpoint pattern:
+  {" ".join("{" + name + "}" for name in PLACEHOLDERS[:4])}
+  {" ".join("{" + name + "}" for name in PLACEHOLDERS[4:])}
+The script has the same in environment variables: ROBUST_TRAIN_BATCH_SIZE and so on.
+
+exit codes: 0 completed, 1 the script failed, 2 cannot be run as asked, 75 no device in time,
+129/130/143 stopped by SIGHUP, Ctrl-C, SIGTERM
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Carry the command out; return the exit code.
-
-    0: done (``status`` also for a run that has ended or died). 1: there is no such run, or it does
-    not do it, or not yet.
-    """
-    parser = Parser(prog="robust-train run", description="List and steer runs.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    for verb, meaning in _VERBS.items():
-        command = commands.add_parser(verb, help=meaning, description=meaning)
-        command.add_argument("--json", action="store_true", help="for programs; sizes in bytes")
-        if verb == "list":
-            continue
-        command.add_argument("which", nargs="?", metavar="RUN", help="the same as --run")
-        which = "which run; needed where you have several"
-        command.add_argument("--run", metavar="ID|PATH|PID", help=which)
-        if verb == "stop":
-            now = "end a run that is stopping already"
-            command.add_argument("--now", action="store_true", help=now)
-        if verb in ("checkpoint", "halve-batch"):
-            wait, usual = "for a step to end (default: %(default)g)", USUAL_WAIT_SECONDS
-            command.add_argument("--wait", type=float, default=usual, metavar="SECONDS", help=wait)
-    arguments = parser.parse_args(argv)
-    if arguments.command == "list":
-        return _list(arguments.json)
-    which = arguments.run or arguments.which
+    """Run the script to its end; return the exit code of the job."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    split = arguments.index("--") if "--" in arguments else len(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments[:split])
+    program = arguments[split + 1 :]
+    if not program:
+        parser.error(
+            "no program to run; put -- before it: robust-train run --batch-size 128 -- "
+            "python train.py --batch_size {batch_size} (live runs are steered with "
+            f"{', '.join(OF_LIVE_RUNS)})"
+        )
     try:
-        if arguments.command == "stop" and which and (Path(which) / "sweep.json").is_file():
-            return _stop_sweep(Path(which).resolve(), arguments.json)
-        run = choose_run(which, dead_too=arguments.command == "status")
-        answer = _ask(run, arguments)
-    except (NoLiveRun, ControlError) as problem:
-        return fail(f"run {arguments.command}", str(problem), arguments.json)
-    if arguments.json:
-        print(json.dumps({"run": run.id, **answer}, indent=2))
-    else:
-        _SHOW[arguments.command](run, answer)
-    return 0
+        overrides = _overrides(options, program)
+        texts = _texts(options, program)
+    except ValueError as error:
+        parser.error(str(error))
+    from robust_train.execution import at_hand
+    from robust_train.execution.screen import never_blocking_output
 
-
-def _ask(run: Run, arguments: argparse.Namespace) -> dict[str, Any]:
-    if arguments.command == "stop":
-        return client.ask(run, "stop", now=arguments.now)
-    if arguments.command == "status":
-        return client.status(run)
-    return client.ask(run, arguments.command.replace("-", "_"), wait_seconds=arguments.wait)
-
-
-def _stop_sweep(folder: Path, as_json: bool) -> int:
-    jobs = [run.id for run in find_live_runs() if folder in run.run_dir.parents]
+    at_hand.warm_up(())
     try:
-        request_sweep_stop(folder)
-    except (OSError, Refused) as error:
-        return fail("run stop", f"{folder}: {error}", as_json)
-    if as_json:
-        print(json.dumps({"sweep": str(folder), "jobs": jobs, "after": "stopping"}, indent=2))
-    else:
-        print(f"{folder}: {len(jobs)} jobs save a checkpoint and end; no other one is started")
-    return 0
+        with never_blocking_output():
+            return _run(overrides, texts, options.run_dir)
+    finally:
+        at_hand.discard()
 
 
-def _list(as_json: bool) -> int:
-    runs = find_live_runs()
-    if as_json:
-        print(json.dumps({"runs": [run.about() for run in runs]}, indent=2))
-    elif runs:
-        print_table(COLUMNS, [_row(run) for run in runs], _RIGHT)
-    else:
-        print("no run of yours is alive on this machine")
-    return 0
-
-
-def _row(run: Run) -> list[str]:
-    about = run.about()
-    seconds = about.get("seconds_in_state")
-    return [
-        run.id,
-        run.status if run.is_here else f"{run.status} on {about['host']}",
-        str(about.get("name", "-")),
-        str(run.pid),
-        str(about.get("attempt", "-")),
-        str(about.get("device", "-")),
-        _batch(about) or "-",
-        _step(about) or "-",
-        "-" if seconds is None else as_clock(int(seconds)),
-        str(run.run_dir),
-    ]
-
-
-def _show_status(run: Run, about: Mapping[str, Any]) -> None:
-    waiting = about.get("waiting") or {}
-    state, loss, memory = about["state"], about.get("loss"), about.get("memory") or {}
-    seconds = as_clock(int(about.get("seconds_in_state", 0)))
-    since = f"{state} for {seconds}" if run.alive else state
-    if "last_state" in about:
-        since = f"{state}; the last state was {about['last_state']}, {seconds} long"
-    rows = (
-        ("run", about["id"]),
-        ("job", about.get("name")),
-        ("state", since),
-        ("why", waiting.get("reason") or (None if state == "running" else about.get("reason"))),
-        ("position", waiting.get("position")),
-        ("exit code", about.get("exit_code")),
-        ("run folder", about["run_dir"]),
-        ("host", None if run.is_here else about.get("host")),
-        ("launcher pid", about["pid"]),
-        ("attempt", about.get("attempt")),
-        ("attempt pid", about.get("attempt_pid")),
-        ("device", about.get("device")),
-        ("batch", _batch(about)),
-        ("effective batch", about.get("effective_batch_size")),
-        ("step", _step(about)),
-        ("loss", None if loss is None else f"{loss:.4g}"),
-        ("last checkpoint", about.get("checkpoint")),
-        ("memory", ", ".join(f"{k} {v // MIB} MiB" for k, v in memory.items()) or None),
-        ("started", f"{as_clock(int(about['seconds']))} ago" if run.alive else None),
+def _parser() -> Parser:
+    parser = Parser(
+        prog="robust-train run",
+        usage="robust-train run [OPTIONS] [KEY=VALUE …] -- PROGRAM [ARGUMENT …]",
+        description="Run a script in any language: picks and waits for a GPU, and starts it again "
+        "with a smaller batch when memory runs out.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
-    known = [[name, str(value)] for name, value in rows if value is not None]
-    print_table(("what", "value"), known)
+
+    def number(name: str, least: int, metavar: str, meaning: str) -> None:
+        def read(text: str) -> int:
+            if not re.fullmatch(r"-?\d+", text) or int(text) < least:
+                raise argparse.ArgumentTypeError(f"{text} is not an integer of {least} or more")
+            return int(text)
+
+        parser.add_argument(name, type=read, metavar=metavar, help=meaning)
+
+    add = parser.add_argument
+    number("--batch-size", 1, "N", "micro-batch of the first attempt")
+    number("--gradient-accumulation", 1, "N", "micro-batches a step (1)")
+    number("--min-batch-size", 1, "N", "never smaller than this (4)")
+    number("--min-gpu-memory-mb", 0, "MIB", "free on a GPU to take it")
+    number("--max-retries", 0, "N", "smaller batches tried a device (3)")
+    add("--device", metavar="DEVICE", help="cpu, cuda:1 or a GPU's UUID instead of the best GPU")
+    add("--no-wait", action="store_true", help="do not wait for a GPU")
+    add("--no-cpu", action="store_true", help="never fall back to the CPU")
+    add("--name", help="how queue and tables call the job (the script's name)")
+    add("--run-dir", type=Path, metavar="DIR", help="run folder; an unfinished job in it goes on")
+    add("--checkpoint", metavar="GLOB", help="the script's own checkpoints, as 'ckpt/*.pt'")
+    resume = "appended where there is a checkpoint, as '--resume {checkpoint}'"
+    add("--resume-argv", metavar="ARGUMENTS", help=resume)
+    add("overrides", nargs="*", metavar="KEY=VALUE", help="any other key of configs/robust.yaml")
+    return parser
 
 
-def _show_checkpoint(run: Run, answer: Mapping[str, Any]) -> None:
-    print(f"{run.id}: checkpoint of step {answer['step']}: {answer['path']}")
+def _overrides(options: argparse.Namespace, program: Sequence[str]) -> list[str]:
+    """Return the command line as overrides of ``configs/robust.yaml``; ValueError: it is no job."""
+    for override in options.overrides:
+        if not re.match(r"[+~]{0,2}[\w./@]+=", override):
+            raise ValueError(
+                f"{override}: accepted before -- are options and key=value; the program comes after"
+            )
+    batch_size, least = options.batch_size, options.min_batch_size
+    is_given = batch_size or any(o.startswith("training.batch_size=") for o in options.overrides)
+    if not is_given:
+        used = set().union(*(placeholders_in(word) for word in program))
+        if used & {"batch_size", "min_batch_size"} or least is not None:
+            raise ValueError("the batch size is used but not given; add --batch-size N")
+        batch_size = least = 1  # the script's own: no use in starting it again with less
+    if batch_size is not None:
+        least = min(4, batch_size) if least is None else least
+        if least > batch_size:
+            problem = f"--min-batch-size {least}: must not be above"
+            raise ValueError(f"{problem} --batch-size {batch_size}")
+    pairs = {
+        "training.batch_size": batch_size,
+        "training.gradient_accumulation_steps": options.gradient_accumulation,
+        "min_batch_size": least,
+        "min_gpu_memory_mb": options.min_gpu_memory_mb,
+        "max_retries": options.max_retries,
+        "auto_device": None if options.device in (None, "auto") else False,
+        "wait_for_gpu": False if options.no_wait else None,
+        "allow_cpu_fallback": False if options.no_cpu else None,
+    }
+    own = [f"{key}={str(value).lower()}" for key, value in pairs.items() if value is not None]
+    return ["trainer=command", *own, *options.overrides]
 
 
-def _show_halved(run: Run, answer: Mapping[str, Any]) -> None:
-    before, after = answer["before"]["micro_batch"], answer["after"]["micro_batch"]
-    print(f"{run.id}: micro-batch {before} → {after}, {answer['how']}")
+def _texts(options: argparse.Namespace, program: Sequence[str]) -> dict[str, Json]:
+    """Return what goes into the config as it is, past the grammar of overrides; ValueError: the
+    resume arguments' quotes do not match."""
+    try:
+        resume = shlex.split(options.resume_argv or "")
+    except ValueError as error:
+        raise ValueError(f"--resume-argv {options.resume_argv!r}: {error}") from None
+    texts = {
+        "trainer.argv": [literal(word) for word in program],
+        "trainer.resume_argv": [literal(word) for word in resume] or None,
+        "trainer.checkpoint_glob": options.checkpoint and literal(options.checkpoint),
+        "job_name": literal(options.name or name_of(program)),
+        "device": options.device,
+    }
+    return {key: value for key, value in texts.items() if value is not None}
 
 
-def _show_stop(run: Run, answer: Mapping[str, Any]) -> None:
-    print(f"{run.id} (pid {run.pid}, {answer['before']}) stops and will exit with 143")
+def name_of(program: Sequence[str]) -> str:
+    """What people would call it: ``train_clip`` of ``python -u src/train_clip.py --lr 1``."""
+    for word in program:
+        name = Path(word).name
+        if re.search(r"\w\.(?:py|sh|bash|pl|R|r|jl|rb|js|lua|m)$", name):
+            return Path(name).stem
+    if "-m" in program[1:-1]:
+        return program[program.index("-m", 1) + 1]
+    return Path(program[0]).name or "script"
 
 
-_SHOW: dict[str, Callable[[Run, Mapping[str, Any]], None]] = {
-    "status": _show_status,
-    "checkpoint": _show_checkpoint,
-    "halve-batch": _show_halved,
-    "stop": _show_stop,
-}
+def _run(overrides: Sequence[str], texts: dict[str, Json], run_dir: Path | None) -> int:
+    from hydra import compose, initialize_config_module
+    from omegaconf import OmegaConf
+
+    from robust_train.cli.jobs import exit_code_of
+    from robust_train.config.batch import settle_batch_size
+    from robust_train.config.refusals import REFUSALS, explain
+    from robust_train.config.schema import validate
+    from robust_train.errors import ConfigError, JobInterrupted
+    from robust_train.launcher import Job
+    from robust_train.script.settings import CommandSettings
+    from robust_train.settings import run_folder
+
+    try:
+        with initialize_config_module("robust_train.configs", version_base="1.3"):
+            cfg = compose("robust", overrides=list(overrides))
+        for key, value in texts.items():
+            OmegaConf.update(cfg, key, value)
+        checked = cfg.copy()
+        settle_batch_size(checked)
+        validate(checked)
+        CommandSettings.of(cfg)
+        name = re.sub(r"[^\w.-]+", "_", cfg.job_name)
+        new = Path("outputs") / time.strftime(f"%Y-%m-%d/%H-%M-%S_{name}_{os.getpid()}")
+        folder = run_folder(run_dir or new)
+        _log_into(folder)
+        _keep_config(folder, OmegaConf.to_yaml(cfg), overrides)
+        return exit_code_of(Job(None, cfg, folder).run())
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return EXIT_BAD_CONFIG
+    except JobInterrupted as error:
+        return error.exit_code
+    except REFUSALS as error:
+        print(explain(error, "robust", overrides), file=sys.stderr)
+        return EXIT_BAD_CONFIG
 
 
-def _batch(about: Mapping[str, Any]) -> str | None:
-    """``64 × 2``, with what it is split into since."""
-    size = about.get("batch_size")
-    if size is None:
-        return None
-    split = about.get("micro_batch")
-    inside = "" if split is None or split == size else f", split into {split}"
-    return f"{size} × {about['gradient_accumulation_steps']}{inside}"
+def _keep_config(run_dir: Path, config: str, overrides: Sequence[str]) -> None:
+    """As Hydra does; a full disk costs the record, not the training."""
+    folder = run_dir / ".hydra"
+    try:
+        folder.mkdir(exist_ok=True)
+        (folder / "config.yaml").write_text(config)
+        (folder / "overrides.yaml").write_text(json.dumps(list(overrides), indent=1) + "\n")
+    except OSError as error:
+        log.warning("cannot write %s: %s", folder, error.strerror)
 
 
-def _step(about: Mapping[str, Any]) -> str | None:
-    step, total = about.get("step"), about.get("total_steps")
-    if step is None:
-        return None
-    return str(step) if total is None else f"{step}/{total}"
+def _log_into(run_dir: Path) -> None:
+    """Log as Hydra has it set up for ``train_robust.py``: to the screen and to a file."""
+    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stdout)]
+    try:
+        handlers.append(logging.FileHandler(run_dir / "train_robust.log"))
+    except OSError as error:
+        print(f"warning: no log file in {run_dir}: {error.strerror}", file=sys.stderr)
+    log_format = "[%(asctime)s][%(name)s][%(levelname)s] - %(message)s"
+    logging.basicConfig(level=logging.INFO, format=log_format, handlers=handlers)

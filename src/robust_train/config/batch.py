@@ -1,4 +1,4 @@
-"""What ``training.batch_size`` and its kin ask for, as whole numbers that every trainer can use."""
+"""``training.batch_size`` and the keys beside it, as integers that every trainer can use."""
 
 from __future__ import annotations
 
@@ -11,15 +11,10 @@ AUTO = "auto"
 
 
 def settle_batch_size(cfg: DictConfig) -> bool:
-    """Put numbers in the place of ``training.batch_size=auto`` and ``effective_batch_size``.
+    """Replace ``training.batch_size=auto`` and ``effective_batch_size`` in ``cfg`` by numbers.
 
-    The effective batch is what a training's result depends on, so it never follows from what fits
-    on a GPU: with ``auto`` it is ``training.effective_batch_size``, and ``training.batch_size``
-    begins as all of it, or each rank's share of it, with no accumulation. A number beside an
-    effective batch gets the accumulation that makes it up.
-
-    Args:
-        cfg: a composed config; changed in place.
+    With ``auto`` the micro-batch begins as each rank's share of ``training.effective_batch_size``,
+    without accumulation. A number beside an effective batch gets the accumulation that it needs.
 
     Returns:
         Whether the micro-batch is to be found.
@@ -28,19 +23,19 @@ def settle_batch_size(cfg: DictConfig) -> bool:
         ConfigError: one line with the key, its value and what is accepted.
     """
     training = cfg.training
-    wished = training.batch_size
+    chosen = training.batch_size
     effective = training.effective_batch_size
     accumulation = training.gradient_accumulation_steps
     ranks = OmegaConf.select(cfg, "num_gpus") or 1
     if effective is not None and effective < 1:
         raise ConfigError(f"training.effective_batch_size={effective}: must be 1 or more")
-    is_auto = isinstance(wished, str) and wished.strip().lower() == AUTO
+    is_auto = isinstance(chosen, str) and chosen.strip().lower() == AUTO
     if is_auto:
         effective = TrainingConfig.batch_size if effective is None else effective
         size, accumulation = _share(effective, ranks), 1
         _check_auto(cfg, size)
     else:
-        size = _whole(wished)
+        size = _integer(chosen)
         if effective is not None:
             accumulation = _accumulation(size, accumulation, effective, ranks)
     with open_dict(cfg):
@@ -78,12 +73,11 @@ def _check_auto(cfg: DictConfig, share: int) -> None:
         )
 
 
-def _whole(value: object) -> int:
-    """``value`` as a whole number of samples; environment variables come as text."""
-    if isinstance(value, str) and value.strip().isdigit():
+def _integer(value: object) -> int:
+    if isinstance(value, str) and value.strip().isdigit():  # environment variables are text
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigError(f"training.batch_size={value}: accepted is a whole number or auto")
+        raise ConfigError(f"training.batch_size={value}: accepted is an integer or auto")
     return value
 
 

@@ -11,15 +11,10 @@ _DISTRIBUTIONS = {"sklearn": "scikit-learn", "PIL": "pillow"}
 
 
 def require(module: str, key: str, *, extra: str = "vision") -> Any:
-    """Import ``module``, which an extra of ours brings along.
-
-    Args:
-        module: dotted name, e.g. ``sklearn.datasets``.
-        key: what asked for it, e.g. the override ``dataset=digits``; named in the error.
-        extra: name of the extra.
+    """Return ``module``, imported; ``key`` is the override that needs it, for the error.
 
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: it is not installed; names the ``extra`` of ours that brings it.
     """
     try:
         return importlib.import_module(module)

@@ -46,19 +46,16 @@ _EXTRAS = {
 """Which of our extras brings an option that is not there."""
 
 _ACCEPTED = {
-    "Integer": "a whole number",
+    "Integer": "an integer",
     "Float": "a number",
     "bool": "true or false",
 }
 
 
 def explain(error: BaseException, config_name: str, arguments: Sequence[str]) -> str:
-    """One line for the user.
+    """Return one line for the user about one of :data:`REFUSALS`.
 
-    Args:
-        error: one of :data:`REFUSALS`.
-        config_name: the primary config of this door.
-        arguments: the command line, to name the value and to find out what would be accepted.
+    ``config_name`` is this command's primary config; ``arguments`` is its command line.
     """
     chain = "\n".join(str(link) for link in _chain(error))
     overrides = [argument for argument in arguments if not argument.startswith("-")]
@@ -78,24 +75,20 @@ def explain(error: BaseException, config_name: str, arguments: Sequence[str]) ->
         return _unknown_option(match[1], match[2], chain)
     if isinstance(error, MissingConfigException):
         return _joined(chain.splitlines()[:1])
+    found = _FULL_KEY.search(chain)
+    key = found[1] if found else None
     if match := _WRONG_TYPE.search(chain):
-        found = _FULL_KEY.search(chain)
-        key = found[1] if found else "?"
         accepted = _ACCEPTED.get(match[2], f"a value of type {match[2]}")
-        return f"{key}={match[1]}: accepted is {accepted}"
+        return f"{key or '?'}={match[1]}: accepted is {accepted}"
     if _NO_LIST.search(chain):
-        found = _FULL_KEY.search(chain)
-        key = found[1] if found else "?"
-        return f"{key}: accepted is a list, '{key}=[one, \"two words\"]'"
+        return f"{key or '?'}: accepted is a list, '{key or '?'}=[one, \"two words\"]'"
     if match := _UNKNOWN_KEY.search(chain):
-        full = _FULL_KEY.search(chain)
-        key = match[1] or (full[1] if full else match[2])
-        return _unknown_key(key, config_name, overrides)
+        return _unknown_key(match[1] or key or match[2], config_name, overrides)
     return _joined(line for line in chain.splitlines()[:3] if "HYDRA_FULL_ERROR" not in line)
 
 
 def _about_sweeps(chain: str) -> str | None:
-    """What is wrong with a sweep, or with how its launcher was chosen; None if nothing is."""
+    """Return the mistake in a sweep or in the choice of its launcher, None if there is none."""
     if match := _NO_SWEEP.search(chain):
         key, _, value = (match[1] or match[2]).partition("=")
         return (
@@ -106,18 +99,18 @@ def _about_sweeps(chain: str) -> str | None:
         group = f"hydra/{match[2]}"
         return (
             f"{match[1]}: cannot choose {group} with a relative path; write 'override /{group}: …' "
-            f"under '# @package _global_', or type {group}=… on the command line"
+            f"under '# @package _global_', or put {group}=… on the command line"
         )
     if match := _EARLY_LAUNCHER.search(chain):
         return (
-            f"{match[1]}: 'override {match[2]}: {match[3]}' stands too early; overrides belong at "
+            f"{match[1]}: 'override {match[2]}: {match[3]}' comes too early; overrides belong at "
             "the end of the defaults list"
         )
     return None
 
 
 def _not_installed(chain: str) -> str | None:
-    """The extra that brings the launcher or sweeper, chosen itself or by one of our presets."""
+    """Return which extra installs the launcher or sweeper."""
     match = _MISSING_PLUGIN.search(chain)
     extra = match and _EXTRAS.get(f"{match[1]}/{match[2]}")
     if match is None or extra is None:
@@ -152,7 +145,7 @@ def _did_you_mean(name: str, names: Sequence[str]) -> str:
 
 
 def _keys_under(parent: str, config_name: str, overrides: Sequence[str]) -> list[Any]:
-    """The keys beside the wrong one, from the config as it is without it."""
+    """Return the keys beside the wrong one."""
     GlobalHydra.instance().clear()
     try:
         with initialize_config_module("robust_train.configs", version_base="1.3"):

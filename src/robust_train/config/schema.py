@@ -1,8 +1,7 @@
 """The configuration's schema and its range checks.
 
 Importing this module puts the schemas into Hydra's ConfigStore; the YAML files under ``configs/``
-build on them by name (``plain_schema``, ``robust_schema``, ``schema/model/…``). The root stays
-open, so that a user's own project can add keys beside ours; every key of ours is typed.
+build on them by name. The root stays open for a user's own keys; every key of ours is typed.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -21,29 +20,60 @@ from omegaconf.errors import OmegaConfBaseException
 from robust_train.errors import ConfigError
 
 
+@dataclass(frozen=True)
+class Range:
+    """The accepted numbers of a key, in words and as a test."""
+
+    words: str
+    has: Callable[[float], bool]
+
+
+FROM_0 = Range("0 or more", lambda value: value >= 0)
+FROM_1 = Range("1 or more", lambda value: value >= 1)
+FROM_10 = Range("10 or more", lambda value: value >= 10)
+POSITIVE = Range("more than 0", lambda value: value > 0)
+SHARE = Range("from 0 to 1", lambda value: 0 <= value <= 1)
+POSITIVE_SHARE = Range("more than 0 and at most 1", lambda value: 0 < value <= 1)
+
+
+def _range(accepted: Range, *, off: object = None) -> dict[str, object]:
+    """Return metadata of a key: its value has to be in a range, or equal to ``off``."""
+    return {"range": accepted, "off": off}
+
+
+def _choices(*accepted: object) -> dict[str, object]:
+    return {"choices": accepted}
+
+
+def _in(accepted: Range, default: Any, *, off: object = None) -> Any:
+    return field(default=default, metadata=_range(accepted, off=off))
+
+
 @dataclass
 class TrainingConfig:
     """``training``: what every trainer needs to know, and what the launcher adapts."""
 
-    batch_size: Any = 64  # a whole number or auto: see batch_config.py
-    gradient_accumulation_steps: int = 1
+    # an integer or auto: see batch.py
+    batch_size: Any = field(default=64, metadata=_range(FROM_1))
+    gradient_accumulation_steps: int = _in(FROM_1, 1)
     effective_batch_size: int | None = None
-    num_workers: int = 2
-    prefetch_factor: int = 2
-    epochs: int = 10
-    lr: float = 1e-3
-    weight_decay: float = 0.01
-    max_grad_norm: float = 1.0
-    label_smoothing: float = 0.0
-    warmup_fraction: float = 0.05
+    num_workers: int = _in(FROM_0, 2)
+    prefetch_factor: int = _in(FROM_1, 2)
+    epochs: int = _in(FROM_1, 10)
+    lr: float = _in(POSITIVE, 1e-3)
+    weight_decay: float = _in(FROM_0, 0.01)
+    max_grad_norm: float = _in(FROM_0, 1.0)
+    label_smoothing: float = _in(SHARE, 0.0)
+    warmup_fraction: float = _in(SHARE, 0.05)
     mixed_precision: bool = True
     gradient_checkpointing: bool = False
-    seed: int = 42
-    log_every_steps: int = 50
-    regrow_after_steps: int | None = None
-    checkpoint_every_steps: int | None = None
-    checkpoint_every_minutes: Any = "auto"  # minutes or auto: see runfolder/cadence.py
-    keep_checkpoints: int = 2
+    seed: int = _in(FROM_0, 42)
+    log_every_steps: int = _in(FROM_1, 50)
+    regrow_after_steps: int | None = _in(FROM_0, None)
+    checkpoint_every_steps: int | None = _in(FROM_0, None)
+    # minutes or auto
+    checkpoint_every_minutes: Any = field(default="auto", metadata=_range(FROM_0, off="auto"))
+    keep_checkpoints: int = _in(FROM_1, 2)
 
 
 @dataclass
@@ -51,15 +81,15 @@ class MemoryConfig:
     """``memory``: what each attempt does about memory. Steps are optimizer steps, 0 is never."""
 
     clear_on_start: bool = True
-    fraction: float = 0.95
-    expandable_segments: Any = "auto"
-    empty_cache_frequency: int = 10
-    empty_cache_threshold: float = 0.5
+    fraction: float = _in(POSITIVE_SHARE, 0.95)
+    expandable_segments: Any = field(default="auto", metadata=_choices("auto", True, False))
+    empty_cache_frequency: int = _in(FROM_0, 10)
+    empty_cache_threshold: float = _in(SHARE, 0.5)
     clear_after_save: bool = True
     clear_after_epoch: bool = True
     clear_on_failure: bool = True
-    log_frequency: int = 0
-    sample_interval_ms: int = 100
+    log_frequency: int = _in(FROM_0, 0)
+    sample_interval_ms: int = _in(FROM_10, 100, off=0)
     snapshot_on_oom: bool = True
 
 
@@ -167,39 +197,36 @@ class RobustConfig(PlainConfig):
 
     job_name: str | None = None
     auto_device: bool = True
-    num_gpus: int = 1
+    num_gpus: int = _in(FROM_1, 1)
     wait_for_gpu: bool = True
-    min_gpu_memory_mb: int = 4000
-    gpu_wait_timeout_minutes: float = 60.0
-    gpu_check_interval_seconds: float = 30.0
+    min_gpu_memory_mb: int = _in(FROM_0, 4000)
+    gpu_wait_timeout_minutes: float = _in(FROM_0, 60.0)
+    gpu_check_interval_seconds: float = _in(POSITIVE, 30.0)
     gpu_queue: bool = True
     gpu_queue_dir: str | None = None
-    gpu_jobs_per_device: int = 1
-    cuda_visible_devices: str = "auto"
-    min_batch_size: int = 4
-    max_retries: int = 3
+    gpu_jobs_per_device: int = _in(FROM_1, 1)
+    cuda_visible_devices: str = field(default="auto", metadata=_choices("auto", "uuid", "index"))
+    min_batch_size: int = _in(FROM_1, 4)
+    max_retries: int = _in(FROM_0, 3)
     allow_cpu_fallback: bool = True
     preserve_effective_batch_size: bool = True
     reuse_known_batch: bool = True
-    isolation: str = "process"
-    stop_grace_seconds: float = 20.0
-    stall_timeout_minutes: float = 0.0
-    retry_pause_seconds: float = 10.0
+    isolation: str = field(default="process", metadata=_choices("process", "none"))
+    stop_grace_seconds: float = _in(FROM_0, 20.0)
+    stall_timeout_minutes: float = _in(FROM_0, 0.0)
+    retry_pause_seconds: float = _in(FROM_0, 10.0)
     resume: bool = True
     sweep_resume: bool = True
     sweep_fail_fast: bool = False
 
 
-ISOLATIONS = ("process", "none")
-GPU_NAMES = ("auto", "uuid", "index")
 _DEVICE = re.compile(r"auto|cpu|cuda|cuda:\d+|GPU-[0-9a-fA-F-]+|MIG-\S+")
 
 
 def open_root(schema: type) -> DictConfig:
-    """``schema`` as a root with typed keys that still accepts other keys beside them.
+    """Return a root with the typed keys of ``schema`` that accepts other keys beside them.
 
-    A dataclass as Hydra's root would reject a user's own top-level keys, and a dataclass derived
-    from ``Dict`` is deprecated in OmegaConf; typed nodes in a plain dictionary are neither.
+    A dataclass as Hydra's root would reject a user's own top-level keys.
     """
     typed = OmegaConf.structured(schema)
     root = OmegaConf.create({})
@@ -229,16 +256,13 @@ def register() -> None:
 
 
 def _short_name(job_name: str | None, model: str, dataset: str, trainer: str) -> str:
-    """What a run folder is called: ``job_name``, else ``lora_flowers102``, else the trainer."""
+    """Return the run folder's name: ``job_name``, else ``lora_flowers102``, else the trainer."""
     name = job_name or "_".join(part for part in (model, dataset) if part != "none") or trainer
     return re.sub(r"[^\w.-]+", "_", name)
 
 
 def complete(cfg: Mapping[str, Any] | DictConfig) -> DictConfig:
-    """``cfg`` over the defaults of :class:`RobustConfig`: what :func:`robust_train.launch` gets.
-
-    Args:
-        cfg: a Hydra config, or a plain mapping with any part of the keys.
+    """Return ``cfg``, which has any part of the keys, over the defaults of :class:`RobustConfig`.
 
     Raises:
         ConfigError: a value is of the wrong type.
@@ -265,33 +289,9 @@ def validate(cfg: DictConfig) -> None:
     missing = sorted(OmegaConf.missing_keys(cfg))
     if missing:
         raise ConfigError(f"{missing[0]}: has no default and must be given: {missing[0]}=…")
-    training = "training."
-    _at_least(cfg, 1, training + "batch_size", training + "gradient_accumulation_steps")
-    _at_least(
-        cfg, 1, training + "epochs", training + "prefetch_factor", training + "log_every_steps"
-    )
-    _at_least(cfg, 1, training + "keep_checkpoints")
-    _at_least(cfg, 0, training + "num_workers", training + "weight_decay", training + "seed")
-    _at_least(cfg, 0, training + "max_grad_norm")
-    if str(cfg.training.checkpoint_every_minutes).lower() != "auto":
-        _at_least(cfg, 0, training + "checkpoint_every_minutes")
-    for key in ("regrow_after_steps", "checkpoint_every_steps"):
-        if OmegaConf.select(cfg, training + key) is not None:
-            _at_least(cfg, 0, training + key)
-    _above(cfg, 0, training + "lr")
-    _within(cfg, 0, 1, training + "label_smoothing", training + "warmup_fraction")
-    memory = "memory."
-    if cfg.memory.expandable_segments not in ("auto", True, False):
-        raise ConfigError(
-            f"memory.expandable_segments={cfg.memory.expandable_segments}: accepted are auto, "
-            "true, false"
-        )
-    _at_least(cfg, 0, memory + "empty_cache_frequency", memory + "log_frequency")
-    _within(cfg, 0, 1, memory + "empty_cache_threshold")
-    _above(cfg, 0, memory + "fraction")
-    _within(cfg, 0, 1, memory + "fraction")
-    if cfg.memory.sample_interval_ms:
-        _at_least(cfg, 10, memory + "sample_interval_ms")
+    _check_fields(cfg, RobustConfig, "")
+    _check_fields(cfg, TrainingConfig, "training.")
+    _check_fields(cfg, MemoryConfig, "memory.")
     device = str(cfg.device)
     if not _DEVICE.fullmatch(device):
         raise ConfigError(
@@ -302,7 +302,7 @@ def validate(cfg: DictConfig) -> None:
 
 
 def _resolve_all(cfg: DictConfig, prefix: str = "") -> None:
-    """Look every value up, so that one which cannot be resolved is named by its own key."""
+    """Resolve every value, so that an error names the key itself."""
     for key in cfg:
         name = prefix + str(key)
         if OmegaConf.is_missing(cfg, key):
@@ -316,21 +316,11 @@ def _resolve_all(cfg: DictConfig, prefix: str = "") -> None:
 
 
 def _validate_launcher(cfg: DictConfig) -> None:
-    _at_least(cfg, 0, "min_gpu_memory_mb", "gpu_wait_timeout_minutes", "max_retries")
-    _at_least(cfg, 0, "stop_grace_seconds", "stall_timeout_minutes", "retry_pause_seconds")
-    _above(cfg, 0, "gpu_check_interval_seconds")
-    _at_least(cfg, 1, "min_batch_size", "gpu_jobs_per_device", "num_gpus")
     if cfg.min_batch_size > cfg.training.batch_size:
         raise ConfigError(
             f"min_batch_size={cfg.min_batch_size}: must not be above "
             f"training.batch_size={cfg.training.batch_size}"
         )
-    if cfg.cuda_visible_devices not in GPU_NAMES:
-        raise ConfigError(
-            f"cuda_visible_devices={cfg.cuda_visible_devices}: accepted are {', '.join(GPU_NAMES)}"
-        )
-    if cfg.isolation not in ISOLATIONS:
-        raise ConfigError(f"isolation={cfg.isolation}: accepted are {', '.join(ISOLATIONS)}")
     if cfg.isolation == "none" and cfg.num_gpus > 1:
         raise ConfigError(
             f"num_gpus={cfg.num_gpus}: every GPU needs a process of its own; leave isolation=none "
@@ -340,45 +330,33 @@ def _validate_launcher(cfg: DictConfig) -> None:
         raise ConfigError("isolation=none: a script (trainer.argv) has a process of its own anyway")
 
 
-def _number(cfg: DictConfig, key: str) -> float:
-    try:
-        value = OmegaConf.select(cfg, key, throw_on_missing=True)
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{key}: {str(error).splitlines()[0]}") from error
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise ConfigError(f"{key}={value}: accepted is a number") from None
-
-
-def _at_least(cfg: DictConfig, least: float, *keys: str) -> None:
-    for key in keys:
-        # `not >=` also refuses NaN
-        if not (value := _number(cfg, key)) >= least:
-            raise ConfigError(f"{key}={value:g}: must be {least:g} or more")
-
-
-def _above(cfg: DictConfig, bound: float, *keys: str) -> None:
-    for key in keys:
-        if not (value := _number(cfg, key)) > bound:
-            raise ConfigError(f"{key}={value:g}: must be more than {bound:g}")
-
-
-def _within(cfg: DictConfig, low: float, high: float, *keys: str) -> None:
-    for key in keys:
-        if not low <= (value := _number(cfg, key)) <= high:
-            raise ConfigError(f"{key}={value:g}: must be from {low:g} to {high:g}")
+def _check_fields(cfg: DictConfig, schema: type, prefix: str) -> None:
+    """Compare the values with the ranges and choices in the schema."""
+    for item in fields(schema):
+        key, value = prefix + item.name, OmegaConf.select(cfg, prefix + item.name)
+        choices, accepted = item.metadata.get("choices"), item.metadata.get("range")
+        if value is None:
+            continue
+        if choices is not None and value not in choices:
+            names = ", ".join(str(one).lower() for one in choices)
+            raise ConfigError(f"{key}={value}: accepted are {names}")
+        if accepted is None or value == item.metadata["off"]:
+            continue
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            raise ConfigError(f"{key}={value}: accepted is a number") from None
+        if not accepted.has(number):  # NaN is in no range
+            raise ConfigError(f"{key}={number:g}: must be {accepted.words}")
 
 
 def _reject_near_misses(cfg: DictConfig) -> None:
-    """The root is open for a user's own keys, so a typo in a config file would pass unseen."""
+    """Refuse likely typos: the root is open, so one in a config file would pass unseen."""
     known = {item.name for item in fields(RobustConfig)}
-    for key in cfg:
-        name = str(key)
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
-            if close:
-                raise ConfigError(f"{name}: no such key; did you mean {close[0]}?")
+    for name in {str(key) for key in cfg} - known:
+        close = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
+        if close:
+            raise ConfigError(f"{name}: no such key; did you mean {close[0]}?")
 
 
 register()

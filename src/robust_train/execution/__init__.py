@@ -11,27 +11,17 @@ from robust_train.events import Event
 from robust_train.execution.request import AttemptRequest
 from robust_train.values import Outcome
 
+TICK_SECONDS = 0.5
+
 
 class Executor(Protocol):
-    """What the launcher needs of a way to run attempts.
+    """What the launcher needs of a way to run attempts."""
 
-    ``tick`` is called at least every half second.
-    """
-
-    def sleep(
-        self, seconds: float, wake: int | None = None, tick: Callable[[], None] = lambda: None
-    ) -> None:
-        """Wait while a device is waited for; may raise what makes waiting pointless.
-
-        Returns early when the descriptor ``wake`` becomes readable.
-        """
+    def poll(self) -> None:
+        """Check, without waiting, that the trainer accepts its config; raises ConfigError."""
 
     def prepare(self) -> None:
-        """Make sure that the trainer can be called.
-
-        Raises:
-            ConfigError: it cannot.
-        """
+        """Wait until the trainer can be called; raises ConfigError if it cannot."""
 
     def run(
         self,
@@ -45,10 +35,22 @@ class Executor(Protocol):
 
         The attempt and what it starts keep copies of the descriptors ``hold`` open. ``tick`` is
         called at least twice a second.
+
+        Raises:
+            ConfigError: the trainer cannot be imported, or refuses the config.
         """
 
     def close(self, *, keep_server: bool) -> None:
         """Release what was started; ``keep_server``: another job may follow in this process."""
+
+
+def sleep_with_ticks(seconds: float, wake: int | None, tick: Callable[[], None]) -> None:
+    """Sleep, calling ``tick`` twice a second; return early when ``wake`` becomes readable."""
+    until = time.monotonic() + seconds
+    while (left := until - time.monotonic()) > 0:
+        tick()
+        if sleep_until_readable(min(left, TICK_SECONDS), wake):
+            return
 
 
 def sleep_until_readable(seconds: float, wake: int | None) -> bool:

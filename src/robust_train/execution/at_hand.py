@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Sequence
 
 from robust_train.execution.fork_server import ForkServer
 
-_lock = threading.Lock()
 _parked: list[ForkServer] = []
 _keeps: list[bool] = []
 
@@ -21,33 +19,24 @@ def warm_up(libraries: Sequence[str]) -> None:
 
 def take() -> ForkServer:
     """Return the server that was parked, if it is of use today, else a new one."""
-    with _lock:
-        server = _parked.pop() if _parked else None
-    if server is not None and server.is_alive and server.suits(os.environ):
-        return server
-    if server is not None:
+    while _parked:
+        server = _parked.pop()
+        if server.is_alive and server.suits(os.environ):
+            return server
         server.close()
     return ForkServer()
 
 
 def park(server: ForkServer) -> None:
     """Keep a server for the next job of this process, or end it where none is expected."""
-    with _lock:
-        old = _parked[:]
-        _parked.clear()
-        if _keeps:
-            _parked.append(server)
-        else:
-            old.append(server)
-    for one in old:
-        one.close()
+    if _keeps and not _parked:
+        _parked.append(server)
+    else:
+        server.close()
 
 
 def discard() -> None:
     """End the parked server; of a fork of this process, forget its parent's."""
     _keeps.clear()
-    with _lock:
-        old = _parked[:]
-        _parked.clear()
-    for server in old:
-        server.close()
+    while _parked:
+        _parked.pop().close()

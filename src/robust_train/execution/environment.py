@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from robust_train.gpu.visible import mask_for
-from robust_train.memory.allocator import allocator_settings, allocator_variable
+from robust_train.memory.allocator import VARIABLE, allocator_settings
 from robust_train.values import Group
 
 
@@ -16,14 +16,12 @@ def attempt_environment(
     expandable_segments: bool,
     by_index: bool = False,
 ) -> dict[str, str]:
-    """Return the launcher's environment with the attempt's own settings.
-
-    The attempt sees its own GPUs, or none.
+    """Return the launcher's environment, with these GPUs (or none) visible.
 
     Args:
         environ: the launcher's environment.
         gpus: the GPUs of the attempt, empty for the CPU.
-        expandable_segments: wish for the allocator; what the user has exported goes before it.
+        expandable_segments: for the allocator; what the user has exported takes precedence.
         by_index: number the GPUs, for programs that read integers; UUIDs otherwise, and where
             NVML and CUDA may count differently.
     """
@@ -32,20 +30,16 @@ def attempt_environment(
         "CUDA_VISIBLE_DEVICES": mask_for(gpus, by_index=by_index),
         # so that a program that prints or parses indices agrees with nvidia-smi
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-        allocator_variable(environ): allocator_settings(
-            environ, expandable_segments=expandable_segments
-        ),
+        VARIABLE: allocator_settings(environ, expandable_segments=expandable_segments),
     }
 
 
 def shared_machine_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment for a process that will import torch on a machine with other jobs.
 
-    Threads of a parallel region that wait for each other spin by default; where other jobs want the
-    same cores, the one they wait for does not get one meanwhile. Not to spin at all costs a system
-    call for each of the many short regions of a small network, so GNU's OpenMP, which torch's
-    wheels bring along, spins for a thousand rounds; others know only the standard's word. OpenMP
-    reads this when its library is loaded, and what the user has exported goes before it.
+    OpenMP's threads spin while they wait, on cores that other jobs want. Not to spin at all costs
+    a system call per parallel region, so GNU's (in torch's wheels) spins for a thousand rounds;
+    others know only the standard's variable. What the user has exported takes precedence.
     """
     if "OMP_WAIT_POLICY" in environ or "GOMP_SPINCOUNT" in environ:
         return dict(environ)

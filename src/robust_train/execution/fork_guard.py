@@ -12,9 +12,8 @@ _CUDA_ERROR_NOT_INITIALIZED = 3
 class ForkGuard:
     """Watches one process that imports libraries and forks attempts.
 
-    ``threading`` does not see native threads (OpenMP's pool among them); the kernel does. OpenBLAS
-    ends its threads before every fork and starts them again at need, so what counts is how many
-    are left after one.
+    The kernel counts native threads (OpenMP's pool), which ``threading`` does not see. OpenBLAS
+    ends its threads before a fork and starts them again at need, so those that outlast one count.
     """
 
     def __init__(self) -> None:
@@ -44,9 +43,8 @@ def _threads_after_a_fork() -> int:
 def cuda_is_started() -> bool:
     """Return whether anything here has initialised the CUDA driver, without initialising it.
 
-    ``torch.cuda.is_initialized()`` knows only of torch. The driver itself answers
-    ``CUDA_ERROR_NOT_INITIALIZED`` to every call before ``cuInit``, and a library that is not loaded
-    cannot have been called.
+    Before ``cuInit`` the driver answers ``CUDA_ERROR_NOT_INITIALIZED`` to every call; one that is
+    not loaded was never called. ``torch.cuda.is_initialized()`` alone knows only of torch.
     """
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():

@@ -1,22 +1,31 @@
-"""What the launcher and its fork server send each other over the control socket."""
+"""What the launcher and its fork server send each other, pickled by :mod:`multiprocessing`.
+
+An :class:`.AttemptRequest` has an attempt forked; the descriptors that it holds open follow. A
+number is a signal for the attempt, if there is one.
+"""
 
 from __future__ import annotations
 
+import os
+import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 
 from omegaconf import DictConfig
 
-from robust_train.execution.request import AttemptRequest
 from robust_train.execution.trainer_ref import TrainerRef
+
+_MOST_DESCRIPTORS = 8
 
 
 @dataclass(frozen=True)
 class Import:
-    """Import libraries; the answer is :class:`Imported` or :class:`Refused`.
+    """Import libraries; the answer is :class:`Imported`.
 
     Attributes:
         path: the launcher's ``sys.path``.
-        libraries: modules, or ``module:attribute`` where the attribute may be a submodule.
+        libraries: modules; a name that proves to be another module's attribute is skipped.
         trainer: one of robust-train's own, whose module is a library too; None for a user's.
         cfg: the composed config, which such a trainer checks.
     """
@@ -28,31 +37,16 @@ class Import:
 
 
 @dataclass(frozen=True)
-class Fork:
-    """Run an attempt in a child, which keeps open the descriptors that come with the message."""
-
-    request: AttemptRequest
-
-
-@dataclass(frozen=True)
-class Signal:
-    """Send a signal to the attempt, if there is one."""
-
-    signum: int
-
-
-@dataclass(frozen=True)
 class Imported:
-    """The libraries are imported; ``unsafe``: after which attempts must not be forked, and why."""
+    """The libraries are imported.
+
+    Attributes:
+        unsafe: after which of them attempts must not be forked, and why.
+        refusal: why the trainer does not accept the config, else None.
+    """
 
     unsafe: dict[str, str]
-
-
-@dataclass(frozen=True)
-class Refused:
-    """The trainer does not accept the configuration."""
-
-    reason: str
+    refusal: str | None = None
 
 
 @dataclass(frozen=True)
@@ -70,3 +64,15 @@ class Exited:
     returncode: int
     max_resident_bytes: int = 0
     stalled: bool = False
+
+
+def send_descriptors(connection: Connection, descriptors: Sequence[int]) -> None:
+    """Send copies of open descriptors, perhaps of none."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as channel:
+        socket.send_fds(channel, [b"\0"], list(descriptors))
+
+
+def receive_descriptors(connection: Connection) -> list[int]:
+    """Receive what :func:`send_descriptors` sends; programs that are started inherit it."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as channel:
+        return list(socket.recv_fds(channel, 1, _MOST_DESCRIPTORS)[1])

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 
 def adopt_hydra(hydra_cfg: DictConfig | None) -> None:
-    """Give a fresh process the job's ``HydraConfig`` and logging; a plain format without Hydra."""
+    """Give a fresh process the job's ``HydraConfig`` and logging; without Hydra a plain format."""
     if hydra_cfg is None:
         if not logging.getLogger().handlers:
             logging.basicConfig(

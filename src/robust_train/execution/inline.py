@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 
 from robust_train.errors import ConfigError
 from robust_train.events import Event, Failed, Finished, MemoryHeld
-from robust_train.execution import sleep_until_readable
 from robust_train.execution.progress import AttemptProgress
 from robust_train.execution.request import AttemptRequest
-from robust_train.execution.runner import Trainer, run_attempt
+from robust_train.execution.runner import Trainer, new_run, run_attempt
 from robust_train.execution.signals import SignalWatch
-from robust_train.memory.allocator import allocator_variable
+from robust_train.memory.allocator import VARIABLE
 from robust_train.memory.cleanup import StartingMemory, release_and_check
-from robust_train.run import Run
 from robust_train.values import FailureKind, Outcome
 
 log = logging.getLogger("robust_train")
-
-_TICK_SECONDS = 0.5
 
 
 class InlineExecutor:
@@ -41,25 +38,14 @@ class InlineExecutor:
         self._can_restart = can_restart
         self._memory_at_first: StartingMemory | None = None
 
-    def sleep(
-        self, seconds: float, wake: int | None = None, tick: Callable[[], None] = lambda: None
-    ) -> None:
-        """Wait, but not past a readable ``wake``."""
-        until = time.monotonic() + seconds
-        while (left := until - time.monotonic()) > 0:
-            tick()
-            if sleep_until_readable(min(left, _TICK_SECONDS), wake):
-                return
+    def poll(self) -> None:
+        """Do nothing: nothing goes on beside this process."""
 
     def close(self, *, keep_server: bool) -> None:
         """Do nothing: nothing was started."""
 
     def prepare(self) -> None:
-        """Import the trainer.
-
-        Raises:
-            ConfigError: it cannot be imported.
-        """
+        """Import the trainer; raises ConfigError if it cannot be imported."""
         self._trainer()
 
     def run(
@@ -79,40 +65,24 @@ class InlineExecutor:
             if not isinstance(event, (Finished, Failed)):
                 on_event(event)
 
-        run = Run(
-            run_dir=request.run_dir,
-            attempt=request.attempt,
-            resume_checkpoint=request.resume_checkpoint,
-            report=take,
-            can_restart=self._can_restart,
-        )
-        # CUDA may have been started already; the allocator reads this when it is
-        variable = allocator_variable(request.environ)
-        before = os.environ.get(variable)
-        if variable in request.environ:
-            os.environ[variable] = request.environ[variable]
         if self._memory_at_first is None:
-            self._memory_at_first = StartingMemory.now()
+            self._memory_at_first = StartingMemory()
         started = time.monotonic()
-        try:
+        with _allocator_set_up(request.environ):
             error = run_attempt(
                 request,
-                run,
+                new_run(request, take, can_restart=self._can_restart),
                 self._trainer,
                 take,
                 stopping=lambda stop: self._signals.handed_to(lambda signum: stop()),
                 tick=tick,
                 process_ends=False,
             )
-        finally:
-            # a later job of this process must not take it for the user's own
-            os.environ.pop(variable, None)
-            os.environ.update({} if before is None else {variable: before})
         if isinstance(progress.ending, Failed) and progress.ending.config_error:
             raise ConfigError(progress.ending.config_error) from error
         failure = progress.failure
         was_bug = failure is not None and failure.kind is FailureKind.BUG
-        # a debugger may want to look at what the frames hold
+        # a debugger may need what the frames hold
         if error is not None and request.cfg.memory.clear_on_failure:
             left = release_and_check(error, self._memory_at_first, keep_traceback=was_bug)
             if left is not None:
@@ -121,3 +91,16 @@ class InlineExecutor:
         # only what ends the job may keep its frames, and the tensors in them, alive
         kept = error if was_bug else None
         return progress.outcome(failure, time.monotonic() - started, error=kept)
+
+
+@contextlib.contextmanager
+def _allocator_set_up(environ: Mapping[str, str]) -> Iterator[None]:
+    """Set the allocator's variable, which is read when CUDA starts, for this attempt only."""
+    before = os.environ.get(VARIABLE)
+    if VARIABLE in environ:
+        os.environ[VARIABLE] = environ[VARIABLE]
+    try:
+        yield
+    finally:
+        os.environ.pop(VARIABLE, None)
+        os.environ.update({} if before is None else {VARIABLE: before})

@@ -31,147 +31,133 @@ _NAME_MAKERS = frozenset(
 def libraries_of(ref: TrainerRef) -> tuple[str, ...]:
     """Return the libraries that importing the trainer imports, in the order of their import.
 
+    A name that is imported from a library may be a module or an attribute of one.
+
     Raises:
         ConfigError: there is no such module or function, or its import will certainly fail.
     """
-    return tuple(_Reader(ref).read())
+    reader = _Reader(ref)
+    reader.read_trainer()
+    return tuple(reader.found)
 
 
 class _Reader:
     """Reads a trainer's module and all of the user's own modules that it imports."""
 
     def __init__(self, ref: TrainerRef) -> None:
+        self.found: dict[str, None] = {}
         self._ref = ref
-        self._found: dict[str, None] = {}
         self._seen: set[str] = set()
         self._path_is_changed = False
 
-    def read(self) -> Sequence[str]:
+    def read_trainer(self) -> None:
         names = self._ref.parts()
-        spec = None
-        if self._ref.main_file is not None and names[0] == MAIN_MODULE:
-            spec = importlib.util.spec_from_file_location(MAIN_MODULE, self._ref.main_file)
-        spec = spec or _spec_of_top(names[0])
+        spec = self._spec_of_top(names[0])
         if spec is None:
             raise self._ref.no_module()
-        depth = 1
-        tree = self._own_module(spec, certain=True)
-        while depth < len(names) - 1:
-            inner = _spec_inside(spec, names[depth])
-            if inner is None:
-                break
-            spec, depth = inner, depth + 1
-            tree = self._own_module(spec, certain=True)
-        if tree is not None:
-            self._check_name(spec.name, tree, names[depth])
-        return [*self._found]
-
-    def _own_module(self, spec: ModuleSpec, *, certain: bool) -> ast.Module | None:
-        """Read one module; a library is noted by its name instead, and gives no tree."""
+        modules = [".".join(names[:end]) for end in range(1, len(names))]
         if not _is_users_own(spec):
-            self._found[spec.name] = None
+            self.found.update(dict.fromkeys(modules))
+            return
+        tree, module, attribute = None, "", ""
+        for depth, name in enumerate(modules, start=1):
+            if self._own_file(name) is not None:
+                tree, module, attribute = self._own_module(name, certain=True), name, names[depth]
+        bound = None if tree is None else _bound_names(tree)
+        if tree is not None and bound is not None and attribute not in bound:
+            kinds = (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef)
+            functions = [node.name for node in tree.body if isinstance(node, kinds)]
+            close = difflib.get_close_matches(attribute, functions, n=1)
+            raise self._ref.has_no(module, attribute, close[0] if close else None)
+
+    def _own_module(self, name: str, *, certain: bool) -> ast.Module | None:
+        """Read a module of the user's own, once; ``certain``: it will certainly be imported."""
+        file = self._own_file(name)
+        if file is None or name in self._seen or len(self._seen) >= _MOST_MODULES:
             return None
-        is_known = spec.name in self._seen or len(self._seen) >= _MOST_MODULES
-        if is_known or spec.origin is None or not spec.origin.endswith(".py"):
-            return None
-        self._seen.add(spec.name)
-        path = Path(spec.origin)
+        self._seen.add(name)
         try:
-            tree = ast.parse(path.read_bytes(), spec.origin)
-        except (SyntaxError, ValueError) as error:
-            line = getattr(error, "lineno", None)
-            if not certain:
-                return None
-            name = type(error).__name__
-            text = error.msg if isinstance(error, SyntaxError) else str(error)
-            raise self._ref.cannot_be_imported(f"{name}: {text}", f"{path}, line {line}") from None
+            tree = ast.parse(file.read_bytes(), str(file))
         except OSError:
             return None
-        self._path_is_changed = self._path_is_changed or _changes_imports(tree)
+        except (SyntaxError, ValueError) as error:
+            if not certain:
+                return None
+            text, line = (error.msg, error.lineno) if isinstance(error, SyntaxError) else (error, 1)
+            problem = f"{type(error).__name__}: {text}"
+            raise self._ref.cannot_be_imported(problem, f"{file}, line {line}") from None
+        self._path_is_changed = self._path_is_changed or any(
+            isinstance(node, ast.Attribute)
+            and (node.attr == "addsitedir" or ast.unparse(node) in _PATH_CHANGERS)
+            for node in ast.walk(tree)
+        )
+        package = name if file.name == "__init__.py" else name.rpartition(".")[0]
         for node, is_sure in _imports(tree.body, certain):
-            self._follow(node, spec, certain=is_sure)
-        self._found.update(dict.fromkeys(_constant_list(tree)))
+            where = f"{file}, line {node.lineno}"
+            names = [alias.name for alias in node.names]
+            if isinstance(node, ast.ImportFrom):
+                self._follow(_absolute(node, package), names, where, certain=is_sure)
+            else:
+                for one in names:
+                    self._follow(one, (), where, certain=is_sure)
+        self.found.update(dict.fromkeys(_preload_list(tree)))
         return tree
 
-    def _follow(
-        self, node: ast.Import | ast.ImportFrom, spec: ModuleSpec, *, certain: bool
-    ) -> None:
-        where = f"{spec.origin}, line {node.lineno}"
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                self._module(alias.name, (), where, certain=certain)
+    def _follow(self, module: str, inner: Sequence[str], where: str, *, certain: bool) -> None:
+        """Take in the import of a module, and of names from it."""
+        top, *rest = module.split(".")
+        if not top or top in sys.stdlib_module_names:
             return
-        name = node.module or ""
-        if node.level:
-            package = spec.name if spec.submodule_search_locations else spec.parent or ""
-            base = package.split(".")[: len(package.split(".")) - node.level + 1]
-            name = ".".join([*base, *([name] if name else [])])
-        if name:
-            self._module(name, [alias.name for alias in node.names], where, certain=certain)
-
-    def _module(self, name: str, inner: Sequence[str], where: str, *, certain: bool) -> None:
-        top, *rest = name.split(".")
-        if top == "__future__" or top in sys.builtin_module_names:
-            return
-        spec = _spec_of_top(top)
+        spec = self._spec_of_top(top)
         if spec is None:
             if certain and not self._path_is_changed:
                 problem = f"ModuleNotFoundError: No module named {top!r}"
                 raise self._ref.cannot_be_imported(problem, where, top)
-            return
-        if not _is_users_own(spec):
-            if top not in sys.stdlib_module_names:
-                self._found[name] = None
-                # a submodule, or an attribute: the server finds out
-                self._found.update(dict.fromkeys(f"{name}:{one}" for one in inner if one != "*"))
-            return
-        self._own_module(spec, certain=certain)
-        for part in rest:
-            found = _spec_inside(spec, part)
-            if found is None:
-                return
-            spec = found
-            self._own_module(spec, certain=certain)
-        for part in inner:
-            found = _spec_inside(spec, part)
-            if found is not None:
-                self._own_module(found, certain=False)
+        elif _is_users_own(spec):
+            for end in range(len(rest) + 1):
+                self._own_module(".".join([top, *rest[:end]]), certain=certain)
+            for one in inner:
+                self._own_module(f"{module}.{one}", certain=False)
+        else:
+            inside = [f"{module}.{one}" for one in inner if one != "*"]
+            self.found.update(dict.fromkeys([module, *inside]))
 
-    def _check_name(self, module: str, tree: ast.Module, name: str) -> None:
-        bound = _bound_names(tree)
-        if bound is not None and name not in bound:
-            close = difflib.get_close_matches(name, _functions(tree), n=1)
-            raise self._ref.has_no(module, name, close[0] if close else None)
+    def _spec_of_top(self, name: str) -> ModuleSpec | None:
+        """Find a top-level module as an import would, without importing it."""
+        if name == MAIN_MODULE and self._ref.main_file is not None:
+            return importlib.util.spec_from_file_location(name, self._ref.main_file)
+        try:
+            return importlib.util.find_spec(name)
+        except (ImportError, ValueError, AttributeError):  # a module that was put there by hand
+            return PathFinder.find_spec(name)
 
-
-def _spec_of_top(name: str) -> ModuleSpec | None:
-    """Find a top-level module as an import would, without importing it."""
-    try:
-        return importlib.util.find_spec(name)
-    except (ImportError, ValueError, AttributeError):  # a module that was put there by hand
-        return PathFinder.find_spec(name)
+    def _own_file(self, name: str) -> Path | None:
+        """Return the source of a module of the user's own; None for packages without one."""
+        top, *rest = name.split(".")
+        spec = self._spec_of_top(top)
+        if spec is None or not _is_users_own(spec):
+            return None
+        files = [Path(spec.origin)] if spec.origin and not rest else []
+        for folder in spec.submodule_search_locations or () if rest else ():
+            path = Path(folder, *rest)
+            files += [path / "__init__.py", path.with_suffix(".py")]
+        return next((file for file in files if file.suffix == ".py" and file.is_file()), None)
 
 
-def _spec_inside(package: ModuleSpec, name: str) -> ModuleSpec | None:
-    places = package.submodule_search_locations
-    if places is None:
-        return None
-    # by its own name: the full one of a namespace package needs its parent to be imported
-    found = PathFinder.find_spec(name, list(places))
-    if found is not None:
-        found.name = f"{package.name}.{name}"
-        if found.submodule_search_locations is not None:
-            found.submodule_search_locations = list(found.submodule_search_locations)
-    return found
+def _absolute(node: ast.ImportFrom, package: str) -> str:
+    if not node.level:
+        return node.module or ""
+    parents = package.split(".")
+    base = parents[: len(parents) - node.level + 1]
+    return ".".join([*base, *([node.module] if node.module else [])])
 
 
 def _is_users_own(spec: ModuleSpec) -> bool:
-    """Return whether a module is neither installed nor Python's own nor ours."""
-    top = spec.name.partition(".")[0]
-    if top == "robust_train" or top in sys.stdlib_module_names:
+    """Return whether a top-level module is neither installed nor Python's own nor ours."""
+    if spec.name == "robust_train" or spec.name in sys.stdlib_module_names:
         return False
-    places = [spec.origin] if spec.has_location else list(spec.submodule_search_locations or ())
-    return any(not str(place).startswith(_LIBRARY_FOLDERS) for place in places)
+    files = [spec.origin] if spec.has_location else list(spec.submodule_search_locations or ())
+    return any(not str(file).startswith(_LIBRARY_FOLDERS) for file in files)
 
 
 def _library_folders() -> tuple[str, ...]:
@@ -192,28 +178,22 @@ def _imports(
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             yield node, certain
         elif isinstance(node, ast.If):
-            if not _is_type_checking(node.test):
+            if not _never_holds(node.test):
                 yield from _imports(node.body, False)
             yield from _imports(node.orelse, False)
-        elif isinstance(node, (ast.Try, ast.TryStar)):
-            yield from _imports([*node.body, *node.orelse], False)
-            yield from _imports(node.finalbody, False)
-        elif isinstance(node, (ast.With, ast.ClassDef)):
-            yield from _imports(node.body, False)
+        elif isinstance(node, (ast.Try, ast.With, ast.ClassDef)):
+            parts = [getattr(node, name, []) for name in ("body", "orelse", "finalbody")]
+            yield from _imports([statement for part in parts for statement in part], False)
 
 
-def _is_type_checking(test: ast.expr) -> bool:
-    if isinstance(test, ast.Compare):  # if __name__ == "__main__"
-        return isinstance(test.left, ast.Name) and test.left.id == "__name__"
-    name = test.attr if isinstance(test, ast.Attribute) else getattr(test, "id", "")
-    return name == "TYPE_CHECKING"
+def _never_holds(test: ast.expr) -> bool:
+    """Return whether it is ``TYPE_CHECKING`` or ``__name__ == "__main__"``."""
+    return ast.unparse(test).removeprefix("typing.").startswith(("TYPE_CHECKING", "__name__ =="))
 
 
-def _constant_list(tree: ast.Module) -> list[str]:
+def _preload_list(tree: ast.Module) -> list[str]:
     for node in tree.body:
-        if isinstance(node, ast.Assign) and any(
-            isinstance(target, ast.Name) and target.id == PRELOAD for target in node.targets
-        ):
+        if isinstance(node, ast.Assign) and PRELOAD in map(ast.unparse, node.targets):
             try:
                 value = ast.literal_eval(node.value)
             except ValueError:
@@ -222,41 +202,18 @@ def _constant_list(tree: ast.Module) -> list[str]:
     return []
 
 
-def _changes_imports(tree: ast.Module) -> bool:
-    return any(
-        isinstance(node, ast.Attribute)
-        and (node.attr == "addsitedir" or ast.unparse(node) in _PATH_CHANGERS)
-        for node in ast.walk(tree)
-    )
-
-
-def _mentions(tree: ast.Module, names: frozenset[str]) -> bool:
-    return any(
-        (isinstance(node, ast.Attribute) and node.attr in names)
-        or (isinstance(node, ast.Name) and node.id in names)
-        for node in ast.walk(tree)
-    )
-
-
-def _functions(tree: ast.Module) -> list[str]:
-    kinds = (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef)
-    return [node.name for node in tree.body if isinstance(node, kinds)]
-
-
 def _bound_names(tree: ast.Module) -> set[str] | None:
     """Return every name that the module may bind; None where that cannot be read."""
-    if _mentions(tree, _NAME_MAKERS):
-        return None
     bound: set[str] = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names):
-            return None
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             bound.update((alias.asname or alias.name).partition(".")[0] for alias in node.names)
         elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             bound.add(node.name)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            bound.add(node.id)
-        elif isinstance(node, (ast.MatchAs, ast.MatchStar)) and node.name:
-            bound.add(node.name)
-    return None if "__getattr__" in bound else bound
+        elif isinstance(node, (ast.Name, ast.Attribute)):
+            name = node.id if isinstance(node, ast.Name) else node.attr
+            if name in _NAME_MAKERS:
+                return None
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                bound.add(name)
+    return None if bound & {"*", "__getattr__"} else bound

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 import psutil
 
@@ -33,9 +32,8 @@ def become_subreaper(*, on: bool = True) -> None:
 
 def _prctl(option: int, value: int) -> None:
     """Best effort: kernels and sandboxes without it lose a safety net, not the function."""
-    with contextlib.suppress(OSError):
-        if _libc_prctl is not None:
-            _libc_prctl(option, value, 0, 0, 0)
+    if _libc_prctl is not None:
+        _libc_prctl(option, value, 0, 0, 0)
 
 
 def children() -> list[int]:
@@ -55,9 +53,8 @@ def collect(pid: int) -> bool:
 
 
 def kill_descendants(
-    *,
-    spare: Collection[int] = (),
     is_ours: Callable[[psutil.Process], bool] = lambda process: True,
+    *,
     timeout_seconds: float = _KILL_SECONDS,
     quiet_seconds: float = 0.0,
 ) -> list[int]:
@@ -66,11 +63,10 @@ def kill_descendants(
     This process has to be a subreaper: a killed process leaves its own children to it.
 
     Args:
-        spare: children that are left alone, with all that they started.
-        is_ours: which of the others are meant.
+        is_ours: which descendants are meant.
         timeout_seconds: a process may hang in the kernel.
-        quiet_seconds: for this long there must be none: a process that is just dying has no
-            environment to be recognised by, and leaves its own children a moment later.
+        quiet_seconds: for this long there must be none: a process that is just dying leaves its
+            own children a moment later.
 
     Returns:
         The processes that are still there.
@@ -79,43 +75,29 @@ def kill_descendants(
     quiet_since = time.monotonic()
     pause = 0.002
     while True:
-        left = [found for found in _descendants(spare) if _is_meant(found, is_ours)]
-        for process in left:
-            with contextlib.suppress(psutil.Error):
-                process.kill()
-            collect(process.pid)
+        left = [found.pid for found in _descendants() if _is_killed(found, is_ours)]
         now = time.monotonic()
         quiet_since = now if left else quiet_since
         if (not left and now - quiet_since >= quiet_seconds) or now >= deadline:
-            return [process.pid for process in left]
+            return left
         time.sleep(pause)
         pause = min(2 * pause, 0.1)
 
 
-def is_marked(process: psutil.Process, token: str) -> bool:
-    """Return whether a process carries the job's token. Zombies have no environment."""
+def _is_killed(process: psutil.Process, is_ours: Callable[[psutil.Process], bool]) -> bool:
+    """Kill a process that is ours and collect it if it is a child; return whether it is left."""
     try:
-        return process.environ().get(JOB_MARKER) == token
+        if not is_ours(process):
+            return False
+        process.kill()
+        collect(process.pid)
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
         return False
 
 
-def _is_meant(process: psutil.Process, is_ours: Callable[[psutil.Process], bool]) -> bool:
+def _descendants() -> list[psutil.Process]:
     try:
-        return process.status() != psutil.STATUS_ZOMBIE and is_ours(process)
+        return psutil.Process().children(recursive=True)
     except psutil.Error:
-        return False
-
-
-def _descendants(spare: Collection[int]) -> list[psutil.Process]:
-    found = []
-    with contextlib.suppress(psutil.Error):
-        for child in psutil.Process().children():
-            if child.pid in spare:
-                continue
-            found.append(child)
-            with contextlib.suppress(psutil.Error):
-                if child.status() == psutil.STATUS_ZOMBIE:
-                    collect(child.pid)
-                found += child.children(recursive=True)
-    return found
+        return []

@@ -13,8 +13,9 @@ import termios
 import time
 from io import FileIO
 from pathlib import Path
+from typing import TextIO
 
-from robust_train.execution.screen import screen_of
+from robust_train.execution import screen
 
 _TAIL_BYTES = 16_384
 _MOST_READS = 16
@@ -34,12 +35,14 @@ class OutputStream:
         read_fd: where its output can be read.
     """
 
-    def __init__(self, target_fd: int | None, fallback: object) -> None:
-        self._screen = None if target_fd is None else screen_of(target_fd)
-        self._fallback = fallback
-        if target_fd is not None and os.isatty(target_fd):
+    def __init__(self, ours: TextIO) -> None:
+        self._ours = ours
+        self._target: int | None = None
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # as in a notebook
+            self._target = int(ours.fileno())
+        if self._target is not None and os.isatty(self._target):
             self.read_fd, self.child_fd = pty.openpty()
-            _copy_terminal(target_fd, self.child_fd)
+            _copy_terminal(self._target, self.child_fd)
         else:
             self.read_fd, self.child_fd = os.pipe()
             with contextlib.suppress(OSError):  # room for what is printed while we are stopped
@@ -47,7 +50,7 @@ class OutputStream:
         os.set_blocking(self.read_fd, False)
 
     def read(self) -> bytes:
-        """What has arrived, empty if nothing has."""
+        """Return what has arrived, empty if nothing has."""
         try:
             return os.read(self.read_fd, 1 << 16)
         except OSError:  # nothing now; or EIO: a terminal whose other side is closed
@@ -55,16 +58,14 @@ class OutputStream:
 
     def show(self, data: bytes) -> None:
         """Pass on to our own stream, without waiting for its reader."""
-        if self._screen is not None:
-            self._screen.write(data)
+        if self._target is not None:
+            screen.show(self._target, data)
             return
         with contextlib.suppress(Exception):
-            self._fallback.write(data.decode(errors="replace"))  # type: ignore[attr-defined]
+            self._ours.write(data.decode(errors="replace"))
 
     def close(self) -> None:
-        """Close both ends, once everything is shown that somebody reads."""
-        if self._screen is not None:
-            self._screen.finish()
+        """Close both ends."""
         for descriptor in (self.read_fd, self.child_fd):
             with contextlib.suppress(OSError):
                 os.close(descriptor)
@@ -74,15 +75,9 @@ class OutputPump:
     """Moves the output of attempts to our own streams and into the current attempt's log file."""
 
     def __init__(self) -> None:
-        self.stdout = OutputStream(_descriptor(sys.stdout), sys.stdout)
-        self.stderr = OutputStream(_descriptor(sys.stderr), sys.stderr)
+        self.streams = self.stdout, self.stderr = OutputStream(sys.stdout), OutputStream(sys.stderr)
         self._log: AttemptLog | None = None
         self._tail = b""
-
-    @property
-    def streams(self) -> tuple[OutputStream, OutputStream]:
-        """Both streams."""
-        return self.stdout, self.stderr
 
     @property
     def tail(self) -> str:
@@ -103,16 +98,18 @@ class OutputPump:
         self._log = None
 
     def move(self) -> bool:
-        """Pass on everything that has arrived; whether there was anything."""
+        """Pass on everything that has arrived; return whether there was anything."""
         moved = False
         for number, stream in enumerate(self.streams):
-            for _ in range(_MOST_READS):  # signals and events have their turn in between
+            for _ in range(_MOST_READS):  # signals and events come in between
                 if not (data := stream.read()):
                     break
                 moved = True
                 flush_output()
                 stream.show(data)
-                self._keep(data, number)
+                self._tail = (self._tail + data)[-_TAIL_BYTES:]
+                if self._log is not None:
+                    self._log.write(data, number)
         return moved
 
     def drain(self) -> None:
@@ -124,16 +121,12 @@ class OutputPump:
                 pass
 
     def close(self) -> None:
-        """Drain and release everything."""
+        """Pass on the rest and release everything."""
         self.drain()
         self.end_log()
+        screen.finish()
         for stream in self.streams:
             stream.close()
-
-    def _keep(self, data: bytes, stream: int) -> None:
-        self._tail = (self._tail + data)[-_TAIL_BYTES:]
-        if self._log is not None:
-            self._log.write(data, stream)
 
 
 class AttemptLog:
@@ -167,8 +160,7 @@ class AttemptLog:
     def close(self) -> None:
         """Write the last line's last state and close the file."""
         self._put(b"")
-        with contextlib.suppress(OSError):
-            self._file.close()
+        self._file.close()
 
     def _put(self, lines: bytes) -> None:
         """Write whole lines, and after them the present state of the unfinished one."""
@@ -179,19 +171,12 @@ class AttemptLog:
 
 
 def _settled(line: bytes) -> bytes:
-    """A line as a terminal shows it in the end: progress bars rewrite it by carriage return."""
+    """Return a line as a terminal shows it in the end: bars rewrite it by carriage return."""
     return line.rstrip(b"\r").rpartition(b"\r")[2]
 
 
-def _descriptor(stream: object) -> int | None:
-    try:
-        return int(stream.fileno())  # type: ignore[attr-defined]
-    except (AttributeError, OSError, ValueError):
-        return None
-
-
 def flush_output() -> None:
-    """Write out what this process has printed, as far as that goes."""
+    """Write out what this process has printed, as far as that is possible."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()

@@ -21,9 +21,9 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from robust_train.errors import ConfigError
 from robust_train.events import Event, Failed, Finished, ScriptStarted, Stalled
-from robust_train.execution import at_hand, sleep_until_readable
+from robust_train.execution import at_hand
 from robust_train.execution.fork_messages import Exited
-from robust_train.execution.fork_server import TICK_SECONDS, ForkServer, ServerDied
+from robust_train.execution.fork_server import ForkServer, ServerDied
 from robust_train.execution.library_imports import PRELOAD, libraries_of
 from robust_train.execution.progress import AttemptProgress
 from robust_train.execution.request import AttemptRequest
@@ -70,32 +70,14 @@ class ProcessExecutor:
         self._server: ForkServer | None = None
         self._start()
 
-    def sleep(
-        self, seconds: float, wake: int | None = None, tick: Callable[[], None] = lambda: None
-    ) -> None:
-        """Wait, but not for a trainer that refuses the configuration, nor past a readable ``wake``.
-
-        Raises:
-            ConfigError: the trainer refuses it.
-        """
-        until = time.monotonic() + seconds
-        while (left := until - time.monotonic()) > 0:
-            tick()
-            slice_seconds = min(left, TICK_SECONDS)
-            started = time.monotonic()
-            with contextlib.suppress(ServerDied):  # reported by the attempt, with its output
-                if self._server is not None:
-                    self._server.poll_import(slice_seconds, wake)
-            rest = slice_seconds - (time.monotonic() - started)
-            if sleep_until_readable(max(rest, 0.0), wake):
-                return
+    def poll(self) -> None:
+        """Raise ConfigError if the trainer has refused the config meanwhile."""
+        with contextlib.suppress(ServerDied):  # reported by the attempt, with its output
+            if self._server is not None:
+                self._server.poll_import(waits=False)
 
     def prepare(self) -> None:
-        """Wait until libraries are imported.
-
-        Raises:
-            ConfigError: the trainer refuses the configuration.
-        """
+        """Wait until libraries are imported; raises ConfigError if the trainer refuses."""
         self._ready_server()
 
     def run(
@@ -106,13 +88,9 @@ class ProcessExecutor:
         hold: tuple[int, ...] = (),
         tick: Callable[[], None] = lambda: None,
     ) -> Outcome:
-        """Run one attempt.
-
-        Raises:
-            ConfigError: the trainer cannot be imported or refuses the configuration.
-        """
+        """Run one attempt; raises ConfigError if the trainer cannot be imported or refuses."""
         started = time.monotonic()
-        oom_kills = OomKillWatch.start()
+        oom_kills = OomKillWatch()
         progress = AttemptProgress()
 
         def take(event: Event) -> None:
@@ -128,13 +106,7 @@ class ProcessExecutor:
         try:
             server = self._ready_server(request.environ)
             server.pump.start_log(log_path)
-            exited = server.run(
-                request,
-                on_event=take,
-                signals=self._signals,
-                hold=hold,
-                tick=tick,
-            )
+            exited = server.run(request, on_event=take, signals=self._signals, hold=hold, tick=tick)
             server.pump.end_log()
             tail = server.pump.tail
             if not server.is_alive:
@@ -143,7 +115,6 @@ class ProcessExecutor:
             exited = Exited(None, death.returncode)
             tail = self._end_server()
         self._await_signal(progress)
-        seconds = time.monotonic() - started
         if isinstance(progress.ending, Failed) and progress.ending.config_error:
             raise ConfigError(progress.ending.config_error)
         runs_script = progress.script_started is not None
@@ -152,21 +123,26 @@ class ProcessExecutor:
             on_event(Stalled(request.stall_timeout_seconds, stacks))
         was_stopped = self._signals.received is not None
         failure = failure_of(progress, exited, tail, was_stopped, oom_kills.killed)
-        trace, error = _native_stack(tail), _unpickled(progress.ending)
-        if exited.stalled and failure is not None and not was_stopped:
-            failure = _stalled(request, has_stacks=bool(stacks))
-            outcome = progress.outcome(failure, seconds, error=error)
-            return replace(outcome, traceback=stacks or None)
         outcome = progress.outcome(
             failure,
-            seconds,
+            time.monotonic() - started,
             max_resident_bytes=exited.max_resident_bytes,
-            traceback=trace,
-            error=error,
+            error=_unpickled(progress.ending),
         )
+        if exited.stalled and failure is not None and not was_stopped:
+            failure = _stalled(request, has_stacks=bool(stacks))
+            return replace(outcome, failure=failure, traceback=stacks or None)
         if runs_script and failure is not None:
             return replace(outcome, traceback=last_words(tail, log_path.name), error=None)
-        return outcome
+        return replace(outcome, traceback=outcome.traceback or _native_stack(tail))
+
+    def close(self, *, keep_server: bool) -> None:
+        """Release the server: for the next job of this process, or for good."""
+        server = self._server
+        if keep_server and not self._unsafe and server is not None and server.is_alive:
+            self._server = None
+            at_hand.park(server)
+        self._end_server()
 
     def _await_signal(self, progress: AttemptProgress) -> None:
         """Wait a moment for our own signal: a stop of all processes may reach the attempt first."""
@@ -178,19 +154,9 @@ class ProcessExecutor:
         while is_stop and self._signals.received is None and time.monotonic() < deadline:
             time.sleep(0.02)
 
-    def close(self, *, keep_server: bool) -> None:
-        """Release the server: for the next job of this process, or for good."""
-        server, self._server = self._server, None
-        if server is None:
-            return
-        if keep_server and not self._unsafe and server.is_alive:
-            at_hand.park(server)
-        else:
-            server.close()
-
     def _start(self) -> ForkServer:
         self._server = server = at_hand.take()
-        safe = [name for name in self._libraries if name.partition(":")[0] not in self._unsafe]
+        safe = [name for name in self._libraries if name not in self._unsafe]
         ours = self._trainer if self._trainer.is_ours else None
         with contextlib.suppress(ServerDied):
             server.begin_import(safe, ours, self._cfg if ours else None)
@@ -204,7 +170,7 @@ class ProcessExecutor:
                 self._end_server()
                 server = self._start()
             try:
-                server.poll_import(None)
+                server.poll_import(waits=True)
             except ServerDied as death:
                 if not self._libraries:
                     raise
@@ -237,7 +203,7 @@ def failure_of(
     exited: Exited,
     tail: str,
     was_stopped: bool,
-    oom_killed: Callable[[int], bool | None],
+    oom_killed: Callable[[], bool | None],
 ) -> Failure | None:
     """Return why an attempt failed, by its own report or by its process's end.
 
@@ -252,10 +218,9 @@ def failure_of(
     def death(pid: int | None, returncode: int) -> Failure:
         if returncode == 0:
             return Failure(FailureKind.BUG, "the trainer ended its process without returning")
-        is_kill = returncode == -signal.SIGKILL and pid is not None
-        return classify_exit(
-            returncode, tail, oom_killed=oom_killed(pid) if is_kill and pid else None
-        )
+        was_killed = returncode == -signal.SIGKILL
+        killed = oom_killed() if was_killed and pid is not None else None
+        return classify_exit(returncode, tail, oom_killed=killed)
 
     if isinstance(progress.ending, Finished):
         return None
@@ -283,10 +248,7 @@ def _stalled(request: AttemptRequest, *, has_stacks: bool) -> Failure:
 
 
 def _stacks(request: AttemptRequest, *, keep: bool) -> str:
-    """Return what the attempt wrote when asked what its threads do; remove the file if empty.
-
-    Not kept of an attempt that only waits for a script.
-    """
+    """Return what the attempt wrote of its threads, if that is to be kept; remove an empty file."""
     try:
         text = request.stacks_file.read_text(errors="replace") if keep else ""
         if not text:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from robust_train.events import (
     Event,
@@ -25,13 +24,7 @@ from robust_train.values import Failure, Outcome
 
 @dataclass(frozen=True)
 class AttemptProgress:
-    """How far an attempt has come.
-
-    Attributes:
-        ending: the event of its end, None so far.
-        rank_died: the event of a rank's death that ended the group, else None.
-        script_started, script_ended: of a script.
-    """
+    """How far an attempt has come; of events that come once, the event."""
 
     start_step: int = 0
     end_step: int | None = None
@@ -52,8 +45,7 @@ class AttemptProgress:
                 memory = {**self.memory, **event.memory}
                 return replace(self, ending=event, end_step=step, memory=memory)
             case RankDied():
-                memory = {**self.memory, **event.memory}
-                return replace(self, rank_died=event, memory=memory)
+                return replace(self, rank_died=event, memory={**self.memory, **event.memory})
             case TrainingStarted():
                 return replace(self, start_step=event.step, began_training=True)
             case Progress():
@@ -82,22 +74,21 @@ class AttemptProgress:
         failure: Failure | None,
         seconds: float,
         *,
-        max_resident_bytes: int | None = None,
-        traceback: str | None = None,
+        max_resident_bytes: int = 0,
         error: BaseException | None = None,
     ) -> Outcome:
-        """Return the outcome of an attempt whose process has ended.
+        """Return the outcome of an attempt that has ended.
 
         Args:
             failure: why it failed, None if it completed.
             seconds: wall time.
-            max_resident_bytes: the process's peak, where no device memory is known.
-            traceback: what stands for the trainer's own where it reported none.
+            max_resident_bytes: the process's peak, where it is known from outside.
             error: the exception, where it could be carried over.
         """
         failed = self.ending if isinstance(self.ending, Failed) else None
         on_gpu = "max_allocated" in self.memory
         resident = max_resident_bytes or self.memory.get("max_resident")
+        returned = None if self.memory_cleared is None else self.memory_cleared.as_json()
         return Outcome(
             failure=failure,
             result=self.ending.result if isinstance(self.ending, Finished) else None,
@@ -107,15 +98,10 @@ class AttemptProgress:
             began_training=self.began_training,
             peak_memory_bytes=self.memory["max_allocated"] if on_gpu else resident,
             memory=dict(self.memory) if on_gpu else None,
-            memory_returned=self._returned(),
+            memory_returned=returned
+            and {key: returned[key] for key in returned if key not in ("event", "reason", "step")},
             micro_batch=self.micro_batch,
             stopped_for=failed.stopped_for if failed else None,
-            traceback=(failed.traceback if failed else None) or traceback,
+            traceback=failed.traceback if failed else None,
             error=error,
         )
-
-    def _returned(self) -> dict[str, Any] | None:
-        if self.memory_cleared is None:
-            return None
-        given = self.memory_cleared.as_json()
-        return {key: given[key] for key in given if key not in ("event", "reason", "step")}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import faulthandler
 import json
 import logging
@@ -12,7 +11,8 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NoReturn
 
 from omegaconf import DictConfig, open_dict
 
@@ -27,78 +27,55 @@ from robust_train.events import (
     OutOfMemory,
     parse,
 )
-from robust_train.execution.linux import signal_at_parents_death
 from robust_train.execution.output import flush_output
 from robust_train.execution.request import AttemptRequest
-from robust_train.execution.runner import run_attempt, stop_on_signals
-from robust_train.execution.signals import STOP_SIGNALS
-from robust_train.execution.stall import DUMP_STACKS
+from robust_train.execution.runner import new_run, run_attempt, stop_on_signals
+from robust_train.execution.signals import DUMP_STACKS, STOP_SIGNALS
 from robust_train.execution.votes import Votes
 from robust_train.execution.wire import EventSender
-from robust_train.run import Run
 
 _EVENTS_OF_ANY_RANK = (MemoryReported, OutOfMemory, MicroBatchChanged, MicroBatchExhausted)
 """What the launcher gets of other ranks than the first, with their number."""
 
 
-@dataclass(frozen=True)
-class Rank:
-    """What a rank's process is given; it travels by fork.
+def be_rank(
+    rank: int, request: AttemptRequest, send: EventSender, votes: Votes, ending: int, port: int
+) -> NoReturn:
+    """Run the trainer as one of the ranks, in a process that was forked for it.
 
-    Attributes:
+    Args:
         rank: its number.
         request: the attempt.
         send: takes the attempt's events.
         votes: the group's flags.
         ending: a descriptor of a file in memory for the event of its end.
-        port: reads the port of the group's store, once there is one.
+        port: of the group's store.
     """
-
-    rank: int
-    request: AttemptRequest
-    send: EventSender
-    votes: Votes
-    ending: int
-    port: int
-
-
-def be_rank(given: Rank) -> None:
-    """Run the trainer as one of the ranks; does not return."""
-    request, rank = given.request, given.rank
     status = 1
     try:
-        run = Run(
-            run_dir=request.run_dir,
-            attempt=request.attempt,
-            resume_checkpoint=request.resume_checkpoint,
-            report=_report_of(rank, given.send),
-            rank=rank,
-            world_size=request.ranks,
-            flags=given.votes,
-        )
-        _set_environment(rank, request, given.port)
-        _settle(rank, request)
+        _set_environment(rank, request, port)
+        _set_up(rank, request)
         error = run_attempt(
             replace(request, cfg=_config_of(rank, request.cfg)),
-            run,
+            new_run(request, _report_of(rank, send), rank=rank, flags=votes),
             request.trainer.load,
-            _ending_to(given.ending),
+            _ending_to(ending),
             stopping=stop_on_signals,
             process_ends=True,
         )
         status = int(error is not None)
-        # from here on others may still be at work, and a wish to stop is theirs
+        # from here on others may still be at work, and a request to stop is for them
         for signum in STOP_SIGNALS:
             signal.signal(signum, signal.SIG_IGN)
         flush_output()
+        # after a failure not the interpreter's way out: a collective's thread may wait for peers
         if status == 0:
             run_exit_handlers()
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:
         flush_output()
-        given.send.flush()
-        # after a failure not the interpreter's way out: a collective's thread may wait for peers
+        send.flush()
         os._exit(status)
 
 
@@ -123,14 +100,11 @@ def _ending_to(descriptor: int) -> Callable[[Event], None]:
 
 
 def _report_of(rank: int, send: EventSender) -> Callable[[Event], None]:
-    if rank == 0:
-        return send
-
     def of_another(event: Event) -> None:
         if isinstance(event, _EVENTS_OF_ANY_RANK):
-            send(dataclasses.replace(event, rank=rank))
+            send(replace(event, rank=rank))
 
-    return of_another
+    return of_another if rank else send
 
 
 def _config_of(rank: int, cfg: DictConfig) -> DictConfig:
@@ -146,8 +120,6 @@ def _config_of(rank: int, cfg: DictConfig) -> DictConfig:
 
 def _set_environment(rank: int, request: AttemptRequest, port: int) -> None:
     """Set what torch's ``env://`` and other libraries read, as torch's own launcher does."""
-    with open(port) as pipe:
-        number = pipe.read()
     for name in ("RANK", "LOCAL_RANK", "ROLE_RANK"):
         os.environ[name] = str(rank)
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"):
@@ -156,7 +128,7 @@ def _set_environment(rank: int, request: AttemptRequest, port: int) -> None:
         "GROUP_RANK": "0",
         "GROUP_WORLD_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": number,
+        "MASTER_PORT": str(port),
         "TORCHELASTIC_RUN_ID": "robust_train",
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
@@ -168,7 +140,7 @@ def _set_environment(rank: int, request: AttemptRequest, port: int) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
-def _settle(rank: int, request: AttemptRequest) -> None:
+def _set_up(rank: int, request: AttemptRequest) -> None:
     """Set up what each of several processes of one machine needs."""
     if rank:
         # the same lines of every rank would hide what differs
@@ -190,10 +162,3 @@ def _mark(rank: int, record: logging.LogRecord) -> bool:
     if not getattr(record, "is_marked", False):
         record.msg, record.is_marked = f"[rank {rank}] {record.msg}", True
     return True
-
-
-def become_rank(parent: int) -> None:
-    """Tie a freshly forked rank to the attempt's process."""
-    signal_at_parents_death(signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)

@@ -11,27 +11,28 @@ import contextlib
 import faulthandler
 import os
 import signal
+import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from types import FrameType
 
-from torch._C._distributed_c10d import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from robust_train.events import Event, Failed, RankDied
-from robust_train.execution.rank import Rank, be_rank, become_rank, read_ending
+from robust_train.execution.linux import signal_at_parents_death
+from robust_train.execution.rank import be_rank, read_ending
 from robust_train.execution.request import AttemptRequest
 from robust_train.execution.root_cause import RankEnd, root_cause
-from robust_train.execution.signals import STOP_SIGNALS, stop_signal
-from robust_train.execution.stall import DUMP_STACKS
+from robust_train.execution.signals import DUMP_STACKS, STOP_SIGNALS, stop_signal
 from robust_train.execution.votes import Votes
 from robust_train.execution.wire import EventSender
 from robust_train.run import STOP
 from robust_train.values import Failure, FailureKind
 
 _POLL_SECONDS = 0.05
-_LAST_WORDS_SECONDS = 1.0
-"""How long the others have after a failure: for a report of their own that explains more."""
+_LAST_REPORT_SECONDS = 1.0
+"""Time of the others after a failure: for a report of their own that explains more."""
 _AFTER_KILL_SECONDS = 5.0
 
 
@@ -41,11 +42,8 @@ def run_ranks(request: AttemptRequest, send: EventSender) -> int:
     Returns:
         0 if all ranks completed, else 1.
     """
-    group = _Group(request, send)
-    ends = group.run()
-    ending, status = _ending(ends)
+    ending, status = _ending(_Group(request, send).run())
     send(ending)
-    send.flush()
     return status
 
 
@@ -60,35 +58,35 @@ class _Group:
         self._dead: dict[int, RankEnd] = {}
         self._kill_at: float | None = None
         self._killed_at: float | None = None
-        ports = []
-        for rank in range(request.ranks):
-            read_end, write_end = os.pipe()
-            ports.append(write_end)
-            given = Rank(rank, request, send, self._votes, self._endings[rank], read_end)
-            self._fork(given, ports)
-            os.close(read_end)
-        # only now: its thread would not be in the ranks
-        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        for port in ports:
-            os.write(port, str(self._store.port).encode())
-            os.close(port)
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            port = listener.getsockname()[1]
+            me = os.getpid()
+            for rank in range(request.ranks):
+                if (pid := os.fork()) == 0:
+                    signal_at_parents_death(signal.SIGKILL)
+                    if os.getppid() != me:
+                        os._exit(1)
+                    listener.close()
+                    be_rank(rank, request, send, self._votes, self._endings[rank], port)
+                self._pids.append(pid)
+            # only now: its thread would not be in the ranks, which may be connecting already
+            self._store = TCPStore(
+                "127.0.0.1",
+                port,
+                is_master=True,
+                wait_for_workers=False,
+                master_listen_fd=listener.detach(),
+                use_libuv=False,  # before torch 2.6 that takes no open socket
+            )
         self._pass_signals_on(stacks=request.stall_timeout_seconds > 0)
-
-    def _fork(self, given: Rank, ports: Sequence[int]) -> None:
-        parent = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            become_rank(parent)
-            for port in ports:
-                os.close(port)
-            be_rank(given)
-        self._pids.append(pid)
 
     def run(self) -> list[RankEnd]:
         """Wait until all ranks have ended; the first failure limits the time of the others."""
         while len(self._dead) < len(self._pids):
             time.sleep(_POLL_SECONDS)
-            self._collect()
+            for rank, pid in enumerate(self._pids):
+                if rank not in self._dead and (found := os.waitpid(pid, os.WNOHANG))[0]:
+                    self._dead[rank] = self._end(rank, os.waitstatus_to_exitcode(found[1]))
             now = time.monotonic()
             self._set_clock(now)
             if self._kill_at is not None and now >= self._kill_at:
@@ -96,25 +94,22 @@ class _Group:
                 self._signal(signal.SIGKILL)
                 if now >= self._killed_at + _AFTER_KILL_SECONDS:
                     break  # one hangs in the kernel
-        return [self._dead.get(rank) or self._end(rank, None) for rank in range(len(self._pids))]
-
-    def _collect(self) -> None:
-        for rank, pid in enumerate(self._pids):
-            if rank not in self._dead and (found := os.waitpid(pid, os.WNOHANG))[0]:
-                self._dead[rank] = self._end(rank, os.waitstatus_to_exitcode(found[1]))
+        return self._ends()
 
     def _set_clock(self, now: float) -> None:
         """Set when to kill: after the first failure, or when all have reported their end."""
         if self._kill_at is not None:
             return
-        ends = [self._dead.get(rank) or self._end(rank, None) for rank in range(len(self._pids))]
-        known = [end for end in ends if end.ending is not None or end.rank in self._dead]
+        known = [end for end in self._ends() if end.ending is not None or end.rank in self._dead]
         failed = [end for end in known if end.is_failure]
         if failed:
             knows = all(end.others_know for end in failed)
-            self._kill_at = now + (self._grace_seconds if knows else _LAST_WORDS_SECONDS)
+            self._kill_at = now + (self._grace_seconds if knows else _LAST_REPORT_SECONDS)
         elif len(known) == len(self._pids):
             self._kill_at = now + self._grace_seconds
+
+    def _ends(self) -> list[RankEnd]:
+        return [self._dead.get(rank) or self._end(rank, None) for rank in range(len(self._pids))]
 
     def _end(self, rank: int, returncode: int | None) -> RankEnd:
         at, ending = read_ending(self._endings[rank]) or (time.monotonic(), None)
@@ -145,8 +140,9 @@ class _Group:
 
 def _ending(ends: Sequence[RankEnd]) -> tuple[Event, int]:
     """Return the event of the group's end, and the exit status."""
-    known = [end.ending for end in ends if end.ending is not None]
-    memory = max((one.memory for one in known), key=_peak, default={})
+    figures = [end.ending.memory for end in ends if end.ending is not None]
+    peaks = [one.get("max_allocated", one.get("max_resident", 0)) for one in figures]
+    memory = figures[peaks.index(max(peaks))] if peaks else {}
     root = root_cause(ends)
     if root is None:
         if ends[0].ending is not None:
@@ -158,7 +154,3 @@ def _ending(ends: Sequence[RankEnd]) -> tuple[Event, int]:
     by = root.ending.caused_by_rank
     failure = replace(root.ending.failure, rank=root.rank if by is None else by)
     return replace(root.ending, failure=failure, memory=memory), 1
-
-
-def _peak(memory: Mapping[str, int]) -> int:
-    return max(memory.get("max_allocated", 0), memory.get("max_resident", 0))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from omegaconf import DictConfig
 
 from robust_train.batch.search import BatchSearch
+from robust_train.execution.environment import attempt_environment
 from robust_train.execution.trainer_ref import TrainerRef
+from robust_train.settings import LauncherSettings, attempt_config, hydra_config
+from robust_train.values import AttemptSpec
 
 
 @dataclass(frozen=True)
@@ -16,18 +20,13 @@ class AttemptRequest:
     """One attempt, ready to be carried to another process.
 
     Attributes:
-        trainer: which callable to run.
         cfg: the composed config with this attempt's device, batch and workers, fully resolved.
         hydra_cfg: Hydra's own config, so that ``HydraConfig`` and logging work in the trainer.
         attempt: number of the attempt, counted from 1.
-        run_dir: the job's run folder.
-        resume_checkpoint: the checkpoint to go on from.
         environ: the whole environment of the attempt's process.
-        cwd: its working directory.
-        stall_timeout_seconds: without progress for so long it is ended; 0 for never.
+        stall_timeout_seconds: an attempt without progress for this long is ended; 0 for never.
         ranks: processes that run the trainer together.
-        stop_grace_seconds: time that they have for a last checkpoint when one of them has ended in
-            a way that the others know of.
+        stop_grace_seconds: time for a last checkpoint.
         batch_search: the micro-batch is to be found before training.
     """
 
@@ -46,5 +45,48 @@ class AttemptRequest:
 
     @property
     def stacks_file(self) -> Path:
-        """Return where the attempt writes what its threads are doing, when it is asked to."""
+        """Where the attempt writes what its threads are doing, when it stalls."""
         return self.run_dir / f"attempt-{self.attempt}.stacks"
+
+
+def request_for(
+    spec: AttemptSpec,
+    cfg: DictConfig,
+    settings: LauncherSettings,
+    *,
+    trainer: TrainerRef,
+    device: str,
+    number: int,
+    run_dir: Path,
+    checkpoint: Path | None,
+    search: BatchSearch | None,
+) -> AttemptRequest:
+    """Return the request for an attempt of a job with config ``cfg``.
+
+    Args:
+        spec: what the attempt uses.
+        device: what ``cfg.device`` is for the trainer.
+        number: of the attempt.
+        checkpoint: what it resumes from.
+        search: the search for its micro-batch, None where the size is known.
+    """
+    return AttemptRequest(
+        trainer=trainer,
+        cfg=attempt_config(cfg, spec, device),
+        hydra_cfg=hydra_config(),
+        attempt=number,
+        run_dir=run_dir,
+        resume_checkpoint=checkpoint,
+        environ=attempt_environment(
+            os.environ,
+            spec.gpus,
+            expandable_segments=spec.expandable_segments,
+            by_index=settings.gpus_by_index,
+        ),
+        cwd=os.getcwd(),
+        stall_timeout_seconds=settings.stall_timeout_seconds,
+        # a script starts its processes itself
+        ranks=1 if settings.is_script else spec.ranks,
+        stop_grace_seconds=settings.stop_grace_seconds,
+        batch_search=search,
+    )

@@ -14,14 +14,12 @@ _FOLLOWS_FROM_OTHERS = frozenset({FailureKind.COMM, FailureKind.INTERRUPTED})
 
 @dataclass(frozen=True)
 class RankEnd:
-    """How one rank's process ended.
+    """How one rank's process ended, or that it runs.
 
     Attributes:
-        rank: its number.
-        pid: its process id.
-        ending: the event of its end; None where it died without one.
+        ending: the event of its end; None so far, or where it died without one.
         at: seconds of the monotonic clock: when it reported its end, else when it was seen dead.
-        returncode: as subprocess has it, None where it did not end by itself.
+        returncode: as subprocess has it, None while it runs.
         was_killed: it was killed because another had failed.
     """
 
@@ -47,9 +45,8 @@ class RankEnd:
     @property
     def others_know(self) -> bool:
         """Whether the other ranks end by themselves, after a last checkpoint."""
-        if self.kind is FailureKind.INTERRUPTED:
-            return True
-        return isinstance(self.ending, Failed) and self.ending.others_know
+        failed = isinstance(self.ending, Failed) and self.ending.others_know
+        return failed or self.kind is FailureKind.INTERRUPTED
 
 
 def root_cause(ends: Sequence[RankEnd]) -> RankEnd | None:
@@ -57,10 +54,9 @@ def root_cause(ends: Sequence[RankEnd]) -> RankEnd | None:
 
     A rank that the kernel killed reports nothing, and its peers report a broken connection first:
     so SIGKILL comes before any report. After that the earliest one counts that is no consequence by
-    its nature (a lost connection, having been asked to stop) or by its own word.
+    its nature (a lost connection, a request to stop) or by its own report.
     """
-    failures = [end for end in ends if end.is_failure]
-    return min(failures, key=_order, default=None)
+    return min((end for end in ends if end.is_failure), key=_order, default=None)
 
 
 def _order(end: RankEnd) -> tuple[int, float]:

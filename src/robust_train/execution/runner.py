@@ -5,16 +5,14 @@ from __future__ import annotations
 import base64
 import contextlib
 import inspect
-import mmap
 import multiprocessing.util
 import os
 import pickle
 import signal
-import struct
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import FrameType
 from typing import Any
@@ -22,12 +20,12 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from robust_train.errors import ConfigError, Interrupted, UserError
-from robust_train.events import Event, Failed, Finished
+from robust_train.events import Event, Failed, Finished, Json
 from robust_train.execution.request import AttemptRequest
 from robust_train.execution.signals import STOP_SIGNALS
 from robust_train.failures import classify_failure
 from robust_train.memory.steering import AttemptMemory
-from robust_train.run import MicroBatchPlan, Run, memory_in_use
+from robust_train.run import Flags, MicroBatchPlan, Run, memory_in_use
 from robust_train.runfolder.attempt_requests import AttemptRequests
 from robust_train.runfolder.cadence import SavePlan
 from robust_train.values import UNDER_SUBMITIT, Failure, FailureKind
@@ -37,11 +35,34 @@ HALVE_BATCH = "halve_batch"
 
 Trainer = Callable[..., Any]
 Send = Callable[[Event], None]
-Stopping = Callable[[Callable[[], None]], contextlib.AbstractContextManager[Any]]
+Stopping = Callable[[Callable[[], None]], AbstractContextManager[Any]]
 """Within such a context signals call the given function, which asks the trainer to stop."""
 
-_WORKER_PATIENCE_SECONDS = 0.2
+_LARGEST_ERROR_BYTES = 20_000
 _WORKER_REPRIEVE_SECONDS = 5.0
+
+
+def new_run(
+    request: AttemptRequest,
+    report: Send,
+    *,
+    can_restart: bool = True,
+    rank: int = 0,
+    flags: Flags | None = None,
+) -> Run:
+    """Return what the trainer of an attempt is given."""
+    run = Run(
+        run_dir=request.run_dir,
+        attempt=request.attempt,
+        resume_checkpoint=request.resume_checkpoint,
+        report=report,
+        can_restart=can_restart,
+        rank=rank,
+        world_size=request.ranks,
+        flags=flags,
+    )
+    run.batch_search = request.batch_search
+    return run
 
 
 def run_attempt(
@@ -58,7 +79,7 @@ def run_attempt(
 
     Args:
         request: the attempt.
-        run: what the trainer gets.
+        run: what the trainer is given.
         load: returns the trainer, imported if need be.
         send: takes the event of its end.
         stopping: how this process is asked to stop.
@@ -70,7 +91,6 @@ def run_attempt(
     """
     error: BaseException | None = None
     ending: Finished | Failed
-    run.batch_search = request.batch_search
     with stopping(stop_trainer(run)):
         try:
             with AttemptRequests(run, run.run_dir, tick):
@@ -88,7 +108,10 @@ def run_attempt(
             message = "stopped to go on with half the micro-batch"
             failure = Failure(FailureKind.INTERRUPTED, message)
             ending = Failed(failure, stopped_for=HALVE_BATCH)
-        send(_with_figures(ending, run))
+        memory: Mapping[str, int] = {}
+        with contextlib.suppress(Exception):  # after a sticky error CUDA answers nothing
+            memory = memory_in_use()
+        send(replace(ending, step=run.last_step, memory=memory))
         if run.memory_keeper is not None and not (process_ends and error is not None):
             run.memory_keeper.clean_up(error)
     return error
@@ -109,19 +132,9 @@ def call_trainer(trainer: Trainer, cfg: DictConfig, run: Run) -> Any:
             return trainer(cfg)
         if "run" in parameters:
             return trainer(cfg, run=run)
-        required = [
-            p
-            for p in parameters.values()
-            if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-        ]
-        return trainer(cfg, run) if len(required) >= 2 else trainer(cfg)
-
-
-def _with_figures(ending: Finished | Failed, run: Run) -> Finished | Failed:
-    memory: Mapping[str, int] = {}
-    with contextlib.suppress(Exception):  # after a sticky error CUDA answers nothing
-        memory = memory_in_use()
-    return replace(ending, step=run.last_step, memory=memory)
+        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        given = [p for p in parameters.values() if p.kind in positional and p.default is p.empty]
+        return trainer(cfg, run) if len(given) >= 2 else trainer(cfg)
 
 
 def _failure_of(error: BaseException) -> Failure:
@@ -146,10 +159,8 @@ def _failed(failure: Failure, error: BaseException) -> Failed:
 def trainer_traceback(error: BaseException) -> str:
     """Return the traceback as the trainer's author sees it: without the launcher's own frames."""
     frames = error.__traceback__
-    while frames is not None and frames.tb_frame.f_globals.get("__name__", "") in (
-        __name__,
-        "robust_train.execution.trainer_ref",
-    ):
+    ours = (__name__, "robust_train.execution.trainer_ref")
+    while frames is not None and frames.tb_frame.f_globals.get("__name__", "") in ours:
         frames = frames.tb_next
     return "".join(traceback.format_exception(type(error), error, frames))
 
@@ -160,11 +171,11 @@ def _pickled(error: BaseException) -> str | None:
         pickle.loads(data)  # many exceptions can be dumped but not built again
     except Exception:
         return None
-    return base64.b64encode(data).decode() if len(data) < 20_000 else None
+    return base64.b64encode(data).decode() if len(data) < _LARGEST_ERROR_BYTES else None
 
 
-def plain(value: Any) -> Any:
-    """Return ``value`` in JSON's types: what a trainer returned, for a process without torch.
+def plain(value: object) -> Json:
+    """Return what a trainer returned in JSON's types, for a process without torch.
 
     Numbers of any library become Python's, paths strings; containers are walked; the rest becomes
     its ``repr``.
@@ -185,7 +196,7 @@ def plain(value: Any) -> Any:
 
 
 def stop_trainer(run: Run) -> Callable[[], None]:
-    """Return what asks a trainer to stop. One that never looks at ``run`` is interrupted, once.
+    """Return what asks a trainer to stop; one that never reads ``run`` is interrupted, once.
 
     More signals change nothing: a job's processes may get each of them several times, and only the
     launcher kills, when the time for a last checkpoint is over.
@@ -202,37 +213,21 @@ def stop_trainer(run: Run) -> Callable[[], None]:
     return stop
 
 
-class _StopTime:
-    """When the attempt was asked to stop, in memory that its forks share."""
-
-    def __init__(self) -> None:
-        self._memory = mmap.mmap(-1, 8)
-
-    def set(self) -> None:
-        struct.pack_into("d", self._memory, 0, time.monotonic())
-
-    def is_recent(self) -> bool:
-        (at,) = struct.unpack_from("d", self._memory, 0)
-        return bool(at) and time.monotonic() - at < _WORKER_REPRIEVE_SECONDS
-
-
 @contextlib.contextmanager
 def stop_on_signals(stop: Callable[[], None]) -> Iterator[None]:
     """Have signals call ``stop``, in a process that was forked for the attempt.
 
-    Processes that the trainer forks, data-loader workers above all, take the signals' default
-    actions, or their parent could not end them. But where every process of the job got the signal,
-    they live on for some seconds, so that the trainer reaches the end of its step and saves.
+    Processes that the trainer forks take the signals' default actions, or their parent could not
+    end them. Data-loader workers put off a signal that is not their parent's, perhaps one to every
+    process of the job: the trainer needs them to reach the end of its step and save.
     """
     me = os.getpid()
-    stopped = _StopTime()
     if UNDER_SUBMITIT in os.environ:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     watched = [s for s in STOP_SIGNALS if signal.getsignal(s) != signal.SIG_IGN]
 
     def on_signal(signum: int, frame: FrameType | None) -> None:
         if os.getpid() == me:
-            stopped.set()
             stop()
 
     def in_fork() -> None:
@@ -240,27 +235,23 @@ def stop_on_signals(stop: Callable[[], None]) -> Iterator[None]:
             for signum in watched:
                 signal.signal(signum, signal.SIG_DFL)
 
-    def in_worker(stopped: _StopTime) -> None:
+    def in_worker(stop: object) -> None:
         # torch's workers have handlers in C, which a blocked signal does not reach
         signal.pthread_sigmask(signal.SIG_BLOCK, watched)
-        threading.Thread(target=_end_at_signal, args=(watched, stopped), daemon=True).start()
+        threading.Thread(target=_end_at_signal, args=(watched,), daemon=True).start()
 
     for signum in watched:
         signal.signal(signum, on_signal)
     os.register_at_fork(after_in_child=in_fork)
-    multiprocessing.util.register_after_fork(stopped, in_worker)
+    multiprocessing.util.register_after_fork(stop, in_worker)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     yield
 
 
-def _end_at_signal(watched: Sequence[signal.Signals], stopped: _StopTime) -> None:
-    """End this process at a signal: at once if its parent sent it, else perhaps a little later."""
+def _end_at_signal(watched: Sequence[signal.Signals]) -> None:
+    """End this process at a signal: at once if its parent sent it, else some seconds later."""
     info = signal.sigwaitinfo(watched)
     if info.si_pid != os.getppid():
-        deadline = time.monotonic() + _WORKER_PATIENCE_SECONDS
-        while not stopped.is_recent() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        if stopped.is_recent():
-            signal.sigtimedwait(watched, _WORKER_REPRIEVE_SECONDS)
+        signal.sigtimedwait(watched, _WORKER_REPRIEVE_SECONDS)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, watched)
     os.kill(os.getpid(), info.si_signo)

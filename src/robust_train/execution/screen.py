@@ -1,7 +1,7 @@
 """Writing to our own stdout and stderr without ever waiting for whoever reads them.
 
 A terminal under Ctrl-S, a dead ssh, ``| less``: what cannot be shown is kept for a while, then
-dropped, and a line says so once the reader is back. Nothing is lost from an attempt's log.
+dropped, which a line reports once the reader is back. Nothing is lost from an attempt's log.
 """
 
 from __future__ import annotations
@@ -25,49 +25,26 @@ class Screen:
     """One of our streams, written to without blocking.
 
     Args:
-        descriptor: where to write.
-
-    Attributes:
-        poll_fd: becomes writable when more can be shown.
+        descriptor: where to write; another file may be opened under its number later.
     """
 
     def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
+        status = os.fstat(descriptor)
+        self.target = (status.st_dev, status.st_ino, status.st_rdev)
         self._waiting = bytearray()
         self._dropped_bytes = 0
-        self._target: tuple[int, int, int] | None = None
         self._is_gone = False
-        self._is_socket = False
-        self.poll_fd = descriptor
-        self._open()
-
-    def _open(self) -> None:
-        """Open the descriptor's file anew if it is another one than before."""
-        status = os.fstat(self._descriptor)
-        target = (status.st_dev, status.st_ino, status.st_rdev)
-        if target == self._target:
-            return
-        if self.poll_fd != self._descriptor:
-            os.close(self.poll_fd)
-        self._target, self._is_gone, self.poll_fd = target, False, self._descriptor
         self._is_socket = stat.S_ISSOCK(status.st_mode)
-        if stat.S_ISFIFO(status.st_mode) or os.isatty(self._descriptor):
+        self._own_fd = os.dup(descriptor)
+        if stat.S_ISFIFO(status.st_mode) or os.isatty(descriptor):
             # a flag on the descriptor itself would hold for the shell that shares it
             flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
             with contextlib.suppress(OSError):
-                self.poll_fd = os.open(f"/proc/self/fd/{self._descriptor}", flags)
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether something is left to be shown."""
-        return bool(self._waiting)
+                copy, self._own_fd = self._own_fd, os.open(f"/proc/self/fd/{descriptor}", flags)
+                os.close(copy)
 
     def write(self, data: bytes) -> None:
         """Show ``data`` now, later or never."""
-        try:
-            self._open()
-        except OSError:  # closed in this process
-            return
         room = _MOST_WAITING_BYTES - len(self._waiting)
         if self._is_gone or len(data) > room or self._dropped_bytes:
             self._dropped_bytes += len(data)
@@ -98,7 +75,7 @@ class Screen:
     def finish(self, timeout_seconds: float = _LAST_CHANCE_SECONDS) -> None:
         """Show the rest, as long as somebody reads."""
         poll = select.poll()
-        poll.register(self.poll_fd, select.POLLOUT)
+        poll.register(self._own_fd, select.POLLOUT)
         deadline = time.monotonic() + timeout_seconds
         while self._waiting and time.monotonic() < deadline:
             before = len(self._waiting)
@@ -107,47 +84,67 @@ class Screen:
             if len(self._waiting) != before:
                 deadline = time.monotonic() + timeout_seconds
 
+    def close(self) -> None:
+        """Release the descriptor."""
+        os.close(self._own_fd)
+
     def _write(self, data: bytes) -> int:
         if not self._is_socket:
-            return os.write(self.poll_fd, data)
-        copy = socket.socket(fileno=os.dup(self._descriptor))
-        with copy:
+            return os.write(self._own_fd, data)
+        with socket.socket(fileno=os.dup(self._own_fd)) as copy:
             return copy.send(data, socket.MSG_DONTWAIT)
-
-
-class _RawScreen(io.RawIOBase):
-    def __init__(self, screen: Screen, descriptor: int) -> None:
-        self._screen = screen
-        self._number = descriptor
-
-    def writable(self) -> bool:
-        return True
-
-    def isatty(self) -> bool:
-        return os.isatty(self._number)
-
-    def fileno(self) -> int:
-        return self._number
-
-    def write(self, data: object) -> int:
-        content = bytes(data)  # type: ignore[call-overload]
-        self._screen.write(content)
-        return len(content)
 
 
 _screens: dict[int, Screen] = {}
 
 
 def screen_of(descriptor: int) -> Screen:
-    """Return the one screen for a descriptor of this process."""
-    if descriptor not in _screens:
-        _screens[descriptor] = Screen(descriptor)
-    return _screens[descriptor]
+    """Return the screen for the file that is open under a descriptor now; OSError for none."""
+    status = os.fstat(descriptor)
+    known = _screens.get(descriptor)
+    if known is not None:
+        if known.target == (status.st_dev, status.st_ino, status.st_rdev):
+            return known
+        known.close()
+    found = _screens[descriptor] = Screen(descriptor)
+    return found
 
 
-def waiting_screens() -> list[Screen]:
-    """Return the screens with something left to show."""
-    return [screen for screen in _screens.values() if screen.is_waiting]
+def show(descriptor: int, data: bytes) -> None:
+    """Write to one of our streams without waiting; nothing where it is closed."""
+    with contextlib.suppress(OSError):
+        screen_of(descriptor).write(data)
+
+
+def show_waiting() -> None:
+    """Write what could not be shown so far, where somebody reads again."""
+    for screen in _screens.values():
+        screen.show()
+
+
+def finish() -> None:
+    """Show the rest of everything, as long as somebody reads."""
+    for screen in _screens.values():
+        screen.finish()
+
+
+class _RawScreen(io.RawIOBase):
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def writable(self) -> bool:
+        return True
+
+    def isatty(self) -> bool:
+        return os.isatty(self._descriptor)
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def write(self, data: object) -> int:
+        content = bytes(data)  # type: ignore[call-overload]
+        show(self._descriptor, content)
+        return len(content)
 
 
 @contextlib.contextmanager
@@ -162,15 +159,13 @@ def never_blocking_output() -> Iterator[None]:
             with contextlib.suppress(Exception):
                 stream.flush()
         sys.stdout, sys.stderr = old
-        for screen in waiting_screens():
-            screen.finish()
+        finish()
 
 
 def _unblocked(stream: TextIO) -> TextIO:
     try:
-        number = stream.fileno()
         stream.flush()
-        raw = io.BufferedWriter(_RawScreen(screen_of(number), number))
+        raw = io.BufferedWriter(_RawScreen(stream.fileno()))
         return io.TextIOWrapper(
             raw, stream.encoding, stream.errors, line_buffering=True, write_through=True
         )

@@ -1,4 +1,9 @@
-"""The fork server from the inside: import libraries once, fork an attempt at a time."""
+"""The fork server from the inside: import libraries once, fork an attempt at a time.
+
+Started as ``python -m robust_train.execution.server CONTROL_FD EVENTS_FD`` in a session of its own,
+so that a terminal's Ctrl-C reaches only the launcher. It ends when the launcher does. Signals do
+not end it: one that is sent to all processes of a job is for the attempt, which has to save first.
+"""
 
 from __future__ import annotations
 
@@ -7,75 +12,96 @@ import faulthandler
 import gc
 import importlib
 import os
-import selectors
 import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
+from multiprocessing.connection import Connection, wait
+from typing import NoReturn
 
 from robust_train.compat import run_exit_handlers
 from robust_train.errors import ConfigError
 from robust_train.execution.fork_guard import ForkGuard
-from robust_train.execution.fork_messages import Exited, Fork, Import, Imported, Refused, Signal
+from robust_train.execution.fork_messages import Exited, Import, Imported, receive_descriptors
 from robust_train.execution.hydra_state import adopt_hydra
-from robust_train.execution.linux import JOB_MARKER, kill_descendants, signal_at_parents_death
+from robust_train.execution.linux import (
+    JOB_MARKER,
+    become_subreaper,
+    kill_descendants,
+    signal_at_parents_death,
+)
 from robust_train.execution.output import flush_output
 from robust_train.execution.request import AttemptRequest
-from robust_train.execution.runner import run_attempt, stop_on_signals
-from robust_train.execution.signals import STOP_SIGNALS, stop_signal
-from robust_train.execution.stall import DUMP_STACKS
-from robust_train.execution.wire import (
+from robust_train.execution.runner import new_run, run_attempt, stop_on_signals
+from robust_train.execution.signals import (
+    DUMP_STACKS,
     ORPHAN_GRACE_SECONDS,
-    EventSender,
-    MessageReader,
-    send_message,
+    STOP_SIGNALS,
+    stop_signal,
+    wakeup_descriptor,
 )
-from robust_train.run import Run
+from robust_train.execution.wire import EventSender
 
 
-class Server:
-    """Serves one launcher over its control socket (see :mod:`.fork_messages`).
+def main() -> None:
+    """Serve one launcher, which has started this process with the stop signals blocked."""
+    handled = [one for one in STOP_SIGNALS if signal.getsignal(one) != signal.SIG_IGN]
+    for signum in handled:
+        signal.signal(signum, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    control, events = (int(number) for number in sys.argv[1:3])
+    for descriptor in (control, events):
+        os.set_inheritable(descriptor, False)
+    become_subreaper()
+    with contextlib.suppress(ConnectionError):
+        _Server(Connection(control), socket.socket(fileno=events), handled).serve()
+    os._exit(0)  # taking torch down in good order takes time, and nobody needs it
+
+
+class _Server:
+    """Serves one launcher (see :mod:`.fork_messages`).
 
     Args:
         control: messages in both directions.
         events: where attempts send their events.
-        ignored: signals that this process ignored from its start, as under ``nohup``.
+        handled: stop signals that attempts handle; others are ignored, as under ``nohup``.
     """
 
     def __init__(
-        self, control: socket.socket, events: socket.socket, ignored: list[signal.Signals]
+        self, control: Connection, events: socket.socket, handled: Sequence[signal.Signals]
     ) -> None:
         self._control = control
         self._events = events
-        self._ignored = ignored
-        self._reader = MessageReader(control)
+        self._handled = handled
         self._guard = ForkGuard()
         self._child: int | None = None
 
     def serve(self) -> None:
-        """Until the launcher is gone."""
-        with _woken_by_children() as wakeup, selectors.DefaultSelector() as selector:
-            selector.register(self._control, selectors.EVENT_READ)
-            selector.register(wakeup, selectors.EVENT_READ)
-            while not self._reader.closed:
-                selector.select()
+        """Serve until the launcher is gone."""
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        with wakeup_descriptor() as wakeup, contextlib.suppress(EOFError):
+            while True:
+                ready = wait([self._control, wakeup])
                 with contextlib.suppress(BlockingIOError):
                     os.read(wakeup, 4096)
                 self._reap()
-                for message in self._reader.read():
-                    self._handle(message)
+                if self._control in ready:
+                    self._handle(self._control.recv())
         self._end_orphan()
 
     def _handle(self, message: object) -> None:
         if isinstance(message, Import):
-            self._import(message)
-        elif isinstance(message, Fork):
-            self._fork(message.request)
-        elif isinstance(message, Signal) and self._child is not None:
-            os.kill(self._child, message.signum)
+            self._control.send(self._import(message))
+        elif isinstance(message, AttemptRequest):
+            hold = receive_descriptors(self._control)
+            self._fork(message)
+            for descriptor in hold:
+                os.close(descriptor)
+        elif isinstance(message, int) and self._child is not None:
+            os.kill(self._child, message)
 
-    def _import(self, wanted: Import) -> None:
+    def _import(self, wanted: Import) -> Imported:
         """Import libraries; find out after each whether forks are still possible."""
         sys.path[:] = wanted.path
         unsafe: dict[str, str] = {}
@@ -87,16 +113,15 @@ class Server:
             try:
                 names += [] if preload is None else preload(wanted.cfg)
             except ConfigError as error:
-                send_message(self._control, Refused(str(error)))
-                return
+                return Imported(unsafe, str(error))
         for name in names:
             _import_one(name)
             reason = None if unsafe else self._guard.why_not_fork()
             if reason is not None:
-                unsafe[name.partition(":")[0]] = reason
+                unsafe[name] = reason
         # none of it becomes garbage: attempts need not look through it, nor copy its pages
         gc.freeze()
-        send_message(self._control, Imported(unsafe))
+        return Imported(unsafe)
 
     def _fork(self, request: AttemptRequest) -> None:
         server = os.getpid()
@@ -105,71 +130,16 @@ class Server:
         pid = os.fork()
         if pid == 0:
             signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            for signum in STOP_SIGNALS:
-                if signum not in self._ignored:
-                    signal.signal(signum, signal.SIG_DFL)
-            for descriptor in self._reader.descriptors:  # locks: what the attempt starts
-                os.set_inheritable(descriptor, True)  # holds them as well
+            for signum in (signal.SIGCHLD, *self._handled):
+                signal.signal(signum, signal.SIG_DFL)
             os.setpgid(0, 0)
             signal_at_parents_death(signal.SIGKILL)
             if os.getppid() != server:
                 os._exit(1)
             self._control.close()
-            self._be_attempt(request)
+            _be_attempt(request, EventSender(self._events))
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        while self._reader.descriptors:
-            os.close(self._reader.descriptors.pop())
         self._child = pid
-
-    def _be_attempt(self, request: AttemptRequest) -> None:
-        """Run the attempt; does not return."""
-        status = 1
-        send = EventSender(self._events)
-        try:
-            marker = os.environ.get(JOB_MARKER, "")
-            os.environ.clear()
-            os.environ.update({**request.environ, JOB_MARKER: marker})
-            os.chdir(request.cwd)
-            faulthandler.enable()
-            if request.stall_timeout_seconds > 0:
-                faulthandler.register(DUMP_STACKS, file=request.stacks_file.open("w"))
-            adopt_hydra(request.hydra_cfg)
-            importlib.invalidate_caches()
-            if request.ranks > 1:
-                # it brings much of torch along that one process does without
-                from robust_train.execution.ranks import run_ranks
-
-                status = run_ranks(request, send)
-            else:
-                status = self._run_alone(request, send)
-            # what a normal interpreter exit would do, without the server's own frames above us
-            flush_output()
-            run_exit_handlers()
-        except BaseException:
-            sys.excepthook(*sys.exc_info())
-        finally:
-            flush_output()
-            send.flush()
-            os._exit(status)
-
-    def _run_alone(self, request: AttemptRequest, send: EventSender) -> int:
-        run = Run(
-            run_dir=request.run_dir,
-            attempt=request.attempt,
-            resume_checkpoint=request.resume_checkpoint,
-            report=send,
-        )
-        error = run_attempt(
-            request,
-            run,
-            request.trainer.load,
-            send,
-            stopping=stop_on_signals,
-            process_ends=True,
-        )
-        send.flush()
-        return int(error is not None)
 
     def _reap(self) -> None:
         """Collect dead children; with the attempt itself goes everything that it left running."""
@@ -178,47 +148,72 @@ class Server:
                 pid, status, usage = os.wait4(-1, os.WNOHANG)
                 if pid == 0:
                     return
-                if pid != self._child:
-                    continue
-                self._child = None
-                kill_descendants()
-                code = os.waitstatus_to_exitcode(status)
-                send_message(self._control, Exited(pid, code, usage.ru_maxrss * 1024))
+                if pid == self._child:
+                    self._child = None
+                    kill_descendants()
+                    code = os.waitstatus_to_exitcode(status)
+                    self._control.send(Exited(pid, code, usage.ru_maxrss * 1024))
 
     def _end_orphan(self) -> None:
         """The launcher is gone: let the attempt save what it can, then end it."""
         if self._child is not None:
             os.kill(self._child, stop_signal(os.environ))
             deadline = time.monotonic() + ORPHAN_GRACE_SECONDS
-            while time.monotonic() < deadline:
-                if os.waitpid(self._child, os.WNOHANG)[0] == self._child:
-                    break
+            while time.monotonic() < deadline and not os.waitpid(self._child, os.WNOHANG)[0]:
                 time.sleep(0.02)
         kill_descendants()
 
 
 def _import_one(name: str) -> None:
-    """Import ``module``, or of ``module:attribute`` a submodule of that name.
+    """Import a module, or nothing if it is an attribute of one.
 
-    What fails will fail in the attempt as well, which says so.
+    What fails will fail in the attempt as well, and is reported there.
     """
-    module, _, attribute = name.partition(":")
+    parent, _, attribute = name.rpartition(".")
     with contextlib.suppress(Exception):
-        found = importlib.import_module(module)
-        if attribute and not hasattr(found, attribute):
-            importlib.import_module(f"{module}.{attribute}")
+        if not hasattr(sys.modules.get(parent), attribute):
+            importlib.import_module(name)
 
 
-@contextlib.contextmanager
-def _woken_by_children() -> Iterator[int]:
-    """Yield a descriptor that becomes readable when a child ends."""
-    read_end, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
+def _be_attempt(request: AttemptRequest, send: EventSender) -> NoReturn:
+    """Run the attempt in this process, which was forked for it."""
+    status = 1
     try:
-        yield read_end
+        marker = os.environ.get(JOB_MARKER, "")
+        os.environ.clear()
+        os.environ.update({**request.environ, JOB_MARKER: marker})
+        os.chdir(request.cwd)
+        faulthandler.enable()
+        if request.stall_timeout_seconds > 0:
+            faulthandler.register(DUMP_STACKS, file=request.stacks_file.open("w"))
+        adopt_hydra(request.hydra_cfg)
+        importlib.invalidate_caches()
+        if request.ranks > 1:
+            # it brings much of torch along that one process does without
+            from robust_train.execution.ranks import run_ranks
+
+            status = run_ranks(request, send)
+        else:
+            error = run_attempt(
+                request,
+                new_run(request, send),
+                request.trainer.load,
+                send,
+                stopping=stop_on_signals,
+                process_ends=True,
+            )
+            status = int(error is not None)
+        send.flush()
+        # what a normal interpreter exit would do, without the server's own frames above us
+        flush_output()
+        run_exit_handlers()
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
     finally:
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        os.close(read_end)
-        os.close(write_end)
+        flush_output()
+        send.flush()
+        os._exit(status)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM, SIGHUP and a scheduler's warning, seen by the launcher."""
+"""Ctrl-C, SIGTERM, SIGHUP and a scheduler's warning, as the launcher takes them."""
 
 from __future__ import annotations
 
@@ -7,22 +7,28 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from robust_train.errors import WARNING_SIGNALS, JobInterrupted
 from robust_train.values import UNDER_SUBMITIT
-
-_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 """What stops an attempt. Whoever stops a whole job sends one to every process."""
 
 FORWARDED = {
     signal.SIGRTMIN + number: signum
-    for number, signum in enumerate((*_STOPS, *WARNING_SIGNALS), start=1)
+    for number, signum in enumerate(
+        (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *WARNING_SIGNALS), start=1
+    )
 }
 """A sweep sends these to its jobs. A job that has received the signal itself counts it once."""
+
+DUMP_STACKS = signal.SIGRTMAX - 1
+"""Has an attempt write what its threads do; trainers and schedulers have uses for SIGUSR1 and 2."""
+
+ORPHAN_GRACE_SECONDS = 5.0
+"""Time that an attempt whose launcher is gone has for a last checkpoint."""
 
 
 def stop_signal(environ: Mapping[str, str]) -> signal.Signals:
@@ -30,8 +36,26 @@ def stop_signal(environ: Mapping[str, str]) -> signal.Signals:
     return signal.SIGINT if UNDER_SUBMITIT in environ else signal.SIGTERM
 
 
+@contextlib.contextmanager
+def wakeup_descriptor() -> Iterator[int]:
+    """Yield a descriptor that becomes readable when a signal with a handler comes.
+
+    Never outside the main thread, where Python allows no handlers.
+    """
+    read_end, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    is_main = threading.current_thread() is threading.main_thread()
+    old = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False) if is_main else -1
+    try:
+        yield read_end
+    finally:
+        if is_main:
+            signal.set_wakeup_fd(old)
+        os.close(read_end)
+        os.close(write_end)
+
+
 class SignalWatch:
-    """While active, turns a signal into :class:`JobInterrupted`, or hands it to whoever asked.
+    """While active, turns a signal into :class:`JobInterrupted`, or hands it to a handler.
 
     Nothing is done outside the main thread, where Python allows no handlers.
 
@@ -47,29 +71,20 @@ class SignalWatch:
         self._own_signals = self._forwarded_signals = 0
 
     def __enter__(self) -> SignalWatch:
-        if threading.current_thread() is threading.main_thread():
-            for signum in (*_STOPS, *WARNING_SIGNALS):
-                previous = signal.getsignal(signum)
-                if previous == signal.SIG_IGN:
-                    continue  # nohup, or a background job of a script
-                if previous is None:
-                    continue  # a handler in C, such as faulthandler's, cannot be put back
-                if signum == signal.SIGTERM and UNDER_SUBMITIT in os.environ:
-                    continue  # comes with every preemption and is not its signal to requeue
-                self._previous[signum] = previous
-                signal.signal(signum, self._on_signal)
-            for forwarded, signum in FORWARDED.items():
-                if signum in self._previous:
-                    self._previous[forwarded] = signal.getsignal(forwarded)
-                    signal.signal(forwarded, self._on_signal)
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        for forwarded, signum in FORWARDED.items():
+            previous = signal.getsignal(signum)
+            # ignored under nohup; None: a handler in C, which cannot be put back
+            if previous in (signal.SIG_IGN, None):
+                continue
+            if signum == signal.SIGTERM and UNDER_SUBMITIT in os.environ:
+                continue  # comes with every preemption and is not its signal to requeue
+            for one in (signum, forwarded):
+                self._previous[one] = signal.signal(one, self._on_signal)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        frames: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for signum, previous in self._previous.items():
             signal.signal(signum, previous)
 
@@ -85,20 +100,14 @@ class SignalWatch:
         """Within this block signals call ``handler(signum)`` instead of raising.
 
         Yields:
-            A descriptor that becomes readable when a signal came, for a select loop.
+            A descriptor that becomes readable when a signal came.
         """
-        read_end, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        in_main_thread = bool(self._previous)
-        old = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False) if in_main_thread else -1
-        self._handler = handler
-        try:
-            yield read_end
-        finally:
-            self._handler = None
-            if in_main_thread:
-                signal.set_wakeup_fd(old)
-            os.close(read_end)
-            os.close(write_end)
+        with wakeup_descriptor() as wakeup:
+            self._handler = handler
+            try:
+                yield wakeup
+            finally:
+                self._handler = None
 
     def watches(self, signum: int) -> bool:
         """Return whether that signal stops the job."""
@@ -131,7 +140,6 @@ class SignalWatch:
             return
         if self.received is None:
             self.received = signum
-        if self._handler is not None:
-            self._handler(signum)
-        else:
+        if self._handler is None:
             raise JobInterrupted(signum)
+        self._handler(signum)

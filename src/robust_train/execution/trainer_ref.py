@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from robust_train.errors import ConfigError
+from robust_train.readable import first_line
 
 MAIN_MODULE = "__robust_main__"
 
@@ -63,26 +64,21 @@ class TrainerRef:
         """Import the trainer.
 
         Raises:
-            ConfigError: it cannot be imported or is not callable; one line that says why.
+            ConfigError: it cannot be imported or is not callable; one line that gives the reason.
         """
         if self.main_file is not None and MAIN_MODULE not in sys.modules:
             self._load_main(self.main_file)
-        module, names = self._import_module()
-        found: Any = module
+        found, names = self._import_module()
         for name in names:
             if not hasattr(found, name):
                 raise self.has_no(found.__name__, name)
             found = getattr(found, name)
-        if not callable(found) or isinstance(found, ModuleType):
+        if not callable(found):
             raise ConfigError(f"trainer._target_={self.path}: is not callable")
         return found  # type: ignore[no-any-return]
 
     def parts(self) -> list[str]:
-        """Return the names of the dotted path.
-
-        Raises:
-            ConfigError: it is none.
-        """
+        """Return the names of the dotted path; raises ConfigError if it is none."""
         parts = self.path.split(".")
         if not all(part.isidentifier() for part in parts) or len(parts) < 2:
             raise ConfigError(
@@ -91,7 +87,8 @@ class TrainerRef:
             )
         return parts
 
-    def _import_module(self) -> tuple[ModuleType, list[str]]:
+    def _import_module(self) -> tuple[Any, list[str]]:
+        """Import the longest part of the path that is a module; return it and the other names."""
         parts = self.parts()
         for end in range(len(parts) - 1, 0, -1):
             name = ".".join(parts[:end])
@@ -99,11 +96,10 @@ class TrainerRef:
                 if name not in sys.modules and importlib.util.find_spec(name) is None:
                     continue
                 return importlib.import_module(name), parts[end:]
-            except ModuleNotFoundError as error:
-                if error.name and (name == error.name or name.startswith(error.name + ".")):
-                    continue
-                raise self._failed_import(error) from error
             except Exception as error:
+                missing = error.name if isinstance(error, ModuleNotFoundError) else None
+                if missing and (name == missing or name.startswith(missing + ".")):
+                    continue
                 raise self._failed_import(error) from error
         raise self.no_module()
 
@@ -112,7 +108,7 @@ class TrainerRef:
         spec = importlib.util.spec_from_file_location(MAIN_MODULE, path)
         if spec is None or spec.loader is None:
             raise ConfigError(f"trainer: cannot import the script {path}")
-        module = importlib.util.module_from_spec(spec)
+        module: ModuleType = importlib.util.module_from_spec(spec)
         sys.modules[MAIN_MODULE] = module
         try:
             spec.loader.exec_module(module)
@@ -146,6 +142,6 @@ class TrainerRef:
         else:
             *_, last = inspect.getinnerframes(error.__traceback__)  # type: ignore[arg-type]
             where = f"{last.filename}, line {last.lineno}"
-        text = (str(error).splitlines() or [""])[0]
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
-        return self.cannot_be_imported(f"{type(error).__name__}: {text}", where, missing)
+        problem = f"{type(error).__name__}: {first_line(error)}"
+        return self.cannot_be_imported(problem, where, missing)

@@ -20,21 +20,15 @@ class Votes:
 
     A flag that is raised becomes due one look after that of the rank that is furthest: no rank has
     got there yet, so all see it at the same look, which is the same step of loops that are alike.
-    Counting and reading happen under one lock, or a rank could slip past between the two; the
-    kernel releases the lock of a rank that dies. Raising takes no lock, for a signal's handler may
-    interrupt a look.
+    Counting and reading happen under one lock, which the kernel releases when its holder dies.
+    Raising takes no lock, for a signal's handler may interrupt a look.
 
-    Made before the ranks are forked.
-
-    Args:
-        ranks: how many there are.
+    Made before the ``ranks`` are forked.
     """
 
     def __init__(self, ranks: int) -> None:
-        self._ranks = ranks
         self._row = ranks + 2  # raised, due, and the looks of each rank
-        self._memory = mmap.mmap(-1, len(_FLAGS) * self._row * _WORD)
-        self._words = memoryview(self._memory).cast("q")
+        self._words = memoryview(mmap.mmap(-1, len(_FLAGS) * self._row * _WORD)).cast("q")
         self._file = os.memfd_create("votes")
         self._own_file: tuple[int, int] | None = None
         self._thread_lock = threading.Lock()
@@ -45,7 +39,7 @@ class Votes:
         It stays due until it is raised anew.
         """
         row = _FLAGS.index(flag) * self._row
-        with self._locked():
+        with self.locked():
             self._take_raised(flag, row)
             mine = row + 2 + rank
             self._words[mine] += 1
@@ -55,8 +49,8 @@ class Votes:
     def raise_flag(self, flag: str) -> None:
         """Have all ranks see ``flag``.
 
-        Nothing where some have still to see it: those that have would see it a second time. Only
-        checkpoints are wished for again and again; what ends the attempt is due for good.
+        What ends the attempt stays due for good. A checkpoint that some have still to see is not
+        due again: those that have seen it would see it a second time.
         """
         self._words[_FLAGS.index(flag) * self._row] = 1
 
@@ -70,18 +64,16 @@ class Votes:
             self._words[row + 1] = max(looks) + 1
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
+    def locked(self) -> Iterator[None]:
+        """Hold the lock of all ranks and threads."""
         with self._thread_lock:
-            file = self._file_of_this_process()
-            fcntl.flock(file, fcntl.LOCK_EX)
+            pid = os.getpid()
+            if self._own_file is None or self._own_file[0] != pid:
+                # opened anew: a fork shares its parent's file description, and so its lock
+                path = f"/proc/self/fd/{self._file}"
+                self._own_file = pid, os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            fcntl.flock(self._own_file[1], fcntl.LOCK_EX)
             try:
                 yield
             finally:
-                fcntl.flock(file, fcntl.LOCK_UN)
-
-    def _file_of_this_process(self) -> int:
-        """Return a description of the file of its own: a fork shares its parent's, and its lock."""
-        if self._own_file is None or self._own_file[0] != os.getpid():
-            path = f"/proc/self/fd/{self._file}"
-            self._own_file = os.getpid(), os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        return self._own_file[1]
+                fcntl.flock(self._own_file[1], fcntl.LOCK_UN)

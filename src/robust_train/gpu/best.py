@@ -19,12 +19,12 @@ log = logging.getLogger("robust_train")
 
 
 def find_best_device(min_memory_mb: int = 4000) -> torch.device:
-    """The GPU with the most free memory as a device for this process, or the CPU.
+    """Return the GPU with the most free memory as a device for this process, or the CPU.
 
-    Only GPUs that CUDA_VISIBLE_DEVICES shows are considered; a log line says why it is the CPU.
-    Does not wait, reserve, or start CUDA. Where neither CUDA_VISIBLE_DEVICES nor CUDA_DEVICE_ORDER
-    is set and CUDA has not started, CUDA_DEVICE_ORDER=PCI_BUS_ID is put into ``os.environ``:
-    without it the same number could mean another GPU when CUDA starts.
+    Considers only GPUs that CUDA_VISIBLE_DEVICES shows; a log line has the reason for the CPU. Does
+    not wait, reserve, or start CUDA. Where neither CUDA_VISIBLE_DEVICES nor CUDA_DEVICE_ORDER is
+    set and CUDA has not started, CUDA_DEVICE_ORDER=PCI_BUS_ID is put into ``os.environ``: without
+    it the same number could mean another GPU when CUDA starts.
 
     Args:
         min_memory_mb: free memory that is needed, in MiB.
@@ -45,14 +45,13 @@ def find_best_device(min_memory_mb: int = 4000) -> torch.device:
 
 
 def _addressable_gpus() -> tuple[dict[GpuInfo, int], str | None]:
-    """GPUs with their CUDA ordinals in this process; if there are none, why."""
+    """Return GPUs with their CUDA ordinals in this process; if there are none, why."""
     started = order_in_this_process()
     if started is not None:
-        # what the environment says now no longer counts
+        # what the environment contains now no longer counts
         inventory = read_inventory(processes=False, waits_for_ever=True)
-        ordinals = {uuid: ordinal for ordinal, uuid in enumerate(started)}
-        known = {gpu: ordinals.get(gpu.uuid.partition("-")[2]) for gpu in inventory.gpus}
-        found = {gpu: ordinal for gpu, ordinal in known.items() if ordinal is not None}
+        here = {gpu.uuid.partition("-")[2]: gpu for gpu in inventory.gpus}
+        found = {here[uuid]: ordinal for ordinal, uuid in enumerate(started) if uuid in here}
         return found, None if found else inventory.problem or "CUDA sees no GPU in this process"
     if VARIABLE not in os.environ:
         # a mask of numbers would mean other GPUs under another order, so not beside a mask
@@ -60,8 +59,6 @@ def _addressable_gpus() -> tuple[dict[GpuInfo, int], str | None]:
     visible = visible_gpus(read_inventory(processes=False, waits_for_ever=True), os.environ)
     if visible.warning is not None:
         log.warning("%s", visible.warning)
-    if visible.hidden_on_purpose:
-        return {}, f"{VARIABLE} hides every GPU"
     known = {gpu: visible.ordinal(gpu.uuid) for gpu in visible.gpus}
     found = {gpu: ordinal for gpu, ordinal in known.items() if ordinal is not None}
-    return found, None if found else visible.problem or visible.warning or "no GPU is visible"
+    return found, None if found else visible.why_none

@@ -1,76 +1,60 @@
-"""Calls to the driver, and commands, that are given up after some seconds.
+"""Calls to the driver, and commands, that are abandoned after some seconds.
 
 A wedged driver blocks its callers in the kernel, where no signal reaches them. So a thread makes
-the call, and is left behind if it does not return. Until it does no other call is made: every
-further thread would be lost as well. A command is left behind in the same way.
+the call, and is left behind if it does not return; until it does no other call is made.
 """
 
 from __future__ import annotations
 
-import _thread
+import contextlib
 import logging
 import os
 import signal
 import subprocess
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, TypeVar, cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotInTime
+from typing import Any, TypeVar
 
 log = logging.getLogger("robust_train")
 
 _T = TypeVar("_T")
 
-# The kernel gives a signal to the main thread unless that blocks it, as it does with these while it
-# holds the queue lock: then nobody else may take them.
-_STOPS = {signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU}
-
 
 class NoAnswer(Exception):
-    """The driver has not answered in time; says for how long."""
+    """The driver or a command has not answered in time; the message names it and the seconds."""
 
 
-class _Call(Generic[_T]):
+@contextlib.contextmanager
+def stops_blocked() -> Iterator[None]:
+    """Let Ctrl-Z take effect only after this block; a thread that starts in it never sees it."""
+    stops = {signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU}
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, stops)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+class _Call:
     """A call in a thread of its own."""
 
-    def __init__(self, call: Callable[[], _T]) -> None:
+    def __init__(self, call: Callable[[], Any]) -> None:
         self.pid = os.getpid()  # a forked child has neither the thread nor what it holds
         self.since = time.monotonic()
+        self.answer: Future[Any] = Future()
         self._call = call
-        self._began: float | None = None
-        self._answer: _T | None = None
-        self._error: BaseException | None = None
-        self._done = _thread.allocate_lock()
-        self._done.acquire()
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
-        try:
-            _thread.start_new_thread(self._run, ())
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        # the kernel hands a signal to any thread that takes it, also while the main one blocks it
+        with stops_blocked():
+            threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
-        self._began = time.monotonic()
         try:
-            self._answer = self._call()
+            self.answer.set_result(self._call())
         except BaseException as error:
-            self._error = error
-        self._done.release()
-
-    def is_answered(self, within_seconds: float) -> bool:
-        left = within_seconds
-        # on a busy machine it may be long until the thread runs at all; and a process that was
-        # stopped (Ctrl-Z) finds its time used up, so once more without waiting
-        while not self._done.acquire(timeout=max(left, 0.0)):
-            if left <= 0 and self._began is not None:
-                return False
-            began = time.monotonic() if self._began is None else self._began
-            left = began + within_seconds - time.monotonic()
-        self._done.release()
-        return True
-
-    def answer(self) -> _T:
-        if self._error is not None:
-            raise self._error
-        return cast("_T", self._answer)
+            self.answer.set_exception(error)
 
     def silence(self) -> NoAnswer:
         return NoAnswer(
@@ -80,7 +64,7 @@ class _Call(Generic[_T]):
         )
 
 
-_out: _Call[Any] | None = None
+_hanging: _Call | None = None
 
 
 def ask(call: Callable[[], _T], limit_seconds: float) -> _T:
@@ -93,19 +77,21 @@ def ask(call: Callable[[], _T], limit_seconds: float) -> _T:
     Raises:
         NoAnswer: it has not returned; the thread that it runs in is left behind.
     """
-    global _out
-    if _out is not None and _out.pid == os.getpid():
-        if not _out.is_answered(0.0):
-            raise _out.silence()
+    global _hanging
+    if _hanging is not None and _hanging.pid == os.getpid():
+        if not _hanging.answer.done():
+            raise _hanging.silence()
         log.info("the NVIDIA driver answers again")
-    _out = None
+    _hanging = None
     pending = _Call(call)
-    if not pending.is_answered(limit_seconds):
-        _out = pending
-        silence = pending.silence()
-        log.warning("%s", silence)
+    with contextlib.suppress(NotInTime):
+        pending.answer.exception(limit_seconds)
+    if not pending.answer.done():
+        _hanging = pending
+        log.warning("%s", silence := pending.silence())
         raise silence
-    return pending.answer()
+    answer: _T = pending.answer.result()
+    return answer
 
 
 def run_command(
@@ -117,8 +103,7 @@ def run_command(
 ) -> subprocess.CompletedProcess[str]:
     """Run a command that may hang in the driver; return its exit code and output.
 
-    ``subprocess.run`` would wait without end for a killed child in uninterruptible sleep; here the
-    child is left behind.
+    Unlike ``subprocess.run`` it leaves a child behind that SIGKILL does not end.
 
     Args:
         command: its standard input is empty.

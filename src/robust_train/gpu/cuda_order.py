@@ -1,10 +1,7 @@
-"""In which order CUDA numbers this machine's GPUs, as CUDA's driver itself says.
+"""In which order CUDA numbers this machine's GPUs, as CUDA's driver itself reports it.
 
-NVML numbers by PCI address. CUDA's default, ``CUDA_DEVICE_ORDER=FASTEST_FIRST``, differs from that
-on a machine with several models, by rules that are not documented; only the driver knows.
-
-This file is also run as a script, by a fresh interpreter that has nothing else on its path: it
-imports only the standard library.
+NVML numbers by PCI address, CUDA's default by undocumented rules. This file also runs as a script
+without anything of ours on its path: at the top it imports only the standard library.
 """
 
 from __future__ import annotations
@@ -16,22 +13,17 @@ import sys
 import uuid
 from collections.abc import Mapping
 
-_NOT_INITIALIZED = 3
 _TIMEOUT_SECONDS = 60
 
 
 class CudaOrderError(RuntimeError):
-    """CUDA's driver did not give its order; the message says why."""
+    """CUDA's driver did not report its order; the message has the reason."""
 
 
 def cuda_order(environ: Mapping[str, str]) -> tuple[str, ...]:
     """Return UUIDs (without ``GPU-`` or ``MIG-``) in CUDA's order with no mask set.
 
-    Starts CUDA's driver in a short-lived process, so that this one remains without it; asked once
-    for each ``CUDA_DEVICE_ORDER``, then remembered.
-
-    Args:
-        environ: whose ``CUDA_DEVICE_ORDER`` counts.
+    A short-lived process starts CUDA's driver, once for each ``CUDA_DEVICE_ORDER`` in ``environ``.
 
     Raises:
         CudaOrderError: the driver is missing or refuses.
@@ -48,7 +40,6 @@ def _ask_fresh_process(device_order: str | None) -> tuple[str, ...] | str:
     environ = {name: value for name, value in os.environ.items() if name not in hidden}
     if device_order is not None:
         environ["CUDA_DEVICE_ORDER"] = device_order
-    # not at the top: this file also runs as a script that has no robust_train on its path
     from robust_train.gpu.bounded import NoAnswer, run_command
 
     # isolated (-I): the script's folder must not come before the standard library
@@ -66,10 +57,8 @@ def _ask_fresh_process(device_order: str | None) -> tuple[str, ...] | str:
 def order_in_this_process() -> tuple[str, ...] | None:
     """Return UUIDs (without ``GPU-`` or ``MIG-``) by CUDA ordinal; None if CUDA has not started.
 
-    Does not start CUDA: before ``cuInit`` the driver answers every call with
-    ``CUDA_ERROR_NOT_INITIALIZED``, and a library that is not loaded cannot have been called.
-    ``torch.cuda.is_initialized()`` would not do, since ``torch.cuda.is_available()`` may start the
-    driver, which from then on goes by the environment of that moment.
+    Does not start CUDA: before ``cuInit`` the driver answers ``CUDA_ERROR_NOT_INITIALIZED``.
+    ``torch.cuda.is_initialized()`` would not do: ``is_available()`` may start the driver.
     """
     try:
         driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
@@ -89,7 +78,7 @@ def _enumerate(driver: ctypes.CDLL) -> tuple[str, ...]:
         device = ctypes.c_int()
         _check("cuDeviceGet", driver.cuDeviceGet(ctypes.byref(device), ordinal))
         raw = (ctypes.c_ubyte * 16)()
-        # version 2 tells a slice's own UUID where version 1 tells that of the whole GPU
+        # version 1 has a slice's parent's UUID
         _check("cuDeviceGetUuid_v2", driver.cuDeviceGetUuid_v2(raw, device))
         found.append(str(uuid.UUID(bytes=bytes(raw))))
     return tuple(found)

@@ -11,15 +11,12 @@ from robust_train.files import replacing
 from robust_train.values import GIB, MIB
 
 CONTEXT_BYTES = 512 * MIB
-"""A CUDA context with its kernels, which NVML shows beside torch's cache. Reported are 274 MiB
-(pytorch/pytorch#86509) to 426 MiB (torch 2.10 on an RTX 6000 Ada, unslothai/unsloth-zoo#1053); it
-grows with the kernels that are used."""
+"""A CUDA context with its kernels, which NVML shows beside torch's cache, until it was measured."""
 
 CACHE_FACTOR = 1.1
 """Bytes that the caching allocator holds for each that tensors take at their peak: it asks the
 driver for 2 MiB or 20 MiB at least (``kSmallBuffer``, ``kLargeBuffer`` in CUDACachingAllocator.h)
 and keeps what lies between tensors. With expandable segments it is mostly less."""
-
 
 _PLAUSIBLE = range(64 * MIB, 8 * GIB)
 
@@ -27,16 +24,14 @@ _PLAUSIBLE = range(64 * MIB, 8 * GIB)
 def footprint(allocated_bytes: int, gpu_name: str | None = None) -> int:
     """Return what NVML shows for a process whose tensors take ``allocated_bytes`` at their peak.
 
-    Args:
-        allocated_bytes: see above.
-        gpu_name: model of the GPU, for what earlier jobs have measured there.
+    ``gpu_name`` is the GPU's model, where earlier jobs have measured their contexts.
     """
     learned = None if gpu_name is None else learned_context_bytes(gpu_name)
     return int(allocated_bytes * CACHE_FACTOR) + (learned or CONTEXT_BYTES)
 
 
 def learned_context_bytes(gpu_name: str) -> int | None:
-    """Return the largest context that this user's jobs have had on GPUs of this model, if known."""
+    """Return the largest context of this user's jobs on GPUs of this model, if known."""
     return _read().get(gpu_name)
 
 
@@ -62,7 +57,7 @@ def _read() -> dict[str, int]:
 
 
 def _file() -> Path:
-    # a relative path is to be ignored, says the XDG Base Directory Specification
+    # the XDG Base Directory Specification ignores a relative path
     chosen = os.environ.get("XDG_CACHE_HOME", "")
     cache = Path(chosen) if os.path.isabs(chosen) else Path.home() / ".cache"
     return cache / "robust-train" / "contexts.json"

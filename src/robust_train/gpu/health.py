@@ -1,4 +1,4 @@
-"""Whether a GPU says of itself that no job should start on it. Each query is optional."""
+"""Whether a GPU reports that no job should start on it. Each query is optional."""
 
 from __future__ import annotations
 
@@ -17,12 +17,7 @@ _RECOVERY = {
 
 
 def why_unhealthy(nvml: Any, handle: Any) -> str | None:
-    """Return why the driver wants a GPU to be left alone; None if it is healthy or does not say.
-
-    Args:
-        nvml: the binding.
-        handle: of the whole GPU.
-    """
+    """Return why no job should start on a whole GPU; None if it is healthy or does not report."""
     return _recovery_action(nvml, handle) or _rows(nvml, handle) or _pages(nvml, handle)
 
 
@@ -36,7 +31,7 @@ def _recovery_action(nvml: Any, handle: Any) -> str | None:
     action = answer.value.uiVal if answer.nvmlReturn == 0 else 0
     if action == 0:
         return None
-    return f"the driver says that {_RECOVERY.get(action, f'it needs recovery action {action}')}"
+    return f"the driver reports that {_RECOVERY.get(action, f'it needs recovery action {action}')}"
 
 
 def _rows(nvml: Any, handle: Any) -> str | None:

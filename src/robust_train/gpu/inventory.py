@@ -6,11 +6,13 @@ A call that fails concerns its own metric, or at most its own GPU. A call that h
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from dataclasses import replace
 from typing import Any
 
-from robust_train.gpu import unified
+import psutil
+
 from robust_train.gpu.bounded import NoAnswer, ask
 from robust_train.gpu.health import why_unhealthy
 from robust_train.gpu.nvml_session import (
@@ -32,12 +34,10 @@ _HEALTH_SECONDS = 10.0
 _OPENING_SECONDS = 30.0
 _ANSWER_SECONDS = 5.0
 
-_COMPUTE_MODES = {
-    0: "default",
-    1: "exclusive_thread",
-    2: "prohibited",
-    3: "exclusive_process",
-}
+_COMPUTE_MODES = ("default", "exclusive_thread", "prohibited", "exclusive_process")
+# products that share the host's memory. A discrete card may lack its figures as well (no
+# permission, a fault), so the name decides
+_INTEGRATED = re.compile(r"\b(GB10|Thor|Orin|Xavier|Tegra|nvgpu|Jetson|N1X)\b", re.IGNORECASE)
 
 
 class _Unreadable(Exception):
@@ -45,17 +45,16 @@ class _Unreadable(Exception):
 
 
 def read_inventory(*, processes: bool = True, waits_for_ever: bool = False) -> Inventory:
-    """Return all GPUs of this machine as they are now, whatever CUDA_VISIBLE_DEVICES says.
+    """Return all GPUs of this machine as they are now, whatever CUDA_VISIBLE_DEVICES contains.
 
     Never raises because of a GPU or a driver: what cannot be read is in ``skipped`` with its
-    reason, and ``problem`` says why there is nothing at all. Returns within 5 s (30 s for the
+    reason, and ``problem`` is the reason for nothing at all. Returns within 5 s (30 s for the
     first call of a process) also if the driver hangs.
 
     Args:
         processes: also list who is on each GPU. That costs some milliseconds per GPU and contends
             for a lock of the driver, so leave it out when polling.
-        waits_for_ever: ask in this thread and have no limit, which saves the 50 µs of a thread that
-            could be left behind.
+        waits_for_ever: ask in this thread and without a limit, which saves 50 µs.
     """
     if waits_for_ever:
         return _read_inventory(processes)
@@ -67,22 +66,10 @@ def read_inventory(*, processes: bool = True, waits_for_ever: bool = False) -> I
 
 
 def _read_inventory(processes: bool) -> Inventory:
-    session = open_session()
-    if isinstance(session, str):
-        return Inventory(problem=session)
-    try:
-        count = session.nvml.nvmlDeviceGetCount()
-    except session.nvml.NVMLError:
-        # the driver may have been reloaded under the session
-        forget_session()
-        session = open_session()
-        if isinstance(session, str):
-            return Inventory(problem=session)
-        try:
-            count = session.nvml.nvmlDeviceGetCount()
-        except session.nvml.NVMLError as error:
-            forget_session()
-            return Inventory(problem=init_problem(session.nvml, error))
+    found = _count()
+    if isinstance(found, str):
+        return Inventory(problem=found)
+    session, count = found
     if count != session.count:
         session.known.clear()
         session.health.clear()
@@ -90,11 +77,11 @@ def _read_inventory(processes: bool) -> Inventory:
     gpus: list[GpuInfo] = []
     skipped: list[SkippedGpu] = []
     for index in range(count):
-        found = _read_gpu(session, index, processes)
-        if isinstance(found, SkippedGpu):
-            skipped.append(found)
+        read = _read_gpu(session, index, processes)
+        if isinstance(read, SkippedGpu):
+            skipped.append(read)
         else:
-            gpus.extend(found)
+            gpus.extend(read)
     # the sort is stable: the slices of a GPU stay in NVML's order
     gpus.sort(key=lambda gpu: gpu.pci_bus_id)
     if not skipped and not any(gpu.parent_uuid for gpu in gpus):
@@ -105,35 +92,19 @@ def _read_inventory(processes: bool) -> Inventory:
     )
 
 
-def legacy_slice_names() -> dict[str, str]:
-    """Return MIG slices' UUIDs by their old names, ``MIG-GPU-<uuid>/<gpu>/<compute instance>``.
-
-    CUDA still accepts the old names, although drivers since R470 give slices UUIDs of their own.
-    Empty if the driver does not answer.
-    """
-    try:
-        return ask(_legacy_slice_names, _ANSWER_SECONDS)
-    except NoAnswer:
-        return {}
-
-
-def _legacy_slice_names() -> dict[str, str]:
-    session = open_session()
-    if isinstance(session, str):
-        return {}
-    nvml, names = session.nvml, {}
-    for static in list(session.known.values()):
-        if not static.can_be_sliced or not _is_sliced(nvml, static.handle):
-            continue
-        for handle in slice_handles(nvml, static.handle):
-            try:
-                gpu_instance = nvml.nvmlDeviceGetGpuInstanceId(handle)
-                compute_instance = nvml.nvmlDeviceGetComputeInstanceId(handle)
-                uuid = nvml.nvmlDeviceGetUUID(handle)
-            except nvml.NVMLError:
-                continue
-            names[f"MIG-{static.uuid}/{gpu_instance}/{compute_instance}"] = str(uuid)
-    return names
+def _count() -> tuple[Session, int] | str:
+    """Return the session and the number of GPUs, or why there is none."""
+    for is_last in (False, True):
+        session = open_session()
+        if isinstance(session, str):
+            return session
+        try:
+            return session, session.nvml.nvmlDeviceGetCount()
+        except session.nvml.NVMLError as error:
+            forget_session()  # the driver may have been reloaded under it
+            if is_last:
+                return init_problem(session.nvml, error)
+    raise AssertionError
 
 
 def _problem(session: Session, gpus: list[GpuInfo], skipped: list[SkippedGpu]) -> str | None:
@@ -152,7 +123,13 @@ def _read_gpu(session: Session, index: int, processes: bool) -> list[GpuInfo] | 
         return _read_gpu_once(session, index, processes)
     except (nvml.NVMLError, _Unreadable) as error:
         static = session.known.pop(index, None)
-        if getattr(error, "value", None) in _transient(nvml):
+        passing = (
+            nvml.NVML_ERROR_TIMEOUT,
+            nvml.NVML_ERROR_IN_USE,
+            nvml.NVML_ERROR_INSUFFICIENT_RESOURCES,
+            nvml.NVML_ERROR_NOT_READY,
+        )
+        if getattr(error, "value", None) in passing:
             with contextlib.suppress(nvml.NVMLError, _Unreadable):
                 return _read_gpu_once(session, index, processes)
         # a handle of a GPU that was lost can crash the driver's library
@@ -160,21 +137,12 @@ def _read_gpu(session: Session, index: int, processes: bool) -> list[GpuInfo] | 
         return SkippedGpu(index, str(error), None if static is None else static.uuid)
 
 
-def _transient(nvml: Any) -> tuple[int, ...]:
-    return (
-        nvml.NVML_ERROR_TIMEOUT,
-        nvml.NVML_ERROR_IN_USE,
-        nvml.NVML_ERROR_INSUFFICIENT_RESOURCES,
-        nvml.NVML_ERROR_NOT_READY,
-    )
-
-
 def _read_gpu_once(session: Session, index: int, processes: bool) -> list[GpuInfo]:
     nvml = session.nvml
     static = session.known.get(index)
     if static is None:
         static = session.known[index] = _read_static(nvml, index)
-    if static.can_be_sliced and _is_sliced(nvml, static.handle):
+    if _is_sliced(nvml, static):
         devices = _read_slices(nvml, static, index, processes)
     else:
         devices = [_read_device(nvml, static, static.handle, index, processes)]
@@ -183,7 +151,7 @@ def _read_gpu_once(session: Session, index: int, processes: bool) -> list[GpuInf
 
 
 def _health(session: Session, static: Static, index: int) -> str | None:
-    """Return why a GPU is to be left alone. It changes seldom, so it is not read each time."""
+    """Return why no job should start on a GPU; changes seldom, so it is not read each time."""
     now = time.monotonic()
     read_at, why = session.health.get(index, (-_HEALTH_SECONDS, None))
     if now - read_at >= _HEALTH_SECONDS:
@@ -193,9 +161,8 @@ def _health(session: Session, static: Static, index: int) -> str | None:
 
 
 def ask_health_again() -> None:
-    """Let the next call read the GPUs' health, however lately that was done."""
-    session = known_session()
-    if session is not None:
+    """Have the next call read the GPUs' health, however lately that was done."""
+    if (session := known_session()) is not None:
         session.health.clear()
 
 
@@ -213,8 +180,8 @@ def _read_static(nvml: Any, index: int) -> Static:
     )
 
 
-def _is_sliced(nvml: Any, handle: Any) -> bool:
-    mode = optional(nvml, nvml.nvmlDeviceGetMigMode, handle)
+def _is_sliced(nvml: Any, gpu: Static) -> bool:
+    mode = optional(nvml, nvml.nvmlDeviceGetMigMode, gpu.handle) if gpu.can_be_sliced else None
     return mode is not None and mode[0] == nvml.NVML_DEVICE_MIG_ENABLE
 
 
@@ -245,7 +212,7 @@ def _read_device(
     total, free, used, is_unified = _read_memory(nvml, static, handle)
     utilization = optional(nvml, nvml.nvmlDeviceGetUtilizationRates, handle)
     mode = optional(nvml, nvml.nvmlDeviceGetComputeMode, mode_of or handle)
-    compute_mode = _COMPUTE_MODES.get(mode or 0, "default")
+    compute_mode = _COMPUTE_MODES[mode or 0]
     unusable, mps = _read_mode(nvml, handle, compute_mode)
     return GpuInfo(
         uuid=static.uuid,
@@ -272,7 +239,7 @@ def _read_mode(nvml: Any, handle: Any, compute_mode: str) -> tuple[str | None, b
         # a graphics process does not count: the mode is about CUDA contexts
         owners = _list_processes(nvml, handle, "Compute") or []
         if any(is_mps_server(owner.pid) for owner in owners):
-            return None, True  # it lets others in
+            return None, True
         if owners:
             return f"compute mode is {compute_mode} and pid {owners[0].pid} owns it", False
     return None, False
@@ -280,21 +247,19 @@ def _read_mode(nvml: Any, handle: Any, compute_mode: str) -> tuple[str | None, b
 
 def _read_memory(nvml: Any, static: Static, handle: Any) -> tuple[int, int, int, bool]:
     """Return total, free and used bytes, and whether they are the host's."""
+    is_integrated = _INTEGRATED.search(static.name) is not None
     try:
         memory = memory_info(nvml, handle)
     except nvml.NVMLError_NotSupported:
-        memory = None
-        if not unified.is_integrated(static.name):
+        if not is_integrated:
             raise _Unreadable("NVML does not report its memory (Not Supported)") from None
+        memory = None
     if memory is not None and memory.total > 0:
         return memory.total, memory.free, memory.used, False
-    if not unified.is_integrated(static.name):
+    if not is_integrated:
         raise _Unreadable("NVML reports no memory for it (a total of 0)")
-    host = unified.host_memory()
-    if host is None:
-        raise _Unreadable("it shares the host's memory, and /proc/meminfo cannot be read")
-    total, available = host
-    return total, available, total - available, True
+    host = psutil.virtual_memory()
+    return host.total, host.available, host.total - host.available, True
 
 
 def _read_processes(nvml: Any, handle: Any) -> tuple[GpuProcess, ...] | None:
@@ -313,14 +278,8 @@ def _read_processes(nvml: Any, handle: Any) -> tuple[GpuProcess, ...] | None:
 
 
 def _list_processes(nvml: Any, handle: Any, kind: str) -> list[Any] | None:
-    """Return NVML's list; None on any error. Drivers before R510 have version 2 only."""
-    for version in ("v3", "v2"):
-        call = getattr(nvml, f"nvmlDeviceGet{kind}RunningProcesses_{version}")
-        try:
-            listed: list[Any] = call(handle)
-        except nvml.NVMLError_FunctionNotFound:
-            continue
-        except nvml.NVMLError:
-            return None
-        return listed
-    return None
+    """Return NVML's list; None on any error."""
+    listed: list[Any] | None = optional(
+        nvml, getattr(nvml, f"nvmlDeviceGet{kind}RunningProcesses_v3"), handle
+    )
+    return listed

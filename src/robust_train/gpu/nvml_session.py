@@ -1,8 +1,7 @@
-"""This process's NVML session, and why there may be none.
+"""This process's NVML session, or why there is none.
 
-One session per process stays open while GPUs are read often: opening one costs seconds where the
-driver is not persistent. Who waits for long closes it (:func:`close_session`): an open session
-blocks a reset of the GPUs.
+It stays open while GPUs are read often: opening one may cost seconds. Who waits for long closes it
+(:func:`close_session`), because an open session blocks a reset of the GPUs.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _NOT_LOADED = (
 
 @dataclass(frozen=True)
 class Static:
-    """What does not change while a GPU stays in the machine, with its handle."""
+    """A GPU's properties that do not change, with its handle."""
 
     handle: Any
     uuid: str
@@ -69,7 +68,7 @@ def known_session() -> Session | None:
 
 
 def open_session() -> Session | str:
-    """Return this process's session, or the sentence that says why there is none."""
+    """Return this process's session, or one sentence: why there is none."""
     global _session
     if (session := known_session()) is not None:
         return session
@@ -99,11 +98,7 @@ def forget_session() -> None:
 
 
 def close_session(limit_seconds: float = 1.0) -> None:
-    """End this process's session, if it has one; the next call opens another one.
-
-    Args:
-        limit_seconds: for a driver that hangs.
-    """
+    """End this process's session, if it has one; a driver that hangs has some seconds."""
     session = known_session()
     forget_session()
     if session is not None:
@@ -112,7 +107,7 @@ def close_session(limit_seconds: float = 1.0) -> None:
 
 
 def init_problem(nvml: Any, error: Exception) -> str:
-    """Return why the driver could not be asked, and what helps."""
+    """Return why the driver does not answer, and what helps."""
     code = getattr(error, "value", None)
     return {
         nvml.NVML_ERROR_LIBRARY_NOT_FOUND: _NO_DRIVER,
@@ -130,10 +125,9 @@ def optional(nvml: Any, call: Callable[..., _T], *arguments: Any) -> _T | None:
 
 
 def memory_info(nvml: Any, handle: Any) -> Any:
-    """Return memory as version 2 of the call gives it, else as version 1 does.
+    """Return memory by version 2 of the call, which does not count the driver's own as used.
 
-    Version 2 keeps what the driver reserves apart from what is used; ``free`` is the same. Some
-    drivers have the symbol of version 2 and still answer it with an unknown error (seen on WSL).
+    Else by version 1: some drivers have the symbol of version 2 and refuse it (seen on WSL).
     """
     try:
         return nvml.nvmlDeviceGetMemoryInfo(handle, nvml.nvmlMemory_v2)
@@ -142,11 +136,9 @@ def memory_info(nvml: Any, handle: Any) -> Any:
 
 
 def slice_handles(nvml: Any, parent: Any) -> list[Any]:
-    """Return handles of the MIG slices of the GPU with the handle ``parent``."""
+    """Return handles of a GPU's MIG slices."""
     most = optional(nvml, nvml.nvmlDeviceGetMaxMigDeviceCount, parent) or 0
+    get = nvml.nvmlDeviceGetMigDeviceHandleByIndex
     # an empty slot answers NOT_FOUND
-    slots = (
-        optional(nvml, nvml.nvmlDeviceGetMigDeviceHandleByIndex, parent, slot)
-        for slot in range(most)
-    )
-    return [handle for handle in slots if handle is not None]
+    found = (optional(nvml, get, parent, slot) for slot in range(most))
+    return [handle for handle in found if handle is not None]

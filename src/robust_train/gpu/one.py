@@ -13,11 +13,7 @@ _ANSWER_SECONDS = 5.0
 
 
 class OneGpu:
-    """A GPU (or MIG slice) that is read again and again. A driver that hangs is given up.
-
-    Attributes:
-        index: NVML's number of the GPU, of the parent GPU for a slice.
-    """
+    """A GPU (or MIG slice) that is read again and again; ``index`` is NVML's number of it."""
 
     def __init__(self, nvml: Any, handle: Any, index: int) -> None:
         self.index = index
@@ -26,11 +22,7 @@ class OneGpu:
 
     @classmethod
     def find(cls, name: str) -> OneGpu | None:
-        """Return the GPU whose UUID begins so, or with this number; None if NVML does not show it.
-
-        Args:
-            name: a UUID or its beginning, or a number in the order of the PCI addresses.
-        """
+        """Return the GPU with this number, or whose UUID begins so; None if there is none."""
         try:
             return ask(lambda: cls._find(name), _OPENING_SECONDS)
         except NoAnswer:
@@ -45,14 +37,13 @@ class OneGpu:
         for index in range(optional(nvml, nvml.nvmlDeviceGetCount) or 0):
             with contextlib.suppress(nvml.NVMLError):
                 parent = nvml.nvmlDeviceGetHandleByIndex(index)
-                if name == str(index):
-                    return cls(nvml, parent, index)
+                if name.isdecimal():
+                    if name == str(index):
+                        return cls(nvml, parent, index)
+                    continue
                 slices = slice_handles(nvml, parent) if "MIG-" in name else []
                 for handle in (parent, *slices):
-                    if (
-                        str(nvml.nvmlDeviceGetUUID(handle)).startswith(name)
-                        and not name.isdecimal()
-                    ):
+                    if str(nvml.nvmlDeviceGetUUID(handle)).startswith(name):
                         return cls(nvml, handle, index)
         return None
 

@@ -18,7 +18,7 @@ INITIAL_PID_NAMESPACE = "pid:[4026531836]"
 
 @dataclass(frozen=True)
 class Holder:
-    """A process that holds GPU memory: the command's short name and its user."""
+    """A process that holds GPU memory: its command's short name and its user."""
 
     pid: int
     command: str
@@ -30,12 +30,10 @@ class CudaProcess:
     """A process that NVML lists as computing, and that exists under this number here.
 
     Attributes:
-        pid: its id.
-        uid: its real user; ``user`` is the name.
-        command: its short name.
+        uid: its real user, by whom signals go; ``user`` is the name.
         started: seconds since boot, against reused ids.
         gpus: NVML's indices of the GPUs that it is on.
-        used_bytes: its memory on all of them; None if the driver does not say.
+        used_bytes: its memory on all of them; None if the driver does not report it.
     """
 
     pid: int
@@ -49,22 +47,16 @@ class CudaProcess:
 
 @dataclass(frozen=True)
 class CudaProcesses:
-    """What NVML lists.
-
-    Attributes:
-        processes: CUDA processes that are known here.
-        others: why a listed number is none of them, by number.
-    """
+    """The CUDA processes that are known here; ``others`` has the reason for each other number."""
 
     processes: tuple[CudaProcess, ...]
     others: dict[int, str]
 
 
 def find_holders(gpus: Iterable[GpuInfo]) -> dict[int, Holder]:
-    """Return names for the processes on ``gpus``, by process id; without those that are unknown.
+    """Return names for the known processes on ``gpus``, by process id.
 
-    NVML lists the ids of the host. Inside a container the same number is another process or none,
-    so nothing is looked up there: no name is better than a wrong one.
+    NVML lists the host's ids; in a container the same number is another process, so there is none.
     """
     if not sees_host_pids():
         return {}
@@ -82,8 +74,8 @@ def find_holders(gpus: Iterable[GpuInfo]) -> dict[int, Holder]:
 def list_cuda_processes(inventory: Inventory) -> CudaProcesses:
     """Return who computes on the GPUs of ``inventory``.
 
-    NVML may list the host's numbers inside a container, where the same number is another process.
-    So there a process counts only if it has CUDA's library loaded.
+    In a container, where NVML may list the host's numbers, a process counts only if it has CUDA's
+    library loaded.
     """
     on: dict[int, list[int]] = {}
     used: dict[int, int | None] = {}
@@ -114,7 +106,7 @@ def list_cuda_processes(inventory: Inventory) -> CudaProcesses:
 
 
 def sees_host_pids() -> bool:
-    """Whether this process numbers processes as the host does; in a container it does not."""
+    """Return whether this process numbers processes as the host does, unlike in a container."""
     try:
         return os.readlink("/proc/self/ns/pid") == INITIAL_PID_NAMESPACE
     except OSError:
@@ -122,10 +114,7 @@ def sees_host_pids() -> bool:
 
 
 def started_at(pid: int) -> float | None:
-    """Return when a process started, in seconds since boot; None if there is none.
-
-    Unlike the time of day it is the same for whoever asks, whenever the clock was set.
-    """
+    """Return when a process started, in seconds since boot whatever the clock; None if none."""
     try:
         booted = psutil.boot_time()  # first: psutil adds the one that it read last
         return round(psutil.Process(pid).create_time() - booted, 2)
@@ -134,7 +123,7 @@ def started_at(pid: int) -> float | None:
 
 
 def send_signal(pid: int, started: float, signum: signal.Signals) -> bool:
-    """Signal a process that is known by number and start; False if it has ended.
+    """Signal a process that is known by number and start; return False if it has ended.
 
     Raises:
         PermissionError: it is another user's.
@@ -152,7 +141,7 @@ def send_signal(pid: int, started: float, signum: signal.Signals) -> bool:
 
 
 def is_there(pid: int, started: float) -> bool:
-    """Whether that process has not ended; a zombie has: it holds nothing any more."""
+    """Return whether that process has not ended; a zombie has."""
     try:
         status = psutil.Process(pid).status()
     except psutil.Error:
@@ -169,7 +158,7 @@ def user_name(uid: int) -> str:
 
 
 def is_mps_server(pid: int) -> bool:
-    """Whether a process is NVIDIA's Multi-Process Service, which shares a GPU among others."""
+    """Return whether a process is NVIDIA's Multi-Process Service, which shares a GPU."""
     try:
         return psutil.Process(pid).name().startswith("nvidia-cuda-mps")
     except psutil.Error:
@@ -177,14 +166,13 @@ def is_mps_server(pid: int) -> bool:
 
 
 def _identify(pid: int, gpus: tuple[int, ...], used_bytes: int | None) -> CudaProcess | None:
-    try:
-        process = psutil.Process(pid)
-        # the real user, by whom signals go
-        uid, command = process.uids().real, _command(process)
-    except psutil.Error:
-        return None
     started = started_at(pid)
     if started is None:
+        return None
+    try:
+        process = psutil.Process(pid)
+        uid, command = process.uids().real, _command(process)
+    except psutil.Error:
         return None
     return CudaProcess(pid, uid, user_name(uid), command, started, gpus, used_bytes)
 

@@ -8,7 +8,6 @@ from robust_train.gpu.processes import Holder
 from robust_train.readable import mib
 from robust_train.values import GpuInfo, GpuProcess, Group
 
-_BUSIER_THAN_ANY_PERCENT = 101
 _PROCESSES_DESCRIBED = 3
 
 
@@ -18,17 +17,13 @@ def rank(gpus: Sequence[GpuInfo], min_bytes: int) -> list[GpuInfo]:
     Most free memory comes first, then the least busy (unknown last), then the lowest PCI address.
     """
     suitable = [gpu for gpu in gpus if gpu.unusable is None and gpu.free_bytes >= min_bytes]
-    return sorted(suitable, key=_rank_key)
+    return sorted(suitable, key=lambda gpu: (-gpu.free_bytes, *tie_breaker(gpu)))
 
 
-def _rank_key(gpu: GpuInfo) -> tuple[int, int, str, str]:
+def tie_breaker(gpu: GpuInfo) -> tuple[int, str, str]:
+    """Return a sort key among equal GPUs: the least busy, then the lowest PCI address."""
     busy = gpu.utilization_percent
-    return (
-        -gpu.free_bytes,
-        _BUSIER_THAN_ANY_PERCENT if busy is None else busy,
-        gpu.pci_bus_id,
-        gpu.uuid,
-    )
+    return 101 if busy is None else busy, gpu.pci_bus_id, gpu.uuid
 
 
 def select(gpus: Sequence[GpuInfo], min_bytes: int) -> GpuInfo | None:
@@ -38,14 +33,9 @@ def select(gpus: Sequence[GpuInfo], min_bytes: int) -> GpuInfo | None:
 
 
 def choose_group(gpus: Sequence[GpuInfo], count: int) -> Group:
-    """Return ``count`` of the GPUs, of one model if there are enough; none if there are too few.
+    """Return ``count`` of the GPUs, which are best first; none if there are too few.
 
-    A group does each step together and so is as slow as its slowest GPU. Among several models it
-    is the one of which there are enough first, going down the list.
-
-    Args:
-        gpus: those that suit, best first; the group keeps their order.
-        count: how many are needed.
+    They are of one model if there are enough of it: a group is as slow as its slowest GPU.
     """
     alike: dict[tuple[str, int], list[GpuInfo]] = {}
     for gpu in gpus:
@@ -57,12 +47,12 @@ def choose_group(gpus: Sequence[GpuInfo], count: int) -> Group:
 
 
 def can_be_one_of(gpu: GpuInfo, count: int) -> bool:
-    """Whether a job of ``count`` GPUs can have it: CUDA shows one MIG slice alone to a process."""
+    """Return whether a job of ``count`` can have it: CUDA shows a process one MIG slice alone."""
     return count == 1 or gpu.parent_uuid is None
 
 
 def could_ever_fit(gpu: GpuInfo, min_bytes: int) -> bool:
-    """Whether waiting for this GPU makes sense: large enough, readable, and open to computing."""
+    """Return whether it is large enough, readable, and open to computing."""
     return gpu.compute_mode != "prohibited" and 0 < gpu.total_bytes >= min_bytes
 
 
@@ -78,12 +68,7 @@ def explain(gpus: Sequence[GpuInfo], min_bytes: int) -> str:
 
 
 def obstacles(gpus: Sequence[GpuInfo], holders: Mapping[int, Holder] | None = None) -> str:
-    """Return how each GPU stands, with its processes if they were listed.
-
-    Args:
-        gpus: to describe.
-        holders: names for process ids.
-    """
+    """Return why each GPU does not do, with its processes if listed; ``holders`` names them."""
     parts = []
     for gpu in gpus:
         if gpu.unusable is not None:
@@ -102,11 +87,9 @@ def label(gpu: GpuInfo) -> str:
 def describe_process(process: GpuProcess, holders: Mapping[int, Holder]) -> str:
     """Return ``python (pid 812, ada) 14000 MiB``, as far as it is known."""
     holder = holders.get(process.pid)
-    who = (
-        f"pid {process.pid}"
-        if holder is None
-        else f"{holder.command} (pid {process.pid}, {holder.user})"
-    )
+    who = f"pid {process.pid}"
+    if holder is not None:
+        who = f"{holder.command} ({who}, {holder.user})"
     return who if process.used_bytes is None else f"{who} {mib(process.used_bytes)}"
 
 
@@ -119,8 +102,6 @@ def _describe(processes: tuple[GpuProcess, ...] | None, holders: Mapping[int, Ho
     if not processes:
         return ""
     largest = sorted(processes, key=lambda process: -(process.used_bytes or 0))
-    shown = ", ".join(
-        describe_process(process, holders) for process in largest[:_PROCESSES_DESCRIBED]
-    )
+    shown = ", ".join(describe_process(one, holders) for one in largest[:_PROCESSES_DESCRIBED])
     count = "1 process" if len(largest) == 1 else f"{len(largest)} processes"
     return f": {count}: {shown}" + (", …" if len(largest) > _PROCESSES_DESCRIBED else "")

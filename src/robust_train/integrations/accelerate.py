@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ class RobustLoop:
         run: its run.
 
     Raises:
-        UserError: the effective batch cannot be kept; the message says why.
+        UserError: the effective batch cannot be kept; the message has the reason.
     """
 
     def __init__(
@@ -108,11 +108,10 @@ class RobustLoop:
         """Save a checkpoint, and remove those that are too many.
 
         Returns:
-            Its path; None if it could not be written (a warning says so).
+            Its path; None if it could not be written, after a warning.
         """
-        folder = self.run.checkpoint_dir
-        path = folder / f"{_SAVED}{self.step:08d}"
-        unfinished = folder / f".{path.name}.tmp"
+        path = self.run.checkpoint_dir / f"{_SAVED}{self.step:08d}"
+        unfinished = path.with_name(f".{path.name}.tmp")
         if path.exists() and self._saved_step == self.step:
             return path
         for leftover in (unfinished, path):
@@ -129,7 +128,7 @@ class RobustLoop:
         self.run.saving.rotate(f"{_SAVED}*", self._cfg.keep_checkpoints)
         return path
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return what ``Accelerator.save_state`` saves."""
         return {
             "epoch": self.epoch,
@@ -138,7 +137,7 @@ class RobustLoop:
             "micro_batch": self.run.micro_batcher.state(),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Any) -> None:
         """Restore what ``Accelerator.load_state`` has read."""
         self.epoch, self.samples = state["epoch"], state["samples"]
         self.step = self._saved_step = state["step"]
@@ -151,8 +150,7 @@ class RobustLoop:
         self._parts = None
         self._steps.done(self.step, self._total)
         if self.run.stop_requested:
-            if self._saved_step != self.step:
-                self.save()
+            self.save()
             raise Interrupted(f"stopped after step {self.step}")
         if self.run.checkpoint_due:
             self.save()

@@ -50,12 +50,12 @@ class Steps:
 
 
 def log_out_of_memory(run: Run, error: BaseException) -> None:
-    """Log how much memory is in use if ``error`` says that it ran out."""
+    """Log how much memory is in use if ``error`` means that it ran out."""
     if isinstance(error, Exception) and classify_failure(error).kind in MEMORY_FAILURES:
         run.memory_milestone("out of memory")
 
 
-def result_of(metric: str | None, logged: Mapping[str, Any]) -> Any:
+def result_of(metric: str | None, logged: Mapping[str, float]) -> Any:
     """Return ``metric`` from what was logged last, or all of that if it is None.
 
     Raises:

@@ -61,16 +61,12 @@ def fit(
         model: the ``LightningModule``, with automatic optimization.
         data: a ``LightningDataModule``, whose ``batch_size`` (attribute or hyperparameter) is set
             here, or a ``DataLoader`` made with ``cfg.training.batch_size``.
-        cfg: the trainer function's config.
-        run: its run.
-        metric: the logged value that becomes the job's result; None: all of them.
+        cfg, run: the trainer function's.
+        metric: the logged value that is returned; None: a dictionary of all of them.
         options: further arguments of ``trainer.fit``, such as ``val_dataloaders``.
 
-    Returns:
-        The value of ``metric`` as a float, or all logged values as a dictionary.
-
     Raises:
-        UserError: trainer, model or data cannot keep the effective batch; the message says why.
+        UserError: trainer, model or data cannot keep the effective batch.
         Interrupted: a stop was requested; a checkpoint was saved.
     """
     refuse_ranks(run, "Lightning")
@@ -79,12 +75,11 @@ def fit(
         raise Interrupted("stopped before the first step")
     trainer.accumulate_grad_batches = cfg.training.gradient_accumulation_steps
     callback = RobustCallback(cfg, run)
-    _give_batch_size(data, cfg.training.batch_size)
-    _hand_over_loaders(data, callback)
+    _prepare(data, callback)
     trainer.callbacks.append(callback)
     path = run.resume_checkpoint
     is_module = hasattr(data, "train_dataloader")
-    options |= {"datamodule": data} if is_module else {"train_dataloaders": data}
+    options["datamodule" if is_module else "train_dataloaders"] = data
     try:
         with warnings.catch_warnings():
             # Lightning cannot know that this loader continues where it was
@@ -137,21 +132,16 @@ def _check(trainer: Any, model: Any, cfg: DictConfig) -> None:
         )
 
 
-def _give_batch_size(data: Any, batch_size: int) -> None:
-    """Set the batch size where Lightning's own batch size finder sets it."""
-    if not hasattr(data, "train_dataloader"):
-        return
-    if hasattr(data, "batch_size"):
-        data.batch_size = batch_size
-    if "batch_size" in getattr(data, "hparams", {}):
-        data.hparams["batch_size"] = batch_size
-
-
-def _hand_over_loaders(data: Any, callback: RobustCallback) -> None:
-    """Let the callback order every loader of training samples."""
+def _prepare(data: Any, callback: RobustCallback) -> None:
+    """Let the callback order every loader of training samples, made with its batch size."""
     if not hasattr(data, "train_dataloader"):
         callback.own_loader(data, "train_dataloaders")
         return
+    # where Lightning's own batch size finder sets it
+    if hasattr(data, "batch_size"):
+        data.batch_size = callback.micro_batch
+    if "batch_size" in getattr(data, "hparams", {}):
+        data.hparams["batch_size"] = callback.micro_batch
     made = data.train_dataloader
 
     @wraps(made)
@@ -163,15 +153,13 @@ def _hand_over_loaders(data: Any, callback: RobustCallback) -> None:
 
 def _result(trainer: Any, model: Any, data: Any, metric: str | None, validation: Any) -> Any:
     found = logged(trainer)
-    if metric not in found and _can_validate(trainer, data, validation):
+    inherited = _pytorch.LightningDataModule.val_dataloader
+    can_validate = validation is not None or (
+        getattr(type(data), "val_dataloader", inherited) is not inherited
+    )
+    if metric not in found and trainer.enable_validation and can_validate:
         # an attempt that resumes after the last step trains and logs nothing
         loaders = {"dataloaders": validation} if validation is not None else {"datamodule": data}
         trainer.validate(model, **loaders, verbose=False)
         found |= logged(trainer)
     return result_of(metric, found)
-
-
-def _can_validate(trainer: Any, data: Any, validation: Any) -> bool:
-    own = getattr(type(data), "val_dataloader", _pytorch.LightningDataModule.val_dataloader)
-    has_data = own is not _pytorch.LightningDataModule.val_dataloader
-    return bool(trainer.enable_validation and (validation is not None or has_data))

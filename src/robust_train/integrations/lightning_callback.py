@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,7 @@ log = logging.getLogger("robust_train.integrations")
 
 _NEEDED_BY = "robust_train.integrations.lightning"
 _Checkpoint: Any = require("lightning.pytorch.callbacks", _NEEDED_BY, extra="lightning").Checkpoint
-_io = require("lightning.pytorch.plugins.io", _NEEDED_BY, extra="lightning")
-_CheckpointIO: Any = _io.CheckpointIO
+_plugins = require("lightning.pytorch.plugins.io", _NEEDED_BY, extra="lightning")
 
 
 class Stopped(Exception):
@@ -40,10 +40,6 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
     """Adds resume position, checkpoints, progress and stopping to a trainer.
 
     It is a ``Checkpoint``, so Lightning calls it after the user's own callbacks.
-
-    Args:
-        cfg: the trainer function's config.
-        run: its run.
     """
 
     def __init__(self, cfg: DictConfig, run: Run) -> None:
@@ -54,7 +50,7 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
         self._order: SampleOrder | None = None
         self._cfg = cfg
         self._steps = Steps(cfg, run)
-        self._restored: Mapping[str, Any] | None = None
+        self._restored: Any = None
         self._saved_step: int | None = None
         self._batches = 0  # of this epoch, done
         self._seen = 0  # samples of this epoch, the step in progress included
@@ -75,18 +71,16 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
         return loader
 
     def _set_order(self) -> None:
-        if self._order is None:
-            return
-        if self.position.samples >= self.position.epoch_samples:
-            self._order.begin(self.position.epoch + 1)
-        else:
-            self._order.begin(self.position.epoch, self.position.samples)
+        position = self.position
+        if self._order is not None:
+            is_done = position.samples >= position.epoch_samples
+            self._order.begin(position.epoch + is_done, 0 if is_done else position.samples)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return what Lightning saves in the checkpoint."""
         return {"position": asdict(self.position), "rng": capture_rng(self._device)}
 
-    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
         """Convert the loops' counters to this attempt's micro-batches."""
         restored = checkpoint["callbacks"].get(self.state_key)
         if restored is None:
@@ -105,18 +99,34 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
         if stage != "fit":
             return
         self._device = trainer.strategy.root_device
-        trainer.strategy.checkpoint_io = _ReportingIO(trainer.strategy.checkpoint_io, self)
         self._sigterm = signal.getsignal(signal.SIGTERM)
+        writer = trainer.strategy.checkpoint_io
+        if isinstance(writer, _plugins.AsyncCheckpointIO):
+            raise UserError(
+                "AsyncCheckpointIO: does not say when a checkpoint is complete; leave it out"
+            )
+        write = writer.save_checkpoint
+
+        @wraps(write)
+        def save_checkpoint(checkpoint: Any, path: Any, **options: Any) -> None:
+            write(checkpoint, path, **options)
+            # nothing resumes from weights alone
+            if "optimizer_states" in checkpoint and Path(path).exists():
+                self._saved_step = checkpoint["global_step"]
+                self.run.checkpoint_saved(Path(path).absolute(), self._saved_step)
+
+        writer.save_checkpoint = save_checkpoint
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Restore random numbers and counters."""
-        if self._sigterm not in (signal.SIG_DFL, None) and _is_main_thread():
+        is_main_thread = threading.current_thread() is threading.main_thread()
+        if self._sigterm not in (signal.SIG_DFL, None) and is_main_thread:
             # Lightning's own handler, which replaced the launcher's, ends the run within a step
             signal.signal(signal.SIGTERM, self._sigterm)
         if self._restored is not None:
             restore_rng(self._restored["rng"], self._device)
             self._restored = None
-        is_between = self.position.samples in (0, self.position.epoch_samples)
+        is_between = self.position.is_between_epochs
         self._seen = 0 if is_between else self.position.samples
         self._batches = 0 if is_between else self.position.batches_done(self.micro_batch)
         self._begin_group()
@@ -194,11 +204,6 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
             return
         self.run.saving.rotate("step-*.ckpt", self._cfg.training.keep_checkpoints)
 
-    def written(self, path: Path, step: int) -> None:
-        """Report the complete checkpoint ``path``."""
-        self._saved_step = step
-        self.run.checkpoint_saved(path, step)
-
     def _begin_group(self) -> None:
         self._group = self.accumulation - self._batches % self.accumulation
 
@@ -207,9 +212,8 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
 
     def _step_done(self, trainer: Any, outputs: Any) -> None:
         step, total = self.position.step, trainer.estimated_stepping_batches
-        # reading the loss waits for the GPU
+        # reading the loss, which Lightning has divided, waits for the GPU
         if step % max(self._cfg.training.log_every_steps, 1) == 0 and isinstance(outputs, Mapping):
-            # Lightning has divided it
             self._steps.log_loss(float(outputs["loss"]) * self.accumulation)
         self._steps.done(step, None if total == float("inf") else total)
 
@@ -221,39 +225,6 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
         raise Stopped(f"stopped after step {self.position.step}")
 
 
-class _ReportingIO(_CheckpointIO):  # type: ignore[misc]
-    """Writes checkpoints as another one does, and reports those that can be resumed from."""
-
-    def __init__(self, inner: Any, callback: RobustCallback) -> None:
-        if isinstance(inner, _io.AsyncCheckpointIO):
-            raise UserError(
-                "AsyncCheckpointIO: does not say when a checkpoint is complete; leave it out"
-            )
-        self._inner = inner
-        self._callback = callback
-
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
-    ) -> None:
-        self._inner.save_checkpoint(checkpoint, path, storage_options)
-        # nothing resumes from weights alone
-        if "optimizer_states" in checkpoint and Path(path).exists():
-            self._callback.written(Path(path).absolute(), checkpoint["global_step"])
-
-    def load_checkpoint(self, *arguments: Any, **options: Any) -> Any:
-        return self._inner.load_checkpoint(*arguments, **options)
-
-    def remove_checkpoint(self, path: Any) -> None:
-        self._inner.remove_checkpoint(path)
-
-    def teardown(self) -> None:
-        self._inner.teardown()
-
-
 def logged(trainer: Any) -> dict[str, float]:
     """Return the latest figures that the model has logged."""
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
-
-
-def _is_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()

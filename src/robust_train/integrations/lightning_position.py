@@ -6,7 +6,6 @@ Lightning counts batches, whatever their size was when the checkpoint was writte
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +26,11 @@ class ResumePosition:
     epoch_samples: int = 0
     step: int = 0
 
+    @property
+    def is_between_epochs(self) -> bool:
+        """No epoch is begun and not done."""
+        return self.samples in (0, self.epoch_samples)
+
     def batches_done(self, micro_batch: int) -> int:
         """Return the batches of this epoch that are done, as if all had ``micro_batch`` samples.
 
@@ -43,33 +47,25 @@ class ResumePosition:
 def share_of_step(
     samples: int, *, group: int, micro_batch: int, accumulation: int, left: int
 ) -> float:
-    """Return the factor for a micro-batch's mean loss after Lightning divided it.
+    """Return the factor for the mean loss of a micro-batch after Lightning divided it.
 
     It is 1 except in a step that is short or uneven, as an epoch's last one may be.
 
     Args:
-        samples: samples in this micro-batch.
+        samples: samples in this micro-batch; ``micro_batch`` in a full one.
         group: micro-batches in this step, if the epoch has enough samples.
-        micro_batch: samples in a full micro-batch.
         accumulation: Lightning's divisor.
         left: samples of the epoch that are left when the step begins.
     """
     return accumulation * samples / min(group * micro_batch, left)
 
 
-def loops_at(
-    fit_loop: Mapping[str, Any], position: ResumePosition, micro_batch: int
-) -> dict[str, Any]:
-    """Return the fit loop's part of a checkpoint as if all batches had had ``micro_batch``.
+def loops_at(fit_loop: Any, position: ResumePosition, micro_batch: int) -> Any:
+    """Return ``checkpoint["loops"]["fit_loop"]`` as if all batches had ``micro_batch`` samples.
 
     Two of Lightning's many restart states are enough: at the end of a batch within an epoch, and
     between two epochs (see ``_TrainingEpochLoop.update_restart_stage`` and
     ``_FitLoop.update_restart_stage``).
-
-    Args:
-        fit_loop: ``checkpoint["loops"]["fit_loop"]``; it is not changed.
-        position: where to resume.
-        micro_batch: samples in a batch from now on.
     """
     loops = copy.deepcopy(dict(fit_loop))
     done = position.batches_done(micro_batch)
@@ -77,31 +73,24 @@ def loops_at(
     batches, epochs = loops["epoch_loop.batch_progress"], loops["epoch_progress"]
     batches["is_last_batch"] = False
     validation = loops["epoch_loop.val_loop.batch_progress"]
-    validation["total"] |= _counters(0)
-    validation["current"] |= _counters(0)
-    if 0 < position.samples < position.epoch_samples:
-        batches["total"] |= _counters(before + done, completed=before + done - 1)
-        batches["current"] |= _counters(done, completed=done - 1)
-        begun = {"ready": position.epoch + 1, "started": position.epoch + 1}
-        ended = {"processed": position.epoch, "completed": position.epoch}
-        epochs["total"] |= begun | ended
-        epochs["current"] |= begun | ended
-        stepped = position.step - 1  # it counts this step again on resume
-    else:
-        ended_epochs = position.epoch + (position.samples > 0)
-        batches["total"] |= _counters(before + done)
-        batches["current"] |= _counters(0)
-        epochs["total"] |= _counters(ended_epochs)
-        epochs["current"] |= _counters(ended_epochs)
+    validation["total"] |= _counters(0, 0)
+    validation["current"] |= _counters(0, 0)
+    if position.is_between_epochs:
+        ended = position.epoch + (position.samples > 0)
+        batches["total"] |= _counters(before + done, before + done)
+        batches["current"] |= _counters(0, 0)
+        counters = _counters(ended, ended)
         stepped = position.step
+    else:
+        batches["total"] |= _counters(before + done, before + done - 1)
+        batches["current"] |= _counters(done, done - 1)
+        counters = _counters(position.epoch + 1, position.epoch) | {"processed": position.epoch}
+        stepped = position.step - 1  # it counts this step again on resume
+    epochs["total"] |= counters
+    epochs["current"] |= counters
     loops["epoch_loop.state_dict"] = {"_batches_that_stepped": stepped}
     return loops
 
 
-def _counters(count: int, *, completed: int | None = None) -> dict[str, int]:
-    return {
-        "ready": count,
-        "started": count,
-        "processed": count,
-        "completed": count if completed is None else completed,
-    }
+def _counters(begun: int, completed: int) -> dict[str, int]:
+    return {"ready": begun, "started": begun, "processed": begun, "completed": completed}

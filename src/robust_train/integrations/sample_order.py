@@ -18,13 +18,9 @@ from robust_train.microbatch.rng import GeneratorStates, seed_everything
 
 
 class SampleOrder(Sampler[Any]):
-    """Another sampler's indices in an order that depends on seed and epoch alone.
+    """Another sampler's first ``limit`` indices in an order that depends on seed and epoch alone.
 
-    Args:
-        sampler: a sampler that has a length.
-        seed: fixes the order of each epoch.
-        limit: maximum number of samples in an epoch; None: all.
-        generator: the loader's, for its workers' seeds; they depend on seed and epoch too.
+    ``generator`` is the loader's, for its workers' seeds; they depend on seed and epoch too.
     """
 
     def __init__(
@@ -78,23 +74,15 @@ class SampleOrder(Sampler[Any]):
 
 
 def take_over(loader: Any, *, name: str, batch_size: int, multiple: int, seed: int) -> SampleOrder:
-    """Replace the sampler of ``loader`` by a :class:`SampleOrder` and return it.
+    """Replace the sampler of ``loader``, which must have ``batch_size``, by a :class:`SampleOrder`.
 
-    With ``drop_last`` an epoch has the largest multiple of ``multiple`` samples, so its steps do
-    not depend on the micro-batch.
-
-    Args:
-        loader: changed in place.
-        name: names the loader in messages.
-        batch_size: the batch size that it must have.
-        multiple: samples in an optimizer step.
-        seed: fixes the order of each epoch.
+    With ``drop_last`` an epoch has the largest multiple of ``multiple`` (the samples in an
+    optimizer step), so its steps do not depend on the micro-batch.
 
     Raises:
         UserError: it is no plain loader of a map-style data set, or has another batch size.
     """
-    # accelerate wraps it
-    loader = getattr(loader, "base_dataloader", loader)
+    loader = getattr(loader, "base_dataloader", loader)  # accelerate wraps it
     if not isinstance(loader, DataLoader):
         raise UserError(
             f"{name}: is a {type(loader).__name__}; only a torch DataLoader can resume where an "
@@ -112,8 +100,6 @@ def take_over(loader: Any, *, name: str, batch_size: int, multiple: int, seed: i
             f"{name}: makes batches of {batches.batch_size}, but this attempt uses "
             f"{batch_size}; take it from cfg.training when the loader is made"
         )
-    if loader.generator is None:
-        loader.generator = torch.Generator()
     samples = len(sampler)
     limit = samples // multiple * multiple if batches.drop_last else samples
     if not limit:
@@ -121,6 +107,8 @@ def take_over(loader: Any, *, name: str, batch_size: int, multiple: int, seed: i
             f"{name}: {samples} samples make no step of {multiple} with drop_last; lower "
             "training.batch_size or training.gradient_accumulation_steps"
         )
+    if loader.generator is None:
+        loader.generator = torch.Generator()
     order = SampleOrder(sampler, seed=seed, limit=limit, generator=loader.generator)
     batches.sampler = order
     return order

@@ -20,6 +20,7 @@ from omegaconf import DictConfig
 
 from robust_train.config.extras import require
 from robust_train.errors import Interrupted, UserError
+from robust_train.files import replacing
 from robust_train.integrations.attempt import (
     Steps,
     effective_batch_size,
@@ -51,7 +52,7 @@ def training_arguments(cfg: DictConfig, run: Run) -> dict[str, Any]:
     training = cfg.training
     workers = training.num_workers
     checkpoint = run.resume_checkpoint
-    if checkpoint is not None and not (Path(checkpoint) / _MARK).exists():
+    if checkpoint is not None and _marked(Path(checkpoint)) is None:
         log.warning("checkpoint %s is incomplete: training starts from the beginning", checkpoint)
         checkpoint = None
     return {
@@ -77,16 +78,12 @@ def fit(trainer: Any, *, cfg: DictConfig, run: Run, metric: str | None = None) -
 
     Args:
         trainer: a ``transformers.Trainer`` or a subclass, made with :func:`training_arguments`.
-        cfg: the trainer function's config.
-        run: its run.
-        metric: the figure of the last evaluation, such as ``eval_loss``, that becomes the job's
-            result; None: all of them.
-
-    Returns:
-        The figure, or all of the last evaluation as a dictionary.
+        cfg, run: the trainer function's.
+        metric: the figure of the last evaluation, such as ``eval_loss``, that is returned; None: a
+            dictionary of all of them.
 
     Raises:
-        UserError: the trainer cannot keep the effective batch; the message says why.
+        UserError: the trainer cannot keep the effective batch; the message has the reason.
         Interrupted: a stop was requested; a checkpoint was saved.
     """
     refuse_ranks(run, "transformers")
@@ -96,8 +93,14 @@ def fit(trainer: Any, *, cfg: DictConfig, run: Run, metric: str | None = None) -
     callback = RobustCallback(cfg, run)
     trainer.add_callback(callback)
     checkpoint = trainer.args.resume_from_checkpoint
-    if checkpoint is not None:
-        _compare(Path(checkpoint), cfg)
+    there = None if checkpoint is None else _marked(Path(checkpoint))
+    if there is not None and there != effective_batch_size(cfg):
+        log.warning(
+            "the checkpoint was written at an effective batch size of %d, now it is %d: the "
+            "Trainer counts steps, so this epoch continues at another sample",
+            there,
+            effective_batch_size(cfg),
+        )
     try:
         try:
             trainer.train(resume_from_checkpoint=checkpoint)
@@ -105,7 +108,7 @@ def fit(trainer: Any, *, cfg: DictConfig, run: Run, metric: str | None = None) -
             log.info("training was complete already")
         return _result(trainer, metric)
     except _StoppedInEvaluation:
-        if not (_folder(trainer.args, trainer.state) / _MARK).exists():
+        if _marked(_folder(trainer.args, trainer.state)) is None:
             # nothing was trained since the last step
             trainer._save_checkpoint(trainer.model, trial=None)
             callback.saved(trainer.args, trainer.state)
@@ -135,7 +138,7 @@ class RobustCallback(_TrainerCallback):  # type: ignore[misc]
         self._steps = Steps(cfg, run)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Check that batches have this attempt's size, whatever the checkpoint says."""
+        """Check that batches have this attempt's size, whatever the checkpoint has."""
         batches = getattr(others.get("train_dataloader"), "batch_sampler", None)
         size = getattr(batches, "batch_size", None)
         if size is not None and size != self._cfg.training.batch_size:
@@ -198,8 +201,8 @@ class RobustCallback(_TrainerCallback):  # type: ignore[misc]
     def saved(self, args: Any, state: Any) -> None:
         """Report the checkpoint of this step."""
         path = _folder(args, state)
-        mark = {"effective_batch_size": effective_batch_size(self._cfg)}
-        (path / _MARK).write_text(json.dumps(mark))
+        with replacing(path / _MARK, durable=True) as mark:
+            mark.write_text(json.dumps({"effective_batch_size": effective_batch_size(self._cfg)}))
         self.run.checkpoint_saved(path, state.global_step)
 
 
@@ -236,20 +239,15 @@ def _check(args: Any, cfg: DictConfig) -> None:
             raise UserError(f"TrainingArguments: {name}=True: {why}; leave it out")
 
 
-def _compare(checkpoint: Path, cfg: DictConfig) -> None:
-    """Warn if the effective batch has changed: the Trainer's position counts steps."""
-    there = json.loads((checkpoint / _MARK).read_text())["effective_batch_size"]
-    here = effective_batch_size(cfg)
-    if there != here:
-        log.warning(
-            "the checkpoint was written at an effective batch size of %d, now it is %d: the "
-            "Trainer counts steps, so this epoch continues at another sample",
-            there,
-            here,
-        )
+def _marked(checkpoint: Path) -> int | None:
+    """Return the effective batch size of a complete checkpoint, None of any other."""
+    try:
+        return int(json.loads((checkpoint / _MARK).read_text())["effective_batch_size"])
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None
 
 
-def _numbers(logs: Mapping[str, Any]) -> dict[str, float]:
+def _numbers(logs: Mapping[str, object]) -> dict[str, float]:
     return {name: value for name, value in logs.items() if isinstance(value, (int, float))}
 
 

@@ -7,7 +7,7 @@ functions act on the host's memory, and say so in what they return and log.
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from robust_train.memory.clearing import (
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
         clear_cuda_memory,
         clear_gpu_memory,
     )
-    from robust_train.memory.peaks import GPUMemoryContext, reset_peak_memory_stats
-    from robust_train.memory.settings import (
+    from robust_train.memory.limits import (
         MemoryLimit,
         enable_memory_efficient_settings,
         set_memory_fraction,
     )
+    from robust_train.memory.peaks import GPUMemoryContext, reset_peak_memory_stats
     from robust_train.memory.stats import (
         MemoryStats,
         get_cuda_memory_info,
@@ -52,33 +52,23 @@ __all__ = [
     "set_memory_fraction",
 ]
 
-_HOMES = {
-    "Cleared": "memory.clearing",
-    "GPUMemoryContext": "memory.peaks",
-    "MemoryLimit": "memory.settings",
-    "MemoryStats": "memory.stats",
-    "cleanup_model_memory": "memory.clearing",
-    "clear_cuda_memory": "memory.clearing",
-    "clear_gpu_memory": "memory.clearing",
-    "enable_memory_efficient_settings": "memory.settings",
-    "get_cuda_memory_info": "memory.stats",
-    "get_gpu_memory_stats": "memory.stats",
-    "largest_tensors": "memory.tensors",
-    "log_gpu_memory_stats": "memory.stats",
-    "print_cuda_memory_info": "memory.stats",
-    "reset_peak_memory_stats": "memory.peaks",
-    "safe_tensor_to_cpu": "memory.tensors",
-    "save_checkpoint": "runfolder.checkpoints",
-    "set_memory_fraction": "memory.settings",
-}
+_HOMES = (
+    "memory.clearing",
+    "memory.limits",
+    "memory.peaks",
+    "memory.stats",
+    "memory.tensors",
+    "runfolder.checkpoints",
+)
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'robust_train.memory' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"robust_train.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
+def __getattr__(name: str) -> object:
+    if name in __all__:
+        for home in _HOMES:
+            module = importlib.import_module(f"robust_train.{home}")
+            if hasattr(module, name):
+                return getattr(module, name)
+    raise AttributeError(f"module 'robust_train.memory' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

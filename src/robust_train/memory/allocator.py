@@ -1,4 +1,4 @@
-"""The variable that CUDA's caching allocator is set up by; when to use expandable segments."""
+"""The variable that sets up CUDA's caching allocator, and when to use expandable segments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NEWER = "PYTORCH_ALLOC_CONF"
 
 
 def use_expandable_segments(
-    wish: bool | str,
+    setting: bool | str,
     environ: Mapping[str, str],
     *,
     is_script: bool = False,
@@ -23,22 +23,16 @@ def use_expandable_segments(
 ) -> bool:
     """Decide whether the allocator uses expandable segments from the start.
 
-    They avoid most fragmentation. They fail at the first allocation under WSL2, whose driver has no
-    virtual memory management, and break CUDA graphs over NCCL's peer-to-peer transport as well as
-    vLLM's all-reduce: so ``auto`` leaves scripts and several GPUs alone.
-
-    Args:
-        wish: ``memory.expandable_segments``; what the environment says goes before it.
-        environ: the user's.
-        is_script: a program of the user's trains.
-        gpus: of an attempt.
-        kernel: see :func:`is_wsl`.
+    ``setting`` is ``memory.expandable_segments``; the user's environment overrides it. Expandable
+    segments avoid most fragmentation, but fail at the first allocation under WSL2, and break CUDA
+    graphs over NCCL's peer-to-peer transport as well as vLLM's all-reduce: so ``auto`` leaves
+    scripts and several GPUs alone.
     """
     exported = exported_expandable_segments(environ)
     if exported is not None:
         return exported
-    if isinstance(wish, bool):
-        return wish
+    if isinstance(setting, bool):
+        return setting
     return not is_script and gpus == 1 and not is_wsl(kernel)
 
 
@@ -52,26 +46,20 @@ def is_wsl(kernel: str | None = None) -> bool:
     return "microsoft" in kernel.lower()
 
 
-def allocator_variable(environ: Mapping[str, str]) -> str:
-    """Return the name of the variable, whichever the user exports."""
-    return VARIABLE
-
-
 def allocator_settings(environ: Mapping[str, str], *, expandable_segments: bool) -> str:
-    """Return the variable's value: what the user exports under either name, and ours.
+    """Return the variable's value: what the user exports under either name, then our setting.
 
-    Torch parses the variable as a whole, so ours joins what is there already; what the environment
-    says of expandable segments goes before it.
+    An exported setting of expandable segments stays.
     """
-    settings = _exported(environ)
+    exported = _exported(environ)
     if exported_expandable_segments(environ) is not None:
-        return settings
+        return exported
     ours = f"expandable_segments:{expandable_segments}"
-    return f"{settings},{ours}" if settings else ours
+    return f"{exported},{ours}" if exported else ours
 
 
 def exported_expandable_segments(environ: Mapping[str, str]) -> bool | None:
-    """Return what the user's own environment says of expandable segments, None if nothing."""
+    """Return the setting in the user's own environment, None if there is none."""
     found = re.search(r"expandable_segments\s*:\s*(\w+)", _exported(environ))
     return None if found is None else found.group(1).lower() == "true"
 

@@ -1,6 +1,6 @@
 """Release the memory of a failed try before the next one, and check that it is gone.
 
-Imports no torch: where it is not loaded there are no tensors to care about.
+Imports no torch: where it is not loaded there are no tensors.
 """
 
 from __future__ import annotations
@@ -13,22 +13,20 @@ import logging
 import sys
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any
 
 from robust_train.compat import clear_cublas_workspaces
 from robust_train.memory import holders
-from robust_train.memory.holders import started_torch
-from robust_train.memory.segments import has_private_pools, memory_segments
+from robust_train.memory.cuda import memory_segments, started_torch
 from robust_train.readable import first_line
 from robust_train.values import MIB
 
 log = logging.getLogger("robust_train")
 
 _TOLERATED_SHARE = 0.01
-# below this lie generators' states, counters and the like, which no next try will miss
+# below this are generators' states, counters and the like
 _TOLERATED_BYTES = 64 * 1024
 _TOP = 3
 
@@ -36,10 +34,9 @@ _TOP = 3
 def release_memory(error: BaseException, *, thorough: bool = True) -> None:
     """Release everything that a failed try still holds in this process.
 
-    Whoever keeps the exception (a logger, a Future, tenacity's retry state) keeps its traceback,
-    the traceback keeps the frames, and their variables keep every tensor of the failed pass. So
-    the frames are emptied, whoever keeps them. An optimizer whose first step ran out of memory
-    loses its half-made state.
+    Whoever keeps the exception (a logger, a Future, tenacity's retry state) keeps its traceback
+    with the frames, and their variables keep every tensor of the failed pass. So the frames are
+    emptied. An optimizer whose first step ran out of memory loses its half-made state.
 
     Call it outside of the failed function, as soon as it has failed. Frames that still run, among
     them the caller's own, cannot be emptied.
@@ -53,14 +50,13 @@ def release_memory(error: BaseException, *, thorough: bool = True) -> None:
 
 def clear_frames(error: BaseException) -> None:
     """Empty the frames in the traceback of ``error`` and of all that it was raised from."""
-    for current in _with_causes(error):
-        for frame, _ in traceback.walk_tb(current.__traceback__):
-            try:
-                frame.clear()
-            except RuntimeError:
-                continue  # it still runs
-            # a debugger may have left a copy of the variables there; this updates it, to nothing
-            _ = frame.f_locals
+    for frame in _frames(error):
+        try:
+            frame.clear()
+        except RuntimeError:
+            continue  # it still runs
+        # a debugger may have left a copy of the variables there; this updates it, to nothing
+        _ = frame.f_locals
 
 
 def return_memory(*, thorough: bool = True, workspaces: bool = False) -> None:
@@ -76,7 +72,8 @@ def return_memory(*, thorough: bool = True, workspaces: bool = False) -> None:
     torch = started_torch()
     if torch is not None:
         try:
-            if workspaces and has_private_pools(memory_segments(torch)) is False:
+            segments = memory_segments(torch) if workspaces else None
+            if segments is not None and not any(segment.is_private for segment in segments):
                 clear_cublas_workspaces(torch)
             # what other processes have released becomes cache, which the next call returns
             torch.cuda.ipc_collect()
@@ -98,15 +95,16 @@ class KeptGradients:
 
     def __init__(self, tensors: Iterable[Any]) -> None:
         self._kept = {
-            id(tensor): (weakref.ref(tensor), gradient, _copied(gradient))
+            id(tensor): (weakref.ref(tensor), tensor.grad, _copied(tensor.grad))
             for tensor in tensors
-            if (gradient := _gradient(tensor)) is not None
+            if tensor.is_leaf and tensor.requires_grad and tensor.grad is not None
         }
 
     def restore(self) -> None:
         """Drop gradients that were not there, and give the others their values back."""
         for tensor in leaf_tensors():
-            if tensor.grad is not None and not self._knows(tensor):
+            reference = self._kept[id(tensor)][0] if id(tensor) in self._kept else None
+            if tensor.grad is not None and (reference is None or reference() is not tensor):
                 tensor.grad = None
         for reference, gradient, values in self._kept.values():
             tensor = reference()
@@ -114,65 +112,43 @@ class KeptGradients:
                 gradient.data.copy_(values)
                 tensor.grad = gradient
 
-    def _knows(self, tensor: Any) -> bool:
-        kept = self._kept.get(id(tensor))
-        return kept is not None and kept[0]() is tensor
-
 
 def leaf_tensors() -> list[Any]:
     """Return every tensor that a backward pass may give a gradient."""
     return [t for t in holders.live_tensors() if t.is_leaf and t.requires_grad]
 
 
-@dataclass(frozen=True)
 class StartingMemory:
-    """What tensors held before the first try, to compare with before each later one.
+    """What tensors hold before the first try, to compare with before each later one.
 
     On a GPU as the caching allocator counts, on the CPU as the storages of all tensors that Python
-    knows; taking it is one pass over Python's objects, some ten milliseconds.
-
-    Attributes:
-        bytes_on: bytes by device, ``cpu`` or ``cuda:0``.
-        storages: the CPU's and GPUs' storages at that moment.
-        gradients: of that moment.
+    knows. ``gradients`` are those of this moment, where they are kept already.
     """
 
-    bytes_on: Mapping[str, int]
-    storages: frozenset[holders.StorageKey]
-    gradients: KeptGradients
-
-    @classmethod
-    def now(cls, gradients: KeptGradients | None = None) -> StartingMemory:
-        """Return the figures of this moment; ``gradients`` where they are kept already."""
-        kept = KeptGradients(leaf_tensors()) if gradients is None else gradients
+    def __init__(self, gradients: KeptGradients | None = None) -> None:
+        self.gradients = KeptGradients(leaf_tensors()) if gradients is None else gradients
         tensors = holders.live_tensors()
-        return cls(holders.bytes_on(tensors), frozenset(holders.storages(tensors)), kept)
+        self._bytes_on = holders.bytes_on(tensors)
+        self._storages = frozenset(holders.storages(tensors))
 
-    def what_is_left(self) -> str | None:
+    def describe_rest(self) -> str | None:
         """Describe what a failed try has left behind; None for no more than one percent."""
         tensors = holders.live_tensors()
-        grown = {
-            device: (now - self.bytes_on.get(device, 0), self.bytes_on.get(device, 0))
-            for device, now in holders.bytes_on(tensors).items()
-        }
-        grown = {
-            device: (more, before)
-            for device, (more, before) in grown.items()
-            if more > max(_TOLERATED_SHARE * before, _TOLERATED_BYTES)
-        }
-        if not grown:
+        sizes = []
+        devices = set()
+        for device, now in holders.bytes_on(tensors).items():
+            before = self._bytes_on.get(device, 0)
+            if now - before > max(_TOLERATED_SHARE * before, _TOLERATED_BYTES):
+                devices.add(device)
+                sizes.append(
+                    f"{(now - before) / MIB:.1f} MiB more on {device} than before the first try "
+                    f"({before / MIB:.1f})"
+                )
+        if not devices:
             return None
-        held = holders.largest(tensors, known=self.storages, devices=grown.keys(), top=_TOP)
-        del tensors
-        sizes = ", ".join(
-            f"{more / MIB:.1f} MiB more on {device} than before the first try ({before / MIB:.1f})"
-            for device, (more, before) in grown.items()
-        )
-        return f"the failed try has left {sizes}; " + (
-            "held are " + "; ".join(map(str, held))
-            if held
-            else "Python knows no tensor that holds it"
-        )
+        held = holders.largest(tensors, known=self._storages, devices=devices, top=_TOP)
+        owners = "held are " + "; ".join(map(str, held)) if held else "no Python object holds it"
+        return f"the failed try has left {', '.join(sizes)}; {owners}"
 
 
 def release_and_check(
@@ -200,7 +176,7 @@ def release_and_check(
         gradients = start.gradients
     if gradients is not None:
         gradients.restore()
-    return None if start is None else start.what_is_left()
+    return None if start is None else start.describe_rest()
 
 
 def _with_causes(error: BaseException) -> Iterator[BaseException]:
@@ -215,38 +191,33 @@ def _with_causes(error: BaseException) -> Iterator[BaseException]:
         pending += [current.__cause__, current.__context__, *getattr(current, "exceptions", ())]
 
 
+def _frames(error: BaseException) -> Iterator[FrameType]:
+    for current in _with_causes(error):
+        for frame, _ in traceback.walk_tb(current.__traceback__):
+            yield frame
+
+
 def _optimizers_in_their_first_step(error: BaseException) -> list[Any]:
-    """Optimizers whose step is in the traceback and in which no step was ever completed."""
+    """Return optimizers with a step in the traceback that have never completed one."""
     torch = sys.modules.get("torch")
     if torch is None:
         return []
     found: dict[int, Any] = {}
-    for current in _with_causes(error):
-        for frame, _ in traceback.walk_tb(current.__traceback__):
-            optimizer = _optimizer_of(frame, torch.optim.Optimizer)
-            if optimizer is not None and _never_stepped(optimizer):
-                found[id(optimizer)] = optimizer
+    for frame in _frames(error):
+        if frame.f_code.co_name in ("step", "_init_group"):
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, torch.optim.Optimizer) and _never_stepped(owner):
+                found[id(owner)] = owner
     return list(found.values())
 
 
-def _optimizer_of(frame: FrameType, base: type) -> Any:
-    if frame.f_code.co_name not in ("step", "_init_group"):
-        return None
-    owner = frame.f_locals.get("self")
-    return owner if isinstance(owner, base) else None
-
-
 def _never_stepped(optimizer: Any) -> bool:
-    """Whether its counters say so; the step that failed may have counted itself already."""
+    # the step that failed may have counted itself already
     counters = [state["step"] for state in optimizer.state.values() if "step" in state]
     try:
         return bool(counters) and all(float(counter) <= 1 for counter in counters)
     except RuntimeError:  # they are on a device that has failed
         return False
-
-
-def _gradient(tensor: Any) -> Any:
-    return tensor.grad if tensor.is_leaf and tensor.requires_grad else None
 
 
 def _copied(gradient: Any) -> Any:
@@ -258,7 +229,7 @@ def _copied(gradient: Any) -> Any:
 
 @functools.lru_cache(maxsize=1)
 def _malloc_trim() -> Callable[[int], int] | None:
-    """glibc's; other C libraries have none."""
+    """Return glibc's function; other C libraries have none."""
     with contextlib.suppress(OSError, AttributeError):
         trim = ctypes.CDLL(None).malloc_trim
         trim.argtypes = [ctypes.c_size_t]

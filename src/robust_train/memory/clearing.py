@@ -1,11 +1,10 @@
-"""Giving memory back: what nobody uses any more, and what a model holds."""
+"""Give memory back: what nobody uses any more, and what a model holds."""
 
 from __future__ import annotations
 
 import gc
 import logging
 import sys
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -80,16 +79,11 @@ def clear_gpu_memory(force: bool = False) -> Cleared:
     done: list[str] = []
     dropped = _drop_unreachable(done) if force else 0
     return_memory(workspaces=True)
-    held: tuple[HeldTensor, ...] = ()
+    held: list[HeldTensor] = []
     if force:
-        held = tuple(
-            holders.largest(
-                holders.live_tensors(), known=(), devices=holders.training_devices(), top=_TOP
-            )
-        )
-    cleared = Cleared(before, get_gpu_memory_stats(), dropped, held, tuple(done))
-    log.info("%s", cleared.description)
-    return cleared
+        devices = holders.training_devices()
+        held = holders.largest(holders.live_tensors(), devices=devices, top=_TOP)
+    return _logged(Cleared(before, get_gpu_memory_stats(), dropped, tuple(held), tuple(done)))
 
 
 clear_cuda_memory = clear_gpu_memory
@@ -107,47 +101,42 @@ def cleanup_model_memory(model: nn.Module, *, keep_weights: bool = True) -> Clea
         keep_weights: False replaces the weights by empty tensors, also for whoever else holds
             them: the model cannot be used any more.
     """
+    torch = sys.modules["torch"]
     before = get_gpu_memory_stats()
     gc.collect()
-    optimizers = _optimizers_of(model)
+    optimizers = _optimizers_of(model, torch.optim.Optimizer)
     for optimizer in optimizers:
         optimizer.state.clear()
     model.zero_grad(set_to_none=True)
     if keep_weights:
         model.cpu()
-        weights = "weights on the host"
     else:
-        _empty_weights(model)
-        weights = "weights dropped"
+        for tensor in (*model.parameters(), *model.buffers()):
+            # in place: optimizers hold the same parameters, and would keep what is only replaced
+            tensor.data = torch.empty(0, dtype=tensor.dtype)
+    weights = "weights on the host" if keep_weights else "weights dropped"
     done = (f"gradients and optimizer state ({len(optimizers)} found) dropped, {weights}",)
     del optimizers
     return_memory(workspaces=True)
-    cleared = Cleared(before, get_gpu_memory_stats(), done=done)
+    return _logged(Cleared(before, get_gpu_memory_stats(), done=done))
+
+
+def _logged(cleared: Cleared) -> Cleared:
     log.info("%s", cleared.description)
     return cleared
 
 
-def _empty_weights(model: nn.Module) -> None:
-    torch = sys.modules["torch"]
-    for tensor in (*model.parameters(), *model.buffers()):
-        # in place: optimizers hold the same parameters, and would keep what is only replaced
-        tensor.data = torch.empty(0, dtype=tensor.dtype)
-
-
-def _optimizers_of(model: nn.Module) -> list[Any]:
-    torch = sys.modules["torch"]
+def _optimizers_of(model: nn.Module, base: type) -> list[Any]:
     own = {id(parameter) for parameter in model.parameters()}
-    found = holders.live_objects(torch.optim.Optimizer)
-    return [optimizer for optimizer in found if any(id(p) in own for p in _parameters(optimizer))]
-
-
-def _parameters(optimizer: Any) -> Iterable[Any]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
+    return [
+        optimizer
+        for optimizer in holders.live_objects(base)
+        if any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+    ]
 
 
 def _drop_unreachable(done: list[str]) -> int:
-    """Let go of what only the interpreter itself holds; bytes of tensors that went with it."""
+    """Drop what only the interpreter itself holds; return the bytes of tensors among it."""
     gc.collect()
     frozen = gc.get_freeze_count()
     # before anything is dropped, and with the frozen ones, which the collector else leaves out

@@ -1,4 +1,4 @@
-"""Which tensors are alive, and by what name a person finds the one who holds them."""
+"""Which tensors are alive, and who holds them, by the name that a person knows."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import gc
 import inspect
 import re
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from types import CellType, FrameType, FunctionType
 from typing import Any
 
+from robust_train.memory.cuda import started_torch
 from robust_train.values import MIB
 
 StorageKey = tuple[str, int]
@@ -20,16 +21,7 @@ StorageKey = tuple[str, int]
 # a module's weight is found in its table, a person knows it as an attribute
 _MODULE_TABLES = re.compile(r"\._(?:parameters|buffers|modules)\['(\w+)'\]")
 _DEPTH = 8
-_LOOKED_AT = 40
-
-
-def started_torch() -> Any:
-    """The module torch, where it is loaded and has started CUDA in this process; else None."""
-    torch = sys.modules.get("torch")
-    # another thread may be importing it at this moment
-    cuda = getattr(torch, "cuda", None)
-    is_initialized = getattr(cuda, "is_initialized", None)
-    return torch if is_initialized is not None and is_initialized() else None
+_MOST_PATHS = 40  # of one object, at each depth
 
 
 def live_objects(base: Any) -> list[Any]:
@@ -52,20 +44,23 @@ def live_tensors() -> list[Any]:
     return found
 
 
+def storage_of(tensor: Any) -> StorageKey | None:
+    """Return the storage; None for what has no memory of its own: meta, fake, sparse tensors."""
+    try:
+        address = tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError, TypeError):
+        return None
+    return (str(tensor.device), address) if address else None
+
+
 def storages(tensors: Iterable[Any]) -> dict[StorageKey, int]:
-    """Bytes of each storage that the tensors share among them."""
-    sizes: dict[StorageKey, int] = {}
-    for tensor in tensors:
-        key = storage_of(tensor)
-        if key is not None:
-            sizes[key] = tensor.untyped_storage().nbytes()
-    return sizes
+    """Return the bytes of each storage that the tensors share."""
+    keys = ((storage_of(tensor), tensor) for tensor in tensors)
+    return {key: tensor.untyped_storage().nbytes() for key, tensor in keys if key is not None}
 
 
 def bytes_on(tensors: Iterable[Any]) -> dict[str, int]:
-    """Bytes that tensors hold by device: the host's as their storages, a GPU's as the allocator
-    counts them.
-    """
+    """Return bytes by device: the host's of the tensors' storages, a GPU's of its allocator."""
     counted: dict[str, int] = {}
     for (device, _), size in storages(tensors).items():
         counted[device] = counted.get(device, 0) + size
@@ -78,7 +73,7 @@ def bytes_on(tensors: Iterable[Any]) -> dict[str, int]:
 
 
 def training_devices() -> frozenset[str]:
-    """Where this process's large tensors are expected: its GPUs, or without CUDA the host."""
+    """Return where large tensors are expected: the GPUs, or without CUDA the host."""
     torch = started_torch()
     if torch is not None:
         return frozenset(f"cuda:{index}" for index in range(torch.cuda.device_count()))
@@ -94,7 +89,7 @@ class HeldTensor:
         shape: its own.
         dtype: ``float32``.
         device: ``cuda:0``, ``cpu``.
-        owner: who holds it, as :func:`holder_of` says.
+        owner: who holds it, as :func:`holder_of` returns it.
         has_graph: it keeps the graph that it was computed by, and what that has saved.
     """
 
@@ -113,19 +108,18 @@ class HeldTensor:
 def largest(
     tensors: Iterable[Any],
     *,
-    known: Collection[StorageKey],
     devices: Collection[str],
     top: int,
+    known: Collection[StorageKey] = (),
 ) -> list[HeldTensor]:
-    """The largest tensors on ``devices`` outside of ``known`` storages, each with who holds it."""
+    """Return the largest tensors on ``devices`` outside of ``known`` storages, and their owners."""
     by_storage: dict[StorageKey, Any] = {}
     for tensor in tensors:
         key = storage_of(tensor)
         if key is not None and key not in known and key[0] in devices:
             by_storage.setdefault(key, tensor)
-    candidates = list(by_storage.values())
+    candidates = sorted(by_storage.values(), key=lambda tensor: -tensor.untyped_storage().nbytes())
     by_storage.clear()
-    candidates.sort(key=lambda tensor: -tensor.untyped_storage().nbytes())
     chosen = candidates[:top]
     owners = holders_of(chosen, {id(tensors), id(candidates)})
     return [
@@ -141,205 +135,171 @@ def largest(
     ]
 
 
-@dataclass(eq=False)
-class _Way:
-    """How one gets from ``owner`` to the object in question: ``.cache['kept'][0]``."""
-
-    owner: Any
-    path: str
-    key: Any = None
-
-
-@dataclass(eq=False)
-class _Search:
-    """For who holds one object: the ways that are followed at present, and what they have found."""
-
-    level: list[_Way]
-    seen: set[int]
-    nearest: str = ""
-    name: str | None = None
-    is_over: bool = False
-
-    def holder(self) -> str:
-        if self.name is not None:
-            return _with_nearest(self.name, self.nearest)
-        first = self.level[0]
-        return self.nearest or (
-            f"a {type(first.owner).__name__}" if first.path else "no Python object"
-        )
-
-
-def holder_of(item: Any, ignore: Collection[int] = ()) -> str:
-    """Who holds ``item``, as a person would write it: ``history.kept[0] (global of module x)``.
-
-    Args:
-        item: any object that the garbage collector knows.
-        ignore: ids of containers that do not count.
-    """
+def holder_of(item: Any) -> str:
+    """Return who holds ``item``, as a person would write it: ``kept[0] (global of module x)``."""
     items = [item]
-    return holders_of(items, ignore)[0]
+    return holders_of(items)[0]
 
 
 def holders_of(items: Sequence[Any], ignore: Collection[int] = ()) -> list[str]:
-    """:func:`holder_of` for several objects, for which all of Python's are looked through at once.
+    """Do :func:`holder_of` for several objects, with one pass over Python's objects a level.
 
     Args:
         items: objects that the garbage collector knows; this container does not count.
         ignore: ids of other containers that do not count.
     """
-    searches = [_Search([_Way(item, "")], {*ignore, id(items), id(item)}) for item in items]
-    # breadth first: the shortest way to a name is the one that a person recognises
+    names: dict[int, str] = {}
+    attributes: dict[int, str] = {}
+    ends = dict.fromkeys(range(len(items)), "no Python object")
+    seen = {(number, one) for number in ends for one in (*ignore, id(items), id(items[number]))}
+    paths = [_Path(number, item) for number, item in enumerate(items)]
+    # breadth first: the shortest path to a name is the one that a person recognises
     for _ in range(_DEPTH):
-        _look_into_running_functions(searches)
-        open_searches = [search for search in searches if not search.is_over]
-        if not open_searches:
+        _look_into_running_functions(paths, names)
+        paths = [path for path in paths if path.item not in names]
+        if not paths:
             break
-        _go_up(open_searches)
-    return [search.holder() for search in searches]
+        paths = _go_up(paths, names, attributes, seen)
+        for path in reversed(paths):
+            ends[path.item] = f"a {type(path.owner).__name__}"
+    return [_owner(names.get(n), attributes.get(n, ""), end) for n, end in ends.items()]
 
 
-def _ways_to(searches: Iterable[_Search]) -> dict[int, list[tuple[_Search, _Way]]]:
-    """The ways that are still followed, by the id of what they have come to."""
-    ways: dict[int, list[tuple[_Search, _Way]]] = {}
-    for search in searches:
-        if not search.is_over:
-            for way in search.level:
-                ways.setdefault(id(way.owner), []).append((search, way))
-    return ways
+@dataclass(eq=False)
+class _Path:
+    """How one gets from ``owner`` to an item: ``text`` is ``.cache['kept'][0]``.
+
+    ``key`` and ``below`` are the last step and the text without it.
+    """
+
+    item: int
+    owner: Any
+    text: str = ""
+    key: Any = None
+    below: str = ""
+
+    def above(self, owner: Any, text: str, key: Any = None) -> _Path:
+        return _Path(self.item, owner, text + self.text, key, self.text)
 
 
-def _go_up(searches: Sequence[_Search]) -> None:
-    """One step further from the objects: to those that refer to where the ways are now."""
-    ways = _ways_to(searches)
-    own = {id(part) for search in searches for part in (search.level, *search.level)}
-    own |= {id(vars(way)) for search in searches for way in search.level}
-    above: dict[int, list[_Way]] = {id(search): [] for search in searches}
-    # one pass over all objects for all searches
-    referrers = gc.get_referrers(*[found[0][1].owner for found in ways.values()])
-    for referrer in referrers:
+def _owner(name: str | None, attribute: str, end: str) -> str:
+    if name is None:
+        return attribute or end
+    return _MODULE_TABLES.sub(r".\1", f"{name}, in {attribute}" if attribute else name)
+
+
+def _go_up(
+    paths: list[_Path],
+    names: dict[int, str],
+    attributes: dict[int, str],
+    seen: set[tuple[int, int]],
+) -> list[_Path]:
+    """Return the paths from those that refer to the owners; finished ones get their names."""
+    by_target: dict[int, list[_Path]] = {}
+    for path in paths:
+        by_target.setdefault(id(path.owner), []).append(path)
+    own = {id(paths), *map(id, paths), *(id(vars(path)) for path in paths)}
+    above: list[_Path] = []
+    counts: dict[int, int] = {}
+    for referrer in gc.get_referrers(*[found[0].owner for found in by_target.values()]):
         if id(referrer) in own:
             continue
-        targets = {id(target) for target in gc.get_referents(referrer)} & ways.keys()
-        for search, way in [pair for target in targets for pair in ways[target]]:
-            if id(referrer) not in search.seen and search.name is None:
-                _follow(search, referrer, way, above[id(search)])
-    del referrers
-    for search in searches:
-        search.is_over = search.name is not None or not above[id(search)]
-        search.level = above[id(search)] or search.level
+        targets = {id(target) for target in gc.get_referents(referrer)} & by_target.keys()
+        for path in [path for target in targets for path in by_target[target]]:
+            if path.item in names or (path.item, id(referrer)) in seen:
+                continue
+            further = _step(referrer, path)
+            if isinstance(further, str):
+                names[path.item] = further
+            elif further is not None and counts.get(path.item, 0) < _MOST_PATHS:
+                above.append(further)
+                counts[path.item] = counts.get(path.item, 0) + 1
+                seen.add((path.item, id(referrer)))
+                if further.text.startswith("."):
+                    named = f"{type(referrer).__name__}{further.text}"
+                    attributes.setdefault(path.item, named)
+    return above
 
 
-def _follow(search: _Search, referrer: Any, way: _Way, above: list[_Way]) -> None:
-    name, further = _step(referrer, way)
-    if name is not None:
-        search.name = name
-    elif further is not None and len(above) < _LOOKED_AT:
-        above.append(further)
-        search.seen.add(id(referrer))
-        if not search.nearest and further.path.startswith("."):
-            search.nearest = f"{type(referrer).__name__}{further.path}"
-
-
-def _with_nearest(name: str, nearest: str) -> str:
-    said = f"{name}, in {nearest}" if nearest else name
-    return _MODULE_TABLES.sub(r".\1", said)
+def _step(referrer: Any, path: _Path) -> _Path | str | None:
+    """Return the path from ``referrer``, or a finished name; None where it leads nowhere."""
+    target = path.owner
+    if isinstance(referrer, FrameType):
+        # of a failed function: whoever keeps the exception keeps its variables
+        return None if _is_own(referrer) else _variable(referrer, path)
+    if isinstance(referrer, dict):
+        key = _key_of(referrer, target)
+        module = sys.modules.get(str(referrer.get("__name__", "")))
+        if key is not None and module is not None and vars(module) is referrer:
+            return f"{key}{path.text} (global of module {module.__name__})"
+        return None if key is None else path.above(referrer, f"[{_shown(key)}]", key)
+    if isinstance(referrer, (list, tuple)):
+        index = next((i for i, value in enumerate(referrer) if value is target), None)
+        return None if index is None else path.above(referrer, f"[{index}]", index)
+    if isinstance(referrer, FunctionType):
+        if referrer.__closure__ is not target:
+            return None
+        name = referrer.__code__.co_freevars[path.key]
+        return f"{name}{path.below} (closure of {referrer.__qualname__})"
+    if isinstance(referrer, CellType):
+        return path.above(referrer, "")
+    if isinstance(referrer, type):
+        return None
+    attributes = _attributes(referrer)
+    if attributes is target:
+        return _Path(path.item, referrer, f".{path.key}{path.below}")
+    name = _key_of(attributes, target)
+    return path.above(referrer, "" if name is None else f".{name}")
 
 
 def _shown(key: Any) -> str:
-    """A key as it is written; of an optimizer's state, whose keys are parameters, their type."""
+    """Return a key as it is written; of a parameter, as in an optimizer's state, the type."""
     return repr(key) if isinstance(key, (str, int, float, bool)) else type(key).__name__
 
 
-def _step(referrer: Any, way: _Way) -> tuple[str | None, _Way | None]:
-    """From what ``way`` begins with to ``referrer``: a finished name, a longer way, or neither."""
-    target, path = way.owner, way.path
-    if isinstance(referrer, FrameType):
-        # of a function that has failed: whoever keeps the exception keeps its variables
-        return (None if _is_own(referrer) else _variable(referrer, way)), None
-    if isinstance(referrer, dict):
-        key = _key_of(referrer, target)
-        if key is None:
-            return None, None
-        module = sys.modules.get(str(referrer.get("__name__", "")))
-        if module is not None and vars(module) is referrer:
-            return f"{key}{path} (global of module {module.__name__})", None
-        return None, _Way(referrer, f"[{_shown(key)}]{path}", key=(key, path))
-    if isinstance(referrer, (list, tuple)):
-        index = next((i for i, value in enumerate(referrer) if value is target), None)
-        return None, None if index is None else _Way(referrer, f"[{index}]{path}", (index, path))
-    if isinstance(referrer, FunctionType):
-        if referrer.__closure__ is not target:
-            return None, None
-        index, rest = way.key
-        name = referrer.__code__.co_freevars[index]
-        return f"{name}{rest} (closure of {referrer.__qualname__})", None
-    if isinstance(referrer, CellType):
-        return None, _Way(referrer, path) if referrer.cell_contents is target else None
-    if isinstance(referrer, type):
-        return None, None
-    attributes = _attributes(referrer)
-    if attributes is target:
-        key, rest = way.key
-        return None, _Way(referrer, f".{key}{rest}")
-    name = _key_of(attributes, target)
-    return None, _Way(referrer, path if name is None else f".{name}{path}")
-
-
-def _look_into_running_functions(searches: Sequence[_Search]) -> None:
-    """Whether their variables are at the ways' ends; the collector does not know them."""
-    ways = _ways_to(searches)
-    frames = _running_frames()
+def _look_into_running_functions(paths: list[_Path], names: dict[int, str]) -> None:
+    """Name the items whose paths begin in variables, which the collector does not know."""
+    owners = {id(path.owner) for path in paths}
+    frames = [frame for top in sys._current_frames().values() for frame in _stack(top)]
     try:
         for frame in frames:
-            for search, way in _ways_in(frame, ways):
-                if not search.is_over:
-                    search.name, search.is_over = _variable(frame, way), True
+            variables = _variables(frame)
+            if not owners.isdisjoint(map(id, variables.values())):
+                for path in paths:
+                    name = _key_of(variables, path.owner)
+                    if name is not None:
+                        names.setdefault(path.item, _described(frame, f"{name}{path.text}"))
+            _clear_copy(variables)
     finally:
         # a frame that a running function of ours refers to would keep that function's variables
         frame = None  # type: ignore[assignment]
         frames.clear()
 
 
-def _ways_in(
-    frame: FrameType, ways: Mapping[int, list[tuple[_Search, _Way]]]
-) -> list[tuple[_Search, _Way]]:
-    values = _variables(frame)
-    ids = [id(value) for value in values.values()]
-    _let_go(values)
-    return [pair for one in ids for pair in ways.get(one, ())]
+def _stack(top: FrameType | None) -> list[FrameType]:
+    """Return the frames from ``top`` on, without this package's own."""
+    frames = []
+    while top is not None:
+        if not _is_own(top):
+            frames.append(top)
+        top = top.f_back
+    return frames
 
 
-def _variable(frame: FrameType, way: _Way) -> str | None:
-    name = _name_in(frame, way.owner)
-    if name is None:
-        return None
+def _variable(frame: FrameType, path: _Path) -> str | None:
+    variables = _variables(frame)
+    name = _key_of(variables, path.owner)
+    _clear_copy(variables)
+    return None if name is None else _described(frame, f"{name}{path.text}")
+
+
+def _described(frame: FrameType, text: str) -> str:
     code = frame.f_code
-    where = f"{code.co_name}, {code.co_filename}:{frame.f_lineno}"
-    return f"{name}{way.path} (local variable of {where})"
+    return f"{text} (local variable of {code.co_name}, {code.co_filename}:{frame.f_lineno})"
 
 
 def _is_own(frame: FrameType) -> bool:
     return str(frame.f_globals.get("__name__", "")).startswith(__package__)
-
-
-def _running_frames() -> list[FrameType]:
-    """Of all threads, without this package's own."""
-    frames = []
-    tops = list(sys._current_frames().values())
-    while tops:
-        frame: FrameType | None = tops.pop()
-        while frame is not None:
-            if not _is_own(frame):
-                frames.append(frame)
-            frame = frame.f_back
-    return frames
-
-
-def _name_in(frame: FrameType, target: Any) -> str | None:
-    variables = _variables(frame)
-    name: str | None = _key_of(variables, target)
-    _let_go(variables)
-    return name
 
 
 def _variables(frame: FrameType) -> dict[str, Any]:
@@ -348,9 +308,9 @@ def _variables(frame: FrameType) -> dict[str, Any]:
     return frame.f_locals
 
 
-def _let_go(variables: dict[str, Any]) -> None:
+def _clear_copy(variables: dict[str, Any]) -> None:
     if sys.version_info < (3, 13):
-        # the frame keeps this copy, and with it all that the function lets go of later
+        # the frame keeps this copy, and with it all that the function drops later
         variables.clear()
 
 
@@ -361,14 +321,5 @@ def _attributes(owner: Any) -> dict[str, Any]:
 
 
 def _key_of(mapping: Any, target: Any) -> Any:
-    # a copy: other threads may write while we look
+    # a copy: other threads may write meanwhile
     return next((key for key, value in list(mapping.items()) if value is target), None)
-
-
-def storage_of(tensor: Any) -> StorageKey | None:
-    """None for what has no memory of its own to speak of: meta, fake and sparse tensors."""
-    try:
-        address = tensor.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError, TypeError):
-        return None
-    return (str(tensor.device), address) if address else None

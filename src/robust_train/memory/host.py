@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import resource
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-from robust_train.gpu.unified import host_memory
-from robust_train.memory.oom_killer import memory_counters, parse_cgroups, parse_mounts
+from robust_train.memory.cgroups import memory_folders
 
 # "no limit" in cgroup v1 is the largest multiple of the page size
 _UNLIMITED = 2**60
@@ -25,39 +23,38 @@ class HostMemory:
         resident: memory of this process that is in RAM.
         peak: the most that ever was, since the process began or the peak was reset.
         data: writable private memory, which RLIMIT_DATA limits.
-        available: what a new program could get, here and within the cgroup; None if unknown.
-        total: of the machine, or of the cgroup where that has less; None if unknown.
+        available: what a new program could get, here and within the cgroup.
+        total: of the machine, or of the cgroup where that has less.
     """
 
     resident: int
     peak: int
     data: int
-    available: int | None
-    total: int | None
+    available: int
+    total: int
 
 
-def read_host_memory(root: Path = Path("/")) -> HostMemory:
-    """Return the figures of this moment for this process, from Linux's ``/proc``."""
-    own = own_memory(root)
-    machine = host_memory(root / "proc/meminfo")
-    rooms = [machine] if machine is not None else []
-    rooms += cgroup_rooms(root)
+def read_host_memory() -> HostMemory:
+    """Return the figures of this moment for this process."""
+    own = own_memory()
+    machine = psutil.virtual_memory()
+    rooms = [(machine.total, machine.available), *cgroup_rooms()]
     return HostMemory(
         resident=own.get("VmRSS", 0),
         peak=own.get("VmHWM", 0),
         data=own.get("VmData", 0),
-        available=min((free for _, free in rooms), default=None),
-        total=min((total for total, _ in rooms), default=None),
+        available=min(available for _, available in rooms),
+        total=min(total for total, _ in rooms),
     )
 
 
-def own_memory(root: Path = Path("/")) -> dict[str, int]:
+def own_memory(status: Path = Path("/proc/self/status")) -> dict[str, int]:
     """Return this process's sizes as ``/proc/self/status`` names them: ``VmRSS``, ``VmHWM`` …
 
     psutil has neither the peak nor what of the resident memory is anonymous.
     """
     sizes = {}
-    for line in (root / "proc/self/status").read_text(errors="replace").splitlines():
+    for line in status.read_text(errors="replace").splitlines():
         key, _, value = line.partition(":")
         words = value.split()
         if len(words) == 2 and words[1] == "kB" and words[0].isdigit():
@@ -65,15 +62,14 @@ def own_memory(root: Path = Path("/")) -> dict[str, int]:
     return sizes
 
 
-def room_left(root: Path = Path("/")) -> int | None:
+def room_left() -> int:
     """Return what this process can still take, within its limits and the machine's memory."""
-    own, available = own_memory(root), read_host_memory(root).available
-    rooms = [] if available is None else [available]
+    own, rooms = own_memory(), [read_host_memory().available]
     for kind, used in ((resource.RLIMIT_DATA, "VmData"), (resource.RLIMIT_AS, "VmSize")):
         most, _ = resource.getrlimit(kind)
         if most != resource.RLIM_INFINITY:
             rooms.append(max(most - own.get(used, 0), 0))
-    return min(rooms, default=None)
+    return min(rooms)
 
 
 def resident_bytes(process: psutil.Process | None = None) -> tuple[int, int]:
@@ -89,7 +85,7 @@ def resident_bytes_of_tree(process: psutil.Process) -> tuple[int, int]:
     """Return :func:`resident_bytes` of a process and its descendants.
 
     Pages of files count once, as those of the process that has most. Pages that a fork still shares
-    with its parent count for both: only a walk through all of them could tell, which takes long.
+    with its parent count for both: only a walk through all of them could tell them apart.
     """
     own, shared = 0, 0
     for member in (process, *process.children(recursive=True)):
@@ -106,7 +102,7 @@ def largest_resident() -> int:
 
 
 def reset_peak(clear_refs: Path = Path("/proc/self/clear_refs")) -> bool:
-    """Let the peak of resident memory start anew; False where the kernel does not allow that.
+    """Let the peak of resident memory start anew; return False where the kernel refuses.
 
     Writing 5 there is described in proc(5); it needs Linux 4.0 and CONFIG_PROC_PAGE_MONITOR.
     """
@@ -118,51 +114,28 @@ def reset_peak(clear_refs: Path = Path("/proc/self/clear_refs")) -> bool:
 
 
 def cgroup_rooms(root: Path = Path("/")) -> list[tuple[int, int]]:
-    """Return limit and rest of it, for every cgroup above this process that has a limit."""
-    read = _reader(root)
-    files = memory_counters(
-        parse_cgroups(read("/proc/self/cgroup") or ""),
-        parse_mounts(read("/proc/self/mountinfo") or ""),
-    )
+    """Return limit and rest of it, for every cgroup above this process that has a limit.
+
+    The inactive page cache counts as usage there and gives way when memory is requested.
+    """
     rooms = []
-    for folder in (str(path.parent) for path in files):
+    for folder in memory_folders(root):
         for limit_file, usage_file, cached in (
             ("memory.max", "memory.current", "inactive_file"),
             ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
         ):
-            limit = room_within(
-                read(f"{folder}/{limit_file}"),
-                read(f"{folder}/{usage_file}"),
-                read(f"{folder}/memory.stat"),
-                cached,
-            )
-            if limit is not None:
-                rooms.append(limit)
+            with contextlib.suppress(OSError, ValueError):  # no such file; "max"
+                limit = int((folder / limit_file).read_text())
+                used = int((folder / usage_file).read_text())
+                if limit < _UNLIMITED:
+                    rooms.append((limit, max(limit - used + _pages(folder, cached), 0)))
     return rooms
 
 
-def room_within(
-    limit: str | None, usage: str | None, stat: str | None, cached: str
-) -> tuple[int, int] | None:
-    """Return a cgroup's limit and the rest of it, from its files; None without a limit.
-
-    The inactive page cache counts as usage there and gives way when memory is requested.
-    """
-    if limit is None or usage is None or not limit.strip().isdigit():
-        return None  # "max"
-    most = int(limit)
-    if most >= _UNLIMITED or not usage.strip().isdigit():
-        return None
-    pages = dict(line.split(" ", 1) for line in (stat or "").splitlines() if " " in line)
-    given_way = int(pages[cached]) if pages.get(cached, "").strip().isdigit() else 0
-    return most, max(most - int(usage) + given_way, 0)
-
-
-def _reader(root: Path) -> Callable[[str], str | None]:
-    def read(path: str) -> str | None:
-        try:
-            return (root / path.lstrip("/")).read_text(errors="replace")
-        except OSError:
-            return None
-
-    return read
+def _pages(folder: Path, name: str) -> int:
+    with contextlib.suppress(OSError, ValueError):
+        for line in (folder / "memory.stat").read_text().splitlines():
+            key, _, value = line.partition(" ")
+            if key == name:
+                return int(value)
+    return 0

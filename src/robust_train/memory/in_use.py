@@ -11,8 +11,7 @@ import psutil
 
 from robust_train.gpu.inventory import read_inventory
 from robust_train.memory import host
-from robust_train.memory.holders import started_torch
-from robust_train.memory.segments import busiest_gpu
+from robust_train.memory.cuda import busiest_gpu, started_torch
 from robust_train.values import GIB
 
 

@@ -1,4 +1,4 @@
-"""The most that was in use: resetting the counter, and the peak of one block of code."""
+"""The most that was in use: reset the counter, and measure the peak of one block of code."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from types import TracebackType
 from typing import Any
 
 from robust_train.memory import host
-from robust_train.memory.holders import started_torch
-from robust_train.memory.segments import busiest_gpu
-from robust_train.memory.stats import MemoryStats, get_gpu_memory_stats, ordinal_of
+from robust_train.memory.cuda import started_gpu
+from robust_train.memory.stats import MemoryStats, get_gpu_memory_stats
 from robust_train.values import MIB
 
 log = logging.getLogger("robust_train")
@@ -21,7 +20,7 @@ _open_contexts: list[GPUMemoryContext] = []
 
 
 def reset_peak_memory_stats(device: Any = None) -> MemoryStats:
-    """Let the peaks start anew from what is in use now; returns the figures after that.
+    """Let the peaks start anew from what is in use now; return the figures after that.
 
     Without CUDA it is the peak of this process's resident memory, where the kernel allows that.
     Blocks that a :class:`GPUMemoryContext` watches at the moment keep their peaks.
@@ -37,7 +36,7 @@ def reset_peak_memory_stats(device: Any = None) -> MemoryStats:
 
 
 class GPUMemoryContext:
-    """What a block of code does to memory::
+    """Measure what a block of code does to memory::
 
         with GPUMemoryContext("forward") as memory:
             loss = model(x)
@@ -99,11 +98,12 @@ class GPUMemoryContext:
             _open_contexts.remove(self)
             # after a fault of the device it answers with the same error; the block's own counts
             with contextlib.suppress(RuntimeError) if error else contextlib.nullcontext():
-                self._note(*_figures(self._wanted))
+                self._update()
         if self.name:
             log.info("%s: %s", self.name, self.description)
 
-    def _note(self, device: str, now: int, peak: int) -> None:
+    def _update(self) -> None:
+        device, now, peak = _figures(self._wanted)
         if device != self.device:
             # CUDA was started inside of the block
             self.device, self.before, self.peak, self._earlier_peak = device, 0, 0, 0
@@ -112,35 +112,23 @@ class GPUMemoryContext:
 
 
 def _reset(device: Any) -> bool:
-    """Reset the peak after the blocks that are open have taken note of it."""
+    """Reset the peak after the open blocks have read it."""
     for context in _open_contexts:
-        context._note(*_figures(context._wanted))
-    torch = _torch_for(device)
-    if torch is not None:
-        torch.cuda.reset_peak_memory_stats(_ordinal(torch, device))
-        return True
-    return host.reset_peak()
+        context._update()
+    gpu = started_gpu(device)
+    if gpu is None:
+        return host.reset_peak()
+    torch, index = gpu
+    torch.cuda.reset_peak_memory_stats(index)
+    return True
 
 
 def _figures(device: Any) -> tuple[str, int, int]:
-    """The device, and its bytes in use now and at the peak; without the costlier statistics."""
-    torch = _torch_for(device)
-    if torch is not None:
-        ordinal = _ordinal(torch, device)
-        return (
-            f"cuda:{ordinal}",
-            torch.cuda.memory_allocated(ordinal),
-            torch.cuda.max_memory_allocated(ordinal),
-        )
-    own = host.own_memory()
-    return "cpu", own["VmRSS"], own["VmHWM"]
-
-
-def _ordinal(torch: Any, device: Any) -> int:
-    ordinal = ordinal_of(device)
-    return busiest_gpu(torch) if ordinal is None else ordinal
-
-
-def _torch_for(device: Any) -> Any:
-    """torch, where ``device`` is a GPU on which this process can have something."""
-    return None if ordinal_of(device) == -1 else started_torch()
+    """Return the device, and its bytes in use now and at the peak."""
+    gpu = started_gpu(device)
+    if gpu is None:
+        own = host.own_memory()
+        return "cpu", own["VmRSS"], own["VmHWM"]
+    torch, index = gpu
+    cuda = torch.cuda
+    return f"cuda:{index}", cuda.memory_allocated(index), cuda.max_memory_allocated(index)

@@ -7,21 +7,20 @@ It starts no CUDA and imports no torch.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from robust_train.gpu.one import OneGpu
-from robust_train.memory.holders import started_torch
+from robust_train.memory.cuda import cached_on, device_index, started_torch
 from robust_train.memory.host import resident_bytes, resident_bytes_of_tree
 from robust_train.memory.samples import FILE_NAME, Limits, Sample, SampleFile
-from robust_train.memory.segments import cached_on, device_index
 from robust_train.readable import first_line
 
 log = logging.getLogger("robust_train")
@@ -30,56 +29,45 @@ _COST_SHARE = 0.0025
 _STOP_SECONDS = 2.0
 
 
-class _NotWhileForking:
-    """Held during each sample and during each fork.
+@functools.lru_cache(maxsize=1)
+def _not_while_forking() -> threading.Lock:
+    """Return a lock that is held during each sample and during each fork.
 
     A data-loader worker is a copy of this process at one moment, locks of NVML's library included;
-    one that was taken by the sampler's thread would never be released over there.
+    one that was taken by the sampler's thread would never be released there.
     """
+    lock = threading.Lock()
+    was_taken = False
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._held = False
-        self._is_registered = False
-
-    def __enter__(self) -> None:
-        if not self._is_registered:
-            self._is_registered = True
-            os.register_at_fork(
-                before=self._before, after_in_parent=self._after, after_in_child=self._after
-            )
-        self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
-
-    def _before(self) -> None:
+    def before() -> None:
+        nonlocal was_taken
         # a driver that hangs must not hang the trainer
-        self._held = self._lock.acquire(timeout=1.0)
+        was_taken = lock.acquire(timeout=1.0)
 
-    def _after(self) -> None:
-        if self._held:
-            self._held = False
-            self._lock.release()
+    def after() -> None:
+        nonlocal was_taken
+        if was_taken:
+            was_taken = False
+            lock.release()
 
-
-_sampling: _NotWhileForking | None = None
+    os.register_at_fork(before=before, after_in_parent=after, after_in_child=after)
+    return lock
 
 
 class Sampler:
     """Takes a sample every ``interval_seconds``, from :meth:`start` to :meth:`stop`.
 
-    Each sample is written as soon as it is taken, so that it is there however the process ends. The
-    pauses grow where a sample is dear: it never takes more than a quarter of a percent of the time.
+    Each sample is written as soon as it is taken, so that it is there however the process ends.
 
     Args:
         run_dir: where the file belongs; samples of earlier attempts in it are kept.
         attempt: number of the attempt.
         device: what the attempt trains on, in this process's own numbering.
         interval_seconds: see above.
-        step: the last optimizer step that was reported.
+        step: returns the last optimizer step that was reported.
         limits: how many samples are kept.
         whole_tree: all that this process has started counts, as where a script trains.
+        cost_share: of the time, which samples may take: longer pauses follow expensive ones.
     """
 
     def __init__(
@@ -91,11 +79,18 @@ class Sampler:
         step: Callable[[], int | None],
         limits: Limits | None = None,
         whole_tree: bool = False,
+        cost_share: float = _COST_SHARE,
     ) -> None:
         self._file = SampleFile(run_dir / FILE_NAME, limits or Limits())
         self._attempt = attempt
-        self._probe = _Probe(device, whole_tree)
+        self._device = device
+        self._index = device_index(device)
+        self._gpu: OneGpu | None = None
+        self._searched: str | None = None
+        self._process = psutil.Process()
+        self._resident = resident_bytes_of_tree if whole_tree else resident_bytes
         self._interval_seconds = interval_seconds
+        self._cost_share = cost_share
         self._step = step
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._work, name="memory sampler", daemon=True)
@@ -103,8 +98,7 @@ class Sampler:
 
     def start(self) -> None:
         """Begin. A machine that has no room for one more thread goes without."""
-        global _sampling
-        _sampling = _sampling or _NotWhileForking()
+        _not_while_forking()
         try:
             self._thread.start()
         except RuntimeError as error:
@@ -125,47 +119,38 @@ class Sampler:
             log.warning("memory over time in %s ends: %s", FILE_NAME, first_line(error))
 
     def _sample_until_ended(self) -> None:
-        assert _sampling is not None
         is_last = False
         spent = time.thread_time()
         while True:
-            with _sampling:
-                figures = self._probe.read()
-            now = round(time.time(), 4)
-            self._file.add(Sample(now, self._attempt, step=self._step(), **figures))
+            with _not_while_forking():
+                sample = self._sample()
+            self._file.add(sample)
             if is_last:
                 return
             # waking up counts as well, which is why it is measured from one to the next
             cost, spent = time.thread_time() - spent, time.thread_time()
-            is_last = self._ended.wait(max(self._interval_seconds, cost / _COST_SHARE))
+            is_last = self._ended.wait(max(self._interval_seconds, cost / self._cost_share))
 
-
-class _Probe:
-    """Reads all there is about one attempt's memory, cheaply and often. For one thread."""
-
-    def __init__(self, device: str, whole_tree: bool) -> None:
-        self._device = device
-        self._index = device_index(device)
-        self._process = psutil.Process()
-        self._resident = resident_bytes_of_tree if whole_tree else resident_bytes
-        self._gpu: OneGpu | None = None
-        self._searched: str | None = None
-
-    def read(self) -> dict[str, Any]:
-        """Return fields of a :class:`robust_train.memory.samples.Sample`."""
+    def _sample(self) -> Sample:
         resident, anonymous = self._resident(self._process)
-        fields: dict[str, Any] = {"resident": resident, "anonymous": anonymous}
-        if self._index is None:
-            return {"device": self._device, **fields}
-        self._find_gpu(self._index)
-        cached = cached_on(self._index)
-        if cached is not None:
-            fields |= {"allocated": cached.allocated, "reserved": cached.reserved}
-        whole = None if self._gpu is None else self._gpu.memory()
-        if whole is not None:
-            fields["gpu_used"], fields["gpu_total"] = whole
-        device = self._device if self._gpu is None else f"cuda:{self._gpu.index}"
-        return {"device": device, **fields}
+        device, cached, whole = self._device, None, None
+        if self._index is not None:
+            self._find_gpu(self._index)
+            cached = cached_on(self._index)
+            if self._gpu is not None:
+                device, whole = f"cuda:{self._gpu.index}", self._gpu.memory()
+        return Sample(
+            time=round(time.time(), 4),
+            attempt=self._attempt,
+            device=device,
+            step=self._step(),
+            allocated=None if cached is None else cached.allocated,
+            reserved=None if cached is None else cached.reserved,
+            gpu_used=None if whole is None else whole[0],
+            gpu_total=None if whole is None else whole[1],
+            resident=resident,
+            anonymous=anonymous,
+        )
 
     def _find_gpu(self, index: int) -> None:
         """Find the GPU by the UUID that CUDA knows it by, once that is known."""
@@ -177,7 +162,7 @@ class _Probe:
 
 
 def _uuid_of(index: int) -> str | None:
-    """By ``CUDA_VISIBLE_DEVICES`` where that can be read, else by torch once CUDA has started."""
+    """Read ``CUDA_VISIBLE_DEVICES`` where that is clear, else ask torch once CUDA has started."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     name = visible[index].strip() if index < len(visible) else ""
     by_pci = os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from robust_train.files import replacing
@@ -79,12 +78,9 @@ def read_samples(path: Path) -> list[Sample]:
 class Limits:
     """How many samples are kept of one attempt, however long it runs.
 
-    Attributes:
-        first: of the training's beginning, all of them: they show how memory rises and falls with
-            each micro-batch.
-        between: spread evenly over the time since then.
-        newest: all of them: they show what came before an attempt's end.
-        slack: that may come on top before the record is thinned again.
+    The ``first`` of the training show how memory rises and falls with each micro-batch, the
+    ``newest`` what came before an attempt's end. So many ``between`` are spread evenly, and
+    ``slack`` may come on top before the record is thinned again.
     """
 
     first: int = 400
@@ -98,50 +94,44 @@ class Limits:
         return self.first + self.between + self.newest + self.slack
 
 
-@dataclass(frozen=True)
-class Kept:
-    """What is kept, oldest first; samples ``between`` are at least ``spacing`` seconds apart."""
+class Record:
+    """The samples that are kept of one attempt, bounded by ``limits``."""
 
-    first: tuple[Sample, ...] = ()
-    between: tuple[Sample, ...] = ()
-    newest: tuple[Sample, ...] = ()
-    spacing: float = 0.0
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._first: list[Sample] = []
+        self._between: list[Sample] = []
+        self._newest: list[Sample] = []
+        self._passed = 0  # samples that have left the newest ones for those between
+        self._stride = 1  # one of so many of them is kept
 
     def __len__(self) -> int:
-        return len(self.first) + len(self.between) + len(self.newest)
+        return len(self._first) + len(self._between) + len(self._newest)
+
+    def add(self, sample: Sample) -> bool:
+        """Add a sample; return whether others were dropped for it."""
+        self._newest.append(sample)
+        if len(self._newest) < self._limits.newest + self._limits.slack:
+            return False
+        cut = len(self._newest) - self._limits.newest
+        leaving, self._newest = self._newest[:cut], self._newest[cut:]
+        for old in leaving:
+            # before the first step nothing trains yet; a download there may take an hour
+            if old.step is not None and len(self._first) < self._limits.first:
+                self._first.append(old)
+                continue
+            if self._passed % self._stride == 0:
+                self._between.append(old)
+            self._passed += 1
+            if len(self._between) > self._limits.between:
+                self._between = self._between[::2]
+                self._stride *= 2
+        return True
 
     def samples(self) -> list[Sample]:
-        """Return all of them in the order of time."""
-        return sorted((*self.first, *self.between, *self.newest), key=lambda sample: sample.time)
-
-
-def thinned(kept: Kept, limits: Limits) -> Kept:
-    """Return ``kept`` without what is more than ``limits`` allow.
-
-    The samples that are no longer among the newest join those between, which become sparser, by
-    half each time, until they are few enough.
-    """
-    cut = max(len(kept.newest) - limits.newest, 0)
-    leaving, newest = kept.newest[:cut], kept.newest[cut:]
-    # before the first step nothing trains yet; a download there may take an hour
-    training = [sample for sample in leaving if sample.step is not None]
-    chosen = training[: max(limits.first - len(kept.first), 0)]
-    ids = set(map(id, chosen))
-    between = (*kept.between, *(sample for sample in leaving if id(sample) not in ids))
-    spacing = kept.spacing
-    while len(between := _apart(between, spacing)) > limits.between:
-        length = between[-1].time - between[0].time
-        spacing = max(2 * spacing, length / (2 * limits.between), 1e-6)
-    return Kept((*kept.first, *chosen), between, newest, spacing)
-
-
-def _apart(samples: Sequence[Sample], spacing: float) -> tuple[Sample, ...]:
-    chosen: list[Sample] = []
-    for sample in samples:
-        # a clock that was set back must not end the record
-        if not chosen or not 0 <= sample.time - chosen[-1].time < spacing:
-            chosen.append(sample)
-    return tuple(chosen)
+        """Return what is kept, in the order of time."""
+        kept = (*self._first, *self._between, *self._newest)
+        return sorted(kept, key=lambda sample: sample.time)
 
 
 class SampleFile:
@@ -153,9 +143,7 @@ class SampleFile:
 
     def __init__(self, path: Path, limits: Limits) -> None:
         self._path = path
-        self._limits = limits
-        self._kept = Kept()
-        self._newest: list[Sample] = []
+        self._record = Record(limits)
         self._earlier: int | None = None
         self._is_torn = False
         self._warned = False
@@ -169,13 +157,11 @@ class SampleFile:
 
     def add(self, sample: Sample) -> None:
         """Write one more sample; once in a while all anew, thinned."""
-        self._newest.append(sample)
+        must_rewrite = self._record.add(sample)
         try:
             if self._earlier is None:
                 self._earlier = self._make_room()
-            if len(self._newest) >= self._limits.newest + self._limits.slack:
-                self._kept = thinned(replace(self._kept, newest=tuple(self._newest)), self._limits)
-                self._newest = list(self._kept.newest)
+            if must_rewrite:
                 self._rewrite()
             else:
                 self._append(sample)
@@ -196,7 +182,7 @@ class SampleFile:
         self._is_torn = os.write(self._descriptor, data) < len(data)
 
     def _make_room(self) -> int:
-        """Bytes of earlier attempts, after every other of their lines has gone if they are many."""
+        """Drop every other line of earlier attempts if they are many; return their bytes."""
         if not self._path.is_file():
             return 0
         earlier = self._path.read_bytes()
@@ -212,7 +198,7 @@ class SampleFile:
     def _rewrite(self) -> None:
         with self._path.open("rb") as file:
             earlier = file.read(self._earlier or 0)
-        own = "".join(encode(sample) + "\n" for sample in self._kept.samples())
+        own = "".join(encode(sample) + "\n" for sample in self._record.samples())
         self._replace(earlier + own.encode())
         self._is_torn = False
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import sys
 from dataclasses import asdict, dataclass
 from typing import IO, Any
@@ -15,9 +14,14 @@ from typing import IO, Any
 from robust_train.compat import has_context
 from robust_train.gpu.inventory import read_inventory
 from robust_train.gpu.visible import visible_gpus
-from robust_train.memory.holders import started_torch
+from robust_train.memory.cuda import (
+    HOST,
+    memory_segments,
+    ordinal_of,
+    started_gpu,
+    unused_blocks,
+)
 from robust_train.memory.host import read_host_memory
-from robust_train.memory.segments import busiest_gpu, memory_segments, unused_blocks
 from robust_train.values import MIB
 
 log = logging.getLogger("robust_train")
@@ -45,10 +49,10 @@ class MemoryStats:
     """
 
     device: str
-    allocated: int
-    reserved: int
-    peak: int
-    peak_reserved: int
+    allocated: int = 0
+    reserved: int = 0
+    peak: int = 0
+    peak_reserved: int = 0
     free: int | None = None
     total: int | None = None
     largest_free_block: int | None = None
@@ -82,17 +86,17 @@ class MemoryStats:
             )
         return f"{self.note}; {text}" if self.note else text
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, str | int | float | None]:
         """The figures as JSON's types."""
         return asdict(self)
 
 
 def get_gpu_memory_stats(device: Any = None) -> MemoryStats:
-    """Memory of this process on ``device``, and how full the device is.
+    """Return the memory of this process on ``device``, and how full the device is.
 
     Where this process has not started CUDA, the figures are NVML's, of the GPU that would be used;
-    where there is no GPU for it either, the host's, and ``note`` says so. A question makes no CUDA
-    context: that would take hundreds of MiB.
+    where there is no GPU for it either, the host's; ``note`` has which. No CUDA context is made:
+    that would take hundreds of MiB.
 
     Args:
         device: number, ``cuda:1``, ``cpu`` or a torch.device; None for the GPU where this process
@@ -101,12 +105,12 @@ def get_gpu_memory_stats(device: Any = None) -> MemoryStats:
     Raises:
         ValueError: there is no such device.
     """
+    gpu = started_gpu(device)
+    if gpu is not None:
+        return _of_cuda(*gpu)
     ordinal = ordinal_of(device)
-    if ordinal == _HOST:
+    if ordinal == HOST:
         return _of_host("")
-    torch = started_torch()
-    if torch is not None:
-        return _of_cuda(torch, busiest_gpu(torch) if ordinal is None else ordinal)
     return _of_nvml(ordinal or 0) or _of_host("no CUDA in this process")
 
 
@@ -115,24 +119,18 @@ get_cuda_memory_info = get_gpu_memory_stats
 
 
 def print_cuda_memory_info(device: Any = None, *, file: IO[str] | None = None) -> None:
-    """Print the figures of :func:`get_gpu_memory_stats`, one a line, in MiB.
-
-    Args:
-        device: as there.
-        file: where to; standard output by default.
-    """
+    """Print the figures of :func:`get_gpu_memory_stats`, one a line, in MiB."""
     stats = get_gpu_memory_stats(device)
     lines = [("device", stats.device + (f" ({stats.note})" if stats.note else ""))]
     for name, value in stats.as_dict().items():
-        if name in ("device", "note") or value is None:
+        if isinstance(value, str) or value is None:
             continue
-        label = name.replace("_", " ")
+        shown = f"{value / MIB:,.1f} MiB"
         if name in ("retries", "oom_count"):
-            lines.append((label, str(value)))
+            shown = str(value)
         elif name == "fragmentation":
-            lines.append((label, f"{value:.1%}"))
-        else:
-            lines.append((label, f"{value / MIB:,.1f} MiB"))
+            shown = f"{value:.1%}"
+        lines.append((name.replace("_", " "), shown))
     width = max(len(label) for label, _ in lines)
     for label, text in lines:
         print(f"{label:<{width}}  {text}", file=file)
@@ -145,63 +143,33 @@ def log_gpu_memory_stats(prefix: str = "", device: Any = None) -> MemoryStats:
     return stats
 
 
-_HOST = -1
-
-
-def ordinal_of(device: Any) -> int | None:
-    """CUDA's number of ``device``, -1 for the host, None where none is named.
-
-    Raises:
-        ValueError: it names no device.
-    """
-    if device is None:
-        return None
-    if isinstance(device, int):
-        number = device
-    else:
-        text = str(device)
-        match = re.fullmatch(r"cpu(?::0)?|cuda(?::(\d+))?", text)
-        if match is None:
-            raise ValueError(f"device {text!r}: accepted are cpu, cuda, cuda:<number>, a number")
-        if text.startswith("cpu"):
-            return _HOST
-        if match[1] is None:
-            return None
-        number = int(match[1])
-    if number < 0:
-        raise ValueError(f"device {device!r}: a number from 0 on")
-    return number
-
-
-def fragmentation(largest: int, unused: int) -> float:
-    """Share of ``unused`` bytes outside of the ``largest`` block; 0 where nothing is unused."""
-    return 1 - largest / unused if unused else 0.0
-
-
 def _of_cuda(torch: Any, ordinal: int) -> MemoryStats:
-    if ordinal >= torch.cuda.device_count():
-        raise ValueError(f"device cuda:{ordinal}: this process sees {torch.cuda.device_count()}")
-    told = torch.cuda.memory_stats(ordinal)
+    figures = torch.cuda.memory_stats(ordinal)
     free, total = _room(torch, ordinal)
     segments = memory_segments(torch)
-    blocks = None if segments is None else unused_blocks(segments, ordinal)
+    largest, unused = (None, None) if segments is None else unused_blocks(segments, ordinal)
     return MemoryStats(
         device=f"cuda:{ordinal}",
-        allocated=told.get("allocated_bytes.all.current", 0),
-        reserved=told.get("reserved_bytes.all.current", 0),
-        peak=told.get("allocated_bytes.all.peak", 0),
-        peak_reserved=told.get("reserved_bytes.all.peak", 0),
+        allocated=figures.get("allocated_bytes.all.current", 0),
+        reserved=figures.get("reserved_bytes.all.current", 0),
+        peak=figures.get("allocated_bytes.all.peak", 0),
+        peak_reserved=figures.get("reserved_bytes.all.peak", 0),
         free=free,
         total=total,
-        largest_free_block=None if blocks is None else blocks[0],
-        fragmentation=None if blocks is None else fragmentation(*blocks),
-        retries=told.get("num_alloc_retries", 0),
-        oom_count=told.get("num_ooms", 0),
+        largest_free_block=largest,
+        fragmentation=None if largest is None or unused is None else fragmentation(largest, unused),
+        retries=figures.get("num_alloc_retries", 0),
+        oom_count=figures.get("num_ooms", 0),
     )
 
 
+def fragmentation(largest: int, unused: int) -> float:
+    """Return the share of ``unused`` bytes outside of the ``largest`` block; 0 without any."""
+    return 1 - largest / unused if unused else 0.0
+
+
 def _room(torch: Any, ordinal: int) -> tuple[int | None, int]:
-    """Bytes free on a GPU, and its size; by NVML where this process has no context there."""
+    """Return bytes free on a GPU, and its size; by NVML where this process has no context there."""
     if has_context(torch, ordinal):
         free, total = torch.cuda.mem_get_info(ordinal)
         return free, total
@@ -211,7 +179,7 @@ def _room(torch: Any, ordinal: int) -> tuple[int | None, int]:
 
 
 def _of_nvml(ordinal: int) -> MemoryStats | None:
-    """The GPU that CUDA would call ``ordinal`` here; None where this process cannot have one."""
+    """Return figures of the GPU that CUDA would call ``ordinal`` here, if there is one."""
     torch = sys.modules.get("torch")
     if torch is not None and getattr(getattr(torch, "version", None), "cuda", "") is None:
         return None
@@ -219,16 +187,8 @@ def _of_nvml(ordinal: int) -> MemoryStats | None:
     if ordinal >= len(gpus):
         return None
     gpu = gpus[ordinal]
-    return MemoryStats(
-        device=f"cuda:{ordinal}",
-        allocated=0,
-        reserved=0,
-        peak=0,
-        peak_reserved=0,
-        free=gpu.free_bytes,
-        total=gpu.total_bytes,
-        note=f"this process has not started CUDA; GPU {gpu.index} ({gpu.name}) as NVML tells",
-    )
+    note = f"this process has not started CUDA; GPU {gpu.index} ({gpu.name}) as NVML reports it"
+    return MemoryStats(f"cuda:{ordinal}", free=gpu.free_bytes, total=gpu.total_bytes, note=note)
 
 
 def _of_host(note: str) -> MemoryStats:

@@ -1,4 +1,4 @@
-"""Tensors by size and owner, and bringing them to the host."""
+"""Tensors by size and owner, and moving them to the host."""
 
 from __future__ import annotations
 
@@ -6,21 +6,29 @@ import copy
 import sys
 from collections import deque
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, fields, is_dataclass
-from typing import Any, TypeVar
+from dataclasses import fields, is_dataclass
+from typing import Any, TypedDict, TypeVar
 
 from robust_train.memory import holders
 
 _T = TypeVar("_T")
 
 
-def largest_tensors(
-    top: int = 20, *, devices: Collection[str] | None = None
-) -> list[dict[str, Any]]:
+class TensorFacts(TypedDict):
+    """A live tensor: see :class:`robust_train.memory.holders.HeldTensor`."""
+
+    bytes: int
+    shape: list[int]
+    dtype: str
+    device: str
+    owner: str
+    has_graph: bool
+
+
+def largest_tensors(top: int = 20, *, devices: Collection[str] | None = None) -> list[TensorFacts]:
     """Return the largest tensors that are alive, the largest first, in JSON's types.
 
-    Each has ``bytes`` (of its storage), ``shape``, ``dtype``, ``device``, ``owner`` (who holds it)
-    and ``has_graph``. Tensors that share a storage count once. It takes about a second.
+    Tensors that share a storage count once. It takes about a second.
 
     Args:
         top: how many at most.
@@ -28,12 +36,21 @@ def largest_tensors(
     """
     tensors = holders.live_tensors()
     wanted = holders.training_devices() if devices is None else devices
-    found = holders.largest(tensors, known=(), devices=wanted, top=top)
-    return [asdict(tensor) | {"shape": list(tensor.shape)} for tensor in found]
+    return [
+        {
+            "bytes": tensor.bytes,
+            "shape": list(tensor.shape),
+            "dtype": tensor.dtype,
+            "device": tensor.device,
+            "owner": tensor.owner,
+            "has_graph": tensor.has_graph,
+        }
+        for tensor in holders.largest(tensors, devices=wanted, top=top)
+    ]
 
 
 def safe_tensor_to_cpu(value: _T) -> _T:
-    """``value`` with every tensor in it on the host and cut off its graph.
+    """Return ``value`` with every tensor in it on the host and cut off its graph.
 
     Mappings, lists, tuples, sets and dataclasses are rebuilt as what they are, nested in any depth;
     everything else is passed on as it is. A tensor that occurs twice is one tensor in the result.
@@ -94,13 +111,13 @@ def _fill(result: Any, value: Any, base: type, copied: _Copied) -> None:
 
 def _copy(tensor: Any) -> Any:
     tensor = tensor.detach()
-    if tensor.device.type == "cpu" or not _has_gaps(tensor):
+    if tensor.device.type == "cpu" or not has_gaps(tensor):
         return tensor.cpu()
     return copy_with_gaps(tensor)
 
 
 def copy_with_gaps(tensor: Any) -> Any:
-    """A host copy of a strided tensor with gaps or repeated elements, without a copy on its device.
+    """Copy a strided tensor with gaps or repeated elements to the host, with no copy on its device.
 
     The stretch of memory that the tensor lies in is copied as it is, and the tensor's own elements
     are picked out of it on the host.
@@ -112,8 +129,8 @@ def copy_with_gaps(tensor: Any) -> Any:
     return torch.as_strided(stretch, tensor.shape, strides).contiguous()
 
 
-def _has_gaps(tensor: Any) -> bool:
-    """Whether torch would lay the tensor out anew on its device before it copies it."""
+def has_gaps(tensor: Any) -> bool:
+    """Return whether torch would lay the tensor out anew on its device before it copies it."""
     torch = sys.modules["torch"]
     # a subclass (a distributed, a quantised tensor) knows better how it is to be brought over
     if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or not tensor.numel():

@@ -1,9 +1,7 @@
-"""What CUDA does otherwise than the CPU, where it changes how much memory a step takes.
+"""Where CUDA differs from the CPU in how much memory a step takes.
 
-Fake tensors on a fake GPU would choose all this by themselves, but their backward pass asks the
-driver for its contexts (``hasPrimaryContext``) and fails where there is no GPU; where there is one,
-a context of hundreds of MiB is made. So they are on a fake CPU, and this module makes CUDA's
-choices for them, those of compute capability 8.0 and higher.
+Fake tensors on a fake GPU fail in the backward pass without a GPU, and make a CUDA context with
+one. So they are on a fake CPU, and this module makes the choices of compute capability 8.0.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ _LARGEST_FLASH_HEAD = 256
 
 
 class AsOnCuda(TorchFunctionMode):
-    """Lets calls of torch's functions in this thread do what they do on a GPU."""
+    """Have torch's functions do in this thread what they do on a GPU."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -55,19 +53,15 @@ class AsOnCuda(TorchFunctionMode):
 
 
 class FakeTracker(StorageTracker):  # type: ignore[no-untyped-call]
-    """Counts what fake tensors on the CPU stand for.
+    """Counts what fake tensors on the CPU stand for: with ``on_cuda`` tensors on a GPU.
 
     No value is computed, so whoever reads one gets a value that no size depends on.
-
-    Args:
-        on_cuda: they stand for tensors on a GPU, and sizes are those of its allocator.
     """
 
     def __init__(self, *, on_cuda: bool) -> None:
-        if on_cuda:
-            super().__init__(block_bytes=BLOCK_BYTES, scratch=_scratch)
-        else:
-            super().__init__()
+        super().__init__(
+            block_bytes=BLOCK_BYTES if on_cuda else 1, scratch=_scratch if on_cuda else None
+        )
         self._on_cuda = on_cuda
 
     def __torch_dispatch__(
@@ -81,7 +75,7 @@ class FakeTracker(StorageTracker):  # type: ignore[no-untyped-call]
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def counts(self, operation: Any, options: Mapping[str, Any]) -> bool:
-        """Not what a GPU copies to the host by its name, as the trainer does with buffers."""
+        # what a GPU copies to the host by its name, as the trainer does with buffers, is not there
         is_copy = operation is torch.ops.aten._to_copy.default and options.get("device")
         return not (self._on_cuda and is_copy)
 
@@ -92,7 +86,7 @@ def _float32(item: Any) -> Any:
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """One kernel that keeps its mask as bytes; on the CPU the mask is as large as the input."""
+    """Call the kernel that keeps its mask as bytes; the CPU's mask is as large as the input."""
     if not training or not 0 < p < 1 or inplace:
         return functional.dropout(input, p, training, inplace)
     return torch.native_dropout(input, p, True)[0]
@@ -108,8 +102,8 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """The kernel that a GPU would take: FlashAttention for half precision without a mask, else the
-    memory-efficient one. Neither makes the matrix of length × length.
+    """Call the kernel that a GPU would take: FlashAttention for half precision without a mask, else
+    the memory-efficient one. Neither makes the matrix of length × length.
 
     The order is that of ``sdp::priority_order`` in torch's sdp_utils.cpp; cuDNN's kernel, which may
     go first on Hopper, keeps as much as FlashAttention.
@@ -118,8 +112,7 @@ def _attention(
         dtype = torch.get_autocast_dtype("cpu")
         query, key, value = (item.to(dtype) for item in (query, key, value))
     if enable_gqa:
-        repeats = query.size(-3) // key.size(-3)
-        key, value = (item.repeat_interleave(repeats, -3) for item in (key, value))
+        key, value = (x.repeat_interleave(query.size(-3) // x.size(-3), -3) for x in (key, value))
     ops, head = torch.ops.aten, query.size(-1)
     is_half = query.dtype in (torch.bfloat16, torch.float16)
     if is_half and attn_mask is None and head <= _LARGEST_FLASH_HEAD and query.ndim == 4:
@@ -147,7 +140,7 @@ def _attention(
 
 
 def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """A mask as the kernel takes it: added, expanded, its rows aligned to 16 elements."""
+    """Return a mask as the kernel takes it: added, expanded, its rows aligned to 16 elements."""
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype)
     mask = mask.to(query.dtype)
@@ -158,7 +151,7 @@ def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
 
 
 def _scratch(operation: Any, arguments: tuple[Any, ...], result: Any) -> int:
-    """What CUDA's kernels allocate beside their results, and release at their end."""
+    """Return what CUDA's kernels allocate beside their results, and release at their end."""
     ops = torch.ops.aten
     if operation is ops._scaled_dot_product_flash_attention_backward.default:
         return _of_flash_backward(arguments[1])
@@ -170,8 +163,8 @@ def _scratch(operation: Any, arguments: tuple[Any, ...], result: Any) -> int:
 
 
 def _of_flash_backward(query_BHLE: Tensor) -> int:
-    """Sums in float32 of the query's gradient and of the softmax: ``dq_accum`` and ``softmax_d`` of
-    ``mha_bwd`` in flash_attn/flash_api.cpp."""
+    """Count sums in float32 of the query's gradient and the softmax: ``dq_accum`` and ``softmax_d``
+    of ``mha_bwd`` in flash_attn/flash_api.cpp."""
     batch, heads, length, head = query_BHLE.shape
     rows = -(-length // _FLASH_ROUNDS_LENGTH_TO) * _FLASH_ROUNDS_LENGTH_TO
     columns = -(-head // 32) * 32 if head <= 128 else -(-head // 64) * 64
@@ -179,8 +172,8 @@ def _of_flash_backward(query_BHLE: Tensor) -> int:
 
 
 def _of_convolution(images: Tensor, maps: Tensor) -> int:
-    """cuDNN's kernels for half precision want channels last and turn the images and what comes of
-    them round in their workspace (NVIDIA's guide to convolutional layers, "tensor layouts")."""
+    """Count images and results once more: cuDNN's kernels for half precision want channels last and
+    convert them in their workspace (NVIDIA's guide to convolutional layers, "tensor layouts")."""
     if images.dtype == torch.float32 or images.is_contiguous(memory_format=torch.channels_last):
         return 0
     return images.numel() * images.element_size() + maps.numel() * maps.element_size()

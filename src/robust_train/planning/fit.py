@@ -6,7 +6,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from robust_train.batch.search import Line
 from robust_train.gpu.footprint import CACHE_FACTOR, footprint
 from robust_train.values import GIB, MIB
 
@@ -21,7 +20,7 @@ LARGEST_BATCH = 1 << 16
 TYPICAL_SIZES = tuple(size * GIB for size in (8, 12, 16, 24, 40, 80))
 """Memory of common GPUs, bytes."""
 
-_MOST_TRIES = 12
+_MOST_BY_LINE = 8
 
 
 @dataclass(frozen=True)
@@ -69,38 +68,45 @@ def largest_batch(
 ) -> int | None:
     """Return the largest micro-batch that fits, None where a single sample does not.
 
-    Memory is near-affine in the batch, so the line through two predictions gives the size to try.
-    The result is always a size that was predicted itself and found to fit; the next one does not
-    fit by a prediction of its own or by the line through this one.
+    The line through two predictions gives the next size to try; where lines lead nowhere, halves
+    do. The answer was predicted itself. The next size does not fit by a prediction of its own, or
+    because memory is convex in the batch: it grows at least as fast as below the answer.
 
     Args:
         predict: the peak of a size; called about three times.
         does_fit: whether a peak fits.
-        near: where to begin: this size and twice as much.
+        near: where to begin. Memory is convex from there on, and below it, where steps accumulate.
     """
-    below, above = predict(near), predict(2 * near)
-    low = next((peak.batch_size for peak in (above, below) if does_fit(peak)), 0)
-    high = next((p.batch_size for p in (below, above) if not does_fit(p)), LARGEST_BATCH + 1)
-    for _ in range(_MOST_TRIES):
-        ends = (below.batch_size, below.tensors_bytes), (above.batch_size, above.tensors_bytes)
-        slope = Line.through(*ends).per_sample
-
-        def is_too_large(size: int, slope: float = slope, like: Peak = above) -> bool:
-            # from a peak that is known, not from zero: rounding would be off by a byte
-            tensors = like.tensors_bytes + round(slope * (size - like.batch_size))
-            return not does_fit(replace(like, tensors_bytes=tensors))
-
-        # the line may be wrong about the smallest
-        sizes = range(low + 1, high)
-        guess = low + bisect_left(sizes, True, key=is_too_large) or min(1, len(sizes))
-        if guess == low:
+    tried: list[Peak] = []
+    low, high, guess = 0, LARGEST_BATCH + 1, near
+    while high - low > 1:
+        peak = predict(guess)
+        if does_fit(peak):
+            low = guess
+        else:
+            high = guess
+        if guess < near or high > near:  # what is tried from now on is on the same side
+            tried.append(peak)
+        below = sorted((p for p in tried if p.batch_size <= low), key=lambda p: p.batch_size)
+        if len(below) > 1 and not does_fit(_on_line(below[-2], below[-1], low + 1)):
             break
-        tried = predict(guess)
-        low, high = (guess, high) if does_fit(tried) else (low, guess)
-        # the line goes through the newest and the known size nearest to it
-        nearest = min((below, above), key=lambda peak: abs(peak.batch_size - guess))
-        below, above = sorted((nearest, tried), key=lambda peak: peak.batch_size)
+        guess = (low + high) // 2 if high <= LARGEST_BATCH else 2 * low
+        if 1 < len(tried) <= _MOST_BY_LINE:
+            one, other = tried[-2:]
+            sizes = range(low + 1, high)
+            fitting = bisect_left(sizes, True, key=lambda n: not does_fit(_on_line(one, other, n)))
+            guess = max(low + fitting, low + 1)
+        guess = min(max(guess, low + 1), high - 1)
     return low or None
+
+
+def _on_line(one: Peak, other: Peak, size: int) -> Peak:
+    """Return the peak of ``size`` on the line through two others, rounded up to a byte."""
+    rise = (other.tensors_bytes - one.tensors_bytes) * (size - other.batch_size)
+    run = other.batch_size - one.batch_size
+    if run < 0:
+        rise, run = -rise, -run
+    return replace(other, tensors_bytes=other.tensors_bytes - (-rise // run))
 
 
 def error_percent(predicted: int, measured: int) -> float:

@@ -36,16 +36,10 @@ class GpuRoom:
     why_not: str | None = None
 
 
-@dataclass(frozen=True)
-class Machine:
-    """The GPUs that are visible here; where there are none, why."""
-
-    gpus: tuple[GpuRoom, ...] = ()
-    problem: str | None = None
-
-
-def machine_now(cfg: DictConfig, environ: Mapping[str, str]) -> Machine:
-    """What the machine has to offer to a job with this config, were it to start now.
+def read_rooms(
+    cfg: DictConfig, environ: Mapping[str, str]
+) -> tuple[tuple[GpuRoom, ...], str | None]:
+    """Return the GPUs for a job with this config that starts now, or why there are none.
 
     Args:
         cfg: a complete config: ``gpu_queue``, ``gpu_queue_dir``, ``gpu_jobs_per_device`` and
@@ -53,56 +47,45 @@ def machine_now(cfg: DictConfig, environ: Mapping[str, str]) -> Machine:
         environ: whose CUDA_VISIBLE_DEVICES bounds the choice.
     """
     visible = visible_gpus(read_inventory(processes=False), environ)
-    if not visible.gpus:
-        return Machine(problem=visible.why_none)
-    if not cfg.gpu_queue or allocated_by(environ) is not None:
-        return Machine(tuple(_rooms(visible.gpus, cfg, [], [])))
-    path = directory_for(cfg.gpu_queue_dir, environ)
-    try:
-        registry = JobRegistry(path) if path.exists() else None
-    except QueueProblem:
-        # jobs go on without reservations there
-        registry = None
-    if registry is None:
-        return Machine(tuple(_rooms(visible.gpus, cfg, [], [])))
-    try:
-        gpus = mark_excluded(visible.gpus, read_exclusions(registry.directory))
-        waiting, reservations = split(registry.jobs())
-    finally:
-        registry.close()
-    return Machine(tuple(_rooms(gpus, cfg, waiting, reservations)))
-
-
-def _rooms(
-    gpus: Sequence[GpuInfo],
-    cfg: DictConfig,
-    waiting: Sequence[WaitingJob],
-    reservations: Sequence[GpuReservation],
-) -> list[GpuRoom]:
+    gpus: Sequence[GpuInfo] = visible.gpus
+    waiting: Sequence[WaitingJob] = ()
+    reservations: Sequence[GpuReservation] = ()
+    registry = _registry(cfg, environ) if gpus else None
+    if registry is not None:
+        try:
+            gpus = mark_excluded(visible.gpus, read_exclusions(registry.directory))
+            waiting, reservations = split(registry.jobs())
+        finally:
+            registry.close()
     now = boottime()
-    me = WaitingJob(
-        "",
-        _BEHIND_ALL,
-        cfg.min_gpu_memory_mb * MIB,
-        frozenset(gpu.uuid for gpu in gpus),
-        cfg.gpu_jobs_per_device,
-        now,
-    )
+    need, uuids = cfg.min_gpu_memory_mb * MIB, frozenset(gpu.uuid for gpu in gpus)
+    me = WaitingJob("", _BEHIND_ALL, need, uuids, cfg.gpu_jobs_per_device, now)
     usable = {gpu.uuid: gpu.free_bytes for gpu in open_to(me, waiting, reservations, gpus, now)}
-    return [
+    rooms = tuple(
         GpuRoom(gpu, usable[gpu.uuid])
         if gpu.uuid in usable
-        else GpuRoom(gpu, 0, _why_not(gpu, me, reservations))
+        else GpuRoom(gpu, 0, _why_not(gpu, need, reservations))
         for gpu in gpus
-    ]
+    )
+    return rooms, None if rooms else visible.why_none
 
 
-def _why_not(gpu: GpuInfo, me: WaitingJob, reservations: Sequence[GpuReservation]) -> str:
+def _registry(cfg: DictConfig, environ: Mapping[str, str]) -> JobRegistry | None:
+    if not cfg.gpu_queue or allocated_by(environ) is not None:
+        return None
+    path = directory_for(cfg.gpu_queue_dir, environ)
+    try:
+        return JobRegistry(path) if path.exists() else None
+    except QueueProblem:
+        return None  # jobs go on without reservations there
+
+
+def _why_not(gpu: GpuInfo, need: int, reservations: Sequence[GpuReservation]) -> str:
     if gpu.unusable is not None:
         return gpu.unusable
     owners = [r.owner or r.id for r in reservations if r.gpu in (gpu.uuid, None)]
     if owners:
         return f"reserved by {'; '.join(owners)}"
-    if gpu.free_bytes < me.need_bytes:
-        return f"less than min_gpu_memory_mb={me.need_bytes // MIB} is free"
+    if gpu.free_bytes < need:
+        return f"less than min_gpu_memory_mb={need // MIB} is free"
     return "kept for jobs that came earlier"

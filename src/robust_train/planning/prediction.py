@@ -1,23 +1,18 @@
-"""The memory of the built-in trainer's steps, from a run of them with fake tensors.
+"""The memory of the built-in trainer's steps: its own functions, run with fake tensors.
 
-The trainer's own functions build the model and do the steps; only the tensors have no memory behind
-them (torch's FakeTensorMode), so neither a GPU nor data nor weights are needed.
+Fake tensors (torch's FakeTensorMode) have no memory behind them, so neither a GPU nor data nor
+weights are needed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.modules.module import (
-    register_module_buffer_registration_hook,
-    register_module_parameter_registration_hook,
-)
 
 from robust_train.errors import ConfigError
 from robust_train.microbatch.batcher import MicroBatcher
@@ -74,7 +69,7 @@ class StepPredictor:
         if training.gradient_checkpointing:
             enable_gradient_checkpointing(self._model)
         with self._fake, self._tracker:
-            _replace_by_fakes(self._model)
+            _replace_by_fakes(self._model, self._fake)
             self._optimizer = make_optimizer(
                 self._model.parameters(), lr=training.lr, weight_decay=training.weight_decay
             )
@@ -88,7 +83,7 @@ class StepPredictor:
         self._is_warm = False
 
     def predict(self, batch_size: int, *, accumulates: bool = False) -> Peak:
-        """The peak of a step that others have gone before, so that the optimizer has its state.
+        """Return the peak of a step after the first, so that the optimizer has its state.
 
         Args:
             batch_size: micro-batch, samples.
@@ -100,7 +95,15 @@ class StepPredictor:
         """
         try:
             if not self._is_warm:
-                self._warm_up()
+                # the optimizer makes its state
+                self._step(_WARM_UP, 1)
+                states = self._optimizer.state.values()
+                # without the step's number, which is on the host
+                tensors = (
+                    t for s in states for t in s.values() if isinstance(t, Tensor) and t.ndim
+                )
+                self._tracker.label(tensors, OPTIMIZER)
+                self._is_warm = True
             self._tracker.reset_peak()
             self._step(batch_size, 2 if accumulates else 1)
         except (ValueError, RuntimeError) as error:
@@ -110,13 +113,6 @@ class StepPredictor:
                 f"done with fake tensors ({reason})"
             ) from error
         return Peak(batch_size, accumulates, self._tracker.peak, dict(self._tracker.at_peak))
-
-    def _warm_up(self) -> None:
-        """A first step, in which the optimizer makes its state."""
-        self._step(_WARM_UP, 1)
-        state = self._optimizer.state.values()
-        self._tracker.label((t for entry in state for t in _device_tensors(entry)), OPTIMIZER)
-        self._is_warm = True
 
     def _step(self, batch_size: int, parts: int) -> None:
         training = self._cfg.training
@@ -183,7 +179,6 @@ class _FakeSamples:
         return self._samples
 
     def part(self, start: int, stop: int) -> Batch:
-        """Images and labels."""
         count, size = stop - start, self._images.size
         with self._tracker.taking_for(ACTIVATIONS):
             images_BCHW = torch.empty(count, self._images.channels, size, size)
@@ -191,70 +186,17 @@ class _FakeSamples:
 
 
 def _build(cfg: DictConfig) -> BuiltModel:
-    """The trainer's model on the device ``meta``: no weights are made, read or fetched."""
+    """Build the trainer's model with random weights: none are read or fetched."""
     model = OmegaConf.merge(cfg.model, {"weights": None})
     if "pretrained" in model:
         model.pretrained = False
-    shape = shape_of_data(cfg.dataset)
-
-    def build() -> BuiltModel:
-        return build_model(model, shape)
-
-    try:
-        with _what_modules_have_on_meta():
-            return build()
-    except RuntimeError:
-        # it needs values while it is built: random ones, for once
-        return build()
+    return build_model(model, shape_of_data(cfg.dataset))
 
 
-@contextmanager
-def _what_modules_have_on_meta() -> Iterator[None]:
-    """Every parameter and buffer of a module that is made in this block goes to ``meta`` at once.
-
-    Nothing else does: models compute with small tensors while they are built (rates of stochastic
-    depth, positions), and these need their values.
-    """
-
-    def parameter(module: nn.Module, name: str, given: nn.Parameter | None) -> Any:
-        if given is None or given.is_meta:
-            return None
-        return nn.Parameter(given.detach().to("meta"), given.requires_grad)
-
-    def buffer(module: nn.Module, name: str, given: Tensor | None) -> Any:
-        return None if given is None or given.is_meta else given.to("meta")
-
-    hooks = (
-        register_module_parameter_registration_hook(parameter),
-        register_module_buffer_registration_hook(buffer),
-    )
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _replace_by_fakes(model: nn.Module) -> None:
-    """Parameters and buffers as fake tensors of the CPU, one for each however often it is used."""
-    made: dict[int, Tensor] = {}
-
-    def fake(tensor: Tensor) -> Tensor:
-        if id(tensor) not in made:
-            empty = torch.empty_strided(
-                tensor.size(), tensor.stride(), dtype=tensor.dtype, device=_CPU
-            )
-            is_parameter = isinstance(tensor, nn.Parameter)
-            made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
-        return made[id(tensor)]
-
+def _replace_by_fakes(model: nn.Module, mode: FakeTensorMode) -> None:
+    """Replace parameters and buffers by fake tensors, shared ones by one."""
     for module in model.modules():
         for home in (module._parameters, module._buffers):
             for name, tensor in home.items():
                 if tensor is not None:
-                    home[name] = fake(tensor)  # type: ignore[assignment]
-
-
-def _device_tensors(state: Mapping[str, Any]) -> Iterator[Tensor]:
-    """An optimizer's state of one parameter, without the step's number, which is on the host."""
-    return (item for item in state.values() if isinstance(item, Tensor) and item.ndim)
+                    home[name] = mode.from_tensor(tensor)  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""How much memory live tensors take: counted by storage while a program runs, real or fake."""
+"""The memory of live tensors, real or fake, counted by storage while a program runs."""
 
 from __future__ import annotations
 
@@ -23,22 +23,15 @@ Scratch = Callable[[Any, tuple[Any, ...], Any], int]
 """Bytes that an operation holds only while it runs, of its name, arguments and result."""
 
 
-def no_scratch(operation: Any, arguments: tuple[Any, ...], result: Any) -> int:
-    """Return 0: for devices whose operations are not known to allocate beside their results."""
-    return 0
-
-
 class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of live storages, and remembers the most there were at once.
 
     Views share a storage, which counts once; it stops counting when its last tensor is gone,
     autograd's saved tensors included. What existed before has to be named with :meth:`label`.
-    torch's own ``MemTracker`` is similar, but imports torch.distributed, needs hooks on every
-    module and cannot count what kernels use.
+    torch's own ``MemTracker`` needs torch.distributed and cannot count what kernels use.
 
     Args:
-        block_bytes: sizes are rounded up to it. CUDA's caching allocator hands out 512
-            (``kMinBlockSize``); 1 counts what was requested.
+        block_bytes: sizes are rounded up to it; 1 counts what was requested.
         scratch: what operations allocate beside their results.
 
     Attributes:
@@ -48,7 +41,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         category: what new storages are taken for.
     """
 
-    def __init__(self, *, block_bytes: int = 1, scratch: Scratch = no_scratch) -> None:
+    def __init__(self, *, block_bytes: int = 1, scratch: Scratch | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.current = self.peak = 0
         self.at_peak: Mapping[str, int] = dict.fromkeys(CATEGORIES, 0)
@@ -63,7 +56,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peak, self.at_peak = self.current, dict(self._now)
 
     def label(self, tensors: Iterable[Tensor | None], category: str) -> None:
-        """Say what ``tensors`` are; those that are not known yet begin to count."""
+        """Count ``tensors`` to a category; those that are not known yet begin to count."""
         for tensor in tensors:
             if tensor is None:
                 continue
@@ -76,7 +69,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def taking_for(self, category: str) -> Iterator[None]:
-        """New storages are of this category within the block."""
+        """Count new storages within the block to this category."""
         before, self.category = self.category, category
         try:
             yield
@@ -90,13 +83,12 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.counts(func, kwargs or {}):
             for tensor in _tensors_in(result):
                 self._see(tensor)
-            used = self._scratch(func, args, result)
-            if used:
-                self._note_peak(used)
+            if self._scratch is not None:
+                self._note_peak(self._scratch(func, args, result))
         return result
 
     def counts(self, operation: Any, options: Mapping[str, Any]) -> bool:
-        """Whether the results of an operation are on the device that is counted."""
+        """Return whether the results of an operation are on the device that is counted."""
         return True
 
     def _see(self, tensor: Tensor) -> None:

@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -55,17 +54,12 @@ class Truth:
 
 
 def find_truth(cfg: DictConfig, roots: Iterable[Path]) -> Truth:
-    """Find runs of the same model, data shape and precision.
-
-    Args:
-        cfg: the job that is planned.
-        roots: folders to look in, at any depth.
-    """
+    """Find runs of the same model, data shape and precision, in ``roots`` at any depth."""
     wanted = memory_settings(cfg)
     measured: list[Measured] = []
     on_cpu = 0
     for folder in _run_folders(roots):
-        if _settings_of(folder) != wanted or _has_split_steps(folder / "journal.jsonl"):
+        if not _is_of(folder, wanted) or _has_split_steps(folder / "journal.jsonl"):
             continue
         summary = read_summary(folder)
         for attempt in () if summary is None else summary.attempts:
@@ -84,14 +78,6 @@ def find_truth(cfg: DictConfig, roots: Iterable[Path]) -> Truth:
     return Truth(tuple(sorted(measured, key=lambda m: -m.time)), on_cpu)
 
 
-def _settings_of(folder: Path) -> dict[str, Any] | None:
-    try:
-        cfg = OmegaConf.load(folder / ".hydra" / "config.yaml")
-        return memory_settings(cfg) if isinstance(cfg, DictConfig) else None
-    except Exception:  # whatever is wrong with a file of the past, it is none to compare with
-        return None
-
-
 def _run_folders(roots: Iterable[Path]) -> Iterator[Path]:
     for root in roots:
         for folder, folders, files in os.walk(root):
@@ -99,6 +85,14 @@ def _run_folders(roots: Iterable[Path]) -> Iterator[Path]:
                 # a run folder; its checkpoints and logs hold no other
                 folders.clear()
                 yield Path(folder)
+
+
+def _is_of(folder: Path, wanted: object) -> bool:
+    try:
+        cfg = OmegaConf.load(folder / ".hydra" / "config.yaml")
+        return isinstance(cfg, DictConfig) and memory_settings(cfg) == wanted
+    except Exception:  # whatever is wrong with a file of the past, it is none to compare with
+        return False
 
 
 def _is_measurement(attempt: AttemptSummary) -> bool:

@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
-
 from robust_train.errors import ConfigError, NoDevice
 from robust_train.events import Event, MemoryReported
 from robust_train.gpu.allocation import allocated_by
@@ -21,6 +19,7 @@ from robust_train.policy.unhealthy import excluded_after
 from robust_train.queue.host_queue import HostQueue, Sleep
 from robust_train.queue.queue_dir import directory_for
 from robust_train.queue.wait import GpuRequest, NoGpu, StatusLine, WaitStatus, wait_for_gpu
+from robust_train.settings import DeviceSettings
 from robust_train.values import MIB, FailureKind, GpuInfo, Group, Outcome, Room, gpus_of
 
 log = logging.getLogger("robust_train")
@@ -36,9 +35,9 @@ class Devices:
     """The devices as one job sees them, and what it has reserved of them.
 
     Args:
-        cfg: a complete, validated config.
+        settings: the job's.
         environ: whose CUDA_VISIBLE_DEVICES bounds the choice.
-        run_dir: the job's run folder, by which others know it.
+        run_dir: the job's run folder.
         sleep: how to wait; whatever it raises ends the waiting.
         on_wait: called with each status of the waiting, beside the user's screen.
         token: the last part of the job's id in the host's queue; empty: any.
@@ -46,24 +45,24 @@ class Devices:
 
     def __init__(
         self,
-        cfg: DictConfig,
+        settings: DeviceSettings,
         environ: Mapping[str, str],
         run_dir: Path,
         sleep: Sleep,
         on_wait: Callable[[WaitStatus], None] = lambda status: None,
         token: str = "",
     ) -> None:
-        self._cfg = cfg
+        self._settings = settings
         self._environ = environ
         self._sleep = sleep
         self._on_wait = on_wait
-        self._need_bytes = cfg.min_gpu_memory_mb * MIB
+        self._need_bytes = settings.min_free_bytes
         self._other_ranks_bytes = 0
         self._queue = HostQueue(
-            _queue_directory(cfg, environ),
-            name=job_name(cfg, run_dir),
+            _queue_directory(settings, environ),
+            name=settings.job_name,
             run_dir=str(run_dir),
-            jobs_per_device=cfg.gpu_jobs_per_device,
+            jobs_per_device=settings.jobs_per_device,
             read=self._read,
             token=token,
         )
@@ -79,57 +78,55 @@ class Devices:
         return self._queue.hold
 
     def acquire(self) -> Group:
-        """Return the GPUs to start on: wait for them as the config says, fall back as it allows.
-
-        Returns:
-            ``num_gpus`` of them, or none at all for the CPU.
+        """Return the GPUs to start on, ``num_gpus`` of them, or none at all for the CPU.
 
         Raises:
             NoDevice: nothing suitable, and the CPU is not allowed.
             ConfigError: ``device`` names a GPU that this machine does not have, or one GPU for a
                 job of several.
         """
-        cfg = self._cfg
-        if not cfg.auto_device and cfg.device == "cpu":
+        settings = self._settings
+        if not settings.auto_device and settings.device == "cpu":
             return ()
-        if cfg.num_gpus > 1 and not cfg.auto_device and cfg.device != "auto":
+        if settings.num_gpus > 1 and not settings.auto_device and settings.device != "auto":
             raise ConfigError(
-                f"num_gpus={cfg.num_gpus} does not go with auto_device=false "
-                f"device={cfg.device}, which is one GPU: leave device out, and name the GPUs that "
-                "may be taken in CUDA_VISIBLE_DEVICES"
+                f"num_gpus={settings.num_gpus} does not go with auto_device=false "
+                f"device={settings.device}, which is one GPU: leave device out, and name the GPUs "
+                "that may be taken in CUDA_VISIBLE_DEVICES"
             )
-        if cfg.auto_device and cfg.device not in ("auto", "cuda"):
-            log.warning("device=%s is not used because auto_device=true", cfg.device)
+        if settings.auto_device and settings.device not in ("auto", "cuda"):
+            log.warning("device=%s is not used because auto_device=true", settings.device)
         visible = self._read(False)
         if visible.warning is not None:
             log.warning("%s", visible.warning)
-        if not visible.gpus and not cfg.auto_device and cfg.device != "auto":
-            raise ConfigError(f"device={cfg.device}: no such GPU here: {visible.why_none}")
+        if not visible.gpus and not settings.auto_device and settings.device != "auto":
+            raise ConfigError(f"device={settings.device}: no such GPU here: {visible.why_none}")
         if not visible.gpus:
-            return _cpu_or_nothing(cfg, visible.why_none)
-        only = None if cfg.auto_device else _named(str(cfg.device), visible)
-        group = self._wait_in_queue(only)
+            return self._cpu_or_nothing(visible.why_none)
+        only = () if settings.auto_device else _named(settings.device, visible)
+        with StatusLine() as line:
+            request = self._request(settings.min_free_bytes, only)
+            group = self._queue.wait(request, self._shown_on(line), self._sleep)
         if isinstance(group, NoGpu):
-            return _cpu_or_nothing(cfg, group.reason)
+            return self._cpu_or_nothing(group.reason)
         log.info("using %s", ", ".join(f"GPU {g.index} ({g.name}, {g.uuid})" for g in group))
         return group
 
     def candidates(self) -> tuple[GpuInfo, ...]:
         """Return the GPUs that could be taken right now, best first; ``free_bytes`` as usable."""
-        cfg = self._cfg
-        offers = [gpu for gpu in self._queue.open_gpus() if can_be_one_of(gpu, cfg.num_gpus)]
-        return tuple(rank(offers, cfg.min_gpu_memory_mb * MIB))
+        count, least = self._settings.num_gpus, self._settings.min_free_bytes
+        return tuple(rank([g for g in self._queue.open_gpus() if can_be_one_of(g, count)], least))
 
     def held_by_others(self, candidates: Group) -> tuple[GpuInfo, ...]:
-        """The healthy GPUs that the job may use and that are not among the candidates now."""
+        """Return the healthy GPUs that the job may use and that are not among the candidates."""
         have = {gpu.uuid for gpu in candidates}
         return tuple(
             gpu
             for gpu in self._queue.read().gpus
             if gpu.uuid not in have
             and gpu.unusable is None
-            and gpu.total_bytes >= self._cfg.min_gpu_memory_mb * MIB
-            and can_be_one_of(gpu, self._cfg.num_gpus)
+            and gpu.total_bytes >= self._settings.min_free_bytes
+            and can_be_one_of(gpu, self._settings.num_gpus)
         )
 
     def take(self, group: Group) -> bool:
@@ -158,11 +155,10 @@ class Devices:
         peak = max(shown.get("max_allocated", 0), shown.get("reserved", 0), self._other_ranks_bytes)
         self._other_ranks_bytes = 0
         if peak:
-            least = self._cfg.min_gpu_memory_mb * MIB
             name = group[0].name if group else None
             if name is not None:
                 learn_context_bytes(name, shown.get("context_bytes"))
-            self._need_bytes = max(least, footprint(peak, name))
+            self._need_bytes = max(self._settings.min_free_bytes, footprint(peak, name))
         if outcome.failure is None:
             return ()
         self._queue.drain()
@@ -172,13 +168,10 @@ class Devices:
             excluded = excluded_after(outcome.failure, suspects, free_bytes(suspects))
             for uuid, reason in excluded.items():
                 self._queue.exclude(uuid, reason)
-        return settle(group, free_before, sleep=self._sleep)
+        return self._settle(group, free_before)
 
     def wait_for_room(self, room: Room) -> Group | NoGpu:
-        """Wait for free memory, as long as the config allows.
-
-        For any GPUs: in the queue, with the old ticket. For the job's own: these are reserved
-        already, so there is nobody to queue behind.
+        """Wait for free memory: on any GPUs in the queue, with the old ticket, or on the job's own.
 
         Returns:
             The GPUs that have it, else why the waiting ended.
@@ -188,17 +181,12 @@ class Devices:
             on_status = self._shown_on(line)
             if not room.gpu_uuids:
                 return self._queue.wait(request, on_status, self._sleep)
+            # these are reserved already
             return wait_for_gpu(request, read=self._read, on_status=on_status, sleep=self._sleep)
 
     def release(self) -> None:
         """Release what is reserved."""
         self._queue.release()
-
-    def _wait_in_queue(self, only: str | None) -> Group | NoGpu:
-        least = self._cfg.min_gpu_memory_mb * MIB
-        request = self._request(least, () if only is None else (only,))
-        with StatusLine() as line:
-            return self._queue.wait(request, self._shown_on(line), self._sleep)
 
     def _shown_on(self, line: StatusLine) -> Callable[[WaitStatus], None]:
         def on_status(status: WaitStatus) -> None:
@@ -213,20 +201,39 @@ class Devices:
         """Return a request for all GPUs of ``only``, or for as many as the job needs."""
         return GpuRequest(
             min_bytes=min_bytes,
-            wait=self._cfg.wait_for_gpu,
-            timeout_seconds=self._cfg.gpu_wait_timeout_minutes * 60,
-            interval_seconds=self._cfg.gpu_check_interval_seconds,
+            wait=self._settings.wait,
+            timeout_seconds=self._settings.wait_timeout_seconds,
+            interval_seconds=self._settings.check_interval_seconds,
             only=frozenset(only) if only else None,
             exclude=frozenset(exclude),
-            count=len(only) or self._cfg.num_gpus,
+            count=len(only) or self._settings.num_gpus,
         )
 
     def _read(self, processes: bool) -> Visible:
         return visible_gpus(read_inventory(processes=processes), self._environ)
 
+    def _settle(self, group: Group, free_before: FreeBytes) -> FreeBytes:
+        """Wait some seconds for the memory of an attempt: the driver may return it with a delay."""
+        deadline = time.monotonic() + _SETTLE_SECONDS
+        while True:
+            now = _free_bytes(group)
+            is_back = all(
+                after is None or before is None or after >= before - _SETTLE_BAND_BYTES
+                for before, after in zip(free_before, now, strict=False)
+            )
+            if is_back or time.monotonic() >= deadline:
+                return now
+            self._sleep(0.05)
+
+    def _cpu_or_nothing(self, reason: str) -> Group:
+        if not self._settings.allow_cpu_fallback:
+            raise NoDevice(f"{reason}, and allow_cpu_fallback is false")
+        log.info("%s: training on the CPU", reason)
+        return ()
+
 
 def free_bytes(group: Group) -> FreeBytes:
-    """Return what NVML says is free on each of the GPUs; None for one that does not answer.
+    """Return the free memory of each of the GPUs.
 
     Closes the session: a training takes days, and an open one blocks a reset of any GPU.
     """
@@ -243,38 +250,13 @@ def _free_bytes(group: Group) -> FreeBytes:
     return tuple(now.get(gpu.uuid) for gpu in group)
 
 
-def settle(group: Group, free_before: FreeBytes, *, sleep: Callable[[float], None]) -> FreeBytes:
-    """Wait until the memory of an attempt that ended is back, for some seconds at most.
-
-    The driver may return it some hundred milliseconds after the process is gone.
-
-    Args:
-        group: where the attempt ran.
-        free_before: bytes that were free there before it; empty where not known.
-        sleep: how to wait.
-
-    Returns:
-        Bytes that are free now on each GPU.
-    """
-    deadline = time.monotonic() + _SETTLE_SECONDS
-    while True:
-        now = _free_bytes(group)
-        is_back = all(
-            after is None or before is None or after >= before - _SETTLE_BAND_BYTES
-            for before, after in zip(free_before, now, strict=False)
-        )
-        if is_back or time.monotonic() >= deadline:
-            return now
-        sleep(0.05)
-
-
 def name_for_trainer(group: Group, environ: Mapping[str, str], *, own_process: bool) -> str:
-    """What ``cfg.device`` says to the trainer.
+    """Return the value of ``cfg.device`` for the trainer.
 
     Args:
         group: the attempt's GPUs; each rank's own is set in its process.
         environ: the launcher's environment.
-        own_process: the trainer's process sees only these GPUs, so that there they are the first.
+        own_process: the trainer's process sees only these GPUs.
     """
     if not group:
         return "cpu"
@@ -284,44 +266,26 @@ def name_for_trainer(group: Group, environ: Mapping[str, str], *, own_process: b
     return f"cuda:{visible.ordinal(group[0].uuid) or 0}"
 
 
-def _queue_directory(cfg: DictConfig, environ: Mapping[str, str]) -> Path | None:
+def _queue_directory(settings: DeviceSettings, environ: Mapping[str, str]) -> Path | None:
     """Return where the host's jobs queue; None if this one does not."""
-    if not cfg.gpu_queue:
+    if not settings.queue:
         return None
     owner = allocated_by(environ)
     if owner is not None:
         log.info("the GPUs are allocated by %s: the host's own queue stands aside", owner)
         return None
-    return directory_for(cfg.gpu_queue_dir, environ)
+    return directory_for(settings.queue_dir, environ)
 
 
-def job_name(cfg: DictConfig, run_dir: Path) -> str:
-    """``job_name``, or ``lora_flowers102`` where the config tells, else the run folder's name."""
-    chosen = OmegaConf.select(cfg, "job_name")  # train.py's config has none
-    if chosen:
-        return str(chosen)
-    parts = (OmegaConf.select(cfg, f"{group}.name") for group in ("model", "dataset"))
-    return "_".join(str(part) for part in parts if part) or run_dir.name
-
-
-def _named(device: str, visible: Visible) -> str | None:
-    """The UUID of the GPU that ``device`` names among the visible ones, None for any."""
+def _named(device: str, visible: Visible) -> tuple[str, ...]:
+    """Return the UUID of the GPU that ``device`` names among the visible ones; none for any."""
     if device == "auto":
-        return None
-    listed = ", ".join(f"cuda:{i} ({gpu.uuid})" for i, gpu in enumerate(visible.gpus))
+        return ()
     if device.startswith("cuda"):
-        ordinal = int(device.partition(":")[2] or 0)
-        if ordinal < len(visible.gpus):
-            return visible.gpus[ordinal].uuid
+        matches = visible.gpus[int(device.partition(":")[2] or 0) :][:1]
     else:
-        matches = [gpu.uuid for gpu in visible.gpus if gpu.uuid.startswith(device)]
-        if len(matches) == 1:
-            return matches[0]
+        matches = tuple(gpu for gpu in visible.gpus if gpu.uuid.startswith(device))
+    if len(matches) == 1:
+        return (matches[0].uuid,)
+    listed = ", ".join(f"cuda:{i} ({gpu.uuid})" for i, gpu in enumerate(visible.gpus))
     raise ConfigError(f"device={device}: no such GPU here; there are {listed}")
-
-
-def _cpu_or_nothing(cfg: DictConfig, reason: str) -> Group:
-    if not cfg.allow_cpu_fallback:
-        raise NoDevice(f"{reason}, and allow_cpu_fallback is false")
-    log.info("%s: training on the CPU", reason)
-    return ()

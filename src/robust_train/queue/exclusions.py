@@ -1,7 +1,7 @@
-"""GPUs that proved unhealthy under a job: excluded for the host's jobs for a while.
+"""GPUs that proved unhealthy under a job: excluded for the host's jobs for half an hour.
 
-One small file a GPU and user in the queue directory. It counts for half an hour, so nobody's file
-can shut a GPU for ever; after that the GPU's own health alone decides, and it is tried again.
+One small file per GPU and user in the queue directory. After that the GPU's own health decides, so
+nobody's file can exclude a GPU for ever.
 """
 
 from __future__ import annotations
@@ -21,19 +21,12 @@ from robust_train.values import GpuInfo
 SECONDS = 1800.0
 _LIMIT_BYTES = 4096
 _MOST_TEXT = 200
-_FILE = re.compile(r"sick\.([A-Za-z0-9-]{1,80})\.(\d{1,10})", re.ASCII)
+_FILE = re.compile(r"unhealthy\.([A-Za-z0-9-]{1,80})\.(\d{1,10})", re.ASCII)
 
 
 @dataclass(frozen=True)
 class Exclusion:
-    """A GPU to be avoided.
-
-    Attributes:
-        uuid: the GPU.
-        reason: what happened, one line.
-        since: seconds since boot.
-        uid: whose job it was.
-    """
+    """An excluded GPU: why, since when (seconds since boot), and whose job it was."""
 
     uuid: str
     reason: str
@@ -41,7 +34,7 @@ class Exclusion:
     uid: int
 
     def sentence(self, now: float) -> str:
-        """Return what happened, how long ago, and for how long it counts."""
+        """Return the reason, how long ago it was, and for how long it counts."""
         ago, left = (now - self.since) / 60, (SECONDS - (now - self.since)) / 60
         return (
             f"it failed under a job {ago:.0f} min ago ({self.reason}) and is excluded for another "
@@ -50,7 +43,7 @@ class Exclusion:
 
 
 def read_exclusions(directory: QueueDir) -> list[Exclusion]:
-    """Return the GPUs to be avoided now; what cannot be read or is too old does not count."""
+    """Return the GPUs that are excluded now; unreadable and old files do not count."""
     found, now = [], boottime()
     for name in directory.names():
         parts = _FILE.fullmatch(name)
@@ -71,8 +64,8 @@ def read_exclusions(directory: QueueDir) -> list[Exclusion]:
 
 
 def exclude(directory: QueueDir, uuid: str, reason: str) -> None:
-    """Have a GPU avoided from now on; nothing if the directory takes no more files."""
-    name = f"sick.{uuid}.{os.geteuid()}"
+    """Exclude a GPU from now on; do nothing if the directory takes no more files."""
+    name = f"unhealthy.{uuid}.{os.geteuid()}"
     if not _FILE.fullmatch(name):
         return
     directory.remove(name)
@@ -86,16 +79,15 @@ def exclude(directory: QueueDir, uuid: str, reason: str) -> None:
 
 
 def clear(directory: QueueDir, uuid: str) -> bool:
-    """Use a GPU again; False if nothing of the caller's own excluded it."""
-    mine = [f"sick.{uuid}.{os.geteuid()}"]
+    """Use a GPU again; return False if no file of the caller's own excluded it."""
+    mine = [f"unhealthy.{uuid}.{os.geteuid()}"]
     if os.geteuid() == 0:
-        mine = [name for name in directory.names() if name.startswith(f"sick.{uuid}.")]
-    removed = [name for name in mine if directory.remove(name)]
-    return bool(removed)
+        mine = [name for name in directory.names() if name.startswith(f"unhealthy.{uuid}.")]
+    return bool([name for name in mine if directory.remove(name)])
 
 
 def mark_excluded(gpus: Sequence[GpuInfo], excluded: Sequence[Exclusion]) -> tuple[GpuInfo, ...]:
-    """Return the GPUs, those to be avoided marked as unusable."""
+    """Return the GPUs, excluded ones marked as unusable."""
     now = boottime()
     known = {item.uuid: item.sentence(now) for item in excluded}
     return tuple(

@@ -1,7 +1,7 @@
-"""This job among the host's jobs: its queue position, its reservation, and life without them.
+"""This job among the host's jobs: its queue position, then its reservation.
 
-Whatever is wrong with the queue directory, the job goes on: one warning says what is wrong and what
-helps, and from then on GPUs are chosen by free memory alone.
+If the queue directory cannot be used, one warning has the reason, and from then on GPUs are
+chosen by free memory alone.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class Sleep(Protocol):
 
 
 class HostQueue:
-    """A job's dealings with the other jobs of its host.
+    """One job, as it deals with the other jobs of its host.
 
     Args:
         directory: the queue directory; None for no reservations at all.
-        name: what people know the job by.
+        name: of the job, for people.
         run_dir: its run folder.
         jobs_per_device: maximum number of jobs per GPU that it accepts, including itself.
-        read: reads the GPUs; its argument says whether to list processes.
+        read: reads the GPUs; its argument asks for their processes too.
         token: the last part of the job's id, six hexadecimal digits; empty: any.
     """
 
@@ -65,7 +65,7 @@ class HostQueue:
         token: str = "",
     ) -> None:
         self.job_id: str | None = None
-        """As ``robust-train queue`` shows it, or did last; None before the job had a ticket."""
+        """As ``robust-train queue`` shows it; None before the job had a ticket."""
         self._directory = directory
         self._name = name
         self._run_dir = run_dir
@@ -113,12 +113,11 @@ class HostQueue:
         """Reserve the next attempt's GPUs in place of the last one's.
 
         Args:
-            uuids: of the GPUs, in the order of the ranks, some may be its own already; none for
-                the CPU: then everything is released.
+            uuids: in the order of the ranks; none for the CPU: then everything is released.
             need_bytes: memory that the attempt needs on each of them.
 
         Returns:
-            False if another job has one of them by now, and a new choice has to be made.
+            False if another job has one of them by now.
         """
         reservation, registry = self._reservation, self._registry
         if reservation is None or registry is None:
@@ -146,18 +145,13 @@ class HostQueue:
         return True
 
     def exclude(self, uuid: str, reason: str) -> None:
-        """Have the host's jobs avoid a GPU that proved unhealthy."""
+        """Exclude a GPU that proved unhealthy for the host's jobs."""
         log.warning("%s is excluded for the jobs of this host: %s", uuid, reason)
         if self._registry is not None:
             exclude(self._registry.directory, uuid, reason)
 
     def report(self, taken_bytes: int, rank: int = 0) -> None:
-        """Show the other jobs how much the attempt has allocated.
-
-        Args:
-            taken_bytes: on the GPU of one rank.
-            rank: one that has no GPU of its own is ignored.
-        """
+        """Show the other jobs how much a rank of the attempt has allocated on its GPU."""
         if self._reservation is None:
             return
         record = self._reservation.record
@@ -166,13 +160,13 @@ class HostQueue:
             self._try_to_update(replace(record, taken_bytes=taken))
 
     def drain(self) -> None:
-        """Show the other jobs that the attempt is gone and its memory on the way back."""
+        """Show the other jobs that the attempt has ended; its memory will be free soon."""
         if self._reservation is not None:
             record = self._reservation.record
             self._try_to_update(record.on(record.gpus, state=JobState.DRAINING))
 
     def release(self) -> None:
-        """Release everything; what still lives of an attempt keeps its GPUs."""
+        """Release everything; living processes of an attempt keep its GPUs."""
         reservation, self._reservation = self._reservation, None
         if reservation is not None:
             reservation.release()
@@ -202,9 +196,14 @@ class HostQueue:
         sleep: Sleep,
     ) -> Group | NoGpu:
         record = new_record(
-            self._name, self._run_dir, request.min_bytes, self._jobs_per_device, request.count
+            self._name,
+            self._run_dir,
+            request.min_bytes,
+            self._jobs_per_device,
+            request.count,
+            self._token,
         )
-        queued = QueuedJob(registry, replace(record, id=self._token), before)
+        queued = QueuedJob(registry, record, before)
 
         def note(status: WaitStatus) -> None:
             if queued.reservation is not None:
@@ -252,7 +251,7 @@ class HostQueue:
         return found
 
     def _try_to_update(self, record: JobRecord) -> None:
-        """Update the record; nothing if others decide just now, or nothing can be written."""
+        """Update the record, unless others decide just now or it cannot be written."""
         assert self._reservation is not None
         assert self._registry is not None
         unless = contextlib.suppress(RegistryBusy, QueueProblem)
@@ -260,11 +259,8 @@ class HostQueue:
             self._reservation.update(record)
 
     def _read(self, processes: bool) -> Visible:
-        """Read the GPUs, those that are excluded marked as unusable."""
         visible = self._read_machine(processes)
-        if self._registry is None:
-            return visible
-        excluded = read_exclusions(self._registry.directory)
+        excluded = [] if self._registry is None else read_exclusions(self._registry.directory)
         if not excluded:
             return visible
         return replace(

@@ -1,8 +1,7 @@
 """Watch the queue directory for jobs that end or change.
 
-The kernel sends an event when the last descriptor that may write to a file is closed, also if
-SIGKILL closed it. That is exactly when a reservation ends. Where there is no inotify (a user's
-limit of instances, a sandbox), waiting jobs poll.
+The kernel sends an event when the last descriptor that may write to a file is closed, also by
+SIGKILL: that is when a reservation ends. Without inotify (a limit, a sandbox) waiting jobs poll.
 """
 
 from __future__ import annotations
@@ -17,11 +16,7 @@ _HEADER = struct.Struct("iIII")
 
 
 class Watch:
-    """Collects the names of the files that changed in one directory.
-
-    Args:
-        directory_fd: the directory.
-    """
+    """Collects the names of the files that changed in one directory."""
 
     def __init__(self, directory_fd: int) -> None:
         self.fd: int | None = None
@@ -42,11 +37,9 @@ class Watch:
         self.fd = fd
 
     def read(self) -> list[tuple[str, bool]]:
-        """Return what changed since the last call.
+        """Return the files that changed since the last call, and whether a last writer closed them.
 
-        Returns:
-            Pairs of the file's name (empty: the directory, or some events are lost) and whether its
-            last writer has closed it.
+        An empty name is the directory itself, or events that were lost.
         """
         if self.fd is None:
             return []

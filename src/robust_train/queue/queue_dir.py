@@ -1,15 +1,11 @@
-"""The directory in which this host's jobs see each other, and how its files are opened safely.
+"""The directory in which this host's jobs see each other; its files are opened safely.
 
-Anybody may write there, so nothing in it is trusted: the directory is checked after it was opened,
-files are opened relative to it without following links, must be plain files, and are read up to a
-limit. What another user puts there can make a job wait, never crash, kill or over-commit. Only the
-owner of the directory could remove others' files: so it is best given to root
-(:attr:`QueueDir.owner`, :func:`tmpfiles_line`).
+Anybody may write there, so nothing in it is trusted: what another user puts there can make a job
+wait, never crash, kill or over-commit. Only the directory's owner could remove others' files.
 """
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
 import os
@@ -30,26 +26,8 @@ _NAME = "robust-train"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _SHARED_MODE = 0o1777
 
-# statfs(2): f_type of file systems whose locks may hang, or end at another host
-_NOT_LOCAL = {
-    0x6969: "nfs",
-    0x517B: "smb",
-    0xFE534D42: "smb2",
-    0xFF534D42: "cifs",
-    0x65735546: "fuse",
-    0x0BD00BD0: "lustre",
-    0x00C36400: "ceph",
-    0x5346414F: "afs",
-    0x6B414653: "afs",
-    0x01021997: "9p",
-    0x47504653: "gpfs",
-    0x19830326: "beegfs",
-    0x01161970: "gfs2",
-    0x7461636F: "ocfs2",
-    0xAAD7AAEA: "panfs",
-    0x73757245: "coda",
-}
-_LOCAL = {0x01021994: "tmpfs", 0xEF53: "ext4", 0x58465342: "xfs", 0x794C7630: "overlay"}
+# their locks may hang, or end at another host
+_NOT_LOCAL = re.compile(r"nfs|smb|cifs|fuse|lustre|ceph|k?afs|9p|gpfs|beegfs|gfs2|ocfs2|panfs|coda")
 
 
 class QueueProblem(Exception):
@@ -63,7 +41,7 @@ class QueueDir:
     Attributes:
         path: for people; files are opened through ``fd``.
         fd: the directory's descriptor.
-        file_system: what it lies on, ``tmpfs`` …
+        file_system: its type, ``tmpfs`` …
         owner: a user other than root who may remove any file in it, 0 if there is none.
     """
 
@@ -73,7 +51,7 @@ class QueueDir:
     owner: int = 0
 
     def close(self) -> None:
-        """Close the descriptor, and with it the queue lock if it is held."""
+        """Close the descriptor, which also releases the queue lock."""
         os.close(self.fd)
 
     def names(self) -> list[str]:
@@ -94,7 +72,7 @@ class QueueDir:
         return None
 
     def create(self, name: str, mode: int) -> int:
-        """Return a descriptor of a new file of this process's user, for reading and writing.
+        """Return a descriptor of a new file, for reading and writing.
 
         Raises:
             OSError: it cannot be made (full, read-only, the name is taken).
@@ -144,12 +122,7 @@ def read_small(fd: int, limit_bytes: int) -> bytes:
 
 
 def directory_for(setting: str | None, environ: Mapping[str, str]) -> Path:
-    """Return where this host's queue lies.
-
-    Args:
-        setting: the key ``gpu_queue_dir``; None for the default.
-        environ: whose ROBUST_TRAIN_QUEUE_DIR counts where there is no setting.
-    """
+    """Return this host's queue directory: the key ``gpu_queue_dir``, the variable, or a default."""
     chosen = setting or environ.get(VARIABLE)
     if chosen:
         return Path(chosen).expanduser().absolute()
@@ -161,7 +134,7 @@ def directory_for(setting: str | None, environ: Mapping[str, str]) -> Path:
 
 
 def open_queue_dir(path: Path) -> QueueDir:
-    """Make sure of the directory, check it, and open the part that belongs to this boot.
+    """Open the part of the directory that belongs to this boot; make and check both.
 
     Raises:
         QueueProblem: it must not or cannot be used.
@@ -170,22 +143,18 @@ def open_queue_dir(path: Path) -> QueueDir:
     base = _open_checked(path, None, path)
     try:
         fd = _open_checked(name, base, path / name)
-    except BaseException:
-        os.close(base)
-        raise
-    try:
-        kind = file_system_of(fd)
-        if kind in _NOT_LOCAL.values():
-            raise _problem(
-                path, f"lies on {kind}, where a lock may hang or not reach other processes"
-            )
-        if not os.access(name, os.W_OK | os.X_OK, dir_fd=base, effective_ids=True):
-            raise _problem(path / name, "is not writable")
-        _try_lock(fd, path)
-        owner = os.fstat(base).st_uid or os.fstat(fd).st_uid
-    except BaseException:
-        os.close(fd)
-        raise
+        try:
+            kind = file_system_of(fd)
+            if _NOT_LOCAL.match(kind):
+                trouble = f"is on {kind}, where a lock may hang or not reach other processes"
+                raise problem_with(path, trouble)
+            if not os.access(name, os.W_OK | os.X_OK, dir_fd=base, effective_ids=True):
+                raise problem_with(path / name, "is not writable")
+            _try_lock(fd, path)
+            owner = os.fstat(base).st_uid or os.fstat(fd).st_uid
+        except BaseException:
+            os.close(fd)
+            raise
     finally:
         os.close(base)
     return QueueDir(path / name, fd, kind, owner)
@@ -200,19 +169,16 @@ def tmpfiles_line(path: Path) -> str:
 
 
 def file_system_of(fd: int) -> str:
-    """Return the name of the file system behind a descriptor, its magic number if unknown."""
-    buffer = (ctypes.c_long * 64)()  # struct statfs begins with f_type, a long
-    if ctypes.CDLL(None, use_errno=True).fstatfs(fd, buffer) != 0:
-        return "unknown"
-    magic = buffer[0] & 0xFFFFFFFF
-    return _NOT_LOCAL.get(magic) or _LOCAL.get(magic) or f"file system 0x{magic:x}"
+    """Return the type of the file system behind a directory's descriptor, ``ext4``."""
+    path = Path(os.readlink(f"/proc/self/fd/{fd}"))
+    # not by psutil, which before 6.0 asks every mount: a dead network disk would hang
+    mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
+    types = {Path(words[1].replace("\\040", " ")): words[2] for words in mounts}
+    return next((types[place] for place in (path, *path.parents) if place in types), "unknown")
 
 
 def boot_name() -> str:
-    """Return the name of this boot of this host: processes that share it share a kernel.
-
-    The boot id alone is enough, and unlike the host's name it is the same in every container.
-    """
+    """Return the name of this boot of this host, the same in every container of it."""
     try:
         boot_id = _BOOT_ID.read_text().strip().replace("-", "")
     except OSError:
@@ -223,41 +189,33 @@ def boot_name() -> str:
 
 
 def _open_checked(path: Path | str, dir_fd: int | None, shown: Path) -> int:
-    """Return a directory's descriptor; make the directory if need be.
-
-    Raises:
-        QueueProblem: it cannot be made, or is not one to be trusted.
-    """
+    """Return a trusted directory's descriptor; make the directory if need be."""
     try:
         fd = open_or_make(path, _SHARED_MODE, dir_fd)
     except DirectoryProblem as problem:
         cause = problem.__cause__
         why = why_not_written(cause) if isinstance(cause, OSError) else None
-        raise _problem(shown, why or str(problem)) from problem
-    try:
-        _check(os.fstat(fd), shown)
-    except BaseException:
+        raise problem_with(shown, why or str(problem)) from problem
+    status = os.fstat(fd)
+    is_sticky = bool(status.st_mode & stat.S_ISVTX)
+    trouble = None
+    if status.st_mode & 0o022 and not is_sticky:
+        trouble = f"may be written by others without a sticky bit (chmod 1777 {shown})"
+    elif status.st_uid not in (0, os.geteuid()) and not (is_sticky and status.st_mode & 0o002):
+        trouble = f"belongs to user {status.st_uid} and is not shared"
+    if trouble is not None:
         os.close(fd)
-        raise
+        raise problem_with(shown, trouble)
     return fd
 
 
 def why_not_written(error: OSError) -> str | None:
-    """Return what is wrong where there is no room, to follow a name in a sentence; else None."""
+    """Return the end of a sentence about missing room; None for any other error."""
     if error.errno == errno.ENOSPC:
         return f"is on a file system that is full ({error.strerror}): make room there"
     if error.errno == errno.EDQUOT:
         return f"is beyond your quota ({error.strerror}): remove files of yours there"
     return None
-
-
-def _check(status: os.stat_result, shown: Path) -> None:
-    writable_by_others = status.st_mode & 0o022
-    is_sticky = bool(status.st_mode & stat.S_ISVTX)
-    if writable_by_others and not is_sticky:
-        raise _problem(shown, f"may be written by others without a sticky bit (chmod 1777 {shown})")
-    if status.st_uid not in (0, os.geteuid()) and not (is_sticky and status.st_mode & 0o002):
-        raise _problem(shown, f"belongs to user {status.st_uid} and is not shared")
 
 
 def _try_lock(fd: int, path: Path) -> None:
@@ -267,7 +225,7 @@ def _try_lock(fd: int, path: Path) -> None:
     except BlockingIOError:
         pass  # another process holds it right now: locks work
     except OSError as error:
-        raise _problem(path, f"has no working locks ({error.strerror})") from error
+        raise problem_with(path, f"has no working locks ({error.strerror})") from error
 
 
 def _everybody_may_create_in(folder: Path) -> bool:
@@ -279,7 +237,8 @@ def _everybody_may_create_in(folder: Path) -> bool:
     return stat.S_ISDIR(status.st_mode) and is_shared and os.access(folder, os.W_OK | os.X_OK)
 
 
-def _problem(path: Path, trouble: str) -> QueueProblem:
+def problem_with(path: Path, trouble: str) -> QueueProblem:
+    """Return the error for a directory; ``trouble`` follows its name in the sentence."""
     return QueueProblem(
         f"the queue directory {path} {trouble}; name another one with gpu_queue_dir=… or {VARIABLE}"
     )

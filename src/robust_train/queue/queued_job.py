@@ -1,13 +1,8 @@
 """One job in the host's queue: it polls until it has its GPUs.
 
-A job decides for itself, inside the queue lock and on fresh figures of the GPUs, and its record
-says so before the lock is released: all the GPUs of a job in one write. It polls when the queue
-directory changes, some times in the seconds after another job has ended (its memory comes back a
-little later), and at the usual interval.
-
-The driver is asked before the lock is taken unless it answered lately, so that one that hangs
-mostly does so without it. A job whose driver hangs says that it can use no GPU, and so delays
-nobody; nor does one that does not take its GPUs (:func:`robust_train.queue.scheduler.untaken`).
+Each poll decides under the queue lock, on fresh figures of the GPUs, and writes the job's record
+before the lock is released. A driver that hangs is asked before the lock is taken, unless it
+answered lately; a job that waits for it reports no usable GPU, and so delays nobody.
 """
 
 from __future__ import annotations
@@ -44,8 +39,8 @@ from robust_train.values import GpuInfo, Group
 
 _LOCK_SECONDS = 2.0
 _SETTLE_SECONDS = 5.0
-_SHORTEST_PAUSE_SECONDS = 0.02
-_LONGEST_PAUSE_SECONDS = 0.6
+_POSITION_SECONDS = 0.02
+_SETTLE_PAUSE_SECONDS = 0.2
 _WITHOUT_EVENTS_SECONDS = 1.0
 _TRUST_SECONDS = 5.0
 
@@ -55,11 +50,11 @@ class PollResult:
     """Result of one scheduling attempt.
 
     Attributes:
-        gpus: what the job has now, ``free_bytes`` as far as it can count on them; none: wait on.
+        gpus: the job's GPUs, ``free_bytes`` as far as it can count on them; none: wait on.
         position: in the queue, 1 for the first.
         obstacles: why it waits, in one sentence.
         frees_next: NVML's numbers of the GPUs that the first waiting job waits for.
-        strangers_only: no other job of ours has anything to do with it.
+        strangers_only: no other job of ours is in the way.
         again_seconds: when to poll again though nothing changes; None: at the usual interval.
     """
 
@@ -77,7 +72,7 @@ class QueuedJob:
     Args:
         registry: the host's jobs.
         record: of this job.
-        reservation: the one that it has already, if it comes back.
+        reservation: that of a job that comes back.
     """
 
     def __init__(
@@ -93,7 +88,6 @@ class QueuedJob:
         self._polled_at = -math.inf
         self._position = 1
         self._settle_until = 0.0
-        self._pause = _SHORTEST_PAUSE_SECONDS
 
     @property
     def fd(self) -> int | None:
@@ -103,23 +97,20 @@ class QueuedJob:
     def poll(self, read: Callable[[], Visible], may_use: Callable[[GpuInfo], bool]) -> PollResult:
         """Take GPUs if the scheduler gives this job any, else return why not.
 
-        Args:
-            read: reads the GPUs.
-            may_use: whether the job may use a GPU at all.
-
         Raises:
             QueueProblem: the queue directory cannot be used any more.
         """
         self.has_changed()  # what happened until now is seen by this poll
-        silent = None
-        if not self._is_trusted():
+        unanswered = None
+        lately = time.monotonic() < self._answered_at + _TRUST_SECONDS
+        if not lately or known_session() is None:
             visible = read()
-            silent = None if self._note(visible) else visible
+            unanswered = None if self._note(visible) else visible
         try:
             with self._registry.locked(_LOCK_SECONDS):
-                found = self._decide(silent or read(), may_use)
+                found = self._decide(unanswered or read(), may_use)
         except RegistryBusy as error:
-            return PollResult(obstacles=str(error), again_seconds=_LONGEST_PAUSE_SECONDS)
+            return PollResult(obstacles=str(error), again_seconds=_SETTLE_PAUSE_SECONDS)
         self._polled_at, self._position = time.monotonic(), found.position
         if found.gpus:
             return found
@@ -129,42 +120,42 @@ class QueuedJob:
         return replace(found, again_seconds=self._again())
 
     def has_changed(self) -> bool:
-        """Whether something happened in the queue that is worth a poll."""
+        """Return whether something happened in the queue that is worth a poll."""
         if self._watch is None:
             return False
         mine = None if self.reservation is None else self.reservation.name
-        events = [
-            (name, is_closed)
+        changed = {
+            name: is_closed
             for name, is_closed in self._watch.read()
             if not name or (name.startswith(PREFIX) and name != mine)
-        ]
-        if any(is_closed for _, is_closed in events):
+        }
+        if any(changed.values()):  # memory of a job that has ended comes back a little later
             self._settle_until = time.monotonic() + _SETTLE_SECONDS
-            self._pause = _SHORTEST_PAUSE_SECONDS
-        return bool(events)
+        return bool(changed)
 
     @property
     def pause_seconds(self) -> float:
-        """What to wait at least before the next poll: the first in the queue goes first."""
-        pause = min(_SHORTEST_PAUSE_SECONDS * (self._position - 1), 0.4)
+        """At least this long before the next poll: the first in the queue goes first."""
+        pause = min(_POSITION_SECONDS * (self._position - 1), 0.4)
         return max(self._polled_at + pause - time.monotonic(), 0.0)
 
     def leave(self) -> None:
         """Leave the queue, or, with GPUs, just stop watching it."""
-        if self._watch is not None:
-            self._watch.close()
+        self._stop_watching()
         if self.reservation is not None and self.reservation.record.state is JobState.WAITING:
             self.reservation.release()
             self.reservation = None
 
+    def _stop_watching(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+
     def _decide(self, visible: Visible, may_use: Callable[[GpuInfo], bool]) -> PollResult:
-        """Decide under the queue lock."""
         self._note(visible)
         if self._registry.directory is not self._directory:  # it was removed and made again
             self._directory = self._registry.directory
-            if self._watch is not None:
-                self._watch.close()
-                self._watch = None
+            self._stop_watching()
         jobs = self._registry.jobs(sweep=True)
         me = self._enter(jobs)
         gpus = visible.machine or visible.gpus
@@ -208,11 +199,6 @@ class QueuedJob:
         self._untaken = untaken(self._untaken, granted, now)
         return decided
 
-    def _is_trusted(self) -> bool:
-        """Whether the driver answered so lately that it may be asked while others wait."""
-        lately = time.monotonic() < self._answered_at + _TRUST_SECONDS
-        return lately and known_session() is not None
-
     def _note(self, visible: Visible) -> bool:
         self._answered_at = time.monotonic() if visible.answered else -math.inf
         return visible.answered
@@ -225,10 +211,8 @@ class QueuedJob:
         return self.reservation
 
     def _again(self) -> float | None:
-        now = time.monotonic()
-        if now < self._settle_until:
-            pause, self._pause = self._pause, min(self._pause * 2, _LONGEST_PAUSE_SECONDS)
-            return max(pause, self.pause_seconds)
+        if time.monotonic() < self._settle_until:
+            return max(_SETTLE_PAUSE_SECONDS, self.pause_seconds)
         if self._untaken or self._answered_at == -math.inf or self.fd is None:
             return _WITHOUT_EVENTS_SECONDS
         return None
@@ -237,11 +221,9 @@ class QueuedJob:
 def split(
     jobs: Iterable[LiveJob], *, without: str | None = None
 ) -> tuple[list[WaitingJob], list[GpuReservation]]:
-    """Return the living jobs as the scheduler takes them: who waits, and the reservations.
+    """Return the living jobs for the scheduler: who waits, and the reservations.
 
-    Args:
-        jobs: the living jobs.
-        without: id of one to leave out.
+    The job with the id ``without`` is left out.
     """
     waiting, reservations = [], []
     for job in jobs:
@@ -258,16 +240,10 @@ def split(
 
 
 def as_waiting(record: JobRecord) -> WaitingJob:
-    """Return a job as one that needs GPUs."""
-    return WaitingJob(
-        record.id,
-        record.ticket,
-        record.reserved_bytes,
-        frozenset(record.only),
-        record.jobs_per_device,
-        record.queued_at,
-        record.count,
-    )
+    """Return a job for the scheduler, as one that needs GPUs."""
+    need, only = record.reserved_bytes, frozenset(record.only)
+    per_device, count = record.jobs_per_device, record.count
+    return WaitingJob(record.id, record.ticket, need, only, per_device, record.queued_at, count)
 
 
 def _as_reservations(record: JobRecord) -> list[GpuReservation]:

@@ -1,12 +1,12 @@
 """A job's record in the queue directory: a frozen value, and its form in a file.
 
-The form is a checksum and one line of JSON, padded to whole pages: a write replaces it in place
-(a new file would be another lock). :func:`decode` accepts nothing else, and nothing out of range:
-a checksum shows an accident, not a lie.
+The form is a checksum and one line of JSON, padded to whole pages, so that a write replaces it in
+place. :func:`decode` checks every field: a checksum shows an accident, not a lie.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import zlib
@@ -34,7 +34,7 @@ _RANGES = {
 
 
 class JobState(str, Enum):
-    """How a job stands: waiting, on its GPUs, or leaving some whose memory is not back yet."""
+    """A job waits, has GPUs, or leaves some whose memory is not back yet."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -48,19 +48,12 @@ class JobRecord:
     Attributes:
         id: unique among the jobs of this boot.
         ticket: orders the queue, lower goes first. Kept for the whole life of the job.
-        state: waiting, running or draining.
-        user: the owner's name.
-        uid: the owner's number.
-        pid: the launcher's process.
-        started: when that process started, seconds since boot, against reused ids.
-        name: what people know the job by.
-        run_dir: its run folder.
-        reserved_bytes: memory that it needs on each of its GPUs.
-        count: GPUs that it needs at once.
+        started: when the launcher's process ``pid`` started, seconds since boot.
+        reserved_bytes: memory that it needs on each of its ``count`` GPUs.
         jobs_per_device: maximum number of jobs per GPU that it accepts, including itself.
         only: UUIDs of the GPUs that it may use; none while its driver does not answer.
-        gpus: UUIDs of the GPUs that it has, in the order of its ranks: all of them or none.
-        taken_bytes: least that its attempt has allocated on each of them; None where not known.
+        gpus: UUIDs of its GPUs, in the order of its ranks: all of them or none.
+        taken_bytes: least that its attempt has allocated on each of them; None where unknown.
         queued_at: when it came, in seconds since boot (CLOCK_BOOTTIME).
         since: when it came into this state.
     """
@@ -86,13 +79,7 @@ class JobRecord:
     def on(
         self, gpus: Sequence[str], reserved_bytes: int | None = None, state: JobState | None = None
     ) -> JobRecord:
-        """Return the same job with these GPUs, of which nothing is known to be taken.
-
-        Args:
-            gpus: their UUIDs.
-            reserved_bytes: memory that it needs there; None: as before.
-            state: running by default, or waiting without GPUs.
-        """
+        """Return the same job with these GPUs, which are taken anew."""
         return replace(
             self,
             state=state or (JobState.RUNNING if gpus else JobState.WAITING),
@@ -103,7 +90,7 @@ class JobRecord:
 
 
 def encode(record: JobRecord) -> bytes:
-    """Return the record as a file's content, an integer number of pages."""
+    """Return the record as a file's content."""
     values = asdict(record) | {"state": record.state.value}
     for key in ("user", "name", "run_dir"):
         values[key] = values[key][:_MOST_TEXT]
@@ -113,6 +100,7 @@ def encode(record: JobRecord) -> bytes:
     return content.ljust(pages * _PAGE_BYTES - 1) + b"\n"
 
 
+@functools.lru_cache(maxsize=256)  # most records are the same at the next poll
 def decode(data: bytes) -> JobRecord | None:
     """Return the record in a file's content; None for anything else."""
     line = data[_CHECKSUM:].rstrip()

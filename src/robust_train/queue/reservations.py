@@ -1,12 +1,8 @@
-"""Jobs' reservations: one record file a job, alive as long as its lock is held.
+"""Jobs' reservations: one record file per job, alive as long as its lock is held.
 
-The lock is a ``flock``, so it belongs to whoever has the descriptor open: the launcher, and the
-process tree of its attempt, which inherits it. When the last of them is gone, however they went,
-the kernel has released it, and what is left is a file that anybody may sweep away. Nothing is
-decided by a process id, a clock or the age of a file.
-
-The queue lock is a ``flock`` on the directory itself: there is no file that somebody could remove,
-own or fill. Each :class:`JobRegistry` has its own descriptor, so it also keeps threads apart.
+The lock is a ``flock``: it belongs to whoever has the descriptor open, the launcher and the process
+tree of its attempt. The kernel releases it with the last of them, and what is left is a file that
+anybody may remove. The queue lock is a ``flock`` on the directory itself.
 """
 
 from __future__ import annotations
@@ -16,7 +12,6 @@ import fcntl
 import os
 import random
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -24,12 +19,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from robust_train.gpu.bounded import stops_blocked
 from robust_train.gpu.processes import started_at, user_name
 from robust_train.queue.queue_dir import (
-    VARIABLE,
     QueueDir,
     QueueProblem,
     open_queue_dir,
+    problem_with,
     read_small,
     why_not_written,
 )
@@ -45,14 +41,13 @@ from robust_train.queue.records import (
 PREFIX = "job."
 _JOB_FILE = re.compile(r"job\.(\d{1,15})\.([0-9a-f]{6})", re.ASCII)
 _LOCK_SECONDS = 10.0
-_PAUSE_SECONDS = (0.0005, 0.02)
-_STOPS = {signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU}
+_SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.0005, 0.02
 # waits until nobody holds the lock of the descriptor that it is given
 _KEEPER = "import fcntl, sys; fcntl.flock(int(sys.argv[1]), fcntl.LOCK_SH)"
 
 
 class RegistryBusy(Exception):
-    """Somebody holds the queue lock for too long (stopped, or a driver that hangs)."""
+    """Another process holds the queue lock for too long."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +56,7 @@ class LiveJob:
 
     Attributes:
         name: of its record file.
-        ticket: orders the queue.
-        id: unique among the jobs of this boot.
-        owner: the user that the file belongs to, which unlike the record cannot be made up.
+        owner: the file's user, which unlike the record cannot be made up.
         record: None if it cannot be read, so that the job may have any GPU.
     """
 
@@ -77,9 +70,6 @@ class LiveJob:
 class JobRegistry:
     """The jobs of this host, as one process sees and changes them.
 
-    Args:
-        path: the queue directory.
-
     Raises:
         QueueProblem: the directory cannot be used.
     """
@@ -87,7 +77,6 @@ class JobRegistry:
     def __init__(self, path: Path) -> None:
         self._path = path
         self.directory: QueueDir = open_queue_dir(path)
-        self._read_before: dict[str, tuple[bytes, JobRecord | None]] = {}
 
     def close(self) -> None:
         """Close the directory, which also releases the queue lock."""
@@ -102,35 +91,26 @@ class JobRegistry:
             QueueProblem: the directory is gone and cannot be made again.
         """
         # Ctrl-Z takes effect after the block, or no job of the host could decide any more
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
-        try:
+        with stops_blocked():
             self._lock(timeout_seconds)
             try:
                 yield
             finally:
                 fcntl.flock(self.directory.fd, fcntl.LOCK_UN)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
     def _lock(self, timeout_seconds: float) -> None:
         deadline = time.monotonic() + timeout_seconds
-        pause, longest = _PAUSE_SECONDS
         while True:
             try:
-                fcntl.flock(self.directory.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _take_lock(self.directory.fd, deadline)
             except BlockingIOError:
-                if time.monotonic() >= deadline:
-                    raise RegistryBusy(
-                        f"another process holds the lock of {self.directory.path} for more than "
-                        f"{timeout_seconds:g} s (robust-train doctor names it)"
-                    ) from None
-                time.sleep(pause * random.uniform(0.5, 1.5))
-                pause = min(pause * 1.5, longest)
-                continue
+                raise RegistryBusy(
+                    f"another process holds the lock of {self.directory.path} for more than "
+                    f"{timeout_seconds:g} s (robust-train doctor names it)"
+                ) from None
             if self.directory.exists_still():
                 return
-            # it was removed: those who come now see another one. Where that cannot be made, this
-            # one stays open
+            # it was removed: newcomers see another one. If that cannot be made, this stays open
             try:
                 found = open_queue_dir(self._path)
             except QueueProblem:
@@ -145,7 +125,6 @@ class JobRegistry:
         Args:
             sweep: remove what dead jobs left; only under the queue lock.
         """
-        read: dict[str, tuple[bytes, JobRecord | None]] = {}
         by_inode: dict[int, LiveJob] = {}
         for name in self.directory.names():
             parts = _JOB_FILE.fullmatch(name)
@@ -157,20 +136,15 @@ class JobRegistry:
                     if sweep:
                         self.directory.remove(name)
                     continue
-                status, data = os.fstat(fd), read_small(fd, LIMIT_BYTES)
+                status, record = os.fstat(fd), decode(read_small(fd, LIMIT_BYTES))
             finally:
                 os.close(fd)
-            ticket, job_id = int(parts[1]), _job_id(int(parts[1]), parts[2])
-            before, record = self._read_before.get(name, (None, None))
-            if data != before:  # to decode a record costs more than to find that it is the same
-                record = decode(data)
-                if record is not None and (record.id, record.ticket) != (job_id, ticket):
-                    record = None
-            read[name] = (data, record)
+            ticket, job_id = int(parts[1]), f"{int(parts[1])}-{parts[2]}"
+            if record is not None and (record.id, record.ticket) != (job_id, ticket):
+                record = None
             # under several names (hard links) it is the one that its record names
             if record is not None or status.st_ino not in by_inode:
                 by_inode[status.st_ino] = LiveJob(name, ticket, job_id, status.st_uid, record)
-        self._read_before = read
         return sorted(by_inode.values(), key=lambda job: (job.ticket, job.id))
 
     def is_alive(self, name: str) -> bool:
@@ -198,11 +172,7 @@ class JobRegistry:
         return None
 
     def enter(self, record: JobRecord, jobs: Sequence[LiveJob]) -> Reservation:
-        """Join the queue behind all jobs; only under the queue lock.
-
-        Args:
-            record: id, ticket and times are filled in.
-            jobs: the living jobs.
+        """Join the queue behind the living ``jobs``; only under the queue lock.
 
         Raises:
             QueueProblem: the file cannot be made or written.
@@ -216,16 +186,13 @@ class JobRegistry:
 class Reservation:
     """This job's own record file: its queue position, and later its reservation on its GPUs.
 
-    Attributes:
-        record: what the file says.
-        name: of the file.
-        fd: holds the lock; whoever has it open keeps the reservation alive. -1 once released.
+    Whoever has its descriptor ``fd`` open keeps it alive; -1 once released.
     """
 
     def __init__(self, registry: JobRegistry, record: JobRecord) -> None:
         self._registry = registry
         token = record.id.rpartition("-")[2] or os.urandom(3).hex()
-        self.record = replace(record, id=_job_id(record.ticket, token))
+        self.record = replace(record, id=f"{record.ticket}-{token}")
         self.name = f"{PREFIX}{record.ticket:010}.{token}"
         self._keepers: list[subprocess.Popen[bytes]] = []
         self.fd = self._create(self.record)
@@ -252,9 +219,9 @@ class Reservation:
         return self._registry.directory.is_still(self.name, self.fd)
 
     def release(self) -> None:
-        """Give up the reservation. What still has the descriptor open keeps it all the same.
+        """Release the reservation. What still has the descriptor open keeps it all the same.
 
-        Needs no queue lock: a name is never used again, so nobody can take another file for it.
+        Needs no queue lock, because a name is never used again.
         """
         if self.fd < 0:
             return
@@ -270,8 +237,8 @@ class Reservation:
     def _make_anew(self, record: JobRecord) -> None:
         """Write the record into a new file, because a cleaner removed the old one.
 
-        A running attempt has only the old descriptor. So the new one is held by this process, and
-        by a small one that lives as long as anybody holds the lock of the old file.
+        A running attempt has only the old descriptor. So a small process holds the new one as well,
+        as long as anybody holds the lock of the old file.
         """
         fd = self._create(record)
         old, self.fd = self.fd, fd
@@ -279,7 +246,16 @@ class Reservation:
             # another opened file, whose lock meets that of the inherited descriptor
             again = os.open(f"/proc/self/fd/{old}", os.O_RDONLY | os.O_CLOEXEC)
             try:
-                self._keepers.append(_start_keeper(again, fd))
+                self._keepers.append(
+                    subprocess.Popen(
+                        [sys.executable, "-I", "-S", "-c", _KEEPER, str(again)],
+                        pass_fds=(again, fd),
+                        stdin=subprocess.DEVNULL,
+                        stdout=subprocess.DEVNULL,
+                        stderr=subprocess.DEVNULL,
+                        start_new_session=True,  # a signal to the launcher's group is not for it
+                    )
+                )
             finally:
                 os.close(again)
         except OSError as error:
@@ -294,11 +270,14 @@ class Reservation:
         except OSError as error:
             raise _unwritable(directory, error) from error
         try:
-            _lock_new(fd, directory)
+            # another process may probe the new file for a moment
+            _take_lock(fd, time.monotonic() + 1.0)
             self._write(fd, record)
-        except BaseException:
+        except BaseException as error:
             directory.remove(self.name)
             os.close(fd)
+            if isinstance(error, OSError):
+                raise _unwritable(directory, error) from error
             raise
         return fd
 
@@ -315,18 +294,18 @@ class Reservation:
 
 
 def new_record(
-    name: str, run_dir: str, need_bytes: int, jobs_per_device: int, count: int = 1
+    name: str, run_dir: str, need_bytes: int, jobs_per_device: int, count: int = 1, token: str = ""
 ) -> JobRecord:
-    """Return a record of this process, not yet in the queue."""
-    uid = os.geteuid()
+    """Return a record of this process, not yet in the queue; ``token`` will end its id."""
+    uid, pid = os.geteuid(), os.getpid()
     return JobRecord(
-        id="",
+        id=token,
         ticket=0,
         state=JobState.WAITING,
         user=user_name(uid),
         uid=uid,
-        pid=os.getpid(),
-        started=started_at(os.getpid()) or 0.0,
+        pid=pid,
+        started=started_at(pid) or 0.0,
         name=name,
         run_dir=run_dir,
         reserved_bytes=need_bytes,
@@ -340,48 +319,29 @@ def boottime() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
-def _start_keeper(old: int, new: int) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "-I", "-S", "-c", _KEEPER, str(old)],
-        pass_fds=(old, new),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,  # a signal to the launcher's group is not meant for it
-    )
-
-
 def _is_locked(fd: int) -> bool:
-    """Whether somebody else holds the file's lock. A shared lock is tried: probes do not meet."""
+    """Whether somebody else holds the file's lock; the caller closes the descriptor."""
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: probes do not meet
     except OSError:
         return True
-    return False  # the caller closes the descriptor, and with it this lock
+    return False
 
 
-def _lock_new(fd: int, directory: QueueDir) -> None:
-    """Lock a file that was just made; another process may probe it for a moment."""
-    deadline = time.monotonic() + 1.0
+def _take_lock(fd: int, deadline: float) -> None:
+    """Lock a file; raise ``BlockingIOError`` if it is held until ``deadline`` (monotonic)."""
+    pause = _SHORTEST_PAUSE_SECONDS
     while True:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
-        except BlockingIOError as error:
+        except BlockingIOError:
             if time.monotonic() >= deadline:
-                raise _unwritable(directory, error) from error
-            time.sleep(0.001)
-        except OSError as error:
-            raise _unwritable(directory, error) from error
-
-
-def _job_id(ticket: int, token: str) -> str:
-    return f"{ticket}-{token}"
+                raise
+        time.sleep(pause * random.uniform(0.5, 1.5))
+        pause = min(pause * 1.5, _LONGEST_PAUSE_SECONDS)
 
 
 def _unwritable(directory: QueueDir, error: OSError) -> QueueProblem:
     why = why_not_written(error) or f"cannot be written ({error.strerror})"
-    return QueueProblem(
-        f"the queue directory {directory.path} {why}; or name another one with gpu_queue_dir=… or "
-        f"{VARIABLE}"
-    )
+    return problem_with(directory.path, why)

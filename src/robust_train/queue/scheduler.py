@@ -1,17 +1,7 @@
 """Which job gets which GPU now: one pure function over queue, reservations and GPUs.
 
-First come, first served. For the first job that no GPU suits, the GPU that will suit it soonest is
-kept: the jobs behind it may overtake, but only on GPUs where that cannot delay it. So it waits only
-for jobs that already run, then the next one is first, and nobody waits for ever. The longer it
-waits, the more GPUs are kept, since nobody knows which of them will be free first. A job that
-overtakes takes a GPU that the first one could not use, if there is one.
-
-A job of several GPUs gets all of them in one decision or none, so no job holds some while it waits
-for others, and two such jobs cannot wait for each other. As many as it needs are kept for it. It
-gets GPUs of one model where there are enough: all ranks wait for the slowest at every step.
-
-Memory that a new job can count on is what NVML says is free, less what reservations have not taken
-yet. A job has taken at least what it reported. Reservations never add up to more than a GPU has.
+First come, first served. GPUs are kept for the first job that none suits; others may overtake it
+elsewhere. ``docs/decisions/0006-a-reservation-is-a-lock.md`` gives the rules and their reasons.
 """
 
 from __future__ import annotations
@@ -20,7 +10,7 @@ import heapq
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from robust_train.gpu.select import choose_group, could_ever_fit, label, needed
+from robust_train.gpu.select import choose_group, could_ever_fit, label, needed, tie_breaker
 from robust_train.readable import mib
 from robust_train.values import MIB, GpuInfo, Group
 
@@ -32,10 +22,7 @@ _UNSEEN_SECONDS = 3.0
 
 @dataclass(frozen=True)
 class WaitingJob:
-    """A job in the queue; the fields are those of :class:`.records.JobRecord`.
-
-    It needs ``need_bytes`` free on each of ``count`` GPUs.
-    """
+    """A job that needs ``need_bytes`` on each of ``count`` GPUs; fields as in ``JobRecord``."""
 
     id: str
     ticket: int
@@ -53,10 +40,9 @@ class WaitingJob:
 
 @dataclass(frozen=True)
 class GpuReservation:
-    """A job's reservation on one GPU; a job of several GPUs has as many.
+    """A job's reservation on one of its GPUs; fields as in ``JobRecord``.
 
-    The fields are those of :class:`.records.JobRecord`; ``gpu`` is None if that cannot be read, so
-    that it may be any, and ``owner`` is for people: ``lora_flowers102, ada``.
+    ``gpu`` is None if the record cannot be read; ``owner`` is for people: ``lora_flowers102, ada``.
     """
 
     id: str
@@ -75,11 +61,9 @@ class Plan:
     """What the scheduler decided.
 
     Attributes:
-        groups: by job id all the GPUs that a job gets, the best first, each with ``free_bytes``
-            as far as the job can count on them.
-        first: the first job in the queue that gets nothing now, None if there is no such job.
-        kept: UUIDs of the GPUs that are kept for it, the one that suits it soonest in front; none
-            if no end of a job could give it enough.
+        groups: by job id all the GPUs that a job gets, best first; ``free_bytes`` as usable.
+        first: the first job in the queue that gets nothing now.
+        kept: UUIDs of the GPUs kept for it, the one that suits it soonest in front.
         awaited: of as many of these as it needs, those that do not suit it yet.
     """
 
@@ -104,8 +88,8 @@ def plan(
 
     Args:
         waiting: the queue, in any order; tickets decide.
-        reservations: all there are.
-        gpus: the machine at this moment; unusable ones are not given.
+        reservations: of all jobs.
+        gpus: the machine at this moment; unusable ones are not granted.
         now: seconds, on the clock of ``queued_at``.
     """
     planner = _Planner(reservations, gpus, now)
@@ -124,8 +108,7 @@ def open_to(
 ) -> tuple[GpuInfo, ...]:
     """Return the GPUs that a job may take now, after the jobs before it; ``free_bytes`` as usable.
 
-    Each of them suits by itself, so a job of several GPUs may take any of them together. The
-    arguments are those of :func:`plan`, ``reservations`` without the job's own.
+    A job of several GPUs may take any of them. ``reservations`` are those of the other jobs.
     """
     planner = _Planner(reservations, gpus, now)
     for job in sorted(waiting, key=lambda job: job.order):
@@ -139,13 +122,7 @@ Untaken = Mapping[str, tuple[float, float]]
 
 
 def untaken(before: Untaken, granted: Iterable[str], now: float) -> Untaken:
-    """Note which jobs have not taken the GPUs that the plan gives them.
-
-    Args:
-        before: what was noted at the last poll.
-        granted: ids of the other jobs that get GPUs by the plan now.
-        now: seconds.
-    """
+    """Return ``before``, updated for the jobs that get GPUs by the plan and have not taken them."""
     noted = {}
     for id_ in granted:
         since, seen = before.get(id_, (now, now))
@@ -154,11 +131,7 @@ def untaken(before: Untaken, granted: Iterable[str], now: float) -> Untaken:
 
 
 def to_pass_over(noted: Untaken, now: float) -> frozenset[str]:
-    """Return the jobs that do not count because they have not taken their GPUs for some seconds.
-
-    A stopped job (Ctrl-Z) keeps its ticket and delays nobody for longer. A job that runs polls
-    within a second and takes its GPUs then.
-    """
+    """Return the jobs that have not taken their GPUs for some seconds: stopped ones (Ctrl-Z)."""
     return frozenset(
         id_
         for id_, (since, seen) in noted.items()
@@ -169,7 +142,7 @@ def to_pass_over(noted: Untaken, now: float) -> frozenset[str]:
 def why_not(
     job: WaitingJob, reservations: Sequence[GpuReservation], gpus: Sequence[GpuInfo], decided: Plan
 ) -> str:
-    """Return in one sentence why a job gets none of its GPUs."""
+    """Return one sentence: why a job gets none of its GPUs."""
     parts = [
         f"the record of job {r.id}{f' of {r.owner}' if r.owner else ''} cannot be read, so it may "
         "have any GPU"
@@ -193,7 +166,7 @@ def why_not(
 
 
 class _GpuState:
-    """What one GPU still has to give."""
+    """One GPU, and the room that is left on it."""
 
     def __init__(self, gpu: GpuInfo, reservations: Sequence[GpuReservation], shut: bool) -> None:
         self.gpu = gpu
@@ -203,7 +176,7 @@ class _GpuState:
         self.limit = min([1 if alone else 1 << 30, *(r.jobs_per_device for r in reservations)])
         if shut or gpu.unusable is not None:
             self.limit = 0
-        outstanding = sum(_outstanding(r) for r in reservations)
+        outstanding = sum(max(r.reserved_bytes - (r.taken_bytes or 0), 0) for r in reservations)
         committed = sum(max(r.reserved_bytes, r.taken_bytes or 0) for r in reservations)
         self.usable = min(gpu.free_bytes - outstanding, gpu.total_bytes - committed)
 
@@ -220,17 +193,17 @@ class _GpuState:
         self.limit = min(self.limit, job.jobs_per_device)
 
     def is_unhealthy(self) -> bool:
-        """Whether no end of a job makes it usable; in exclusive mode that of its owner's does."""
+        """Whether it stays unusable when its jobs end; in exclusive mode its owner's end helps."""
         return self.gpu.unusable is not None and not self.gpu.compute_mode.startswith("exclusive")
 
     def as_gpu(self) -> GpuInfo:
         return replace(self.gpu, free_bytes=max(self.usable, 0))
 
     def distance(self, job: WaitingJob) -> tuple[bool, bool, float, int, int, float, str]:
-        """Return a key by which the GPU that suits the job soonest sorts first.
+        """Return a sort key; the GPU that suits the job soonest comes first.
 
-        Processes of others end nobody knows when, our jobs do; then by who overtook it, see
-        :meth:`_overtaken`; then by what is missing; then by who began first.
+        Jobs of strangers end nobody knows when. Then count who overtook the job there, what is
+        missing, and who began first.
         """
         ours = sum(_in_use(r, self.gpu) for r in self.reservations)
         by_strangers = min(self.gpu.free_bytes + ours, self.gpu.total_bytes) < job.need_bytes
@@ -249,9 +222,7 @@ class _GpuState:
     def _overtaken(self, job: WaitingJob) -> float:
         """Return when a later job that is in the way last came here, 0 if there is none.
 
-        A GPU that is kept gets no job that overtakes, so it stays among those with the smallest
-        values until another one's is smaller still: on the GPUs that are kept for the first waiting
-        job no job is in its way that overtook it there.
+        It keeps the set of kept GPUs stable: a kept one gets no such job.
         """
         later = [h for h in self.reservations if h.ticket > job.ticket]
         if not later:
@@ -262,15 +233,13 @@ class _GpuState:
 
 
 class _Planner:
-    """Serves one job after the other; what one gets is gone for the next."""
+    """Serves one job after the other; the GPUs of one are not there for the next."""
 
     def __init__(
         self, reservations: Sequence[GpuReservation], gpus: Sequence[GpuInfo], now: float
     ) -> None:
         self._now = now
         self._states = _states(reservations, gpus)
-        self._open = [state for state in self._states.values() if state.count < state.limit]
-        self._find_largest()
         self.groups: dict[str, Group] = {}
         self.first: WaitingJob | None = None
         self.kept: tuple[str, ...] = ()
@@ -282,35 +251,23 @@ class _Planner:
             self.groups[job.id] = tuple(state.as_gpu() for state in group)
             for state in group:
                 state.take(job)
-                if state.count >= state.limit:
-                    self._open.remove(state)
-            self._find_largest()
         elif self.first is None:
             self.first = job
             self.kept = self._keep(job)
             nearest = self.kept[: job.count]
             self.awaited = tuple(uuid for uuid in nearest if not self._states[uuid].suits(job))
-            self._open = [state for state in self._open if state.gpu.uuid not in self.kept]
-            self._find_largest()
 
     def suitable(self, job: WaitingJob) -> list[_GpuState]:
         """Return the GPUs that it may have now, best first."""
-        if job.need_bytes > self._largest:
-            return []
-        found = [state for state in self._open if state.suits(job)]
-        if job.jobs_per_device > 1:
-            # the tightest fit leaves room for large jobs
-            return sorted(
-                found, key=lambda state: (self._first_could(state), state.usable, _tie(state))
-            )
+        open_states = (s for s in self._states.values() if s.gpu.uuid not in self.kept)
+        fullest = 1 if job.jobs_per_device > 1 else -1  # a tight fit leaves room for large jobs
         return sorted(
-            found, key=lambda state: (self._first_could(state), -state.usable, _tie(state))
+            (state for state in open_states if state.suits(job)),
+            key=lambda s: (self._first_could(s), fullest * s.usable, tie_breaker(s.gpu)),
         )
 
     def _choose(self, job: WaitingJob) -> Sequence[_GpuState]:
         """Return all the GPUs that it needs, or none."""
-        if len(self._open) < job.count:
-            return ()
         found = self.suitable(job)
         if job.count == 1:
             return found[:1]
@@ -332,8 +289,7 @@ class _Planner:
     def _keep(self, job: WaitingJob) -> tuple[str, ...]:
         """Return as many as it needs at first, twice as many every five minutes, in the end all.
 
-        None while too few are healthy: then others may use those that are. GPUs that this process
-        cannot see may be healthy.
+        None while too few are healthy. GPUs that this process cannot see may be healthy.
         """
         possible = [
             state
@@ -347,9 +303,6 @@ class _Planner:
         count = job.count << min(int(doublings), 20)
         nearest = heapq.nsmallest(count, possible, key=lambda state: state.distance(job))
         return tuple(state.gpu.uuid for state in nearest)
-
-    def _find_largest(self) -> None:
-        self._largest = max((state.usable for state in self._open), default=-1)
 
 
 def _states(
@@ -365,20 +318,11 @@ def _states(
     return {gpu.uuid: _GpuState(gpu, by_gpu.get(gpu.uuid, ()), shut) for gpu in gpus}
 
 
-def _outstanding(reservation: GpuReservation) -> int:
-    return max(reservation.reserved_bytes - (reservation.taken_bytes or 0), 0)
-
-
 def _in_use(reservation: GpuReservation, gpu: GpuInfo) -> int:
-    """Return what will come back when it ends: without a report a guess, used for no grant."""
+    """Return what will be free when it ends: without a report a guess, used for no grant."""
     if reservation.taken_bytes is not None:
         return reservation.taken_bytes
     return min(reservation.reserved_bytes, gpu.used_bytes)
-
-
-def _tie(state: _GpuState) -> tuple[int, str, str]:
-    busy = state.gpu.utilization_percent
-    return (101 if busy is None else busy, state.gpu.pci_bus_id, state.gpu.uuid)
 
 
 def _describe(state: _GpuState) -> str:

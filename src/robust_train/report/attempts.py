@@ -1,10 +1,9 @@
-"""The attempts and launches in a journal. All of it is pure."""
+"""The attempts and launches in a journal. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from robust_train.events import (
     AttemptEnded,
@@ -28,13 +27,10 @@ UNFINISHED = "unfinished"
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch of the job: from the launcher's start to its end, or to its last entry.
+    """One launch of the job; times are seconds since the epoch.
 
     Attributes:
-        start: seconds since the epoch.
-        end: likewise.
-        status: as ``summary.json`` has it, None where the launcher died or still runs.
-        reason: one sentence for any status but ``completed``.
+        end: that of the last entry if the launcher died or still runs; ``status`` is None then.
         device_acquired: when it had a device, None if never.
         device_wait_seconds: of the time before, waiting for one.
     """
@@ -49,26 +45,19 @@ class Launch:
 
 @dataclass(frozen=True)
 class AttemptStory:
-    """One attempt.
+    """One attempt; times are seconds since the epoch.
 
     Attributes:
         number: counted from 1 through all launches of the run folder.
-        device: ``cuda:<index>`` or ``cpu``.
         gpu_uuid: of the first GPU, None on the CPU.
-        batch_size, gradient_accumulation_steps, ranks: what it was to use.
-        started, ended: seconds since the epoch; the end is the last entry where it died.
+        ended: that of the last entry if no end is recorded.
         outcome: ``completed``, a failure's kind, or ``unfinished``.
-        message: of the failure.
         action, reason: what was decided after it.
-        start_step: the step it started from.
-        end_step: the last one it reported.
         peak_memory_bytes: of the device, or of the process on the CPU.
         training_began: when the first step did, None if never.
-        progress: (step, time) of each report.
-        checkpoints: (step, time) of each checkpoint.
+        progress, checkpoints: (step, time) of each.
         evidence: about the failure, in JSON's types.
-        traceback: of the failure.
-        stability: how its memory developed, a sentence; None where unknown.
+        stability: how its memory developed, a sentence; None if unknown.
     """
 
     number: int
@@ -89,7 +78,7 @@ class AttemptStory:
     training_began: float | None = None
     progress: tuple[tuple[int, float], ...] = field(default=(), repr=False)
     checkpoints: tuple[tuple[int, float], ...] = ()
-    evidence: Mapping[str, Any] = field(default_factory=dict)
+    evidence: Mapping[str, object] = field(default_factory=dict)
     traceback: str | None = None
     stability: str | None = None
 
@@ -100,7 +89,7 @@ class AttemptStory:
 
     @property
     def effective_batch_size(self) -> int | None:
-        """Samples per optimizer step, None where it is not known."""
+        """Samples per optimizer step, None if not known."""
         if self.batch_size is None or self.gradient_accumulation_steps is None:
             return None
         return self.batch_size * self.gradient_accumulation_steps * self.ranks
@@ -190,25 +179,17 @@ def _ended(story: AttemptStory, event: AttemptEnded, time: float) -> AttemptStor
         record = from_json(AttemptSummary, event.record)
     except MalformedEvent:
         return replace(story, ended=time)
+    names = "device gpu_uuid ranks outcome message action reason end_step peak_memory_bytes"
     evidence = dict(event.evidence)
     traceback = evidence.pop("traceback", None)
     stability = record.memory_stability
+    accumulation = record.gradient_accumulation_steps or story.gradient_accumulation_steps
     return replace(
         story,
-        device=record.device,
-        gpu_uuid=record.gpu_uuid,
+        **{name: getattr(record, name) for name in names.split()},
         batch_size=record.batch_size or story.batch_size,
-        gradient_accumulation_steps=(
-            record.gradient_accumulation_steps or story.gradient_accumulation_steps
-        ),
-        ranks=record.ranks,
+        gradient_accumulation_steps=accumulation,
         ended=time,
-        outcome=record.outcome,
-        message=record.message,
-        action=record.action,
-        reason=record.reason,
-        end_step=record.end_step,
-        peak_memory_bytes=record.peak_memory_bytes,
         evidence=evidence,
         traceback=traceback if isinstance(traceback, str) else None,
         stability=None if stability is None else stability.sentence,

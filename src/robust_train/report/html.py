@@ -6,18 +6,17 @@ import base64
 import functools
 import hashlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from robust_train import readable
 from robust_train.files import replacing
-from robust_train.report import figures, wording
-from robust_train.report.attempts import AttemptStory
+from robust_train.report import charts, figures, wording
 from robust_train.report.sources import finite, read_sources
 from robust_train.report.story import Story, story_of
-from robust_train.report.times import Use
+from robust_train.report.times import USES, Use
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -31,12 +30,12 @@ _LONGEST_VALUE = 200
 
 
 def write_report(run_dir: Path) -> Path | None:
-    """Write ``report.html`` into a run folder; None, after a warning, where that fails."""
+    """Write ``report.html`` into a run folder; None, after a warning, if that fails."""
     return try_to_save(run_dir / FILE_NAME, lambda: job_page(story_of(read_sources(run_dir))))
 
 
 def try_to_save(path: Path, page: Callable[[], str]) -> Path | None:
-    """Make a page and write it; None after a warning where either fails."""
+    """Make a page and write it; None after a warning if either fails."""
     try:
         return save(path, page())
     except OSError as error:
@@ -47,11 +46,7 @@ def try_to_save(path: Path, page: Callable[[], str]) -> Path | None:
 
 
 def save(path: Path, text: str) -> Path:
-    """Write a page, whole or not at all; returns its path.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write a page, whole or not at all; returns its path."""
     with replacing(path) as temporary:
         # a path may hold bytes that are no text
         temporary.write_bytes(text.encode("utf-8", "replace"))
@@ -60,24 +55,26 @@ def save(path: Path, text: str) -> Path:
 
 def job_page(story: Story) -> str:
     """Return the page of one job."""
-    timeline = figures.timeline_figure(story)
+    last = story.attempts[-1] if story.attempts else None
+    ended_it = last is not None and last.outcome != "interrupted"
     return render(
         "job.html.j2",
         title=story.name,
         story=story,
-        tiles=_tiles(story),
+        has_objective=finite(story.objective) is not None,
         shares=shares(story.seconds),
         results=_results(story.result),
-        traceback=_traceback(story.attempts),
-        timeline=timeline,
-        memory=figures.memory_figures(story),
-        curves=figures.curve_figures(story),
+        traceback=_shortened(last.traceback) if last is not None and ended_it else None,
+        timeline=figures.timeline_of(story),
+        memory=figures.memory_charts(story),
+        curves=figures.curve_charts(story),
     )
 
 
 def render(template: str, **values: Any) -> str:
-    """Return a page from a template; all values but the charts' SVG are escaped."""
-    return _environment().get_template(template).render(**values)
+    """Return a page from a template, in which every value is escaped."""
+    page = _environment().get_template(template).render(**values)
+    return page.replace("\0", "\ufffd")
 
 
 @functools.cache
@@ -101,10 +98,11 @@ def _environment() -> Environment:
         # the page loads nothing and runs no script but its own, whatever its texts hold
         policy=f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; "
         "base-uri 'none'; form-action 'none'",
+        width=charts.WIDTH,
+        height=charts.HEIGHT,
     )
     environment.tests["in_attempt"] = lambda name, number: name.startswith(f"oom-attempt-{number}.")
     environment.filters.update(
-        svg=Markup,
         duration=readable.duration,
         memory=readable.memory,
         percent=readable.percent,
@@ -121,22 +119,17 @@ def _environment() -> Environment:
     return environment
 
 
-def shares(seconds: Mapping[str, float]) -> list[dict[str, Any]]:
-    """Return the uses of the wall time, each with its share; none for a job without any."""
+def shares(seconds: Mapping[str, float]) -> list[tuple[str, str, float, float]]:
+    """Return (style, text, seconds, share) of each use of the wall time that there was."""
     wall = seconds.get("wall", 0.0)
     return [
-        {
-            "style": use.value,
-            "text": figures.USES[use],
-            "seconds": seconds[use.value],
-            "share": seconds[use.value] / wall,
-        }
-        for use in figures.USES
+        (use.value, text, seconds[use.value], seconds[use.value] / wall)
+        for use, text in USES.items()
         if wall > 0 and use is not Use.STOPPED and seconds[use.value] > 0
     ]
 
 
-def value_text(value: Any) -> str:
+def value_text(value: object) -> str:
     """Return a value of JSON for people, shortened."""
     number = finite(value)
     if number is not None:
@@ -144,34 +137,13 @@ def value_text(value: Any) -> str:
     return readable.shortened(str(value), _LONGEST_VALUE)
 
 
-def _tiles(story: Story) -> list[tuple[str, str, str]]:
-    """Return (label, figure, explanation) of the most important figures."""
-    tiles = []
-    if finite(story.objective) is not None:
-        tiles.append(("result", value_text(story.objective), "what the trainer returned"))
-    if "wall" in story.seconds:
-        tiles.append(("wall time", readable.duration(story.seconds["wall"]), "from start to end"))
-    if story.useful_share is not None:
-        tiles.append(("useful", readable.percent(story.useful_share), "of the wall time"))
-    if story.attempts:
-        where = ", ".join(dict.fromkeys(attempt.device for attempt in story.attempts))
-        tiles.append(("attempts", str(len(story.attempts)), where))
-    if story.peak_memory_bytes is not None:
-        device = story.attempts[-1].where
-        tiles.append(("peak memory", readable.memory(story.peak_memory_bytes), f"on {device}"))
-    return tiles
-
-
-def _results(result: Any) -> list[tuple[str, str]]:
+def _results(result: object) -> list[tuple[str, str]]:
     if isinstance(result, Mapping):
         return [(str(name), value_text(value)) for name, value in result.items()]
     return [] if result is None or finite(result) is not None else [("result", value_text(result))]
 
 
-def _traceback(attempts: Sequence[AttemptStory]) -> str | None:
-    """Return that of the last attempt, if it ended the job."""
-    last = attempts[-1] if attempts else None
-    if last is None or last.traceback is None or last.outcome == "interrupted":
-        return None
-    text = last.traceback
-    return text if len(text) <= _LONGEST_TRACEBACK else "…\n" + text[-_LONGEST_TRACEBACK:]
+def _shortened(text: str | None) -> str | None:
+    if text is None or len(text) <= _LONGEST_TRACEBACK:
+        return text
+    return "…\n" + text[-_LONGEST_TRACEBACK:]

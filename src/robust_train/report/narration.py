@@ -5,9 +5,17 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from robust_train.events import AttemptStarted
+from robust_train.events import AttemptStarted, DeviceAcquired
 from robust_train.runfolder.summary import Summary, attempts_table, gpu_memory_summary
-from robust_train.values import AttemptSpec, Decision, FailureKind, Outcome, Retry
+from robust_train.values import (
+    AttemptSpec,
+    Decision,
+    FailureKind,
+    Group,
+    Outcome,
+    Retry,
+    device_name,
+)
 
 log = logging.getLogger("robust_train")
 
@@ -27,23 +35,20 @@ def started(spec: AttemptSpec, resume_checkpoint: Path | None) -> AttemptStarted
     )
 
 
+def acquired(group: Group, wait_seconds: float) -> DeviceAcquired:
+    """Return the event of a job that has its first device after so long."""
+    uuids, names = tuple(gpu.uuid for gpu in group), tuple(gpu.name for gpu in group)
+    return DeviceAcquired(device_name(group), uuids, names, round(wait_seconds, 3))
+
+
 def announce(number: int, spec: AttemptSpec, *, is_searched: bool = False) -> None:
-    """Attempt ``number`` begins; ``is_searched``: its batch size is still to be found."""
+    """Log that attempt ``number`` begins; ``is_searched``: its batch size is still to be found."""
     where = "the CPU" if spec.gpu is None else f"{spec.device} ({spec.gpu.name})"
+    size = f"batch size {spec.batch_size} × accumulation {spec.gradient_accumulation_steps}"
     processes = "" if spec.ranks == 1 else f" × {spec.ranks} processes"
-    if is_searched:
-        size = spec.effective_batch_size
-        log.info("attempt %d on %s: batch size auto, effective batch size %d", number, where, size)
-        return
-    log.info(
-        "attempt %d on %s: batch size %d × accumulation %d%s, effective batch size %d",
-        number,
-        where,
-        spec.batch_size,
-        spec.gradient_accumulation_steps,
-        processes,
-        spec.effective_batch_size,
-    )
+    chosen = "batch size auto" if is_searched else size + processes
+    effective = spec.effective_batch_size
+    log.info("attempt %d on %s: %s, effective batch size %d", number, where, chosen, effective)
 
 
 def conclude(summary: Summary) -> None:

@@ -24,20 +24,15 @@ from robust_train.report.attempts import AttemptStory
 from robust_train.report.sources import Entry, finite
 from robust_train.values import MEMORY_FAILURES
 
-_OOM = frozenset(kind.value for kind in MEMORY_FAILURES)
+OOM = frozenset(kind.value for kind in MEMORY_FAILURES)
 _LONGEST_FIELDS = 120
 
 
 @dataclass(frozen=True)
 class Mark:
-    """Something that happened at one moment.
+    """Something that happened at one moment (``time``: seconds since the epoch).
 
-    Attributes:
-        kind: ``oom``, ``batch``, ``device``, ``cleared``, ``checkpoint`` or ``milestone``.
-        time: seconds since the epoch.
-        text: what happened, for people.
-        attempt: in which attempt.
-        device: on which device.
+    ``kind`` is ``oom``, ``batch``, ``device``, ``cleared``, ``checkpoint`` or ``milestone``.
     """
 
     kind: str
@@ -54,13 +49,9 @@ class Mark:
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Memory over time on one device.
+    """Samples of memory and marks on one device, oldest first.
 
-    Attributes:
-        device: ``cuda:<index>`` or ``cpu``.
-        samples: oldest first.
-        marks: what happened on it.
-        sampled: False where there are only the figures that the trainer reported now and then.
+    ``sampled`` is False if there are only the figures that the trainer reported now and then.
     """
 
     device: str
@@ -68,28 +59,17 @@ class DeviceMemory:
     marks: tuple[Mark, ...] = field(default=(), repr=False)
     sampled: bool = True
 
-    @property
-    def total_bytes(self) -> int | None:
-        """What the GPU has."""
-        return self.most("gpu_total")
-
     def most(self, name: str) -> int | None:
-        """The highest value of one figure, None where there is none."""
-        return max(
-            (value for sample in self.samples if (value := getattr(sample, name)) is not None),
-            default=None,
-        )
+        """Return the highest value of one figure, None if there is none."""
+        values = (getattr(sample, name) for sample in self.samples)
+        return max((value for value in values if value is not None), default=None)
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A scalar over steps, as one attempt reported it.
+    """A scalar over steps, as (step, value) that one attempt reported.
 
-    Attributes:
-        name: ``loss``, ``val_accuracy`` …
-        attempt: number of the attempt.
-        points: (step, value).
-        lost: these steps were done again by a later attempt, or are saved nowhere.
+    ``lost``: these steps were done again by a later attempt, or are saved nowhere.
     """
 
     name: str
@@ -125,21 +105,16 @@ def memory_of(
 def _reported(entries: Sequence[Entry], devices: Mapping[int, str]) -> Iterator[Sample]:
     """Yield the figures that the trainer reported in attempts without samples."""
     for entry in entries:
-        event, device = entry.event, devices.get(entry.attempt or 0)
+        event, number = entry.event, entry.attempt or 0
         # of several ranks the first one's memory is drawn
-        if isinstance(event, MemoryReported) and not event.rank and device and event.figures:
-            yield Sample(
-                entry.time,
-                entry.attempt or 0,
-                device,
-                allocated=event.allocated,
-                reserved=event.reserved,
-                resident=event.resident,
-            )
+        if isinstance(event, MemoryReported) and not event.rank and number in devices:
+            figures = {k: getattr(event, k) for k in ("allocated", "reserved", "resident")}
+            if event.figures:
+                yield Sample(entry.time, number, devices[number], **figures)
 
 
 def curves_of(
-    entries: Sequence[Entry], attempts: Sequence[AttemptStory], kept: dict[int, float]
+    entries: Sequence[Entry], attempts: Sequence[AttemptStory], kept: Mapping[int, float]
 ) -> tuple[Curve, ...]:
     """Return every metric that was reported, cut where an attempt's steps were not kept."""
     known = {attempt.number for attempt in attempts}
@@ -152,20 +127,15 @@ def curves_of(
             number = finite(value)
             if number is not None and event.step is not None:
                 points.setdefault((name, attempt), []).append((event.step, number))
-    return tuple(
-        curve
-        for (name, attempt), own in points.items()
-        for curve in _cut(name, attempt, own, kept[attempt])
-    )
-
-
-def _cut(name: str, attempt: int, points: list[tuple[int, float]], kept: float) -> Iterator[Curve]:
-    good = [point for point in points if point[0] <= kept]
-    rest = points[len(good) :]
-    if good:
-        yield Curve(name, attempt, tuple(good))
-    if rest:
-        yield Curve(name, attempt, tuple(good[-1:] + rest), lost=True)
+    curves = []
+    for (name, attempt), own in points.items():
+        good = [point for point in own if point[0] <= kept[attempt]]
+        rest = own[len(good) :]
+        if good:
+            curves.append(Curve(name, attempt, tuple(good)))
+        if rest:
+            curves.append(Curve(name, attempt, tuple(good[-1:] + rest), lost=True))
+    return tuple(curves)
 
 
 def marks_of(entries: Sequence[Entry], attempts: Sequence[AttemptStory]) -> tuple[Mark, ...]:
@@ -178,9 +148,10 @@ def marks_of(entries: Sequence[Entry], attempts: Sequence[AttemptStory]) -> tupl
         for kind, text in _descriptions(entry.event)
     ]
     for before, after in itertools.pairwise(attempts):
-        marks += _change(before, after)
+        for kind, text in _changes(before, after):
+            marks.append(Mark(kind, after.started, text, after.number, after.device))
     for one in attempts:
-        if one.outcome in _OOM:
+        if one.outcome in OOM:
             text = f"attempt {one.number}: {one.message or 'out of memory'}"
             marks.append(Mark("oom", one.ended, text, one.number, one.device))
     return tuple(sorted(marks, key=lambda mark: mark.time))
@@ -208,11 +179,9 @@ def _descriptions(event: Event) -> Iterator[tuple[str, str]]:
             yield "milestone", name + (f": {values[:_LONGEST_FIELDS]}" if values else "")
 
 
-def _change(before: AttemptStory, after: AttemptStory) -> Iterator[Mark]:
-    def mark(kind: str, text: str) -> Mark:
-        return Mark(kind, after.started, text, after.number, after.device)
-
+def _changes(before: AttemptStory, after: AttemptStory) -> Iterator[tuple[str, str]]:
+    """Yield (kind, text) of what the later attempt does otherwise."""
     if before.device != after.device or before.gpu_uuid != after.gpu_uuid:
-        yield mark("device", f"{before.device} → {after.device}")
+        yield "device", f"{before.device} → {after.device}"
     if before.batch_size != after.batch_size:
-        yield mark("batch", f"micro-batch {before.batch_size} → {after.batch_size}")
+        yield "batch", f"micro-batch {before.batch_size} → {after.batch_size}"

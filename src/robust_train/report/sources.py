@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from robust_train.events import Event, MalformedEvent, from_json, parse
 from robust_train.memory.samples import FILE_NAME as SAMPLES_FILE
@@ -20,13 +19,7 @@ _MOST_FILES = 40
 
 @dataclass(frozen=True)
 class Entry:
-    """One line of ``journal.jsonl``.
-
-    Attributes:
-        time: seconds since the epoch; never before that of the line above it.
-        event: what happened.
-        attempt: number of the attempt that it belongs to.
-    """
+    """One line of ``journal.jsonl``; ``time`` is never before that of the line above it."""
 
     time: float
     event: Event
@@ -35,13 +28,9 @@ class Entry:
 
 @dataclass(frozen=True)
 class Sources:
-    """All that a run folder holds about its job.
+    """All that a run folder holds about its job, oldest first.
 
     Attributes:
-        folder: the run folder.
-        entries: of the journal, oldest first.
-        samples: memory over time, oldest first.
-        summary: ``summary.json``, None where there is none that can be read.
         files: names of the other files in the folder.
         gaps: one sentence for each thing that is missing or damaged.
     """
@@ -54,12 +43,11 @@ class Sources:
     gaps: tuple[str, ...] = ()
 
 
-def finite(value: Any) -> float | None:
+def finite(value: object) -> float | None:
     """Return ``value`` if it is a number that can be drawn, else None; booleans are no numbers."""
-    kind = type(value)
-    # a comparison with NaN is false
-    if (kind is int or kind is float) and -_LARGEST < value < _LARGEST:
-        return float(value)
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        # a comparison with NaN is false
+        return float(value) if -_LARGEST < value < _LARGEST else None
     return None
 
 
@@ -87,8 +75,7 @@ def _entries(path: Path, gaps: list[str]) -> Iterator[Entry]:
         if event is None or time is None:
             unknown += 1
             continue
-        # a clock that was set back must not reverse the story
-        latest = max(latest, time)
+        latest = max(latest, time)  # a clock that was set back must not reverse the story
         yield Entry(latest, event, attempt if type(attempt) is int else None)
     if unknown:
         gaps.append(f"{path.name}: {_lines(unknown)} that cannot be understood skipped")
@@ -102,14 +89,14 @@ def _samples(path: Path, gaps: list[str]) -> Iterator[Sample]:
         except MalformedEvent:
             continue
         latest = max(latest, sample.time)
-        yield Sample(**(vars(sample) | {"time": latest}))
+        yield replace(sample, time=latest)
 
 
-def _objects(path: Path, gaps: list[str]) -> Iterator[Mapping[str, Any]]:
+def _objects(path: Path, gaps: list[str]) -> Iterator[Mapping[str, object]]:
+    """Yield the JSON objects of a file, one a line."""
     damaged = 0
     if path.exists() and not path.is_file():
-        # a device or a pipe may have no end
-        gaps.append(f"{path.name}: is no regular file")
+        gaps.append(f"{path.name}: is no regular file")  # a device or a pipe may have no end
         return
     try:
         # in bytes: only b"\n" ends a line there, and texts may hold other separators

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -17,16 +16,9 @@ from robust_train.report.attempts import (
     attempts_of,
     launches_of,
 )
-from robust_train.report.series import (
-    Curve,
-    DeviceMemory,
-    Mark,
-    curves_of,
-    marks_of,
-    memory_of,
-)
+from robust_train.report.series import Curve, DeviceMemory, Mark, curves_of, marks_of, memory_of
 from robust_train.report.sources import Sources
-from robust_train.report.times import Span, Use, kept_steps, spans_of, totals
+from robust_train.report.times import Span, kept_steps, spans_of, totals
 from robust_train.runfolder.journal import strict_json
 from robust_train.runfolder.summary import objective_of
 
@@ -35,28 +27,15 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class Story:
-    """What happened in a job.
+    """What happened in a job; attempts, launches, spans and marks are oldest first.
 
     Attributes:
-        name: of the run folder.
-        folder: its path.
-        status: as in ``summary.json``; ``unfinished`` where no end is recorded, because the job
-            still runs or its process died; ``empty`` where nothing at all is.
-        sentence: what happened.
-        result: what the trainer returned, None without it.
-        objective: the part of it that a sweeper optimises.
+        status: as in ``summary.json``; ``unfinished`` if no end is recorded, because the job still
+            runs or its process died; ``empty`` if nothing at all is.
         started, ended: seconds since the epoch, None in an empty folder.
         seconds: of each use, by its name; ``wall`` is their sum without ``stopped``.
-        attempts: oldest first.
-        launches: oldest first.
-        spans: all of the time, cut into its uses.
-        memory: device by device.
-        curves: scalars over steps.
-        marks: what happened when.
-        stability: how memory developed in the last attempt, in a sentence; None where unknown.
-        advice: what to do next time, most promising first; empty where nothing was tight.
-        reason: why the job did not complete.
-        files: in the run folder.
+        stability: how memory developed in the last attempt, in a sentence; None if unknown.
+        advice: what to do next time, most promising first; empty if nothing was tight.
         gaps: what was missing or damaged, a sentence each.
     """
 
@@ -83,74 +62,68 @@ class Story:
 
     @property
     def useful_share(self) -> float | None:
-        """Useful time ÷ wall time (goodput), None where no time passed."""
+        """Useful time ÷ wall time (goodput), None if no time passed."""
         wall = self.seconds.get("wall", 0.0)
         return self.seconds["useful"] / wall if wall > 0 else None
 
     @property
     def peak_memory_bytes(self) -> int | None:
-        """Of all attempts on the device that was used last; None where it is not known."""
-        if not self.attempts:
-            return None
-        device = self.attempts[-1].device
+        """Of all attempts on the device that was used last; None if not known."""
+        device = self.attempts[-1].device if self.attempts else None
+        figure = "resident" if device == "cpu" else "allocated"
         peaks = [a.peak_memory_bytes for a in self.attempts if a.device == device]
-        for memory in self.memory:
-            if memory.device == device:
-                figure = "resident" if device == "cpu" else "allocated"
-                peaks.append(memory.most(figure))
+        peaks += [memory.most(figure) for memory in self.memory if memory.device == device]
         return max((peak for peak in peaks if peak is not None), default=None)
 
-    def as_json(self) -> dict[str, Any]:
-        """The story with JSON's types, schema first."""
-        content: dict[str, Any] = strict_json({"schema": SCHEMA, **asdict(self)})
-        return content
+    def as_json(self) -> Any:
+        """Return the story with JSON's types, schema first."""
+        return strict_json({"schema": SCHEMA, **asdict(self)})
 
 
 def story_of(sources: Sources) -> Story:
-    """What happened in the job whose run folder was read."""
-    name = sources.folder.resolve().name
-    folder = str(sources.folder)
+    """Return what happened in the job whose run folder was read."""
+    story = Story(
+        name=sources.folder.resolve().name,
+        folder=str(sources.folder),
+        files=sources.files,
+        gaps=sources.gaps,
+    )
     if not sources.entries:
-        story = Story(name, folder, files=sources.files, gaps=sources.gaps)
         if sources.summary is None:
             return story
         sentence = "The journal is missing; of the job only summary.json is left."
         return replace(story, status=sources.summary.status, sentence=sentence)
     attempts = _until_last_sample(attempts_of(sources.entries), sources.samples)
     *earlier, last = launches_of(sources.entries)
-    ended = max([last.end, *(attempt.ended for attempt in attempts)])
-    launches = (*earlier, replace(last, end=ended))
-    status = launches[-1].status or UNFINISHED
+    last = replace(last, end=max([last.end, *(attempt.ended for attempt in attempts)]))
+    launches = (*earlier, last)
+    status = last.status or UNFINISHED
     completed = status == "completed"
-    spans = spans_of(launches, attempts, completed=completed)
-    seconds = {use.value: seconds for use, seconds in totals(spans).items()}
-    seconds["wall"] = math.fsum(s for use, s in seconds.items() if use != Use.STOPPED.value)
+    kept = kept_steps(attempts, completed=completed)
+    spans = spans_of(launches, attempts, kept)
+    seconds = totals(spans)
     marks = marks_of(sources.entries, attempts)
+    memory = memory_of(sources.samples, sources.entries, attempts, marks)
+    stable = _stability(sources.samples, attempts)
     result = sources.summary.result if completed and sources.summary is not None else None
-    story = Story(
-        name=name,
-        folder=folder,
+    return replace(
+        story,
         status=status,
+        sentence=wording.sentence_of(status, last.reason, attempts, seconds, marks),
         result=result,
         objective=objective_of(result),
         started=launches[0].start,
-        ended=launches[-1].end,
+        ended=last.end,
         seconds=seconds,
         attempts=attempts,
         launches=launches,
         spans=spans,
-        memory=memory_of(sources.samples, sources.entries, attempts, marks),
-        curves=curves_of(sources.entries, attempts, kept_steps(attempts, completed=completed)),
+        memory=memory,
+        curves=curves_of(sources.entries, attempts, kept),
         marks=marks,
-        stability=_stability(sources.samples, attempts),
-        reason=launches[-1].reason,
-        files=sources.files,
-        gaps=sources.gaps,
-    )
-    return replace(
-        story,
-        sentence=wording.sentence_of(status, story.reason, attempts, seconds, marks),
-        advice=guidance.advice_of(attempts, story.memory, marks, spans, seconds, story.stability),
+        stability=stable,
+        advice=guidance.advice_of(attempts, memory, marks, spans, seconds, stable),
+        reason=last.reason,
     )
 
 

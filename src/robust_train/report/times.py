@@ -1,10 +1,10 @@
-"""Where the time of a job went: useful, lost, waiting, starting up. All of it is pure."""
+"""Where the time of a job went: useful, lost, waiting, starting up. Pure."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -12,22 +12,24 @@ from robust_train.report.attempts import AttemptStory, Launch
 
 
 class Use(str, Enum):
-    """What a stretch of a job's time was.
-
-    ``docs/report.md`` has the definitions for people; they are these:
-
-    * useful: from an attempt's first step to the last one that what came later was built on.
-    * lost: steps that were done again or are saved nowhere, and attempts that left nothing.
-    * wait: no attempt ran, for want of a device or of room, or in a pause before a retry.
-    * startup: from an attempt's start to its first step, and the launcher's own work.
-    * stopped: between two launches in the same run folder; no part of the wall time.
-    """
+    """What a stretch of a job's time was; ``docs/report.md`` has the definitions."""
 
     USEFUL = "useful"
     LOST = "lost"
     WAIT = "wait"
     STARTUP = "startup"
     STOPPED = "stopped"
+    """Between two launches in the same run folder; no part of the wall time."""
+
+
+USES = {
+    Use.USEFUL: "useful",
+    Use.LOST: "lost",
+    Use.WAIT: "waiting",
+    Use.STARTUP: "starting up",
+    Use.STOPPED: "stopped",
+}
+"""The uses of time for people."""
 
 
 @dataclass(frozen=True)
@@ -46,39 +48,32 @@ class Span:
 
 
 def spans_of(
-    launches: Sequence[Launch], attempts: Sequence[AttemptStory], *, completed: bool
+    launches: Sequence[Launch], attempts: Sequence[AttemptStory], kept: Mapping[int, float]
 ) -> tuple[Span, ...]:
     """Cut all of a job's time into its uses, without gaps or overlaps, oldest first.
 
-    Args:
-        launches: of the run folder, oldest first.
-        attempts: of all launches, oldest first.
-        completed: the job did; else only what the last checkpoint holds was useful.
+    Launches and attempts are oldest first; ``kept`` is from :func:`kept_steps`.
     """
-    kept = kept_steps(attempts, completed=completed)
     starts = [launch.start for launch in launches]
     spans: list[Span] = []
-    for index, launch in enumerate(launches):
-        if spans and launch.start > spans[-1].end:
-            spans.append(Span(Use.STOPPED, spans[-1].end, launch.start))
-        own = [a for a in attempts if bisect_right(starts, a.started) == index + 1]
-        spans += _of_launch(launch, own, kept)
-    return tuple(_one_after_another(spans))
-
-
-def _one_after_another(spans: Iterable[Span]) -> Iterator[Span]:
-    """Yield spans without overlaps, also where a journal has two attempts at the same time."""
     now = -math.inf
-    for span in spans:
-        start = max(span.start, now)
-        if span.end > start:
-            yield Span(span.use, start, span.end, span.attempt)
-            now = span.end
+    for index, launch in enumerate(launches):
+        own = [a for a in attempts if bisect_right(starts, a.started) == index + 1]
+        away = [Span(Use.STOPPED, now, launch.start)] if spans else []
+        for span in (*away, *_of_launch(launch, own, kept)):
+            # a journal may have two attempts at the same time
+            start = max(span.start, now)
+            if span.end > start:
+                spans.append(Span(span.use, start, span.end, span.attempt))
+                now = span.end
+    return tuple(spans)
 
 
-def totals(spans: Sequence[Span]) -> dict[Use, float]:
-    """Return the seconds of each use."""
-    return {use: sum(span.seconds for span in spans if span.use is use) for use in Use}
+def totals(spans: Sequence[Span]) -> dict[str, float]:
+    """Return the seconds of each use by its name, and their sum without stops as ``wall``."""
+    seconds = {u.value: math.fsum(s.seconds for s in spans if s.use is u) for u in Use}
+    wall = math.fsum(s.seconds for s in spans if s.use is not Use.STOPPED)
+    return {**seconds, "wall": wall}
 
 
 def kept_steps(attempts: Sequence[AttemptStory], *, completed: bool) -> dict[int, float]:
@@ -98,7 +93,7 @@ def kept_steps(attempts: Sequence[AttemptStory], *, completed: bool) -> dict[int
 
 
 def _of_launch(
-    launch: Launch, attempts: Sequence[AttemptStory], kept: dict[int, float]
+    launch: Launch, attempts: Sequence[AttemptStory], kept: Mapping[int, float]
 ) -> Iterator[Span]:
     now = launch.start
     if launch.device_acquired is not None:
@@ -119,27 +114,22 @@ def _of_launch(
 
 def _of_attempt(attempt: AttemptStory, kept: float) -> Iterator[Span]:
     number, started, ended = attempt.number, attempt.started, attempt.ended
+    began, until = attempt.training_began, _kept_until(attempt, kept)
     if attempt.outcome == "completed":
         # all the time of a trainer that never reports its start counts as training
-        began = started if attempt.training_began is None else attempt.training_began
-        yield Span(Use.STARTUP, started, began, number)
-        yield Span(Use.USEFUL, began, ended, number)
-        return
-    until = _reached(attempt, kept)
-    if until is None or attempt.training_began is None:
+        began, until = started if began is None else began, ended
+    if began is None or until is None:
         yield Span(Use.LOST, started, ended, number)
         return
-    yield Span(Use.STARTUP, started, attempt.training_began, number)
-    yield Span(Use.USEFUL, attempt.training_began, until, number)
+    yield Span(Use.STARTUP, started, began, number)
+    yield Span(Use.USEFUL, began, until, number)
     yield Span(Use.LOST, until, ended, number)
 
 
-def _reached(attempt: AttemptStory, kept: float) -> float | None:
-    """Return when the last step that was kept was done; None where none was."""
+def _kept_until(attempt: AttemptStory, kept: float) -> float | None:
+    """Return when the last step that was kept was done; None if none was."""
     if kept <= attempt.start_step:
         return None
     saved = [time for step, time in attempt.checkpoints if step <= kept]
-    if saved:
-        return saved[-1]
     done = [time for step, time in attempt.progress if step <= kept]
-    return done[-1] if done else None
+    return max(saved or done, default=None)

@@ -30,16 +30,11 @@ ACTIONS = {
     "halve_batch_on_request": "half the batch, as asked",
     "switch_gpu": "another GPU",
     "cpu_fallback": "the CPU",
-    "expandable_segments": "expandable segments",
-    "no_expandable_segments": "no expandable segments",
     "retry": "the same again",
     "wait": "wait for room",
-    "stopped": "stopped",
-    "fewer_workers": "fewer workers",
-    "give_up": "give up",
     "none": "",
 }
-"""What was decided after an attempt, for people."""
+"""What was decided after an attempt for people, if it is not its name."""
 
 
 def sentence_of(
@@ -58,7 +53,7 @@ def sentence_of(
     if more := len(troubles[_MOST_TROUBLES:]):
         troubles[_MOST_TROUBLES:] = [f"{more} more failed attempt{'s' * (more > 1)}"]
     if troubles:
-        parts.append(_capital(", then ".join(troubles)) + ".")
+        parts.append(_sentence(", then ".join(troubles)))
     inside = sum(mark.is_inside_a_step for mark in marks)
     if inside:
         times = "once" if inside == 1 else f"{inside} times"
@@ -75,16 +70,16 @@ def _ending(status: str, reason: str | None, attempts: Sequence[AttemptStory], w
         which = "" if len(attempts) == 1 else f" at the {nth} attempt"
         return f"Completed in {duration(wall)}{which}, on {last.where} with {_setting(last)}."
     if status == "no_device":
-        return _stop(f"Found no device in {duration(wall)}{why}")
+        return _sentence(f"Found no device in {duration(wall)}{why}")
     if status == "interrupted":
-        return f"Was stopped after {duration(wall)}{_at(last)}." + _saved(attempts)
+        return f"Was stopped after {duration(wall)}{_at(last)}.{_saved(attempts)}"
     if status == UNFINISHED:
         return (
             "Has no recorded end: it still runs, or its process died without a word. The last "
-            f"sign of life came after {duration(wall)}{_at(last)}." + _saved(attempts)
+            f"sign of life came after {duration(wall)}{_at(last)}.{_saved(attempts)}"
         )
     where = "" if last is None else f" in the {nth} attempt, on {last.where}"
-    return _stop(f"{_capital(status.replace('_', ' '))} after {duration(wall)}{where}{why}")
+    return _sentence(f"{status.replace('_', ' ')} after {duration(wall)}{where}{why}")
 
 
 def _setting(attempt: AttemptStory) -> str:
@@ -106,11 +101,9 @@ def _at(last: AttemptStory | None) -> str:
 
 def _saved(attempts: Sequence[AttemptStory]) -> str:
     steps = [step for attempt in attempts for step, _ in attempt.checkpoints]
-    if not attempts:
-        return ""
-    if not steps:
-        return " No checkpoint was saved."
-    return f" The last checkpoint holds step {steps[-1]}: the same command goes on from there."
+    if steps:
+        return f" The last checkpoint holds step {steps[-1]}: the same command goes on from there."
+    return " No checkpoint was saved." if attempts else ""
 
 
 def _troubles(failed: Sequence[AttemptStory]) -> Iterator[str]:
@@ -119,22 +112,14 @@ def _troubles(failed: Sequence[AttemptStory]) -> Iterator[str]:
         *sizes, last = dict.fromkeys(str(a.batch_size or "?") for a in own)
         listed = f"{', '.join(sizes)} and {last}" if sizes else last
         times = "" if len(own) == 1 else f" {len(own)} times"
-        if outcome == "device_oom":
-            yield f"memory ran out on {where} at batch size {listed}"
-        elif outcome == "host_oom":
-            yield f"host memory ran out at batch size {listed}"
-        elif outcome == "worker_death":
-            yield f"a data-loader worker died{times}"
-        elif outcome == "interrupted":
-            yield f"it was stopped{times}"
-        else:
-            what = OUTCOMES.get(outcome, outcome.replace("_", " "))
-            yield f"{what}{times} on {where}"
+        what = OUTCOMES.get(outcome, outcome.replace("_", " "))
+        yield {
+            "device_oom": f"memory ran out on {where} at batch size {listed}",
+            "host_oom": f"host memory ran out at batch size {listed}",
+            "worker_death": f"a data-loader worker died{times}",
+            "interrupted": f"it was stopped{times}",
+        }.get(outcome, f"{what}{times} on {where}")
 
 
-def _stop(text: str) -> str:
-    return text if text.endswith((".", "!", "?")) else f"{text}."
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:] + ("" if text.endswith((".", "!", "?")) else ".")

@@ -11,30 +11,22 @@ import logging
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Any
 
 from robust_train import compat
 from robust_train.events import AttemptProcess, RequestDone
-from robust_train.memory import requests as memory_requests
+from robust_train.memory.on_request import perform
+from robust_train.readable import first_line
 from robust_train.run import Run, memory_in_use
-from robust_train.runfolder.requests import (
-    LAUNCHERS_VERB,
-    Inbox,
-    Refused,
-    Reply,
-    Request,
-)
+from robust_train.runfolder.requests import LAUNCHERS_VERB, Refused, Reply, Request, find_requests
 
 log = logging.getLogger("robust_train")
 
 POLL_SECONDS = 0.5
 _JOIN_SECONDS = 1.0
 _READ_ONLY = frozenset({"figures", "memory_info"})
-_MEMORY_PREFIX = "memory_"
 _ROUNDS = 2
 """Boundaries of one kind after which the trainer has gone through its loop once, so that its habits
 are known."""
@@ -42,17 +34,14 @@ are known."""
 
 @dataclass
 class _Waiting:
-    """A request that waits for a boundary.
-
-    Attributes:
-        seen: how often each kind of boundary came since.
-        begun: it was passed on to the trainer.
-    """
+    """A request that waits for a boundary, and how often each kind of boundary came since."""
 
     request: Request
-    answer: Callable[[Reply], None]
     seen: Counter[str] = field(default_factory=Counter)
-    begun: bool = False
+
+    @property
+    def knows_habits(self) -> bool:
+        return max(self.seen.values(), default=0) >= _ROUNDS
 
 
 class AttemptRequests:
@@ -66,20 +55,16 @@ class AttemptRequests:
         tick: called with every poll, where the launcher's own thread runs the attempt.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        run_dir: Path,
-        tick: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, run: Run, run_dir: Path, tick: Callable[[], None] = lambda: None) -> None:
         self._run = run
         self._run_dir = run_dir
         self._tick = tick
-        self._inbox = Inbox(run_dir)
         self._waiting: list[_Waiting] = []
         self._is_busy = threading.Lock()
         self._ended = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(
+            target=self._poll, name="robust-train requests", daemon=True
+        )
         self._stop_watching: Callable[[], None] | None = None
 
     @property
@@ -91,62 +76,28 @@ class AttemptRequests:
         if self._run.is_main:
             self._run.serve(self._waiting, self._at_boundary)
             self._run.report(AttemptProcess(os.getpid()))
-            self._thread = threading.Thread(
-                target=self._poll, name="robust-train requests", daemon=True
-            )
             self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        frames: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._ended.set()
-        if self._thread is not None:
+        if self._run.is_main:
             self._thread.join(_JOIN_SECONDS)  # a disk may hang
         if self._stop_watching is not None:
             self._stop_watching()
 
     def _poll(self) -> None:
         while not self._ended.wait(POLL_SECONDS):
-            for request in self._inbox.requests():
-                if request.verb != LAUNCHERS_VERB and self._inbox.take(request):
-                    self._begin(_Waiting(request, self._answer_to(request)))
+            for request in find_requests(self._run_dir):
+                if request.verb == LAUNCHERS_VERB or not request.take():
+                    continue
+                if request.verb in _READ_ONLY:
+                    self._carry_out(_Waiting(request))
+                    continue
+                self._waiting.append(_Waiting(request))
+                if self._stop_watching is None:
+                    self._stop_watching = compat.watch_optimizer_steps(self._optimizer_has_stepped)
             self._tick()
-
-    def _answer_to(self, request: Request) -> Callable[[Reply], None]:
-        return lambda reply: self._inbox.answer(request, reply)
-
-    def _begin(self, waiting: _Waiting) -> None:
-        if waiting.request.verb in _READ_ONLY:
-            self._carry_out(waiting, self._read)
-            return
-        self._waiting.append(waiting)
-        if self._stop_watching is None:
-            self._stop_watching = compat.watch_optimizer_steps(self._optimizer_has_stepped)
-
-    def _carry_out(self, waiting: _Waiting, work: Callable[[_Waiting], Reply | None]) -> bool:
-        """Return whether the request is done with: carried out, refused, or failed."""
-        verb = waiting.request.verb
-        try:
-            reply = work(waiting)
-        except Refused as refusal:
-            reply = {"error": str(refusal)}
-        except (ValueError, OSError) as error:  # of an option, or of a file
-            reply = {"error": f"{verb}: {error}"}
-        except Exception as error:  # must not end the training
-            lines = str(error).splitlines() or [""]
-            reply = {"error": f"{verb}: {type(error).__name__}: {lines[0]}"}
-        if reply:
-            waiting.answer(reply)
-        return reply is not None
-
-    def _read(self, waiting: _Waiting) -> Reply:
-        if waiting.request.verb == "figures":
-            return {"answer": {"attempt_pid": os.getpid(), "memory": memory_in_use()}}
-        return self._about_memory(waiting.request)
 
     def _optimizer_has_stepped(self) -> None:
         if self._waiting:
@@ -159,63 +110,87 @@ class AttemptRequests:
         try:
             for waiting in list(self._waiting):
                 waiting.seen[boundary] += 1
-                if self._carry_out(waiting, self._change):
+                if self._carry_out(waiting):
                     self._waiting.remove(waiting)
         finally:
             self._is_busy.release()
 
-    def _change(self, waiting: _Waiting) -> Reply | None:
-        """Do what changes the run. None: not at this boundary yet; empty: answered later.
+    def _carry_out(self, waiting: _Waiting) -> bool:
+        """Return whether the request is done with: carried out, refused, or failed."""
+        verb = waiting.request.verb
+        try:
+            reply = self._reply(waiting)
+        except Refused as refusal:
+            reply = {"error": str(refusal)}
+        except (ValueError, OSError) as error:  # of an option, or of a file
+            reply = {"error": f"{verb}: {error}"}
+        except Exception as error:  # must not end the training
+            reply = {"error": f"{verb}: {type(error).__name__}: {first_line(error)}"}
+        if reply:
+            waiting.request.answer(reply)
+        return reply is not None
+
+    def _reply(self, waiting: _Waiting) -> Reply | None:
+        """Do what is requested. None: not at this boundary yet; empty: answered later.
 
         Raises:
             Refused: this trainer cannot do it.
         """
-        verb = waiting.request.verb
+        request, verb = waiting.request, waiting.request.verb
+        if verb == "figures":
+            return {"answer": {"attempt_pid": os.getpid(), "memory": memory_in_use()}}
         if verb == "checkpoint":
             return self._checkpoint(waiting)
         if verb == "halve_batch":
-            return self._halve_batch(waiting)
-        if verb.startswith(_MEMORY_PREFIX):
-            reply = self._about_memory(waiting.request)
-            sentence = reply["answer"].get("sentence")
+            return self._split_finer() if self._run.splits_batches else self._restart(waiting)
+        if not verb.startswith("memory_"):
+            raise Refused(f"{verb}: an attempt knows no such request")
+        answer = perform(verb, request.options, self._run_dir)
+        if verb not in _READ_ONLY:
+            sentence = str(answer.get("sentence"))
             log.info("%s on request: %s", verb, sentence)
             self._run.report(RequestDone(verb, self._run.last_step, sentence))
-            return reply
-        raise Refused(f"{verb}: an attempt knows no such request")
-
-    def _about_memory(self, request: Request) -> Reply:
-        options: Mapping[str, Any] = request.options
-        return {"answer": memory_requests.perform(request.verb, options, self._run_dir)}
-
-    def _knows_habits(self, waiting: _Waiting) -> bool:
-        return max(waiting.seen.values()) >= _ROUNDS
+        return {"answer": answer}
 
     def _checkpoint(self, waiting: _Waiting) -> Reply | None:
-        run = self._run
-        if not waiting.begun:
-            waiting.begun = True
+        run, answer = self._run, waiting.request.answer
+        if waiting.seen.total() == 1:
             log.info("a checkpoint is requested")
-            run.request_checkpoint(waiting.answer)
+            run.request_checkpoint(answer)
         if run.looks_for_checkpoint_requests:
             return {}
-        if not self._knows_habits(waiting):
+        if not waiting.knows_habits:
             return None
-        run.withdraw_checkpoint_request(waiting.answer)
+        run.withdraw_checkpoint_request(answer)
         stops = " or 'robust-train run stop', which saves one first" if run.is_cooperative else ""
         raise Refused(
             "this trainer does not read run.checkpoint_requested, so it saves a checkpoint only "
             f"when it would anyway; wait for that{stops}"
         )
 
-    def _halve_batch(self, waiting: _Waiting) -> Reply | None:
-        run = self._run
-        if run.splits_batches:
-            return self._split_finer()
-        plan = run.micro_batch_plan
-        size, least = plan.batch_size or 1, plan.min_batch_size
-        if size <= least:
-            raise Refused(_at_minimum(size, least))
-        if not self._knows_habits(waiting):
+    def _split_finer(self) -> Reply:
+        batcher = self._run.micro_batcher
+        changed = batcher.shrink("requested by 'robust-train run halve-batch'")
+        if changed is None and batcher.size is None:
+            raise Refused("no batch was split so far; try again after the first step")
+        if changed is None:
+            raise Refused(_at_minimum(batcher.size, self._run.micro_batch_plan.min_batch_size))
+        before, after = changed
+        return {
+            "answer": {
+                "before": {"micro_batch": before},
+                "after": {"micro_batch": after},
+                "how": "from the next step on; the effective batch size stays the same",
+            }
+        }
+
+    def _restart(self, waiting: _Waiting) -> Reply | None:
+        """Have the attempt stop at a checkpoint; the launcher answers, at the next attempt."""
+        run, plan = self._run, self._run.micro_batch_plan
+        size = plan.batch_size or 1
+        if size <= plan.min_batch_size:
+            raise Refused(_at_minimum(size, plan.min_batch_size))
+        if not waiting.knows_habits:
             return None
         if not run.is_cooperative:
             raise Refused(
@@ -230,25 +205,8 @@ class AttemptRequests:
             )
         log.info("half the micro-batch is requested: stopping at a checkpoint to go on with it")
         run.request_restart()
-        return {}  # the launcher answers, at the next attempt
-
-    def _split_finer(self) -> Reply:
-        batcher, reason = self._run.micro_batcher, "requested by 'robust-train run halve-batch'"
-        changed = batcher.shrink(reason)
-        if changed is None:
-            size = batcher.size
-            if size is None:
-                raise Refused("no batch was split so far; try again after the first step")
-            raise Refused(_at_minimum(size, self._run.micro_batch_plan.min_batch_size))
-        before, after = changed
-        return {
-            "answer": {
-                "before": {"micro_batch": before},
-                "after": {"micro_batch": after},
-                "how": "from the next step on; the effective batch size stays the same",
-            }
-        }
+        return {}
 
 
-def _at_minimum(size: int, least: int) -> str:
+def _at_minimum(size: int | None, least: int) -> str:
     return f"the micro-batch is {size} already, and min_batch_size={least} allows no smaller one"

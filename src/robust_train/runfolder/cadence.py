@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import Any
+
+from robust_train.runfolder.identity import read_identity, wait_until_readable
+from robust_train.runfolder.manifests import of_job, record_checkpoint, rotate
+
+log = logging.getLogger("robust_train")
 
 AUTO = "auto"
 
@@ -38,12 +46,8 @@ def seconds_between_saves(cost: float | None, failures: int, seconds: float) -> 
 
 @dataclass(frozen=True)
 class SavePlan:
-    """What the config says about checkpoints.
-
-    Attributes:
-        every_seconds: longest time between two; None: as often as saving is cheap.
-        every_steps: most optimizer steps between two; None or 0: any number.
-    """
+    """Longest time between two checkpoints (None: as often as saving is cheap), and most optimizer
+    steps between two (None or 0: any number)."""
 
     every_seconds: float | None = None
     every_steps: int | None = None
@@ -61,7 +65,7 @@ class SaveClock:
     """Measures what saving costs and when the next checkpoint is due.
 
     Args:
-        plan: what the config says.
+        plan: what the config demands.
         cost: seconds that the job's last save has taken, None if not known.
         failures: attempts of the job that have ended before this one.
         job_started: first launch of the job, seconds since the epoch.
@@ -86,12 +90,12 @@ class SaveClock:
         self._saved_at = now()
         self._saved_step: int | None = None
         self._saving_since: float | None = None
-        self._looks = 0
+        self._calls = 0
 
     def is_due(self, step: int | None) -> bool:
         """Return whether to save after optimizer step ``step``; None counts the calls."""
-        self._looks += 1
-        step = self._looks if step is None else step
+        self._calls += 1
+        step = self._calls if step is None else step
         if self._saved_step is None:
             self._saved_step = step - 1
         if self._plan.every_steps and step - self._saved_step >= self._plan.every_steps:
@@ -104,8 +108,8 @@ class SaveClock:
 
     def begin(self, step: int | None) -> None:
         """Saving begins now."""
-        self._saving_since = self._saved_at = self._now()
-        self._saved_step = self._looks if step is None else step
+        self._mark(step)
+        self._saving_since = self._saved_at
 
     def copied(self) -> None:
         """What is to be saved was copied: training goes on while the copy is written."""
@@ -116,6 +120,57 @@ class SaveClock:
     def saved(self, step: int | None) -> float | None:
         """Return for how many seconds the save held training up, None if that is not known."""
         self.copied()
-        self._saved_at = self._now()
-        self._saved_step = self._looks if step is None else step
+        self._mark(step)
         return self._cost
+
+    def _mark(self, step: int | None) -> None:
+        self._saved_at = self._now()
+        self._saved_step = self._calls if step is None else step
+
+
+class Saving:
+    """When attempt number ``attempt`` of a job saves, and what it has saved.
+
+    Attributes:
+        folder: where checkpoints belong.
+        job: identity of the job, the same for all of its attempts; empty without a launcher; None
+            where nobody would resume and so no manifest is written.
+        plan: how often to save; to be set from the config before the first save.
+    """
+
+    def __init__(self, run_dir: Path, attempt: int) -> None:
+        self.folder = run_dir / "checkpoints"
+        identity = wait_until_readable(lambda: read_identity(run_dir))
+        self.job: str | None = "" if identity is None else identity.id
+        self._attempt = attempt
+        self._job_started = None if identity is None else identity.started
+        self.plan = SavePlan()
+
+    @cached_property
+    def clock(self) -> SaveClock:
+        """What measures the time between checkpoints, from its first use on."""
+        known = of_job(self.folder, self.job) if self.job else []
+        return SaveClock(
+            self.plan,
+            cost=next((one.seconds for one in reversed(known) if one.seconds), None),
+            failures=self._attempt - 1,
+            job_started=self._job_started,
+        )
+
+    def saved(self, path: Path, step: int | None) -> None:
+        """A complete checkpoint lies at ``path``: write its manifest."""
+        seconds = self.clock.saved(step)
+        if self.job is None:
+            return
+        step = None if step is None else int(step)
+        try:
+            record_checkpoint(
+                self.folder, path, job=self.job, attempt=self._attempt, step=step, seconds=seconds
+            )
+        except OSError as error:
+            log.warning("no manifest of the checkpoint %s: %s", path, error.strerror or error)
+
+    def rotate(self, pattern: str, keep: int) -> None:
+        """Remove all but the newest ``keep`` checkpoints whose names match ``pattern``."""
+        if self.job is not None:
+            rotate(self.folder, self.job, pattern, keep)

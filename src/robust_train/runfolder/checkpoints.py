@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-import re
 import zipfile
 from collections.abc import Collection, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from errno import EINVAL, ENOENT
 from functools import partial
 from pathlib import Path
@@ -15,15 +15,19 @@ import torch
 
 from robust_train.failures import classify_failure
 from robust_train.files import replacing
+from robust_train.memory.host import read_host_memory
+from robust_train.readable import first_line
 from robust_train.run import Run
-from robust_train.runfolder.background import BackgroundWrite, host_copy
 from robust_train.runfolder.identity import wait_until_readable
 from robust_train.runfolder.manifests import read_manifests
 from robust_train.values import MEMORY_FAILURES
 
 log = logging.getLogger("robust_train")
 
-_NAME = re.compile(r"step-(\d{8,})\.pt")
+_LARGEST_COPY = 0.25
+
+Content = dict[str, Any]
+"""What a checkpoint holds, by name: state dictionaries, tensors, figures."""
 
 
 class CheckpointError(OSError):
@@ -31,69 +35,91 @@ class CheckpointError(OSError):
 
 
 class CheckpointFolder:
-    """A job's checkpoints, ``step-00000120.pt`` and so on.
-
-    Args:
-        run: the run that saves them, into its ``checkpoint_dir``.
-        keep: how many of the newest to keep.
-    """
+    """The checkpoints of a run in its ``checkpoint_dir``, ``step-00000120.pt`` and so on, of which
+    the newest ``keep`` are kept."""
 
     def __init__(self, run: Run, *, keep: int) -> None:
         self.path = run.checkpoint_dir
         self._run = run
         self._keep = keep
-        self._writing: BackgroundWrite | None = None
+        self._writing: tuple[int, Future[None]] | None = None
 
-    def save(self, content: Mapping[str, Any], step: int) -> Path:
+    def save(self, content: Content, step: int) -> Path:
         """Save and report a checkpoint, then remove the ones that are too many.
 
         Raises:
             CheckpointError: it could not be written; the earlier ones are untouched.
         """
         self.report_written(wait=True)
-        path = self._path(step)
-        write_atomically(content, path)
-        self._report(step)
-        return path
+        write_atomically(content, self._path(step))
+        return self._report(step)
 
-    def save_from_copy(self, content: Mapping[str, Any], step: int) -> None:
+    def save_from_copy(self, content: Content, step: int) -> None:
         """Save while training goes on, if there is memory for a copy: call
-        :meth:`report_written` after each step.
-
-        Raises:
-            CheckpointError: this or the one before could not be written.
-        """
+        :meth:`report_written` after each step. Raises CheckpointError, also for the one before."""
         self.report_written(wait=True)
-        copy = host_copy(content)
+        copy = _host_copy(content)
         if copy is None:
             self.save(content, step)
             return
-        write = partial(write_atomically, copy, self._path(step))
-        self._writing = BackgroundWrite(write, step)
+        thread = ThreadPoolExecutor(1, "checkpoint")
+        self._writing = step, thread.submit(write_atomically, copy, self._path(step))
+        thread.shutdown(wait=False)  # it ends with the write, and no process ends before it
         self._run.saving.clock.copied()
 
     def report_written(self, *, wait: bool = False) -> None:
-        """Report the checkpoint that was written meanwhile, if it is; ``wait`` until it is.
-
-        Raises:
-            CheckpointError: it could not be written; the earlier ones are untouched.
-        """
-        if self._writing is not None and (wait or self._writing.is_done):
-            writing, self._writing = self._writing, None
-            writing.wait()
-            self._report(writing.step)
-
-    def _path(self, step: int) -> Path:
-        return self.path / f"step-{step:08d}.pt"
-
-    def _report(self, step: int) -> None:
-        self._run.checkpoint_saved(self._path(step), step)
-        self._run.saving.rotate("step-*.pt", self._keep)
+        """Report the checkpoint that was written meanwhile, if it is; ``wait`` until it is. Raises
+        CheckpointError if it could not be; the earlier ones are untouched."""
+        if self._writing is not None and (wait or self._writing[1].done()):
+            (step, writing), self._writing = self._writing, None
+            writing.result()
+            self._report(step)
 
     def remove_leftovers(self) -> None:
         """Remove the temporary files of attempts that were killed while they wrote."""
         for leftover in self.path.glob(".*.tmp"):
             leftover.unlink(missing_ok=True)
+
+    def _path(self, step: int) -> Path:
+        return self.path / f"step-{step:08d}.pt"
+
+    def _report(self, step: int) -> Path:
+        path = self._path(step)
+        self._run.checkpoint_saved(path, step)
+        self._run.saving.rotate("step-*.pt", self._keep)
+        return path
+
+
+def _host_copy(content: Content) -> Content | None:
+    """Return a copy with all tensors in host memory; None where that would take more than a quarter
+    of what is available."""
+    available = read_host_memory().available
+    if available is None or _bytes_of(content) > _LARGEST_COPY * available:
+        return None
+    try:
+        return {key: _copied(value) for key, value in content.items()}
+    except Exception as error:
+        if classify_failure(error).kind in MEMORY_FAILURES:
+            return None
+        raise
+
+
+def _bytes_of(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    if isinstance(value, Mapping):
+        return sum(map(_bytes_of, value.values()))
+    return sum(map(_bytes_of, value)) if isinstance(value, (list, tuple)) else 0
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, Mapping):
+        return {key: _copied(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_copied, value))
+    return value
 
 
 def save_checkpoint(content: Mapping[str, Any], path: str | Path) -> Path:
@@ -121,7 +147,7 @@ def save_checkpoint(content: Mapping[str, Any], path: str | Path) -> Path:
     return path
 
 
-def write_atomically(content: Mapping[str, Any], path: Path) -> None:
+def write_atomically(content: Content, path: Path) -> None:
     """``torch.save`` such that ``path`` is at every moment absent, the old file or the new one,
     also after a power cut.
 
@@ -133,8 +159,13 @@ def write_atomically(content: Mapping[str, Any], path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path, durable=True) as temporary, temporary.open("wb") as file:
-            _save(content, file)
-            file.flush()
+            recording = _RecordingFile(file)
+            try:
+                torch.save(content, recording)  # type: ignore[arg-type]
+            except (OSError, RuntimeError):
+                if recording.error is not None:
+                    raise recording.error from None
+                raise
     except OSError as error:
         raise CheckpointError(f"cannot write {path}: {error.strerror or error}") from error
 
@@ -144,6 +175,7 @@ class _RecordingFile:
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
+        self.flush = file.flush
         self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
@@ -153,46 +185,28 @@ class _RecordingFile:
             self.error = self.error or error
             raise
 
-    def flush(self) -> None:
-        self._file.flush()
 
+def read_newest(path: Path, required: Collection[str] = ()) -> tuple[Path, Content] | None:
+    """Return the checkpoint ``path``, or the newest intact one before it in the same folder, with
+    its content on the CPU; None if none is intact.
 
-def _save(content: Mapping[str, Any], file: IO[bytes]) -> None:
-    recording = _RecordingFile(file)
-    try:
-        torch.save(dict(content), recording)  # type: ignore[arg-type]
-    except (OSError, RuntimeError):
-        if recording.error is not None:
-            raise recording.error from None
-        raise
-
-
-def read_newest(path: Path, required: Collection[str] = ()) -> tuple[Path, dict[str, Any]] | None:
-    """Read the checkpoint ``path``, or the newest intact one before it in the same folder.
-
-    Args:
-        path: the checkpoint that is wanted.
-        required: keys that its content must have; a file without them is somebody else's.
-
-    Returns:
-        The file that was read and its content on the CPU; None where no intact one is left.
+    A file without the keys ``required`` is somebody else's.
 
     Raises:
         ConfigError: a file cannot be read now, also after a while.
-        MemoryError, RuntimeError: there is no memory to read it; that says nothing about the file.
+        MemoryError, RuntimeError: there is no memory to read it, whatever the file is like.
     """
-    match = _NAME.fullmatch(path.name)
-    wanted = int(match[1]) if match else None
-    jobs = {one.path: one.job for one in wait_until_readable(lambda: read_manifests(path.parent))}
-    job = jobs.get(path.absolute())
+    known = wait_until_readable(lambda: read_manifests(path.parent))
+    wanted = next((one for one in known if one.path == path.absolute()), None)
     older = [
-        other
-        for other in _by_step(path.parent)
-        if other != path
-        and (wanted is None or _step(other) <= wanted)
-        and (job is None or jobs.get(other.absolute(), job) == job)
+        one
+        for one in known
+        if one.path.parent == path.parent.absolute()
+        and one.path.suffix == path.suffix
+        and (wanted is None or (one.job == wanted.job and one.order < wanted.order))
     ]
-    for candidate in [path, *older]:
+    older.sort(key=lambda one: one.order, reverse=True)
+    for candidate in (path, *(one.path for one in older)):
         try:
             return candidate, wait_until_readable(partial(_read, candidate, required))
         except _Unusable as fault:
@@ -206,44 +220,29 @@ class _Unusable(Exception):
     """What is wrong with a checkpoint file."""
 
 
-def _read(path: Path, required: Collection[str]) -> dict[str, Any]:
-    """The content of a file that is whole and a checkpoint.
-
-    Raises:
-        _Unusable: it is not.
-        OSError: it cannot be read now.
-    """
+def _read(path: Path, required: Collection[str]) -> Content:
+    """Return the content of a whole checkpoint; raise _Unusable, or OSError if it cannot be read
+    now."""
     try:
         path.open("rb").close()
         # torch.load itself does not compare the checksums
         with zipfile.ZipFile(path) as archive:
             bad = archive.testzip()
-        if bad is None:
-            # weights_only: a file from elsewhere must not run code here
-            content = torch.load(path, map_location="cpu", weights_only=True)
+        if bad is not None:
+            raise _Unusable(f"the checksum of {bad} is wrong")
+        # weights_only: a file from elsewhere must not run code here
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except _Unusable:
+        raise
     except Exception as error:
         # damaged files make zip and pickle readers raise nearly anything, EINVAL for a bad offset
         is_away = isinstance(error, OSError) and error.errno not in (None, EINVAL, ENOENT)
         if is_away or classify_failure(error).kind in MEMORY_FAILURES:
             raise
-        raise _Unusable(
-            str(error).splitlines()[0] if str(error) else type(error).__name__
-        ) from None
-    if bad is not None:
-        raise _Unusable(f"the checksum of {bad} is wrong")
+        raise _Unusable(first_line(error)) from None
     if not isinstance(content, dict):
         raise _Unusable(f"it holds a {type(content).__name__} and is no checkpoint")
     missing = sorted(set(required) - content.keys())
     if missing:
         raise _Unusable(f"it has no {missing[0]!r} and is no checkpoint of this trainer")
     return content
-
-
-def _step(path: Path) -> int:
-    match = _NAME.fullmatch(path.name)
-    return int(match[1]) if match else -1
-
-
-def _by_step(folder: Path) -> list[Path]:
-    """Complete checkpoints, the newest first."""
-    return sorted((p for p in folder.glob("step-*.pt") if _step(p) >= 0), key=_step, reverse=True)

@@ -7,16 +7,16 @@ import json
 import os
 import time
 from pathlib import Path
-from typing import Any
 
+from robust_train.events import Json
 from robust_train.files import parse_json, read_small, replacing
 from robust_train.runfolder.lock import is_held
-from robust_train.runfolder.requests import ANSWER, NEW, REQUESTS
+from robust_train.runfolder.requests import ANSWER, NEW, REQUESTS, Reply
 from robust_train.runfolder.runs import Run
 
 USUAL_WAIT_SECONDS = 30.0
 _FIGURES_SECONDS = 1.5
-_SEEN_SECONDS = 2.0
+SEEN_SECONDS = 2.0
 _POLL_SECONDS = 0.03
 _MAX_ANSWER_BYTES = 1 << 20
 _NEED_NO_STEP = frozenset({"stop", "figures", "memory_info"})
@@ -31,77 +31,66 @@ class StillQueued(ControlError):
 
 
 def ask(
-    run: Run, verb: str, *, wait_seconds: float = USUAL_WAIT_SECONDS, **options: Any
-) -> dict[str, Any]:
-    """Have the run do something, and return its answer.
+    run: Run, verb: str, *, wait_seconds: float = USUAL_WAIT_SECONDS, **options: Json
+) -> dict[str, Json]:
+    """Have a live run do something, and return its answer.
 
-    Args:
-        run: a live one.
-        verb: what to do.
-        wait_seconds: for a step to end, where that is needed.
-        options: of the verb.
+    Waits ``wait_seconds`` for a step to end, if the verb needs that; ``options`` are the verb's.
 
     Raises:
         StillQueued: no step has ended in time; the run does it when one does.
         ControlError: the run refuses, is gone, or does not answer.
     """
-    request_id = f"{time.time_ns():020}-{os.urandom(4).hex()}"
-    folder = run.run_dir / REQUESTS
-    request, answer = folder / f"{request_id}{NEW}", folder / f"{request_id}{ANSWER}"
+    request = run.run_dir / REQUESTS / f"{time.time_ns():020}-{os.urandom(4).hex()}{NEW}"
     try:
         with replacing(request) as temporary:
             temporary.write_text(json.dumps({"verb": verb, "options": options}))
     except OSError as error:
-        raise ControlError(f"{run.id}: {folder} takes no request: {error.strerror}") from error
+        problem = f"{request.parent} takes no request: {error.strerror}"
+        raise ControlError(f"{run.id}: {problem}") from error
     try:
-        reply = _wait_for(answer, request, run, wait_seconds)
+        reply = _wait_for_reply(run, request, wait_seconds)
+        if reply is None and (verb in _NEED_NO_STEP or run.is_stopped):
+            problem = f"does not answer (pid {run.pid}; is it stopped with Ctrl-Z?)"
+            raise ControlError(f"{run.id} {problem}")
     except BaseException:  # Ctrl-C too
         with contextlib.suppress(OSError):
             request.unlink()
         raise
-    if reply is None and verb in _NEED_NO_STEP | ({verb} if run.is_stopped else set()):
-        with contextlib.suppress(OSError):
-            request.unlink()
-        raise ControlError(f"{run.id} does not answer (pid {run.pid}; is it stopped with Ctrl-Z?)")
     if reply is None:
         raise StillQueued(
             f"{run.id}: no step has ended within {wait_seconds:g} s; the request stays queued and "
-            "is carried out when one does (robust-train run status tells how far the run is)"
+            "is carried out when one does (robust-train run status shows its progress)"
         )
     if "error" in reply:
         raise ControlError(f"{run.id}: {reply['error']}")
-    found: dict[str, Any] = reply["answer"]
-    return found
+    return dict(reply["answer"])
 
 
-def status(run: Run) -> dict[str, Any]:
+def status(run: Run) -> dict[str, Json]:
     """Return a run's state, with the attempt's own figures where it answers at once."""
-    if run.status != "running":
-        return run.about()
-    figures: dict[str, Any] = {}
-    with contextlib.suppress(ControlError):
-        figures = ask(run, "figures", wait_seconds=_FIGURES_SECONDS)
+    figures: dict[str, Json] = {}
+    if run.status == "running":
+        with contextlib.suppress(ControlError):
+            figures = ask(run, "figures", wait_seconds=_FIGURES_SECONDS)
     return {**run.about(), **figures}
 
 
-def _wait_for(answer: Path, request: Path, run: Run, wait_seconds: float) -> dict[str, Any] | None:
-    """Return the answer, None where it does not come in time.
-
-    Raises:
-        ControlError: the run has ended without one.
-    """
+def _wait_for_reply(run: Run, request: Path, wait_seconds: float) -> Reply | None:
+    """Return the reply, None if it does not come in time; ControlError if the run has ended."""
     started = time.monotonic()
-    is_last_look = False
+    answer = request.with_suffix(ANSWER)
+    has_ended = False
     while True:
         names = os.listdir(answer.parent)  # not a look-up, which a network disk may have cached
         if answer.name in names:
-            reply = parse_json(read_small(answer, _MAX_ANSWER_BYTES)[0])
+            reply: Reply = parse_json(read_small(answer, _MAX_ANSWER_BYTES)[0])
             answer.unlink(missing_ok=True)
-            return dict(reply)
+            return reply
         waited = time.monotonic() - started
-        if waited >= wait_seconds and (request.name not in names or waited >= _SEEN_SECONDS):
+        if waited >= wait_seconds and (request.name not in names or waited >= SEEN_SECONDS):
             return None
-        if is_last_look:
+        if has_ended:
             raise ControlError(f"{run.id} has ended, or ends right now")
-        is_last_look = is_held(run.run_dir) is False
+        has_ended = is_held(run.run_dir) is False
         time.sleep(_POLL_SECONDS)

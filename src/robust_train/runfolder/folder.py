@@ -11,20 +11,22 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol
+from typing import Protocol
 
 from robust_train.errors import EXIT_FAILED, EXIT_NO_DEVICE, JobInterrupted
-from robust_train.events import AttemptStarted, Event
+from robust_train.events import AttemptStarted, Event, Json
+from robust_train.gpu.processes import user_name
 from robust_train.queue.wait import WaitStatus
 from robust_train.runfolder import runs
-from robust_train.runfolder.lock import RunLock, user_name
+from robust_train.runfolder.lock import RunLock
 from robust_train.runfolder.requests import (
     LAUNCHERS_VERB,
+    REQUESTS,
     TAKEN,
-    Inbox,
     Reply,
     Request,
+    find_requests,
+    open_requests,
     sweep_stop_requested,
 )
 from robust_train.runfolder.state import RunState, StateFile, after_event, with_attempt
@@ -34,10 +36,11 @@ log = logging.getLogger("robust_train")
 
 _POLL_SECONDS = 0.4
 _EXIT_CODES = {"completed": 0, "failed": EXIT_FAILED, "no_device": EXIT_NO_DEVICE}
+_TAKING_REQUESTS = ("running", "between attempts", "stopping")
 
 
 class Signals(Protocol):
-    """What stopping a job needs of its signals (see :class:`.execution.signals.SignalWatch`)."""
+    """What stopping a job needs of :class:`robust_train.execution.signals.SignalWatch`."""
 
     received: int | None
 
@@ -51,19 +54,11 @@ class Signals(Protocol):
 class RunFolder:
     """Holds the lock, keeps the state and takes the requests of one launch; a context manager.
 
-    Whatever is wrong with the disk, the job goes on, after one warning.
-
-    Args:
-        run_dir: the run folder.
-        name: the job's name.
-        signals: the job's; stopping is one of them.
-        sweep_folder: of the sweep that the job belongs to.
+    Whatever is wrong with the disk, the job goes on, after one warning. ``token`` is the part of
+    the job's id that it has from the start.
 
     Raises:
         ConfigError: a live job holds the folder. Nothing in it was written.
-
-    Attributes:
-        token: the part of the job's id that it has from the start.
     """
 
     def __init__(
@@ -75,8 +70,7 @@ class RunFolder:
         self._sweep_folder = sweep_folder
         job_id, now = f"0-{self.token}", time.time()
         self._lock = RunLock(run_dir, job_id)
-        self._inbox = Inbox(run_dir)
-        where = (str(run_dir), os.getpid(), socket.gethostname(), user_name())
+        where = (str(run_dir), os.getpid(), socket.gethostname(), user_name(os.geteuid()))
         self._file = StateFile(run_dir, RunState(job_id, name, *where, started=now, since=now))
         self._next_poll = 0.0
 
@@ -92,32 +86,26 @@ class RunFolder:
 
     def __enter__(self) -> RunFolder:
         try:
-            self._inbox.open()
+            open_requests(self._run_dir)
         except OSError as error:
             log.warning(
                 "%s cannot be used (%s); this run goes on, but takes no requests",
-                self._inbox.path,
+                self._run_dir / REQUESTS,
                 error.strerror,
             )
         self._file.write_if_due()
         runs.register(self._run_dir, self.token)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        frames: TracebackType | None,
-    ) -> None:
-        if self.state.is_final:
-            pass
-        elif isinstance(error, KeyboardInterrupt):
-            interruption = JobInterrupted(self._signals.received or signal.SIGINT)
-            self.ended("interrupted", str(interruption), interruption.exit_code)
-        else:
-            self.ended("failed", f"{type(error).__name__}: {error}")
-        for request in (*self._inbox.requests(TAKEN), *self._inbox.requests()):
-            self._inbox.answer(request, {"error": "the run ended before it came to that"})
+    def __exit__(self, kind: object, error: BaseException | None, frames: object) -> None:
+        if not self.state.is_final:
+            if isinstance(error, KeyboardInterrupt):
+                interruption = JobInterrupted(self._signals.received or signal.SIGINT)
+                self.ended("interrupted", str(interruption), interruption.exit_code)
+            else:
+                self.ended("failed", f"{type(error).__name__}: {error}")
+        for request in (*find_requests(self._run_dir, TAKEN), *find_requests(self._run_dir)):
+            request.answer({"error": "the run ended before it came to that"})
         self._lock.release()
 
     def tick(self) -> None:
@@ -126,10 +114,15 @@ class RunFolder:
         if now < self._next_poll:
             return
         self._next_poll = now + _POLL_SECONDS
-        self._update(lambda state: state)
+        self._change()
         self._file.write_if_due()
-        for request in self._inbox.requests():
-            self._handle(request)
+        for request in find_requests(self._run_dir):
+            state = self.state.state
+            if request.verb == LAUNCHERS_VERB:
+                self._stop(request)
+            elif state not in _TAKING_REQUESTS and request.take():
+                problem = f"no attempt runs that could do that: the run is {state}; try later"
+                request.answer({"error": problem})
         sweep = self._sweep_folder
         if sweep is not None and self._signals.received is None and sweep_stop_requested(sweep):
             log.info("the sweep is stopped by robust-train run stop")
@@ -166,15 +159,15 @@ class RunFolder:
         """An attempt has ended, and what comes next is known: answer what it has not answered."""
         reason = self.state.reason if decision is None else decision.reason
         self._change(state="between attempts", reason=reason)
-        for request in self._inbox.requests(TAKEN):
-            self._inbox.answer(request, _reply_after(request, attempt, decision, checkpoint))
+        for request in find_requests(self._run_dir, TAKEN):
+            request.answer(_reply_after(request, attempt, decision, checkpoint))
 
     def ended(self, status: str, reason: str | None, exit_code: int | None = None) -> None:
         """The job has ended; ``status`` and ``reason`` as ``summary.json`` has them."""
         code = _EXIT_CODES.get(status) if exit_code is None else exit_code
         self._change(state=status, reason=reason, exit_code=code, waiting=None)
 
-    def _change(self, **changes: Any) -> None:
+    def _change(self, **changes: Json) -> None:
         self._update(lambda state: replace(state, **changes))
 
     def _update(self, change: Callable[[RunState], RunState]) -> None:
@@ -186,33 +179,23 @@ class RunFolder:
 
         self._file.update(stopping)
 
-    def _handle(self, request: Request) -> None:
-        state = self.state.state
-        if request.verb == LAUNCHERS_VERB:
-            self._stop(request)
-        elif state not in ("running", "between attempts", "stopping") and self._inbox.take(request):
-            problem = f"no attempt runs that could do that: the run is {state}; try later"
-            self._inbox.answer(request, {"error": problem})
-
     def _stop(self, request: Request) -> None:
         """Stop the job as SIGTERM does."""
-        if not self._inbox.take(request):
+        if not request.take():
             return
         problem = None
         if not self._signals.watches(signal.SIGTERM):
-            problem = (
-                "this job takes no signals (it is under a scheduler, or not in its process's main "
-                "thread); stop it where it was started"
-            )
+            problem = "this job takes no signals (it is under a scheduler, or not in its process's "
+            problem += "main thread); stop it where it was started"
         elif self._signals.received is not None and not request.options.get("now"):
             problem = "it is stopping already; --now ends it without waiting for a checkpoint"
         if problem is not None:
-            self._inbox.answer(request, {"error": problem})
+            request.answer({"error": problem})
             return
         before = self.state.state
         self._change(state="stopping")
         answer = {"before": before, "after": "stopping", "signal": "SIGTERM", "exit_code": 143}
-        self._inbox.answer(request, {"answer": answer})
+        request.answer({"answer": answer})
         # to the main thread: sent to another one, it would not wake a sleeping job
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
 
@@ -228,13 +211,8 @@ def _reply_after(
     where = "from the beginning, for the trainer reported no checkpoint"
     if checkpoint is not None:
         where = f"from {checkpoint}"
-    return {
-        "answer": {
-            "before": _sizes(attempt.spec),
-            "after": _sizes(spec),
-            "how": f"in a new attempt {where}; effective batch size {spec.effective_batch_size}",
-        }
-    }
+    how = f"in a new attempt {where}; effective batch size {spec.effective_batch_size}"
+    return {"answer": {"before": _sizes(attempt.spec), "after": _sizes(spec), "how": how}}
 
 
 def _sizes(spec: AttemptSpec) -> dict[str, int]:

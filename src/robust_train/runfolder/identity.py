@@ -7,42 +7,35 @@ completed; a launch after that, or with ``resume=false``, begins a new job, and 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import logging
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
 from robust_train.errors import ConfigError
-from robust_train.files import replacing
-from robust_train.runfolder.journal import Earlier, read_earlier
-from robust_train.runfolder.manifests import (
-    newest_checkpoint,
-    read_manifests,
-    record_checkpoint,
-)
+from robust_train.events import from_json
+from robust_train.files import replacing, sync
+from robust_train.runfolder.journal import read_earlier
+from robust_train.runfolder.manifests import newest_checkpoint, read_manifests
 
 log = logging.getLogger("robust_train")
 
 T = TypeVar("T")
 
 PAUSES_SECONDS = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
+_NEW_LEVELS = 3  # of outputs/<date>/<time>
 
 
 @dataclass(frozen=True)
 class Identity:
-    """The content of ``job.json``.
-
-    Attributes:
-        id: of the job, in all of its launches.
-        started: its first launch, seconds since the epoch.
-        completed: when it completed, None before.
-        cleared: what lay in ``checkpoints/`` before the job is out of its way.
-    """
+    """The content of ``job.json``: the job's id, when it began and completed (seconds since the
+    epoch), and whether what lay in ``checkpoints/`` before it is out of its way."""
 
     id: str
     started: float
@@ -52,75 +45,56 @@ class Identity:
 
 @dataclass(frozen=True)
 class Beginning:
-    """Where a launch begins.
-
-    Attributes:
-        job: the job's identity.
-        attempts: the highest number of an attempt so far, 0 without any.
-        found: micro-batches that probes have found, by what memory depends on.
-        checkpoint: to resume from, None for a fresh start.
-    """
+    """Where a launch begins: the job's identity, the highest number of an attempt so far (0 without
+    any), micro-batches that probes have found, and the checkpoint to resume from."""
 
     job: str
-    attempts: int = 0
-    found: Mapping[str, int] = field(default_factory=dict)
-    checkpoint: Path | None = None
+    attempts: int
+    found: Mapping[str, int]
+    checkpoint: Path | None
 
 
-def wait_until_readable(
-    read: Callable[[], T],
-    *,
-    sleep: Callable[[float], None] = time.sleep,
-    pauses_seconds: tuple[float, ...] = PAUSES_SECONDS,
-) -> T:
-    """Return what ``read`` returns; where it raises OSError, wait and try again.
-
-    A network disk that is away for a moment is no reason to begin anew.
-
-    Raises:
-        ConfigError: it still cannot be read after all pauses.
-    """
-    for pause in pauses_seconds:
+def wait_until_readable(read: Callable[[], T], *, sleep: Callable[[float], None] = time.sleep) -> T:
+    """Return what ``read`` returns. If it raises OSError, try again for a minute, then raise
+    ConfigError: a network disk that is away for a moment is no reason to begin anew."""
+    pauses = iter(PAUSES_SECONDS)
+    while True:
         try:
             return read()
         except OSError as error:
-            log.warning("%s; trying again in %g s", _problem(error), pause)
-            sleep(pause)
-    try:
-        return read()
-    except OSError as error:
-        raise ConfigError(
-            f"{_problem(error)}; nothing was changed: make it readable and repeat the command, or "
-            "remove it to begin without it"
-        ) from error
-
-
-def _problem(error: OSError) -> str:
-    return f"{error.filename or 'the run folder'}: cannot be read now ({error.strerror or error})"
+            what, why = error.filename or "the run folder", error.strerror or error
+            problem, pause = f"{what}: cannot be read now ({why})", next(pauses, None)
+            if pause is None:
+                raise ConfigError(
+                    f"{problem}; nothing was changed: make it readable and repeat the command, or "
+                    "remove it to begin without it"
+                ) from error
+        log.warning("%s; trying again in %g s", problem, pause)
+        sleep(pause)
 
 
 def begin_job(run_dir: Path, *, resume: bool) -> Beginning:
-    """Find out where a launch in ``run_dir`` begins, and write ``job.json``.
-
-    Args:
-        run_dir: the run folder, which no other launch uses meanwhile.
-        resume: go on with the unfinished job of the folder, where there is one.
+    """Find out where a launch in ``run_dir`` begins, and write ``job.json``; ``resume``: go on with
+    the unfinished job of the folder, if there is one.
 
     Raises:
         ConfigError: something of the folder cannot be read or written, also after a while.
     """
+    folder = run_dir / "checkpoints"
     earlier = wait_until_readable(lambda: read_earlier(run_dir / "journal.jsonl"))
-    before = wait_until_readable(lambda: read_identity(run_dir))
-    if before is None or before.completed is not None or not resume:
-        # older versions kept no identity: there the journal names the checkpoint, once
-        adopted = earlier.checkpoint if before is None and resume else None
-        before = _new_job(run_dir, earlier, adopted)
-    if not before.cleared:
-        _set_aside(run_dir / "checkpoints")
-        _write(run_dir, before := replace(before, cleared=True))
-    checkpoint = resume_from(run_dir, before.id)
-    numbers = [manifest.attempt for manifest in read_manifests(run_dir / "checkpoints")]
-    return Beginning(before.id, max(earlier.attempts, *numbers, 0), earlier.found, checkpoint)
+    job = wait_until_readable(lambda: read_identity(run_dir))
+    if job is None or job.completed is not None or not resume:
+        job = Identity(uuid.uuid4().hex, time.time(), cleared=False)
+        _write(run_dir, job)
+        for parent in run_dir.parents[:_NEW_LEVELS]:
+            with contextlib.suppress(OSError):
+                sync(parent)
+    if not job.cleared:
+        _set_aside(folder)
+        _write(run_dir, replace(job, cleared=True))
+    checkpoint = resume_from(run_dir, job.id)
+    numbers = [manifest.attempt for manifest in read_manifests(folder)]
+    return Beginning(job.id, max(earlier.attempts, *numbers, 0), earlier.found, checkpoint)
 
 
 def resume_from(
@@ -130,17 +104,8 @@ def resume_from(
     *,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Path | None:
-    """Return the newest whole checkpoint of ``job`` on the disk.
-
-    Args:
-        run_dir: the run folder.
-        job: its identity.
-        reported: what a trainer reported last; it counts where its manifest could not be written.
-        sleep: waits so many seconds.
-
-    Raises:
-        ConfigError: something cannot be read, also after a while.
-    """
+    """Return the newest whole checkpoint of ``job`` on the disk, or what its trainer ``reported``
+    last if that has no manifest; ConfigError as :func:`wait_until_readable`."""
     folder = run_dir / "checkpoints"
 
     def read() -> Path | None:
@@ -154,7 +119,7 @@ def resume_from(
 
 
 def complete_job(run_dir: Path) -> None:
-    """Write that the job has completed: the next launch in its folder begins a new one."""
+    """Record that the job has completed: the next launch in its folder begins a new one."""
     try:
         identity = read_identity(run_dir)
         if identity is not None:
@@ -164,37 +129,17 @@ def complete_job(run_dir: Path) -> None:
 
 
 def read_identity(run_dir: Path) -> Identity | None:
-    """Return the content of ``job.json``, None where there is none.
-
-    Raises:
-        OSError: it cannot be read just now.
-        ConfigError: it is damaged.
-    """
+    """Return the content of ``job.json``, None where there is none; OSError if it cannot be read
+    just now, ConfigError if it is damaged."""
     path = run_dir / "job.json"
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        return Identity(**{key: content[key] for key in asdict(Identity("", 0.0))})
+        return from_json(Identity, json.loads(path.read_text(encoding="utf-8")))
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (ValueError, TypeError, KeyError):
+    except ValueError:  # MalformedEvent among them
         raise ConfigError(
-            f"{path}: is damaged; remove it to go on from the journal's last checkpoint"
+            f"{path}: is damaged; remove it to begin anew, with what is in checkpoints set aside"
         ) from None
-
-
-def _new_job(run_dir: Path, earlier: Earlier, adopted: Path | None) -> Identity:
-    identity = Identity(uuid.uuid4().hex, time.time(), cleared=adopted is not None)
-    _write(run_dir, identity)
-    if adopted is not None:
-        record_checkpoint(
-            run_dir / "checkpoints",
-            adopted,
-            job=identity.id,
-            attempt=earlier.attempts,
-            step=None,
-            seconds=None,
-        )
-    return identity
 
 
 def _write(run_dir: Path, identity: Identity) -> None:

@@ -11,7 +11,6 @@ import fcntl
 import json
 import logging
 import os
-import pwd
 import socket
 import time
 from dataclasses import asdict, dataclass
@@ -22,6 +21,7 @@ import psutil
 from robust_train.errors import ConfigError
 from robust_train.events import from_json
 from robust_train.files import parse_json, read_small
+from robust_train.gpu.processes import user_name
 
 log = logging.getLogger("robust_train")
 
@@ -32,14 +32,6 @@ _ORPHAN_SECONDS = 15.0
 _POLL_SECONDS = 0.02
 _MAX_BYTES = 4096
 _FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-
-
-def user_name() -> str:
-    """Return this process's user, by number where it has no name."""
-    try:
-        return pwd.getpwuid(os.geteuid()).pw_name
-    except KeyError:
-        return str(os.geteuid())
 
 
 @dataclass(frozen=True)
@@ -55,21 +47,6 @@ class Holder:
     since: float
     user: str
     job: str
-
-    @classmethod
-    def here(cls, job: str) -> Holder:
-        """Return this process as a holder."""
-        process = psutil.Process()
-        started = process.create_time()
-        return cls(socket.gethostname(), process.pid, started, time.time(), user_name(), job)
-
-    @classmethod
-    def parse(cls, data: bytes) -> Holder | None:
-        """Return the holder in the content of a lock; None where that is empty or torn."""
-        try:
-            return from_json(cls, parse_json(data))
-        except ValueError:  # MalformedEvent among them
-            return None
 
     @property
     def process(self) -> psutil.Process | None:
@@ -90,18 +67,13 @@ class Holder:
 
 
 class RunLock:
-    """Holds a run folder's lock until :meth:`release`, or until every holder has ended.
-
-    Args:
-        run_dir: the run folder.
-        job: the job's id.
+    """Holds a run folder's lock for job id ``job`` until :meth:`release`, or until every holder
+    has ended.
 
     Raises:
         ConfigError: a live job holds it. Nothing was written.
 
-    Attributes:
-        hold: descriptors that an attempt and all it starts keep open; none where the disk cannot
-            lock.
+    ``hold``: descriptors that an attempt and all it starts keep open; none if the disk cannot lock.
     """
 
     def __init__(self, run_dir: Path, job: str) -> None:
@@ -123,9 +95,11 @@ class RunLock:
             )
             return
         self.hold = (self._fd,)
+        started, user = psutil.Process().create_time(), user_name(os.geteuid())
+        holder = Holder(socket.gethostname(), os.getpid(), started, time.time(), user, job)
         with contextlib.suppress(OSError):  # a full disk: the lock holds without a name
             os.ftruncate(self._fd, 0)
-            os.pwrite(self._fd, json.dumps(asdict(Holder.here(job))).encode(), 0)
+            os.pwrite(self._fd, json.dumps(asdict(holder)).encode(), 0)
 
     def release(self) -> None:
         """Release the lock, also for processes that still have the descriptor."""
@@ -159,7 +133,7 @@ def is_held(run_dir: Path) -> bool | None:
 def read_holder(run_dir: Path) -> Holder | None:
     """Return who holds the folder's lock, or held it last; None where that is not known."""
     try:
-        return Holder.parse(read_small(run_dir / LOCK_FILE, _MAX_BYTES)[0])
+        return _parse(read_small(run_dir / LOCK_FILE, _MAX_BYTES)[0])
     except OSError:
         return None
 
@@ -172,18 +146,28 @@ def refusal(run_dir: Path) -> str | None:
     return _in_use(run_dir, holder)
 
 
+def _parse(data: bytes) -> Holder | None:
+    try:
+        return from_json(Holder, parse_json(data))
+    except ValueError:  # MalformedEvent among them
+        return None
+
+
 def _wait_for_lock(fd: int, run_dir: Path) -> None:
     """Take the lock, which ``run status`` or the last attempt of a dead job may hold a moment."""
     started = time.monotonic()
-    is_waiting = False
-    while not _is_taken(fd):
+    has_warned = False
+    while True:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
         waited = time.monotonic() - started
-        holder = Holder.parse(os.pread(fd, _MAX_BYTES, 0))
+        holder = _parse(os.pread(fd, _MAX_BYTES, 0))
         if waited > _RETRY_SECONDS:
             if holder is None or not holder.is_dead or waited > _ORPHAN_SECONDS:
                 raise ConfigError(_in_use(run_dir, holder))
-            if not is_waiting:
-                is_waiting = True
+            if not has_warned:
+                has_warned = True
                 log.warning(
                     "the launcher of an earlier job in this folder (pid %d) was killed: waiting up "
                     "to %.0f s for the last checkpoint of its attempt",
@@ -191,14 +175,6 @@ def _wait_for_lock(fd: int, run_dir: Path) -> None:
                     _ORPHAN_SECONDS,
                 )
         time.sleep(_POLL_SECONDS)
-
-
-def _is_taken(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _in_use(run_dir: Path, holder: Holder | None) -> str:

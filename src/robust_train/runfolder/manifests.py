@@ -1,14 +1,13 @@
-"""Manifests: a small file beside each checkpoint that says whose it is, which step, how large.
+"""Manifests: a small file beside each checkpoint that names its job, step and size.
 
 They decide what a job resumes from and which of its checkpoints are too many. A checkpoint without
-one is nobody's: it is neither resumed from nor removed. A manifest whose checkpoint is gone, or has
-another size, names no whole checkpoint.
+one is neither resumed from nor removed. A manifest whose checkpoint is gone, or has another size,
+names no whole checkpoint.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import fnmatch
 import json
 import logging
@@ -16,12 +15,12 @@ import os
 import shutil
 import time
 import zlib
-from dataclasses import dataclass, replace
-from enum import Enum
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import Literal
 
 from robust_train.files import replacing, sync
-from robust_train.runfolder.whole import files_in, form_says
+from robust_train.runfolder.whole import files_in, whole_by_form
 
 log = logging.getLogger("robust_train")
 
@@ -29,6 +28,9 @@ SUFFIX = ".manifest.json"
 SCHEMA = 1
 _MOST = 1000
 _GONE = (FileNotFoundError, NotADirectoryError)
+
+State = Literal["whole", "changed", "torn", "gone"]
+"""State of a checkpoint; ``changed`` since its manifest, and its form does not show what it is."""
 
 
 @dataclass(frozen=True)
@@ -59,67 +61,45 @@ class Manifest:
 
     @property
     def order(self) -> tuple[int, int, float]:
-        """Return what sorts a job's checkpoints, the newest last.
-
-        An attempt begins where the one before it got to, so its checkpoints are later ones,
-        whatever steps its trainer counts.
-        """
+        """Return what sorts a job's checkpoints, the newest last: those of a later attempt are
+        later, whatever steps its trainer counts."""
         return self.attempt, -1 if self.step is None else self.step, self.time
-
-
-class State(Enum):
-    """What there is of a checkpoint: ``CHANGED`` since its manifest, and its form does not tell
-    whether it is whole."""
-
-    WHOLE = "whole"
-    CHANGED = "changed"
-    TORN = "torn"
-    GONE = "gone"
 
 
 def record_checkpoint(
     folder: Path, path: Path, *, job: str, attempt: int, step: int | None, seconds: float | None
 ) -> None:
-    """Write the manifest of a complete checkpoint, after the checkpoint itself is on the disk.
+    """Write the manifest of a complete checkpoint, once the checkpoint itself is on the disk.
 
-    Args:
-        folder: the run's folder of checkpoints.
-        path: the checkpoint, in ``folder`` or anywhere else.
-        job, attempt, step, seconds: see :class:`Manifest`.
-
-    Raises:
-        OSError: the checkpoint is not there, or the manifest cannot be written.
+    ``path`` is in ``folder``, the run's folder of checkpoints, or anywhere else. Raises OSError if
+    it is not there, or the manifest cannot be written.
     """
     path = path.absolute()
-    for item in (*(files_in(path) if path.is_dir() else ()), path, path.parent):
-        sync(item)
+    _sync_all(path)
     manifest = Manifest(job, attempt, step, round(time.time(), 6), path, *_size(path), seconds)
     beside = path.parent == folder.absolute()
-    content = dataclasses.asdict(manifest) | {"path": path.name if beside else str(path)}
+    content = asdict(manifest) | {"path": path.name if beside else str(path)}
     folder.mkdir(parents=True, exist_ok=True)
     with replacing(_file_of(folder, path), durable=True) as temporary:
         temporary.write_text(json.dumps({"schema": SCHEMA, **content}) + "\n")
-    own = of_job(folder, job)
-    for newer, other in enumerate(reversed(own)):
+    sync(folder.parent)
+    for newer, other in enumerate(reversed(of_job(folder, job))):
         # removed by a trainer's own rotation; or a trainer that keeps all of them
-        if other.order < manifest.order and (newer >= _MOST or state_of(other) is State.GONE):
+        if other.order < manifest.order and (newer >= _MOST or state_of(other) == "gone"):
             _file_of(folder, other.path).unlink(missing_ok=True)
 
 
 def newest_checkpoint(folder: Path, job: str) -> Manifest | None:
-    """Return the newest whole checkpoint of ``job``, None if it has none.
-
-    Raises:
-        OSError: the folder, a manifest or a checkpoint cannot be read just now.
-    """
+    """Return the newest whole checkpoint of ``job``, None if it has none; OSError if the folder, a
+    manifest or a checkpoint cannot be read just now."""
     changed: Manifest | None = None
     for manifest in reversed(of_job(folder, job)):
         state = state_of(manifest)
-        if state is State.WHOLE:
+        if state == "whole":
             return manifest
-        if state is State.CHANGED:
+        if state == "changed":
             changed = changed or manifest
-        elif state is State.TORN:
+        elif state == "torn":
             log.warning("checkpoint %s is torn; it is passed over", manifest.path)
     if changed is not None:
         log.warning("checkpoint %s has changed since it was reported; using it", changed.path)
@@ -127,16 +107,8 @@ def newest_checkpoint(folder: Path, job: str) -> Manifest | None:
 
 
 def rotate(folder: Path, job: str, pattern: str, keep: int) -> None:
-    """Remove all but the newest ``keep`` whole checkpoints of ``job`` in ``folder``.
-
-    What was written last stays, and so does everything of other jobs and all without a manifest.
-
-    Args:
-        folder: the run's folder of checkpoints.
-        job: whose checkpoints are too many.
-        pattern: of the names that the caller has given, ``step-*.pt``.
-        keep: 1 or more.
-    """
+    """Remove all but the newest ``keep`` whole checkpoints of ``job`` that are named like
+    ``pattern``. What was written last stays, and so does everything without a manifest of it."""
     try:
         own = [
             manifest
@@ -144,40 +116,27 @@ def rotate(folder: Path, job: str, pattern: str, keep: int) -> None:
             if manifest.path.parent == folder.absolute()
             and fnmatch.fnmatch(manifest.path.name, pattern)
         ]
-        whole = [manifest for manifest in own if state_of(manifest) is State.WHOLE]
+        whole = [manifest for manifest in own if state_of(manifest) == "whole"]
         kept = [*whole[-keep:], *sorted(own, key=lambda one: one.time)[-1:]]
         for manifest in own:
             if whole and manifest.order < whole[-1].order and manifest not in kept:
-                remove(folder, manifest.path)
+                if manifest.path.is_dir():
+                    shutil.rmtree(manifest.path)
+                manifest.path.unlink(missing_ok=True)
+                # after it: killed in between, it counts as not whole
+                _file_of(folder, manifest.path).unlink(missing_ok=True)
     except OSError as error:
         log.warning("checkpoints that are too many cannot be removed: %s", error)
 
 
-def remove(folder: Path, path: Path) -> None:
-    """Remove a checkpoint, then its manifest: killed in between, it counts as not whole."""
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-    _file_of(folder, path).unlink(missing_ok=True)
-
-
 def of_job(folder: Path, job: str) -> list[Manifest]:
-    """Return the manifests of ``job``, the newest checkpoint last.
-
-    Raises:
-        OSError: the folder or a manifest cannot be read just now.
-    """
+    """Return the manifests of ``job``, the newest checkpoint last; OSError as below."""
     own = (manifest for manifest in read_manifests(folder) if manifest.job == job)
     return sorted(own, key=lambda manifest: manifest.order)
 
 
 def read_manifests(folder: Path) -> list[Manifest]:
-    """Return all manifests in a folder of checkpoints; what is none is left out.
-
-    Raises:
-        OSError: the folder or a manifest cannot be read just now.
-    """
+    """Return all manifests in a folder of checkpoints; OSError if one cannot be read just now."""
     try:
         names = os.listdir(folder)
     except _GONE:
@@ -186,16 +145,30 @@ def read_manifests(folder: Path) -> list[Manifest]:
     for name in names:
         if name.endswith(SUFFIX) and not name.startswith("."):
             with contextlib.suppress(FileNotFoundError):
-                manifest = _read(folder.absolute() / name)
-                found += [] if manifest is None else [manifest]
-    return found
+                found.append(_read(folder.absolute() / name))
+    return [manifest for manifest in found if manifest is not None]
+
+
+def state_of(manifest: Manifest) -> State:
+    """Return the state of a checkpoint; OSError if it cannot be read just now."""
+    path = manifest.path
+    try:
+        if _size(path) == (manifest.kind, manifest.files, manifest.bytes):
+            if manifest.kind == "file":
+                with path.open("rb") as file:
+                    file.read(1)
+            return "whole"
+        is_whole = whole_by_form(path)
+    except _GONE:
+        return "gone"
+    return "changed" if is_whole is None else "whole" if is_whole else "torn"
 
 
 def _read(file: Path) -> Manifest | None:
     text = file.read_text(encoding="utf-8", errors="replace")
     try:
         content = json.loads(text)
-        known = {item.name: content[item.name] for item in dataclasses.fields(Manifest)}
+        known = {item.name: content[item.name] for item in fields(Manifest)}
         manifest = replace(Manifest(**known), path=file.parent / known["path"])
         manifest.order < manifest.order  # noqa: B015  # its types are right
     except (ValueError, TypeError, KeyError):
@@ -204,23 +177,15 @@ def _read(file: Path) -> Manifest | None:
     return manifest
 
 
-def state_of(manifest: Manifest) -> State:
-    """Return what there is of a checkpoint.
-
-    Raises:
-        OSError: it cannot be read just now.
-    """
-    path = manifest.path
-    try:
-        if _size(path) == (manifest.kind, manifest.files, manifest.bytes):
-            if manifest.kind == "file":
-                with path.open("rb") as file:
-                    file.read(1)
-            return State.WHOLE
-        says = form_says(path)
-    except _GONE:
-        return State.GONE
-    return State.CHANGED if says is None else State.WHOLE if says else State.TORN
+def _sync_all(path: Path) -> None:
+    """Have a file or folder, all in it and its name survive a power cut."""
+    for root, _, names in os.walk(path):
+        for name in (*names, ""):
+            sync(Path(root, name))
+    for item in (path, path.parent):
+        sync(item)
+    with contextlib.suppress(PermissionError):  # somewhere else on the disk
+        sync(path.parent.parent)
 
 
 def _size(path: Path) -> tuple[str, int, int]:
@@ -233,6 +198,6 @@ def _size(path: Path) -> tuple[str, int, int]:
 
 
 def _file_of(folder: Path, path: Path) -> Path:
-    if path.parent == folder.absolute():
-        return folder / (path.name + SUFFIX)
-    return folder / f"{path.name}-{zlib.crc32(os.fsencode(path)):08x}{SUFFIX}"
+    """Return the manifest of a checkpoint."""
+    elsewhere = f"-{zlib.crc32(os.fsencode(path)):08x}"
+    return folder / f"{path.name}{'' if path.parent == folder.absolute() else elsewhere}{SUFFIX}"

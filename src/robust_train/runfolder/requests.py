@@ -2,8 +2,7 @@
 
 A client writes ``<id>.json``: ``{"verb": …, "options": {…}}``. Whoever takes it renames it to
 ``<id>.taken``, writes ``<id>.answer``, ``{"answer": {…}}`` or ``{"error": "why not"}``, and removes
-it; the client removes the answer. The launcher takes ``stop``, the attempt all else. A request
-whose file belongs to another user is refused.
+it; the client removes the answer. The launcher takes ``stop``, the attempt all else.
 """
 
 from __future__ import annotations
@@ -12,14 +11,15 @@ import contextlib
 import json
 import logging
 import os
+import shutil
 import stat
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+from robust_train.events import Json
 from robust_train.files import parse_json, read_small, replacing
-from robust_train.runfolder.lock import user_name
+from robust_train.gpu.processes import user_name
 
 log = logging.getLogger("robust_train")
 
@@ -30,7 +30,7 @@ NEW, TAKEN, ANSWER = ".json", ".taken", ".answer"
 _MAX_BYTES = 64 * 1024
 _MODE = 0o700
 
-Reply = dict[str, Any]
+Reply = dict[str, Json]
 """``{"answer": {…}}`` or ``{"error": …}``."""
 
 
@@ -40,89 +40,77 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Request:
-    """A request as its file has it."""
+    """A request as its file ``path`` (``<id>.json``) has it."""
 
-    id: str
-    verb: str
-    options: Mapping[str, Any]
+    path: Path
+    verb: str = ""
+    options: Mapping[str, Json] = field(default_factory=dict)
 
-
-class Inbox:
-    """The requests in one run folder, as the job sees them."""
-
-    def __init__(self, run_dir: Path) -> None:
-        self.path = run_dir / REQUESTS
-        self._ignored: set[str] = set()
-
-    def open(self) -> None:
-        """Make the directory, or clear what an earlier launch left in it.
-
-        Raises:
-            OSError: it cannot be made, or is another user's.
-        """
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(self.path, _MODE)
-        status = os.lstat(self.path)
-        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
-            raise PermissionError(1, "no directory of this user's")
-        os.chmod(self.path, _MODE)
-        for name in os.listdir(self.path):
-            with contextlib.suppress(OSError):
-                (self.path / name).unlink()
-
-    def requests(self, suffix: str = NEW) -> list[Request]:
-        """Return the requests that wait (or were taken), the oldest first."""
-        try:
-            names = sorted(name for name in os.listdir(self.path) if name.endswith(suffix))
-        except OSError:
-            return []
-        found = [self._read(name) for name in names if name not in self._ignored]
-        return [request for request in found if request is not None]
-
-    def take(self, request: Request) -> bool:
+    def take(self) -> bool:
         """Return whether the request is this process's to carry out from now on."""
         try:
-            (self.path / f"{request.id}{NEW}").rename(self.path / f"{request.id}{TAKEN}")
+            self.path.rename(self.path.with_suffix(TAKEN))
         except OSError:  # withdrawn
             return False
         return True
 
-    def answer(self, request: Request, reply: Reply) -> None:
-        """Answer a request and remove it. A full disk loses the answer."""
-        with contextlib.suppress(OSError), replacing(self.path / f"{request.id}{ANSWER}") as file:
+    def answer(self, reply: Reply) -> None:
+        """Answer the request and remove it. A full disk loses the answer."""
+        answer = self.path.with_suffix(ANSWER)
+        with contextlib.suppress(OSError), replacing(answer) as file:
             file.write_text(json.dumps(reply, default=repr))
         for suffix in (NEW, TAKEN):
             with contextlib.suppress(OSError):
-                (self.path / f"{request.id}{suffix}").unlink()
+                self.path.with_suffix(suffix).unlink()
 
-    def _read(self, name: str) -> Request | None:
-        request_id = name.rpartition(".")[0]
-        try:
-            data = _read_own(self.path / name)
-            verb, options = data["verb"], data.get("options", {})
-            if not isinstance(verb, str) or not isinstance(options, dict):
-                raise ValueError
-            return Request(request_id, verb, options)
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            problem = error.strerror
-        except (ValueError, KeyError):
-            problem = "that is no request"
-        log.warning("request %s in %s is refused: %s", name, self.path, problem)
-        self.answer(Request(request_id, "", {}), {"error": str(problem)})
-        if os.path.lexists(self.path / name):
-            self._ignored.add(name)
+
+def open_requests(run_dir: Path) -> None:
+    """Make the directory of requests, or clear what an earlier launch left in it; OSError if it
+    cannot be made, or is another user's."""
+    folder = run_dir / REQUESTS
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(folder, _MODE)
+    status = os.lstat(folder)
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+        raise PermissionError(1, "no directory of this user's")
+    os.chmod(folder, _MODE)
+    for path in folder.iterdir():
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def find_requests(run_dir: Path, suffix: str = NEW) -> list[Request]:
+    """Return the requests that wait (or were taken), the oldest first; answer what is none."""
+    try:
+        names = sorted(os.listdir(run_dir / REQUESTS))
+    except OSError:
+        return []
+    paths = [run_dir / REQUESTS / name for name in names if name.endswith(suffix)]
+    return [request for request in map(_read, paths) if request is not None]
+
+
+def _read(path: Path) -> Request | None:
+    request = Request(path.with_suffix(NEW))
+    try:
+        content = _read_own(path)
+        verb, options = content["verb"], content.get("options", {})
+        if not isinstance(verb, str) or not isinstance(options, dict):
+            raise ValueError
+        return Request(request.path, verb, options)
+    except FileNotFoundError:
         return None
+    except OSError as error:
+        problem = str(error.strerror)
+    except (ValueError, KeyError):
+        problem = "that is no request"
+    log.warning("request %s is refused: %s", path, problem)
+    request.answer({"error": problem})
+    shutil.rmtree(path, ignore_errors=True)  # of a directory
+    return None
 
 
-def _read_own(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file of this user's, or of root's.
-
-    Raises:
-        OSError: it cannot be read, or belongs to another user.
-        ValueError: it is no JSON object.
-    """
+def _read_own(path: Path) -> dict[str, Json]:
+    """Return the JSON object in a file of this user's or root's; raise OSError or ValueError."""
     data, owner = read_small(path, _MAX_BYTES)
     if owner not in (os.geteuid(), 0):
         raise PermissionError(1, f"it belongs to user {owner}")
@@ -133,17 +121,13 @@ def _read_own(path: Path) -> dict[str, Any]:
 
 
 def request_sweep_stop(folder: Path) -> None:
-    """Ask a sweep and all its jobs to stop.
-
-    Raises:
-        Refused: it has ended.
-        OSError: the sweep folder cannot be written to.
-    """
+    """Request that a sweep and all its jobs stop; Refused if it has ended."""
     sweep = _sweep(folder)
     if sweep.get("status", "running") != "running":
         raise Refused("this sweep has ended")
+    content = {"sweep": sweep.get("sweep"), "user": user_name(os.geteuid())}
     with replacing(folder / SWEEP_STOP_FILE) as temporary:
-        temporary.write_text(json.dumps({"sweep": sweep.get("sweep"), "user": user_name()}) + "\n")
+        temporary.write_text(json.dumps(content) + "\n")
 
 
 def sweep_stop_requested(folder: Path) -> bool:
@@ -160,10 +144,9 @@ def sweep_stop_requested(folder: Path) -> bool:
         return False
 
 
-def _sweep(folder: Path) -> dict[str, Any]:
+def _sweep(folder: Path) -> dict[str, Json]:
     """Return the content of ``sweep.json``; empty where it cannot be read."""
-    try:
+    with contextlib.suppress(OSError, ValueError):
         found = parse_json(read_small(folder / "sweep.json", 1 << 26)[0])
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+        return found if isinstance(found, dict) else {}
+    return {}

@@ -10,10 +10,10 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 
+from robust_train.events import Json
 from robust_train.runfolder.lock import LOCK_FILE, Holder, is_held, read_holder
 from robust_train.runfolder.state import STATE_FILE, RunState, read_state
 
@@ -28,16 +28,14 @@ class NoLiveRun(Exception):
     """There is no such run, or more than one: one line that lists the live ones."""
 
 
+class NothingAlive(NoLiveRun):
+    """No run of the user's is alive."""
+
+
 @dataclass(frozen=True)
 class Run:
-    """A run folder as it is now.
-
-    Attributes:
-        run_dir: where it lies.
-        alive: its lock is held.
-        state: content of ``state.json``; None where that cannot be read.
-        holder: content of ``lock``; None where that cannot be read.
-    """
+    """A run folder as it is now: whether its lock is held, and the content of ``state.json`` and
+    ``lock``, None where that cannot be read."""
 
     run_dir: Path
     alive: bool
@@ -81,20 +79,20 @@ class Run:
             return "stopping"  # the attempt saves its last checkpoint
         return NO_ANSWER if self.is_stopped else last
 
-    def about(self) -> dict[str, Any]:
+    def about(self) -> dict[str, Json]:
         """Return all that is known, for programs; ``last_state`` of a run that died."""
-        if self.state is None:
-            known: dict[str, Any] = {"id": self.id, "pid": self.pid}
-        else:
+        status = self.status
+        known: dict[str, Json] = {"id": self.id, "pid": self.pid}
+        if self.state is not None:
             content = self.state.as_json()
             known = {k: v for k, v in content.items() if v is not None or k == "waiting"}
             known["gpu_uuid"] = next(iter(self.state.gpu_uuids), None)
-            now = time.time() if self.alive else self.state.updated
-            known["seconds_in_state"] = round(now - self.state.since, 1)
-            known["seconds"] = round(now - self.state.started, 1)
-            if self.status == DIED:
+            until = time.time() if self.alive else self.state.updated
+            known["seconds_in_state"] = round(until - self.state.since, 1)
+            known["seconds"] = round(until - self.state.started, 1)
+            if status == DIED:
                 known["last_state"] = self.state.state
-        return {**known, "run_dir": str(self.run_dir), "alive": self.alive, "state": self.status}
+        return {**known, "run_dir": str(self.run_dir), "alive": self.alive, "state": status}
 
 
 def read_run(run_dir: Path) -> Run | None:
@@ -113,21 +111,18 @@ def state_directory(environ: Mapping[str, str] = os.environ) -> Path:
     """Return where links to the user's run folders lie."""
     if environ.get(VARIABLE):
         return Path(environ[VARIABLE])
-    home = environ.get("XDG_STATE_HOME") or Path(environ.get("HOME") or "~").expanduser() / (
-        ".local/state"
-    )
-    return Path(home) / "robust-train" / "runs"
+    home = Path(environ.get("HOME") or "~").expanduser()
+    return Path(environ.get("XDG_STATE_HOME") or home / ".local/state") / "robust-train" / "runs"
 
 
-def register(run_dir: Path, token: str, environ: Mapping[str, str] = os.environ) -> None:
+def register(run_dir: Path, token: str) -> None:
     """Put a run folder on the list, in place of its earlier entry; drop what is gone or too old."""
-    directory = state_directory(environ)
+    directory = state_directory()
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         links = _links(directory)
         kept = [name for name, to in links.items() if to != run_dir and not _is_gone(to)]
-        kept = kept[-(MOST_LINKS - 1) :]
-        for name in links.keys() - set(kept):
+        for name in links.keys() - set(kept[-(MOST_LINKS - 1) :]):
             (directory / name).unlink(missing_ok=True)
         (directory / f"{time.time_ns():020}-{token}").symlink_to(run_dir)
     except OSError as error:
@@ -140,67 +135,57 @@ def register(run_dir: Path, token: str, environ: Mapping[str, str] = os.environ)
         )
 
 
-def find_runs(environ: Mapping[str, str] = os.environ) -> list[Run]:
+def find_runs() -> list[Run]:
     """Return the runs on the user's list, the oldest first."""
-    runs = [read_run(folder) for folder in dict.fromkeys(_links(state_directory(environ)).values())]
+    runs = [read_run(folder) for folder in dict.fromkeys(_links(state_directory()).values())]
     return [run for run in runs if run is not None]
 
 
-def find_live_runs(environ: Mapping[str, str] = os.environ) -> list[Run]:
+def find_live_runs() -> list[Run]:
     """Return the user's live runs, the oldest first."""
-    return [run for run in find_runs(environ) if run.alive]
+    return [run for run in find_runs() if run.alive]
 
 
-def choose_run(
-    which: str | None, *, dead_too: bool = False, environ: Mapping[str, str] = os.environ
-) -> Run:
+def choose_run(which: str | None, *, dead_too: bool = False) -> Run:
     """Return the run that is meant.
 
     Args:
         which: a run's id, its folder or a path inside, the process id of its launcher or attempt;
             None for the only one that is alive (on this host, if there is one here).
         dead_too: an id or folder may be that of a run which has ended.
-        environ: names the directory of the list.
 
     Raises:
         NoLiveRun: none is meant by that, or more than one.
     """
-    folder_run = None if which is None else _run_at(Path(which).expanduser())
-    if folder_run is not None and (folder_run.alive or dead_too):
-        return folder_run
-    known = find_runs(environ)
-    alive = [run for run in known if run.alive]
     if which is None:
-        return _only_one(alive)
-    found = [run for run in (known if dead_too else alive) if _is_meant(run, which)]
+        alive = find_live_runs()
+        here = [run for run in alive if run.is_here] or alive
+        if not here:
+            raise NothingAlive("no run of yours is alive on this machine")
+        if len(here) > 1:
+            listed = f"name one with --run: {_listed(here)}"
+            raise NoLiveRun(f"{len(here)} runs of yours are alive; {listed}")
+        return here[0]
+    at_path = _run_at(Path(which).expanduser())
+    if at_path is not None and (at_path.alive or dead_too):
+        return at_path
+    known = find_runs()
+    found = [run for run in known if (run.alive or dead_too) and _is_meant(run, which)]
     found = [run for run in found if run.alive] or found[-1:]
     if len(found) == 1:
         return found[0]
     if found:
-        raise NoLiveRun(
-            f"--run {which} means {len(found)} runs: {_listed(found)}; name one by its id"
-        )
-    listed = f"alive are {_listed(alive)}" if alive else "none is alive on this machine"
+        listed = f"{_listed(found)}; name one by its id"
+        raise NoLiveRun(f"--run {which} means {len(found)} runs: {listed}")
+    listed = _listed([run for run in known if run.alive])
+    listed = f"alive are {listed}" if listed else "none is alive on this machine"
     raise NoLiveRun(f"--run {which}: no live run of yours has that id, folder or pid; {listed}")
-
-
-def _only_one(alive: list[Run]) -> Run:
-    here = [run for run in alive if run.is_here] or alive
-    if not here:
-        raise NoLiveRun("no run of yours is alive on this machine")
-    if len(here) > 1:
-        raise NoLiveRun(
-            f"{len(here)} runs of yours are alive; name one with --run: {_listed(here)}"
-        )
-    return here[0]
 
 
 def _run_at(path: Path) -> Run | None:
     """Return the run in the folder that ``path`` is or lies in."""
     path = path.absolute()
-    if not os.path.lexists(path):
-        return None
-    for folder in (path, *path.parents):
+    for folder in (path, *path.parents) if os.path.lexists(path) else ():
         if (folder / LOCK_FILE).is_file() or (folder / STATE_FILE).is_file():
             return read_run(folder.resolve())
     return None
@@ -232,8 +217,6 @@ def _is_gone(folder: Path) -> bool:
     """Whether the folder was removed; one that only cannot be reached now was not."""
     try:
         os.stat(folder)
-    except FileNotFoundError:
-        return True
-    except OSError:
-        return False
+    except OSError as error:
+        return isinstance(error, FileNotFoundError)
     return False

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
 
 from robust_train.events import (
     AttemptProcess,
@@ -122,11 +121,12 @@ class RunState:
 
 _NAMES = [item.name for item in fields(RunState)]
 _OF_AN_ATTEMPT = _NAMES[_NAMES.index("attempt_pid") : _NAMES.index("checkpoint")]
+_WRITTEN_AT_ONCE = ("id", "state", "attempt", "attempt_pid", "checkpoint", "micro_batch")
 
 
 def with_attempt(state: RunState, number: int, started: AttemptStarted) -> RunState:
     """Return the state at the start of attempt ``number``."""
-    fresh: dict[str, Any] = {name: getattr(started, name, None) for name in _OF_AN_ATTEMPT}
+    fresh: dict[str, Json] = {name: getattr(started, name, None) for name in _OF_AN_ATTEMPT}
     state = replace(state, state="running", waiting=None, attempt=number, reason=None, **fresh)
     return _with_effective_batch(state)
 
@@ -163,17 +163,6 @@ def _with_effective_batch(state: RunState) -> RunState:
     return replace(state, effective_batch_size=size * steps * (state.ranks or 1))
 
 
-def _at_once(state: RunState) -> tuple[object, ...]:
-    return (
-        state.id,
-        state.state,
-        state.attempt,
-        state.attempt_pid,
-        state.checkpoint,
-        state.micro_batch,
-    )
-
-
 def read_state(run_dir: Path) -> RunState | None:
     """Return the state that a run folder holds; None where it holds none that can be read."""
     try:
@@ -206,26 +195,23 @@ class StateFile:
             if state.state != before.state:
                 state = replace(state, since=time.time())
             self.state, self._is_due = state, True
-            if _at_once(state) != _at_once(before):
+            if any(getattr(state, name) != getattr(before, name) for name in _WRITTEN_AT_ONCE):
                 self._next_write = 0.0
         self.write_if_due()
 
     def write_if_due(self) -> None:
         """Write what has changed, unless the last time is less than a second ago."""
         with self._lock:
-            self._write_if_due()
-
-    def _write_if_due(self) -> None:
-        now = time.monotonic()
-        if not self._is_due or now < self._next_write:
-            return
-        self._is_due, self._next_write = False, now + _INTERVAL_SECONDS
-        content = replace(self.state, updated=time.time()).as_json()
-        try:
-            with replacing(self._path) as temporary:
-                temporary.write_text(json.dumps(content, ensure_ascii=False) + "\n")
-        except OSError as error:
-            self._is_due = True
-            if not self._has_warned:
-                self._has_warned = True
-                log.warning("cannot write %s: %s; the job goes on", self._path, error.strerror)
+            now = time.monotonic()
+            if not self._is_due or now < self._next_write:
+                return
+            self._is_due, self._next_write = False, now + _INTERVAL_SECONDS
+            content = replace(self.state, updated=time.time()).as_json()
+            try:
+                with replacing(self._path) as temporary:
+                    temporary.write_text(json.dumps(content, ensure_ascii=False) + "\n")
+            except OSError as error:
+                self._is_due = True
+                if not self._has_warned:
+                    self._has_warned = True
+                    log.warning("cannot write %s: %s; the job goes on", self._path, error.strerror)

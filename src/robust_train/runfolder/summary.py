@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from robust_train.errors import AttemptsExhausted, NoDevice, TrainerFailed
-from robust_train.events import from_json
+from robust_train.events import Json, from_json
 from robust_train.files import replacing
 from robust_train.memory.stability import Stability
 from robust_train.runfolder.journal import strict_json
@@ -24,8 +24,8 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class AttemptSummary:
-    """An attempt as ``summary.json`` and the journal have it: an :class:`AttemptSpec`, its
-    :class:`Outcome` and what was decided after it."""
+    """An attempt as ``summary.json`` and the journal have it: what it used, how it ended, and what
+    was decided after it."""
 
     device: str
     outcome: str
@@ -43,9 +43,9 @@ class AttemptSummary:
     seconds: float = 0.0
     start_step: int = 0
     end_step: int | None = None
-    batch_size_found: Mapping[str, Any] | None = None
+    batch_size_found: Mapping[str, Json] | None = None
     peak_memory_bytes: int | None = None
-    memory_returned: Mapping[str, Any] | None = None
+    memory_returned: Mapping[str, Json] | None = None
     memory_stability: Stability | None = None
 
 
@@ -85,18 +85,17 @@ class AttemptRecord:
     decision: Decision | None = None
     stability: Stability | None = None
 
-    def as_json(self, index: int) -> dict[str, Any]:
+    def as_json(self, index: int) -> dict[str, Json]:
         """Return the record as ``summary.json`` has it."""
         spec, outcome = self.attempt.spec, self.attempt.outcome
-        failure = outcome.failure
+        message = None if outcome.failure is None else outcome.failure.message
+        action, reason = "none", message or "completed"
         if self.decision is not None:
             action, reason = self.decision.action, self.decision.reason
-        else:
-            action, reason = "none", "completed" if failure is None else failure.message
         summary = AttemptSummary(
             index=index,
             device=spec.device,
-            gpu_uuid=spec.gpu.uuid if spec.gpu is not None else None,
+            gpu_uuid=None if spec.gpu is None else spec.gpu.uuid,
             gpu_uuids=tuple(gpu.uuid for gpu in spec.gpus),
             ranks=spec.ranks,
             batch_size=spec.batch_size,
@@ -104,7 +103,7 @@ class AttemptRecord:
             effective_batch_size=spec.effective_batch_size,
             num_workers=spec.num_workers,
             outcome=outcome.label,
-            message=None if failure is None else failure.message,
+            message=message,
             action=action,
             reason=reason,
             seconds=round(outcome.seconds, 3),
@@ -140,7 +139,7 @@ class Summary:
     wall_seconds: float = 0.0
     wait_seconds: float = 0.0
     attempts: tuple[AttemptRecord, ...] = ()
-    checkpoint: Path | None = field(default=None)
+    checkpoint: Path | None = None
 
     def raise_unless_completed(self) -> None:
         """Raise what ended the job, if it did not complete.
@@ -168,22 +167,24 @@ class Summary:
         """What a sweeper optimises."""
         return objective_of(self.result)
 
-    def as_json(self) -> dict[str, Any]:
-        """The content of ``summary.json``."""
-        content = {
-            "schema": SCHEMA,
-            "status": self.status,
-            "reason": self.reason,
-            "result": self.result,
-            "wall_seconds": round(self.wall_seconds, 3),
-            "wait_seconds": round(self.wait_seconds, 3),
-            "checkpoint": None if self.checkpoint is None else str(self.checkpoint),
-            "attempts": [record.as_json(index) for index, record in enumerate(self.attempts)],
-        }
-        return strict_json(content)  # type: ignore[no-any-return]
+    def as_json(self) -> dict[str, Json]:
+        """Return the content of ``summary.json``."""
+        content: dict[str, Json] = strict_json(
+            {
+                "schema": SCHEMA,
+                "status": self.status,
+                "reason": self.reason,
+                "result": self.result,
+                "wall_seconds": round(self.wall_seconds, 3),
+                "wait_seconds": round(self.wait_seconds, 3),
+                "checkpoint": None if self.checkpoint is None else str(self.checkpoint),
+                "attempts": [record.as_json(index) for index, record in enumerate(self.attempts)],
+            }
+        )
+        return content
 
     def write(self) -> None:
-        """Put ``summary.json`` into the run folder, whole or not at all."""
+        """Write ``summary.json``, whole or not at all; a full disk costs a warning."""
         path = self.run_dir / FILE_NAME
         text = json.dumps(self.as_json(), indent=2, ensure_ascii=False) + "\n"
         try:
@@ -194,48 +195,40 @@ class Summary:
 
 
 def objective_of(result: Any) -> Any:
-    """The part of a trainer's result that a sweeper optimises: its ``objective`` where it has one,
-    else all of it."""
+    """Return what a sweeper optimises of a trainer's result: its ``objective``, else all of it."""
     return result.get("objective", result) if isinstance(result, dict) else result
 
 
 def attempts_table(records: Sequence[AttemptRecord]) -> str:
-    """The attempts as plain columns, for terminals, pipes and log files alike."""
-    header = (
-        "attempt",
-        "device",
-        "batch",
-        "accum.",
-        "effective",
-        "steps",
-        "outcome",
-        "next",
-        "time",
-    )
-    rows = [header]
+    """Return the attempts as plain columns, for terminals, pipes and log files alike."""
+    header = "attempt device batch accum. effective steps outcome next time"
+    rows = [header.split()]
     for number, record in enumerate(records, start=1):
         spec, outcome = record.attempt.spec, record.attempt.outcome
-        end = "?" if outcome.end_step is None else str(outcome.end_step)
+        end = "?" if outcome.end_step is None else outcome.end_step
+        sizes = (spec.batch_size, spec.gradient_accumulation_steps, spec.effective_batch_size)
+        action = "" if record.decision is None else record.decision.action
+        steps, seconds = f"{outcome.start_step}-{end}", f"{outcome.seconds:.1f} s"
         rows.append(
-            (
-                str(number),
-                spec.device,
-                str(spec.batch_size),
-                str(spec.gradient_accumulation_steps),
-                str(spec.effective_batch_size),
-                f"{outcome.start_step}-{end}",
-                outcome.label,
-                "" if record.decision is None else record.decision.action,
-                f"{outcome.seconds:.1f} s",
-            )
+            [str(number), spec.device, *map(str, sizes), steps, outcome.label, action, seconds]
         )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
-    lines = ("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in rows)
-    return "\n".join(line.rstrip() for line in lines)
+    return "\n".join(aligned(rows))
+
+
+def aligned(rows: Sequence[Sequence[str]], right: frozenset[int] = frozenset()) -> list[str]:
+    """Return rows of cells as lines of plain columns; those numbered in ``right`` end flush."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if number in right else cell.ljust(width)
+            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
 
 
 def gpu_memory_summary(record: AttemptRecord) -> str | None:
-    """The block of memory figures for an attempt that used CUDA, None for one that did not."""
+    """Return the memory figures of an attempt that used CUDA, None for one that did not."""
     memory = record.attempt.outcome.memory
     if memory is None:
         return None
@@ -247,7 +240,7 @@ def gpu_memory_summary(record: AttemptRecord) -> str | None:
     )
 
 
-def evidence_of(outcome: Outcome) -> dict[str, Any]:
+def evidence_of(outcome: Outcome) -> dict[str, Json]:
     """Return what is known about a failure, for the journal; empty for a completed attempt."""
     if outcome.failure is None:
         return {}

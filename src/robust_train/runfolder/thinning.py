@@ -7,38 +7,26 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from robust_train.events import (
-    CheckpointSaved,
-    EpochEnded,
-    MemoryCleared,
-    MemoryReported,
-    MicroBatchChanged,
-    MicroBatchExhausted,
-    Progress,
-    RequestDone,
-    UserEvent,
-)
+from robust_train import events
 from robust_train.files import replacing
 
-_MANY = frozenset(
+THINNED = frozenset(
     kind.name
     for kind in (
-        *(CheckpointSaved, EpochEnded, MemoryCleared, MemoryReported, MicroBatchChanged),
-        *(MicroBatchExhausted, Progress, RequestDone, UserEvent),
+        *(events.CheckpointSaved, events.EpochEnded, events.MemoryCleared, events.MemoryReported),
+        *(events.MicroBatchChanged, events.MicroBatchExhausted, events.Progress),
+        *(events.RequestDone, events.UserEvent),
     )
 )
+"""Events that become sparser; all others are kept for good."""
+
 _MOST_NAMES = 100
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How much is kept of each kind of event.
-
-    Attributes:
-        between: events spread evenly over the time.
-        newest: all of them.
-        bytes: of one kind's events; large ones become sparser.
-    """
+    """How much is kept of each kind of event: so many spread evenly over the time, so many of the
+    newest, and at most so many bytes."""
 
     between: int = 1000
     newest: int = 300
@@ -47,17 +35,12 @@ class Limits:
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a journal: where it begins, its length, time and attempt."""
+    """One line of a journal: its number, length in bytes, time and attempt."""
 
-    start: int
+    number: int
     length: int
     time: float
     attempt: int
-
-
-def is_thinned(name: str) -> bool:
-    """Return whether events called ``name`` become sparser; all others are kept for good."""
-    return name in _MANY
 
 
 def thin(path: Path, limits: Limits | None = None) -> None:
@@ -66,73 +49,55 @@ def thin(path: Path, limits: Limits | None = None) -> None:
     Raises:
         OSError: it cannot be read or written; the journal is as it was.
     """
-    dropped = _surplus(path, limits or Limits())
-    if not dropped:
+    limits = limits or Limits()
+    surplus: set[int] = set()
+    for stream in _streams(path).values():
+        surplus |= {line.number for line in set(stream).difference(chosen(stream, limits))}
+    if not surplus:
         return
     with path.open("rb") as file, replacing(path, durable=True) as temporary:
         with temporary.open("wb") as kept:
-            start = 0
-            for line in file:
-                if start not in dropped:
-                    kept.write(line)
-                start += len(line)
+            kept.writelines(data for number, data in enumerate(file) if number not in surplus)
         temporary.chmod(path.stat().st_mode)
 
 
-def _surplus(path: Path, limits: Limits) -> set[int]:
-    """Return where the lines begin that are too many."""
+def _streams(path: Path) -> dict[str, list[Line]]:
+    """Return the lines that may be removed, by kind of event."""
     streams: dict[str, list[Line]] = {}
-    start = 0
     with path.open("rb") as file:
-        for data in file:
-            line = _as_line(data, start)
-            if line is not None:
-                key = line[0]
-                if key not in streams and len(streams) >= _MOST_NAMES:
-                    key = "others"
-                streams.setdefault(key, []).append(line[1])
-            start += len(data)
-    return {
-        line.start
-        for stream in streams.values()
-        for line in set(stream).difference(chosen(stream, limits))
-    }
-
-
-def _as_line(data: bytes, start: int) -> tuple[str, Line] | None:
-    """Return the kind of event and where it stands; None for what is never removed."""
-    try:
-        content = json.loads(data)
-        name = content["event"]
-        if name not in _MANY:
-            return None
-        if name == UserEvent.name:
-            name = f"user {content['event_name']}"
-        # every rank's own
-        key = f"{name} {content.get('rank') or ''}"
-        return key, Line(start, len(data), float(content["time"]), int(content.get("attempt") or 0))
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return None
+        for number, data in enumerate(file):
+            try:
+                content = json.loads(data)
+                name = content["event"]
+                if name not in THINNED:
+                    continue
+                if name == events.UserEvent.name:
+                    name = f"user {content['event_name']}"
+                attempt = int(content.get("attempt") or 0)
+                line = Line(number, len(data), float(content["time"]), attempt)
+                key = f"{name} {content.get('rank') or ''}"  # every rank's own
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+                continue
+            if key not in streams and len(streams) >= _MOST_NAMES:
+                key = "others"
+            streams.setdefault(key, []).append(line)
+    return streams
 
 
 def chosen(stream: Sequence[Line], limits: Limits) -> list[Line]:
     """Return the lines of one kind of event that stay: of each attempt the first and the last, the
     newest, and as many as may be in between, spread over the time. Pure."""
-    ends = {line.start: line for line in _firsts(stream) + _firsts(stream[::-1])}
-    middle = [line for line in stream if line.start not in ends]
-    newest = middle[len(middle) - limits.newest :] if len(middle) > limits.newest else middle
-    older = middle[: len(middle) - len(newest)]
+    last = {line.attempt: line for line in stream}
+    first = {line.attempt: line for line in reversed(stream)}
+    ends = {*first.values(), *last.values()}
+    middle = [line for line in stream if line not in ends]
+    start_of_newest = max(len(middle) - limits.newest, 0)
+    older, newest = middle[:start_of_newest], middle[start_of_newest:]
     older = _sparser(older, lambda lines: len(lines) > limits.between)
-    left = [*older, *newest]
-    left = _sparser(left, lambda lines: sum(line.length for line in lines) > limits.bytes)
-    return sorted([*ends.values(), *left], key=lambda line: line.start)
-
-
-def _firsts(lines: Sequence[Line]) -> list[Line]:
-    found: dict[int, Line] = {}
-    for line in lines:
-        found.setdefault(line.attempt, line)
-    return list(found.values())
+    left = _sparser(
+        [*older, *newest], lambda lines: sum(line.length for line in lines) > limits.bytes
+    )
+    return sorted([*ends, *left], key=lambda line: line.number)
 
 
 def _sparser(lines: list[Line], are_too_many: Callable[[list[Line]], bool]) -> list[Line]:

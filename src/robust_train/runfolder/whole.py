@@ -1,4 +1,4 @@
-"""Whether a checkpoint was written to its end, as far as its form tells."""
+"""Whether a checkpoint was written to its end, as far as its form shows."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ from pathlib import Path
 UNFINISHED = (".tmp", ".temp", ".part", ".partial", ".incomplete", "~")
 """How names of files end that are still being written."""
 
-_ZIP = b"PK\x03\x04"
 _LARGEST_HEADER_BYTES = 100_000_000  # what safetensors itself accepts
 
 
 def is_whole(path: Path) -> bool:
     """Return False for a checkpoint that is torn, empty, or cannot be read."""
     try:
-        return form_says(path) is not False
+        return whole_by_form(path) is not False
     except OSError:
         return False
 
 
-def form_says(path: Path) -> bool | None:
-    """Return whether a file or folder is whole, None where its form does not tell.
+def whole_by_form(path: Path) -> bool | None:
+    """Return whether a file or folder is whole, None where its form does not show it.
 
     Zip files (what ``torch.save`` and ``numpy.savez`` write) have their directory at the end,
     safetensors their length at the beginning. Of other forms only an empty file is known to be
@@ -34,11 +33,11 @@ def form_says(path: Path) -> bool | None:
         OSError: it cannot be read.
     """
     if not path.is_dir():
-        return _file_says(path, if_empty=False)
+        return _file_by_form(path, if_empty=False)
     files = files_in(path)
     if not files or any(file.name.endswith(UNFINISHED) for file in files):
         return False
-    answers = {_file_says(file, if_empty=None) for file in files}
+    answers = {_file_by_form(file, if_empty=None) for file in files}
     return False if False in answers else None if None in answers else True
 
 
@@ -47,27 +46,21 @@ def files_in(folder: Path) -> list[Path]:
     return [Path(root) / name for root, _, names in os.walk(folder) for name in names]
 
 
-def _file_says(path: Path, *, if_empty: bool | None) -> bool | None:
+def _file_by_form(path: Path, *, if_empty: bool | None) -> bool | None:
     size = path.stat().st_size
     if size == 0:
         return if_empty
     with path.open("rb") as file:
         start = file.read(8)
-    if start.startswith(_ZIP):
-        return zipfile.is_zipfile(path)
-    if path.suffix == ".safetensors":
-        return _is_whole_safetensors(path, start, size)
-    return None
-
-
-def _is_whole_safetensors(path: Path, start: bytes, size: int) -> bool:
-    if len(start) < 8:
-        return False
-    (header_bytes,) = struct.unpack("<Q", start)
-    if header_bytes > min(size - 8, _LARGEST_HEADER_BYTES):
-        return False
-    with path.open("rb") as file:
-        file.seek(8)
+        if start.startswith(b"PK\x03\x04"):
+            return zipfile.is_zipfile(file)
+        if path.suffix != ".safetensors":
+            return None
+        if len(start) < 8:
+            return False
+        (header_bytes,) = struct.unpack("<Q", start)
+        if header_bytes > min(size - 8, _LARGEST_HEADER_BYTES):
+            return False
         try:
             header = json.loads(file.read(header_bytes))
             ends = [v["data_offsets"][1] for k, v in header.items() if k != "__metadata__"]

@@ -10,19 +10,14 @@ import contextlib
 import glob
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from robust_train.files import replacing
+from robust_train.runfolder.manifests import SUFFIX
 from robust_train.runfolder.whole import UNFINISHED, files_in, is_whole
 
-
-@dataclass(frozen=True)
-class Stamp:
-    """By which a file or folder is known again: last change in nanoseconds, and size in bytes."""
-
-    changed_ns: int
-    size: int
+Stamp = tuple[int, int]
+"""By which a file or folder is known again: last change in nanoseconds, and size in bytes."""
 
 
 class CheckpointWatch:
@@ -39,56 +34,54 @@ class CheckpointWatch:
         self._last_seen: dict[str, Stamp] = {}
 
     def newest(self, *, at_rest: bool) -> Path | None:
-        """The newest whole match that is the job's own, None where there is none.
+        """Return the newest whole match that is the job's own, None where there is none.
 
         Args:
-            at_rest: nobody writes any more. Otherwise only what has not changed since the last look
-                counts.
+            at_rest: nobody writes any more. Otherwise only what has not changed since the last
+                call counts.
         """
         seen = stamps(self._pattern)
         last_seen, self._last_seen = self._last_seen, seen
         own = {path: stamp for path, stamp in seen.items() if self._before.get(path) != stamp}
         if not at_rest:
             own = {path: stamp for path, stamp in own.items() if last_seen.get(path) == stamp}
-        for path in sorted(own, key=lambda path: (own[path].changed_ns, path), reverse=True):
+        for path in sorted(own, key=lambda path: (own[path][0], path), reverse=True):
             if is_whole(Path(path)):
                 return Path(path)
         return None
 
 
 def stamps(pattern: str) -> dict[str, Stamp]:
-    """Every match with its stamp; unfinished ones by their name are left out."""
+    """Return every match with its stamp, but unfinished ones by their name and manifests."""
     found: dict[str, Stamp] = {}
     for match in glob.glob(pattern, recursive=True):
         path = match.rstrip("/")
-        if not path.endswith(UNFINISHED):
+        if not path.endswith((*UNFINISHED, SUFFIX)):
             with contextlib.suppress(OSError):
                 found[path] = stamp_of(Path(path))
     return found
 
 
 def stamp_of(path: Path) -> Stamp:
-    """The stamp of a file, or of a folder with all that is in it. Raises OSError if it is gone."""
+    """Return the stamp of a file, or of a folder with all in it. Raises OSError if it is gone."""
     status = path.stat()
     if not path.is_dir():
-        return Stamp(status.st_mtime_ns, status.st_size)
-    changed, size = status.st_mtime_ns, 0
-    for file in files_in(path):
-        status = file.stat()
-        changed, size = max(changed, status.st_mtime_ns), size + status.st_size
-    return Stamp(changed, size)
+        return status.st_mtime_ns, status.st_size
+    inside = [file.stat() for file in files_in(path)]
+    changed = max(one.st_mtime_ns for one in (status, *inside))
+    return changed, sum(one.st_size for one in inside)
 
 
 def write_stamps(path: Path, found: Mapping[str, Stamp]) -> None:
     """Remember what was found, whole or not at all."""
-    rows = {name: [stamp.changed_ns, stamp.size] for name, stamp in found.items()}
     with replacing(path) as temporary:
-        temporary.write_text(json.dumps(rows))
+        temporary.write_text(json.dumps(found))
 
 
 def read_stamps(path: Path) -> dict[str, Stamp] | None:
-    """What :func:`write_stamps` wrote, None where it cannot be read."""
+    """Return what :func:`write_stamps` wrote, None where it cannot be read."""
     try:
-        return {name: Stamp(*row) for name, row in json.loads(path.read_text()).items()}
+        found = json.loads(path.read_text()).items()
+        return {name: (changed, size) for name, (changed, size) in found}
     except (OSError, ValueError, TypeError, AttributeError):
         return None

@@ -2,7 +2,7 @@
 
 ::
 
-    run = robust_train.current_run()  # also without the launcher: then nobody listens
+    run = robust_train.current_run()  # also without the launcher: then nothing is reported
     run.progress(step, loss=loss)
     if run.checkpoint_due:
         save(path)
@@ -21,11 +21,13 @@ import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
+from robust_train.events import Json
 from robust_train.run import MicroBatchPlan, Run
 from robust_train.runfolder.cadence import SavePlan
 from robust_train.script.values import EVENTS_VARIABLE, value_from
+
+ReportLine = Callable[[dict[str, Json]], None]
 
 
 class ScriptRun(Run):
@@ -37,9 +39,7 @@ class ScriptRun(Run):
         device: ``cuda:0`` or ``cpu``, None without the launcher.
     """
 
-    def __init__(
-        self, environ: Mapping[str, str], report_line: Callable[[dict[str, Any]], None] | None
-    ) -> None:
+    def __init__(self, environ: Mapping[str, str], report_line: ReportLine | None) -> None:
         checkpoint = value_from(environ, "checkpoint")
         super().__init__(
             run_dir=Path(value_from(environ, "run_dir") or Path.cwd()),
@@ -56,7 +56,7 @@ class ScriptRun(Run):
         self.saving.plan = SavePlan.of(
             {"training": {name: value_from(environ, name) for name in names}}
         )
-        self._send = report_line or (lambda line: None)
+        self._report_line = report_line or (lambda line: None)
         self.batch_size = _number(environ, "batch_size")
         self.gradient_accumulation_steps = _number(environ, "gradient_accumulation_steps")
         self.device = value_from(environ, "device")
@@ -66,48 +66,45 @@ class ScriptRun(Run):
             min_batch_size=_number(environ, "min_batch_size") or 1,
         )
 
-    def result(self, value: Any) -> None:
-        """Say what the job's result is; a sweep optimises it, or its key ``objective``."""
-        self._send({"event": "result", "value": value})
+    def result(self, value: Json) -> None:
+        """Report the job's result; a sweep optimises it, or its key ``objective``."""
+        self._report_line({"event": "result", "value": value})
 
 
 @functools.cache
 def current_run() -> ScriptRun:
-    """The attempt that this script is.
+    """Return the attempt that this script is.
 
     Under the launcher SIGTERM then asks to stop (``run.stop_requested``) instead of ending the
-    process, if the script ever looks. Of the processes of one distributed job only rank 0 reports.
+    process, if the script ever reads that. Of the processes of one distributed job only rank 0
+    reports.
     """
     path = os.environ.get(EVENTS_VARIABLE)
-    listens = path is not None and os.environ.get("RANK", "0") == "0"
-    run = ScriptRun(os.environ, _appending_to(Path(path)) if path and listens else None)
+    reports = path is not None and os.environ.get("RANK", "0") == "0"
+    run = ScriptRun(os.environ, _appending_to(Path(path)) if path and reports else None)
     if path is not None and threading.current_thread() is threading.main_thread():
         _stop_on_sigterm(run)
     return run
 
 
-def _appending_to(path: Path) -> Callable[[dict[str, Any]], None]:
-    def report(event: dict[str, Any]) -> None:
+def _appending_to(path: Path) -> ReportLine:
+    def report(event: dict[str, Json]) -> None:
         line = json.dumps(event, default=_plain) + "\n"
-        # a launcher that is gone, or a full disk, is not the script's trouble
-        with contextlib.suppress(OSError):
-            descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
-            try:
-                os.write(descriptor, line.encode())  # one write: lines of several processes
-            finally:
-                os.close(descriptor)
+        # a launcher that is gone, or a full disk, must not end the script
+        with contextlib.suppress(OSError), path.open("ab", buffering=0) as file:
+            file.write(line.encode())  # one write: lines of several processes
 
     return report
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Json:
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
         return value.item()
     return os.fspath(value) if isinstance(value, os.PathLike) else repr(value)
 
 
 def _stop_on_sigterm(run: Run) -> None:
-    """Leaves alone what the script itself has set up before."""
+    """Handle SIGTERM, unless the script itself does."""
     if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         return
 

@@ -18,10 +18,8 @@ _MOST_LINES = 40
 _LINES = 15
 
 
-def script_failure(
-    ended: ScriptEnded, tail: str, oom_killed: Callable[[int], bool | None]
-) -> Failure:
-    """Why the script failed, as though its exit were the attempt's.
+def script_failure(ended: ScriptEnded, tail: str, oom_killed: Callable[[], bool | None]) -> Failure:
+    """Return why the script failed, as though its exit were the attempt's.
 
     Args:
         ended: its end.
@@ -32,17 +30,12 @@ def script_failure(
     if kind is not None:
         evidence = Evidence(library="script")
         return Failure(kind, ended.message or "", evidence, advice_for(kind, evidence))
-    killed = oom_killed(ended.pid) if signal_of(returncode) == signal.SIGKILL else None
+    killed = oom_killed() if signal_of(returncode) == signal.SIGKILL else None
     return classify_exit(returncode, without_escapes(tail), oom_killed=killed)
 
 
 def last_words(tail: str, log_name: str) -> str:
-    """The end of a script's output for people: its last traceback, or its last lines.
-
-    Args:
-        tail: the end of what the attempt printed.
-        log_name: the file that has all of it.
-    """
+    """Return the end of what a script printed, for people: its last traceback or lines."""
     # of a line that was rewritten, as by a progress bar, what was there in the end
     lines = [line.rstrip("\r").rpartition("\r")[2] for line in without_escapes(tail).split("\n")]
     lines = [line.rstrip() for line in lines if line.strip()]
@@ -53,5 +46,5 @@ def last_words(tail: str, log_name: str) -> str:
 
 
 def without_escapes(text: str) -> str:
-    """``text`` without colours and cursor movements: Python colours tracebacks on a terminal."""
+    """Remove colours and cursor movements: Python colours tracebacks on a terminal."""
     return _ESCAPES.sub("", text)

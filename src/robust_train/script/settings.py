@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -38,7 +37,7 @@ class CommandSettings:
 
     @classmethod
     def of(cls, cfg: Mapping[Any, Any]) -> CommandSettings:
-        """Out of a composed config.
+        """Read a composed config.
 
         Raises:
             ConfigError: there is nothing to run, or it cannot be found.
@@ -54,36 +53,31 @@ class CommandSettings:
             stop_grace_seconds=float(cfg.get("stop_grace_seconds", 20.0)),
             resume=bool(cfg.get("resume", True)),
         )
-        settings._check()
+        _check(settings)
         return settings
 
-    def _check(self) -> None:
-        if not self.argv:
-            raise ConfigError(
-                "trainer.argv: must name a program, as in "
-                "'trainer.argv=[python, train.py, --batch_size, \"{batch_size}\"]'"
-            )
-        for key in ("argv", "resume_argv"):
-            for word in getattr(self, key):
-                _refuse_near_misses(f"trainer.{key}", word)
-        _refuse_near_misses("trainer.checkpoint_glob", self.checkpoint_glob or "")
-        if not self.cwd.is_dir():
-            raise ConfigError(f"trainer.cwd={self.cwd}: no such folder")
-        program = self.argv[0]
-        if program_path(program, self.cwd, os.environ) is None:
-            where = "an executable file" if "/" in program else "a program on PATH"
-            raise ConfigError(f"trainer.argv: {program!r} is not {where}")
 
-
-def program_path(program: str, cwd: Path, environ: Mapping[str, str]) -> str | None:
-    """The file that would be run, None if there is none."""
-    if "/" in program:
-        return shutil.which(str(cwd / Path(program).expanduser()))
-    return shutil.which(program, path=environ.get("PATH"))
+def _check(settings: CommandSettings) -> None:
+    if not settings.argv:
+        raise ConfigError(
+            "trainer.argv: must name a program, as in "
+            "'trainer.argv=[python, train.py, --batch_size, \"{batch_size}\"]'"
+        )
+    for key in ("argv", "resume_argv"):
+        for word in getattr(settings, key):
+            _refuse_near_misses(f"trainer.{key}", word)
+    _refuse_near_misses("trainer.checkpoint_glob", settings.checkpoint_glob or "")
+    if not settings.cwd.is_dir():
+        raise ConfigError(f"trainer.cwd={settings.cwd}: no such folder")
+    program = settings.argv[0]
+    is_file = "/" in program
+    if shutil.which(str(settings.cwd / Path(program).expanduser()) if is_file else program) is None:
+        where = "an executable file" if is_file else "a program on PATH"
+        raise ConfigError(f"trainer.argv: {program!r} is not {where}")
 
 
 def _refuse_near_misses(key: str, text: str) -> None:
-    """``{batchsize}`` would reach the script as it stands."""
+    """Refuse ``{batchsize}``, which would reach the script unchanged."""
     for name, meant in near_misses_in(text):
         raise ConfigError(
             f"{key}: {{{name}}} is no placeholder; did you mean {{{meant}}}? "

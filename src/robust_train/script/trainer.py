@@ -1,8 +1,7 @@
 """The trainer behind ``trainer=command``: one attempt is one run of the script.
 
 The script inherits the attempt's output streams, so what it prints is shown and kept as any
-trainer's. How it ended is the event ``script_ended``; why it failed is classified by the
-launcher, which has the end of the output.
+trainer's. Why it failed is classified by the launcher, which has the end of the output.
 """
 
 from __future__ import annotations
@@ -13,12 +12,18 @@ import os
 import signal
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from omegaconf import DictConfig
 
 from robust_train.errors import Interrupted, UserError
-from robust_train.events import ScriptEnded, ScriptStarted
+from robust_train.events import (
+    CheckpointSaved,
+    Json,
+    Progress,
+    ScriptEnded,
+    ScriptStarted,
+    TrainingStarted,
+)
 from robust_train.execution.environment import shared_machine_environment
 from robust_train.run import Run
 from robust_train.runfolder.cadence import AUTO
@@ -31,18 +36,10 @@ from robust_train.script.checkpoints import (
     stamps,
     write_stamps,
 )
-from robust_train.script.messages import (
-    LineReader,
-    Message,
-    NotUnderstood,
-    event_of,
-    metrics_of,
-    parse,
-)
-from robust_train.script.process import Script
+from robust_train.script.messages import LineReader, NotUnderstood, OwnFailure, Result, parse
+from robust_train.script.program import Program
 from robust_train.script.settings import CommandSettings
 from robust_train.script.values import EVENTS_VARIABLE, ScriptValues
-from robust_train.values import FailureKind
 
 log = logging.getLogger("robust_train")
 
@@ -50,7 +47,7 @@ _BEFORE = "checkpoints_before.json"
 
 
 def preload_modules(cfg: DictConfig) -> tuple[str, ...]:
-    """Nothing to import early; called before a device is chosen, so the place to refuse.
+    """Return nothing to import early, but check the config before a device is chosen.
 
     Raises:
         ConfigError: there is nothing to run, or it cannot be found.
@@ -59,7 +56,7 @@ def preload_modules(cfg: DictConfig) -> tuple[str, ...]:
     return ()
 
 
-def train(cfg: DictConfig, run: Run) -> Any:
+def train(cfg: DictConfig, run: Run) -> Json:
     """Run the script once; return the result that it reported, None if none.
 
     Raises:
@@ -76,21 +73,19 @@ def train(cfg: DictConfig, run: Run) -> Any:
     before = _before(pattern, settings, run)
     checkpoint = _checkpoint(pattern, before, run)
     values = _values(cfg, run, checkpoint)
-    words = settings.argv if checkpoint is None else (*settings.argv, *settings.resume_argv)
-    argv = [values.fill(word) for word in words]
-    if checkpoint is not None and checkpoint != run.resume_checkpoint:
-        _report_checkpoint(run, checkpoint)
-    events = run.run_dir / f"attempt-{run.attempt}.events"
-    events.write_bytes(b"")
-    attempt = _Attempt(run, settings, events, pattern, before, checkpoint)
-    run.report(ScriptStarted(tuple(argv), str(settings.cwd)))
-    script = Script(argv, _environment(values, events), settings.cwd)
+    template = settings.argv if checkpoint is None else (*settings.argv, *settings.resume_argv)
+    argv = tuple(values.fill(word) for word in template)
+    watch = CheckpointWatch(pattern, before) if pattern else None
+    attempt = _Attempt(run, settings.cwd, watch, checkpoint)
+    run.report(ScriptStarted(argv, str(settings.cwd)))
+    program = Program(argv, _environment(values, attempt.events), settings.cwd)
     try:
-        returncode = script.wait(run, settings.stop_grace_seconds, attempt.poll)
+        returncode = program.wait(run, settings.stop_grace_seconds, attempt.poll)
     finally:
         attempt.finish()
-    kind, message = attempt.failure or (None, None)
-    run.report(ScriptEnded(returncode, script.pid, kind, message))
+    failure = attempt.failure
+    kind, message = (failure.kind, failure.message) if failure else (None, None)
+    run.report(ScriptEnded(returncode, program.pid, kind, message))
     if run.stop_requested:
         raise Interrupted(f"the script was asked to stop and {_how(returncode)}")
     if returncode != 0:
@@ -100,73 +95,76 @@ def train(cfg: DictConfig, run: Run) -> Any:
 
 
 class _Attempt:
-    """What is seen of a script while it runs."""
+    """What is seen of a script while it runs.
+
+    Attributes:
+        events: the file for its messages.
+        result: the one that it reported, None so far.
+        failure: why it is about to fail, if it reported that.
+    """
 
     def __init__(
-        self,
-        run: Run,
-        settings: CommandSettings,
-        events: Path,
-        pattern: str | None,
-        before: Mapping[str, Stamp],
-        checkpoint: Path | None,
+        self, run: Run, cwd: Path, watch: CheckpointWatch | None, checkpoint: Path | None
     ) -> None:
-        self.result: Any = None
-        self.failure: tuple[FailureKind, str] | None = None
+        self.events = run.run_dir / f"attempt-{run.attempt}.events"
+        self.events.write_bytes(b"")
+        self.result: Json = None
+        self.failure: OwnFailure | None = None
         self._run = run
-        self._cwd = settings.cwd
-        self._lines = LineReader(events)
-        self._events = events
-        self._watch = None if pattern is None else CheckpointWatch(pattern, before)
-        self._known = (checkpoint, None if checkpoint is None else _stamp(checkpoint))
+        self._cwd = cwd
+        self._watch = watch
+        self._lines = LineReader(self.events)
+        self._known = _with_stamp(run.resume_checkpoint)
         self._complained = False
+        self._found(checkpoint)
 
-    def poll(self) -> None:
+    def poll(self, *, at_rest: bool = False) -> None:
         """Pass on what the script has reported and saved."""
-        self._take_lines(self._lines.read())
-        if self._watch is not None:
-            self._found(self._watch.newest(at_rest=False))
-
-    def finish(self) -> None:
-        """The same when the script has ended."""
-        self._take_lines(self._lines.read(to_the_end=True))
-        if self._watch is not None:
-            self._found(self._watch.newest(at_rest=True))
-        if self._events.stat().st_size == 0:
-            self._events.unlink()
-
-    def _found(self, checkpoint: Path | None) -> None:
-        if checkpoint is not None and self._known != (found := (checkpoint, _stamp(checkpoint))):
-            self._known = found
-            _report_checkpoint(self._run, checkpoint)
-
-    def _take_lines(self, lines: list[str]) -> None:
-        for line in lines:
+        for line in self._lines.read(to_the_end=at_rest):
             try:
-                self._take(parse(line))
+                self._take(line)
             except NotUnderstood as problem:
                 if not self._complained:
                     self._complained = True
-                    log.warning("%s: %r: %s", self._events.name, line[:200], problem)
+                    log.warning("%s: %r: %s", self.events.name, line[:200], problem)
+        if self._watch is not None:
+            self._found(self._watch.newest(at_rest=at_rest))
 
-    def _take(self, message: Message) -> None:
-        fields = dict(message.fields)
-        if message.event == "progress":
-            self._run.progress(
-                fields["step"], total_steps=fields.get("total_steps"), **metrics_of(message)
-            )
-        elif message.event in ("started", "training_started"):
-            self._run.started(fields["step"])
-        elif message.event == "checkpoint":
-            path = self._cwd / Path(fields["path"]).expanduser()
-            self._known = (path, _stamp(path))
-            _report_checkpoint(self._run, path, fields.get("step"))
-        elif message.event == "result":
-            self.result = fields["value"]
-        elif message.event == "failed":
-            self.failure = FailureKind(fields["kind"]), fields["message"]
-        else:
-            self._run.report(event_of(message))
+    def finish(self) -> None:
+        """Do the same when the script has ended."""
+        self.poll(at_rest=True)
+        if self.events.stat().st_size == 0:
+            self.events.unlink()
+
+    def _found(self, checkpoint: Path | None) -> None:
+        found = _with_stamp(checkpoint)
+        if checkpoint is not None and self._known != found:
+            self._known = found
+            self._run.checkpoint_saved(checkpoint, self._run.last_step)
+
+    def _take(self, line: str) -> None:
+        match parse(line):
+            case Progress(step=step, total_steps=total, metrics=metrics):
+                self._run.progress(step, total_steps=total, **metrics)
+            case TrainingStarted(step=step):
+                self._run.started(step)
+            case CheckpointSaved(path=path, step=step):
+                saved = self._cwd / Path(path).expanduser()
+                self._known = _with_stamp(saved)
+                self._run.checkpoint_saved(saved, self._run.last_step if step is None else step)
+            case Result(value=value):
+                self.result = value
+            case OwnFailure() as failure:
+                self.failure = failure
+            case event:
+                self._run.report(event)
+
+
+def _with_stamp(path: Path | None) -> tuple[Path | None, Stamp | None]:
+    if path is not None:
+        with contextlib.suppress(OSError):
+            return path, stamp_of(path)
+    return path, None
 
 
 def _values(cfg: DictConfig, run: Run, checkpoint: Path | None = None) -> ScriptValues:
@@ -197,7 +195,7 @@ def _environment(values: ScriptValues, events: Path) -> dict[str, str]:
 
 
 def _before(pattern: str | None, settings: CommandSettings, run: Run) -> Mapping[str, Stamp]:
-    """What matched before the job began: noted at its first attempt."""
+    """Return what matched before the job began: noted at its first attempt."""
     if pattern is None:
         return {}
     path = run.run_dir / _BEFORE
@@ -210,24 +208,14 @@ def _before(pattern: str | None, settings: CommandSettings, run: Run) -> Mapping
 
 
 def _checkpoint(pattern: str | None, before: Mapping[str, Stamp], run: Run) -> Path | None:
-    """The newest of the one that was reported and those that the pattern finds."""
+    """Return the newest of the one that was reported and those that the pattern finds."""
     reported = run.resume_checkpoint
     if reported is not None and not is_whole(reported):
         log.warning("checkpoint %s is gone or torn; it is passed over", reported)
         reported = None
     found = None if pattern is None else CheckpointWatch(pattern, before).newest(at_rest=True)
     candidates = [path for path in (reported, found) if path is not None]
-    return max(candidates, key=lambda path: stamp_of(path).changed_ns, default=None)
-
-
-def _report_checkpoint(run: Run, path: Path, step: Any = None) -> None:
-    run.checkpoint_saved(path, step if type(step) is int else run.last_step)
-
-
-def _stamp(path: Path) -> Stamp | None:
-    with contextlib.suppress(OSError):
-        return stamp_of(path)
-    return None
+    return max(candidates, key=lambda path: stamp_of(path)[0], default=None)
 
 
 def _how(returncode: int) -> str:

@@ -46,7 +46,7 @@ class ScriptValues:
     checkpoint_every_steps: int = 0
 
     def fill(self, text: str) -> str:
-        """``text`` with its placeholders replaced; other braces (JSON, shell) stay as they are.
+        """Replace the placeholders in ``text``; other braces (JSON, shell) stay as they are.
 
         ``{$}`` is a dollar sign: in a config ``${…}`` is an interpolation.
         """
@@ -54,7 +54,7 @@ class ScriptValues:
         return _PLACEHOLDER.sub(lambda m: str(values.get(m[1], m[0])), text)
 
     def environment(self) -> dict[str, str]:
-        """The same as environment variables, ``ROBUST_TRAIN_BATCH_SIZE`` and so on."""
+        """Return the values as environment variables, ``ROBUST_TRAIN_BATCH_SIZE`` and so on."""
         return {PREFIX + name.upper(): str(value) for name, value in asdict(self).items()}
 
 
@@ -62,17 +62,17 @@ PLACEHOLDERS = tuple(field.name for field in fields(ScriptValues))
 
 
 def literal(text: str) -> str:
-    """``text`` for a config, without interpolations: :meth:`ScriptValues.fill` gives it back."""
+    """Return ``text`` for a config, which has no interpolations until it is filled."""
     return _INTERPOLATION.sub("{$}", text)
 
 
 def placeholders_in(text: str) -> set[str]:
-    """Our placeholders that ``text`` uses."""
+    """Return the placeholders that ``text`` uses."""
     return set(_PLACEHOLDER.findall(text)).intersection(PLACEHOLDERS)
 
 
 def near_misses_in(text: str) -> list[tuple[str, str]]:
-    """What stands in braces and is nearly a placeholder of ours, with the one it is near to."""
+    """Return names in braces that are nearly a placeholder, each with that one."""
     misses = []
     for name in _PLACEHOLDER.findall(text):
         close = difflib.get_close_matches(name, PLACEHOLDERS, n=1, cutoff=_ALMOST)
@@ -82,5 +82,5 @@ def near_misses_in(text: str) -> list[tuple[str, str]]:
 
 
 def value_from(environ: Mapping[str, str], name: str) -> str | None:
-    """A value out of a script's environment; None where it is not run by the launcher."""
+    """Return a value from a script's environment; None where the launcher does not run it."""
     return environ.get(PREFIX + name.upper())

@@ -1,4 +1,4 @@
-"""Hydra's callback through which a sweep is kept account of, whichever launcher runs its jobs."""
+"""Hydra's callback that records a sweep, whichever launcher runs its jobs."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import math
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
-from robust_train.errors import EXIT_BAD_CONFIG
+from robust_train.errors import EXIT_BAD_CONFIG, ConfigError
+from robust_train.events import Json
 from robust_train.runfolder.lock import refusal
 from robust_train.sweep import current, session
 from robust_train.sweep.plugins_of_others import restore_mask
@@ -29,15 +30,17 @@ class SweepCallback(Callback):
         """Before anything is written to the run folder."""
         problem = refusal(Path(str(config.hydra.run.dir)))
         if problem is not None:
-            print(problem, file=sys.stderr)
-            # not an Exception: those of callbacks are turned into warnings
-            raise SystemExit(EXIT_BAD_CONFIG)
+            _refuse(problem)
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Before the launcher is made."""
         self._launcher = str(config.hydra.runtime.choices.get("hydra/launcher"))
-        with contextlib.suppress(OSError):  # Hydra fails at the same, with a message
+        try:
             session.begin(config)
+        except ConfigError as error:
+            _refuse(str(error))
+        except OSError:
+            pass  # Hydra fails at the same, with a message
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
         """In the job's own process, once its run folder is there."""
@@ -47,8 +50,7 @@ class SweepCallback(Callback):
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
         """After the job's function, unless it was interrupted."""
         if job_return.status is JobStatus.COMPLETED:
-            value = job_return.return_value
-            current.job_ended("completed", 0, objective=_plain(value))
+            current.job_ended("completed", 0, objective=_plain(job_return.return_value))
         else:
             # read past the property, which raises what the job raised
             current.job_ended("failed", 1, reason=_first_line(job_return._return_value))
@@ -62,9 +64,21 @@ class SweepCallback(Callback):
             raise SystemExit(code)
 
 
-def _plain(value: Any) -> Any:
+def _refuse(problem: str) -> NoReturn:
+    print(problem, file=sys.stderr)
+    # not an Exception: those of callbacks are turned into warnings
+    raise SystemExit(EXIT_BAD_CONFIG)
+
+
+def _plain(value: Any) -> Json:
+    """Return a job's value as its record can hold it; None where that is not possible."""
+    if hasattr(value, "item"):  # of NumPy or torch
+        with contextlib.suppress(Exception):
+            value = value.item()
     if isinstance(value, float) and not math.isfinite(value):
         return None
+    if isinstance(value, tuple):  # several objectives
+        return [_plain(item) for item in value]
     return value if isinstance(value, (bool, int, float, str, list, dict)) else None
 
 

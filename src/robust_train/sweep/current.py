@@ -16,8 +16,7 @@ from robust_train.runfolder.lock import refusal
 from robust_train.runfolder.requests import sweep_stop_requested
 from robust_train.runfolder.summary import read_summary
 from robust_train.settings import sweep_folder
-from robust_train.sweep.plugins_of_others import misplaced_launcher, no_objective
-from robust_train.sweep.record import (
+from robust_train.sweep.job_record import (
     COMPLETED,
     INTERRUPTED,
     NOT_STARTED,
@@ -29,6 +28,7 @@ from robust_train.sweep.record import (
     read_record,
     set_aside,
 )
+from robust_train.sweep.plugins_of_others import misplaced_launcher, no_objective
 from robust_train.sweep.rows import has_failed
 
 log = logging.getLogger("robust_train")
@@ -55,22 +55,20 @@ class CurrentJob:
 
     @property
     def objective(self) -> Any:
-        """What the sweeper gets for a job that is not run."""
-        record = self.record
-        if record is not None and record.reused:
-            return record.objective
+        """The sweeper's value of a job that is not run."""
+        if self.record is not None and self.record.reused:
+            return self.record.objective
         return no_objective(HydraConfig.get())
 
     def ended(
         self, status: str, exit_code: int, *, reason: str | None = None, objective: Any = None
     ) -> None:
         """Record the job's end. The first call counts."""
-        if self.record is None or self.record.status != STARTED:
-            return
-        self.record = replace(
-            self.record, status=status, exit_code=exit_code, reason=reason, objective=objective
-        )
-        _write(self.record, self.folder)
+        if self.record is not None and self.record.status == STARTED:
+            self.record = replace(
+                self.record, status=status, exit_code=exit_code, reason=reason, objective=objective
+            )
+            _write(self.record, self.folder)
 
 
 _current: CurrentJob | None = None
@@ -87,7 +85,7 @@ def leave() -> None:
     _current = None
 
 
-def enter(config: DictConfig, launcher: str | None) -> CurrentJob:
+def enter(config: DictConfig, launcher: str | None) -> None:
     """Decide whether a job that Hydra enters runs, and prepare its run folder.
 
     Args:
@@ -96,8 +94,7 @@ def enter(config: DictConfig, launcher: str | None) -> CurrentJob:
     """
     global _current
     in_sweep = config.hydra.mode == RunMode.MULTIRUN
-    job = CurrentJob(Path(str(config.hydra.runtime.output_dir)))
-    _current = job
+    _current = job = CurrentJob(Path(str(config.hydra.runtime.output_dir)))
     job.refusal = misplaced_launcher(
         str(config.hydra.runtime.choices.get("hydra/launcher")),
         launcher if in_sweep else None,
@@ -105,8 +102,9 @@ def enter(config: DictConfig, launcher: str | None) -> CurrentJob:
         in_sweep=in_sweep,
     )
     if in_sweep:
-        _enter_sweep(job, config)
-    return job
+        job.refusal = job.refusal or refusal(job.folder)
+        if job.refusal is None:  # else what a live job has there is left alone
+            _enter_sweep(job, config)
 
 
 def identity(config: DictConfig) -> JobRecord:
@@ -148,9 +146,6 @@ def reuse(record: JobRecord, folder: Path) -> None:
 
 
 def _enter_sweep(job: CurrentJob, config: DictConfig) -> None:
-    job.refusal = job.refusal or refusal(job.folder)
-    if job.refusal is not None:
-        return  # what a live job has there is left alone
     entry, job.record = plan(config, job.folder)
     if entry is Entry.REUSE:
         job.runs = False
@@ -165,19 +160,22 @@ def _enter_sweep(job: CurrentJob, config: DictConfig) -> None:
         # not run over it: a checkpoint of another job must not be mistaken for this one's
         job.refusal = f"{job.folder}: cannot move aside what it holds: {error.strerror}"
         return
-    folder, reason = sweep_folder(), None
-    assert folder is not None
-    fail_fast = OmegaConf.select(config, "sweep_fail_fast", default=False)
-    if fail_fast and has_failed(folder, job.record.sweep):
-        reason = "another job failed before (sweep_fail_fast=true)"
-    elif sweep_stop_requested(folder):
-        reason = "the sweep was stopped"
-    if reason is not None:
+    reason = _why_not_started(config, job.record)
+    if reason is None:
+        _write(job.record, job.folder)
+    else:
         job.runs = False
         job.ended(NOT_STARTED, 0, reason=reason)
         log.info("job %s is not started: %s", job.record.number, reason)
-        return
-    _write(job.record, job.folder)
+
+
+def _why_not_started(config: DictConfig, record: JobRecord) -> str | None:
+    folder = sweep_folder()
+    assert folder is not None
+    fail_fast = OmegaConf.select(config, "sweep_fail_fast", default=False)
+    if fail_fast and has_failed(folder, record.sweep):
+        return "another job failed before (sweep_fail_fast=true)"
+    return "the sweep was stopped" if sweep_stop_requested(folder) else None
 
 
 def _write(record: JobRecord, folder: Path) -> None:

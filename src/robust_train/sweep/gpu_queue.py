@@ -31,6 +31,7 @@ from hydra.core.utils import (
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from robust_train.errors import EXIT_BAD_CONFIG
 from robust_train.execution import at_hand
 from robust_train.execution.signals import SignalWatch
 from robust_train.runfolder.requests import sweep_stop_requested
@@ -39,9 +40,7 @@ from robust_train.runfolder.summary import read_summary
 from robust_train.sweep import current, session
 from robust_train.sweep.capacity import count_cpus, count_gpus, jobs_at_once
 from robust_train.sweep.job_process import JobProcess
-from robust_train.sweep.live_table import LiveRow, LiveTable
-from robust_train.sweep.plugins_of_others import no_objective
-from robust_train.sweep.record import (
+from robust_train.sweep.job_record import (
     COMPLETED,
     NOT_STARTED,
     REFUSED,
@@ -50,8 +49,10 @@ from robust_train.sweep.record import (
     JobRecord,
     read_record,
 )
+from robust_train.sweep.live_table import LiveRow, LiveTable
+from robust_train.sweep.plugins_of_others import no_objective
 from robust_train.sweep.rows import SweepRow, ending_of_process, read_row
-from robust_train.sweep.table import differing_overrides, ending_line
+from robust_train.sweep.sweep_table import differing_overrides, ending_line
 
 log = logging.getLogger("robust_train")
 
@@ -84,14 +85,7 @@ class _Job:
 
 
 class GpuQueue:
-    """Runs one batch of a sweeper's jobs.
-
-    Args:
-        context: composes configs.
-        task_function: what a job runs.
-        config: the sweep's own config.
-        n_jobs: number of jobs that run at once, None to choose.
-    """
+    """Runs one batch of a sweeper's jobs, ``n_jobs`` at once; None to choose."""
 
     def __init__(
         self,
@@ -100,10 +94,8 @@ class GpuQueue:
         config: DictConfig,
         n_jobs: int | None,
     ) -> None:
-        self._context = context
-        self._task_function = task_function
-        self._config = config
-        self._n_jobs = n_jobs
+        self._context, self._task_function = context, task_function
+        self._config, self._n_jobs = config, n_jobs
         self._fail_fast = bool(OmegaConf.select(config, "sweep_fail_fast", default=False))
         self._signals = SignalWatch()
         self._pending: deque[_Job] = deque()
@@ -111,8 +103,7 @@ class GpuQueue:
         self._jobs: list[_Job] = []
         self._stopping: str | None = None
         self._killed_at: float | None = None
-        # handled between two steps: a handler would find a job half started
-        self._received: deque[int] = deque()
+        self._received: deque[int] = deque()  # handled between two steps
 
     def launch(
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
@@ -134,7 +125,14 @@ class GpuQueue:
         self._pending.extend(self._jobs)
         for job in self._jobs:
             self._plan(job, NOT_STARTED)
-        slots = self._slots()
+        slots = jobs_at_once(
+            self._n_jobs,
+            jobs=len(self._jobs),
+            gpus=0 if self._n_jobs else count_gpus(self._config),
+            jobs_per_gpu=OmegaConf.select(self._config, "gpu_jobs_per_device", default=1),
+            gpus_per_job=OmegaConf.select(self._config, "num_gpus", default=1),
+            cpus=count_cpus(),
+        )
         log.info("%d jobs, %d at once", len(self._jobs), slots)
         with self._signals, LiveTable() as table:
             with self._signals.handed_to(self._received.append):
@@ -143,29 +141,18 @@ class GpuQueue:
                 finally:
                     self._end_all(table)
             self._signals.raise_if_received()
-        return [job.result or self._no_result(job) for job in self._jobs]
-
-    def _slots(self) -> int:
-        return jobs_at_once(
-            self._n_jobs,
-            jobs=len(self._jobs),
-            gpus=0 if self._n_jobs else count_gpus(self._config),
-            jobs_per_gpu=OmegaConf.select(self._config, "gpu_jobs_per_device", default=1),
-            gpus_per_job=OmegaConf.select(self._config, "num_gpus", default=1),
-            cpus=count_cpus(),
-        )
+        nothing = no_objective(self._config.hydra)
+        return [job.result or self._return(job, nothing) for job in self._jobs]
 
     def _run(self, slots: int, table: LiveTable) -> None:
         while True:
-            while self._pending and len(self._running) < slots and not self._is_stopping:
+            while self._pending and len(self._running) < slots:
+                if self._stopping is not None or self._received:
+                    break
                 self._start(self._pending.popleft(), table)
             if not self._running:
                 return
             self._poll(table)
-
-    @property
-    def _is_stopping(self) -> bool:
-        return self._stopping is not None or bool(self._received)
 
     def _start(self, job: _Job, table: LiveTable) -> None:
         """Start a job's process, unless the job is refused or completed earlier."""
@@ -174,7 +161,7 @@ class GpuQueue:
         if any(job.folder == other.folder for other in self._jobs if other is not job):
             # two jobs in one folder would write over each other
             reason = f"{job.folder} is another job's; hydra.sweep.subdir must differ between jobs"
-            self._plan(job, REFUSED, exit_code=2, reason=reason)
+            self._plan(job, REFUSED, exit_code=EXIT_BAD_CONFIG, reason=reason)
             table.show_line(f"job {job.number} refused: {reason}", level=logging.ERROR)
             job.folder, job.status = None, REFUSED
             return
@@ -197,7 +184,7 @@ class GpuQueue:
             config.hydra.job.num = job.number
         return config
 
-    def _work(self, job: _Job) -> tuple[JobReturn, int]:
+    def _work(self, job: _Job) -> int:
         """Run the job, in its own process."""
         assert job.config is not None
         result = run_job(
@@ -208,19 +195,14 @@ class GpuQueue:
             job_subdir_key="hydra.sweep.subdir",
         )
         if result.status is JobStatus.COMPLETED:
-            return result, 0
+            return 0
         traceback.print_exception(result._return_value)
-        result.return_value = no_objective(job.config.hydra)
-        result.status = JobStatus.COMPLETED
-        return result, 1
+        return 1
 
     def _detach(self) -> None:
-        """Drop the sweep's handlers and the other jobs' descriptors, in a job's process."""
+        """Drop the sweep's handlers, in a job's process."""
         signal.set_wakeup_fd(-1)
         self._signals.__exit__(None, None, None)
-        for job in self._jobs:
-            if job.process is not None:
-                job.process.close()
 
     def _poll(self, table: LiveTable) -> None:
         """Wait a moment; then handle signals and jobs that have ended."""
@@ -239,13 +221,10 @@ class GpuQueue:
         assert job.folder is not None
         row = self._settled(job, job.folder, job.process.returncode or 0)
         completed = row.status == COMPLETED
-        result = job.process.result() if completed else None
-        job.process.close()
         job.status = row.status
-        if not isinstance(result, JobReturn):  # it may have died after its work was done
-            objective = row.result if completed else no_objective(self._config.hydra)
-            result = self._return(job, objective)
-        job.result = result
+        job.result = self._return(
+            job, row.result if completed else no_objective(self._config.hydra)
+        )
         table.show_line(ending_line(row, job.folder / LOG_FILE))
         if self._fail_fast and not completed and self._stopping is None:
             self._stop("sweep_fail_fast=true", signal.SIGTERM)
@@ -256,11 +235,9 @@ class GpuQueue:
         assert job.config is not None
         own = current.identity(job.config)
         record = read_record(folder)
-        if record is None or record.sweep != own.sweep:
-            is_recorded = False
-        else:
-            is_recorded = record.status != STARTED or read_summary(folder) is not None
-        if not is_recorded:
+        is_own = record is not None and record.sweep == own.sweep
+        has_ended = record is not None and record.status != STARTED
+        if not is_own or not (has_ended or read_summary(folder) is not None):
             with contextlib.suppress(OSError):
                 ending_of_process(own, returncode).write(folder)
         return replace(read_row(folder), job=job.number)
@@ -292,11 +269,8 @@ class GpuQueue:
                 table.show_line(line, level=logging.ERROR)
                 return
 
-    def _no_result(self, job: _Job) -> JobReturn:
-        return self._return(job, no_objective(self._config.hydra))
-
     def _return(self, job: _Job, value: Any) -> JobReturn:
-        """Return what the sweeper gets for a job that did not send its own result."""
+        """Return a job's result for the sweeper."""
         config = job.config if job.config is not None else self._compose(job)
         task_config = config.copy()
         with open_dict(task_config):
@@ -311,13 +285,14 @@ class GpuQueue:
             _return_value=value,
         )
 
-    def _plan(self, job: _Job, status: str, **fields: Any) -> None:
+    def _plan(
+        self, job: _Job, status: str, exit_code: int | None = None, reason: str | None = None
+    ) -> None:
         """List the job in the sweep's table even if it never leaves anything in a folder."""
-        sweep = session.current_sweep()
-        if sweep is not None:
+        if (sweep := session.current_sweep()) is not None:
             overrides = tuple(filter_overrides(job.overrides))
             sweep.planned[job.number] = JobRecord(
-                sweep.id, job.number, overrides, status=status, **fields
+                sweep.id, job.number, overrides, status, exit_code, reason=reason
             )
 
 

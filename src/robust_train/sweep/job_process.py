@@ -1,7 +1,6 @@
 """One job of a sweep in a process of its own: a fork of the sweep's process, without torch.
 
-A fork, because the task function may live in a script that cannot be imported, and because Hydra
-is loaded already: the job starts in milliseconds.
+A fork, because the task function may live in a script that cannot be imported.
 """
 
 from __future__ import annotations
@@ -9,9 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import pickle
 import signal
-import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -25,8 +22,8 @@ from robust_train.execution.signals import FORWARDED
 
 _FORWARDED_AS: dict[int, int] = {signum: forwarded for forwarded, signum in FORWARDED.items()}
 
-Work = Callable[[], tuple[Any, int]]
-"""Runs the job; returns its result for the sweep, and the exit code."""
+Work = Callable[[], int]
+"""Runs the job; returns the exit code. The result is in the job's record."""
 
 
 class JobProcess:
@@ -34,13 +31,11 @@ class JobProcess:
 
     Args:
         work: runs in the process.
-        log_path: where all output of the process goes.
-        detach: runs in the process first, to undo what the sweep had set up for itself.
+        log_path: gets all output of the process.
+        detach: runs in the process first, to undo what the sweep has set up for itself.
     """
 
     def __init__(self, work: Work, log_path: Path, detach: Callable[[], None]) -> None:
-        # in memory: the result may be larger than a pipe holds, and nobody reads until the end
-        self._result = os.fdopen(os.memfd_create("job-result"), "w+b")
         self.returncode: int | None = None
         flush_output()
         parent = os.getpid()
@@ -55,7 +50,7 @@ class JobProcess:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
     def signal(self, signum: int) -> None:
-        """Send a signal, if the process has not ended; one that it received itself counts once."""
+        """Send a signal, if the process has not ended; one that it has received counts once."""
         if self.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, _FORWARDED_AS.get(signum, signum))
@@ -67,18 +62,6 @@ class JobProcess:
             if pid:
                 self.returncode = os.waitstatus_to_exitcode(status)
         return self.returncode
-
-    def result(self) -> Any:
-        """Return what the work returned; None where it did not get that far."""
-        self._result.seek(0)
-        try:
-            return pickle.load(self._result)
-        except Exception:  # nothing there, torn, or of a class that cannot be rebuilt
-            return None
-
-    def close(self) -> None:
-        """Release what belongs to an ended process; in a sibling, what it inherited of this one."""
-        self._result.close()
 
     def _be_the_job(
         self,
@@ -100,8 +83,7 @@ class JobProcess:
             for forwarded in FORWARDED:
                 signal.signal(forwarded, _receive)
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-            result, code = work()
-            self._send(result)
+            code = work()
         except JobInterrupted as error:
             code = error.exit_code
         except KeyboardInterrupt:
@@ -115,15 +97,6 @@ class JobProcess:
                 logging.shutdown()
                 flush_output()
             os._exit(code)
-
-    def _send(self, result: Any) -> None:
-        try:
-            data = pickle.dumps(result)
-        except Exception as error:
-            print(f"the job's result cannot be passed on: {error}", file=sys.stderr)
-            return
-        self._result.write(data)
-        self._result.flush()
 
 
 def _receive(signum: int, frame: FrameType | None) -> None:

@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
 from robust_train.runfolder.state import RunState
@@ -28,14 +27,7 @@ _FRAME_LINES = 7  # the table's own lines, the tally and the line with the curso
 
 @dataclass(frozen=True)
 class LiveRow:
-    """One job in the live table.
-
-    Attributes:
-        job: its number.
-        overrides: those in which it differs from the others.
-        status: ``pending``, ``starting``, a state of ``state.json``, or how it ended.
-        state: of its current launch, None before the first.
-    """
+    """One job: its overrides that differ, its status, and ``state.json`` of its current launch."""
 
     job: int
     overrides: str
@@ -47,19 +39,16 @@ class LiveRow:
         state = self.state
         if state is None:
             return str(self.job), self.overrides, self.status, "", "", "", ""
-        step = _text(state.step)
-        if step and state.total_steps:
-            step += f"/{state.total_steps}"
-        shown = (_text(value) for value in (state.attempt, state.device, state.batch_size))
-        return str(self.job), self.overrides, self.status, *shown, step
+        step: object = state.step
+        if step is not None and state.total_steps:
+            step = f"{step}/{state.total_steps}"
+        shown = (state.attempt, state.device, state.batch_size, step)
+        cells = ("" if value is None else str(value) for value in shown)
+        return str(self.job), self.overrides, self.status, *cells
 
 
 class LiveTable:
-    """Shows the progress of a sweep; a context manager.
-
-    Args:
-        stream: where the terminal may be; standard error by default.
-    """
+    """Context manager that shows a sweep on ``stream``, standard error by default."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = sys.stderr if stream is None else stream
@@ -82,12 +71,7 @@ class LiveTable:
             self._live.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        frames: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self.is_live:
             self._live.stop()
 
@@ -109,7 +93,7 @@ class LiveTable:
 
 
 def most_important(rows: Sequence[LiveRow], most: int) -> list[LiveRow]:
-    """Return at most ``most`` rows, in order: running ones first, then failures, then the rest."""
+    """Return at most ``most`` rows in order; running jobs are kept first, then failures."""
 
     def rank(row: LiveRow) -> int:
         return _LAST.get(row.status, int(row.status in _ENDED_BADLY))
@@ -133,7 +117,3 @@ def _render(shown: Sequence[LiveRow], rows: Sequence[LiveRow]) -> RenderableType
     tally = f"{len(rows)} jobs: " + ", ".join(f"{n} {status}" for status, n in counts.items())
     hidden = f" ({len(rows) - len(shown)} not shown)" if len(shown) < len(rows) else ""
     return Group(table, Text(tally + hidden))
-
-
-def _text(value: object) -> str:
-    return "" if value is None else str(value)

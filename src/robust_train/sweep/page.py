@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from robust_train import readable
-from robust_train.events import MalformedEvent, from_json
-from robust_train.report import plots
-from robust_train.report.axes import time_ticks
-from robust_train.report.figures import Figure, bars_of, loss_of_jobs, use_legend
+from robust_train.report.charts import Timeline, TimelineRow, time_axis
+from robust_train.report.figures import bars_of, loss_of_jobs, use_legend
 from robust_train.report.guidance import Advice
 from robust_train.report.html import FILE_NAME, render, shares, try_to_save
-from robust_train.report.plots import Axis, TimelineRow
-from robust_train.report.sources import finite, read_sources
+from robust_train.report.sources import read_sources
 from robust_train.report.story import Story, story_of
 from robust_train.report.times import Span, Use
 from robust_train.runfolder.journal import strict_json
-from robust_train.sweep.record import read_json, read_record
+from robust_train.runfolder.lock import is_held
+from robust_train.sweep.job_record import read_record
 from robust_train.sweep.rows import SweepRow, job_folders, read_row
-from robust_train.sweep.table import differing_overrides, tally
+from robust_train.sweep.sweep_table import ENDED, SweepTable, differing_overrides, read_table, tally
 
 SCHEMA = 1
 
@@ -84,18 +80,20 @@ def write_sweep_report(folder: Path) -> None:
 
 def sweep_story_of(folder: Path) -> SweepStory:
     """Return what happened in the sweep of a folder, as far as it can be read."""
-    table = read_json(folder / "sweep.json") or {}
-    is_over = table.get("status") == "ended"
+    table = read_table(folder)
+    is_over = table is not None and table.status == ENDED
     jobs = sorted(_jobs(folder, table), key=lambda job: job.row.sort_key)
     seconds = dict.fromkeys((*(use.value for use in Use), "wall"), 0.0)
     for job in jobs:
         for name, value in ({} if job.story is None else job.story.seconds).items():
             seconds[name] += value
-    wall = finite(table.get("wall_seconds"))
+    wall = None if table is None else table.wall_seconds
     sentence = tally([job.row for job in jobs])
     sentence += "." if wall is None else f" in {readable.duration(wall)}."
-    if not is_over:
-        sentence += " The end of the sweep is not recorded: it still runs, or its process died."
+    if not is_over and is_held(folder):
+        sentence += " It still runs."
+    elif not is_over:
+        sentence += " The end of the sweep is not recorded: its process died."
     return SweepStory(
         name=folder.resolve().name,
         folder=str(folder),
@@ -106,25 +104,19 @@ def sweep_story_of(folder: Path) -> SweepStory:
     )
 
 
-def _jobs(folder: Path, table: Mapping[str, Any]) -> list[JobStory]:
+def _jobs(folder: Path, table: SweepTable | None) -> list[JobStory]:
     """Return the jobs of this launch in the folder, and those that were never started."""
-    sweep = table.get("sweep")
     jobs, seen = [], set()
     for job_dir in job_folders(folder):
         record = read_record(job_dir)
-        if record is not None and isinstance(sweep, str) and record.sweep != sweep:
+        if record is not None and table is not None and record.sweep != table.sweep:
             continue
         row = read_row(job_dir)
         story = story_of(read_sources(job_dir)) if (job_dir / "journal.jsonl").exists() else None
         jobs.append(JobStory(row, story))
         seen.add(row.job)
-    listed = table.get("jobs")
-    for content in listed if isinstance(listed, list) else []:
-        with contextlib.suppress(MalformedEvent):
-            row = from_json(SweepRow, content)
-            if row.job not in seen:
-                jobs.append(JobStory(row))
-    return jobs
+    rows = () if table is None else table.jobs
+    return jobs + [JobStory(row) for row in rows if row.job not in seen]
 
 
 def sweep_page(sweep: SweepStory) -> str:
@@ -160,23 +152,19 @@ def _href(sweep: SweepStory, job: JobStory) -> str | None:
     return os.path.join(os.path.relpath(job.story.folder, sweep.folder), FILE_NAME)
 
 
-def _timeline(sweep: SweepStory) -> Figure | None:
+def _timeline(sweep: SweepStory) -> Timeline | None:
     shown = [(job, job.story) for job in sweep.jobs if job.story is not None and job.story.spans]
     if not shown:
         return None
     start = min(story.spans[0].start for _, story in shown)
     end = max(story.spans[-1].end for _, story in shown)
-    high = max(end - start, 1e-3)
     rows = []
     for job, story in shown:
         moved = [Span(s.use, s.start - start, s.end - start, s.attempt) for s in story.spans]
         detail = ", ".join(job.row.devices) or "-"
-        rows.append(
-            TimelineRow(job.label, detail, tuple(bars_of(moved)), plots.address(_href(sweep, job)))
-        )
-    axis = Axis(0.0, high, partial(time_ticks, high), "time")
-    svg = plots.timeline("Timeline of jobs", sweep.sentence, rows, axis)
-    return Figure("Timeline", svg, use_legend(s for _, story in shown for s in story.spans))
+        rows.append(TimelineRow(job.label, detail, bars_of(moved), _href(sweep, job)))
+    spans = [span for _, story in shown for span in story.spans]
+    return Timeline(rows, time_axis(0.0, max(end - start, 1e-3)), use_legend(spans))
 
 
 def _advice(jobs: Sequence[JobStory]) -> list[tuple[str, Advice]]:

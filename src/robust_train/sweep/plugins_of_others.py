@@ -16,12 +16,8 @@ _MASK = "CUDA_VISIBLE_DEVICES"
 def no_objective(hydra: Any) -> float | None:
     """Return what a sweeper gets for a job without objective: NaN, or None for Optuna's plugin.
 
-    The plugin up to 1.3 fails the trial and then reports the NaN to Optuna as well, which ends the
-    search. With a value that is no number the trial fails and the search goes on, in later
-    releases too.
-
-    Args:
-        hydra: the part ``hydra`` of the job's config.
+    The plugin up to 1.3 reports the NaN of a failed trial to Optuna as well, which ends the search.
+    With None the trial fails and the search goes on. ``hydra`` is that part of the job's config.
     """
     sweeper = hydra.get("sweeper") or {}
     return None if str(sweeper.get("_target_")).startswith(_OPTUNA_PLUGIN) else math.nan
@@ -41,15 +37,12 @@ def known_problem(error: BaseException) -> str | None:
 
 
 def remember_mask(environ: MutableMapping[str, str]) -> None:
-    """Keep the user's CUDA_VISIBLE_DEVICES for :func:`restore_mask` in the sweep's jobs."""
+    """Keep the user's CUDA_VISIBLE_DEVICES for :func:`restore_mask` in the jobs."""
     environ[_OWN_MASK] = json.dumps(environ.get(_MASK))
 
 
 def restore_mask(environ: MutableMapping[str, str]) -> None:
-    """Restore the user's CUDA_VISIBLE_DEVICES, which submitit's local executor overwrites.
-
-    It sets one made of ``gpus_per_node``: empty by default, else the same first GPUs for all jobs.
-    """
+    """Restore the user's CUDA_VISIBLE_DEVICES, which submitit's local executor overwrites."""
     if environ.get("SUBMITIT_EXECUTOR") != "local" or _OWN_MASK not in environ:
         return
     mask = json.loads(environ[_OWN_MASK])

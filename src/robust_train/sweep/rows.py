@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from omegaconf import ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from robust_train.runfolder.summary import SavedSummary, read_summary
-from robust_train.sweep.record import (
+from robust_train.sweep.job_record import (
     COMPLETED,
     DIED,
     INTERRUPTED,
@@ -33,16 +33,13 @@ class SweepRow:
 
     Attributes:
         job: its number, None where it is not known.
-        overrides: those of this job.
         status: ``completed``, ``failed``, ``no_device``, ``interrupted``, ``refused``, ``died``
             (without a summary) or ``not_started``.
         exit_code: that of the job if it had run alone; None if it was not started.
-        attempts: number of attempts.
         devices: those of the attempts, in order, each once.
         batch_size: micro-batch of the last attempt.
         result: the objective.
-        wall_seconds: from the job's start to its end.
-        wait_seconds: of those, waiting for a GPU.
+        wait_seconds: those of ``wall_seconds`` that it waited for a GPU.
         reason: one sentence for any status but ``completed``.
         reused: completed in an earlier launch of the sweep, not run again.
         folder: its run folder, None for a job that was not started.
@@ -58,13 +55,9 @@ class SweepRow:
     result: Any
     wall_seconds: float | None
     wait_seconds: float | None
-    reason: str | None
     reused: bool
+    reason: str | None
     folder: str | None
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the row in JSON's types."""
-        return asdict(self)
 
     @property
     def sort_key(self) -> tuple[bool, int]:
@@ -78,13 +71,9 @@ def row_of(
     summary: SavedSummary | None,
     overrides: Sequence[str] = (),
 ) -> SweepRow:
-    """Return the row of one job.
+    """Return the row of one job from its record and its ``summary.json``, where there are any.
 
-    Args:
-        folder: its run folder.
-        record: its record, None for a job whose sweep keeps none.
-        summary: its ``summary.json``, None without one.
-        overrides: those of the job, where there is no record.
+    ``overrides`` count where there is no record.
     """
     ended = None if record is None or record.status == STARTED else record
     source = ended or summary
@@ -140,12 +129,9 @@ def read_row(folder: Path) -> SweepRow:
 
 
 def read_rows(sweep_folder: Path, sweep: str, since_ns: int) -> list[SweepRow]:
-    """Return the rows of the jobs of this launch of a sweep.
+    """Return the rows of the jobs of this launch of a sweep; the folder may hold others.
 
-    Args:
-        sweep_folder: where to look; a repeated sweep may have left folders of other jobs there.
-        sweep: this launch.
-        since_ns: a job without a record belongs to it if Hydra wrote its folder later than this.
+    A job without a record belongs to it if Hydra wrote its folder later than ``since_ns``.
     """
     rows = []
     for folder in job_folders(sweep_folder):
@@ -162,7 +148,7 @@ def has_failed(sweep_folder: Path, sweep: str) -> bool:
 
 
 def exit_code_of(rows: Sequence[SweepRow]) -> int:
-    """Return that of the first job that failed by itself, else of the first that was stopped."""
+    """Return the code of the first job that failed by itself, else of the first stopped one."""
     codes = [row.exit_code for row in rows if row.exit_code and row.status != INTERRUPTED]
     stopped = [row.exit_code for row in rows if row.exit_code]
     return next(iter(codes + stopped), 0)

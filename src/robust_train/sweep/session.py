@@ -14,12 +14,14 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
+from robust_train.errors import ConfigError
+from robust_train.runfolder.lock import RunLock, read_holder
 from robust_train.sweep.current import SWEEP_VARIABLE
+from robust_train.sweep.job_record import NOT_STARTED, JobRecord
 from robust_train.sweep.page import write_sweep_report
 from robust_train.sweep.plugins_of_others import remember_mask
-from robust_train.sweep.record import NOT_STARTED, JobRecord, write_json
 from robust_train.sweep.rows import SweepRow, exit_code_of, read_rows, row_of
-from robust_train.sweep.table import SCHEMA, as_csv, as_json, screen_table, tally
+from robust_train.sweep.sweep_table import ENDED, FILE, SweepTable, as_csv, screen_table, tally
 
 log = logging.getLogger("robust_train")
 
@@ -33,6 +35,7 @@ class Sweep:
         folder: the sweep folder.
         launcher: name of Hydra's launcher.
         since_ns: when it began, by the clock of the folder's file system.
+        lock: of the folder; the jobs of ``gpu_queue``, which are forks, hold it as well.
         planned: jobs that our launcher knows of, by number.
     """
 
@@ -40,12 +43,13 @@ class Sweep:
     folder: Path
     launcher: str
     since_ns: int
+    lock: RunLock
     planned: dict[int, JobRecord] = field(default_factory=dict)
     started: float = field(default_factory=time.monotonic)
     pid: int = field(default_factory=os.getpid)
 
     def rows(self) -> list[SweepRow]:
-        """Return the jobs so far, by number; known ones that have not started too."""
+        """Return the jobs so far, by number, with known ones that have not started."""
         rows = read_rows(self.folder, self.id, self.since_ns)
         seen = {row.job for row in rows}
         rows += [row_of(None, r, None) for number, r in self.planned.items() if number not in seen]
@@ -63,39 +67,51 @@ def current_sweep() -> Sweep | None:
 
 
 def door_is_open() -> None:
-    """Declare that one of our commands takes care of this program's exit code."""
+    """Declare that one of our commands sets this program's exit code."""
     global _has_door
     _has_door = True
 
 
 def has_door() -> bool:
-    """Return whether one of our commands takes care of the exit code."""
+    """Return whether one of our commands sets the exit code."""
     return _has_door
 
 
 def begin(config: DictConfig) -> None:
-    """Begin a sweep, before its first job and write ``sweep.json``.
+    """Begin a sweep, before its first job: lock its folder and write ``sweep.json``.
 
     Raises:
+        ConfigError: a live sweep holds the folder; nothing was written.
         OSError: the sweep folder cannot be made.
     """
     global _sweep
     folder = Path(str(config.hydra.sweep.dir)).resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    sweep = Sweep(
-        id=uuid.uuid4().hex,
-        folder=folder,
-        launcher=str(config.hydra.runtime.choices.get("hydra/launcher")),
-        since_ns=0,
-    )
+    launcher = str(config.hydra.runtime.choices.get("hydra/launcher"))
+    id_ = uuid.uuid4().hex
+    sweep = Sweep(id_, folder, launcher, since_ns=0, lock=_lock(folder, id_))
     os.environ[SWEEP_VARIABLE] = sweep.id
     remember_mask(os.environ)
-    content = {"schema": SCHEMA, "status": "running", "sweep": sweep.id, "jobs": []}
-    write_json(folder / "sweep.json", content)
-    sweep.since_ns = (folder / "sweep.json").stat().st_mtime_ns
+    SweepTable(sweep.id, launcher).write(folder)
+    sweep.since_ns = (folder / FILE).stat().st_mtime_ns
     _sweep = sweep
     # a project with a command of its own gets its table also when a job's error ends the sweep
     atexit.register(finish)
+
+
+def _lock(folder: Path, sweep: str) -> RunLock:
+    try:
+        return RunLock(folder, sweep)
+    except ConfigError as error:
+        holder = read_holder(folder)
+        if holder is None:
+            raise
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder.since))
+        raise ConfigError(
+            f"sweep folder {folder} is in use by the sweep of {holder.user} on {holder.host}, pid "
+            f"{holder.pid}, since {since}; choose another hydra.sweep.dir, or stop that sweep: "
+            f"robust-train run stop {folder}"
+        ) from error
 
 
 def finish() -> int:
@@ -103,26 +119,31 @@ def finish() -> int:
 
     Safe to call again, and where there was no sweep.
     """
-    global _sweep, _exit_code
+    global _sweep
     sweep, _sweep = _sweep, None
     if sweep is None or sweep.pid != os.getpid():
         return _exit_code
+    try:
+        _show_and_write(sweep)
+    finally:
+        sweep.lock.release()
+    return _exit_code
+
+
+def _show_and_write(sweep: Sweep) -> None:
+    global _exit_code
     rows = sweep.rows()
     if all(row.status == NOT_STARTED for row in rows):
         with contextlib.suppress(OSError):
-            (sweep.folder / "sweep.json").unlink()
-        return _exit_code
+            (sweep.folder / FILE).unlink()
+        return
     _exit_code = exit_code_of(rows)
     wall_seconds = time.monotonic() - sweep.started
-    content = as_json(
-        rows,
-        sweep=sweep.id,
-        launcher=sweep.launcher,
-        exit_code=_exit_code,
-        wall_seconds=wall_seconds,
+    table = SweepTable(
+        sweep.id, sweep.launcher, ENDED, _exit_code, round(wall_seconds, 3), tuple(rows)
     )
     try:
-        write_json(sweep.folder / "sweep.json", content)
+        table.write(sweep.folder)
         (sweep.folder / "sweep.csv").write_text(as_csv(rows), encoding="utf-8")
     except OSError as error:
         log.warning("cannot write the sweep's table to %s: %s", sweep.folder, error.strerror)
@@ -132,4 +153,3 @@ def finish() -> int:
         print(f"sweep:\n{screen_table(rows)}")
         print(f"{tally(rows)} in {wall_seconds:.1f} s; sweep folder: {sweep.folder}")
         sys.stdout.flush()
-    return _exit_code

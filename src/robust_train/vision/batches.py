@@ -29,15 +29,8 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How samples are grouped.
-
-    Attributes:
-        num_samples: samples in the data set.
-        micro_batch: samples in one forward and backward pass of one rank.
-        accumulation_steps: micro-batches of one rank in one optimizer step.
-        seed: fixes the order of each epoch.
-        ranks: processes that share a step.
-        rank: this process.
+    """How samples are grouped: ``micro_batch`` samples of one rank in one forward pass, times
+    ``accumulation_steps`` times ``ranks`` in an optimizer step; ``seed`` fixes each epoch's order.
     """
 
     num_samples: int
@@ -66,7 +59,7 @@ class BatchPlan:
         order = self.order(epoch)
         for first in range(start, self.num_samples, self.effective_batch):
             group = share_of(order[first : first + self.effective_batch], self.rank, self.ranks)
-            yield [group[i : i + self.micro_batch] for i in range(0, len(group), self.micro_batch)]
+            yield in_order(group, self.micro_batch)
 
     def samples_in_step(self, start: int) -> int:
         """Return how many samples of all ranks the step that begins at ``start`` has."""
@@ -84,15 +77,26 @@ def share_of(samples: Sequence[T], rank: int, ranks: int) -> Sequence[T]:
     return samples[start : start + least + (rank < more)]
 
 
+def in_order(samples: Sequence[int], micro_batch: int) -> list[Sequence[int]]:
+    """Split samples into micro-batches without shuffling."""
+    return [samples[i : i + micro_batch] for i in range(0, len(samples), micro_batch)]
+
+
+def read_in_parts(effective_batch: int) -> tuple[int, int]:
+    """Return (samples, reads) to read a step with while its micro-batch size is unknown.
+
+    Workers read ahead in such parts, so a large effective batch must not be a single one.
+    """
+    samples = max(n for n in range(1, _READ_AT_MOST + 1) if effective_batch % n == 0)
+    if 4 * samples < min(_READ_AT_MOST, effective_batch):
+        samples = effective_batch
+    return samples, effective_batch // samples
+
+
 @dataclass(frozen=True)
 class Loading:
-    """How batches are read.
-
-    Attributes:
-        num_workers: processes that decode images; 0 decodes in this one.
-        prefetch_factor: batches that a worker reads ahead.
-        device: the batches' destination; for a GPU they are read into pinned memory.
-    """
+    """Reads batches, with worker processes if ``num_workers`` is not 0; for a GPU into pinned
+    memory."""
 
     num_workers: int
     prefetch_factor: int
@@ -105,17 +109,13 @@ class Loading:
 
         Workers end with the iterator, so those of training and of validation never hold memory at
         the same time.
-
-        Raises:
-            ConfigError: an image cannot be decoded.
         """
-        is_cuda = self.device.type == "cuda"
         loader: torch.utils.data.DataLoader[Any] = torch.utils.data.DataLoader(
             dataset,
             batch_sampler=[[(epoch, index) for index in chunk] for chunk in micro_batches],
             num_workers=self.num_workers,
             prefetch_factor=self.prefetch_factor if self.num_workers else None,
-            pin_memory=is_cuda,
+            pin_memory=self.device.type == "cuda",
             collate_fn=collate,
             # the loader draws a seed; from dropout's generator it would change a resumed epoch
             generator=torch.Generator(),
@@ -125,6 +125,13 @@ class Loading:
             if isinstance(batch, ConfigError):
                 raise batch
             yield batch
+
+
+def _prepare_worker(worker: int) -> None:
+    # the run handles a terminal's Ctrl-C; the loader sends SIGTERM to end a worker that is stuck
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    torch.set_num_threads(1)
 
 
 class StepSamples:
@@ -146,45 +153,16 @@ class StepSamples:
     def part(self, start: int, stop: int) -> Batch:
         """Return samples ``start`` to ``stop``, without a copy if they lie in one batch."""
         first = bisect.bisect_right(self._edges, start) - 1
-        images, labels = [], []
-        for index in range(first, len(self._edges) - 1):
-            before, after = self._edges[index : index + 2]
-            if before >= stop:
-                break
-            images_BCHW, labels_B = self._batch(index)
-            inside = slice(max(start, before) - before, min(stop, after) - before)
-            images.append(images_BCHW[inside])
-            labels.append(labels_B[inside])
-        if len(images) == 1:
+        after_last = bisect.bisect_left(self._edges, stop)
+        while len(self._read) < after_last:
+            self._read.append(next(self._batches))
+        parts = [
+            [tensor[max(start - before, 0) : stop - before] for tensor in batch]
+            for before, batch in zip(
+                self._edges[first:], self._read[first:after_last], strict=False
+            )
+        ]
+        images, labels = zip(*parts, strict=True)
+        if len(parts) == 1:
             return images[0], labels[0]
         return torch.cat(images), torch.cat(labels)
-
-    def _batch(self, index: int) -> Batch:
-        while len(self._read) <= index:
-            self._read.append(next(self._batches))
-        return self._read[index]
-
-
-def read_in_parts(effective_batch: int) -> tuple[int, int]:
-    """Return (samples, reads) to read a step with while its micro-batch size is unknown.
-
-    Workers read ahead in such parts, so a large effective batch must not be a single one.
-    """
-    parts = [n for n in range(1, _READ_AT_MOST + 1) if effective_batch % n == 0]
-    samples = parts[-1] if 4 * parts[-1] >= min(_READ_AT_MOST, effective_batch) else effective_batch
-    return samples, effective_batch // samples
-
-
-def _prepare_worker(worker: int) -> None:
-    """Replace the signal handlers that a worker inherits, and use one thread.
-
-    The run handles a terminal's Ctrl-C; the loader sends SIGTERM to end a worker that is stuck.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    torch.set_num_threads(1)
-
-
-def in_order(samples: Sequence[int], micro_batch: int) -> list[Sequence[int]]:
-    """Split samples into micro-batches without shuffling, for evaluation."""
-    return [samples[i : i + micro_batch] for i in range(0, len(samples), micro_batch)]

@@ -13,7 +13,7 @@ from robust_train.config.extras import require
 from robust_train.errors import ConfigError
 from robust_train.vision.images import AUGMENTATIONS
 from robust_train.vision.published import CUB200, FLOWERS102, open_cub200, open_flowers102
-from robust_train.vision.splits import ImageFiles, ImageSource, Shape, Splits, stratified_split
+from robust_train.vision.splits import ImageFiles, Shape, Splits, stratified_split
 
 _DIGITS = Shape(num_classes=10, size=8, channels=1)
 _DIGITS_WHITE = 16
@@ -46,11 +46,10 @@ def open_digits(cfg: Any) -> Splits:
     require("PIL.Image", "dataset=digits")
     bunch = require("sklearn.datasets", "dataset=digits").load_digits()
     scaled = (bunch.images * (255 / _DIGITS_WHITE)).round().astype("uint8")
-    pixels = [image.tobytes() for image in scaled]
     labels = bunch.target.tolist()
     train, test = (
-        DigitImages([pixels[n] for n in numbers], [labels[n] for n in numbers], tuple(numbers))
-        for numbers in stratified_split(labels, _DIGITS_TEST_FRACTION)
+        DigitImages([scaled[n].tobytes() for n in part], [labels[n] for n in part], tuple(part))
+        for part in stratified_split(labels, _DIGITS_TEST_FRACTION)
     )
     return Splits(train, test, test, _DIGITS)
 
@@ -69,11 +68,11 @@ def open_image_folder(cfg: Any) -> Splits:
     if (root / cfg.test).is_dir():
         test = _read(root / cfg.test, classes)
         return Splits(everything, test, test, shape)
-    train_part, test_part = (
+    train, test = (
         ImageFiles([everything.paths[i] for i in part], [everything.labels[i] for i in part])
         for part in stratified_split(everything.labels, cfg.test_fraction)
     )
-    return Splits(train_part, test_part, test_part, shape)
+    return Splits(train, test, test, shape)
 
 
 def _classes(cfg: Any) -> list[str]:
@@ -124,11 +123,7 @@ _SHAPES = {"digits": _DIGITS, "flowers102": FLOWERS102, "cub200": CUB200}
 
 
 def check_data(cfg: Any) -> None:
-    """Check the ranges that types cannot express.
-
-    Raises:
-        ConfigError: one line with the key, its value and what is accepted.
-    """
+    """Check the ranges that types cannot express."""
     name = cfg.get("name")
     if name not in _DATASETS:
         raise ConfigError(f"dataset.name={name}: accepted are {', '.join(_DATASETS)}")
@@ -138,19 +133,13 @@ def check_data(cfg: Any) -> None:
         raise ConfigError(f"dataset.augment={cfg.augment}: accepted are {', '.join(AUGMENTATIONS)}")
     if cfg.num_classes is not None and cfg.num_classes < 2:
         raise ConfigError(f"dataset.num_classes={cfg.num_classes}: must be 2 or more")
-    fraction = cfg.get("test_fraction", 0.5)
-    if not 0 < fraction < 1:
-        raise ConfigError(
-            f"dataset.test_fraction={fraction:g}: must be more than 0 and less than 1"
-        )
+    share = cfg.get("test_fraction", 0.5)
+    if not 0 < share < 1:
+        raise ConfigError(f"dataset.test_fraction={share:g}: must be more than 0 and less than 1")
 
 
 def shape_of_data(cfg: Any) -> Shape:
-    """Return the shape of a checked ``cfg``'s data set, without fetching or opening it.
-
-    Raises:
-        ConfigError: only its files have it, and they are not there.
-    """
+    """Return the shape of a checked ``cfg``'s data set, without fetching or opening it."""
     known = _SHAPES.get(cfg.name)
     if cfg.num_classes is not None:
         return replace(known or Shape(num_classes=0), num_classes=cfg.num_classes)
@@ -158,32 +147,21 @@ def shape_of_data(cfg: Any) -> Shape:
 
 
 def open_data(cfg: Any) -> Splits:
-    """Open the data set of a checked ``cfg``; fetch it first if it is absent and may be fetched.
-
-    Raises:
-        ConfigError: it is not available, or its files contradict each other.
-    """
+    """Open the data set of a checked ``cfg``; fetch it first if it is absent and may be fetched."""
     splits = _DATASETS[cfg.name](cfg)
     known = splits.shape.num_classes
-    for what, source in (
-        ("training", splits.train),
-        ("validation", splits.validation),
-        ("test", splits.test),
-    ):
-        _check_split(cfg, what, source, known)
+    for what in ("training", "validation", "test"):
+        source = splits.train if what == "training" else getattr(splits, what)
+        if not len(source.labels):
+            raise ConfigError(f"dataset.root={cfg.root}: {cfg.name} has no {what} images there")
+        for index, label in enumerate(source.labels):
+            if not 0 <= label < known:
+                raise ConfigError(
+                    f"dataset.root={cfg.root}: {source.describe(index)} has label {label}; "
+                    f"{cfg.name} has classes 0 to {known - 1}"
+                )
     if cfg.num_classes is None:
         return splits
     if cfg.num_classes < known:
         raise ConfigError(f"dataset.num_classes={cfg.num_classes}: {cfg.name} has {known} classes")
     return replace(splits, shape=replace(splits.shape, num_classes=cfg.num_classes))
-
-
-def _check_split(cfg: Any, what: str, source: ImageSource, num_classes: int) -> None:
-    if not len(source.labels):
-        raise ConfigError(f"dataset.root={cfg.root}: {cfg.name} has no {what} images there")
-    for index, label in enumerate(source.labels):
-        if not 0 <= label < num_classes:
-            raise ConfigError(
-                f"dataset.root={cfg.root}: {source.describe(index)} has label {label}; "
-                f"{cfg.name} has classes 0 to {num_classes - 1}"
-            )

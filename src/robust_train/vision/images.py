@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from robust_train.errors import ConfigError
+from robust_train.readable import first_line
 from robust_train.vision.splits import ImageSource
 
 AUGMENTATIONS = ("crop_flip", "shift", "none")
@@ -29,7 +30,6 @@ class ImageSpec:
 
     Attributes:
         size: rows and columns, in pixels.
-        channels: 1 or 3.
         mean, std: of each channel, for values from 0 to 1.
         crop: fraction of a test photograph's shorter side to keep.
     """
@@ -62,29 +62,19 @@ class ImageDataset(torch.utils.data.Dataset[Any]):
         return len(self.source.labels)
 
     def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, int]:
-        """Return the image C×H×W and its label.
-
-        Raises:
-            ConfigError: the image cannot be decoded; names the file.
-        """
+        """Return the image C×H×W and its label."""
         epoch, index = key
         image = self._decode(index)
-        if self.augment == "none":
-            image = self._centre(image)
+        # 32 bits each for epoch and index: no two samples share a generator
+        rng = random.Random((self.seed << 64) | (epoch << 32) | index)
+        if self.augment == "crop_flip":
+            image = _crop_and_flip(image, self.spec.size, rng)
         else:
-            # 32 bits each for epoch and index: no two samples share a generator
-            rng = random.Random((self.seed << 64) | (epoch << 32) | index)
-            if self.augment == "crop_flip":
-                image = _crop_and_flip(image, self.spec.size, rng)
-            else:
-                image = self._centre(_shift(image, rng))
+            image = self._centre(_shift(image, rng) if self.augment == "shift" else image)
         return self._tensor(image), int(self.source.labels[index])
 
     def __getitems__(self, keys: Sequence[tuple[int, int]]) -> list[Any]:
-        """Return the samples, or a single ConfigError instead.
-
-        torch would wrap a worker's exception in that worker's traceback.
-        """
+        """Return the samples, or a single ConfigError, which torch would wrap in a traceback."""
         try:
             return [self[key] for key in keys]
         except ConfigError as error:
@@ -96,19 +86,14 @@ class ImageDataset(torch.utils.data.Dataset[Any]):
         try:
             with self.source.image(index) as image:
                 return image.convert("L" if self.spec.channels == 1 else "RGB")
-        except (Image.DecompressionBombError, SyntaxError, ValueError) as error:
-            raise self._unreadable(index, error) from error
-        except OSError as error:
+        except (Image.DecompressionBombError, SyntaxError, ValueError, OSError) as error:
             # PIL's own OSErrors have no number; others than "no such file" are the disk's
-            if error.errno is not None and not isinstance(error, FileNotFoundError):
+            is_of_the_disk = getattr(error, "errno", None) is not None
+            if is_of_the_disk and not isinstance(error, FileNotFoundError):
                 raise
-            raise self._unreadable(index, error) from error
-
-    def _unreadable(self, index: int, error: Exception) -> ConfigError:
-        return ConfigError(
-            f"dataset: cannot read the image {self.source.describe(index)}: "
-            f"{str(error).splitlines()[0] if str(error) else type(error).__name__}"
-        )
+            name = self.source.describe(index)
+            reason = first_line(error)
+            raise ConfigError(f"dataset: cannot read the image {name}: {reason}") from error
 
     def _centre(self, image: Any) -> Any:
         """Cut out the middle square, ``spec.crop`` of the shorter side."""

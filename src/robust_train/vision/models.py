@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Mapping
+import math
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from robust_train.config.extras import require
 from robust_train.errors import ConfigError
-from robust_train.vision.cnn import SmallCnn
 from robust_train.vision.images import ImageSpec
 from robust_train.vision.pretrained import build_backbone, classifier_names, load_weights
 from robust_train.vision.splits import Shape
 
-log = logging.getLogger("robust_train.vision")
-
 _MODELS = ("cnn", "linear_probe", "lora", "full_finetune")
 _PHOTOGRAPH_SIZE = 64
+_LEAST_MAP_SIZE = 4
+_MOST_STAGES = 5
+_WIDEST_FACTOR = 8
 
 
 @dataclass(frozen=True)
@@ -33,11 +35,7 @@ class BuiltModel:
 
 
 def check_model(cfg: Any) -> None:
-    """Check the ranges that types cannot express.
-
-    Raises:
-        ConfigError: one line with the key, its value and what is accepted.
-    """
+    """Check the ranges that types cannot express."""
     name = cfg.get("name")
     if name not in _MODELS:
         raise ConfigError(f"model.name={name}: accepted are {', '.join(_MODELS)}")
@@ -54,47 +52,83 @@ def check_model(cfg: Any) -> None:
 
 
 def build_model(cfg: Any, data: Shape) -> BuiltModel:
-    """Build a model on the CPU, with weights; ``requires_grad`` marks the trained part.
-
-    Raises:
-        ConfigError: it cannot be built as configured.
-    """
+    """Build a model on the CPU, with weights; ``requires_grad`` marks the trained part."""
     if cfg.name == "cnn":
-        return _build_cnn(cfg, data)
-    is_probe = cfg.name == "linear_probe"
-    backbone = build_backbone(cfg, 0 if is_probe else data.num_classes)
-    images = _image_spec(cfg, backbone)
-    if is_probe:
-        return BuiltModel(LinearProbe(backbone, data.num_classes, cfg.dropout), images)
-    return BuiltModel(add_lora(backbone, cfg) if cfg.name == "lora" else backbone, images)
+        size, channels = cfg.image_size or data.size or _PHOTOGRAPH_SIZE, data.channels
+        module: nn.Module = SmallCnn(
+            channels=channels,
+            image_size=size,
+            num_classes=data.num_classes,
+            width=cfg.width,
+            dropout=cfg.dropout,
+        )
+        if cfg.weights is not None:
+            load_weights(module, Path(cfg.weights).expanduser(), heads=("head",))
+        return BuiltModel(module, ImageSpec(size, channels, (0.5,) * channels, (0.5,) * channels))
+    module = build_backbone(cfg, 0 if cfg.name == "linear_probe" else data.num_classes)
+    found = require("timm.data", f"model={cfg.name}").resolve_model_data_config(module)
+    mean, std = tuple(found["mean"]), tuple(found["std"])
+    images = ImageSpec(cfg.image_size, 3, mean, std, crop=found["crop_pct"])
+    if cfg.name == "linear_probe":
+        module = LinearProbe(module, data.num_classes, cfg.dropout)
+    return BuiltModel(add_lora(module, cfg) if cfg.name == "lora" else module, images)
 
 
-def _build_cnn(cfg: Any, data: Shape) -> BuiltModel:
-    size, channels = cfg.image_size or data.size or _PHOTOGRAPH_SIZE, data.channels
-    module = SmallCnn(
-        channels=channels,
-        image_size=size,
-        num_classes=data.num_classes,
-        width=cfg.width,
-        dropout=cfg.dropout,
-    )
-    if cfg.weights is not None:
-        load_weights(module, Path(cfg.weights).expanduser(), heads=("head",))
-    return BuiltModel(module, ImageSpec(size, channels, (0.5,) * channels, (0.5,) * channels))
+class SmallCnn(nn.Module):
+    """``model=cnn``: stages of two 3×3 convolutions, ``width`` channels in the first.
+
+    Each later stage halves the map and doubles the channels, until the map is about 4×4. GroupNorm
+    instead of BatchNorm: any split of the effective batch trains the same.
+
+    Shape suffixes: B samples, C channels, H rows, W columns, K classes.
+    """
+
+    def __init__(
+        self, *, channels: int, image_size: int, num_classes: int, width: int, dropout: float
+    ) -> None:
+        super().__init__()
+        halvings = max(1, math.floor(math.log2(max(image_size, 1) / _LEAST_MAP_SIZE)))
+        stages: list[nn.Module] = []
+        before = channels
+        for index in range(min(halvings + 1, _MOST_STAGES)):
+            after = width * min(2**index, _WIDEST_FACTOR)
+            stages.append(_stage(before, after, halve=index > 0))
+            before = after
+        self.stages = nn.ModuleList(stages)
+        self.pool = nn.AdaptiveAvgPool2d(2)
+        self.dropout = nn.Dropout(dropout)
+        self.head = nn.Linear(before * 4, num_classes)
+        self.is_checkpointing = False
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute each stage in the backward pass instead of keeping its activations."""
+        self.is_checkpointing = enable
+
+    def forward(self, images_BCHW: Tensor) -> Tensor:
+        """Return logits B×K."""
+        x_BCHW = images_BCHW
+        for stage in self.stages:
+            if self.is_checkpointing and self.training and torch.is_grad_enabled():
+                x_BCHW = checkpoint(stage, x_BCHW, use_reentrant=False)
+            else:
+                x_BCHW = stage(x_BCHW)
+        logits_BK: Tensor = self.head(self.dropout(self.pool(x_BCHW).flatten(1)))
+        return logits_BK
 
 
-def _image_spec(cfg: Any, backbone: nn.Module) -> ImageSpec:
-    data = require("timm.data", f"model={cfg.name}").resolve_model_data_config(backbone)
-    mean, std = tuple(data["mean"]), tuple(data["std"])
-    return ImageSpec(cfg.image_size, 3, mean, std, crop=data["crop_pct"])
+def _stage(before: int, after: int, *, halve: bool) -> nn.Sequential:
+    layers: list[nn.Module] = [nn.MaxPool2d(2, ceil_mode=True)] if halve else []
+    for channels in (before, after):
+        layers += [
+            nn.Conv2d(channels, after, kernel_size=3, padding=1, bias=False),
+            nn.GroupNorm(math.gcd(8, after), after),
+            nn.ReLU(inplace=True),
+        ]
+    return nn.Sequential(*layers)
 
 
 class LinearProbe(nn.Module):
-    """A frozen backbone and one trained linear layer.
-
-    The backbone stays in evaluation mode and outside autograd: it keeps no activations, and its
-    BatchNorm statistics do not move.
-    """
+    """A frozen backbone, in evaluation mode and outside autograd, and one trained linear layer."""
 
     def __init__(self, backbone: nn.Module, num_classes: int, dropout: float) -> None:
         super().__init__()
@@ -121,9 +155,6 @@ def add_lora(module: nn.Module, cfg: Any) -> nn.Module:
     """Add low-rank adapters (Hu et al. 2021, arXiv:2106.09685) by peft in ``cfg.target_modules``.
 
     The classifier is trained as well; everything else is frozen.
-
-    Raises:
-        ConfigError: a target names no layer of the backbone.
     """
     peft = require("peft", "model=lora")
     heads = classifier_names(module)
@@ -134,9 +165,11 @@ def add_lora(module: nn.Module, cfg: Any) -> nn.Module:
     ]
     for target in cfg.target_modules:
         if not any(name == target or name.endswith("." + target) for name in layers):
+            # as users write them: attn.qkv for blocks.0.attn.qkv
+            short = dict.fromkeys(re.sub(r"^(?:.*\.)?\d+\.(?=\D)", "", name) for name in layers)
             raise ConfigError(
                 f"model.target_modules: {cfg.backbone} has no layer {target!r}; it has "
-                f"{', '.join(_without_numbers(layers))}"
+                f"{', '.join(short)}"
             )
     lora = peft.LoraConfig(
         r=cfg.lora_r,
@@ -147,16 +180,6 @@ def add_lora(module: nn.Module, cfg: Any) -> nn.Module:
     )
     adapted: nn.Module = peft.get_peft_model(module, lora)
     return adapted
-
-
-def _without_numbers(layers: Iterable[str]) -> list[str]:
-    """Shorten ``blocks.0.attn.qkv``, ``blocks.1.attn.qkv`` … to ``attn.qkv``, as users write it."""
-    short: dict[str, None] = {}
-    for name in layers:
-        parts = name.split(".")
-        numbers = [index for index, part in enumerate(parts) if part.isdigit()]
-        short[".".join(parts[numbers[-1] + 1 :] if numbers else parts) or name] = None
-    return list(short)
 
 
 def set_train_mode(module: nn.Module) -> None:
@@ -172,10 +195,8 @@ def set_train_mode(module: nn.Module) -> None:
 def enable_gradient_checkpointing(module: nn.Module) -> bool:
     """Recompute activations in the backward pass; return whether the model supports it."""
     target: Any = module
-    if isinstance(module, LinearProbe):
-        return False
     if not hasattr(target, "set_grad_checkpointing") and hasattr(target, "get_base_model"):
-        target = target.get_base_model()
+        target = target.get_base_model()  # peft's
     try:
         target.set_grad_checkpointing(True)
     except (AssertionError, AttributeError):  # timm's, of models that cannot
@@ -206,11 +227,7 @@ def trained_state(module: nn.Module) -> dict[str, Tensor]:
 
 
 def load_trained_state(module: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Load what :func:`trained_state` returned.
-
-    Raises:
-        ValueError: ``state`` is not of this model.
-    """
+    """Load what :func:`trained_state` returned."""
     expected = trained_state(module)
     if state.keys() != expected.keys():
         odd = sorted(state.keys() ^ expected.keys())[0]

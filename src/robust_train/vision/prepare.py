@@ -9,31 +9,17 @@ from robust_train.vision.models import check_model
 
 
 def check_config(cfg: DictConfig) -> None:
-    """Check the groups ``model`` and ``dataset`` without touching data or device.
-
-    Raises:
-        ConfigError: one line with the key, its value and what is accepted.
-    """
+    """Check the groups ``model`` and ``dataset`` without touching data or device."""
     check_model(cfg.model)
     check_data(cfg.dataset)
 
 
 def preload_modules(cfg: DictConfig) -> list[str]:
-    """Return the modules that this config imports, for a fork server. None touches CUDA.
-
-    Raises:
-        ConfigError: as :func:`check_config`, so a wrong value is refused before any attempt.
-    """
+    """Return the modules that this config imports, for a fork server. None touches CUDA."""
     check_config(cfg)
-    modules = [
-        "numpy",
-        "PIL.Image",
-        "torch.utils.tensorboard",
-        "tqdm",
-        "tqdm.contrib.logging",
-        # every torch optimizer imports it when it is built: more than a second
-        "torch._dynamo",
-    ]
+    # every torch optimizer imports torch._dynamo when it is built: more than a second
+    modules = ["numpy", "PIL.Image", "torch.utils.tensorboard", "torch._dynamo"]
+    modules += ["tqdm", "tqdm.contrib.logging"]
     modules += {
         "digits": ["sklearn.datasets"],
         "flowers102": ["scipy.io", "torchvision.datasets"],

@@ -6,12 +6,10 @@ import difflib
 import logging
 import pickle
 import sys
-import threading
 import urllib.error
 import urllib.request
 import zipfile
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from torch import Tensor, nn
 
 from robust_train.config.extras import require
 from robust_train.errors import ConfigError
+from robust_train.readable import first_line
 
 log = logging.getLogger("robust_train.vision")
 
@@ -32,14 +31,10 @@ def build_backbone(cfg: Any, num_classes: int) -> nn.Module:
     """Build the timm model ``cfg.backbone`` for square RGB images of ``cfg.image_size`` pixels.
 
     ``cfg.weights`` takes precedence over ``cfg.pretrained``; 0 classes give pooled features.
-
-    Raises:
-        ConfigError: there is no such backbone, it cannot take such images, or its weights are not
-            available.
     """
     timm = require("timm", f"model={cfg.name}")
     published = _published(timm, cfg.backbone)
-    options: dict[str, Any] = {"num_classes": num_classes, "drop_rate": cfg.dropout}
+    options = {"num_classes": num_classes, "drop_rate": cfg.dropout}
     if published.fixed_input_size:
         options["img_size"] = cfg.image_size
     is_fetched = cfg.pretrained and cfg.weights is None
@@ -48,10 +43,20 @@ def build_backbone(cfg: Any, num_classes: int) -> nn.Module:
             f"model.backbone={cfg.backbone}: timm has no pretrained weights for it; "
             "use model.weights=<file> or model.pretrained=false"
         )
-    with _one_line_errors(cfg):
+    try:
         if is_fetched:
             _check_hub(cfg.backbone, published.hf_hub_id)
         model: nn.Module = timm.create_model(cfg.backbone, pretrained=is_fetched, **options)
+    except OSError as error:
+        raise ConfigError(
+            f"model.backbone={cfg.backbone}: its pretrained weights could not be fetched "
+            f"({first_line(error)}); use model.weights=<file> or model.pretrained=false"
+        ) from error
+    except (AssertionError, TypeError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"model.backbone={cfg.backbone}, model.image_size={cfg.image_size}: "
+            f"timm cannot build it ({first_line(error)})"
+        ) from error
     _check_patches(cfg, model)
     if cfg.weights is not None:
         load_weights(model, Path(cfg.weights).expanduser(), heads=classifier_names(model))
@@ -83,26 +88,6 @@ def _published(timm: Any, backbone: str) -> Any:
         ) from error
 
 
-@contextmanager
-def _one_line_errors(cfg: Any) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(
-            f"model.backbone={cfg.backbone}: its pretrained weights could not be fetched "
-            f"({_first_line(error)}); use model.weights=<file> or model.pretrained=false"
-        ) from error
-    except (AssertionError, TypeError, ValueError, KeyError) as error:
-        raise ConfigError(
-            f"model.backbone={cfg.backbone}, model.image_size={cfg.image_size}: "
-            f"timm cannot build it ({_first_line(error)})"
-        ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
-
-
 def _check_patches(cfg: Any, model: nn.Module) -> None:
     """Refuse an image size that a ViT's patches do not fill: it would fail in the first step."""
     patch_size = getattr(getattr(model, "patch_embed", None), "patch_size", None)
@@ -115,57 +100,28 @@ def _check_patches(cfg: Any, model: nn.Module) -> None:
 
 
 def _check_hub(backbone: str, repository: str | None) -> None:
-    """Notice in seconds that the hub cannot be reached.
-
-    huggingface_hub tries each of two file names six times with growing pauses: 46 s without a
-    network (version 2.4), and a line of warning for every try.
-
-    Raises:
-        OSError: nothing is cached and the hub does not answer.
-    """
+    """Notice in seconds that the hub cannot be reached; its client tries for 46 s (version 2.4)."""
     hub = require("huggingface_hub", f"model.backbone={backbone}")
-    is_cached = repository is not None and any(
-        isinstance(hub.try_to_load_from_cache(repository, name), str) for name in _WEIGHT_FILES
-    )
-    if repository is None or is_cached or hub.constants.HF_HUB_OFFLINE:
+    if repository is None or hub.constants.HF_HUB_OFFLINE:
+        return
+    if any(isinstance(hub.try_to_load_from_cache(repository, name), str) for name in _WEIGHT_FILES):
         return
     endpoint = hub.constants.ENDPOINT
-    answers: list[OSError | None] = []
-
-    def probe() -> None:
-        try:
-            request = urllib.request.Request(endpoint, method="HEAD")
-            urllib.request.urlopen(request, timeout=_PROBE_SECONDS).close()
-            answers.append(None)
-        except urllib.error.HTTPError:
-            answers.append(None)
-        except OSError as error:
-            # the hub client may trust certificates that urllib does not
-            answers.append(None if "CERTIFICATE" in str(error) else error)
-
-    # a thread, because a name server that does not answer is outside urllib's timeout
-    probing = threading.Thread(target=probe, name="hub probe", daemon=True)
-    probing.start()
-    probing.join(_PROBE_SECONDS)
-    answer = answers[0] if answers else TimeoutError(f"no answer in {_PROBE_SECONDS:g} s")
-    if answer is not None:
-        raise OSError(f"{endpoint} cannot be reached: {getattr(answer, 'reason', answer)}")
+    request = urllib.request.Request(endpoint, method="HEAD")
+    try:
+        urllib.request.urlopen(request, timeout=_PROBE_SECONDS).close()
+    except OSError as error:
+        # the hub client may trust certificates that urllib does not
+        if not isinstance(error, urllib.error.HTTPError) and "CERTIFICATE" not in str(error):
+            reason = getattr(error, "reason", error)
+            raise OSError(f"{endpoint} cannot be reached: {reason}") from error
 
 
 def load_weights(model: nn.Module, path: Path, *, heads: Collection[str]) -> None:
-    """Load ``path`` into ``model``.
+    """Load a ``.safetensors`` file or a state dict by ``torch.save``, bare or under a key such as
+    ``model`` (this trainer's own ``final.pt``), converted as timm does.
 
-    A classifier for another number of classes is left out; everything else must fit. timm's own
-    conversion of the architecture's published formats applies; a ViT's positions are resampled.
-
-    Args:
-        model: on the CPU.
-        path: a ``.safetensors`` file, or a state dict by ``torch.save``, bare or under a key such
-            as ``model`` (this trainer's own ``final.pt``).
-        heads: names of the classifier's modules.
-
-    Raises:
-        ConfigError: the file is missing, unreadable, or belongs to another model.
+    A classifier (``heads``) for another number of classes is left out; everything else must fit.
     """
     key = f"model.weights={path}"
     found = _read(path)
@@ -213,7 +169,7 @@ def _read(path: Path) -> dict[str, Tensor]:
             isinstance(error, damaged) or type(error).__module__.startswith("safetensors")
         ):
             raise
-        reason = _first_line(error)[:120]
+        reason = first_line(error)[:120]
         raise ConfigError(f"{key}: cannot be read as weights ({reason})") from error
     for name in _CONTAINERS:
         if isinstance(content, dict) and isinstance(content.get(name), dict):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,8 +35,8 @@ def open_flowers102(cfg: Any) -> Splits:
     def get(root: Path) -> None:
         require("torchvision.datasets", "dataset=flowers102").Flowers102(str(root), download=True)
 
-    names = ("imagelabels.mat", "setid.mat")
-    folder = _fetched(cfg, "flowers-102", ("jpg", *names), url=_FLOWERS102_URL, get=get)
+    names = ("jpg", "imagelabels.mat", "setid.mat")
+    folder = _fetched(cfg, "flowers-102", names, url=_FLOWERS102_URL, get=get)
     labels = _matlab_values(folder / "imagelabels.mat", "labels")
     train, validation, test = (
         _flowers(folder, labels, set_id) for set_id in ("trnid", "valid", "tstid")
@@ -47,24 +47,30 @@ def open_flowers102(cfg: Any) -> Splits:
 def _matlab_values(path: Path, key: str) -> list[int]:
     loadmat = require("scipy.io", "dataset=flowers102").loadmat
     try:
-        content: Mapping[str, Any] = loadmat(path)
-        return [int(value) for value in content[key].ravel()]
-    except KeyError as error:
-        raise ConfigError(f"dataset=flowers102: {path} has no variable {key!r}") from error
-    except (ValueError, TypeError, NotImplementedError) as error:
-        raise ConfigError(f"dataset=flowers102: {path} is no readable MATLAB file") from error
+        return [int(value) for value in loadmat(path)[key].ravel()]
+    except (KeyError, ValueError, TypeError, NotImplementedError) as error:
+        raise ConfigError(
+            f"dataset=flowers102: {path} is no readable MATLAB file with {key!r}"
+        ) from error
 
 
 def _flowers(folder: Path, labels: list[int], set_id: str) -> ImageFiles:
-    source = f"dataset=flowers102: {folder / 'setid.mat'}, {set_id}"
     numbers = _matlab_values(folder / "setid.mat", set_id)
+    if not all(1 <= number <= len(labels) for number in numbers):
+        raise ConfigError(
+            f"dataset=flowers102: {folder / 'setid.mat'}, {set_id}: an image has no label in "
+            "imagelabels.mat"
+        )
     paths = [folder / "jpg" / f"image_{number:05d}.jpg" for number in numbers]
-    for number, path in zip(numbers, paths, strict=True):
-        if not 1 <= number <= len(labels):
-            raise ConfigError(f"{source}: image {number} has no label in imagelabels.mat")
-        if not path.is_file():
-            raise ConfigError(f"{source}: there is no {path}")
-    return ImageFiles(paths, [labels[number - 1] - 1 for number in numbers])
+    return _image_files(folder / "setid.mat", paths, [labels[number - 1] for number in numbers])
+
+
+def _image_files(source: Path, paths: Sequence[Path], labels: Sequence[int]) -> ImageFiles:
+    """Return images with their labels counted from 0."""
+    missing = next((path for path in paths if not path.is_file()), None)
+    if missing is not None:
+        raise ConfigError(f"dataset: {source} names {missing}, which is not there")
+    return ImageFiles(paths, [label - 1 for label in labels])
 
 
 def open_cub200(cfg: Any) -> Splits:
@@ -80,52 +86,37 @@ def open_cub200(cfg: Any) -> Splits:
         tools.download_and_extract_archive(_CUB200_URL, str(root), md5=_CUB200_MD5)
 
     folder = _fetched(cfg, "CUB_200_2011", ("images", *_CUB200_LISTS), url=_CUB200_URL, get=get)
-    paths = _bird_paths(folder)
-    labels = _bird_numbers(folder / "image_class_labels.txt", 1, CUB200.num_classes)
-    parts = _bird_numbers(folder / "train_test_split.txt", 0, 1)
-    for name, found in (("image_class_labels.txt", labels), ("train_test_split.txt", parts)):
-        absent = next((image for image in paths if image not in found), None)
-        if absent is not None:
-            raise ConfigError(f"dataset=cub200: {folder / name} has no line for image {absent}")
-    train, test = (
-        ImageFiles(
-            [path for image, path in paths.items() if parts[image] == part],
-            [labels[image] - 1 for image in paths if parts[image] == part],
+    names, labels, parts = (_bird_column(folder / name) for name in _CUB200_LISTS)
+    try:
+        train, test = (
+            _image_files(
+                folder / "images.txt",
+                [folder / "images" / name for image, name in names.items() if parts[image] == part],
+                [int(labels[image]) for image in names if parts[image] == part],
+            )
+            for part in ("1", "0")
         )
-        for part in (1, 0)
-    )
+    except KeyError as error:
+        raise ConfigError(
+            f"dataset=cub200: {folder}: image {error} is not in all of {', '.join(_CUB200_LISTS)}"
+        ) from error
     return Splits(train, test, test, CUB200)
 
 
-def _bird_paths(folder: Path) -> dict[str, Path]:
-    paths = {}
-    for where, image, name in _bird_lines(folder / "images.txt"):
-        path = folder / "images" / name
-        if not path.is_file():
-            raise ConfigError(f"{where}: there is no {path}")
-        paths[image] = path
-    return paths
-
-
-def _bird_numbers(source: Path, low: int, high: int) -> dict[str, int]:
-    numbers = {}
-    for where, image, text in _bird_lines(source):
-        if not (text.isdecimal() and low <= int(text) <= high):
-            raise ConfigError(f"{where}: {text!r} is not from {low} to {high}")
-        numbers[image] = int(text)
-    return numbers
-
-
-def _bird_lines(source: Path) -> Iterator[tuple[str, str, str]]:
-    """Yield where a line is (for messages), its image id and its value."""
-    with source.open(encoding="utf-8", errors="replace") as file:
-        for line, text in enumerate(file, 1):
-            parts = text.split(maxsplit=1)
-            where = f"dataset=cub200: {source}, line {line}"
-            if len(parts) == 1:
-                raise ConfigError(f"{where}: {text.strip()!r} is not '<image id> <value>'")
-            if parts:
-                yield where, parts[0], parts[1].strip()
+def _bird_column(source: Path) -> dict[str, str]:
+    """Return the value of each image id."""
+    lines = source.read_text(encoding="utf-8", errors="replace").split("\n")
+    values = {}
+    for number, line in enumerate(lines, 1):
+        image, _, value = line.strip().partition(" ")
+        is_number = value.isdecimal() or source.name == "images.txt"
+        if image and not (value and is_number):
+            raise ConfigError(
+                f"dataset=cub200: {source}, line {number}: {line!r} is not '<image id> <value>'"
+            )
+        values[image] = value
+    values.pop("", None)
+    return values
 
 
 def _fetched(
@@ -133,11 +124,8 @@ def _fetched(
 ) -> Path:
     """Return the data set's folder, ``cfg.root / name`` or ``cfg.root``; fetch it if absent.
 
-    Only one process of this host fetches at a time. ``get`` downloads from ``url`` into a root and
-    verifies the checksum; ``expected`` are names in the folder.
-
-    Raises:
-        ConfigError: it is absent and may not or cannot be fetched.
+    ``get`` downloads from ``url`` into a root and verifies the checksum; ``expected`` are names in
+    the folder.
     """
     require("PIL.Image", f"dataset={cfg.name}")
     root = Path(cfg.root).expanduser()
@@ -147,26 +135,25 @@ def _fetched(
         return next((f for f in folders if all((f / e).exists() for e in expected)), None)
 
     folder = found()
-    if folder is not None:
-        return folder
     ways_out = "use dataset.root=<folder that has it>"
-    if not cfg.download:
+    if folder is None and not cfg.download:
         raise ConfigError(
             f"dataset.root={cfg.root}: {cfg.name} is not there and dataset.download=false; "
             f"{ways_out} or dataset.download=true (from {url})"
         )
-    try:
-        with _alone(root), _bounded_silence():
-            if found() is None:
-                get(root)
-    except (OSError, RuntimeError, EOFError) as error:
-        # urllib's errors are OSErrors; torchvision reports a wrong checksum as RuntimeError
-        reason = str(getattr(error, "reason", error)) or type(error).__name__
-        raise ConfigError(
-            f"dataset={cfg.name}: could not be fetched from {url} ({reason.splitlines()[0]}); "
-            f"{ways_out}"
-        ) from error
-    folder = found()
+    if folder is None:
+        try:
+            with _alone(root):
+                if found() is None:
+                    get(root)
+        except (OSError, RuntimeError, EOFError) as error:
+            # urllib's errors are OSErrors; torchvision reports a wrong checksum as RuntimeError
+            reason = str(getattr(error, "reason", error)) or type(error).__name__
+            raise ConfigError(
+                f"dataset={cfg.name}: could not be fetched from {url} ({reason.splitlines()[0]}); "
+                f"{ways_out}"
+            ) from error
+        folder = found()
     if folder is None:
         raise ConfigError(f"dataset.root={cfg.root}: {cfg.name} was fetched but is not there")
     return folder
@@ -174,17 +161,13 @@ def _fetched(
 
 @contextmanager
 def _alone(root: Path) -> Iterator[None]:
+    """Let one process of this host fetch at a time, and end a fetch from a silent server."""
     root.mkdir(parents=True, exist_ok=True)
+    before = socket.getdefaulttimeout()
     with (root / ".download.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-@contextmanager
-def _bounded_silence() -> Iterator[None]:
-    before = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(_SILENCE_SECONDS)
-    try:
-        yield
-    finally:
-        socket.setdefaulttimeout(before)
+        socket.setdefaulttimeout(_SILENCE_SECONDS)
+        try:
+            yield
+        finally:
+            socket.setdefaulttimeout(before)

@@ -8,13 +8,12 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from robust_train.run import Run
-from robust_train.vision.evaluation import Score
+from robust_train.vision.step import Score
 from robust_train.vision.training_state import LossAverage, ResumePosition
 
 log = logging.getLogger("robust_train.vision")
@@ -27,11 +26,7 @@ class TrainingDivergedError(RuntimeError):
 
 
 def checked_loss(average: LossAverage, step: int) -> float:
-    """Return the average's value.
-
-    Raises:
-        TrainingDivergedError: it is not finite.
-    """
+    """Return the average's value."""
     value = average.value()
     if not math.isfinite(value):
         raise TrainingDivergedError(
@@ -66,19 +61,19 @@ class Reporter:
         return self
 
     def __exit__(self, *error: object) -> None:
+        with self._board_errors():
+            if self._board is not None:
+                self._board.close()
         self._open.close()
 
     def begin(self, position: ResumePosition, total_steps: int) -> None:
         """Report that training starts from ``position``."""
         self._total_steps = total_steps
         self._run.started(position.step)
-        if not self._run.is_main:
-            return
-        with _board_errors():
-            self._board = _open_board(self._run.run_dir / "tensorboard", position.step)
-            self._open.callback(self._close_board)
-        if sys.stderr.isatty():
-            self._open_bar(position.step)
+        if self._run.is_main:
+            self._open_board(position.step)
+            if sys.stderr.isatty():
+                self._open_bar(position.step)
 
     def step(self, position: ResumePosition, loss: Tensor, samples: int, lr: float) -> None:
         """Report that optimizer step ``position.step`` is done, with its mean loss."""
@@ -139,33 +134,27 @@ class Reporter:
             tqdm(total=self._total_steps, initial=step, unit="step", dynamic_ncols=True)
         )
 
+    def _open_board(self, step: int) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            log.info('no TensorBoard scalars: pip install "robust-train[vision]"')
+            return
+        with self._board_errors():
+            # a resumed run draws over the steps that the failed attempt made after its checkpoint
+            folder = str(self._run.run_dir / "tensorboard")
+            self._board = SummaryWriter(folder, purge_step=step + 1 if step else None)
+
     def _scalars(self, step: int, values: dict[str, float]) -> None:
-        board, self._board = self._board, None
-        if board is not None:
-            with _board_errors():
-                for name, value in values.items():
-                    board.add_scalar(name, value, step)
-                self._board = board
+        with self._board_errors():
+            for name, value in values.items():
+                if self._board is not None:
+                    self._board.add_scalar(name, value, step)
 
-    def _close_board(self) -> None:
-        if self._board is not None:
-            with _board_errors():
-                self._board.close()
-
-
-@contextmanager
-def _board_errors() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        log.warning("TensorBoard: cannot write (%s); training goes on without", error)
-
-
-def _open_board(folder: Path, step: int) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        log.info('no TensorBoard scalars: pip install "robust-train[vision]"')
-        return None
-    # a resumed run draws over the steps that the failed attempt made after its checkpoint
-    return SummaryWriter(str(folder), purge_step=step + 1 if step else None)
+    @contextmanager
+    def _board_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._board = None
+            log.warning("TensorBoard: cannot write (%s); training goes on without", error)

@@ -30,12 +30,7 @@ class CosineSchedule:
     """Linear warm-up, then half a cosine to zero (Loshchilov & Hutter 2016, arXiv:1608.03983).
 
     A function of the samples seen, without state: a resume continues it, also with another number
-    of samples in a step.
-
-    Attributes:
-        peak: learning rate at the end of the warm-up.
-        total_samples: samples of all epochs.
-        warmup_fraction: share of ``total_samples``.
+    of samples in a step. ``warmup_fraction`` is of the ``total_samples`` of all epochs.
     """
 
     peak: float
@@ -51,12 +46,3 @@ class CosineSchedule:
         rest = max(self.total_samples - warmup, 1)
         progress = min(max(samples_seen - warmup, 0) / rest, 1.0)
         return self.peak * 0.5 * (1 + math.cos(math.pi * progress))
-
-    def apply(
-        self, optimizer: torch.optim.Optimizer, samples_seen: int, step_samples: int
-    ) -> float:
-        """Set the learning rate of the optimizer's next step, and return it."""
-        rate = self.rate(samples_seen, step_samples)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        return rate

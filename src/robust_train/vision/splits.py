@@ -14,20 +14,14 @@ _SPLIT_SEED = 0
 
 
 class ImageSource(Protocol):
-    """One split of a data set."""
+    """One split of a data set: PIL images, their classes from 0, and their origin for messages."""
 
     @property
-    def labels(self) -> Sequence[int]:
-        """The class of each image, from 0."""
-        ...
+    def labels(self) -> Sequence[int]: ...
 
-    def image(self, index: int) -> Any:
-        """Return the image as a PIL image."""
-        ...
+    def image(self, index: int) -> Any: ...
 
-    def describe(self, index: int) -> str:
-        """Name the image's origin, for messages."""
-        ...
+    def describe(self, index: int) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -71,14 +65,11 @@ def stratified_split(labels: Sequence[int], test_fraction: float) -> tuple[list[
     A class keeps at least one image for training; a class of two or more gives at least one to the
     test. The split depends on the labels alone.
     """
-    by_class: dict[int, list[int]] = {}
-    for index, label in enumerate(labels):
-        by_class.setdefault(label, []).append(index)
     generator = torch.Generator().manual_seed(_SPLIT_SEED)
     train: list[int] = []
     test: list[int] = []
-    for label in sorted(by_class):
-        members = by_class[label]
+    for label in sorted(set(labels)):
+        members = [index for index, own in enumerate(labels) if own == label]
         order = torch.randperm(len(members), generator=generator).tolist()
         count = min(max(round(len(members) * test_fraction), 1), len(members) - 1)
         test += [members[position] for position in order[:count]]

@@ -1,16 +1,20 @@
-"""One optimizer step from any number of micro-batches, and its number format."""
+"""One optimizer step from any number of micro-batches, its number format; the score of a split."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from robust_train.failures import classify_failure
-from robust_train.microbatch.batcher import MicroBatches
+from robust_train.microbatch import ranks
+from robust_train.microbatch.batcher import MicroBatcher, MicroBatches
 from robust_train.values import MEMORY_FAILURES
 from robust_train.vision.batches import Batch
 
@@ -18,11 +22,10 @@ log = logging.getLogger("robust_train.vision")
 
 
 class Precision:
-    """The number format of a run.
+    """The number format of a run; ``dtype`` overrides the choice.
 
     bfloat16 if the GPU computes in it, else float16 with loss scaling (Micikevicius et al. 2017,
-    arXiv:1710.03740). On the CPU float32: most CPUs emulate bfloat16, slower. ``dtype`` overrides
-    the choice.
+    arXiv:1710.03740). On the CPU float32: most CPUs emulate bfloat16, slower.
     """
 
     def __init__(
@@ -50,12 +53,8 @@ def _best_of(device: torch.device, mixed: bool) -> torch.dtype:
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """Return images and labels on ``device``; copies from pinned memory do not block."""
-    images_BCHW, labels_B = batch
-    is_cuda = device.type == "cuda"
-    return (
-        images_BCHW.to(device, non_blocking=is_cuda),
-        labels_B.to(device, non_blocking=is_cuda),
-    )
+    images_BCHW, labels_B = (part.to(device, non_blocking=device.type == "cuda") for part in batch)
+    return images_BCHW, labels_B
 
 
 def accumulate_gradients(
@@ -112,14 +111,68 @@ def _step_or_undo(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler
 
     An optimizer creates its state in the first step, and would later take half of it for all.
     """
-    had_state = list(optimizer.state)
+    known = set(optimizer.state)
     try:
         scaler.step(optimizer)
     except Exception as error:
         if classify_failure(error).kind in MEMORY_FAILURES:
-            known = set(map(id, had_state))
-            for parameter in list(optimizer.state):
-                if id(parameter) not in known:
-                    del optimizer.state[parameter]
+            for parameter in set(optimizer.state) - known:
+                del optimizer.state[parameter]
             optimizer.zero_grad(set_to_none=True)
         raise
+
+
+@dataclass(frozen=True)
+class Score:
+    """Accuracy (0 to 1) and mean cross-entropy in nats over a split."""
+
+    accuracy: float
+    loss: float
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    batcher: MicroBatcher,
+    *,
+    precision: Precision,
+    device: torch.device,
+    should_stop: Callable[[], bool] = lambda: False,
+    rounds: int = 0,
+) -> Score | None:
+    """Score ``model`` and leave it in evaluation mode; None if ``should_stop`` returned true.
+
+    Each of several ranks scores its share, and all get the score of the whole; ``model`` is without
+    a wrapper, or the ranks would wait for each other in it. If memory runs out, the part that
+    failed is scored again in smaller parts.
+
+    Args:
+        should_stop: called after each batch, and at least ``rounds`` times.
+        rounds: batches of the rank that has most.
+    """
+    model.eval()
+    # loss, hits, samples
+    sums = torch.zeros(3, dtype=torch.float64, device=device)
+    for batch in batches:
+        parts = batcher.micro_batches(batch, training=False)
+        for micro in parts:
+            with micro:
+                images_BCHW, labels_B = to_device(micro.data, device)
+                with precision.autocast():
+                    logits_BK = model(images_BCHW).float()
+                loss = nn.functional.cross_entropy(logits_BK, labels_B, reduction="sum")
+                hits = (logits_BK.argmax(dim=1) == labels_B).sum()
+                micro.keep(torch.stack([loss.double(), hits.double()]))
+        for kept in parts.kept:
+            sums[:2] += kept
+        sums[2] += parts.samples
+        rounds -= 1
+        if should_stop():
+            return None
+    if any(should_stop() for _ in range(rounds)):
+        return None
+    if ranks.here() is not None:
+        dist.all_reduce(sums)
+    loss_sum, correct, samples = sums.tolist()
+    return Score(correct / samples, loss_sum / samples)

@@ -1,7 +1,7 @@
-"""The built-in trainer: ``trainer=image_classification``.
+"""The built-in trainer, ``trainer=image_classification``.
 
-The story of a run: open the data, build the model, resume from a checkpoint if there is one, train
-and validate epoch by epoch, save, test.
+Open the data, build the model, resume from a checkpoint if there is one, train and validate epoch
+by epoch, save, test.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import itertools
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -40,10 +40,8 @@ from robust_train.vision.batches import (
     share_of,
 )
 from robust_train.vision.datasets import open_data
-from robust_train.vision.evaluation import Score, evaluate
 from robust_train.vision.images import ImageDataset
 from robust_train.vision.models import (
-    BuiltModel,
     build_model,
     count_parameters,
     enable_gradient_checkpointing,
@@ -54,11 +52,16 @@ from robust_train.vision.prepare import check_config, preload_modules
 from robust_train.vision.reporting import Reporter, checked_loss
 from robust_train.vision.schedule import CosineSchedule, make_optimizer
 from robust_train.vision.splits import ImageSource
-from robust_train.vision.step import Precision, accumulate_gradients, apply_gradients
+from robust_train.vision.step import (
+    Precision,
+    Score,
+    accumulate_gradients,
+    apply_gradients,
+    evaluate,
+)
 from robust_train.vision.training_state import (
     REQUIRED,
     LossAverage,
-    ResumePosition,
     TrainingState,
     identity_of,
 )
@@ -71,7 +74,7 @@ FINAL_NAME = "final.pt"
 __all__ = ["preload_modules", "train"]
 
 
-def train(cfg: DictConfig, run: Run) -> dict[str, Any]:
+def train(cfg: DictConfig, run: Run) -> dict[str, float | str]:
     """Train and test an image classifier.
 
     Returns:
@@ -101,7 +104,7 @@ def train(cfg: DictConfig, run: Run) -> dict[str, Any]:
                 training.fit()
                 result = training.finish()
             finally:
-                training.settle()
+                training.wait_for_write()
     except Exception as error:
         if classify_failure(error).kind in MEMORY_FAILURES:
             run.memory_milestone("out of memory")
@@ -121,101 +124,92 @@ class Training:
         self.reporter = reporter
         self.device = device
         run.micro_batch_plan = MicroBatchPlan.of(cfg)
-        self.batcher = run.micro_batcher
+        run.saving.plan = SavePlan.of(cfg)
+        training = cfg.training
         self.splits = open_data(cfg.dataset)
         built = build_model(cfg.model, self.splits.shape)
         self.images = built.images
         self.train_set = ImageDataset(
-            self.splits.train, built.images, augment=cfg.dataset.augment, seed=cfg.training.seed
+            self.splits.train, built.images, augment=cfg.dataset.augment, seed=training.seed
         )
-        micro_batch = cfg.training.batch_size
-        accumulation = cfg.training.gradient_accumulation_steps
+        micro_batch, accumulation = training.batch_size, training.gradient_accumulation_steps
         if run.batch_search is not None:
             micro_batch, accumulation = read_in_parts(micro_batch * accumulation)
         self.plan = BatchPlan(
             num_samples=len(self.train_set),
             micro_batch=micro_batch,
             accumulation_steps=accumulation,
-            seed=cfg.training.seed,
+            seed=training.seed,
             ranks=run.world_size,
             rank=run.rank,
         )
-        self.loading = Loading(cfg.training.num_workers, cfg.training.prefetch_factor, device)
-        self.schedule = CosineSchedule(
-            cfg.training.lr,
-            self.plan.num_samples * cfg.training.epochs,
-            cfg.training.warmup_fraction,
-        )
-        self.state = self._prepare(built)
+        self.loading = Loading(training.num_workers, training.prefetch_factor, device)
+        total_samples = self.plan.num_samples * training.epochs
+        self.schedule = CosineSchedule(training.lr, total_samples, training.warmup_fraction)
+        self.state = self._prepare(built.module)
         self.model: nn.Module = self.state.model
-        run.saving.plan = SavePlan.of(cfg)
-        self.folder = CheckpointFolder(run, keep=cfg.training.keep_checkpoints)
+        self.folder = CheckpointFolder(run, keep=training.keep_checkpoints)
         self.has_checkpoint = run.resume_checkpoint is not None
         self.score: Score | None = None
 
-    def _prepare(self, built: BuiltModel) -> TrainingState:
+    def _prepare(self, module: nn.Module) -> TrainingState:
         """Move the model to the device and create optimizer and number format."""
-        cfg = self.cfg
-        trained, total = count_parameters(built.module)
+        cfg, run = self.cfg, self.run
+        trained, total = count_parameters(module)
         log.info("model: %s, %d of %d parameters are trained", cfg.model.name, trained, total)
         log.info("Effective batch size: %d", self.plan.effective_batch)
-        if cfg.training.gradient_checkpointing and not enable_gradient_checkpointing(built.module):
+        if cfg.training.gradient_checkpointing and not enable_gradient_checkpointing(module):
             log.warning("training.gradient_checkpointing: this model has none, it has no effect")
-        model = built.module.to(self.device)
-        self.run.memory_milestone(f"model moved to {self.device}")
+        model = module.to(self.device)
+        run.memory_milestone(f"model moved to {self.device}")
         optimizer = make_optimizer(
             model.parameters(), lr=cfg.training.lr, weight_decay=cfg.training.weight_decay
         )
-        self.run.memory_milestone("optimizer created")
+        run.memory_milestone("optimizer created")
         return TrainingState(
             model=model,
             optimizer=optimizer,
             precision=Precision(self.device, mixed=cfg.training.mixed_precision),
             device=self.device,
-            identity=identity_of(
-                cfg,
-                train_samples=self.plan.num_samples,
-                num_classes=self.splits.shape.num_classes,
-            ),
-            position=ResumePosition(),
-            epoch_loss=LossAverage(),
-            batcher=self.batcher,
+            identity=identity_of(cfg, self.plan.num_samples, self.splits.shape.num_classes),
+            batcher=run.micro_batcher,
         )
 
     def resume(self) -> None:
         """Resume from the last intact checkpoint, if there is one."""
-        if self.run.is_main:
+        run, state = self.run, self.state
+        if run.is_main:
             self.folder.remove_leftovers()
-        if self.run.resume_checkpoint is not None:
-            found = read_newest(Path(self.run.resume_checkpoint), REQUIRED)
+        if run.resume_checkpoint is not None:
+            found = read_newest(Path(run.resume_checkpoint), REQUIRED)
             if found is None:
                 log.warning("no checkpoint is intact: training starts from the beginning")
             else:
                 path, content = found
-                self.state.restore(content, path)
-                log.info("resumed from %s, step %d", path, self.state.position.step)
-        if self.run.world_size > 1:
+                state.restore(content, path)
+                log.info("resumed from %s, step %d", path, state.position.step)
+        if run.world_size > 1:
             # all ranks have read the checkpoint when this returns, and hold the same weights
-            self.model = Replicated(self.state.model)
-            seed_rank(self.cfg.training.seed, self.state.position.step, self.run.rank)
-        self.reporter.begin(self.state.position, self._total_steps())
+            self.model = Replicated(state.model)
+            seed_rank(self.cfg.training.seed, state.position.step, run.rank)
+        self.reporter.begin(state.position, self._total_steps())
 
     def _total_steps(self) -> int:
         position, plan = self.state.position, self.plan
-        if position.epoch >= self.cfg.training.epochs:
+        epochs_left: int = self.cfg.training.epochs - position.epoch
+        if epochs_left <= 0:
             return position.step
-        whole_epochs: int = self.cfg.training.epochs - position.epoch - 1
-        return position.step + plan.steps_left(position.samples) + whole_epochs * plan.steps_left(0)
+        later_epochs = (epochs_left - 1) * plan.steps_left(0)
+        return position.step + plan.steps_left(position.samples) + later_epochs
 
     def fit(self) -> None:
         """Train the epochs that are left."""
-        position = self.state.position
-        while position.epoch < self.cfg.training.epochs:
+        position, epochs = self.state.position, self.cfg.training.epochs
+        while position.epoch < epochs:
             self.reporter.epoch_begins()
             self._train_epoch()
             # before validation, which may run out of memory for the first time
-            is_last = position.epoch + 1 == self.cfg.training.epochs
-            if is_last or not self.has_checkpoint:
+            if position.epoch + 1 == epochs or not self.has_checkpoint:
                 self._save()
             self.score = self._evaluate(self.splits.validation)
             train_loss = checked_loss(self.state.epoch_loss, position.step)
@@ -225,8 +219,8 @@ class Training:
 
     def _train_epoch(self) -> None:
         """Train the epoch's steps from the current position on."""
-        position, training = self.state.position, self.cfg.training
-        set_train_mode(self.state.model)
+        state, position = self.state, self.state.position
+        set_train_mode(state.model)
         steps = list(self.plan.steps(position.epoch, position.samples))
         chunks = list(itertools.chain.from_iterable(steps))
         batches = self.loading.batches(self.train_set, chunks, position.epoch)
@@ -235,28 +229,32 @@ class Training:
             step = StepSamples(batches, [len(chunk) for chunk in micro_batches])
             samples = self.plan.samples_in_step(position.samples)
             seen = position.epoch * self.plan.num_samples + position.samples
-            lr = self.schedule.apply(self.state.optimizer, seen, samples)
+            lr = self.schedule.rate(seen, samples)
+            for group in state.optimizer.param_groups:
+                group["lr"] = lr
             loss = self._gradients_of(step)
             is_step = apply_gradients(
-                self.state.model,
-                self.state.optimizer,
-                precision=self.state.precision,
-                max_grad_norm=training.max_grad_norm,
+                state.model,
+                state.optimizer,
+                precision=state.precision,
+                max_grad_norm=self.cfg.training.max_grad_norm,
             )
             position.samples += samples
             if is_step:
                 position.step += 1
-                self.state.epoch_loss.add(loss, samples)
+                state.epoch_loss.add(loss, samples)
                 self.reporter.step(position, loss, samples, lr)
             if self.run.checkpoint_due:
                 self._save(in_background=True)
             self._write(self.folder.report_written)
         # validation may last
-        self.settle()
+        self.wait_for_write()
 
     def _gradients_of(self, step: StepSamples) -> Tensor:
         """Accumulate the gradients of one optimizer step and return its mean loss."""
-        parts = self.batcher.micro_batches(step, self.model, length=len, split=StepSamples.part)
+        parts = self.state.batcher.micro_batches(
+            step, self.model, length=len, split=StepSamples.part
+        )
         try:
             return accumulate_gradients(
                 self.model,
@@ -281,33 +279,34 @@ class Training:
         score = evaluate(
             self.state.model,
             self.loading.batches(dataset, chunks, epoch=0),
-            self.batcher,
+            self.state.batcher,
             precision=self.state.precision,
             device=self.device,
             should_stop=lambda: run.stop_requested,
             rounds=len(in_order(range(most), size)),
         )
         if score is None:
-            self._stop_if_requested()
-        assert score is not None
+            self._save_and_stop()
         return score
 
     def _stop_if_requested(self) -> None:
         if self.run.stop_requested:
-            self._save()
-            raise Interrupted(f"stopped after step {self.state.position.step}")
+            self._save_and_stop()
+
+    def _save_and_stop(self) -> NoReturn:
+        self._save()
+        raise Interrupted(f"stopped after step {self.state.position.step}")
 
     def _save(self, *, in_background: bool = False) -> None:
         """Save a checkpoint."""
-        position = self.state.position
-        checked_loss(self.state.epoch_loss, position.step)
+        step = self.state.position.step
+        checked_loss(self.state.epoch_loss, step)
         self.has_checkpoint = True
-        if not self.run.is_main:
-            return
-        save = self.folder.save_from_copy if in_background else self.folder.save
-        self._write(lambda: save(self.state.content(), position.step))
+        if self.run.is_main:
+            save = self.folder.save_from_copy if in_background else self.folder.save
+            self._write(lambda: save(self.state.content(), step))
 
-    def settle(self) -> None:
+    def wait_for_write(self) -> None:
         """Wait for a checkpoint that is written in the background."""
         self._write(lambda: self.folder.report_written(wait=True))
 
@@ -319,19 +318,19 @@ class Training:
             log.warning("checkpoint: %s; training goes on, earlier ones are kept", error)
             self.run.checkpoint_failed(str(error))
 
-    def finish(self) -> dict[str, Any]:
+    def finish(self) -> dict[str, float | str]:
         """Test, save the trained weights and return the result."""
-        splits, position = self.splits, self.state.position
+        splits = self.splits
         if self.score is None or splits.test is not splits.validation:
             self.score = self._evaluate(splits.test)
-        path = self.run.checkpoint_dir / FINAL_NAME
+        accuracy, path = self.score.accuracy, self.run.checkpoint_dir / FINAL_NAME
         weights = {
             "model": trained_state(self.state.model),
             "config": OmegaConf.to_container(self.cfg, resolve=True),
             "num_classes": splits.shape.num_classes,
-            "test_accuracy": self.score.accuracy,
+            "test_accuracy": accuracy,
         }
-        log.info("Test accuracy: %.2f %%", 100 * self.score.accuracy)
+        log.info("Test accuracy: %.2f %%", 100 * accuracy)
         try:
             if self.run.is_main:
                 write_atomically(weights, path)
@@ -342,9 +341,9 @@ class Training:
             ) from error
         log.info("trained weights: %s", path)
         return {
-            "objective": self.score.accuracy,
-            "test_accuracy": self.score.accuracy,
+            "objective": accuracy,
+            "test_accuracy": accuracy,
             "test_loss": self.score.loss,
-            "steps": position.step,
+            "steps": self.state.position.step,
             "checkpoint": str(path),
         }

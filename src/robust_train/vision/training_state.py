@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,29 +19,22 @@ from robust_train.vision.step import Precision
 
 FORMAT = 2
 
+Content = Mapping[str, Any]
+"""A checkpoint that was read; :data:`REQUIRED` keys are there."""
+
 REQUIRED = frozenset({"format", "identity", "position", "model", "optimizer", "rng", "epoch_loss"})
 """Keys without which a file is no checkpoint of ours."""
 
 # these change how fast or how far a run goes, not the meaning of weights and sample order
-_NOT_IDENTITY = (
-    "model.lr",
-    "model.dropout",
-    "model.lora_dropout",
-    "dataset.root",
-    "dataset.download",
-    "dataset.num_workers",
-    "dataset.epochs",
-)
+_NOT_IDENTITY = frozenset(
+    f"dataset.{key}" for key in ("root", "download", "num_workers", "epochs")
+) | {"model.lr", "model.dropout", "model.lora_dropout"}
 
 
 @dataclass
 class ResumePosition:
-    """The position of a run, in terms that no split into micro-batches changes.
-
-    Attributes:
-        step: optimizer steps done.
-        epoch: the current one, from 0.
-        samples: samples of this epoch that are done; all of them during validation.
+    """The position of a run, in terms that no split into micro-batches changes: optimizer steps
+    done, the current epoch from 0, and its samples that are done; all of them during validation.
     """
 
     step: int = 0
@@ -79,11 +72,11 @@ class TrainingState:
     precision: Precision
     device: torch.device
     identity: Mapping[str, str]
-    position: ResumePosition
-    epoch_loss: LossAverage
     batcher: MicroBatcher
+    position: ResumePosition = field(default_factory=ResumePosition)
+    epoch_loss: LossAverage = field(default_factory=LossAverage)
 
-    def content(self) -> dict[str, Any]:
+    def content(self) -> dict[str, object]:
         """Return what to save: tensors (shared with the run, not copied) and plain values."""
         return {
             "format": FORMAT,
@@ -98,12 +91,8 @@ class TrainingState:
             "device": _kind_of(self.device),
         }
 
-    def restore(self, content: Mapping[str, Any], path: Path) -> None:
-        """Restore what :meth:`content` returned.
-
-        Raises:
-            ConfigError: the checkpoint is of another model, data set or seed.
-        """
+    def restore(self, content: Content, path: Path) -> None:
+        """Restore what :meth:`content` returned."""
         _check_identity(content, self.identity, path)
         try:
             load_trained_state(self.model, content["model"])
@@ -117,7 +106,7 @@ class TrainingState:
         self.position = ResumePosition(**content["position"])
         total, samples = content["epoch_loss"]
         self.epoch_loss = LossAverage(total, samples)
-        # a size that fits one kind of device tells nothing about another
+        # a size that fits one kind of device need not fit another
         if content.get("device") == _kind_of(self.device):
             self.batcher.restore(content["micro_batch"])
 
@@ -126,7 +115,7 @@ def _kind_of(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def identity_of(cfg: DictConfig, *, train_samples: int, num_classes: int) -> dict[str, str]:
+def identity_of(cfg: DictConfig, train_samples: int, num_classes: int) -> dict[str, str]:
     """Return what a checkpoint has in common with any run that may resume from it."""
     identity: dict[str, str] = {
         "training.seed": str(cfg.training.seed),
@@ -140,7 +129,7 @@ def identity_of(cfg: DictConfig, *, train_samples: int, num_classes: int) -> dic
     return {key: value for key, value in identity.items() if key not in _NOT_IDENTITY}
 
 
-def _check_identity(content: Mapping[str, Any], here: Mapping[str, str], path: Path) -> None:
+def _check_identity(content: Content, here: Mapping[str, str], path: Path) -> None:
     if content.get("format") != FORMAT:
         raise ConfigError(
             f"checkpoint {path}: has format {content.get('format')}, this version reads {FORMAT}"

@@ -31,24 +31,24 @@
     return round(value);
   }
 
-  for (const plot of document.querySelectorAll("svg[data-plot]")) {
-    const [left, top, right, bottom] = plot.dataset.plot.split(",").map(Number);
+  // a line's own units, and where the plot begins in the picture, in pixels
+  const WIDTH = 1000, HEIGHT = 200, TOP = 18;
+  for (const plot of document.querySelectorAll("svg[data-x]")) {
     const [x0, x1, xUnit] = plot.dataset.x.split(",");
     const [y0, y1, yUnit, log] = plot.dataset.y.split(",");
-    const valueX = (px) => +x0 + (px - left) / (right - left) * (x1 - x0);
+    const valueX = (px) => +x0 + px / WIDTH * (x1 - x0);
     const valueY = (py) => {
-      const share = (bottom - py) / (bottom - top);
+      const share = 1 - py / HEIGHT;
       return log ? y0 * Math.pow(y1 / y0, share) : +y0 + share * (y1 - y0);
     };
     let lines = null, cursor = null;
-    const hide = () => { box.hidden = true; if (cursor) cursor.setAttribute("d", ""); };
+    const hide = () => { box.hidden = true; if (cursor) cursor.style.display = "none"; };
     plot.addEventListener("pointerleave", hide);
     plot.addEventListener("pointermove", (event) => {
       const frame = plot.getBoundingClientRect();
-      const scale = plot.viewBox.baseVal.width / frame.width;
-      const px = (event.clientX - frame.left) * scale;
-      const py = (event.clientY - frame.top) * scale;
-      if (px < left || px > right || py < top || py > bottom) return hide();
+      const px = (event.clientX - frame.left) / frame.width * WIDTH;
+      const py = event.clientY - frame.top - TOP;
+      if (px < 0 || px > WIDTH || py < 0 || py > HEIGHT) return hide();
       lines ||= [...plot.querySelectorAll(".line")].map((line) => [line.dataset.name, points(line)]);
       const near = [];
       for (const [name, all] of lines) {
@@ -57,8 +57,13 @@
         if (best && Math.abs(best[0] - px) < 12) near.push([name, best]);
       }
       if (!near.length) return hide();
-      if (!cursor) { cursor = document.createElementNS(NS, "path"); cursor.setAttribute("class", "cursor"); plot.append(cursor); }
-      cursor.setAttribute("d", `M${px},${top}V${bottom}`);
+      if (!cursor) {
+        cursor = document.createElementNS(NS, "line");
+        for (const [name, value] of [["class", "cursor"], ["y1", TOP], ["y2", TOP + HEIGHT]]) cursor.setAttribute(name, value);
+        plot.append(cursor);
+      }
+      cursor.style.display = "";
+      for (const name of ["x1", "x2"]) cursor.setAttribute(name, `${100 * px / WIDTH}%`);
       box.textContent = readable(valueX(px), xUnit) + near.map(([name, point]) => "\n" + name + ": " + readable(valueY(point[1]), yUnit)).join("");
       box.hidden = false;
       const wide = document.documentElement.clientWidth;

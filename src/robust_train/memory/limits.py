@@ -12,14 +12,13 @@ from typing import Any
 from robust_train.compat import set_allocator_settings, when_cuda_starts
 from robust_train.config.schema import MemoryConfig
 from robust_train.memory.allocator import (
+    VARIABLE,
     allocator_settings,
-    allocator_variable,
     exported_expandable_segments,
     is_wsl,
 )
+from robust_train.memory.cuda import HOST, gpu_number, ordinal_of, usable_torch
 from robust_train.memory.host import read_host_memory
-from robust_train.memory.segments import busiest_gpu
-from robust_train.memory.stats import ordinal_of
 from robust_train.readable import first_line
 from robust_train.values import MIB
 
@@ -76,16 +75,15 @@ def set_memory_fraction(fraction: float = 0.8, device: Any = None) -> MemoryLimi
         ValueError: no such fraction or device; or the host process has more already, and would
             fail at once.
     """
-    if isinstance(fraction, bool) or not isinstance(fraction, (int, float)):
+    is_number = isinstance(fraction, (int, float)) and not isinstance(fraction, bool)
+    if not (is_number and 0 < fraction <= 1):
         raise ValueError(f"fraction={fraction!r}: accepted is a number over 0, up to 1")
-    if not 0 < fraction <= 1:
-        raise ValueError(f"fraction={fraction}: accepted is a number over 0, up to 1")
     ordinal = ordinal_of(device)
     torch = usable_torch()
-    if ordinal == -1 or torch is None:
+    if ordinal == HOST or torch is None:
         limit = _limit_host(float(fraction))
     else:
-        limit = _limit_cuda(torch, float(fraction), ordinal)
+        limit = _limit_cuda(torch, float(fraction), gpu_number(torch, ordinal))
     log.info("%s", limit.description)
     return limit
 
@@ -94,13 +92,7 @@ def limit_when_cuda_starts(fraction: float, index: int | None) -> bool:
     """Let this process's caching allocator hold at most this share of a GPU's memory.
 
     Takes effect when torch starts CUDA, and does not start it; a limit that is refused is logged.
-
-    Args:
-        fraction: above 0 to 1; 1 is no limit.
-        index: of the GPU, as this process counts; None for the CPU.
-
-    Returns:
-        Whether all is done; False where torch is not imported yet.
+    ``index`` is None for the CPU. Returns False where torch is not imported yet.
     """
     if index is None:
         if fraction != MemoryConfig.fraction:
@@ -125,7 +117,7 @@ def enable_memory_efficient_settings(
 ) -> tuple[str, ...]:
     """Set up CUDA's allocator and arithmetic for a tight GPU; returns what was done, in sentences.
 
-    Expandable segments, unless the environment says otherwise or this is WSL, which lacks them: in
+    Expandable segments, unless the environment forbids them or this is WSL, which lacks them: in
     the variable, for programs started from here, and in this process where CUDA is there.
     Segments that the allocator has already stay as they are, so call it before CUDA is used.
 
@@ -135,24 +127,22 @@ def enable_memory_efficient_settings(
             elsewhere torch goes on as before), as convolutions do by default: faster, at 10 bits of
             mantissa. It saves no memory.
     """
-    variable = allocator_variable(os.environ)
     exported = exported_expandable_segments(os.environ)
     settings = allocator_settings(os.environ, expandable_segments=True)
-    done = []
     is_possible = exported is None and not is_wsl()
     if is_possible:
-        os.environ[variable] = settings
-        done.append(f"{variable}={settings} for programs started from here")
+        os.environ[VARIABLE] = settings
+        done = [f"{VARIABLE}={settings} for programs started from here"]
     elif exported is None:
-        done.append("no expandable segments: WSL's driver has none")
+        done = ["no expandable segments: WSL's driver has none"]
     else:
-        done.append(f"{variable} has expandable_segments:{exported} already, which stays")
+        done = [f"{VARIABLE} has expandable_segments:{exported} already, which stays"]
     torch = usable_torch()
     if torch is None:
         done.append("no CUDA in this process: nothing else to set")
     else:
         if is_possible:
-            done.append(_apply_to_allocator(torch, settings))
+            done.append(apply_to_allocator(torch, settings))
         if fraction is not None:
             done.append(set_memory_fraction(fraction).description)
         if tf32:
@@ -164,13 +154,8 @@ def enable_memory_efficient_settings(
     return tuple(done)
 
 
-def usable_torch() -> Any:
-    """The module torch, where it is loaded and CUDA can be used or is in use; else None."""
-    torch = sys.modules.get("torch")
-    return torch if torch is not None and torch.cuda.is_available() else None
-
-
-def _apply_to_allocator(torch: Any, settings: str) -> str:
+def apply_to_allocator(torch: Any, settings: str) -> str:
+    """Apply settings to the allocator of this process; return what was done, in a sentence."""
     try:
         set_allocator_settings(torch, settings)
     except (RuntimeError, ValueError) as error:
@@ -178,26 +163,15 @@ def _apply_to_allocator(torch: Any, settings: str) -> str:
     return f"the allocator of this process: {settings}"
 
 
-def _limit_cuda(torch: Any, fraction: float, ordinal: int | None) -> MemoryLimit:
-    if ordinal is None:
-        ordinal = busiest_gpu(torch)
-    if ordinal >= torch.cuda.device_count():
-        raise ValueError(f"device cuda:{ordinal}: this process sees {torch.cuda.device_count()}")
-    torch.cuda.set_per_process_memory_fraction(fraction, ordinal)
-    total = torch.cuda.get_device_properties(ordinal).total_memory
-    return MemoryLimit(
-        device=f"cuda:{ordinal}",
-        fraction=fraction,
-        bytes=int(fraction * total),
-        total=total,
-        in_use=torch.cuda.memory_reserved(ordinal),
-    )
+def _limit_cuda(torch: Any, fraction: float, index: int) -> MemoryLimit:
+    torch.cuda.set_per_process_memory_fraction(fraction, index)
+    total = torch.cuda.get_device_properties(index).total_memory
+    in_use = torch.cuda.memory_reserved(index)
+    return MemoryLimit(f"cuda:{index}", fraction, int(fraction * total), total, in_use)
 
 
 def _limit_host(fraction: float) -> MemoryLimit:
     memory = read_host_memory()
-    if memory.total is None:
-        raise ValueError("the size of the host's memory is unknown (/proc/meminfo)")
     limit = MemoryLimit("cpu", fraction, int(fraction * memory.total), memory.total, memory.data)
     if limit.in_use >= limit.bytes:
         raise ValueError(

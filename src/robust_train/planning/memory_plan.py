@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from robust_train.planning.fit import (
     fits,
     largest_batch,
 )
-from robust_train.planning.machine import GpuRoom, machine_now
+from robust_train.planning.machine import GpuRoom, read_rooms
 from robust_train.planning.truth import ROOTS, Measured, Truth, find_truth
 from robust_train.settings import target_of
 
@@ -53,20 +54,42 @@ class PlannedSize:
             return None
         return error_percent(self.peak.allocated_bytes, self.measured.peak_bytes)
 
+    def as_json(self) -> dict[str, object]:
+        """Return the row in JSON's types."""
+        measured = self.measured
+        return {
+            **asdict(self.peak),
+            "allocated_bytes": self.peak.allocated_bytes,
+            "gpu_bytes": self.peak.gpu_bytes,
+            "fits_on": list(self.fits_on),
+            "measured_bytes": None if measured is None else measured.peak_bytes,
+            "measured_in": None if measured is None else str(measured.run_dir),
+            "error_percent": self.error_percent,
+        }
+
 
 @dataclass(frozen=True)
 class GpuFit:
-    """A GPU and the largest micro-batches that fit there, None where none does.
-
-    Attributes:
-        room: the GPU and what can be used of it.
-        now: with what is free.
-        empty: if nobody else were there.
-    """
+    """A GPU and the largest micro-batches that fit there: now, and if it were empty."""
 
     room: GpuRoom
     now: int | None
     empty: int | None
+
+    def as_json(self) -> dict[str, object]:
+        """Return the fit in JSON's types."""
+        gpu = self.room.gpu
+        return {
+            "index": gpu.index,
+            "uuid": gpu.uuid,
+            "name": gpu.name,
+            "total_bytes": gpu.total_bytes,
+            "free_bytes": gpu.free_bytes,
+            "usable_bytes": self.room.usable_bytes,
+            "why_not": self.room.why_not,
+            "largest_batch_now": self.now,
+            "largest_batch_empty": self.empty,
+        }
 
 
 @dataclass(frozen=True)
@@ -103,7 +126,7 @@ class MemoryPlan:
         errors = [abs(row.error_percent) for row in self.rows if row.error_percent is not None]
         return sum(errors) / len(errors) if errors else None
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         """Return the plan in JSON's types; sizes are bytes."""
         return {
             "schema": SCHEMA,
@@ -116,21 +139,8 @@ class MemoryPlan:
                 "cache_factor": CACHE_FACTOR,
                 "context_bytes": CONTEXT_BYTES,
             },
-            "rows": [_row_as_json(row) for row in self.rows],
-            "gpus": [
-                {
-                    "index": fit.room.gpu.index,
-                    "uuid": fit.room.gpu.uuid,
-                    "name": fit.room.gpu.name,
-                    "total_bytes": fit.room.gpu.total_bytes,
-                    "free_bytes": fit.room.gpu.free_bytes,
-                    "usable_bytes": fit.room.usable_bytes,
-                    "why_not": fit.room.why_not,
-                    "largest_batch_now": fit.now,
-                    "largest_batch_empty": fit.empty,
-                }
-                for fit in self.gpus
-            ],
+            "rows": [row.as_json() for row in self.rows],
+            "gpus": [fit.as_json() for fit in self.gpus],
             "problem": self.problem,
             "typical_gpus": [
                 {"total_bytes": size, "largest_batch": batch} for size, batch in self.sizes.items()
@@ -148,7 +158,7 @@ def plan_memory(
     runs: Iterable[str | Path] | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> MemoryPlan:
-    """Predict the GPU memory of a job of the built-in trainer, and say where it fits now.
+    """Predict the GPU memory of a job of the built-in trainer, and where it fits now.
 
     Needs no GPU, no data and no weights, and starts no CUDA. Imports torch.
 
@@ -171,65 +181,47 @@ def plan_memory(
             f"trainer._target_={target}: only the built-in trainer can be planned; a short run of "
             "yours leaves its peak as peak_memory_bytes in summary.json"
         )
-    predict = _predictor(cfg)
+    from robust_train.planning.prediction import StepPredictor
+
+    predict = functools.lru_cache(maxsize=None)(StepPredictor(cfg).predict)
     truth = find_truth(cfg, map(Path, ROOTS if runs is None else runs))
-    machine = machine_now(cfg, os.environ if environ is None else environ)
-    fraction = cfg.memory.fraction
+    rooms, problem = read_rooms(cfg, os.environ if environ is None else environ)
+
+    def does_fit(peak: Peak, free_bytes: int, total_bytes: int) -> bool:
+        return fits(peak, free_bytes, total_bytes, cfg.memory.fraction)
 
     def fit_on(free_bytes: int, total_bytes: int) -> int | None:
         if not free_bytes:
             return None
         return largest_batch(
-            lambda size: predict(size, _accumulates(cfg, size)),
-            lambda peak: fits(peak, free_bytes, total_bytes, fraction),
+            lambda size: predict(size, accumulates=_accumulates(cfg, size)),
+            lambda peak: does_fit(peak, free_bytes, total_bytes),
             near=cfg.training.batch_size,
         )
 
+    def row(size: int, accumulates: bool) -> PlannedSize:
+        peak = predict(size, accumulates=accumulates)
+        on = [r.gpu.index for r in rooms if does_fit(peak, r.usable_bytes, r.gpu.total_bytes)]
+        return PlannedSize(peak, tuple(on), truth.of(size, accumulates))
+
+    def gpu_fit(room: GpuRoom) -> GpuFit:
+        total = room.gpu.total_bytes
+        return GpuFit(room, fit_on(room.usable_bytes, total), fit_on(total, total))
+
     wanted = {(size, _accumulates(cfg, size)) for size in batch_sizes or _default_sizes(cfg)}
     wanted |= {(found.batch_size, found.accumulates) for found in truth.measured}
-    rows = []
-    for size, accumulates in sorted(wanted):
-        peak = predict(size, accumulates)
-        holds = [
-            room.gpu.index
-            for room in machine.gpus
-            if fits(peak, room.usable_bytes, room.gpu.total_bytes, fraction)
-        ]
-        rows.append(PlannedSize(peak, tuple(holds), truth.of(size, accumulates)))
     return MemoryPlan(
         model=cfg.model.name,
         dataset=cfg.dataset.name,
         precision="bfloat16" if cfg.training.mixed_precision else "float32",
         batch_size=cfg.training.batch_size,
-        rows=tuple(rows),
-        gpus=tuple(
-            GpuFit(
-                room,
-                fit_on(room.usable_bytes, room.gpu.total_bytes),
-                fit_on(room.gpu.total_bytes, room.gpu.total_bytes),
-            )
-            for room in machine.gpus
-        ),
-        problem=machine.problem,
-        sizes={} if machine.gpus else {size: fit_on(size, size) for size in TYPICAL_SIZES},
+        rows=tuple(row(size, accumulates) for size, accumulates in sorted(wanted)),
+        gpus=tuple(gpu_fit(room) for room in rooms),
+        problem=problem,
+        sizes={} if rooms else {size: fit_on(size, size) for size in TYPICAL_SIZES},
         truth=truth,
         seconds=time.monotonic() - started,
     )
-
-
-def _predictor(cfg: DictConfig) -> Callable[[int, bool], Peak]:
-    from robust_train.planning.prediction import StepPredictor
-
-    steps = StepPredictor(cfg)
-    known: dict[tuple[int, bool], Peak] = {}
-
-    def predict(batch_size: int, accumulates: bool) -> Peak:
-        key = (batch_size, accumulates)
-        if key not in known:
-            known[key] = steps.predict(batch_size, accumulates=accumulates)
-        return known[key]
-
-    return predict
 
 
 def _accumulates(cfg: DictConfig, batch_size: int) -> bool:
@@ -245,16 +237,3 @@ def _default_sizes(cfg: DictConfig) -> list[int]:
     while len(sizes) < _ROWS and sizes[-1] // 2 >= cfg.min_batch_size:
         sizes.append(sizes[-1] // 2)
     return sizes
-
-
-def _row_as_json(row: PlannedSize) -> dict[str, Any]:
-    measured = row.measured
-    return {
-        **asdict(row.peak),
-        "allocated_bytes": row.peak.allocated_bytes,
-        "gpu_bytes": row.peak.gpu_bytes,
-        "fits_on": list(row.fits_on),
-        "measured_bytes": None if measured is None else measured.peak_bytes,
-        "measured_in": None if measured is None else str(measured.run_dir),
-        "error_percent": row.error_percent,
-    }

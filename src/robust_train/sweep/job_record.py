@@ -1,7 +1,6 @@
-"""``sweep_job.json``: what a sweep knows of a job, and what a repeated sweep does with it.
+"""``sweep_job.json`` in a job's run folder: the job as the sweep knows it.
 
-It lies in the job's run folder from the job's start, whichever launcher runs the job. From it a
-later launch of the same sweep reads which overrides the folder was used with.
+From it a later launch of the same sweep reads which overrides the folder was used with.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from robust_train.events import MalformedEvent, from_json
+from robust_train.events import Json, MalformedEvent, from_json
 from robust_train.files import replacing
 from robust_train.runfolder.journal import strict_json
 
@@ -29,22 +28,17 @@ NOT_STARTED = "not_started"
 DIED = "died"
 
 _OF_THE_SWEEP = re.compile(r"\+{0,2}(sweep_resume|sweep_fail_fast|resume)=")
-_ATTEMPT_LOG = re.compile(r"attempt-\d+\.log")
+_OF_THE_NEW_JOB = re.compile(r"earlier-.*|\.hydra|(?!attempt-\d+\.).*\.log")
 
 
 @dataclass(frozen=True)
 class JobRecord:
-    """One job of a sweep.
+    """One job of a sweep; fields as in ``sweep.json``.
 
     Attributes:
-        sweep: which launch of the sweep wrote this.
-        number: counted from 0 in the sweep.
-        overrides: those of this job, without Hydra's own.
-        status: ``started`` until the job's end is known, then how it ended.
-        exit_code: what the job alone would have exited with, None before its end.
-        objective: what the sweeper got.
-        reason: one sentence for any end but ``completed``.
-        reused: completed in an earlier launch of the sweep, not run again.
+        sweep: the launch of the sweep that wrote this.
+        status: ``started`` until the job's end is known.
+        exit_code: that of the job alone, None before its end.
     """
 
     sweep: str
@@ -57,7 +51,7 @@ class JobRecord:
     reused: bool = False
 
     def write(self, folder: Path) -> None:
-        """Put the record into the job's run folder, whole or not at all.
+        """Write the record into the job's run folder, whole or not at all.
 
         Raises:
             OSError: it cannot be written.
@@ -81,30 +75,24 @@ def decide(
     sweep: str,
     resume: bool,
 ) -> Entry:
-    """Return what to do with a job, given what an earlier one left in its run folder.
+    """Return what to do with a job with these ``overrides`` in this launch of the ``sweep``.
 
-    Args:
-        record: that of the earlier job, None where there is none.
-        completed: it completed.
-        overrides: of the job that is about to start.
-        sweep: this launch of the sweep.
-        resume: ``sweep_resume``.
+    ``record`` is that of an earlier job in the run folder; ``completed`` means that one.
     """
     if record is None:
         return Entry.RUN if resume else Entry.RUN_ANEW
-    if not same_overrides(record.overrides, overrides):
+    # whatever the order, and how they are resumed
+    before, now = (
+        sorted(one for one in each if not _OF_THE_SWEEP.match(one))
+        for each in (record.overrides, overrides)
+    )
+    if before != now:
         return Entry.RUN_ANEW
     if record.sweep == sweep:  # put back into the queue by a scheduler
         return Entry.RUN
     if not resume:
         return Entry.RUN_ANEW
     return Entry.REUSE if completed else Entry.RUN
-
-
-def same_overrides(one: Sequence[str], other: Sequence[str]) -> bool:
-    """Return whether two jobs are the same, whatever the order and how they are resumed."""
-    first, second = (sorted(o for o in all if not _OF_THE_SWEEP.match(o)) for all in (one, other))
-    return first == second
 
 
 def read_record(folder: Path) -> JobRecord | None:
@@ -120,7 +108,7 @@ def set_aside(folder: Path) -> Path | None:
 
     What Hydra has just put there for the new job stays: its ``.hydra`` folder and open log files.
     """
-    left = [item for item in folder.iterdir() if not _is_of_the_new_job(item)]
+    left = [item for item in folder.iterdir() if not _OF_THE_NEW_JOB.fullmatch(item.name)]
     if not left:
         return None
     number = 1
@@ -132,23 +120,15 @@ def set_aside(folder: Path) -> Path | None:
     return earlier
 
 
-def _is_of_the_new_job(item: Path) -> bool:
-    name = item.name
-    if name.startswith("earlier-") or name == ".hydra":
-        return True
-    return name.endswith(".log") and not _ATTEMPT_LOG.fullmatch(name)
-
-
-def read_json(path: Path) -> dict[str, Any] | None:
-    """Return the JSON object in a file; None where it is absent, torn or something else."""
+def read_json(path: Path) -> Json:
+    """Return the JSON in a file; None where it is absent or torn."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return content if isinstance(content, dict) else None
 
 
-def write_json(path: Path, content: Any) -> None:
+def write_json(path: Path, content: Json) -> None:
     """Write a file of JSON, whole or not at all.
 
     Raises:

@@ -1,4 +1,4 @@
-"""A sweep's rows for people and programs: columns on the screen, ``sweep.csv``, ``sweep.json``."""
+"""A sweep's table for people and programs: columns on the screen, ``sweep.csv``, ``sweep.json``."""
 
 from __future__ import annotations
 
@@ -7,30 +7,44 @@ import io
 import json
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from robust_train.sweep.record import COMPLETED
+from robust_train.events import MalformedEvent, from_json
+from robust_train.sweep.job_record import COMPLETED, read_json, write_json
 from robust_train.sweep.rows import SweepRow
 
-SCHEMA = 1
+FILE = "sweep.json"
+RUNNING, ENDED = "running", "ended"
 COLUMNS = ("job", "overrides", "status", "attempts", "devices", "batch", "result", "wall")
-CSV_COLUMNS = (
-    "job",
-    "overrides",
-    "status",
-    "exit_code",
-    "attempts",
-    "devices",
-    "batch_size",
-    "result",
-    "wall_seconds",
-    "wait_seconds",
-    "reused",
-    "reason",
-    "folder",
-)
+CSV_COLUMNS = tuple(item.name for item in fields(SweepRow))
 _LONGEST_RESULT = 40
+
+
+@dataclass(frozen=True)
+class SweepTable:
+    """The content of ``sweep.json``; a sweep that runs has no rows yet."""
+
+    sweep: str
+    launcher: str
+    status: str = RUNNING
+    exit_code: int | None = None
+    wall_seconds: float | None = None
+    jobs: tuple[SweepRow, ...] = ()
+    schema: int = 1
+
+    def write(self, folder: Path) -> None:
+        """Write ``sweep.json``; raise ``OSError`` if that is not possible."""
+        write_json(folder / FILE, asdict(self))
+
+
+def read_table(folder: Path) -> SweepTable | None:
+    """Return the table in a sweep folder; None where there is none that can be read."""
+    try:
+        return from_json(SweepTable, read_json(folder / FILE))
+    except MalformedEvent:
+        return None
 
 
 def screen_table(rows: Sequence[SweepRow]) -> str:
@@ -86,24 +100,8 @@ def as_csv(rows: Sequence[SweepRow]) -> str:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(CSV_COLUMNS)
     for row in rows:
-        content = row.as_json()
-        writer.writerow([_cell(content[name]) for name in CSV_COLUMNS])
+        writer.writerow([_cell(getattr(row, name)) for name in CSV_COLUMNS])
     return text.getvalue()
-
-
-def as_json(
-    rows: Sequence[SweepRow], *, sweep: str, launcher: str, exit_code: int, wall_seconds: float
-) -> dict[str, Any]:
-    """Return the content of ``sweep.json``."""
-    return {
-        "schema": SCHEMA,
-        "status": "ended",
-        "sweep": sweep,
-        "launcher": launcher,
-        "exit_code": exit_code,
-        "wall_seconds": round(wall_seconds, 3),
-        "jobs": [row.as_json() for row in rows],
-    }
 
 
 def _cell(value: Any) -> Any:

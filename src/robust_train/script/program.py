@@ -16,24 +16,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from robust_train.errors import ConfigError
+from robust_train.execution import TICK_SECONDS
 from robust_train.execution.linux import become_subreaper, children, collect, kill_descendants
+from robust_train.execution.signals import wakeup_descriptor
 from robust_train.run import Run
-
-TICK_SECONDS = 0.5
 
 log = logging.getLogger("robust_train")
 
 
-class Script:
+class Program:
     """A running script.
 
     It stays in the process group of its attempt. Orphans of what it starts become children of this
     process (a subreaper), however far they have detached themselves.
-
-    Args:
-        argv: program and arguments.
-        environ: its whole environment.
-        cwd: its working directory.
 
     Raises:
         ConfigError: it cannot be started.
@@ -42,18 +37,15 @@ class Script:
     def __init__(self, argv: Sequence[str], environ: Mapping[str, str], cwd: Path) -> None:
         become_subreaper()
         self._not_ours = set(children())
+        self._asked: set[int] = set()
         try:
             self._process = subprocess.Popen(
-                list(argv),
-                env=dict(environ),
-                cwd=cwd,
-                pass_fds=_files_to_inherit(),
+                list(argv), env=dict(environ), cwd=cwd, pass_fds=_files_to_inherit()
             )
         except OSError as error:
             problem = error.strerror or error
             hint = "; is its first line #!…?" if error.errno == 8 else ""
             raise ConfigError(f"trainer.argv: {shlex.join(argv)}: {problem}{hint}") from error
-        self._asked: set[int] = set()
 
     @property
     def pid(self) -> int:
@@ -77,22 +69,21 @@ class Script:
         """
         kill_at: float | None = None
         try:
-            with _woken_by_signals() as wakeup:
+            with _woken_by_signals() as sleep:
                 while True:
                     running = self._running()
                     if run.stop_requested:
-                        if kill_at is None:
-                            kill_at = time.monotonic() + stop_grace_seconds
+                        kill_at = kill_at or time.monotonic() + stop_grace_seconds
                         if not running or time.monotonic() >= kill_at:
                             break
                         self._ask_to_stop(running)
                     elif self._process.returncode is not None:
                         break
-                    wakeup(TICK_SECONDS)
+                    sleep(TICK_SECONDS)
                     on_tick()
         finally:
             returncode = self._process.poll()
-            left = kill_descendants(spare=self._not_ours)
+            left = kill_descendants(lambda process: process.pid not in self._not_ours)
             if returncode is None:  # collected by the killing
                 self._process.returncode = returncode = -signal.SIGKILL
         if left:
@@ -102,23 +93,14 @@ class Script:
     def _running(self) -> list[int]:
         """Return the script and orphans of what it started; collect the dead among them."""
         self._process.poll()
-        running = []
-        for pid in children():
-            if pid in self._not_ours:
-                continue
-            if pid == self.pid:
-                running.append(pid)
-                continue
-            if collect(pid):
-                running.append(pid)
-        return running
+        found = [pid for pid in children() if pid not in self._not_ours]
+        return [pid for pid in found if pid == self.pid or collect(pid)]
 
     def _ask_to_stop(self, pids: Sequence[int]) -> None:
-        for pid in pids:
-            if pid not in self._asked:
-                self._asked.add(pid)
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGTERM)
+        for pid in set(pids) - self._asked:
+            self._asked.add(pid)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGTERM)
 
 
 @contextlib.contextmanager
@@ -127,31 +109,26 @@ def _woken_by_signals() -> Iterator[Callable[[float], None]]:
 
     Outside the main thread, where Python allows no handlers, it sleeps the whole time.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield time.sleep
-        return
-    read_end, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    poll = select.poll()
-    poll.register(read_end, select.POLLIN)
+    is_main = threading.current_thread() is threading.main_thread()
+    with wakeup_descriptor() as wakeup:
+        poll = select.poll()
+        poll.register(wakeup, select.POLLIN)
 
-    def sleep(seconds: float) -> None:
-        poll.poll(seconds * 1000)
-        with contextlib.suppress(BlockingIOError):
-            os.read(read_end, 4096)
+        def sleep(seconds: float) -> None:
+            poll.poll(seconds * 1000)
+            with contextlib.suppress(BlockingIOError):
+                os.read(wakeup, 4096)
 
-    old_handler = signal.signal(signal.SIGCHLD, lambda *_: None)
-    old_wakeup = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-    try:
-        yield sleep
-    finally:
-        signal.set_wakeup_fd(old_wakeup)
-        signal.signal(signal.SIGCHLD, old_handler)
-        os.close(read_end)
-        os.close(write_end)
+        old = signal.signal(signal.SIGCHLD, lambda *_: None) if is_main else None
+        try:
+            yield sleep
+        finally:
+            if is_main:
+                signal.signal(signal.SIGCHLD, old)
 
 
 def _files_to_inherit() -> list[int]:
-    """Files that this process was given to pass on: a reservation is a lock on one."""
+    """Return files that this process was given to pass on: a reservation is a lock on one."""
     found = []
     for name in os.listdir("/proc/self/fd"):
         descriptor = int(name)

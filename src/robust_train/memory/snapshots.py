@@ -1,0 +1,163 @@
+"""What fills the memory, in files of the run folder: when it runs out, and at a user's request.
+
+A ``.json`` names the largest live tensors and who holds them. Where CUDA is in use, a ``.pickle``
+is torch's memory snapshot, for the viewer at pytorch.org/memory_viz.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from robust_train.compat import (
+    allocator_history_is_recorded,
+    dump_allocator_snapshot,
+    record_allocator_history,
+    when_cuda_starts,
+)
+from robust_train.events import OutOfMemory
+from robust_train.files import replacing
+from robust_train.memory.cuda import started_torch
+from robust_train.memory.tensors import TensorFacts, largest_tensors
+from robust_train.readable import first_line
+from robust_train.values import MIB, Failure, FailureKind
+
+log = logging.getLogger("robust_train")
+
+_LOGGED = 3
+_WORTH_LOGGING = 0.01
+# "several KB per entry" (torch's documentation): below 100 MiB of host memory
+_ENTRIES_OF_A_RUN = 20_000
+# for somebody who looks at it: the last of them are what a viewer is opened for
+_ENTRIES_ON_REQUEST = 100_000
+
+
+def record_history_after_an_oom(run_dir: Path) -> None:
+    """Record where GPU memory is allocated from now on, if it has run out in this run folder.
+
+    It costs 2 µs for each allocation and free (torch's documentation): too much for a run that may
+    never need it. Recording begins when CUDA starts.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or next(run_dir.glob("oom-attempt-*.json"), None) is None:
+        return
+
+    def record() -> None:
+        with contextlib.suppress(Exception):
+            record_allocator_history(torch, _ENTRIES_OF_A_RUN)
+
+    when_cuda_starts(torch, record)
+
+
+def write_out_of_memory(
+    run_dir: Path, *, attempt: int, step: int | None, failure: Failure
+) -> OutOfMemory | None:
+    """Write ``oom-attempt-<n>.json`` and ``.pickle``, and log the three largest tensors.
+
+    Returns the event for the journal, None where nothing could be written. Never raises: what
+    happens here must not hide why it is called. ``step`` is the last one that was reported.
+    """
+    try:
+        return _write_out_of_memory(run_dir, attempt, step, failure)
+    except Exception as error:
+        log.warning("cannot write down what fills the memory: %s", first_line(error))
+        return None
+
+
+def _write_out_of_memory(
+    run_dir: Path, attempt: int, step: int | None, failure: Failure
+) -> OutOfMemory:
+    started = time.monotonic()
+    snapshot = _dump_snapshot(run_dir / f"oom-attempt-{attempt}.pickle")
+    tensors = largest_tensors(devices={"cpu"} if failure.kind is FailureKind.HOST_OOM else None)
+    path = run_dir / f"oom-attempt-{attempt}.json"
+    content = {
+        "time": round(time.time(), 3),
+        "attempt": attempt,
+        "step": step,
+        "kind": failure.kind.value,
+        "message": failure.message,
+        "requested_bytes": failure.evidence.requested_bytes,
+        "snapshot": snapshot,
+        "evidence": asdict(failure.evidence),
+        "tensors": tensors,
+    }
+    file: str | None = path.name
+    try:
+        path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    except OSError as error:
+        log.warning("cannot write %s: %s", path, error.strerror)
+        file = None
+    log.info("out of memory: %s", _describe(tensors, file))
+    return OutOfMemory(
+        failure.kind,
+        failure.message,
+        step=step,
+        requested_bytes=failure.evidence.requested_bytes,
+        tensors=file,
+        snapshot=snapshot,
+        seconds=round(time.monotonic() - started, 3),
+    )
+
+
+def write_snapshot(run_dir: Path) -> tuple[list[Path], str]:
+    """Write the next ``memory-tensors-<n>.json`` and ``memory-snapshot-<n>.pickle``.
+
+    The first snapshot of an attempt also starts recording the history. Returns the files, and a
+    sentence for people. Raises OSError where a file cannot be written.
+    """
+    number = 1
+    while (tensors_path := run_dir / f"memory-tensors-{number}.json").exists():
+        number += 1
+    tensors = largest_tensors()
+    with replacing(tensors_path) as path:
+        path.write_text(json.dumps(tensors, indent=2) + "\n")
+    sentence = f"the {len(tensors)} largest live tensors are in {tensors_path}"
+    torch = started_torch()
+    if torch is None:
+        no_snapshot = "no CUDA in this process, so there is no snapshot of its allocator"
+        return [tensors_path], f"{sentence}; {no_snapshot}"
+    snapshot_path = run_dir / f"memory-snapshot-{number}.pickle"
+    with replacing(snapshot_path) as path:
+        dump_allocator_snapshot(torch, str(path))
+    sentence += f"; torch's snapshot is in {snapshot_path}, for https://pytorch.org/memory_viz"
+    if not allocator_history_is_recorded(torch):
+        record_allocator_history(torch, _ENTRIES_ON_REQUEST)
+        sentence += (
+            "; it shows what is allocated now; from here on the history is recorded, for the next "
+            "snapshot"
+        )
+    return [tensors_path, snapshot_path], sentence
+
+
+def _dump_snapshot(path: Path) -> str | None:
+    """Write torch's snapshot; return the file's name, None without CUDA or where it fails."""
+    torch = started_torch()
+    if torch is None:
+        return None
+    try:
+        dump_allocator_snapshot(torch, str(path))
+    except Exception as error:
+        log.warning("no memory snapshot: %s", first_line(error))
+        with contextlib.suppress(OSError):
+            path.unlink()
+        return None
+    return path.name
+
+
+def _describe(tensors: Sequence[TensorFacts], file: str | None) -> str:
+    if not tensors:
+        return "Python knows no tensor that holds any"
+    largest = "; ".join(
+        f"{tensor['bytes'] / MIB:.1f} MiB {tensor['dtype']} {tuple(tensor['shape'])} on "
+        f"{tensor['device']}, held by {tensor['owner']}"
+        for tensor in tensors[:_LOGGED]
+        if tensor["bytes"] >= _WORTH_LOGGING * tensors[0]["bytes"]
+    )
+    return f"the largest tensors are {largest}" + (f"; all in {file}" if file else "")

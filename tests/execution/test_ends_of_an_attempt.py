@@ -1,0 +1,161 @@
+"""How the end of an attempt's process, in any form, becomes an outcome. Real processes."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from robust_train.errors import ConfigError
+from robust_train.execution import attempt_clock
+from robust_train.execution.environment import attempt_environment
+from robust_train.memory.allocator import VARIABLE
+from robust_train.values import FailureKind
+
+if TYPE_CHECKING:
+    from conftest import Attempts
+
+
+def test_the_second_parameter_is_the_run(attempts: Attempts):
+    assert attempts.run("trainers.uses_run").result == {
+        "attempt": 1,
+        "resume_checkpoint": None,
+        "checkpoint_dir": str(attempts.run_dir / "checkpoints"),
+    }
+
+
+def test_an_object_that_can_be_called_is_a_trainer(attempts: Attempts):
+    assert attempts.run("trainers.instance").result == 8
+
+
+@pytest.mark.parametrize(
+    ("trainer", "kind", "words"),
+    [
+        ("dies_of_segfault", FailureKind.BUG, "SIGSEGV"),
+        ("calls_sys_exit", FailureKind.BUG, "sys.exit(3)"),
+        ("calls_os_exit", FailureKind.BUG, "without returning"),
+        ("dies_of_sigkill", FailureKind.INTERRUPTED, "SIGKILL"),
+    ],
+)
+def test_a_process_that_dies_is_an_outcome(
+    attempts: Attempts, trainer: str, kind: FailureKind, words: str
+):
+    outcome = attempts.run(f"trainers.{trainer}")
+    assert outcome.failure is not None
+    assert outcome.failure.kind is kind
+    assert words in outcome.failure.message
+    if trainer == "dies_of_segfault":
+        assert "in dies_of_segfault" in str(outcome.traceback)
+        assert "in dies_of_segfault" in (attempts.run_dir / "attempt-1.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "words"),
+    [
+        ("exit 0", None, ""),
+        ("exit 3", FailureKind.BUG, "exit code 3"),
+        ("kill -SEGV $$", FailureKind.BUG, "SIGSEGV"),
+        ("kill -KILL $$", FailureKind.INTERRUPTED, "SIGKILL"),
+        ("exit 137", FailureKind.INTERRUPTED, "SIGKILL"),
+        ("kill -TERM $$", FailureKind.INTERRUPTED, "SIGTERM"),
+        (
+            "echo 'slurmstepd: error: Detected 1 oom_kill event in step'; exit 137",
+            FailureKind.HOST_OOM,
+            "oom",
+        ),
+        (
+            'echo \'{"event": "failed", "kind": "device_oom", "message": "the accelerator is '
+            'full"}\' >> "$ROBUST_TRAIN_EVENTS"; exit 9',
+            FailureKind.DEVICE_OOM,
+            "the accelerator is full",
+        ),
+    ],
+)
+def test_a_scripts_end_is_classified_by_its_report_its_exit_status_and_its_output(
+    attempts: Attempts, code: str, kind: FailureKind | None, words: str
+):
+    outcome = attempts.run("robust_train.script.trainer.train", **command("bash", "-c", code))
+    if kind is None:
+        assert outcome.failure is None
+    else:
+        assert outcome.failure is not None
+        assert outcome.failure.kind is kind
+        assert words in outcome.failure.message
+
+
+def command(*argv: str, **more: Any) -> dict[str, Any]:
+    """Return the keys that run a script."""
+    return {"trainer": {"argv": list(argv), **more}}
+
+
+@pytest.mark.parametrize(
+    ("trainer", "words"),
+    [
+        ({"argv": []}, "must name a program"),
+        ({"argv": "python"}, "accepted is a list"),
+        ({"argv": ["no_such_program"]}, "'no_such_program' is not a program on PATH"),
+        ({"argv": ["./no_such_file"]}, "'./no_such_file' is not an executable file"),
+        ({"argv": ["ls", "{batchsize}"]}, "{batchsize} is no placeholder; did you mean {batch"),
+        ({"argv": ["ls"], "cwd": "/no/such"}, "trainer.cwd=/no/such: no such folder"),
+    ],
+)
+def test_a_script_that_cannot_be_started_is_refused_in_one_line(
+    attempts: Attempts, trainer: dict[str, Any], words: str
+):
+    with pytest.raises(ConfigError) as refused:
+        attempts.run("robust_train.script.trainer.train", trainer=trainer)
+    assert words in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_script_gets_no_terminal_where_we_have_none_and_needs_no_torch(attempts: Attempts):
+    code = "test -t 1 || echo pipe; grep -c libtorch /proc/$PPID/maps; true"
+    attempts.run("robust_train.script.trainer.train", **command("sh", "-c", code))
+    assert (attempts.run_dir / "attempt-1.log").read_text().split() == ["pipe", "0"]
+
+
+def test_a_completed_result_counts_though_its_process_does_not_end(attempts: Attempts):
+    outcome = attempts.run("hard_days.completes_but_does_not_end", stop_grace_seconds=0.3)
+    assert (outcome.failure, outcome.result) == (None, "done")
+
+
+def test_an_attempt_is_killed_some_seconds_after_its_failure(
+    attempts: Attempts, monkeypatch: pytest.MonkeyPatch
+):
+    """Its process cannot end, as where a destructor sleeps; the failure is the one reported."""
+    monkeypatch.setattr(attempt_clock, "AFTER_FAILURE_SECONDS", 0.3)
+    started = time.monotonic()
+    outcome = attempts.run("hard_days.fails_but_does_not_end", stop_grace_seconds=1000)
+    assert outcome.failure is not None
+    assert outcome.failure.kind is FailureKind.BUG
+    assert "why it failed" in outcome.failure.message
+    assert time.monotonic() - started < 60
+
+
+def test_an_unfinished_collective_does_not_keep_a_failed_attempt(
+    attempts: Attempts, monkeypatch: pytest.MonkeyPatch
+):
+    """A thread that never ends, as one that waits for a peer, holds the process up as well."""
+    monkeypatch.setattr(attempt_clock, "AFTER_FAILURE_SECONDS", 0.3)
+    outcome = attempts.run("hard_days.fails_while_a_thread_waits", stop_grace_seconds=1000)
+    assert outcome.failure is not None
+    assert "why it failed" in outcome.failure.message
+
+
+def test_openmp_spins_only_for_a_moment_unless_the_user_wants_it(
+    attempts: Attempts, monkeypatch: pytest.MonkeyPatch
+):
+    given = attempts.run("trainers.openmp_settings").result
+    assert given == {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    assert attempts.run("trainers.openmp_settings").result == {"OMP_WAIT_POLICY": "ACTIVE"}
+
+
+def test_allocator_settings_of_the_user_come_first():
+    ours = attempt_environment({}, (), expandable_segments=True)
+    assert ours[VARIABLE] == "expandable_segments:True"
+    assert ours["CUDA_VISIBLE_DEVICES"] == ""
+    users = {VARIABLE: "max_split_size_mb:128"}
+    ours = attempt_environment(users, (), expandable_segments=False)
+    assert ours[VARIABLE] == "max_split_size_mb:128,expandable_segments:False"

@@ -1,0 +1,69 @@
+"""Trainers whose attempts fail as a test's script says; torch is among their libraries."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+
+def fails_by_script(cfg, run):
+    """Does what the script in the environment says for this attempt's number, then succeeds.
+
+    A line is ``<step> <message>``: progress to that step (``-``: training does not even begin),
+    then an error with that message; the message ``stall`` hangs instead, ``worker`` kills a
+    data-loader worker.
+    """
+    lines = Path(os.environ["FAILURES_FILE"]).read_text().splitlines()
+    with Path(os.environ["ATTEMPTS_FILE"]).open("a") as file:
+        given = {
+            "gpu": os.environ["CUDA_VISIBLE_DEVICES"] or "cpu",
+            "batch_size": cfg.training.batch_size,
+            "num_workers": cfg.training.num_workers,
+            "prefetch_factor": cfg.training.prefetch_factor,
+            "allocator": torch._C._accelerator_getAllocatorSettings(),
+            "time": time.monotonic(),
+        }
+        file.write(json.dumps(given) + "\n")
+    if run.attempt > len(lines):
+        return "trained"
+    step, _, message = lines[run.attempt - 1].partition(" ")
+    if step != "-":
+        run.started(0)
+        run.progress(int(step))
+    if message == "stall":
+        _hangs_for_ever()
+    if message == "worker":
+        workers = cfg.training.num_workers
+        list(torch.utils.data.DataLoader(_KillsItsWorker(), num_workers=workers))
+    if "out of memory" in message:
+        raise RuntimeError(message)
+    raise RuntimeError(message)
+
+
+def fails_by_script_when_told(cfg, run):
+    """The same, once the go file is there; the launcher sees memory change before it."""
+    if run.attempt == 1:
+        Path(os.environ["ATTEMPTS_FILE"]).touch()
+        while not Path(os.environ["GO_FILE"]).exists():
+            time.sleep(0.01)
+    return fails_by_script(cfg, run)
+
+
+def _hangs_for_ever():
+    threading.Event().wait()
+
+
+class _KillsItsWorker:
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        if torch.utils.data.get_worker_info() is not None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return index

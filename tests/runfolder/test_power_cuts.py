@@ -1,0 +1,154 @@
+"""What a job finds after a power cut, at every moment of its work.
+
+Only what was synchronised survives: a file's content by fsync of the file, its name by fsync of
+its directory. Before and after each fsync and each change of a name two disks are made: one that
+has kept nothing else, and one that has kept all names, but no content that was not synchronised.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from robust_train.events import AttemptStarted, JobEnded, Progress
+from robust_train.run import Run
+from robust_train.runfolder.checkpoints import CheckpointFolder
+from robust_train.runfolder.identity import begin_job
+from robust_train.runfolder.journal import Journal
+from robust_train.runfolder.summary import Summary, read_summary
+
+STEPS = 4
+
+
+class Disk:
+    """A directory whose synchronised content is known.
+
+    Attributes:
+        cuts: what power cuts would have left so far, each with what was promised by then.
+    """
+
+    def __init__(self, root: Path, copies: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.root, self.promised = root, (0, ())
+        self.cuts: list[tuple[Path, tuple[int, tuple[str, ...]]]] = []
+        self._copies = copies
+        self._content: dict[int, bytes] = {}
+        self._names: dict[int, dict[str, int]] = {root.stat().st_ino: {}}
+        self._open: list[int] = []  # so that no number of a file is used again
+        for name in ("replace", "rename", "unlink", "mkdir"):
+            monkeypatch.setattr(os, name, self._cutting(getattr(os, name)))
+        monkeypatch.setattr(os, "fsync", self._cutting(os.fsync, self._sync))
+
+    def _cutting(
+        self, call: Callable[..., Any], work: Callable[..., None] = lambda *_: None
+    ) -> Callable[..., Any]:
+        def watched(*arguments: Any, **options: Any) -> Any:
+            self.cut()
+            result = call(*arguments, **options)
+            work(*arguments)
+            self.cut()
+            return result
+
+        return watched
+
+    def _sync(self, fd: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{fd}"))
+        number = os.fstat(fd).st_ino
+        self._open.append(os.dup(fd))
+        if path.is_dir():
+            self._names[number] = {item.name: item.stat().st_ino for item in path.iterdir()}
+        else:
+            self._content[number] = path.read_bytes()
+
+    def cut(self) -> None:
+        for keeps_names in (False, True):
+            copy = self._copies / str(len(self.cuts))
+            self._copy(self.root, copy, self._now() if keeps_names else self._names)
+            self.cuts.append((copy, self.promised))
+
+    def _now(self) -> dict[int, dict[str, int]]:
+        return {
+            folder.stat().st_ino: {item.name: item.stat().st_ino for item in folder.iterdir()}
+            for folder in (self.root, *(item for item in self.root.rglob("*") if item.is_dir()))
+        }
+
+    def _copy(self, folder: Path, to: Path, names: dict[int, dict[str, int]]) -> None:
+        is_folder = {
+            item.stat().st_ino: item.is_dir() for item in (self.root, *self.root.rglob("*"))
+        }
+
+        def copy(number: int, to: Path) -> None:
+            if number not in names and not is_folder.get(number):
+                with open(to, "wb") as file:
+                    file.write(self._content.get(number, b""))
+                return
+            real_mkdir(to)
+            for name, inner in names.get(number, {}).items():
+                copy(inner, to / name)
+
+        copy(folder.stat().st_ino, to)
+
+    def close(self) -> None:
+        for fd in self._open:
+            os.close(fd)
+
+
+real_mkdir = os.mkdir
+
+
+def work(disk: Disk) -> None:
+    """A short job: what a launcher and its attempt write, in this process."""
+    run_dir = disk.root / "outputs" / "run"
+    run_dir.mkdir(parents=True)
+    begun = begin_job(run_dir, resume=True)
+    journal = Journal(run_dir / "journal.jsonl")
+    journal.write(AttemptStarted("cpu", 8, 1), 1)
+    disk.promised = (0, ("attempt_started",))
+    run = Run(run_dir=run_dir, report=lambda event: journal.write(event, 1))
+    assert run.saving.job == begun.job
+    folder = CheckpointFolder(run, keep=1)
+    for step in range(1, STEPS + 1):
+        journal.write(Progress(step), 1)
+        folder.save({"step": step, "weights": torch.full((100,), float(step))}, step)
+        disk.promised = (step, ("attempt_started", "checkpoint"))
+    journal.write(JobEnded("failed", "for a test"))
+    Summary("failed", run_dir, "for a test").write()
+    disk.promised = (STEPS, ("attempt_started", "checkpoint", "job_ended", "summary"))
+
+
+def test_every_power_cut_leaves_the_last_checkpoint_that_was_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    root, copies = tmp_path / "disk", tmp_path / "cuts"
+    root.mkdir()
+    copies.mkdir()
+    with monkeypatch.context() as patched:
+        disk = Disk(root, copies, patched)
+        work(disk)
+        disk.cut()
+    disk.close()
+    assert len(disk.cuts) > 100
+    seen = set()
+    for copy, (step, promised) in disk.cuts:
+        run_dir = copy / "outputs" / "run"
+        names = []
+        if (run_dir / "journal.jsonl").exists():
+            lines = (run_dir / "journal.jsonl").read_text().splitlines()
+            names = [json.loads(line)["event"] for line in lines]
+        if read_summary(run_dir) is not None:
+            names.append("summary")
+        assert set(promised) <= set(names), copy
+        run_dir.mkdir(parents=True, exist_ok=True)
+        found = begin_job(run_dir, resume=True).checkpoint
+        reached = 0 if found is None else torch.load(found, weights_only=True)["step"]
+        assert step <= reached <= step + 1, copy
+        assert found is None or found.name == f"step-{reached:08d}.pt"
+        seen.add(reached)
+    assert seen == set(range(STEPS + 1))
+    shutil.rmtree(copies)
