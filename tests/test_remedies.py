@@ -407,7 +407,8 @@ def test_any_series_of_failures_ends_keeps_the_effective_batch_and_takes_the_cpu
             decision = decision.otherwise
         if isinstance(decision, GiveUp):
             return
-        assert kind not in (FailureKind.BUG, FailureKind.INTERRUPTED)
+        assert kind is not FailureKind.BUG
+        assert kind is not FailureKind.INTERRUPTED or evidence.clue == Clue.KILLED
         is_ill = kind is FailureKind.DEVICE_FAULT and evidence.clue == Clue.HARDWARE
         if decision.room is not None and not decision.room.gpu_uuids:
             others = [g for g in (*held, *gpus) if g.uuid not in decision.room.exclude]

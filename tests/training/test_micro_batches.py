@@ -99,9 +99,10 @@ def unlimited(**options):
     return model
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("most", [11, 1])
-@pytest.mark.parametrize("names_model", [True, False])
+@pytest.mark.parametrize(
+    ("where", "most", "names_model"),
+    [("forward", 11, True), ("forward", 1, False), ("backward", 1, True), ("backward", 11, False)],
+)
 def test_memory_running_out_leaves_the_gradient_of_the_whole_batch(where, most, names_model):
     model = Network(most, where)
     parts = MicroBatcher().micro_batches(data(), model if names_model else None)
@@ -155,7 +156,7 @@ def test_a_change_is_recorded_with_its_reason(tmp_path):
     assert run.last_micro_batch == event["last_micro_batch"] == 6
 
 
-@pytest.mark.parametrize("micro_batch", [1, 4, 5, 7, 11])
+@pytest.mark.parametrize("micro_batch", [1, 5, 11])
 def test_uneven_parts_are_weighted_by_their_samples(micro_batch):
     model = Network()
     step(MicroBatcher(micro_batch), model)
@@ -222,8 +223,7 @@ def test_a_repeated_step_draws_the_same_random_numbers_again(where):
     assert_same(split[1], recovered[1], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("fails_in_step", [1, 3])
-@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize(("where", "fails_in_step"), [("forward", 3), ("backward", 1)])
 def test_batch_statistics_count_each_sample_once(fails_in_step, where):
     def train(model, size, fails=False):
         batcher = MicroBatcher(size)
@@ -436,8 +436,7 @@ def test_validation_takes_each_sample_exactly_once_and_repeats_only_what_failed(
     assert batcher.size == 8, "training needs memory of another kind"
 
 
-@pytest.mark.parametrize("by_hand", [False, True])
-@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize(("where", "by_hand"), [("forward", True), ("backward", False)])
 def test_a_gradient_scaler_s_gradients_are_exact(by_hand, where):
     def train(model):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -155,6 +155,7 @@ def test_probes_leave_no_trace_in_model_optimizer_scaler_and_generators(tmp_path
         assert torch.equal(one, other)
 
 
+@pytest.mark.slow
 def test_the_built_in_trainer_ends_with_the_same_weights_bit_for_bit(tmp_path):
     overrides = (
         "training.epochs=1",

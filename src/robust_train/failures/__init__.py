@@ -9,7 +9,7 @@
 
 :mod:`.error_reports` finds what an exception or a log reports, :mod:`.matching` looks it up in the
 table of patterns, :mod:`.evidence` and :mod:`.stack` read the figures and clues, :mod:`.advice`
-says what may help. :mod:`.exits` does the same for a process that ended without a report.
+lists what may help. :mod:`.exits` does the same for a process that ended without a report.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-# A program with an error in it. What its message says is about the program, not about memory:
+# A program with an error in it: its message is about the program, not about memory.
 # KeyError('CUDA out of memory') is a missing key. AssertionError and ImportError are not here:
 # torch without CUDA and a missing driver come as those.
 _PROGRAMMING = (
@@ -212,6 +212,6 @@ def one_line(lines: list[str]) -> str:
 
 
 def _first_line(lines: list[str]) -> str:
-    """Return the first line with words in it, as it stands."""
+    """Return the first line with words in it, unchanged."""
     stripped = (line.strip() for line in lines)
     return next((line[:_LINE_LIMIT] for line in stripped if any(map(str.isalnum, line))), "")

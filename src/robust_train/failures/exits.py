@@ -21,7 +21,7 @@ _STOPS = frozenset(
     {"SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGXCPU", "SIGPWR", "SIGKILL"}
 )
 _TAIL_LINES = 60
-# what a logger says below an error was no reason to end; NCCL calls its errors warnings
+# what is logged below an error was no reason to end; NCCL calls its errors warnings
 _CHATTER = re.compile(r"^(?!.*\bNCCL\b).{0,60}?\b(?:DEBUG|INFO|WARNING)\b")
 
 # glibc's and the compilers' words for a program that damaged its own memory

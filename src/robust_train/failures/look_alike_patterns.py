@@ -20,7 +20,7 @@ BEFORE_MEMORY: tuple[Pattern, ...] = (
         None,
         "KeyboardInterrupt CancelledError SignalException TaskCancelledError SIGTERMException",
     ),
-    # --- a program with an error in it, whatever its message says ---
+    # --- a program with an error in it, whatever its message ---
     types_named(BUG, None, "OutOfResources"),  # Triton: a tile too big for the chip
     # --- NCCL's segments in /dev/shm: before bugs and workers, whose words it uses ---
     words(

@@ -35,7 +35,7 @@ MEMORY: tuple[Pattern, ...] = (
     words(
         HOST_OOM,
         "pinned memory",
-        # CUDA says "out of memory" of the host's pages too
+        # CUDA's "out of memory" is for the host's pages too
         r"(?:cudaHostAlloc|cudaMallocHost|cudaHostRegister|cuMemHostAlloc|hipHostMalloc"
         r"|Caching_?Host_?Allocator\w*|device_host_allocator|pinned (?:host |GPU )?memory)"
         r".{0,200}(?:out of memory|OUT_OF_MEMORY|failed)",
@@ -251,7 +251,7 @@ MEMORY: tuple[Pattern, ...] = (
     words(
         DEVICE_OOM,
         "cuda",
-        # cudaGetErrorString's words; the C library says "Cannot allocate memory"
+        # cudaGetErrorString's words; the C library's are "Cannot allocate memory"
         r"^(?:\w+Error: )?(?:\(?\w+\)? )?out of memory\b",
         r"[:)\]] ?out of memory[.!]?(?: |$)",
     ),
@@ -266,7 +266,7 @@ UNCLEAR = words(
     clue=Clue.UNCLEAR,
 )
 
-# vLLM says it with a ValueError; of those nothing else is believed
+# vLLM raises a ValueError for it; of those nothing else is believed
 NOT_ENOUGH_FOR_VLLM = words(
     DEVICE_OOM,
     "vllm",

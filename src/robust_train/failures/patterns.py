@@ -20,7 +20,7 @@ INTERRUPTED = FailureKind.INTERRUPTED
 
 @dataclass(frozen=True)
 class Match:
-    """What a report is: its kind, the library that raised it where the words tell, and a clue."""
+    """What a report is: its kind, the library that raised it where known, and a clue."""
 
     kind: FailureKind
     library: str | None = None

@@ -54,6 +54,6 @@ def _little_is_left() -> str:
         return ""
     # the peak without the files that are mapped
     used = own.get("VmHWM", 0) - own.get("RssFile", 0)
-    if room is None or room > _LITTLE * used:
+    if room > _LITTLE * used:
         return ""
     return f"{memory(room)} of host memory left, {memory(used)} used"

@@ -10,8 +10,6 @@ import torch
 from robust_train.memory import host
 from robust_train.memory.cleanup import return_memory
 
-_UNKNOWN_BYTES = 2**62  # where neither kernel nor limits tell, only running out of memory does
-
 
 class Meter(Protocol):
     """Memory of one device.
@@ -73,8 +71,7 @@ class HostMeter:
         return own.get("VmHWM", 0) - own.get("RssFile", 0) - own.get("RssShmem", 0)
 
     def limit(self) -> int:
-        room = host.room_left()
-        return host.own_memory().get("RssAnon", 0) + (_UNKNOWN_BYTES if room is None else room)
+        return host.own_memory().get("RssAnon", 0) + host.room_left()
 
 
 def meter_of(device: torch.device, share: float) -> Meter:

@@ -80,7 +80,7 @@ class Agreement:
     """What follows from all ranks' reports: the same on each.
 
     ``rank`` is the first one that ran out of memory, exhausted ones first, ``state`` and
-    ``failed_size`` are its own; None and 0 without any. ``has_gradient`` tells for each parameter
+    ``failed_size`` are its own; None and 0 without any. ``has_gradient``: for each parameter,
     whether any rank has a gradient of it; ``size`` is None for the whole batch.
     """
 

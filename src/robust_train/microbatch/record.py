@@ -48,7 +48,7 @@ def exhausted(
     tried: Sequence[int],
     error: Exception,
 ) -> None:
-    """Log that memory ran out at the smallest size as well; ``error``, which is raised, says so."""
+    """Log that memory ran out at the smallest size too; note it on ``error``, which is raised."""
     note = f"step {step}: memory ran out at every micro-batch tried ({', '.join(map(str, tried))})"
     log.error("%s", note)
     if hasattr(error, "add_note"):
