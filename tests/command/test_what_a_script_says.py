@@ -211,7 +211,7 @@ def test_a_kill_by_the_kernel_is_asked_for_only_after_sigkill():
 def test_without_a_word_the_exit_status_tells_why(
     returncode: int, tail: str, kind: FailureKind, message: str
 ):
-    failure = script_failure(ScriptEnded(returncode, 5), tail, lambda pid: False)
+    failure = script_failure(ScriptEnded(returncode, 5), tail, lambda: False)
     assert failure.kind is kind
     assert message in failure.message
 
