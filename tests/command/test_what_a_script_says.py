@@ -197,25 +197,6 @@ def test_a_kill_by_the_kernel_is_asked_for_only_after_sigkill():
     assert killed.call_count == 2
 
 
-@pytest.mark.parametrize(
-    ("returncode", "tail", "kind", "message"),
-    [
-        (3, "", FailureKind.BUG, "exit code 3"),
-        (-11, "", FailureKind.BUG, "SIGSEGV"),
-        (-9, "", FailureKind.INTERRUPTED, "SIGKILL"),
-        (137, "", FailureKind.INTERRUPTED, "SIGKILL"),
-        (-15, "", FailureKind.INTERRUPTED, "SIGTERM"),
-        (137, "slurmstepd: error: Detected 1 oom_kill event", FailureKind.HOST_OOM, "oom"),
-    ],
-)
-def test_without_a_word_the_exit_status_tells_why(
-    returncode: int, tail: str, kind: FailureKind, message: str
-):
-    failure = script_failure(ScriptEnded(returncode, 5), tail, lambda pid: False)
-    assert failure.kind is kind
-    assert message in failure.message
-
-
 def test_last_words_are_the_last_traceback_as_a_terminal_shows_it():
     tail = "10%\r50%\r100%\nTraceback (most recent call last):\n  a\n\x1b[31mValueError\x1b[0m: b\n"
     text = last_words(tail, "attempt-1.log")
