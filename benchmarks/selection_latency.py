@@ -1,12 +1,12 @@
 """Choosing a GPU against a bare NVML loop, on a simulated machine with eight GPUs.
 
 The bare loop asks nvidia-ml-py for what a choice by free memory cannot do without: the count, and
-each GPU's handle, UUID and memory. The selection is that of ``find_best_device``: inventory,
-CUDA_VISIBLE_DEVICES and choice, without process lists; the launcher's own look has a limit besides,
-in case the driver hangs. Needs a C compiler, no GPU.
+each GPU's handle, UUID and memory. The selection is the launcher's and ``find_best_device``'s:
+inventory, CUDA_VISIBLE_DEVICES and choice, without process lists, asked in a thread that can be
+left behind should the driver hang. Needs a C compiler, no GPU.
 
 Run: python benchmarks/selection_latency.py [--rounds 2000]
-Goal: at most 1.5 × the bare loop.
+Goal: at most 2.5 × the bare loop, most of it for the thread.
 """
 
 from __future__ import annotations
@@ -41,21 +41,12 @@ def bare() -> str:
 
 
 def selection() -> str:
-    """UUID of the GPU that ``find_best_device`` takes."""
-    return _chosen(waits_for_ever=True)
-
-
-def within_a_limit() -> str:
-    """UUID of the GPU that the launcher takes, which no driver that hangs holds up."""
-    return _chosen(waits_for_ever=False)
-
-
-def _chosen(*, waits_for_ever: bool) -> str:
+    """UUID of the GPU that ``find_best_device`` and the launcher take."""
     from robust_train.gpu.inventory import read_inventory
     from robust_train.gpu.select import select
     from robust_train.gpu.visible import visible_gpus
 
-    inventory = read_inventory(processes=False, waits_for_ever=waits_for_ever)
+    inventory = read_inventory(processes=False)
     chosen = select(visible_gpus(inventory, os.environ).gpus, MIN_BYTES)
     assert chosen is not None
     return chosen.uuid
@@ -66,8 +57,8 @@ def measure(rounds: int) -> None:
     import pynvml
 
     pynvml.nvmlInit()
-    ways = (bare, selection, within_a_limit)
-    assert len({way() for way in ways}) == 1
+    ways = (bare, selection)
+    assert bare() == selection()
     seconds: dict[str, list[float]] = {way.__name__: [] for way in ways}
     for _ in range(rounds):
         for way in ways:
@@ -77,8 +68,7 @@ def measure(rounds: int) -> None:
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     for name, median in medians.items():
         print(f"{name}: median {median * 1e6:.0f} µs for {GPUS} GPUs, {rounds} rounds")
-    print(f"ratio: {medians['selection'] / medians['bare']:.2f} (goal: 1.5 or less)")
-    print(f"with a limit for the driver: {medians['within_a_limit'] / medians['bare']:.2f}")
+    print(f"ratio: {medians['selection'] / medians['bare']:.2f} (goal: 2.5 or less)")
 
 
 def main() -> None:

@@ -49,14 +49,14 @@ def _addressable_gpus() -> tuple[dict[GpuInfo, int], str | None]:
     started = order_in_this_process()
     if started is not None:
         # what the environment contains now no longer counts
-        inventory = read_inventory(processes=False, waits_for_ever=True)
+        inventory = read_inventory(processes=False)
         here = {gpu.uuid.partition("-")[2]: gpu for gpu in inventory.gpus}
         found = {here[uuid]: ordinal for ordinal, uuid in enumerate(started) if uuid in here}
         return found, None if found else inventory.problem or "CUDA sees no GPU in this process"
     if VARIABLE not in os.environ:
         # a mask of numbers would mean other GPUs under another order, so not beside a mask
         os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-    visible = visible_gpus(read_inventory(processes=False, waits_for_ever=True), os.environ)
+    visible = visible_gpus(read_inventory(processes=False), os.environ)
     if visible.warning is not None:
         log.warning("%s", visible.warning)
     known = {gpu: visible.ordinal(gpu.uuid) for gpu in visible.gpus}

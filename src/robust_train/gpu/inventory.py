@@ -44,7 +44,7 @@ class _Unreadable(Exception):
     """A GPU cannot be used for a reason that NVML did not raise."""
 
 
-def read_inventory(*, processes: bool = True, waits_for_ever: bool = False) -> Inventory:
+def read_inventory(*, processes: bool = True) -> Inventory:
     """Return all GPUs of this machine as they are now, whatever CUDA_VISIBLE_DEVICES contains.
 
     Never raises because of a GPU or a driver: what cannot be read is in ``skipped`` with its
@@ -54,10 +54,7 @@ def read_inventory(*, processes: bool = True, waits_for_ever: bool = False) -> I
     Args:
         processes: also list who is on each GPU. That costs some milliseconds per GPU and contends
             for a lock of the driver, so leave it out when polling.
-        waits_for_ever: ask in this thread and without a limit, which saves 50 µs.
     """
-    if waits_for_ever:
-        return _read_inventory(processes)
     limit_seconds = _OPENING_SECONDS if known_session() is None else _ANSWER_SECONDS
     try:
         return ask(lambda: _read_inventory(processes), limit_seconds)
