@@ -122,8 +122,6 @@ class Job:
         self.trainer = trainer or settings.target_of(cfg)
         self.settings = settings.launcher_settings(cfg)
         self.policy = settings.policy_settings(cfg, finds_batch_size=is_auto)
-        inline = TrainerRef("inline.trainer")
-        self.trainer_ref = inline if self.settings.runs_inline else TrainerRef.of(self.trainer)
         self.run_dir = settings.run_folder(run_dir)
         self.signals = SignalWatch()
         self.wanted = wanted = settings.device_settings(cfg, self.run_dir)
@@ -202,11 +200,12 @@ class Job:
     def _executor(self) -> Executor:
         """How attempts run. A separate process starts importing libraries right away."""
         if self.settings.runs_inline:
-            trainer = self.trainer
+            trainer, self.trainer_ref = self.trainer, TrainerRef("inline.trainer")
             function = TrainerRef(trainer).load() if isinstance(trainer, str) else trainer
             return InlineExecutor(lambda: function, self.signals, can_restart=self._has_remedies)
         cfg = self.cfg.copy()
         OmegaConf.resolve(cfg)
+        self.trainer_ref = TrainerRef.of(self.trainer)
         return ProcessExecutor(self.trainer_ref, cfg, self.run_dir, self.signals)
 
     def _acquire_device(self) -> Group:
