@@ -159,7 +159,7 @@ class Job:
             return summary
 
     def _begin(self) -> None:
-        """Find out where the job stands on the disk."""
+        """Find the unfinished job on the disk, or begin a new one."""
         self.beginning = begin_job(self.run_dir, resume=self.settings.resume)
         self.checkpoint = self.beginning.checkpoint
         self.batch_sizes = BatchSizes(
@@ -291,7 +291,7 @@ class Job:
         return record
 
     def _run_attempt(self, number: int, spec: AttemptSpec, search: BatchSearch | None) -> Outcome:
-        """Run one attempt; free memory of its GPUs before and after tells who took it."""
+        """Run one attempt; free memory of its GPUs before and after shows who took it."""
         free_before = devices.free_bytes(spec.gpus)
         reservation = () if self.devices.hold is None else (self.devices.hold,)
         own_process = not self.settings.runs_inline
