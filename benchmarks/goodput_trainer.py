@@ -18,11 +18,11 @@ STEP_SECONDS = 0.05
 def steps(folder: Path, first: int, save: Callable[[int], None]) -> None:
     """Train for ever from step ``first``; ``save`` is asked after each step and saves if due."""
     (folder / "pid").write_text(str(os.getpid()))
-    step = first
+    step, counter = first, os.open(folder / "step", os.O_WRONLY | os.O_CREAT)
     while True:
         time.sleep(STEP_SECONDS)
         step += 1
-        (folder / "step").write_text(str(step))
+        os.pwrite(counter, b"%12d" % step, 0)  # whole at every moment
         save(step)
 
 
