@@ -55,6 +55,14 @@ def test_a_manifest_says_whose_checkpoint_it_is_and_how_large(folder: Path):
     assert json.loads((folder / f"{path.name}.manifest.json").read_text())["path"] == path.name
 
 
+@pytest.mark.parametrize("change", [{"step": "8"}, {"attempt": None}, {"time": []}])
+def test_a_manifest_with_a_value_of_a_wrong_type_is_passed_over(folder: Path, change: dict):
+    path = save(folder, 7)
+    manifest = folder / f"{save(folder, 8).name}.manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | change))
+    assert newest(folder) == path
+
+
 def test_another_jobs_later_checkpoint_does_not_count(folder: Path):
     path = save(folder, 7)
     save(folder, 900, job="theirs")
