@@ -17,7 +17,14 @@ from pathlib import Path
 
 import pytest
 
-from robust_train.events import CheckpointSaved, Event, Finished, Progress, UserEvent
+from robust_train.events import (
+    CheckpointSaved,
+    Event,
+    Finished,
+    MemoryReported,
+    Progress,
+    UserEvent,
+)
 from robust_train.execution.fork_messages import receive_descriptors, send_descriptors
 from robust_train.execution.output import AttemptLog
 from robust_train.execution.progress import AttemptProgress
@@ -25,6 +32,8 @@ from robust_train.execution.screen import Screen
 from robust_train.execution.votes import Votes
 from robust_train.execution.wire import EventSender, read_events
 from robust_train.run import STOP
+from robust_train.runfolder.summary import AttemptRecord, gpu_memory_summary
+from robust_train.values import Attempt, AttemptSpec
 from world import wait_until
 
 
@@ -134,6 +143,16 @@ def test_progress_is_folded_from_events():
         progress = progress.after(event)
     outcome = progress.outcome(None, 1.0)
     assert (outcome.end_step, outcome.result) == (6, "done")
+
+
+def test_a_script_may_report_any_of_the_memory_figures_alone():
+    spec = AttemptSpec((), batch_size=8, gradient_accumulation_steps=1)
+    outcome = (
+        AttemptProgress().after(MemoryReported("mine", max_allocated=2**30)).outcome(None, 1.0)
+    )
+    shown = gpu_memory_summary(AttemptRecord(Attempt(spec, outcome)))
+    assert shown is not None
+    assert "Max Allocated: 1.00 GB" in shown
 
 
 def test_what_cannot_be_shown_is_dropped_and_said_later():
