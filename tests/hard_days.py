@@ -57,6 +57,15 @@ def completes_but_does_not_end(cfg):
     return "done"
 
 
+def completes_and_its_server_is_killed(cfg, run):
+    import atexit
+    import signal
+
+    atexit.register(os.kill, os.getppid(), signal.SIGKILL)
+    run.record("server", {"pid": os.getppid()})
+    return "done"
+
+
 def fails_but_does_not_end(cfg):
     import atexit
 

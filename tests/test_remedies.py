@@ -510,6 +510,12 @@ def test_a_killed_attempt_goes_on_where_it_was_until_max_retries_bring_it_no_fur
     assert "4 times without progress" in decision.reason
 
 
+def test_attempts_that_stopped_because_the_user_asked_use_up_no_try_of_a_killed_one():
+    spec = first_attempt(SETTINGS, (gpu(0, 20),))
+    asked = failed(spec, FailureKind.INTERRUPTED, stopped_for="halve_batch")
+    assert after(*[asked] * 9, killed(spec), gpus=(gpu(0, 20),)).spec == spec
+
+
 def test_an_attempt_that_was_asked_to_stop_is_not_tried_again():
     spec = first_attempt(SETTINGS, (gpu(0, 20),))
     decision = decide(SETTINGS, (failed(spec, FailureKind.INTERRUPTED),), (gpu(0, 20),))

@@ -22,6 +22,8 @@ Json = Any
 
 T = TypeVar("T")
 
+_LARGEST = 2**1023  # of the integers that are floats, too
+
 
 @contextlib.contextmanager
 def replacing(path: Path, *, durable: bool = False) -> Iterator[Path]:
@@ -187,7 +189,7 @@ def _value(hint: Any, value: Json, where: str) -> Any:
             return dict(value)
     if issubclass(kind, Enum) and value in [one.value for one in kind]:
         return kind(value)
-    if kind is float and type(value) is int:
+    if kind is float and type(value) is int and abs(value) < _LARGEST:
         return float(value)
     if type(value) is kind:  # exactly: a bool is no int
         return value

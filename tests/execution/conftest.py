@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,21 @@ class Attempts:
         self.run_dir.mkdir()
         self.events: list[Event] = []
 
-    def run(self, path: str, /, *, stop_grace_seconds: float = 20.0, **keys: Any) -> Outcome:
+    def run(
+        self,
+        path: str,
+        /,
+        *,
+        stop_grace_seconds: float = 20.0,
+        on_event: Callable[[Event], None] = lambda event: None,
+        **keys: Any,
+    ) -> Outcome:
         """Run the trainer at ``path`` once, with these keys of the config."""
+
+        def take(event: Event) -> None:
+            self.events.append(event)
+            on_event(event)
+
         given = {"device": "cpu", "training": {"batch_size": 8}, "trainer": {}, **keys}
         cfg = complete(given)
         ref = TrainerRef(path)
@@ -59,7 +72,7 @@ class Attempts:
                 patch.delenv(name, raising=False)
             executor = ProcessExecutor(ref, cfg, self.run_dir, SignalWatch())
             try:
-                return executor.run(request, self.events.append)
+                return executor.run(request, take)
             finally:
                 executor.close(keep_server=True)
 

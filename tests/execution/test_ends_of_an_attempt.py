@@ -5,12 +5,15 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import pytest
 
+from robust_train.events import Event, UserEvent
 from robust_train.execution import attempt_clock
 from robust_train.execution.environment import attempt_environment
 from robust_train.memory.allocator import VARIABLE
 from robust_train.values import FailureKind
+from world import wait_until
 
 if TYPE_CHECKING:
     from conftest import Attempts
@@ -96,6 +99,17 @@ def test_a_script_gets_no_terminal_where_we_have_none_and_needs_no_torch(attempt
 
 def test_a_completed_result_counts_though_its_process_does_not_end(attempts: Attempts):
     outcome = attempts.run("hard_days.completes_but_does_not_end", stop_grace_seconds=0.3)
+    assert (outcome.failure, outcome.result) == (None, "done")
+
+
+def test_a_reported_result_counts_though_the_server_is_killed_before_it_is_read(attempts: Attempts):
+    def wait_for_the_servers_death(event: Event) -> None:
+        if isinstance(event, UserEvent):
+            server = psutil.Process(event.fields["pid"])
+            wait_until(lambda: server.status() == psutil.STATUS_ZOMBIE, "the server's death")
+
+    name = "hard_days.completes_and_its_server_is_killed"
+    outcome = attempts.run(name, on_event=wait_for_the_servers_death)
     assert (outcome.failure, outcome.result) == (None, "done")
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import select
 import signal
 import socket
+import subprocess
+import sys
 import time
 import tracemalloc
 from collections.abc import Iterator
@@ -14,13 +17,23 @@ from pathlib import Path
 
 import pytest
 
-from robust_train.events import CheckpointSaved, Event, Finished, Progress, UserEvent
+from robust_train.events import (
+    CheckpointSaved,
+    Event,
+    Finished,
+    MemoryReported,
+    Progress,
+    UserEvent,
+)
+from robust_train.execution.fork_messages import receive_descriptors, send_descriptors
 from robust_train.execution.output import AttemptLog
 from robust_train.execution.progress import AttemptProgress
 from robust_train.execution.screen import Screen
 from robust_train.execution.votes import Votes
 from robust_train.execution.wire import EventSender, read_events
 from robust_train.run import STOP
+from robust_train.runfolder.summary import AttemptRecord, gpu_memory_summary
+from robust_train.values import Attempt, AttemptSpec
 from world import wait_until
 
 
@@ -71,6 +84,58 @@ def test_a_launcher_that_is_gone_is_not_the_trainers_trouble(channel):
     send.flush()
 
 
+def test_an_attempt_whose_launcher_is_killed_before_it_has_sent_the_locks_is_not_started():
+    here, there = multiprocessing.Pipe()
+    with here:
+        send_descriptors(there, [there.fileno()])
+        for descriptor in receive_descriptors(here):
+            os.close(descriptor)
+        there.close()
+        with pytest.raises(EOFError):
+            receive_descriptors(here)
+
+
+_A_WORKER_THAT_IGNORES_SIGINT = """
+import multiprocessing, os, signal, time
+from robust_train.execution.runner import stop_on_signals
+
+def work(ready):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as pools of workers usually do
+    ready.send(os.getpid())
+    time.sleep(1000)
+
+context = multiprocessing.get_context("fork")
+with stop_on_signals(lambda: None):
+    here, there = context.Pipe()
+    worker = context.Process(target=work, args=[there])
+    worker.start()
+    print(here.recv(), flush=True)
+    input()
+    worker.terminate()
+    worker.join()
+print(worker.exitcode)
+"""
+
+
+def test_a_worker_that_ignores_one_signal_of_somebody_else_is_still_ended_by_its_parent():
+    program = subprocess.Popen(
+        [sys.executable, "-c", _A_WORKER_THAT_IGNORES_SIGINT],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert program.stdout is not None
+    worker = int(program.stdout.readline())
+    os.kill(worker, signal.SIGINT)
+    try:
+        shown, _ = program.communicate("go on\n", timeout=60)
+    except subprocess.TimeoutExpired:
+        os.kill(worker, signal.SIGKILL)
+        program.communicate()
+        raise
+    assert shown.strip() == str(-signal.SIGTERM)
+
+
 def test_progress_is_folded_from_events():
     events = [Progress(3), CheckpointSaved("a", 3), Progress(5), Finished("done", step=6)]
     progress = AttemptProgress()
@@ -78,6 +143,16 @@ def test_progress_is_folded_from_events():
         progress = progress.after(event)
     outcome = progress.outcome(None, 1.0)
     assert (outcome.end_step, outcome.result) == (6, "done")
+
+
+def test_a_script_may_report_any_of_the_memory_figures_alone():
+    spec = AttemptSpec((), batch_size=8, gradient_accumulation_steps=1)
+    outcome = (
+        AttemptProgress().after(MemoryReported("mine", max_allocated=2**30)).outcome(None, 1.0)
+    )
+    shown = gpu_memory_summary(AttemptRecord(Attempt(spec, outcome)))
+    assert shown is not None
+    assert "Max Allocated: 1.00 GB" in shown
 
 
 def test_what_cannot_be_shown_is_dropped_and_said_later():

@@ -134,6 +134,21 @@ def test_a_file_system_is_that_of_the_nearest_mount() -> None:
     os.close(fd)
 
 
+@pytest.mark.parametrize("name", [b"\xff", b"a\x0cb", b"a\rb", "a\u3000b".encode()])
+def test_a_mount_with_a_name_of_another_users_choice_is_no_trouble(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: bytes
+) -> None:
+    mounts = tmp_path / "mounts"
+    mounts.write_bytes(
+        b"mine %s fuse.sshfs rw 0 0\nnone / ext4 rw 0 0\n"
+        % os.fsencode(tmp_path / os.fsdecode(name))
+    )
+    monkeypatch.setattr(queue_dir, "_MOUNTS", mounts)
+    fd = os.open(tmp_path, os.O_RDONLY)
+    assert queue_dir.file_system_of(fd) == "ext4"
+    os.close(fd)
+
+
 def test_without_working_locks_it_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

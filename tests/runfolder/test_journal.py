@@ -88,6 +88,13 @@ def test_a_torn_last_line_of_an_earlier_launch_is_not_continued(path: Path):
     assert [event["event"] for event in events(path)] == ["job_ended"]
 
 
+def test_a_journal_that_cannot_be_looked_up_costs_one_warning(path: Path, caplog):
+    journal = Journal(path.with_name("j" * 300))
+    for step in (1, 2):
+        journal.write(Progress(step, None, {}))
+    assert len(caplog.records) == 1
+
+
 def test_a_journal_that_cannot_be_read_now_is_no_empty_one(path: Path):
     path.mkdir()
     with pytest.raises(IsADirectoryError):

@@ -96,7 +96,9 @@ def test_a_probe_does_not_keep_a_launcher_from_starting(tmp_path: Path):
 
 def test_torn_and_foreign_content_is_nobody_s_name(tmp_path: Path):
     held = RunLock(tmp_path, "0-aaaaaa")
-    for content in (b"", b"{", b"[]", b"\xff" * 5000, b'{"host": 3}'):
+    name = json.loads((tmp_path / "lock").read_text())
+    absurd = [json.dumps(name | {"since": since}).encode() for since in (1e300, 10**400)]
+    for content in (b"", b"{", b"[]", b"\xff" * 5000, b'{"host": 3}', *absurd):
         (tmp_path / "lock").write_bytes(content)
         assert read_holder(tmp_path) is None
     with pytest.raises(ConfigError, match="in use by another job"):

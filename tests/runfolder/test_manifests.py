@@ -3,6 +3,8 @@ a file."""
 
 from __future__ import annotations
 
+import errno
+import itertools
 import json
 import os
 import shutil
@@ -13,6 +15,7 @@ import pytest
 
 from robust_train.errors import ConfigError
 from robust_train.run import Run
+from robust_train.runfolder import identity
 from robust_train.runfolder.identity import (
     begin_job,
     complete_job,
@@ -20,7 +23,12 @@ from robust_train.runfolder.identity import (
     resume_from,
     wait_until_readable,
 )
-from robust_train.runfolder.manifests import newest_checkpoint, read_manifests, rotate
+from robust_train.runfolder.manifests import (
+    Manifest,
+    newest_checkpoint,
+    read_manifests,
+    rotate,
+)
 
 
 def save(folder: Path, step: int, *, job: str = "ours", attempt: int = 1, text: str = "x") -> Path:
@@ -53,6 +61,14 @@ def test_a_manifest_says_whose_checkpoint_it_is_and_how_large(folder: Path):
     assert (manifest.job, manifest.attempt, manifest.step) == ("ours", 3, 7)
     assert (manifest.path, manifest.kind, manifest.files, manifest.bytes) == (path, "file", 1, 5)
     assert json.loads((folder / f"{path.name}.manifest.json").read_text())["path"] == path.name
+
+
+@pytest.mark.parametrize("change", [{"step": "8"}, {"attempt": None}, {"time": []}])
+def test_a_manifest_with_a_value_of_a_wrong_type_is_passed_over(folder: Path, change: dict):
+    path = save(folder, 7)
+    manifest = folder / f"{save(folder, 8).name}.manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | change))
+    assert newest(folder) == path
 
 
 def test_another_jobs_later_checkpoint_does_not_count(folder: Path):
@@ -201,6 +217,22 @@ def test_what_cannot_be_read_is_an_error_after_a_while_and_no_reason_to_begin_an
     assert "\n" not in str(refusal.value)
     assert paused == sorted(paused)
     assert 50 <= sum(paused) <= 70
+
+
+@pytest.mark.parametrize("bad", range(3))
+def test_a_disk_that_is_away_for_a_moment_delays_the_beginning_whenever_that_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: int
+):
+    reads = itertools.count()
+
+    def read(folder: Path) -> list[Manifest]:
+        if next(reads) == bad:
+            raise OSError(errno.EIO, "Input/output error", str(folder))
+        return read_manifests(folder)
+
+    monkeypatch.setattr(identity, "read_manifests", read)
+    monkeypatch.setattr(identity, "PAUSES_SECONDS", (0.0,))
+    assert begin_job(tmp_path, resume=True).checkpoint is None
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives up root's rights")

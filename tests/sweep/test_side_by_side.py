@@ -80,6 +80,14 @@ def test_jobs_that_would_share_a_folder_are_refused_but_for_the_first(sweeps: Sw
     assert sweeps.column("status") == ["completed", "refused"]
 
 
+def test_a_job_in_the_sweeps_own_folder_is_refused_before_anything_is_written(sweeps: SweepWorld):
+    ended = sweeps.sweep("objective", "training.seed=1", "hydra.sweep.subdir=.")
+    assert ended.returncode == 2, ended.output
+    assert "hydra.sweep.subdir=.: a job needs a run folder of its own" in ended.stderr
+    assert len(ended.stderr.splitlines()) == 1
+    assert not sweeps.folder.exists()
+
+
 def test_n_jobs_below_1_is_refused_in_one_line(sweeps: SweepWorld):
     ended = sweeps.sweep("objective", "training.seed=1,2", n_jobs=0)
     assert ended.returncode == 2, ended.output

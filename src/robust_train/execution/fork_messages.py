@@ -75,4 +75,7 @@ def send_descriptors(connection: Connection, descriptors: Sequence[int]) -> None
 def receive_descriptors(connection: Connection) -> list[int]:
     """Receive what :func:`send_descriptors` sends; programs that are started inherit it."""
     with socket.socket(fileno=os.dup(connection.fileno())) as channel:
-        return list(socket.recv_fds(channel, 1, _MOST_DESCRIPTORS)[1])
+        data, descriptors, _, _ = socket.recv_fds(channel, 1, _MOST_DESCRIPTORS)
+    if not data:
+        raise EOFError  # it was killed in between: nothing may start without its locks
+    return list(descriptors)

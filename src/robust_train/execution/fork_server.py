@@ -211,6 +211,10 @@ class ForkServer:
                 show_waiting()
                 tick()
 
+    def unread_events(self) -> list[Event]:
+        """Return the last events of an attempt whose server has died."""
+        return read_events(self._events)
+
     def close(self) -> None:
         """End the server and whatever it runs; in a fork of this process only its descriptors."""
         self._control.close()

@@ -113,6 +113,8 @@ class ProcessExecutor:
                 self._end_server()
         except ServerDied as death:
             exited = Exited(None, death.returncode)
+            for event in [] if self._server is None else self._server.unread_events():
+                take(event)  # what was reported counts, whichever process was killed then
             tail = self._end_server()
         self._await_signal(progress)
         if isinstance(progress.ending, Failed) and progress.ending.config_error:

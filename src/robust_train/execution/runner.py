@@ -250,8 +250,10 @@ def stop_on_signals(stop: Callable[[], None]) -> Iterator[None]:
 
 def _end_at_signal(watched: Sequence[signal.Signals]) -> None:
     """End this process at a signal: at once if its parent sent it, else some seconds later."""
-    info = signal.sigwaitinfo(watched)
-    if info.si_pid != os.getppid():
-        signal.sigtimedwait(watched, _WORKER_REPRIEVE_SECONDS)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, watched)
-    os.kill(os.getpid(), info.si_signo)
+    while True:  # it may ignore one, and must still be ended by the next
+        info = signal.sigwaitinfo(watched)
+        if info.si_pid != os.getppid():
+            info = signal.sigtimedwait(watched, _WORKER_REPRIEVE_SECONDS) or info
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, watched)
+        os.kill(os.getpid(), info.si_signo)
+        signal.pthread_sigmask(signal.SIG_BLOCK, watched)

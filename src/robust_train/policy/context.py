@@ -117,8 +117,8 @@ class FailureContext:
         for attempt in self.history:
             if attempt.outcome.start_step > resumed:
                 resumed, count = attempt.outcome.start_step, 0
-            failure = attempt.outcome.failure
-            count += failure is not None and failure.kind is self.failure.kind
+            failure, on_request = attempt.outcome.failure, attempt.outcome.stopped_for is not None
+            count += failure is not None and failure.kind is self.failure.kind and not on_request
         return count
 
     def earlier_at_same_step(self) -> Iterable[Attempt]:

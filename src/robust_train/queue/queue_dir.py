@@ -24,6 +24,7 @@ _RUNTIME = Path("/run/lock")
 _TEMPORARY = Path("/tmp")  # not $TMPDIR: schedulers give each job another one
 _NAME = "robust-train"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_MOUNTS = Path("/proc/self/mounts")
 _SHARED_MODE = 0o1777
 
 # their locks may hang, or end at another host
@@ -172,8 +173,9 @@ def file_system_of(fd: int) -> str:
     """Return the type of the file system behind a directory's descriptor, ``ext4``."""
     path = Path(os.readlink(f"/proc/self/fd/{fd}"))
     # not by psutil, which before 6.0 asks every mount: a dead network disk would hang
-    mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
-    types = {Path(words[1].replace("\\040", " ")): words[2] for words in mounts}
+    # any user may mount FUSE, under a name that is no text or has line ends of Unicode in it
+    mounts = [line.split(b" ") for line in _MOUNTS.read_bytes().split(b"\n") if line]
+    types = {Path(os.fsdecode(w[1].replace(b"\\040", b" "))): os.fsdecode(w[2]) for w in mounts}
     return next((types[place] for place in (path, *path.parents) if place in types), "unknown")
 
 

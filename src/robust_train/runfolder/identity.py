@@ -93,7 +93,8 @@ def begin_job(run_dir: Path, *, resume: bool) -> Beginning:
         _set_aside(folder)
         _write(run_dir, replace(job, cleared=True))
     checkpoint = resume_from(run_dir, job.id)
-    numbers = [manifest.attempt for manifest in read_manifests(folder)]
+    known = wait_until_readable(lambda: read_manifests(folder))
+    numbers = [manifest.attempt for manifest in known]
     return Beginning(job.id, max(earlier.attempts, *numbers, 0), earlier.found, checkpoint)
 
 

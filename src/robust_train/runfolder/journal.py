@@ -39,7 +39,9 @@ class Journal:
         self._owed: list[bytes] = []
         self._name_is_durable = False
         self._slack = slack_bytes
-        self._grown = path.stat().st_size if path.is_file() else 0
+        self._grown = 0
+        with contextlib.suppress(OSError):
+            self._grown = path.stat().st_size
 
     def write(self, event: Event, attempt: int | None = None) -> None:
         """Append one event of attempt number ``attempt``, or of the job; NaN becomes null."""

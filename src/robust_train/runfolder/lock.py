@@ -148,9 +148,11 @@ def refusal(run_dir: Path) -> str | None:
 
 def _parse(data: bytes) -> Holder | None:
     try:
-        return from_json(Holder, parse_json(data))
-    except ValueError:  # MalformedEvent among them
+        holder = from_json(Holder, parse_json(data))
+        time.localtime(holder.since)  # can be shown
+    except (ValueError, OverflowError, OSError):  # MalformedEvent among them
         return None
+    return holder
 
 
 def _wait_for_lock(fd: int, run_dir: Path) -> None:

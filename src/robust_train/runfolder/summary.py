@@ -234,9 +234,9 @@ def gpu_memory_summary(record: AttemptRecord) -> str | None:
         return None
     return (
         f"GPU Memory Summary ({record.attempt.spec.device}):\n"
-        f"  Allocated: {memory['allocated'] / GIB:.2f} GB\n"
-        f"  Reserved: {memory['reserved'] / GIB:.2f} GB\n"
-        f"  Max Allocated: {memory['max_allocated'] / GIB:.2f} GB"
+        f"  Allocated: {memory.get('allocated', 0) / GIB:.2f} GB\n"
+        f"  Reserved: {memory.get('reserved', 0) / GIB:.2f} GB\n"
+        f"  Max Allocated: {memory.get('max_allocated', 0) / GIB:.2f} GB"
     )
 
 

@@ -12,7 +12,7 @@ import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from robust_train.errors import ConfigError
 from robust_train.runfolder.lock import RunLock, read_holder
@@ -81,11 +81,17 @@ def begin(config: DictConfig) -> None:
     """Begin a sweep, before its first job: lock its folder and write ``sweep.json``.
 
     Raises:
-        ConfigError: a live sweep holds the folder; nothing was written.
+        ConfigError: a live sweep holds the folder, or it would be a job's too; nothing was written.
         OSError: the sweep folder cannot be made.
     """
     global _sweep
     finish()  # an earlier sweep of this process that an error has ended
+    subdir = OmegaConf.to_container(config.hydra.sweep)["subdir"]  # type: ignore[call-overload,index]
+    if os.path.normpath(str(subdir)) == ".":
+        raise ConfigError(
+            f"hydra.sweep.subdir={subdir}: a job needs a run folder of its own inside the sweep's, "
+            "as by hydra.sweep.subdir='${hydra.job.num}'"
+        )
     folder = Path(str(config.hydra.sweep.dir)).resolve()
     folder.mkdir(parents=True, exist_ok=True)
     launcher = str(config.hydra.runtime.choices.get("hydra/launcher"))
