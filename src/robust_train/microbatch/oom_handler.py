@@ -107,7 +107,8 @@ class OOMHandler:
         self._history: tuple[Attempt, ...] = ()
         self._leaves = _leaves or _Leaves()
         self.start_try()
-        self._start = StartingMemory(self._gradients) if check_memory else None
+        # with no gradients of its own: those of the try are restored
+        self._start = StartingMemory(KeptGradients(())) if check_memory else None
 
     def start_try(self) -> None:
         """Keep the gradients as they are now, for :meth:`handle` to go back to."""
