@@ -429,6 +429,17 @@ def test_a_handler_goes_back_to_the_gradients_of_its_own_try():
     torch.testing.assert_close(model.weight.grad, 2 * x.sum(dim=0, keepdim=True))
 
 
+def test_gradients_of_a_model_that_is_made_after_the_handler_are_kept():
+    handler = OOMHandler(8, 1)
+    model, x = torch.nn.Linear(3, 1), torch.randn(16, 3)
+    step_over(model, x, 4)
+    handler.start_try()
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        step_over(model, x, 8)
+    assert handler.handle(raised.value)
+    torch.testing.assert_close(model.weight.grad, x.sum(dim=0, keepdim=True))
+
+
 def test_a_handler_keeps_one_copy_of_the_gradients():
     model = torch.nn.Linear(7, 1)
     step_over(model, torch.randn(4, 7), 4)
