@@ -10,6 +10,7 @@ Exit code: 0 all as expected, 1 something differs or failed, 2 no GPU that torch
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import importlib
 import json
@@ -36,6 +37,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from robust_train.failures import classify_failure  # noqa: E402
 from robust_train.gpu.inventory import read_inventory  # noqa: E402
+from robust_train.gpu.visible import visible_gpus  # noqa: E402
 from robust_train.memory.allocator import VARIABLE, allocator_settings  # noqa: E402
 from robust_train.memory.cleanup import return_memory  # noqa: E402
 from robust_train.memory.in_use import memory_in_use  # noqa: E402
@@ -98,9 +100,7 @@ def free_bytes() -> int:
 
 def gpu() -> Any:
     """The first GPU that this process may use, as NVML shows it."""
-    uuid = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    found = read_inventory(processes=True).gpus
-    return next((one for one in found if uuid and one.uuid.startswith(uuid)), found[0])
+    return visible_gpus(read_inventory(processes=True), os.environ).gpus[0]
 
 
 def largest_difference(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
@@ -474,7 +474,8 @@ def probe_sampler() -> Checks:
 def probe_doctor() -> Checks:
     """What users run: facts, then an allocation, an out-of-memory error and a recovery."""
     command = [sys.executable, "-m", "robust_train.cli.main", "doctor", "--probe"]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    only = {"CUDA_VISIBLE_DEVICES": gpu().uuid, "PYTHONPATH": str(ROOT / "src")}
+    environ = {**os.environ, **only}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     yield equal("exit code of robust-train doctor --probe", 0, done.returncode)
     yield figure("its last line", (done.stdout.strip().splitlines() or [""])[-1][:100])
@@ -527,9 +528,12 @@ def run_probe(name: str, seconds: float) -> list[Check]:
     try:
         output, errors = child.communicate(timeout=max(seconds, 1))
         ended = f"exit code {child.returncode}"
-    except subprocess.TimeoutExpired:
+    except subprocess.TimeoutExpired as late:
         os.killpg(child.pid, signal.SIGKILL)
-        output, errors = child.communicate()
+        output, errors = (late.stdout or b"").decode(), ""
+        # one that waits in the driver does not end
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            output, errors = child.communicate(timeout=5)
         ended = f"still running after {seconds:.0f} s"
     lines = [line for line in output.splitlines() if line.startswith("{")]
     checks = [Check(**json.loads(line)) for line in lines]

@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 
+from robust_train.values import GIB, GpuInfo, Inventory
 from world import ROOT
 
 SPEC = importlib.util.spec_from_file_location("gpu_check", ROOT / "benchmarks/gpu_check.py")
@@ -65,3 +66,11 @@ def test_an_unknown_probe_is_refused(monkeypatch, capsys):
         run(monkeypatch, "nothing")
     assert ended.value.code == 2
     assert "no probe 'nothing'" in capsys.readouterr().err
+
+
+def test_the_gpu_that_is_measured_is_the_one_that_the_mask_shows(monkeypatch):
+    gpus = [GpuInfo(f"GPU-{i}", "A100", i, f"0{i}", 80 * GIB, 80 * GIB, 0) for i in range(2)]
+    monkeypatch.setattr(gpu_check, "read_inventory", lambda processes: Inventory(tuple(gpus)))
+    for mask, index in (("1", 1), ("GPU-0", 0), ("GPU-1", 1)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mask)
+        assert gpu_check.gpu().index == index

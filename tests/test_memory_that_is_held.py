@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from robust_train import launch
+from robust_train.errors import TrainerFailed
 from robust_train.memory.holders import holder_of
 from robust_train.vision.step import Precision, apply_gradients
 
@@ -140,3 +141,17 @@ def test_the_built_in_step_removes_half_made_optimizer_state_and_raises():
     assert not optimizer.state
     assert model.weight.grad is None
     assert torch.equal(model.weight, weights)
+
+
+def test_a_fault_is_reported_where_the_device_gives_no_gradient_back(tmp_path, monkeypatch):
+    message = "CUDA error: an illegal memory access was encountered"
+
+    def fails(*arguments):
+        raise RuntimeError(message)
+
+    monkeypatch.setattr("robust_train.memory.cleanup.KeptGradients.restore", fails)
+    cfg = {"isolation": "none", "device": "cpu", "auto_device": False}
+    with pytest.raises(TrainerFailed, match="illegal memory access"):
+        launch(fails, cfg, run_dir=tmp_path)
+    [attempt] = json.loads((tmp_path / "summary.json").read_text())["attempts"]
+    assert attempt["outcome"] == "device_fault"

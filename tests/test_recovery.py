@@ -16,6 +16,7 @@ import torch
 
 from robust_train import AttemptsExhausted, OOMHandler, adaptive_batch_training, retry_on_oom
 from robust_train.memory.cleanup import release_memory
+from robust_train.memory.holders import live_tensors
 
 
 def out_of_memory() -> None:
@@ -426,6 +427,26 @@ def test_a_handler_goes_back_to_the_gradients_of_its_own_try():
                 assert handler.handle(error)  # noqa: PT017
     torch.testing.assert_close(model.weight.grad, by_run)
     torch.testing.assert_close(model.weight.grad, 2 * x.sum(dim=0, keepdim=True))
+
+
+def test_gradients_of_a_model_that_is_made_after_the_handler_are_kept():
+    handler = OOMHandler(8, 1)
+    model, x = torch.nn.Linear(3, 1), torch.randn(16, 3)
+    step_over(model, x, 4)
+    handler.start_try()
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        step_over(model, x, 8)
+    assert handler.handle(raised.value)
+    torch.testing.assert_close(model.weight.grad, x.sum(dim=0, keepdim=True))
+
+
+def test_a_handler_keeps_one_copy_of_the_gradients():
+    model = torch.nn.Linear(7, 1)
+    step_over(model, torch.randn(4, 7), 4)
+    handler = OOMHandler(8, 1)
+    handler.start_try()
+    alike = [tensor for tensor in live_tensors() if tensor.shape == (1, 7)]
+    assert len(alike) == len(["weight", "gradient", "copy"])
 
 
 def test_a_try_that_zeroes_its_gradients_begins_each_time_with_those_of_the_call():

@@ -87,6 +87,17 @@ def test_memory_that_others_took_means_the_same_batch_where_there_is_room():
     assert "others took 6144 MiB" in retry.reason
 
 
+def test_a_gpu_that_others_filled_is_no_proof_that_the_batch_fits_on_none():
+    """The same step runs out on the next one: smaller there, before the CPU."""
+    spec = first_attempt(SETTINGS, (gpu(0, 20),))
+    first = failed(spec, FailureKind.DEVICE_OOM, end_step=100, **taken(6))
+    gpus = (gpu(1, 20), gpu(2, 20))
+    switch = after(first, gpus=gpus)
+    assert switch.action == "switch_gpu"
+    second = failed(switch.spec, FailureKind.DEVICE_OOM, end_step=100)
+    assert after(first, second, gpus=gpus).action == "halve_batch"
+
+
 def test_memory_that_others_took_is_waited_for_where_no_other_gpu_has_as_much():
     spec = first_attempt(SETTINGS, (gpu(0, 20),))
     failure = failed(spec, FailureKind.DEVICE_OOM, **taken(6))

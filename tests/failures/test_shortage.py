@@ -141,6 +141,21 @@ def test_a_job_that_no_size_helps_ends_as_a_bug(tmp_path: Path) -> None:
     assert [attempt["outcome"] for attempt in attempts] == ["host_oom", "bug"]
 
 
+def test_in_one_process_the_next_attempt_does_without_onednn(tmp_path: Path) -> None:
+    """As its compiler would find no memory there either."""
+    seen = []
+
+    def train(cfg):
+        seen.append(torch.backends.mkldnn.enabled)
+        Fails(most=4)(torch.ones(cfg.training.batch_size, 4))
+
+    training = {"batch_size": 8, "num_workers": 0}
+    cfg = {"isolation": "none", "device": "cpu", "auto_device": False, "training": training}
+    with room_of(64 * MIB):
+        launch(train, cfg, run_dir=tmp_path)
+    assert seen == [True, False]
+
+
 COMPILER_WITHOUT_MEMORY = """
 import resource
 import psutil, torch

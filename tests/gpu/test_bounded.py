@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from robust_train.gpu.bounded import NoAnswer, run_command
+from robust_train.gpu.bounded import NoAnswer, ask, run_command
 
 
 def test_a_command_s_output_and_exit_code_come_back() -> None:
@@ -23,3 +23,8 @@ def test_one_that_cannot_be_killed_is_left_behind() -> None:
     """What holds its output open stands for a child that waits in the driver."""
     with pytest.raises(NoAnswer):
         run_command(["sh", "-c", "sleep 3 & exec sleep 100"], 0.2, last_seconds=0.2)
+
+
+def test_an_answer_that_comes_when_the_time_was_spent_stopped_counts() -> None:
+    """As after Ctrl-Z and fg in the middle of a call: no time is left, and nothing hangs."""
+    assert ask(lambda: sum(n % 2 for n in range(500_000)), 0.0) == 250_000

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 from training_world import difference, trained_weights
 
 import preloaded
 from robust_train.microbatch.ranks import RankReport, State, agree
+from robust_train.microbatch.replicas import ReplicaFinder, Replicated
 from robust_train.microbatch.size import MicroBatchSize
 from robust_train.vision.batches import BatchPlan, share_of
 
@@ -133,6 +135,17 @@ REPORTS = st.builds(
     st.floats(0, 2**40),
     st.lists(st.booleans(), min_size=100, max_size=100).map(tuple),
 )
+
+
+def test_a_wrapper_that_is_replaced_is_looked_for_again(monkeypatch: pytest.MonkeyPatch):
+    """Its successor's gradients would be summed over no ranks, without a word."""
+    monkeypatch.setattr("robust_train.microbatch.replicas._broadcast", lambda *given: None)
+    net, finder = nn.Linear(2, 1), ReplicaFinder()
+    wrapper = Replicated(net)
+    assert finder.of([net]) == [wrapper]
+    del wrapper
+    wrapper = Replicated(net)
+    assert finder.of([net]) == [wrapper]
 
 
 @given(st.lists(REPORTS, min_size=1, max_size=5))

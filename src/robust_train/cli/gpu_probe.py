@@ -68,8 +68,8 @@ def _in_a_process(uuid: str) -> tuple[bool, str]:
     )
 
 
-def exercise(device: torch.device, total_bytes: int) -> dict[str, Json]:
-    """Compute on a free device, ask for twice its memory, and go on with what it has.
+def exercise(device: torch.device, free_bytes: int) -> dict[str, Json]:
+    """Compute on a device, ask for twice the memory that is free there, and go on with less.
 
     Raises:
         RuntimeError: a result is wrong, or memory never ran out.
@@ -87,7 +87,7 @@ def exercise(device: torch.device, total_bytes: int) -> dict[str, Json]:
     def use(batch_size: int) -> int:
         nonlocal calls
         calls += 1
-        block = torch.empty(batch_size * (total_bytes // _PARTS), dtype=torch.uint8, device=device)
+        block = torch.empty(batch_size * (free_bytes // _PARTS), dtype=torch.uint8, device=device)
         block[:: 1 << 20].fill_(1)
         if int(block[-1 - (len(block) - 1) % (1 << 20)]) != 1:
             raise RuntimeError("memory does not hold what was written")
@@ -110,7 +110,8 @@ def _main() -> None:
     if not torch.cuda.is_available():
         sys.exit("torch finds no GPU: its build has no CUDA, or the driver is too old for it")
     device = torch.device("cuda", 0)
-    print(json.dumps(exercise(device, torch.cuda.get_device_properties(0).total_memory)))
+    # others may be on it too
+    print(json.dumps(exercise(device, torch.cuda.mem_get_info(device)[0])))
 
 
 if __name__ == "__main__":

@@ -14,8 +14,10 @@ from robust_train.execution.progress import AttemptProgress
 from robust_train.execution.request import AttemptRequest
 from robust_train.execution.runner import Trainer, new_run, run_attempt
 from robust_train.execution.signals import SignalWatch
+from robust_train.failures.shortage import do_without_onednn
 from robust_train.memory.allocator import VARIABLE
 from robust_train.memory.cleanup import StartingMemory, release_and_check
+from robust_train.readable import first_line
 from robust_train.values import FailureKind, Outcome
 
 log = logging.getLogger("robust_train")
@@ -82,9 +84,15 @@ class InlineExecutor:
             raise ConfigError(progress.ending.config_error) from error
         failure = progress.failure
         was_bug = failure is not None and failure.kind is FailureKind.BUG
+        if failure is not None:
+            do_without_onednn(failure)
         # a debugger may need what the frames hold
         if error is not None and request.cfg.memory.clear_on_failure:
-            left = release_and_check(error, self._memory_at_first, keep_traceback=was_bug)
+            left = None
+            try:
+                left = release_and_check(error, self._memory_at_first, keep_traceback=was_bug)
+            except RuntimeError as refusal:  # after a fault the device answers nothing
+                log.warning("the attempt's memory is not released: %s", first_line(refusal))
             if left is not None:
                 log.warning("%s", left)
                 on_event(MemoryHeld(left))

@@ -20,6 +20,8 @@ from typing import Any, TypeVar
 
 log = logging.getLogger("robust_train")
 
+_LAST_SECONDS = 0.5
+
 _T = TypeVar("_T")
 
 
@@ -84,8 +86,10 @@ def ask(call: Callable[[], _T], limit_seconds: float) -> _T:
         log.info("the NVIDIA driver answers again")
     _hanging = None
     pending = _Call(call)
-    with contextlib.suppress(NotInTime):
-        pending.answer.exception(limit_seconds)
+    # a process that was stopped (Ctrl-Z) finds its time used up before the thread could go on
+    for seconds in (limit_seconds, _LAST_SECONDS):
+        with contextlib.suppress(NotInTime):
+            pending.answer.exception(seconds)
     if not pending.answer.done():
         _hanging = pending
         log.warning("%s", silence := pending.silence())

@@ -33,6 +33,7 @@ T = TypeVar("T")
 _UNLIMITED = 10**6
 _ACCUMULATION = "gradient_accumulation_steps"
 _CHECK_SHARE = 0.01
+_FIRST_LOOKS = 10
 
 
 class OOMHandler:
@@ -107,7 +108,8 @@ class OOMHandler:
         self._history: tuple[Attempt, ...] = ()
         self._leaves = _leaves or _Leaves()
         self.start_try()
-        self._start = StartingMemory(self._gradients) if check_memory else None
+        # with no gradients of its own: those of the try are restored
+        self._start = StartingMemory(KeptGradients(())) if check_memory else None
 
     def start_try(self) -> None:
         """Keep the gradients as they are now, for :meth:`handle` to go back to."""
@@ -190,19 +192,24 @@ class OOMHandler:
 
 
 class _Leaves:
-    """The tensors that may get gradients, looked for at most one percent of the time."""
+    """The tensors that may get gradients, looked for at most one percent of the time.
+
+    But in each of the first tries, since models are made, or completed, just before or in them.
+    """
 
     def __init__(self) -> None:
+        self._looks = 0
         self._found: list[weakref.ref[Any]] = []
         self._next_look = 0.0
 
     @property
     def is_due(self) -> bool:
-        return time.monotonic() >= self._next_look
+        return self._looks < _FIRST_LOOKS or time.monotonic() >= self._next_look
 
     def now(self) -> list[Any]:
         # those that are made between two looks count as made by the try
         if self.is_due:
+            self._looks += 1
             started = time.monotonic()
             self._found = [weakref.ref(tensor) for tensor in leaf_tensors()]
             now = time.monotonic()

@@ -65,7 +65,7 @@ class ReplicaFinder:
         found: dict[int, Replica] = {}
         for model in models:
             known = self._known.get(model)
-            if known is None:
+            if known is None or None in [ref() for ref in known]:
                 replicas = _replicas_in(model) or _replicas_around(model)
                 for module in (model, *replicas):
                     for name, part in module.named_modules():
@@ -128,7 +128,8 @@ def sum_gradients(
             parameter.grad = torch.zeros_like(parameter)
     total = torch.zeros((), dtype=torch.float32, device=parameters[0].device)
     if loss is not None:
-        total += loss
+        # a model on several GPUs ends on another one than it begins on
+        total += loss.to(total.device)
     # last: the gradients are there in the order of their layers
     tensors = [p.grad for p in parameters if p.grad is not None] + [total]
     sent: tuple[Any, Tensor, list[Tensor]] | None = None

@@ -297,6 +297,9 @@ def _confirmed_by_another_gpu(context: FailureContext) -> bool:
         there = failed_gpus(earlier)
         if not here or not there or here.intersection(uuids(there)):
             continue
+        # it shows how much others had, not how much the step needs
+        if earlier.outcome.taken_by_others_bytes >= NOTABLE_BYTES:
+            continue
         reached = earlier.outcome.micro_batch or earlier.spec.batch_size
         if reached <= context.last.batch_size and min(gpu.free_bytes for gpu in there) >= had:
             return True
