@@ -389,7 +389,8 @@ class Job:
         if status == "completed":
             complete_job(self.run_dir)
         self.folder.ended(status, reason, exit_code)
-        narration.conclude(summary)
+        how = settings.how_to_go_on(self.run_dir) if self.settings.resume else None
+        narration.conclude(summary, how)
         write_report(self.run_dir)
         return summary
 

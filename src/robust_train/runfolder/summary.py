@@ -14,7 +14,7 @@ from robust_train.events import Json, from_json
 from robust_train.files import replacing
 from robust_train.memory.stability import Stability
 from robust_train.runfolder.journal import strict_json
-from robust_train.values import GIB, MEMORY_FAILURES, Attempt, Decision, Outcome
+from robust_train.values import GIB, MEMORY_FAILURES, Attempt, Clue, Decision, Outcome
 
 log = logging.getLogger("robust_train")
 
@@ -210,9 +210,14 @@ def attempts_table(records: Sequence[AttemptRecord]) -> str:
         action = "" if record.decision is None else record.decision.action
         steps, seconds = f"{outcome.start_step}-{end}", f"{outcome.seconds:.1f} s"
         rows.append(
-            [str(number), spec.device, *map(str, sizes), steps, outcome.label, action, seconds]
+            [str(number), spec.device, *map(str, sizes), steps, _ending(outcome), action, seconds]
         )
     return "\n".join(aligned(rows))
+
+
+def _ending(outcome: Outcome) -> str:
+    is_users = outcome.failure is not None and outcome.failure.evidence.clue == Clue.USER_ERROR
+    return "user error" if is_users else outcome.label
 
 
 def aligned(rows: Sequence[Sequence[str]], right: frozenset[int] = frozenset()) -> list[str]:
