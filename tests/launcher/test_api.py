@@ -61,7 +61,7 @@ def test_a_script_without_a_guard_is_told_what_to_add(tmp_path: Path):
 
 
 def test_a_typo_in_the_configuration_is_one_line():
-    with pytest.raises(ConfigError, match=r"batchsize: no such key; did you mean training\.batch_s"):
+    with pytest.raises(ConfigError, match=r"no such key; did you mean training\.batch_size"):
         launch(trainers.has_a_bug, {"training": {"batchsize": 1}})
 
 
