@@ -383,6 +383,7 @@ class Job:
             wait_seconds=self.wait_seconds,
             attempts=tuple(self.records),
             checkpoint=self.checkpoint,
+            first_attempt=self._number - len(self.records) if self.records else 1,
         )
         self.journal.write(JobEnded(status, reason))
         summary.write()

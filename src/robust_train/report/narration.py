@@ -55,7 +55,7 @@ def announce(number: int, spec: AttemptSpec, *, is_searched: bool = False) -> No
 def conclude(summary: Summary, how_to_go_on: str | None = None) -> None:
     """Log how a job ended, and how it goes on if it did not complete."""
     if summary.attempts:
-        log.info("attempts:\n%s", attempts_table(summary.attempts))
+        log.info("attempts:\n%s", attempts_table(summary.attempts, summary.first_attempt))
         memory = gpu_memory_summary(summary.attempts[-1])
         if memory is not None:
             log.info("%s", memory)
@@ -65,7 +65,7 @@ def conclude(summary: Summary, how_to_go_on: str | None = None) -> None:
         size = last.outcome.micro_batch or last.spec.batch_size
         ending += f" on {last.spec.device} with micro-batch {size}"
     if summary.result is not None:
-        ending += f"; result: {shortened(str(summary.result), 100)}"
+        ending += f"; result: {shortened(str(summary.objective), 100)}"
     log.info("%s; run folder: %s", ending, summary.run_dir)
     if summary.attempts and summary.status != "completed" and how_to_go_on:
         log.info("to go on: %s", how_to_go_on)
