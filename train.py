@@ -1,6 +1,6 @@
 """Train plainly: python train.py training.batch_size=32 device=cuda:1
 
-The same trainer as train_robust.py, one run in this process, without supervision.
+The same job as train_robust.py, in one attempt in this process, without remedies.
 Configuration: configs/config.yaml.
 """
 

@@ -80,7 +80,8 @@ class Browser:
     def __init__(self, program: Path) -> None:
         commands, self._commands = os.pipe()
         self._events, events = os.pipe()
-        self._profile = tempfile.TemporaryDirectory()
+        # the browser may still write there while it ends
+        self._profile = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         libraries = [str(program.parent / "lib"), os.environ.get("LD_LIBRARY_PATH", "")]
         self._process = subprocess.Popen(
             # the sandbox needs rights that containers lack, and all that is shown are our own files

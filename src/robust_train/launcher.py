@@ -122,8 +122,6 @@ class Job:
         self.trainer = trainer or settings.target_of(cfg)
         self.settings = settings.launcher_settings(cfg)
         self.policy = settings.policy_settings(cfg, finds_batch_size=is_auto)
-        inline = TrainerRef("inline.trainer")
-        self.trainer_ref = inline if self.settings.runs_inline else TrainerRef.of(self.trainer)
         self.run_dir = settings.run_folder(run_dir)
         self.signals = SignalWatch()
         self.wanted = wanted = settings.device_settings(cfg, self.run_dir)
@@ -161,7 +159,7 @@ class Job:
             return summary
 
     def _begin(self) -> None:
-        """Find out where the job stands on the disk."""
+        """Find the unfinished job on the disk, or begin a new one."""
         self.beginning = begin_job(self.run_dir, resume=self.settings.resume)
         self.checkpoint = self.beginning.checkpoint
         self.batch_sizes = BatchSizes(
@@ -202,11 +200,12 @@ class Job:
     def _executor(self) -> Executor:
         """How attempts run. A separate process starts importing libraries right away."""
         if self.settings.runs_inline:
-            trainer = self.trainer
+            trainer, self.trainer_ref = self.trainer, TrainerRef("inline.trainer")
             function = TrainerRef(trainer).load() if isinstance(trainer, str) else trainer
             return InlineExecutor(lambda: function, self.signals, can_restart=self._has_remedies)
         cfg = self.cfg.copy()
         OmegaConf.resolve(cfg)
+        self.trainer_ref = TrainerRef.of(self.trainer)
         return ProcessExecutor(self.trainer_ref, cfg, self.run_dir, self.signals)
 
     def _acquire_device(self) -> Group:
@@ -292,7 +291,7 @@ class Job:
         return record
 
     def _run_attempt(self, number: int, spec: AttemptSpec, search: BatchSearch | None) -> Outcome:
-        """Run one attempt; free memory of its GPUs before and after tells who took it."""
+        """Run one attempt; free memory of its GPUs before and after shows who took it."""
         free_before = devices.free_bytes(spec.gpus)
         reservation = () if self.devices.hold is None else (self.devices.hold,)
         own_process = not self.settings.runs_inline

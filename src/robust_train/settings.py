@@ -146,7 +146,7 @@ def job_name(cfg: DictConfig, run_dir: Path) -> str:
 
 @dataclass(frozen=True)
 class BatchSettings:
-    """What the config says about the size with which attempts begin.
+    """The part of the config on which the first size depends.
 
     Attributes:
         trainer: the trainer's dotted path.
@@ -185,7 +185,7 @@ def attempt_config(cfg: DictConfig, spec: AttemptSpec, device: str) -> DictConfi
     Args:
         cfg: the job's; left as it is.
         spec: what the attempt is to use.
-        device: what ``cfg.device`` says to the trainer.
+        device: the trainer's ``cfg.device``.
     """
     cfg = cfg.copy()
     with open_dict(cfg):

@@ -17,7 +17,6 @@ OF_THE_COMMAND = [
     (["trainer._target_=no_such_module.train"], ["no_such_module.train", "Python path"]),
 ]
 VARIANTS = [
-    (["trainer._target_=trainers.no_such_function"], ["no_such_function", "trainers"]),
     (["trainer._target_=trainers"], ["trainer._target_=trainers", "package.module.function"]),
 ]
 OF_THE_CONFIGURATION = [
@@ -92,6 +91,7 @@ def test_a_configuration_is_refused_in_one_line(arguments: list[str], words: lis
 def test_a_target_that_is_not_callable_is_refused_in_one_line(world: World):
     """Only its import, in the first attempt, can show it."""
     world.run("trainer._target_=trainers.json").was_refused(["trainers.json", "not callable"])
+    world.run("trainer._target_=trainers.no_such").was_refused(["no_such", "trainers"])
 
 
 def test_a_module_that_fails_when_imported_is_named_with_file_and_line(world: World):

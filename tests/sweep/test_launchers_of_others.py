@@ -152,4 +152,4 @@ def test_ray_gives_each_job_a_gpu_and_the_job_stays_inside(sweeps: SweepWorld, c
     )
     assert ended.returncode == 0, ended.output
     assert sorted(sweeps.column("devices")) == [["cuda:0"], ["cuda:1"]]
-    assert ended.output.count("allocated by Ray: the host's own queue stands aside") == 2
+    assert ended.output.count("allocated by Ray: the host's own queue is not used") == 2

@@ -87,8 +87,9 @@ def test_a_driver_that_hangs_does_not_hold_a_sweep_up(
         monkeypatch.setenv(name, value)
     assert count_gpus(OmegaConf.create({"device": "auto"})) == 2
     machine.hang("nvmlInit")
+    before = set(psutil.Process().children())
     assert count_gpus(OmegaConf.create({"device": "auto"}), limit_seconds=1.0) == 0
-    assert psutil.Process().children() == [], "it is not left behind where it can be killed"
+    assert set(psutil.Process().children()) <= before, "it is not left behind"
     assert "hydra.launcher.n_jobs" in caplog.text
 
 

@@ -285,7 +285,7 @@ def _queue_directory(settings: DeviceSettings, environ: Mapping[str, str]) -> Pa
         return None
     owner = allocated_by(environ)
     if owner is not None:
-        log.info("the GPUs are allocated by %s: the host's own queue stands aside", owner)
+        log.info("the GPUs are allocated by %s: the host's own queue is not used", owner)
         return None
     return directory_for(settings.queue_dir, environ)
 
