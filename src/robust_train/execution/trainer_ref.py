@@ -45,11 +45,6 @@ class TrainerRef:
         module = getattr(trainer, "__module__", None)
         name = getattr(trainer, "__qualname__", None)
         main_file = getattr(sys.modules.get("__main__"), "__file__", None)
-        if module == MAIN_MODULE:
-            raise ConfigError(
-                "launch() is called wherever the script is imported, also by its own attempts; put "
-                'it under: if __name__ == "__main__":'
-            )
         is_named = bool(module) and bool(name) and "<" not in str(name)
         if not is_named or (module == "__main__" and not _is_file(main_file)):
             raise ConfigError(
@@ -152,6 +147,15 @@ class TrainerRef:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         problem = f"{type(error).__name__}: {first_line(error)}"
         return self.cannot_be_imported(problem, where, missing)
+
+
+def refuse_without_guard(trainer: object) -> None:
+    """Raise ConfigError if ``launch`` is called by the import of a script in its own attempt."""
+    if getattr(trainer, "__module__", None) == MAIN_MODULE:
+        raise ConfigError(
+            "launch() is called wherever the script is imported, also by its own attempts; put "
+            'it under: if __name__ == "__main__":'
+        )
 
 
 def _is_file(path: str | None) -> bool:
