@@ -89,6 +89,16 @@ def test_retry_on_oom_changes_the_named_argument_of_functions_and_methods():
     assert Experiment.train.__doc__ == "What it does."
 
 
+def test_retry_on_oom_needs_no_parentheses():
+    @retry_on_oom
+    def train(batch_size: int) -> int:
+        if batch_size > 16:
+            raise MemoryError
+        return batch_size
+
+    assert train(64) == 16
+
+
 def test_retry_on_oom_ends_after_max_retries():
     calls = []
 

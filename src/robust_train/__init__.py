@@ -134,6 +134,10 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("robust-train")
     if name not in _HOMES:
         raise AttributeError(f"module 'robust_train' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"robust_train.{_HOMES[name]}"), name)

@@ -35,7 +35,7 @@ from robust_train.execution.inline import InlineExecutor
 from robust_train.execution.process import ProcessExecutor
 from robust_train.execution.request import request_for
 from robust_train.execution.signals import SignalWatch
-from robust_train.execution.trainer_ref import TrainerRef
+from robust_train.execution.trainer_ref import TrainerRef, refuse_without_guard
 from robust_train.failures.advice import with_fitting_advice
 from robust_train.memory.stability import attempt_stability
 from robust_train.policy.decide import concluded, decide, decide_on_request, first_attempt
@@ -122,6 +122,8 @@ class Job:
         self.trainer = trainer or settings.target_of(cfg)
         self.settings = settings.launcher_settings(cfg)
         self.policy = settings.policy_settings(cfg, finds_batch_size=is_auto)
+        if not self.settings.runs_inline:
+            refuse_without_guard(self.trainer)
         self.run_dir = settings.run_folder(run_dir)
         self.signals = SignalWatch()
         self.wanted = wanted = settings.device_settings(cfg, self.run_dir)
@@ -382,13 +384,15 @@ class Job:
             wait_seconds=self.wait_seconds,
             attempts=tuple(self.records),
             checkpoint=self.checkpoint,
+            first_attempt=self._number - len(self.records) if self.records else 1,
         )
         self.journal.write(JobEnded(status, reason))
         summary.write()
         if status == "completed":
             complete_job(self.run_dir)
         self.folder.ended(status, reason, exit_code)
-        narration.conclude(summary)
+        how = settings.how_to_go_on(self.run_dir) if self.settings.resume else None
+        narration.conclude(summary, how)
         write_report(self.run_dir)
         return summary
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shlex
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,6 +16,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from robust_train.batch.known import memory_settings
+from robust_train.config.schema import RobustConfig
 from robust_train.errors import ConfigError
 from robust_train.memory.allocator import (
     exported_expandable_segments,
@@ -106,6 +109,12 @@ class DeviceSettings:
     queue: bool
     queue_dir: str | None
     jobs_per_device: int
+
+    @property
+    def asks_for_more(self) -> bool:
+        """Whether the user asks for more than the defaults do."""
+        default_bytes = RobustConfig.min_gpu_memory_mb * MIB
+        return self.num_gpus > 1 or self.min_free_bytes > default_bytes
 
 
 def device_settings(cfg: DictConfig, run_dir: Path) -> DeviceSettings:
@@ -255,3 +264,19 @@ def sweep_folder() -> Path | None:
         return None
     # relative to where the sweep was started: Hydra may have changed the working directory
     return Path(str(hydra.runtime.cwd)) / str(hydra.sweep.dir)
+
+
+def how_to_go_on(run_dir: Path) -> str | None:
+    """The command that goes on with an unfinished job; None for one of a sweep."""
+    words = list(sys.orig_argv)
+    if HydraConfig.initialized():
+        if HydraConfig.get().mode == RunMode.MULTIRUN:
+            return None
+        words = [word for word in words if not word.startswith("hydra.run.dir=")]
+        words.append(f"hydra.run.dir={run_dir}")
+    elif "--" in words and "run" in words[: words.index("--")]:
+        split = words.index("--")
+        words[split:split] = ["--run-dir", str(run_dir)]
+    else:
+        return f"launch(…, run_dir={str(run_dir)!r})"
+    return shlex.join(words)

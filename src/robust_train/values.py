@@ -169,6 +169,8 @@ class Clue:
     """Data or weights could not be fetched."""
     KILLED = "killed"
     """SIGKILL, from neither the launcher nor the kernel's OOM killer."""
+    USER_ERROR = "user_error"
+    """A mistake of the user's that the trainer names in a line."""
     UNCLEAR = "unclear"
     """The message has other causes too, but memory had nearly run out."""
 

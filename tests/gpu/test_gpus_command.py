@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import robust_train
 from simulated_nvml import GPU_IS_LOST, MIB, Gpu, Machine
 
 MachineWith = Callable[..., Machine]
@@ -34,8 +35,14 @@ def test_a_reader_that_has_seen_enough_gets_no_traceback(machine_with: MachineWi
     os.close(reader)
     with os.fdopen(writer, "w") as stdout:
         environ = machine_with(Gpu()).environment()
-        done = subprocess.run(COMMAND, env=environ, stdout=stdout, stderr=subprocess.PIPE)
-    assert (done.returncode, done.stderr) == (141, b"")
+        for command in (COMMAND, [*COMMAND[:-1], "--help"]):
+            done = subprocess.run(command, env=environ, stdout=stdout, stderr=subprocess.PIPE)
+            assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_the_version_is_printed() -> None:
+    done = subprocess.run([*COMMAND[:-1], "--version"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, f"robust-train {robust_train.__version__}\n")
 
 
 def test_a_pipe_gets_aligned_columns(machine_with: MachineWith) -> None:

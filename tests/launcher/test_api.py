@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import trainers
-from robust_train import AttemptsExhausted, ConfigError, TrainerFailed, launch
+from robust_train import AttemptsExhausted, ConfigError, TrainerFailed, UserError, launch
 
 SCRIPT = """
 import sys
@@ -44,6 +44,57 @@ def test_a_function_of_the_script_itself_is_launched(tmp_path: Path):
     assert process.returncode == 0, process.stdout + process.stderr
     assert "result 60 3 False" in process.stdout
     assert (tmp_path / "run" / "summary.json").exists()
+
+
+def test_a_script_without_a_guard_is_told_what_to_add(tmp_path: Path):
+    script = tmp_path / "my_script.py"
+    script.write_text(
+        "from robust_train import launch\n"
+        "def train(cfg):\n    return 1\n"
+        f"launch(train, run_dir={str(tmp_path / 'run')!r})\n"
+    )
+    process = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, check=False, cwd=tmp_path
+    )
+    assert process.returncode == 1
+    assert process.stderr.endswith('put it under: if __name__ == "__main__":\n')
+
+
+def test_a_typo_in_the_configuration_is_one_line():
+    with pytest.raises(ConfigError, match=r"no such key; did you mean training\.batch_size"):
+        launch(trainers.has_a_bug, {"training": {"batchsize": 1}})
+
+
+@pytest.mark.parametrize(
+    ("result", "named"), [(object(), "<class 'object'>"), ({"a": [float("nan")]}, "nan")]
+)
+def test_a_result_that_is_not_json_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, result: object, named: str
+):
+    with caplog.at_level("WARNING", "robust_train"):
+        launch(lambda cfg: result, {"isolation": "none"}, run_dir=tmp_path)
+    assert [named in one.message for one in caplog.records if "JSON" in one.message] == [True]
+
+
+def test_the_last_lines_say_how_it_ended_and_how_it_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    def mistaken(cfg: object) -> None:
+        raise UserError("no weights here")
+
+    with caplog.at_level("INFO", "robust_train"):
+        launch(lambda cfg: 0.5, {"isolation": "none"}, run_dir=tmp_path / "a")
+        with pytest.raises(UserError):
+            launch(mistaken, {"isolation": "none"}, run_dir=tmp_path / "b")
+    said = [one.message for one in caplog.records]
+    (completed,) = [one for one in said if one.startswith("completed after")]
+    assert "on cpu with micro-batch 64; result: 0.5; run folder: " in completed
+    assert said[-1] == f"to go on: launch(…, run_dir='{tmp_path / 'b'}')"
+    with caplog.at_level("INFO", "robust_train"):
+        launch(lambda cfg: 0.5, {"isolation": "none"}, run_dir=tmp_path / "b")
+    tables = [one.message for one in caplog.records if one.message.startswith("attempts:")]
+    assert tables[-1].splitlines()[2].startswith("2 "), "as in attempt-2.log"
+    assert " user error " in next(one for one in said[::-1] if one.startswith("attempts:"))
 
 
 @pytest.mark.parametrize("isolation", ["process", "none"])

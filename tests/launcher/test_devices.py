@@ -145,7 +145,9 @@ def test_when_time_is_up_the_cpu_is_taken_or_the_exit_code_is_75(
     world: World, arguments: list[str]
 ):
     arguments = ["min_gpu_memory_mb=22000", *arguments]
-    assert visible_to_trainer(world, *arguments) == ""
+    ended = world.train("what_it_was_given", *arguments)
+    assert ended.summary["result"]["visible"] == ""
+    assert "[WARNING] - no GPU" in ended.output
     ended = world.train("what_it_was_given", "allow_cpu_fallback=false", *arguments)
     assert ended.returncode == 75, ended.output
     assert ended.summary["status"] == "no_device"
@@ -155,9 +157,12 @@ def test_when_time_is_up_the_cpu_is_taken_or_the_exit_code_is_75(
 
 @pytest.mark.usefixtures("two_gpus")
 def test_a_request_that_no_gpu_could_ever_meet_fails_at_once(world: World):
-    ended = world.train("what_it_was_given", "min_gpu_memory_mb=90000", "allow_cpu_fallback=false")
-    assert ended.returncode == 75, ended.output
+    ended = world.train("what_it_was_given", "min_gpu_memory_mb=90000")
+    assert ended.returncode == 2, ended.output
     assert "24000" in ended.stderr, "the largest request that could be met is named"
+    ended = world.train("what_it_was_given", "num_gpus=3")
+    assert ended.returncode == 2, ended.output
+    assert "only 2 GPUs" in ended.stderr
 
 
 @pytest.mark.usefixtures("two_gpus")

@@ -125,10 +125,9 @@ print(json.dumps({
     "mask": sorted(answer(mask)),
     "mask_without_queue": sorted(answer(mask, **free)),
     "slurm": sorted(answer(slurm)),
-    "too_many": answer(num_gpus=4, allow_cpu_fallback=False),
-    "too_many_without_queue": answer(num_gpus=4, allow_cpu_fallback=False, **free),
-    "too_many_for_the_mask": answer(mask, num_gpus=3, allow_cpu_fallback=False),
-    "cpu": answer(num_gpus=4),
+    "too_many": answer(num_gpus=4),
+    "too_many_without_queue": answer(num_gpus=4, **free),
+    "too_many_for_the_mask": answer(mask, num_gpus=3),
     "one_gpu": answer(auto_device=False, device="cuda:1"),
     "any": sorted(answer(auto_device=False, device="auto", num_gpus=3)),
     "the_cpu": answer(auto_device=False, device="cpu"),
@@ -137,13 +136,15 @@ print(json.dumps({
     )
     assert told["mask"] == told["mask_without_queue"] == told["slurm"] == [1, 2]
     assert told["any"] == [0, 1, 2]
-    assert told["cpu"] == told["the_cpu"] == []
+    assert told["the_cpu"] == []
     too_many = (
-        "NoDevice: num_gpus=4: only 3 GPUs here could ever give 4000 MiB; ask for fewer GPUs "
-        "(num_gpus) or less memory (min_gpu_memory_mb), and allow_cpu_fallback is false"
+        "ConfigError: num_gpus=4: only 3 GPUs here could ever give 4000 MiB; ask for fewer GPUs "
+        "(num_gpus) or less memory (min_gpu_memory_mb)"
     )
     assert told["too_many"] == told["too_many_without_queue"] == too_many
-    assert told["too_many_for_the_mask"].startswith("NoDevice: num_gpus=3: only 2 GPUs here could")
+    assert told["too_many_for_the_mask"].startswith(
+        "ConfigError: num_gpus=3: only 2 GPUs here could"
+    )
     assert told["one_gpu"].startswith("ConfigError: num_gpus=2 does not go with auto_device=false")
     assert "device=cuda:1" in told["one_gpu"]
     assert "CUDA_VISIBLE_DEVICES" in told["one_gpu"]

@@ -281,6 +281,7 @@ def test_trainers_that_do_not_look_are_told_of_plainly(host: Host):
     (world.folder / "go").touch()
     ended = world.end(process)
     assert (ended.returncode, ended.summary["result"]) == (0, "ended")
+    assert ended.output.count(answer["sentence"]) == 1
 
 
 def test_a_run_that_hangs_answers_and_says_that_the_request_is_queued(host: Host):

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import robust_train
 from robust_train.errors import EXIT_BAD_CONFIG, EXIT_FAILED, ConfigError, JobInterrupted
 
 if TYPE_CHECKING:
@@ -73,6 +74,9 @@ def _open(job: Callable[[Any], Any], name: str, config_name: str, ending: Ending
     from robust_train.sweep import session
     from robust_train.sweep.plugins_of_others import known_problem
 
+    if "--version" in sys.argv[1:]:
+        print(f"{name} of robust-train {robust_train.__version__}")
+        return 0
     session.door_is_open()
     user_wants_everything = os.environ.get(_FULL_ERROR) == "1"
     # otherwise Hydra prints errors its own way and exits with 1

@@ -6,7 +6,9 @@ import importlib
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+import robust_train
 
 USAGE = """usage: robust-train COMMAND [OPTIONS]
 
@@ -34,21 +36,8 @@ OF_LIVE_RUNS = ("list", "status", "checkpoint", "halve-batch", "stop")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(USAGE, end="")
-        return 0 if arguments else 2
-    command, *rest = arguments
-    if command not in COMMANDS:
-        accepted = ", ".join(COMMANDS)
-        print(f"robust-train {command}: no such command; accepted are {accepted}", file=sys.stderr)
-        return 2
-    module, _, function = COMMANDS[command].partition(":")
-    # ``run`` starts the program after ``--``; with a verb and no program it talks to live runs
-    if command == "run" and rest[:1] and rest[0] in OF_LIVE_RUNS and "--" not in rest:
-        module = "live_runs"
     try:
-        run = getattr(importlib.import_module(f"robust_train.cli.{module}"), function)
-        code: int = run(rest)
+        code = _run(arguments)
         sys.stdout.flush()
     except KeyboardInterrupt:
         print(file=sys.stderr)
@@ -58,6 +47,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     return code
+
+
+def _run(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(USAGE, end="")
+        return 0 if arguments else 2
+    command, *rest = arguments
+    if command == "--version":
+        print(f"robust-train {robust_train.__version__}")
+        return 0
+    if command not in COMMANDS:
+        accepted = ", ".join(COMMANDS)
+        print(f"robust-train {command}: no such command; accepted are {accepted}", file=sys.stderr)
+        return 2
+    module, _, function = COMMANDS[command].partition(":")
+    # ``run`` starts the program after ``--``; with a verb and no program it talks to live runs
+    if command == "run" and rest[:1] and rest[0] in OF_LIVE_RUNS and "--" not in rest:
+        module = "live_runs"
+    run: Callable[[list[str]], int]
+    run = getattr(importlib.import_module(f"robust_train.cli.{module}"), function)
+    return run(rest)
 
 
 if __name__ == "__main__":

@@ -136,11 +136,21 @@ def _unknown_key(key: str, config_name: str, overrides: Sequence[str]) -> str:
     if any(o.startswith(f"{group}=") and "," in o for o in overrides):
         value = typed.partition("=")[2]
         hint = f"; in a sweep over {group} write {key}=choice({value})"
-    return f"{typed}: no such key{_did_you_mean(name, accepted)}{hint}"
+    everything = _all_keys(config_name, others)
+    elsewhere = [one for one in everything if one.rpartition(".")[2] == name]
+    if accepted and not (elsewhere and not parent):
+        meant = _did_you_mean(name, accepted)
+    else:
+        meant = (
+            f" (did you mean {elsewhere[0]}?)"
+            if elsewhere
+            else _did_you_mean(key, everything, 0.75)
+        )
+    return f"{typed}: no such key{meant}{hint}"
 
 
-def _did_you_mean(name: str, names: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, names, n=1)
+def _did_you_mean(name: str, names: Sequence[str], cutoff: float = 0.6) -> str:
+    close = difflib.get_close_matches(name, names, n=1, cutoff=cutoff)
     return f" (did you mean {close[0]}?)" if close else ""
 
 
@@ -154,6 +164,12 @@ def _keys_under(parent: str, config_name: str, overrides: Sequence[str]) -> list
     except Exception:
         return []
     return list(node) if isinstance(node, DictConfig) else []
+
+
+def _all_keys(config_name: str, overrides: Sequence[str]) -> list[str]:
+    """Return the keys of all groups, ``training.lr`` before ``model.lr``."""
+    groups = ("training", "memory", "dataset", "model", "trainer")
+    return [f"{g}.{name}" for g in groups for name in _keys_under(g, config_name, overrides)]
 
 
 def _chain(error: BaseException) -> list[BaseException]:

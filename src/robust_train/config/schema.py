@@ -10,12 +10,12 @@ import difflib
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from robust_train.errors import ConfigError
 
@@ -270,7 +270,15 @@ def complete(cfg: Mapping[str, Any] | DictConfig) -> DictConfig:
     try:
         merged = OmegaConf.merge(open_root(RobustConfig), cfg)
     except OmegaConfBaseException as error:
-        raise ConfigError(str(error).splitlines()[0] + f" (key {error.full_key})") from error
+        parent, _, name = str(error.full_key).rpartition(".")
+        known = (
+            [f.name for f in fields(error.object_type)] if is_dataclass(error.object_type) else []
+        )
+        if isinstance(error, ConfigKeyError) and known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {parent}.{close[0]}?" if close else f"accepted are {known}"
+            raise ConfigError(f"{error.full_key}: no such key; {hint}") from None
+        raise ConfigError(str(error).splitlines()[0] + f" (key {error.full_key})") from None
     assert isinstance(merged, DictConfig)
     for group in ("model", "dataset", "trainer"):
         if OmegaConf.is_missing(merged, group):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import contextlib
 import inspect
+import logging
+import math
 import multiprocessing.util
 import os
 import pickle
@@ -28,7 +30,9 @@ from robust_train.memory.steering import AttemptMemory
 from robust_train.run import Flags, MicroBatchPlan, Run, memory_in_use
 from robust_train.runfolder.attempt_requests import AttemptRequests
 from robust_train.runfolder.cadence import SavePlan
-from robust_train.values import UNDER_SUBMITIT, Failure, FailureKind
+from robust_train.values import UNDER_SUBMITIT, Clue, Evidence, Failure, FailureKind
+
+log = logging.getLogger("robust_train")
 
 HALVE_BATCH = "halve_batch"
 """Why an attempt was asked to stop, as :attr:`robust_train.values.Outcome.stopped_for` has it."""
@@ -141,7 +145,7 @@ def _failure_of(error: BaseException) -> Failure:
     if isinstance(error, (Interrupted, KeyboardInterrupt)):
         return Failure(FailureKind.INTERRUPTED, str(error) or "interrupted")
     if isinstance(error, (ConfigError, UserError)):
-        return Failure(FailureKind.BUG, str(error))
+        return Failure(FailureKind.BUG, str(error), Evidence(clue=Clue.USER_ERROR))
     return classify_failure(error)
 
 
@@ -178,8 +182,10 @@ def plain(value: object) -> Json:
     """Return what a trainer returned in JSON's types, for a process without torch.
 
     Numbers of any library become Python's, paths strings; containers are walked; the rest becomes
-    its ``repr``.
+    its ``repr``, with a warning, as NaN and infinities that JSON lacks.
     """
+    if isinstance(value, float) and not math.isfinite(value):
+        log.warning("the trainer's result has %s, which JSON lacks: it is saved as null", value)
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, os.PathLike):
@@ -192,6 +198,7 @@ def plain(value: object) -> Json:
         return [plain(item) for item in value]
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
         return plain(value.item())
+    log.warning("the trainer's result has a %s, which is not JSON: saved as text", type(value))
     return repr(value)
 
 

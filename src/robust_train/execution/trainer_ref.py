@@ -46,7 +46,7 @@ class TrainerRef:
         name = getattr(trainer, "__qualname__", None)
         main_file = getattr(sys.modules.get("__main__"), "__file__", None)
         is_named = bool(module) and bool(name) and "<" not in str(name)
-        if not is_named or (module == "__main__" and main_file is None):
+        if not is_named or (module == "__main__" and not _is_file(main_file)):
             raise ConfigError(
                 f"trainer={name or trainer!r}: a separate process can only import functions at the "
                 "top level of a module; move it there or use isolation=none"
@@ -137,6 +137,8 @@ class TrainerRef:
         )
 
     def _failed_import(self, error: Exception) -> ConfigError:
+        if isinstance(error, ConfigError):
+            return error
         if isinstance(error, SyntaxError):
             where = f"{error.filename}, line {error.lineno}"
         else:
@@ -145,3 +147,17 @@ class TrainerRef:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         problem = f"{type(error).__name__}: {first_line(error)}"
         return self.cannot_be_imported(problem, where, missing)
+
+
+def refuse_without_guard(trainer: object) -> None:
+    """Raise ConfigError if ``launch`` is called by the import of a script in its own attempt."""
+    if getattr(trainer, "__module__", None) == MAIN_MODULE:
+        raise ConfigError(
+            "launch() is called wherever the script is imported, also by its own attempts; put "
+            'it under: if __name__ == "__main__":'
+        )
+
+
+def _is_file(path: str | None) -> bool:
+    """Return whether there is a script to import: a notebook or standard input is none."""
+    return path is not None and Path(path).is_file()

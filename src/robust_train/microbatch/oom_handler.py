@@ -12,7 +12,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 from robust_train.errors import AttemptsExhausted
 from robust_train.failures import classify_failure
@@ -242,16 +242,25 @@ def adaptive_batch_training(
     return handler.run(train_fn)
 
 
+@overload
+def retry_on_oom(max_retries: Callable[..., T]) -> Callable[..., T]: ...
+@overload
 def retry_on_oom(
     max_retries: int = 3, *, min_batch_size: int = 1, batch_argument: str = "batch_size"
-) -> Callable[[Callable[..., T]], Callable[..., T]]:
+) -> Callable[[Callable[..., T]], Callable[..., T]]: ...
+def retry_on_oom(
+    max_retries: int | Callable[..., Any] = 3,
+    *,
+    min_batch_size: int = 1,
+    batch_argument: str = "batch_size",
+) -> Callable[..., Any]:
     """Decorate a function or method: it is called with half the batch when memory runs out.
 
     The batch is the argument called ``batch_argument``; an argument ``gradient_accumulation_steps``
     is multiplied to match, so that the effective batch stays the same.
 
     Args:
-        max_retries: calls after the first one.
+        max_retries: calls after the first one; the function itself in ``@retry_on_oom``.
         min_batch_size: no call uses a smaller batch.
         batch_argument: which parameter of the function is the batch.
 
@@ -259,6 +268,9 @@ def retry_on_oom(
         TypeError: on decoration, the function is a generator or coroutine or lacks the parameter.
         AttemptsExhausted: on a call, memory ran out every time.
     """
+
+    if callable(max_retries):
+        return retry_on_oom()(max_retries)
 
     def decorate(function: Callable[..., T]) -> Callable[..., T]:
         _must_be_plain(function, "retry_on_oom")

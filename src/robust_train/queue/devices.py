@@ -18,7 +18,14 @@ from robust_train.gpu.visible import Visible, visible_gpus
 from robust_train.policy.unhealthy import excluded_after
 from robust_train.queue.host_queue import HostQueue, Sleep
 from robust_train.queue.queue_dir import directory_for
-from robust_train.queue.wait import GpuRequest, NoGpu, StatusLine, WaitStatus, wait_for_gpu
+from robust_train.queue.wait import (
+    GpuRequest,
+    NoGpu,
+    StatusLine,
+    WaitStatus,
+    wait_for_gpu,
+    why_pointless,
+)
 from robust_train.settings import DeviceSettings
 from robust_train.values import MIB, FailureKind, GpuInfo, Group, Outcome, Room, gpus_of
 
@@ -83,7 +90,7 @@ class Devices:
         Raises:
             NoDevice: nothing suitable, and the CPU is not allowed.
             ConfigError: ``device`` names a GPU that this machine does not have, or one GPU for a
-                job of several.
+                job of several; or more is wanted than the GPUs could ever give.
         """
         settings = self._settings
         if not settings.auto_device and settings.device == "cpu":
@@ -102,13 +109,16 @@ class Devices:
         if not visible.gpus and not settings.auto_device and settings.device != "auto":
             raise ConfigError(f"device={settings.device}: no such GPU here: {visible.why_none}")
         if not visible.gpus:
-            return self._cpu_or_nothing(visible.why_none)
+            return self._cpu_or_nothing(visible.why_none, has_gpus=False)
         only = () if settings.auto_device else _named(settings.device, visible)
+        request = self._request(settings.min_free_bytes, only)
+        changes = any(not gpu.total_bytes or gpu.unusable is not None for gpu in visible.gpus)
+        if settings.asks_for_more and not changes and (why := why_pointless(request, visible)):
+            raise ConfigError(why)
         with StatusLine() as line:
-            request = self._request(settings.min_free_bytes, only)
             group = self._queue.wait(request, self._shown_on(line), self._sleep)
         if isinstance(group, NoGpu):
-            return self._cpu_or_nothing(group.reason)
+            return self._cpu_or_nothing(group.reason, has_gpus=True)
         log.info("using %s", ", ".join(f"GPU {g.index} ({g.name}, {g.uuid})" for g in group))
         return group
 
@@ -225,10 +235,13 @@ class Devices:
                 return now
             self._sleep(0.05)
 
-    def _cpu_or_nothing(self, reason: str) -> Group:
+    def _cpu_or_nothing(self, reason: str, *, has_gpus: bool) -> Group:
         if not self._settings.allow_cpu_fallback:
             raise NoDevice(f"{reason}, and allow_cpu_fallback is false")
-        log.info("%s: training on the CPU", reason)
+        if has_gpus:
+            log.warning("%s: training on the CPU, which may take many times as long", reason)
+        else:
+            log.info("%s: training on the CPU", reason)
         return ()
 
 

@@ -197,7 +197,7 @@ class _Waiting:
         )
 
     def run(self) -> Group | NoGpu:
-        if why := _why_pointless(self.request, self.read(False)):
+        if why := why_pointless(self.request, self.read(False)):
             return NoGpu(why)
         retrying = tenacity.Retrying(
             retry=tenacity.retry_if_result(lambda found: found is None),
@@ -279,7 +279,7 @@ class _Waiting:
         return NoGpu(f"{what}: {self.status.obstacles}", timed_out)
 
 
-def _why_pointless(request: GpuRequest, visible: Visible) -> str | None:
+def why_pointless(request: GpuRequest, visible: Visible) -> str | None:
     """Return why no amount of waiting would help, or None."""
     if not visible.answered:
         return None

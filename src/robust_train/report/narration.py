@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 
 from robust_train.events import AttemptStarted, DeviceAcquired
+from robust_train.readable import shortened
 from robust_train.runfolder.summary import Summary, attempts_table, gpu_memory_summary
 from robust_train.values import (
     AttemptSpec,
@@ -51,15 +52,23 @@ def announce(number: int, spec: AttemptSpec, *, is_searched: bool = False) -> No
     log.info("attempt %d on %s: %s, effective batch size %d", number, where, chosen, effective)
 
 
-def conclude(summary: Summary) -> None:
-    """Log how a job ended."""
+def conclude(summary: Summary, how_to_go_on: str | None = None) -> None:
+    """Log how a job ended, and how it goes on if it did not complete."""
     if summary.attempts:
-        log.info("attempts:\n%s", attempts_table(summary.attempts))
+        log.info("attempts:\n%s", attempts_table(summary.attempts, summary.first_attempt))
         memory = gpu_memory_summary(summary.attempts[-1])
         if memory is not None:
             log.info("%s", memory)
     ending = f"{summary.status} after {summary.wall_seconds:.1f} s"
+    if summary.attempts:
+        last = summary.attempts[-1].attempt
+        size = last.outcome.micro_batch or last.spec.batch_size
+        ending += f" on {last.spec.device} with micro-batch {size}"
+    if summary.result is not None:
+        ending += f"; result: {shortened(str(summary.objective), 100)}"
     log.info("%s; run folder: %s", ending, summary.run_dir)
+    if summary.attempts and summary.status != "completed" and how_to_go_on:
+        log.info("to go on: %s", how_to_go_on)
 
 
 def say(number: int, outcome: Outcome, decision: Decision | None) -> None:

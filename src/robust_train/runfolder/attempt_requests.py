@@ -148,7 +148,9 @@ class AttemptRequests:
         answer = perform(verb, request.options, self._run_dir)
         if verb not in _READ_ONLY:
             sentence = str(answer.get("sentence"))
-            log.info("%s on request: %s", verb, sentence)
+            # clearing and limiting log their sentence themselves
+            if verb not in ("memory_clear", "memory_fraction"):
+                log.info("%s on request: %s", verb, sentence)
             self._run.report(RequestDone(verb, self._run.last_step, sentence))
         return {"answer": answer}
 

@@ -14,7 +14,7 @@ from robust_train.events import Json, from_json
 from robust_train.files import replacing
 from robust_train.memory.stability import Stability
 from robust_train.runfolder.journal import strict_json
-from robust_train.values import GIB, MEMORY_FAILURES, Attempt, Decision, Outcome
+from robust_train.values import GIB, MEMORY_FAILURES, Attempt, Clue, Decision, Outcome
 
 log = logging.getLogger("robust_train")
 
@@ -128,6 +128,7 @@ class Summary:
         wall_seconds: from the launcher's start of the job to its end.
         wait_seconds: of those, waiting for a GPU.
         attempts: every attempt, first to last.
+        first_attempt: the number of the first, in all launches of the run folder.
         run_dir: the run folder.
         checkpoint: the last checkpoint that a trainer reported, None if none.
     """
@@ -140,6 +141,7 @@ class Summary:
     wait_seconds: float = 0.0
     attempts: tuple[AttemptRecord, ...] = ()
     checkpoint: Path | None = None
+    first_attempt: int = 1
 
     def raise_unless_completed(self) -> None:
         """Raise what ended the job, if it did not complete.
@@ -199,20 +201,25 @@ def objective_of(result: Any) -> Any:
     return result.get("objective", result) if isinstance(result, dict) else result
 
 
-def attempts_table(records: Sequence[AttemptRecord]) -> str:
-    """Return the attempts as plain columns, for terminals, pipes and log files alike."""
+def attempts_table(records: Sequence[AttemptRecord], first: int = 1) -> str:
+    """Return the attempts, numbered from ``first``, as plain columns for any output."""
     header = "attempt device batch accum. effective steps outcome next time"
     rows = [header.split()]
-    for number, record in enumerate(records, start=1):
+    for number, record in enumerate(records, start=first):
         spec, outcome = record.attempt.spec, record.attempt.outcome
         end = "?" if outcome.end_step is None else outcome.end_step
         sizes = (spec.batch_size, spec.gradient_accumulation_steps, spec.effective_batch_size)
         action = "" if record.decision is None else record.decision.action
         steps, seconds = f"{outcome.start_step}-{end}", f"{outcome.seconds:.1f} s"
         rows.append(
-            [str(number), spec.device, *map(str, sizes), steps, outcome.label, action, seconds]
+            [str(number), spec.device, *map(str, sizes), steps, _ending(outcome), action, seconds]
         )
     return "\n".join(aligned(rows))
+
+
+def _ending(outcome: Outcome) -> str:
+    is_users = outcome.failure is not None and outcome.failure.evidence.clue == Clue.USER_ERROR
+    return "user error" if is_users else outcome.label
 
 
 def aligned(rows: Sequence[Sequence[str]], right: frozenset[int] = frozenset()) -> list[str]:
