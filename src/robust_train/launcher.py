@@ -86,8 +86,7 @@ def launch(
             the run folder; nothing was started.
         NoDevice: no device in time, and the CPU is not allowed.
         AttemptsExhausted: memory ran out on every device that may be used.
-        TrainerFailed: the trainer failed otherwise; or its own exception, where that could be
-            carried over from the attempt's process.
+        TrainerFailed: the trainer failed otherwise; or its own exception.
         JobInterrupted: Ctrl-C or SIGTERM.
     """
     summary = Job(trainer, complete(cfg or {}), run_dir).run()
@@ -99,9 +98,8 @@ class Job:
     """One launch, from a composed config to its summary.
 
     Args:
-        trainer: as for :func:`launch`.
+        trainer, run_dir: as for :func:`launch`.
         cfg: a complete config.
-        run_dir: as for :func:`launch`.
         remedies: whether a failed attempt may be followed by another one.
 
     Raises:
@@ -126,9 +124,9 @@ class Job:
             refuse_without_guard(self.trainer)
         self.run_dir = settings.run_folder(run_dir)
         self.signals = SignalWatch()
-        self.wanted = wanted = settings.device_settings(cfg, self.run_dir)
+        self.wanted = settings.device_settings(cfg, self.run_dir)
         sweep = settings.sweep_folder()
-        self.folder = RunFolder(self.run_dir, wanted.job_name, self.signals, sweep)
+        self.folder = RunFolder(self.run_dir, self.wanted.job_name, self.signals, sweep)
         self.journal = Journal(self.run_dir / "journal.jsonl")
         self.records: list[AttemptRecord] = []
         self.checkpoint: Path | None = None
@@ -391,13 +389,12 @@ class Job:
         if status == "completed":
             complete_job(self.run_dir)
         self.folder.ended(status, reason, exit_code)
-        how = settings.how_to_go_on(self.run_dir) if self.settings.resume else None
-        narration.conclude(summary, how)
+        resumes = self.settings.resume
+        narration.conclude(summary, settings.how_to_go_on(self.run_dir) if resumes else None)
         write_report(self.run_dir)
         return summary
 
 
 def _decided_pause(state: tenacity.RetryCallState) -> float:
     """Return the seconds that the last decision asks to let pass."""
-    assert state.outcome is not None
-    return float(state.outcome.result().decision.pause_seconds)
+    return float(state.outcome.result().decision.pause_seconds) if state.outcome else 0.0
