@@ -132,6 +132,16 @@ def test_a_request_to_stop_is_seen_while_libraries_are_imported(world: World):
     wait_until(lambda: not is_running(server), "the server ends")
 
 
+def test_a_library_that_is_being_imported_ends_with_the_launcher(world: World):
+    world.environ["READY_FILE"] = str(world.folder / "ready")
+    world.environ["GO_FILE"] = str(world.folder / "go")
+    process = world.with_libraries().start("trainer._target_=trainer_of_a_slow_library.train")
+    server = ready(world)
+    process.kill()
+    world.end(process)
+    wait_until(lambda: not is_running(server), "the server ends")
+
+
 def test_libraries_read_the_environment_that_the_job_sets(world: World):
     ended = world.with_libraries().run(
         "trainer._target_=trainer_of_libraries.train",

@@ -91,7 +91,11 @@ class _Server:
 
     def _handle(self, message: object) -> None:
         if isinstance(message, Import):
-            self._control.send(self._import(message))
+            # an import may take for ever, and a launcher that has died is not seen meanwhile
+            signal_at_parents_death(signal.SIGKILL)
+            imported = self._import(message)
+            signal_at_parents_death(0)
+            self._control.send(imported)
         elif isinstance(message, AttemptRequest):
             hold = receive_descriptors(self._control)
             self._fork(message)
