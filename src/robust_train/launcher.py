@@ -143,8 +143,8 @@ class Job:
         """
         with self.folder:
             try:
-                self._begin()
                 with self.signals:
+                    self._begin()
                     summary = self._train()
             except JobInterrupted as interruption:
                 self._end("interrupted", str(interruption), exit_code=interruption.exit_code)
