@@ -8,7 +8,7 @@ import math
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from journals import COMPLETED, OOM, STARTED, Journal, write_recovered
 
@@ -235,6 +235,11 @@ hostile_events = st.lists(
     deadline=None, max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(hostile_events, st.lists(anything, max_size=4))
+@example(  # a launch that took no time, then another one
+    events=[{**STARTED.as_json(), "time": time} for time in (0.0, 1.0)]
+    + [{**COMPLETED.as_json(), "time": 2.0}],
+    others=[],
+)
 def test_whatever_a_run_folder_holds_it_has_a_report(tmp_path, events, others):
     lines = "".join(json.dumps(event) + "\n" for event in [*events, *others])
     (tmp_path / "journal.jsonl").write_text(lines)

@@ -56,10 +56,10 @@ def spans_of(
     """
     starts = [launch.start for launch in launches]
     spans: list[Span] = []
-    now = -math.inf
+    now = launches[0].start if launches else 0.0
     for index, launch in enumerate(launches):
         own = [a for a in attempts if bisect_right(starts, a.started) == index + 1]
-        away = [Span(Use.STOPPED, now, launch.start)] if spans else []
+        away = [Span(Use.STOPPED, now, launch.start)] if index else []
         for span in (*away, *_of_launch(launch, own, kept)):
             # a journal may have two attempts at the same time
             start = max(span.start, now)
