@@ -30,7 +30,7 @@ from robust_train.events import (
     JobEnded,
     JobStarted,
 )
-from robust_train.execution import Executor, sleep_with_ticks
+from robust_train.execution import sleep_with_ticks
 from robust_train.execution.inline import InlineExecutor
 from robust_train.execution.process import ProcessExecutor
 from robust_train.execution.request import request_for
@@ -197,7 +197,7 @@ class Job:
             return self._end("completed", None, last.attempt.outcome.result)
         return self._end("failed", last.decision.reason)
 
-    def _executor(self) -> Executor:
+    def _executor(self) -> InlineExecutor | ProcessExecutor:
         """How attempts run. A separate process starts importing libraries right away."""
         if self.settings.runs_inline:
             trainer, self.trainer_ref = self.trainer, TrainerRef("inline.trainer")
