@@ -1,7 +1,7 @@
 """How much memory a pass takes, and how much there is. All in bytes.
 
-``begin`` releases what nobody uses, lets the peak start anew and returns what is in use; ``peak`` is
-the most in use since then, ``limit`` the most that could be.
+``begin`` releases what nobody uses, lets the peak start anew and returns what is in use; ``peak``
+is the most in use since then, ``limit`` the most that could be.
 """
 
 from __future__ import annotations

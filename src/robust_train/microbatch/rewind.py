@@ -35,7 +35,7 @@ class _Buffer:
 
     @property
     def is_due(self) -> bool:
-        """Whether to copy it at a step's start and to restore it: all but those that never change."""
+        """Whether it is copied at a step's start and restored: unless it never changes."""
         if self.changes is False:
             self.changes = self._has_changed()
         return self.changes is not False
