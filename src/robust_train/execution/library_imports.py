@@ -25,10 +25,8 @@ _KINDS_OF_NAMES = ("name", "asname", "id", "attr")
 _IMPORTS = (ast.Import, ast.ImportFrom)
 _MOST_MODULES = 1000
 _PATH_CHANGERS = (b"sys.path", b"sys.meta_path", b"sys.modules", b"addsitedir")
-_NAME_MAKERS = frozenset(
-    ("*", "__getattr__", "globals", "exec", "eval", "setattr")
-    + ("vars", "locals", "__dict__", "modules")
-)
+_NAME_MAKERS = frozenset({"*", "__getattr__", "__dict__", "globals", "locals", "vars", "modules"})
+_NAME_MAKERS |= {"exec", "eval", "setattr"}
 
 
 def libraries_of(ref: TrainerRef) -> tuple[str, ...]:

@@ -23,14 +23,10 @@ _EXTRAS = frozenset({"accelerate", "lightning", "transformers"})
 
 @dataclass(frozen=True)
 class TrainerRef:
-    """A trainer by name.
+    """A trainer by name."""
 
-    Attributes:
-        path: dotted path of the callable, ``package.module.function``.
-        main_file: the script to load first where the callable was defined in ``__main__``.
-    """
-
-    path: str
+    path: str  # dotted path of the callable, `package.module.function`
+    # the script to load first where the callable was defined in `__main__`
     main_file: str | None = None
 
     @classmethod

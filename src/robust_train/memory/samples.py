@@ -20,31 +20,19 @@ _EARLIER_BYTES = 8 * 1024**2
 
 @dataclass(frozen=True)
 class Sample:
-    """Memory at one moment of an attempt; None for what was not known or is not there.
+    """Memory at one moment of an attempt; None for what was not known or is not there."""
 
-    Attributes:
-        time: seconds since the epoch.
-        attempt: number of the attempt.
-        device: what the attempt trains on, ``cpu`` or ``cuda:<index>`` as NVML counts.
-        step: last optimizer step that was reported.
-        allocated: bytes of tensors on the GPU, of this process.
-        reserved: bytes that this process's caching allocator holds.
-        gpu_used: bytes in use on the whole GPU, by everybody.
-        gpu_total: bytes that the GPU has.
-        resident: bytes of host memory of this process.
-        anonymous: those of ``resident`` that are its own: no files mapped into memory, nothing
-            shared with other processes.
-    """
-
-    time: float
-    attempt: int
-    device: str
-    step: int | None = None
-    allocated: int | None = None
-    reserved: int | None = None
-    gpu_used: int | None = None
-    gpu_total: int | None = None
-    resident: int | None = None
+    time: float  # seconds since the epoch
+    attempt: int  # number of the attempt
+    device: str  # what the attempt trains on, `cpu` or `cuda:<index>` as NVML counts
+    step: int | None = None  # last optimizer step that was reported
+    allocated: int | None = None  # bytes of tensors on the GPU, of this process
+    reserved: int | None = None  # bytes that this process's caching allocator holds
+    gpu_used: int | None = None  # bytes in use on the whole GPU, by everybody
+    gpu_total: int | None = None  # bytes that the GPU has
+    resident: int | None = None  # bytes of host memory of this process
+    # those of `resident` that are its own: no files mapped into memory, nothing shared with other
+    # processes
     anonymous: int | None = None
 
 

@@ -24,19 +24,12 @@ _BEFORE_TRAINING = (Clue.IMPORT, Clue.MODEL)
 
 @dataclass(frozen=True)
 class FailureContext:
-    """A failure and all that happened before it.
+    """A failure and all that happened before it."""
 
-    Attributes:
-        settings: what the user asked for.
-        history: every attempt so far; the last one has failed.
-        gpus: those that could be taken now, best first, the job's own included.
-        held: those that the job may use, but others have them now.
-    """
-
-    settings: PolicySettings
-    history: tuple[Attempt, ...]
-    gpus: tuple[GpuInfo, ...]
-    held: tuple[GpuInfo, ...] = ()
+    settings: PolicySettings  # what the user asked for
+    history: tuple[Attempt, ...]  # every attempt so far; the last one has failed
+    gpus: tuple[GpuInfo, ...]  # those that could be taken now, best first, the job's own included
+    held: tuple[GpuInfo, ...] = ()  # those that the job may use, but others have them now
 
     @property
     def attempt(self) -> Attempt:
