@@ -42,12 +42,6 @@ _SIGNAL_SECONDS = 0.5
 class ProcessExecutor:
     """Runs attempts in processes of their own.
 
-    Args:
-        trainer: what to run.
-        cfg: the composed config.
-        run_dir: where the attempts' output is kept, as ``attempt-<n>.log``.
-        signals: the launcher's signals.
-
     Raises:
         ConfigError: the trainer cannot be imported, as far as its source shows.
     """

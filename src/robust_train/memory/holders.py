@@ -85,7 +85,7 @@ class HeldTensor:
     """A tensor that is alive."""
 
     bytes: int  # of its storage, which it may share with others
-    shape: tuple[int, ...]  # its own
+    shape: list[int]  # its own
     dtype: str  # `float32`
     device: str  # `cuda:0`, `cpu`
     owner: str  # who holds it, as holder_of returns it
@@ -93,7 +93,8 @@ class HeldTensor:
 
     def __str__(self) -> str:
         graph = " with the graph it was computed by" if self.has_graph else ""
-        return f"{self.bytes / MIB:.1f} MiB {self.dtype} {self.shape}{graph}, held by {self.owner}"
+        what = f"{self.bytes / MIB:.1f} MiB {self.dtype} {tuple(self.shape)}"
+        return f"{what}{graph}, held by {self.owner}"
 
 
 def largest(
@@ -116,7 +117,7 @@ def largest(
     return [
         HeldTensor(
             bytes=tensor.untyped_storage().nbytes(),
-            shape=tuple(tensor.shape),
+            shape=list(tensor.shape),
             dtype=str(tensor.dtype).removeprefix("torch."),
             device=str(tensor.device),
             owner=owner,
@@ -133,12 +134,7 @@ def holder_of(item: Any) -> str:
 
 
 def holders_of(items: Sequence[Any], ignore: Collection[int] = ()) -> list[str]:
-    """Do :func:`holder_of` for several objects, with one pass over Python's objects a level.
-
-    Args:
-        items: objects that the garbage collector knows; this container does not count.
-        ignore: ids of other containers that do not count.
-    """
+    """Do :func:`holder_of` for several objects, with one pass over Python's objects a level."""
     names: dict[int, str] = {}
     attributes: dict[int, str] = {}
     ends = dict.fromkeys(range(len(items)), "no Python object")
