@@ -143,6 +143,10 @@ def test_progress_is_folded_from_events():
         progress = progress.after(event)
     outcome = progress.outcome(None, 1.0)
     assert (outcome.end_step, outcome.result) == (6, "done")
+    assert (outcome.saved_step, outcome.saves) == (3, 1)
+    # a trainer that saves without a step has saved the last one it reported, if any
+    assert progress.after(CheckpointSaved("b")).saved_step == 6
+    assert AttemptProgress().after(CheckpointSaved("b")).outcome(None, 1.0).saved_step is None
 
 
 def test_a_script_may_report_any_of_the_memory_figures_alone():

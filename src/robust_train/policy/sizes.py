@@ -17,8 +17,8 @@ class PolicySettings:
         cpu_ranks: processes on the CPU.
         num_workers: requested data-loader workers.
         min_batch_size: no attempt uses a smaller micro-batch.
-        max_retries: smaller micro-batches tried on one device, and failures in the same way
-            without progress, before something else is tried.
+        max_retries: smaller micro-batches tried on one device, and failures in the same way,
+            before something else is tried; both since the last checkpoint of a later step.
         may_switch_gpu: whether another GPU may be taken.
         allow_cpu_fallback: whether the CPU may be taken in the end.
         preserve_effective_batch_size: whether accumulation grows as the micro-batch shrinks.
