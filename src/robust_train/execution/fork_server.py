@@ -44,6 +44,7 @@ log = logging.getLogger("robust_train")
 
 _QUIET_SECONDS = 0.5
 _AFTER_KILL_SECONDS = 8.0
+_MOST_EVENTS = 1000
 
 _alive: set[str] = set()
 """The tokens of this process's servers."""
@@ -193,7 +194,9 @@ class ForkServer:
                 # already there when its end is known
                 ended = [m for m in self._messages() if isinstance(m, Exited)]
                 self.pump.move()
-                for event in read_events(self._events):
+                # at its end all; before, a burst must hold up neither signals nor requests
+                is_over = bool(ended) or clock.gives_up
+                for event in read_events(self._events, None if is_over else _MOST_EVENTS):
                     clock.on_event(event)
                     on_event(event)
                 if ended or clock.gives_up:
@@ -213,7 +216,7 @@ class ForkServer:
 
     def unread_events(self) -> list[Event]:
         """Return the last events of an attempt whose server has died."""
-        return read_events(self._events)
+        return list(read_events(self._events))
 
     def close(self) -> None:
         """End the server and whatever it runs; in a fork of this process only its descriptors."""
