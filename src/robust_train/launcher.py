@@ -315,16 +315,15 @@ class Job:
         # in this process its memory does not come back
         expected = free_before if own_process else ()
         free_after = self.devices.ended(spec.gpus, outcome, expected)
-        if outcome.failure is None:
-            return outcome
-        is_script = self.settings.is_script
-        failure = with_fitting_advice(
-            outcome.failure, num_workers=spec.num_workers, is_script=is_script
+        outcome = with_fitting_advice(
+            outcome,
+            num_workers=spec.num_workers,
+            is_script=self.settings.is_script,
+            is_built_in=self.policy.reports_start,
         )
-        outcome = replace(outcome, failure=failure)
-        if not spec.gpus or not own_process:
+        if outcome.failure is None or not spec.gpus or not own_process:
             return outcome
-        rank = failure.rank or 0
+        rank = outcome.failure.rank or 0
         before, after = free_before[rank], free_after[rank]
         return replace(outcome, gpu_free_before_bytes=before, gpu_free_after_bytes=after)
 

@@ -142,6 +142,8 @@ class TrainerRef:
             where = f"{last.filename}, line {last.lineno}"
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         problem = f"{type(error).__name__}: {first_line(error)}"
+        if isinstance(error, MemoryError):
+            problem = "host memory ran out; give the job more, or set a higher limit (ulimit -a)"
         return self.cannot_be_imported(problem, where, missing)
 
 

@@ -290,7 +290,9 @@ def _described(frame: FrameType, text: str) -> str:
 
 
 def _is_own(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__", "")).startswith(__package__)
+    """Return whether it is a frame of the launcher's; those of the built-in trainer are a user's."""
+    module = str(frame.f_globals.get("__name__", ""))
+    return module.startswith("robust_train.") and not module.startswith("robust_train.vision.")
 
 
 def _variables(frame: FrameType) -> dict[str, Any]:

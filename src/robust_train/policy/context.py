@@ -19,8 +19,6 @@ from robust_train.values import (
     gpus_of,
 )
 
-_BEFORE_TRAINING = (Clue.IMPORT, Clue.MODEL)
-
 
 @dataclass(frozen=True)
 class FailureContext:
@@ -75,15 +73,16 @@ class FailureContext:
 
     @property
     def failed_before_training(self) -> bool:
-        """Whether it certainly failed before the first step, so that the batch is no matter.
+        """Whether it certainly failed outside of a step, so that the batch is no matter.
 
         For a trainer that reports nothing only the stack is evidence.
         """
-        outcome = self.attempt.outcome
-        if has_begun(self.attempt) or outcome.micro_batch is not None:
+        if self.evidence.clue == Clue.IMPORT:  # whenever that was
+            return True
+        if self.attempt.outcome.has_begun:
             return False
         return (
-            self.evidence.clue in _BEFORE_TRAINING
+            self.evidence.clue == Clue.MODEL
             or self.settings.reports_start
             or any(attempt.outcome.began_training for attempt in self.history)
         )
@@ -155,11 +154,6 @@ class FailureContext:
     def new_in(self, group: Group) -> Group:
         """The GPUs of ``group`` that the attempt did not have."""
         return tuple(gpu for gpu in group if gpu not in self.last.gpus)
-
-
-def has_begun(attempt: Attempt) -> bool:
-    """Return whether it certainly reached its first step."""
-    return attempt.outcome.began_training or attempt.outcome.end_step is not None
 
 
 def failed_gpus(attempt: Attempt) -> Group:
