@@ -31,11 +31,12 @@ from robust_train.events import (
     JobStarted,
 )
 from robust_train.execution import Executor, sleep_with_ticks
+from robust_train.execution.hydra_state import logged_to_screen
 from robust_train.execution.inline import InlineExecutor
 from robust_train.execution.process import ProcessExecutor
 from robust_train.execution.request import request_for
 from robust_train.execution.signals import SignalWatch
-from robust_train.execution.trainer_ref import TrainerRef, refuse_without_guard
+from robust_train.execution.trainer_ref import TrainerRef, end_import_at_launch
 from robust_train.failures.advice import with_fitting_advice
 from robust_train.memory.stability import attempt_stability
 from robust_train.policy.decide import concluded, decide, decide_on_request, first_attempt
@@ -89,7 +90,13 @@ def launch(
         TrainerFailed: the trainer failed otherwise; or its own exception.
         JobInterrupted: Ctrl-C or SIGTERM.
     """
-    summary = Job(trainer, complete(cfg or {}), run_dir).run()
+    end_import_at_launch(trainer)
+    with logged_to_screen():
+        try:
+            summary = Job(trainer, complete(cfg or {}), run_dir).run()
+        except (ConfigError, JobInterrupted) as error:
+            # who called launch() has no use for the launcher's own frames
+            raise error.with_traceback(None) from error.__cause__
     summary.raise_unless_completed()
     return summary
 
@@ -120,8 +127,6 @@ class Job:
         self.trainer = trainer or settings.target_of(cfg)
         self.settings = settings.launcher_settings(cfg)
         self.policy = settings.policy_settings(cfg, finds_batch_size=is_auto)
-        if not self.settings.runs_inline:
-            refuse_without_guard(self.trainer)
         self.run_dir = settings.run_folder(run_dir)
         self.signals = SignalWatch()
         self.wanted = settings.device_settings(cfg, self.run_dir)

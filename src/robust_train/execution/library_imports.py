@@ -37,6 +37,8 @@ def libraries_of(ref: TrainerRef) -> tuple[str, ...]:
     Raises:
         ConfigError: there is no such module or function, or its import will certainly fail.
     """
+    if ref.pickled is not None:
+        return ("torch",) if "torch" in sys.modules else ()
     reader = _Reader(ref)
     reader.read_trainer()
     return tuple(reader.found)
