@@ -12,9 +12,10 @@ import importlib.util
 import site
 import sys
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
+from typing import Any
 
 from robust_train.execution.trainer_ref import MAIN_MODULE, TrainerRef
 
@@ -27,6 +28,20 @@ _PATH_CHANGERS = frozenset({"sys.path", "sys.meta_path", "sys.path_hooks", "sys.
 _NAME_MAKERS = frozenset(
     {"globals", "exec", "eval", "setattr", "vars", "locals", "__dict__", "modules"}
 )
+
+
+def find_trainer(
+    trainer: str | Callable[..., Any], inline: bool
+) -> tuple[TrainerRef, tuple[str, ...]]:
+    """Return how to load a trainer, and the libraries that its import imports.
+
+    Raises:
+        ConfigError: it certainly cannot be loaded.
+    """
+    if inline and not isinstance(trainer, str):
+        return TrainerRef("inline.trainer"), ()
+    ref = TrainerRef.of(trainer)
+    return ref, libraries_of(ref)
 
 
 def libraries_of(ref: TrainerRef) -> tuple[str, ...]:

@@ -201,4 +201,4 @@ def _by_value(trainer: Callable[..., Any]) -> bytes:
             f"trainer={getattr(trainer, '__qualname__', trainer)!s}: cannot be sent to a separate "
             f"process: {first_line(error)}; make what it uses inside the function, or use "
             "isolation=none"
-        ) from error
+        ) from None
