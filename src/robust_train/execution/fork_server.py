@@ -27,7 +27,7 @@ from robust_train.execution.attempt_clock import AttemptClock
 from robust_train.execution.environment import read_at_import, shared_machine_environment
 from robust_train.execution.fork_messages import Exited, Import, Imported, send_descriptors
 from robust_train.execution.linux import JOB_MARKER, become_subreaper, kill_descendants
-from robust_train.execution.output import OutputPump
+from robust_train.execution.output import OutputPump, has_input
 from robust_train.execution.request import AttemptRequest
 from robust_train.execution.screen import show_waiting
 from robust_train.execution.signals import (
@@ -93,7 +93,7 @@ class ForkServer:
                 self._process = subprocess.Popen(
                     [sys.executable, "-m", "robust_train.execution.server", *map(str, channels)],
                     pass_fds=channels,
-                    stdin=subprocess.DEVNULL,
+                    stdin=None if has_input() else subprocess.DEVNULL,
                     stdout=self.pump.stdout.child_fd,
                     stderr=self.pump.stderr.child_fd,
                     start_new_session=True,
