@@ -28,6 +28,7 @@ class AttemptRequest:
         ranks: processes that run the trainer together.
         stop_grace_seconds: time for a last checkpoint.
         batch_search: the micro-batch is to be found before training.
+        has_live_status: the launcher shows steps and loss on a terminal.
     """
 
     trainer: TrainerRef
@@ -42,6 +43,7 @@ class AttemptRequest:
     ranks: int = 1
     stop_grace_seconds: float = 20.0
     batch_search: BatchSearch | None = None
+    has_live_status: bool = False
 
     @property
     def stacks_file(self) -> Path:
@@ -89,4 +91,5 @@ def request_for(
         ranks=1 if settings.is_script else spec.ranks,
         stop_grace_seconds=settings.stop_grace_seconds,
         batch_search=search,
+        has_live_status=settings.owns_terminal,
     )
