@@ -45,6 +45,7 @@ from robust_train.queue import devices
 from robust_train.queue.wait import NoGpu, WaitStatus
 from robust_train.report import narration
 from robust_train.report.html import write_report
+from robust_train.report.status import LiveStatus
 from robust_train.runfolder.folder import RunFolder
 from robust_train.runfolder.identity import begin_job, complete_job, resume_from
 from robust_train.runfolder.journal import Journal
@@ -128,8 +129,9 @@ class Job:
         self.run_dir = settings.run_folder(run_dir)
         self.signals = SignalWatch()
         self.wanted = settings.device_settings(cfg, self.run_dir)
-        sweep = settings.sweep_folder()
-        self.folder = RunFolder(self.run_dir, self.wanted.job_name, self.signals, sweep)
+        self.live = LiveStatus(is_wanted=self.settings.owns_terminal)
+        about = (self.run_dir, self.wanted.job_name, self.signals, settings.sweep_folder())
+        self.folder = RunFolder(*about, self.live.show)
         self.journal = Journal(self.run_dir / "journal.jsonl")
         self.records: list[AttemptRecord] = []
         self.checkpoint: Path | None = None
@@ -144,7 +146,7 @@ class Job:
             ConfigError: the trainer cannot be imported, or refuses the configuration.
             JobInterrupted: after the summary was written.
         """
-        with self.folder:
+        with self.live, self.folder:
             try:
                 with self.signals:
                     self._begin()
@@ -369,6 +371,7 @@ class Job:
     def _on_wait(self, status: WaitStatus) -> None:
         self.folder.queued(self.devices.job_id)
         self.folder.waits(status)
+        self.live.log_waiting(status)
 
     def _end(
         self, status: str, reason: str | None, result: Any = None, exit_code: int | None = None

@@ -166,6 +166,7 @@ class ForkServer:
         """
         clock = AttemptClock(request.stop_grace_seconds, request.stall_timeout_seconds)
         forked = stop_sent = stalled = False
+        unanswered: list[int] = []
 
         def send_stop() -> None:
             nonlocal stop_sent
@@ -174,6 +175,8 @@ class ForkServer:
                 self._send(int(stop_signal(os.environ)))
 
         def stop(signum: int) -> None:
+            if not clock.is_stopping:
+                unanswered.append(signum)
             clock.stop()
             send_stop()
 
@@ -188,6 +191,8 @@ class ForkServer:
                 selector.select(clock.seconds_left(TICK_SECONDS))
                 with contextlib.suppress(BlockingIOError):
                     os.read(wakeup, 4096)
+                while unanswered:
+                    log.info("%s", _stopping(unanswered.pop(), request.stop_grace_seconds))
                 if clock.kills_now():
                     self._send(int(signal.SIGKILL))
                 # messages before events and output: what the child sent before it ended is then
@@ -276,3 +281,8 @@ class ForkServer:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_AFTER_KILL_SECONDS)
         return ServerDied(self._process.poll() or -signal.SIGKILL)
+
+
+def _stopping(signum: int, grace_seconds: float) -> str:
+    again = "press Ctrl-C" if signum == signal.SIGINT else f"send {signal.Signals(signum).name}"
+    return f"stopping: saving a checkpoint, at most {grace_seconds:g} s; {again} again to kill"
