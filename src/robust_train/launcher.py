@@ -125,8 +125,8 @@ class Job:
         self.run_dir = settings.run_folder(run_dir)
         self.signals = SignalWatch()
         self.wanted = settings.device_settings(cfg, self.run_dir)
-        sweep = settings.sweep_folder()
-        self.folder = RunFolder(self.run_dir, self.wanted.job_name, self.signals, sweep)
+        where = (settings.sweep_folder(), settings.resume_command(cfg, self.run_dir))
+        self.folder = RunFolder(self.run_dir, self.wanted.job_name, self.signals, *where)
         self.journal = Journal(self.run_dir / "journal.jsonl")
         self.records: list[AttemptRecord] = []
         self.checkpoint: Path | None = None

@@ -62,6 +62,7 @@ class RunState:
         memory: bytes in use, by name, at the last milestone.
         reason: why the last attempt, or the job, ended.
         exit_code: of the job that ended.
+        resume_command: what goes on with the job after it was interrupted.
     """
 
     id: str
@@ -98,6 +99,7 @@ class RunState:
     checkpoint_step: int | None = None
     reason: str | None = None
     exit_code: int | None = None
+    resume_command: str | None = None
 
     @property
     def is_final(self) -> bool:
