@@ -130,8 +130,9 @@ class Job:
         self.signals = SignalWatch()
         self.wanted = settings.device_settings(cfg, self.run_dir)
         self.live = LiveStatus(is_wanted=self.settings.owns_terminal)
-        about = (self.run_dir, self.wanted.job_name, self.signals, settings.sweep_folder())
-        self.folder = RunFolder(*about, self.live.show)
+        about = (self.run_dir, self.wanted.job_name, self.signals)
+        resume = settings.resume_command(cfg, self.run_dir)
+        self.folder = RunFolder(*about, settings.sweep_folder(), resume, self.live.show)
         self.journal = Journal(self.run_dir / "journal.jsonl")
         self.records: list[AttemptRecord] = []
         self.checkpoint: Path | None = None

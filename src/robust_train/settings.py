@@ -278,6 +278,15 @@ def sweep_folder() -> Path | None:
     return Path(str(hydra.runtime.cwd)) / str(hydra.sweep.dir)
 
 
+def resume_command(cfg: DictConfig, run_dir: Path) -> str | None:
+    """The command of :func:`how_to_go_on`, for any working directory; None with resume=false."""
+    command = how_to_go_on(run_dir) if cfg.resume else None
+    if command is None or command.startswith("launch("):
+        return command
+    cwd = HydraConfig.get().runtime.cwd if HydraConfig.initialized() else os.getcwd()
+    return f"cd {shlex.quote(str(cwd))} && {command}"
+
+
 def how_to_go_on(run_dir: Path) -> str | None:
     """The command that goes on with an unfinished job; None for one of a sweep."""
     words = list(sys.orig_argv)
