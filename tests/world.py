@@ -179,7 +179,7 @@ class World:
         return self
 
     def with_libraries(self) -> World:
-        """The same world with ``tests/libraries`` installed, which an interpreter finds at start."""
+        """The same world with ``tests/libraries`` installed; an interpreter finds it at start."""
         self.alone = True
         base = self.folder / "installed"
         version = f"python{sys.version_info.major}.{sys.version_info.minor}"
