@@ -12,9 +12,10 @@ import importlib.util
 import site
 import sys
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
+from typing import Any
 
 from robust_train.execution.trainer_ref import MAIN_MODULE, TrainerRef
 
@@ -29,6 +30,20 @@ _NAME_MAKERS = frozenset({"*", "__getattr__", "__dict__", "globals", "locals", "
 _NAME_MAKERS |= {"exec", "eval", "setattr"}
 
 
+def find_trainer(
+    trainer: str | Callable[..., Any], inline: bool
+) -> tuple[TrainerRef, tuple[str, ...]]:
+    """Return how to load a trainer, and the libraries that its import imports.
+
+    Raises:
+        ConfigError: it certainly cannot be loaded.
+    """
+    if inline and not isinstance(trainer, str):
+        return TrainerRef("inline.trainer"), ()
+    ref = TrainerRef.of(trainer)
+    return ref, libraries_of(ref)
+
+
 def libraries_of(ref: TrainerRef) -> tuple[str, ...]:
     """Return the libraries that importing the trainer imports, in the order of their import.
 
@@ -37,6 +52,8 @@ def libraries_of(ref: TrainerRef) -> tuple[str, ...]:
     Raises:
         ConfigError: there is no such module or function, or its import will certainly fail.
     """
+    if ref.pickled is not None:
+        return ("torch",) if "torch" in sys.modules else ()
     reader = _Reader(ref)
     reader.read_trainer()
     return tuple(reader.found)

@@ -34,6 +34,7 @@ class AttemptRequest:
     ranks: int = 1  # processes that run the trainer together
     stop_grace_seconds: float = 20.0  # time for a last checkpoint
     batch_search: BatchSearch | None = None  # the micro-batch is to be found before training
+    has_live_status: bool = False  # the launcher shows steps and loss on a terminal
 
     @property
     def stacks_file(self) -> Path:
@@ -73,4 +74,5 @@ def request_for(
         ranks=1 if settings.is_script else spec.ranks,
         stop_grace_seconds=settings.stop_grace_seconds,
         batch_search=search,
+        has_live_status=settings.owns_terminal,
     )

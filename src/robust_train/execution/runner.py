@@ -64,6 +64,7 @@ def new_run(
         rank=rank,
         world_size=request.ranks,
         flags=flags,
+        has_live_status=request.has_live_status,
     )
     run.batch_search = request.batch_search
     return run
@@ -121,6 +122,7 @@ def call_trainer(trainer: Trainer, cfg: DictConfig, run: Run) -> Any:
     run.memory_keeper = keeper = AttemptMemory(run, cfg)
     run.micro_batch_plan = MicroBatchPlan.of(cfg)
     run.saving.plan = SavePlan.of(cfg)
+    run.logs_memory = cfg.memory.log_frequency > 0
     with keeper:
         try:
             parameters = inspect.signature(trainer).parameters

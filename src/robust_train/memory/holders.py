@@ -286,7 +286,9 @@ def _described(frame: FrameType, text: str) -> str:
 
 
 def _is_own(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__", "")).startswith(__package__)
+    """Return whether a frame is the launcher's; the built-in trainer counts as a user."""
+    module = str(frame.f_globals.get("__name__", ""))
+    return module.startswith("robust_train.") and not module.startswith("robust_train.vision.")
 
 
 def _variables(frame: FrameType) -> dict[str, Any]:

@@ -16,8 +16,8 @@ class PolicySettings:
     cpu_ranks: int = 1  # processes on the CPU
     num_workers: int = 0  # requested data-loader workers
     min_batch_size: int = 4  # no attempt uses a smaller micro-batch
-    # smaller micro-batches tried on one device, and failures in the same way without progress,
-    # before something else is tried
+    # smaller micro-batches tried on one device, and failures in the same way, before something
+    # else is tried; both since the last checkpoint of a later step
     max_retries: int = 3
     may_switch_gpu: bool = True  # whether another GPU may be taken
     allow_cpu_fallback: bool = True  # whether the CPU may be taken in the end

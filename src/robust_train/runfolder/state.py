@@ -78,6 +78,7 @@ class RunState:
     checkpoint_step: int | None = None
     reason: str | None = None  # why the last attempt, or the job, ended
     exit_code: int | None = None  # of the job that ended
+    resume_command: str | None = None  # what goes on with the job after it was interrupted
 
     @property
     def is_final(self) -> bool:

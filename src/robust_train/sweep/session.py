@@ -9,6 +9,7 @@ import os
 import sys
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -51,6 +52,7 @@ class Sweep:
 _sweep: Sweep | None = None
 _exit_code = 0
 _has_door = False
+_check: Callable[[DictConfig], None] | None = None
 
 
 def current_sweep() -> Sweep | None:
@@ -58,10 +60,19 @@ def current_sweep() -> Sweep | None:
     return _sweep
 
 
-def door_is_open() -> None:
-    """Declare that one of our commands sets this program's exit code."""
-    global _has_door
-    _has_door = True
+def door_is_open(check: Callable[[DictConfig], None] | None = None) -> None:
+    """Declare that one of our commands sets this program's exit code.
+
+    ``check`` raises ConfigError for a job that shall not start.
+    """
+    global _has_door, _check
+    _has_door, _check = True, check
+
+
+def check_job(config: DictConfig) -> None:
+    """Check a single job before anything is written; raises ConfigError."""
+    if _check is not None:
+        _check(config)
 
 
 def has_door() -> bool:
