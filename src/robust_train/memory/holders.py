@@ -85,7 +85,7 @@ class HeldTensor:
     """A tensor that is alive."""
 
     bytes: int  # of its storage, which it may share with others
-    shape: list[int]  # its own
+    shape: tuple[int, ...]  # its own
     dtype: str  # `float32`
     device: str  # `cuda:0`, `cpu`
     owner: str  # who holds it, as holder_of returns it
@@ -93,8 +93,7 @@ class HeldTensor:
 
     def __str__(self) -> str:
         graph = " with the graph it was computed by" if self.has_graph else ""
-        what = f"{self.bytes / MIB:.1f} MiB {self.dtype} {tuple(self.shape)}"
-        return f"{what}{graph}, held by {self.owner}"
+        return f"{self.bytes / MIB:.1f} MiB {self.dtype} {self.shape}{graph}, held by {self.owner}"
 
 
 def largest(
@@ -117,7 +116,7 @@ def largest(
     return [
         HeldTensor(
             bytes=tensor.untyped_storage().nbytes(),
-            shape=list(tensor.shape),
+            shape=tuple(tensor.shape),
             dtype=str(tensor.dtype).removeprefix("torch."),
             device=str(tensor.device),
             owner=owner,

@@ -29,7 +29,8 @@ def largest_tensors(top: int = 20, *, devices: Collection[str] | None = None) ->
     """
     tensors = holders.live_tensors()
     wanted = holders.training_devices() if devices is None else devices
-    return [vars(tensor) for tensor in holders.largest(tensors, devices=wanted, top=top)]
+    found = holders.largest(tensors, devices=wanted, top=top)
+    return [{**vars(tensor), "shape": list(tensor.shape)} for tensor in found]
 
 
 def safe_tensor_to_cpu(value: _T) -> _T:
