@@ -99,6 +99,7 @@ def run_attempt(
         try:
             with AttemptRequests(run, run.run_dir, tick):
                 result = call_trainer(load(), request.cfg, run)
+                run.is_cooperative = True  # a signal has nothing to interrupt any more
             ending = Finished(plain(result))
         except SystemExit as stop:
             if stop.code in (None, 0):
@@ -112,6 +113,8 @@ def run_attempt(
             message = "stopped to go on with half the micro-batch"
             failure = Failure(FailureKind.INTERRUPTED, message)
             ending = Failed(failure, stopped_for=HALVE_BATCH)
+        elif run.was_told_to_stop and isinstance(ending, Finished):
+            ending = Failed(Failure(FailureKind.INTERRUPTED, "it was asked to stop, and did"))
         memory: Mapping[str, int] = {}
         with contextlib.suppress(Exception):  # after a sticky error CUDA answers nothing
             memory = memory_in_use()
