@@ -44,6 +44,7 @@ Stopping = Callable[[Callable[[], None]], AbstractContextManager[Any]]
 
 _LARGEST_ERROR_BYTES = 20_000
 _WORKER_REPRIEVE_SECONDS = 5.0
+_WAKES_MAIN_THREAD = signal.SIGURG
 
 
 def new_run(
@@ -248,6 +249,8 @@ def stop_on_signals(stop: Callable[[], None]) -> Iterator[None]:
     def in_worker(stop: object) -> None:
         # torch's workers have handlers in C, which a blocked signal does not reach
         signal.pthread_sigmask(signal.SIG_BLOCK, watched)
+        with contextlib.suppress(ValueError):
+            signal.signal(_WAKES_MAIN_THREAD, lambda *_: None)
         threading.Thread(target=_end_at_signal, args=(watched,), daemon=True).start()
 
     for signum in watched:
@@ -266,4 +269,6 @@ def _end_at_signal(watched: Sequence[signal.Signals]) -> None:
             info = signal.sigtimedwait(watched, _WORKER_REPRIEVE_SECONDS) or info
         signal.pthread_sigmask(signal.SIG_UNBLOCK, watched)
         os.kill(os.getpid(), info.si_signo)
+        # a handler in Python runs in the main thread, which may wait for its next task for ever
+        signal.pthread_kill(threading.main_thread().ident or 0, _WAKES_MAIN_THREAD)
         signal.pthread_sigmask(signal.SIG_BLOCK, watched)
