@@ -170,8 +170,10 @@ def test_a_trainer_that_reports_nothing_may_have_run_out_in_a_step():
     assert after(began, settings=replace(SETTINGS, reports_start=True)).action == "halve_batch"
 
 
-def test_an_import_without_memory_is_no_matter_of_batch_or_workers():
-    failure = failed(first_attempt(SETTINGS, ()), FailureKind.HOST_OOM, Evidence(clue=Clue.IMPORT))
+@pytest.mark.parametrize("end_step", [None, 7])
+def test_an_import_without_memory_is_no_matter_of_batch_or_workers(end_step: int | None):
+    spec, evidence = first_attempt(SETTINGS, ()), Evidence(clue=Clue.IMPORT)
+    failure = failed(spec, FailureKind.HOST_OOM, evidence, end_step=end_step)
     decision = decide(SETTINGS, (failure,), ())
     assert isinstance(decision, GiveUp)
     assert "while a module was imported" in decision.reason

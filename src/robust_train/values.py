@@ -162,7 +162,7 @@ class Clue:
     IMPORT = "import"
     """Memory ran out while a module was imported."""
     MODEL = "model"
-    """Memory ran out while a model was moved to the device."""
+    """Memory ran out while a model was made, loaded or moved to the device."""
     SHARED_MEMORY = "shared_memory"
     """``/dev/shm`` is too small."""
     DOWNLOAD = "download"
@@ -289,6 +289,12 @@ class Outcome:
     stopped_for: str | None = None
     traceback: str | None = None
     error: BaseException | None = field(default=None, compare=False)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it certainly reached its first step."""
+        reached = self.end_step is not None or self.micro_batch is not None
+        return self.began_training or reached
 
     @property
     def taken_by_others_bytes(self) -> int:

@@ -77,20 +77,13 @@ class AttemptProgress:
 
     def outcome(
         self,
-        failure: Failure | None,
-        seconds: float,
+        failure: Failure | None,  # why it failed, None if it completed
+        seconds: float,  # wall time
         *,
-        max_resident_bytes: int = 0,
-        error: BaseException | None = None,
+        max_resident_bytes: int = 0,  # the process's peak, where it is known from outside
+        error: BaseException | None = None,  # the exception, where it could be carried over
     ) -> Outcome:
-        """Return the outcome of an attempt that has ended.
-
-        Args:
-            failure: why it failed, None if it completed.
-            seconds: wall time.
-            max_resident_bytes: the process's peak, where it is known from outside.
-            error: the exception, where it could be carried over.
-        """
+        """Return the outcome of an attempt that has ended."""
         failed = self.ending if isinstance(self.ending, Failed) else None
         on_gpu = "max_allocated" in self.memory
         resident = max_resident_bytes or self.memory.get("max_resident")

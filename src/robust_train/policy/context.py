@@ -19,24 +19,15 @@ from robust_train.values import (
     gpus_of,
 )
 
-_BEFORE_TRAINING = (Clue.IMPORT, Clue.MODEL)
-
 
 @dataclass(frozen=True)
 class FailureContext:
-    """A failure and all that happened before it.
+    """A failure and all that happened before it."""
 
-    Attributes:
-        settings: what the user asked for.
-        history: every attempt so far; the last one has failed.
-        gpus: those that could be taken now, best first, the job's own included.
-        held: those that the job may use, but others have them now.
-    """
-
-    settings: PolicySettings
-    history: tuple[Attempt, ...]
-    gpus: tuple[GpuInfo, ...]
-    held: tuple[GpuInfo, ...] = ()
+    settings: PolicySettings  # what the user asked for
+    history: tuple[Attempt, ...]  # every attempt so far; the last one has failed
+    gpus: tuple[GpuInfo, ...]  # those that could be taken now, best first, the job's own included
+    held: tuple[GpuInfo, ...] = ()  # those that the job may use, but others have them now
 
     @property
     def attempt(self) -> Attempt:
@@ -82,15 +73,16 @@ class FailureContext:
 
     @property
     def failed_before_training(self) -> bool:
-        """Whether it certainly failed before the first step, so that the batch is no matter.
+        """Whether it certainly failed outside of a step, so that the batch is no matter.
 
         For a trainer that reports nothing only the stack is evidence.
         """
-        outcome = self.attempt.outcome
-        if has_begun(self.attempt) or outcome.micro_batch is not None:
+        if self.evidence.clue == Clue.IMPORT:  # whenever that was
+            return True
+        if self.attempt.outcome.has_begun:
             return False
         return (
-            self.evidence.clue in _BEFORE_TRAINING
+            self.evidence.clue == Clue.MODEL
             or self.settings.reports_start
             or any(attempt.outcome.began_training for attempt in self.history)
         )
@@ -162,11 +154,6 @@ class FailureContext:
     def new_in(self, group: Group) -> Group:
         """The GPUs of ``group`` that the attempt did not have."""
         return tuple(gpu for gpu in group if gpu not in self.last.gpus)
-
-
-def has_begun(attempt: Attempt) -> bool:
-    """Return whether it certainly reached its first step."""
-    return attempt.outcome.began_training or attempt.outcome.end_step is not None
 
 
 def failed_gpus(attempt: Attempt) -> Group:
