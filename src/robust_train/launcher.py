@@ -198,9 +198,9 @@ class Job:
             with self.signals.handed_to(lambda signum: None):
                 executor.close(keep_server=healthy)
                 self.devices.release()
-        self.signals.raise_if_received()
         if last.decision is None:
             return self._end("completed", None, last.attempt.outcome.result)
+        self.signals.raise_if_received()
         return self._end("failed", last.decision.reason)
 
     def _executor(self) -> InlineExecutor | ProcessExecutor:
