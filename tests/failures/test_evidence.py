@@ -287,9 +287,11 @@ def test_advice_names_the_keys_that_a_trainer_has() -> None:
     error = RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
     assert "training.mixed_precision" in fitting(error)
     own = fitting(error, is_built_in=False)
-    assert "training.batch_size" in own and "training.mixed_precision" not in own
+    assert "training.batch_size" in own
+    assert "training.mixed_precision" not in own
     script = fitting(error, is_script=True, is_built_in=False)
-    assert "--batch-size" in script and "training." not in script
+    assert "--batch-size" in script
+    assert "training." not in script
 
 
 def test_before_the_first_step_no_smaller_batch_is_advised() -> None:

@@ -299,7 +299,7 @@ def _described(frame: FrameType, text: str) -> str:
 
 
 def _is_own(frame: FrameType) -> bool:
-    """Return whether it is a frame of the launcher's; those of the built-in trainer are a user's."""
+    """Return whether it is a frame of the launcher's; the built-in trainer's are as a user's."""
     module = str(frame.f_globals.get("__name__", ""))
     return module.startswith("robust_train.") and not module.startswith("robust_train.vision.")
 
