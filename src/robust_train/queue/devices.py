@@ -108,7 +108,7 @@ class Devices:
             log.warning("%s", visible.warning)
         if not visible.gpus and not settings.auto_device and settings.device != "auto":
             raise ConfigError(f"device={settings.device}: no such GPU here: {visible.why_none}")
-        if not visible.gpus and visible.answered:  # a driver that hangs may come back
+        if not visible.gpus:
             has_gpus = visible.may_have_gpus and not visible.hidden_on_purpose
             return self._cpu_or_nothing(visible.why_none, has_gpus=has_gpus)
         only = () if settings.auto_device else _named(settings.device, visible)
