@@ -96,6 +96,7 @@ class Inventory:
             differ, no GPUs), else None.
         driver_version: of the NVIDIA driver, None where unknown.
         answered: False where the driver hangs, so that nothing is known of the GPUs.
+        may_have_gpus: False without any driver, and where it lists no GPU.
     """
 
     gpus: tuple[GpuInfo, ...] = ()
@@ -103,6 +104,7 @@ class Inventory:
     problem: str | None = None
     driver_version: str | None = None
     answered: bool = True
+    may_have_gpus: bool = True
 
 
 class FailureKind(str, Enum):
