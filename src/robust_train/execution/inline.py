@@ -58,6 +58,7 @@ class InlineExecutor:
         def take(event: Event) -> None:
             nonlocal progress
             progress = progress.after(event)
+            self._signals.is_over = isinstance(progress.ending, Finished)
             if not isinstance(event, (Finished, Failed)):
                 on_event(event)
 

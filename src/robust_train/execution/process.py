@@ -96,6 +96,7 @@ class ProcessExecutor:
         def take(event: Event) -> None:
             nonlocal progress
             progress = progress.after(event)
+            self._signals.is_over = isinstance(progress.ending, Finished)
             if isinstance(event, ScriptStarted):
                 # logged here, because what the attempt prints is evidence
                 log.info("running %s", shlex.join(event.argv))
