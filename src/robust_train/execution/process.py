@@ -44,13 +44,6 @@ _SIGNAL_SECONDS = 0.5
 class ProcessExecutor:
     """Runs attempts in processes of their own.
 
-    Args:
-        trainer: what to run.
-        libraries: what its module imports.
-        cfg: the composed config.
-        run_dir: where the attempts' output is kept, as ``attempt-<n>.log``.
-        signals: the launcher's signals.
-
     Raises:
         ConfigError: the config's own list of libraries is none.
     """
