@@ -253,6 +253,8 @@ class Outcome:
         start_step: optimizer step it started from (0 for a fresh start).
         end_step: last optimizer step it reported, None if it reported none.
         began_training: it reported that training begins, which some trainers never do.
+        saved_step: step of its last checkpoint, None if it has none or no step is known.
+        saves: how many checkpoints it reported.
         peak_memory_bytes: of the device, or of the process where it ran on the CPU.
         memory: device memory at the end (``allocated``, ``reserved``, ``max_allocated``), bytes;
             of several ranks that of the one with the highest peak.
@@ -275,6 +277,8 @@ class Outcome:
     start_step: int = 0
     end_step: int | None = None
     began_training: bool = False
+    saved_step: int | None = None
+    saves: int = 0
     peak_memory_bytes: int | None = None
     memory: dict[str, int] | None = None
     memory_returned: Mapping[str, object] | None = None

@@ -12,7 +12,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from robust_train.events import Event, Failed, Finished, ScriptStarted, Stalled
 from robust_train.execution import at_hand
 from robust_train.execution.fork_messages import Exited
 from robust_train.execution.fork_server import ForkServer, ServerDied
-from robust_train.execution.library_imports import PRELOAD, libraries_of
+from robust_train.execution.library_imports import PRELOAD
 from robust_train.execution.progress import AttemptProgress
 from robust_train.execution.request import AttemptRequest
 from robust_train.execution.signals import SignalWatch
@@ -44,28 +44,26 @@ _SIGNAL_SECONDS = 0.5
 class ProcessExecutor:
     """Runs attempts in processes of their own.
 
-    Args:
-        trainer: what to run.
-        cfg: the composed config.
-        run_dir: where the attempts' output is kept, as ``attempt-<n>.log``.
-        signals: the launcher's signals.
-
     Raises:
-        ConfigError: the trainer cannot be imported, as far as its source shows.
+        ConfigError: the config's own list of libraries is none.
     """
 
     def __init__(
-        self, trainer: TrainerRef, cfg: DictConfig, run_dir: Path, signals: SignalWatch
+        self,
+        trainer: TrainerRef,
+        libraries: Sequence[str],
+        cfg: DictConfig,
+        run_dir: Path,
+        signals: SignalWatch,
     ) -> None:
         self._trainer = trainer
         self._cfg = cfg
         self._run_dir = run_dir
         self._signals = signals
-        found = libraries_of(trainer)
         wanted = OmegaConf.select(cfg, f"trainer.{PRELOAD}")
         if wanted is not None and not isinstance(wanted, ListConfig):
             raise ConfigError(f"trainer.{PRELOAD}={wanted}: accepted is a list of modules")
-        self._libraries = list(found) if wanted is None else [str(name) for name in wanted]
+        self._libraries = list(libraries) if wanted is None else [str(name) for name in wanted]
         if cfg.num_gpus > 1 and OmegaConf.select(cfg, "trainer.argv") is None:
             self._libraries.append("torch.distributed")
         self._unsafe: set[str] = set()
@@ -98,6 +96,7 @@ class ProcessExecutor:
         def take(event: Event) -> None:
             nonlocal progress
             progress = progress.after(event)
+            self._signals.is_over = isinstance(progress.ending, Finished)
             if isinstance(event, ScriptStarted):
                 # logged here, because what the attempt prints is evidence
                 log.info("running %s", shlex.join(event.argv))

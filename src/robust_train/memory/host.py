@@ -17,21 +17,13 @@ _UNLIMITED = 2**60
 
 @dataclass(frozen=True)
 class HostMemory:
-    """In bytes.
+    """In bytes."""
 
-    Attributes:
-        resident: memory of this process that is in RAM.
-        peak: the most that ever was, since the process began or the peak was reset.
-        data: writable private memory, which RLIMIT_DATA limits.
-        available: what a new program could get, here and within the cgroup.
-        total: of the machine, or of the cgroup where that has less.
-    """
-
-    resident: int
-    peak: int
-    data: int
-    available: int
-    total: int
+    resident: int  # memory of this process that is in RAM
+    peak: int  # the most that ever was, since the process began or the peak was reset
+    data: int  # writable private memory, which RLIMIT_DATA limits
+    available: int  # what a new program could get, here and within the cgroup
+    total: int  # of the machine, or of the cgroup where that has less
 
 
 def read_host_memory() -> HostMemory:

@@ -69,20 +69,15 @@ def first_attempt(settings: PolicySettings, gpus: Group) -> AttemptSpec:
 
 
 def decide(
-    settings: PolicySettings,
-    history: tuple[Attempt, ...],
+    settings: PolicySettings,  # what the user asked for
+    history: tuple[Attempt, ...],  # every attempt so far; the last one has failed
+    # the GPUs that could be taken now, best first; empty where there are none
     gpus: tuple[GpuInfo, ...],
-    held: tuple[GpuInfo, ...] = (),
+    held: tuple[GpuInfo, ...] = (),  # GPUs that the job may use, but that others have now
 ) -> Decision:
     """Choose the next attempt, or give up.
 
     A retry that has to wait for room carries in ``otherwise`` what to do if the wait is in vain.
-
-    Args:
-        settings: what the user asked for.
-        history: every attempt so far; the last one has failed.
-        gpus: the GPUs that could be taken now, best first; empty where there are none.
-        held: GPUs that the job may use, but that others have now.
     """
     context = FailureContext(settings, history, gpus, held)
     if context.failure.kind is FailureKind.DEVICE_FAULT:

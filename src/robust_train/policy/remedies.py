@@ -321,7 +321,7 @@ def _would_have_fitted(context: FailureContext, taken: int) -> bool:
 
 def _tries_of_the_same(context: FailureContext) -> int:
     here = (context.last.device_key, context.last.batch_size)
-    return sum((a.spec.device_key, a.spec.batch_size) == here for a in context.history)
+    return sum((a.spec.device_key, a.spec.batch_size) == here for a in context.since_progress)
 
 
 def _size_that_should_fit(context: FailureContext, *, had: int, offered: int) -> tuple[int, int]:
