@@ -53,8 +53,8 @@ def test_what_of_a_result_is_no_json_is_named_by_its_place(caplog):
     assert (saved["best"]["scores"][0], type(saved["best"]["model"])) == (1.5, str)
     assert [record.getMessage() for record in caplog.records] == [
         "the trainer's result['loss'] is nan, which JSON lacks: it is saved as null",
-        "the trainer's result['best']['model'] is a builtins.object, which is not JSON: it is saved "
-        "as text",
+        "the trainer's result['best']['model'] is a builtins.object, which is not JSON: it is "
+        "saved as text",
         "the trainer's result['best']['scores'][1] is inf, which JSON lacks: it is saved as null",
     ]
 
