@@ -50,14 +50,10 @@ def last_stack_in(log: str) -> str:
 
 @dataclass(frozen=True)
 class NativeStack:
-    """What Python prints of its own frames when native code ends the process.
+    """What Python prints of its own frames when native code ends the process."""
 
-    Attributes:
-        cause: ``Segmentation fault``.
-        frames: of the thread that crashed, innermost first, without the launcher's own.
-    """
-
-    cause: str
+    cause: str  # `Segmentation fault`
+    # of the thread that crashed, innermost first, without the launcher's own
     frames: tuple[str, ...]
 
     @property
