@@ -293,7 +293,8 @@ def how_to_go_on(run_dir: Path) -> str | None:
         words.append(f"hydra.run.dir={run_dir}")
     elif "--" in words and "run" in words[: words.index("--")]:
         split = words.index("--")
-        words[split:split] = ["--run-dir", str(run_dir)]
+        if not any(word.startswith("--run-dir") for word in words[:split]):
+            words[split:split] = ["--run-dir", str(run_dir)]
     else:
         return f"launch(…, run_dir={str(run_dir)!r})"
     return shlex.join(words)
