@@ -185,14 +185,15 @@ def test_what_lies_between_two_launches_is_no_part_of_the_time(recovered):
 def test_memory_is_drawn_by_device_and_without_samples_from_what_trainers_report(journal):
     journal(0, STARTED)
     journal.start(1, device="cuda:1")
-    journal(1, MemoryReported("start", allocated=GIB, reserved=2 * GIB), 1)
+    for name in ("start", "first step"):
+        journal(1, MemoryReported(name, allocated=GIB, reserved=2 * GIB), 1)
     journal.start(2, device="cpu")
     samples = [Sample(journal.at + i, 2, "cpu", i, resident=GIB + i) for i in range(3)]
     text = "".join(encode(sample) + "\n" for sample in samples)
     (journal.folder / "memory.jsonl").write_text(text + '{"time": 1, "attempt"')
     story = journal.story
     assert [(m.device, len(m.samples), m.sampled) for m in story.memory] == [
-        ("cuda:1", 1, False),
+        ("cuda:1", 2, False),
         ("cpu", 3, True),
     ]
     assert story.ended == samples[-1].time, "the last sample is a sign of life"
