@@ -26,6 +26,8 @@ from robust_train.memory.allocator import (
 from robust_train.policy.sizes import PolicySettings
 from robust_train.values import MIB, AttemptSpec
 
+_LONGEST_COMMAND = 2000
+
 
 @dataclass(frozen=True)
 class LauncherSettings:
@@ -222,7 +224,9 @@ def about_job(cfg: DictConfig, run_dir: Path) -> dict[str, str]:
         # the default is no matter of a trainer that has its own
         if _is_built_in(cfg) or any(one.startswith(group) for one in overrides):
             about[group] = str(OmegaConf.select(cfg, f"{group}.name") or "")
-    about |= {"overrides": shlex.join(overrides), "command": shlex.join(sys.orig_argv)}
+    # of `python -c` the command is a whole program
+    command = shlex.join(sys.orig_argv)[:_LONGEST_COMMAND]
+    about |= {"overrides": shlex.join(overrides), "command": command}
     return {key: value for key, value in about.items() if value}
 
 
