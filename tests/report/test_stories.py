@@ -103,7 +103,8 @@ def test_one_value_is_no_curve_and_one_sample_no_chart(journal):
     journal(0, STARTED)
     journal.start(1, device="cpu")
     journal(1, Progress(1, metrics={"accuracy": 0.5}), 1)
-    journal(0, MemoryReported("start", resident=MIB), 1)
+    sample = Sample(journal.at, 1, "cpu", 1, resident=MIB)
+    (journal.folder / "memory.jsonl").write_text(encode(sample) + "\n")
     journal.end(1, seconds=1, peak_memory_bytes=3 * MIB, device="cpu")
     assert curve_charts(journal.story) == memory_charts(journal.story) == []
     assert reported_once(journal.story) == [("accuracy", "0.5")]

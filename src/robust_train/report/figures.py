@@ -121,7 +121,7 @@ def memory_charts(story: Story) -> list[Chart]:
     clock = Clock(story)
     charts = []
     for device in story.memory:
-        if len(device.samples) < 2:  # there is nothing to see of one moment
+        if len(device.samples) < 2 and not device.marks:  # there is nothing to see
             continue
         charts.append(_memory_chart(story, device, device.samples, clock, clock.axis))
         close = _first_steps(device)
