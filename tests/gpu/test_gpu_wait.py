@@ -242,7 +242,8 @@ def test_a_waiting_program_takes_the_gpu_that_becomes_free(machine_with: Machine
     process = machine.start(WAIT.format(interval=0.05))
     assert process.stderr is not None
     line = process.stderr.readline()
-    assert line.startswith("waiting for a GPU with 4000 MiB free, ")
+    assert line.startswith("waiting for a GPU, ")
+    assert "GPUs 0, 1: at most 100 of 4000 MiB free" in line
     assert f"pid {os.getpid()}" in line
     machine.update(1, free_mib=12000)
     out, _ = process.communicate(timeout=60)
@@ -288,7 +289,7 @@ def test_a_terminal_shows_one_line_that_is_rewritten_and_wiped(machine_with: Mac
         stderr=other_side,
     )
     os.close(other_side)
-    seen = read_until(terminal, b"waiting for a GPU with 4000 MiB free, ")
+    seen = read_until(terminal, b"waiting for a GPU, ")
     machine.update(0, free_mib=9000)
     seen += read_until(terminal, b"no such text")
     out, _ = process.communicate(timeout=60)

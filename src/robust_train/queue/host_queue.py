@@ -94,13 +94,17 @@ class HostQueue:
         return wait_for_gpu(request, read=self._read, on_status=on_status, sleep=sleep)
 
     def open_gpus(self) -> tuple[GpuInfo, ...]:
-        """Return the GPUs that the job could have now, its own included, ``free_bytes`` usable."""
+        """Return the GPUs that the job could have now, its own included, ``free_bytes`` usable.
+
+        Its own alone while another process holds the queue lock.
+        """
         if self._reservation is not None and self._registry is not None:
             try:
                 with self._deciding(self._registry) as visible:
                     return self._open_gpus(self._registry, self._reservation, visible, 0)
             except RegistryBusy:
-                return ()
+                mine = self._reservation.record.gpus
+                return tuple(gpu for gpu in self._read(False).gpus if gpu.uuid in mine)
             except QueueProblem as problem:
                 self._do_without(problem)
         return self._read(False).gpus

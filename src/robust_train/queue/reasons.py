@@ -108,15 +108,15 @@ def _sentence(
 ) -> str:
     numbers = ", ".join(dict.fromkeys(str(state.gpu.index) for state in states))
     if text in ("ours", "others"):
-        emptiest = max(states, key=lambda state: state.usable)
-        text = f"{max(emptiest.usable, 0) // MIB} of {mib(job.need_bytes)} free"
-        processes = sorted(emptiest.gpu.processes or (), key=lambda p: -(p.used_bytes or 0))
-        if len(states) > 1:
-            text = f"at most {text}"
-        elif emptiest.reservations:
-            text += f" beside job {', '.join(r.id for r in emptiest.reservations)}"
+        usable = max(max(state.usable for state in states), 0)
+        text = f"{'at most ' * (len(states) > 1)}{usable // MIB} of {mib(job.need_bytes)} free"
+        jobs = dict.fromkeys(r.id for state in states for r in state.reservations)
+        processes = [one for state in states for one in state.gpu.processes or ()]
+        if jobs:
+            text += f" beside job {', '.join(jobs)}"
         elif processes:
-            text += f", {describe_process(processes[0], holders)}"
+            largest = max(processes, key=lambda process: process.used_bytes or 0)
+            text += f", {describe_process(largest, holders)}"
     return f"GPU{'s' * (len(states) > 1)} {numbers}: {text}"
 
 
