@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from hypothesis import given
@@ -12,9 +13,12 @@ from robust_train.gpu.select import (
     explain,
     largest_possible,
     rank,
-    select,
 )
 from robust_train.values import MIB, GpuInfo
+
+
+def select(gpus: Sequence[GpuInfo], min_bytes: int) -> GpuInfo | None:
+    return next(iter(rank(gpus, min_bytes)), None)
 
 
 def gpu(index: int, free: int, **more: Any) -> GpuInfo:

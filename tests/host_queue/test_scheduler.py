@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from robust_train.gpu.processes import Holder
-from robust_train.queue.reasons import LONGEST, why_not, why_waiting
+from robust_train.queue.reasons import LONGEST, describe, why_waiting
 from robust_train.queue.scheduler import (
     GpuReservation,
     Plan,
@@ -94,7 +94,7 @@ def test_a_record_that_cannot_be_read_may_hold_any_gpu() -> None:
     hidden = replace(held(None, 0), id="x")
     decided = plan([job(1, 4000)], [hidden], [gpu(A), gpu(B)])
     assert not decided.grants
-    said = why_not(job(1, 4000), [hidden], [gpu(A)], decided)
+    said = why_waiting(job(1, 4000), [hidden], [gpu(A)], decided)
     assert "the record of job x cannot be read" in said
 
 
@@ -144,17 +144,15 @@ def test_a_running_job_may_move_where_nobody_before_it_waits() -> None:
     assert not open_to(me, [earlier], [held(B, 1000)], gpus)
 
 
-def test_a_waiter_is_told_what_it_needs_who_holds_it_and_what_is_kept_for_whom() -> None:
+def test_each_gpu_is_described_with_who_has_how_much_of_it() -> None:
     gpus = [gpu(A, total=40000, free=22000), gpu(B, free=35000)]
     holdings = [replace(held(A, 10000, 10000, jobs_per_device=2), id="7-ab", owner="lora, ada")]
-    line = [job(1, 36000, per_device=2), job(2, 30000, per_device=2)]
-    decided = plan(line, holdings, gpus)
-    said = why_not(line[1], holdings, gpus, decided)
-    assert said.startswith(
-        "needs 30000 MiB; GPU 0 (A100, GPU-a…) has 22000 MiB of 40000 MiB free: "
+    first, second = describe(holdings, gpus)
+    assert first == (
+        "GPU 0 (A100, GPU-a…): 22000 MiB of 40000 MiB free, "
+        "10000 MiB reserved by job 7-ab (lora, ada), 8000 MiB used by others"
     )
-    assert "10000 MiB reserved by job 7-ab (lora, ada), 8000 MiB used by others" in said
-    assert "kept for job job1, which came earlier" in said
+    assert second.endswith("35000 MiB of 40000 MiB free, 5000 MiB used by others")
 
 
 def test_the_reason_for_waiting_names_the_nearest_obstacle_first_in_one_short_line() -> None:

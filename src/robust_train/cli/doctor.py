@@ -57,14 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if (uuid := arguments.clear) is not None:
             if registry is None or not clear(registry.directory, uuid):
-                others = [] if registry is None else read_exclusions(registry.directory)
-                by = next((item.by for item in others if item.uuid == uuid), None)
-                why = (
-                    f"a job of {by} excluded it; {by} or root can clear that"
-                    if by
-                    else ("it is not excluded")
-                )
-                return fail(f"doctor --clear {uuid}", why)
+                return fail(f"doctor --clear {uuid}", "no job of yours excluded it")
             print(f"{uuid} is no longer excluded")
             return 0
         inventory = read_inventory(processes=False)

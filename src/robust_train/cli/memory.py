@@ -72,20 +72,15 @@ def cleanup(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if arguments.stats_only:
         return _info("cleanup", arguments.run, as_json=arguments.json)
-    return _request("cleanup", "clear", arguments, {"force": arguments.force}, with_machine=True)
+    return _request("cleanup", "clear", arguments, {"force": arguments.force})
 
 
 def _request(
-    command: str,
-    action: str,
-    arguments: argparse.Namespace,
-    options: dict[str, Json],
-    *,
-    with_machine: bool = False,
+    command: str, action: str, arguments: argparse.Namespace, options: dict[str, Json]
 ) -> int:
     """Have a live run carry out an action and print the answer; return the exit code.
 
-    ``with_machine``: also print the machine's memory as it is after that.
+    ``cleanup`` also shows the machine's memory as it is after that.
     """
     problem = None
     try:
@@ -96,7 +91,7 @@ def _request(
         problem = f"{error}; {_WITHOUT_A_RUN[action].format(*options.values())}"
     except (NoLiveRun, ControlError) as error:
         problem = str(error)
-    machine = read_machine_memory() if with_machine else {}
+    machine = read_machine_memory() if command == "cleanup" else {}
     if problem is not None:
         answer = {"error": problem}
         fail(command, problem)

@@ -24,12 +24,6 @@ def tie_breaker(gpu: GpuInfo) -> tuple[int, str, str]:
     return 101 if busy is None else busy, gpu.pci_bus_id, gpu.uuid
 
 
-def select(gpus: Sequence[GpuInfo], min_bytes: int) -> GpuInfo | None:
-    """Return the best GPU by :func:`rank`, or None."""
-    ranked = rank(gpus, min_bytes)
-    return ranked[0] if ranked else None
-
-
 def choose_group(gpus: Sequence[GpuInfo], count: int) -> Group:
     """Return ``count`` of the GPUs, which are best first; none if there are too few.
 
@@ -79,8 +73,3 @@ def describe_process(process: GpuProcess, holders: Mapping[int, Holder]) -> str:
     if holder is not None:
         who = f"{holder.command} ({who}, {holder.user})"
     return who if process.used_bytes is None else f"{who} {mib(process.used_bytes)}"
-
-
-def needed(size_bytes: int, count: int = 1) -> str:
-    """Return what a job needs: ``6000 MiB``, ``2 GPUs with 6000 MiB each``."""
-    return mib(size_bytes) if count == 1 else f"{count} GPUs with {mib(size_bytes)} each"

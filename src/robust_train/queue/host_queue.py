@@ -91,7 +91,7 @@ class HostQueue:
                 return self._wait_in_queue(registry, before, request, on_status, sleep)
         except QueueProblem as problem:
             self._do_without(problem)
-        return wait_for_gpu(request, read=self._read, on_status=on_status, sleep=sleep)
+        return wait_for_gpu(request, read=self.read, on_status=on_status, sleep=sleep)
 
     def open_gpus(self) -> tuple[GpuInfo, ...]:
         """Return the GPUs that the job could have now, its own included, ``free_bytes`` usable.
@@ -104,14 +104,10 @@ class HostQueue:
                     return self._open_gpus(self._registry, self._reservation, visible, 0)
             except RegistryBusy:
                 mine = self._reservation.record.gpus
-                return tuple(gpu for gpu in self._read(False).gpus if gpu.uuid in mine)
+                return tuple(gpu for gpu in self.read().gpus if gpu.uuid in mine)
             except QueueProblem as problem:
                 self._do_without(problem)
-        return self._read(False).gpus
-
-    def read(self) -> Visible:
-        """Return all GPUs that the job may use, excluded ones marked as unusable."""
-        return self._read(False)
+        return self.read().gpus
 
     def take(self, uuids: Sequence[str], need_bytes: int) -> bool:
         """Reserve the next attempt's GPUs in place of the last one's.
@@ -222,7 +218,7 @@ class HostQueue:
         try:
             return wait_for_gpu(
                 request,
-                read=self._read,
+                read=self.read,
                 on_status=note,
                 sleep=lambda seconds: sleep(seconds, queued.fd),
                 queued=queued,
@@ -236,9 +232,9 @@ class HostQueue:
     @contextlib.contextmanager
     def _deciding(self, registry: JobRegistry) -> Iterator[Visible]:
         """Hold the queue lock, with fresh figures of the GPUs."""
-        self._read(False)  # a driver that hangs does so before the lock is taken
+        self.read()  # a driver that hangs does so before the lock is taken
         with registry.locked():
-            yield self._read(False)
+            yield self.read()
 
     def _open_gpus(
         self,
@@ -267,7 +263,8 @@ class HostQueue:
         with unless, self._registry.locked(_REPORT_SECONDS):
             self._reservation.update(record)
 
-    def _read(self, processes: bool) -> Visible:
+    def read(self, processes: bool = False) -> Visible:
+        """Return all GPUs that the job may use, excluded ones marked as unusable."""
         visible = self._read_machine(processes)
         excluded = [] if self._registry is None else read_exclusions(self._registry.directory)
         if not excluded:
