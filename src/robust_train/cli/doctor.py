@@ -245,10 +245,11 @@ def _print_queue(queue: dict[str, Json]) -> None:
 
 
 def _described(gpu: dict[str, Json]) -> str:
-    """Return two lines: whether it is usable, and what it is."""
-    about = [gpu["name"], gpu["uuid"]]
-    if gpu["compute_mode"]:
-        mode = f"compute mode {gpu['compute_mode']}"
-        about += [f"{mode}, MPS" if gpu["mps"] else mode, f"{mib(gpu['free_bytes'])} free"]
+    """Return whether it is usable, what it is, and its UUID, a line each."""
+    about = gpu["name"]
+    if about is not None:
+        mps = ", MPS" if gpu["mps"] else ""
+        about += f", compute mode {gpu['compute_mode']}{mps}, {mib(gpu['free_bytes'])} free"
     state = gpu["why_not"] or gpu["why_no_room"] or "usable"
-    return f"GPU {gpu['index']}: {state}\n  {', '.join(fact for fact in about if fact)}"
+    lines = (f"GPU {gpu['index']}: {state}", about, gpu["uuid"])
+    return "\n  ".join(line for line in lines if line)
