@@ -54,7 +54,7 @@ def test_the_queue_names_jobs_that_train_on_the_cpu(
 ):
     monkeypatch.setenv("ROBUST_TRAIN_QUEUE_DIR", str(tmp_path / "queue"))
     with open_folder(tmp_path / "one") as one, open_folder(tmp_path / "two"):
-        one.attempt_starts(1, AttemptStarted("cpu", (), 1, 64, 1, 0, None, False, None))
+        one.attempt_starts(1, AttemptStarted("cpu", 64, 1))
         assert queue.main([]) == 0
     said = "no job holds or waits for a GPU; 1 job runs on the CPU (robust-train run list)\n"
     assert capsys.readouterr().out == said
