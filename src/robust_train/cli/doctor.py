@@ -125,13 +125,13 @@ def _cuda_order(inventory: Inventory) -> str | None:
     """Return how CUDA's default order compares with NVML's, which is that of the PCI addresses."""
     if not inventory.gpus:
         return None
+    if any(gpu.parent_uuid for gpu in inventory.gpus):
+        return "one MIG slice, whatever there is: slices do not count for num_gpus"
     environ = {name: value for name, value in os.environ.items() if name != "CUDA_DEVICE_ORDER"}
     try:
         uuids = cuda_order(environ)
     except CudaOrderError as error:
         return f"unknown ({error})"
-    if any(gpu.parent_uuid for gpu in inventory.gpus):
-        return "one MIG slice, whatever there is: slices do not count for num_gpus"
     known = {gpu.uuid.partition("-")[2]: gpu.index for gpu in inventory.gpus}
     order = [known.get(uuid) for uuid in uuids]
     if order == sorted(known.values()):
@@ -160,8 +160,8 @@ def _gpus(
             full = f"full: a job needs {_DEFAULT_MB} MiB by default (min_gpu_memory_mb)"
         rows.append({**known, "usable": why is None, "why_not": why, "why_no_room": full})
     for lost in inventory.skipped:
-        known = {**dict.fromkeys(names), "index": lost.index, "uuid": lost.uuid}
-        rows.append({**known, "usable": False, "why_not": lost.reason, "why_no_room": None})
+        known = {**dict.fromkeys((*names, "why_no_room")), "index": lost.index, "uuid": lost.uuid}
+        rows.append({**known, "usable": False, "why_not": lost.reason})
     return usable, rows
 
 

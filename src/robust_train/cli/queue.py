@@ -85,13 +85,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _nobody(path: Path) -> str:
     """Return the sentence for an empty queue: jobs of this user may run on the CPU."""
-    text = f"no job holds or waits for a GPU (queue directory {path})"
-    states = (run.state for run in find_live_runs())
-    on_cpu = sum(state is not None and state.device == "cpu" for state in states)
-    if not on_cpu:
-        return text
-    jobs = "1 job runs" if on_cpu == 1 else f"{on_cpu} jobs run"
-    return f"no job holds or waits for a GPU; {jobs} on the CPU (robust-train run list)"
+    states = [run.state for run in find_live_runs()]
+    if on_cpu := sum(state is not None and state.device == "cpu" for state in states):
+        jobs = "1 job runs" if on_cpu == 1 else f"{on_cpu} jobs run"
+        return f"no job holds or waits for a GPU; {jobs} on the CPU (robust-train run list)"
+    return f"no job holds or waits for a GPU (queue directory {path})"
 
 
 def _width() -> int:

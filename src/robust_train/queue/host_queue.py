@@ -94,10 +94,7 @@ class HostQueue:
         return wait_for_gpu(request, read=self.read, on_status=on_status, sleep=sleep)
 
     def open_gpus(self) -> tuple[GpuInfo, ...]:
-        """Return the GPUs that the job could have now, its own included, ``free_bytes`` usable.
-
-        Its own alone while another process holds the queue lock.
-        """
+        """Return the GPUs that the job could have now, its own alone if the queue is locked."""
         if self._reservation is not None and self._registry is not None:
             try:
                 with self._deciding(self._registry) as visible:
@@ -146,14 +143,10 @@ class HostQueue:
 
     def exclude(self, uuid: str, reason: str) -> None:
         """Exclude a GPU that proved unhealthy for the host's jobs, and log whether it is."""
+        fate = "failed, and other jobs do not know of it"
         if self._registry is not None and exclude(self._registry.directory, uuid, reason):
-            log.warning(
-                "%s is excluded for %g min for all jobs of this host: %s "
-                "(robust-train doctor --clear %s uses it again)",
-                *(uuid, SECONDS / 60, reason, uuid),
-            )
-        else:
-            log.warning("%s failed, and other jobs do not know of it: %s", uuid, reason)
+            fate = f"is excluded for {SECONDS / 60:g} min for all jobs of this host"
+        log.warning("%s %s: %s (robust-train doctor)", uuid, fate, reason)
 
     def report(self, taken_bytes: int, rank: int = 0) -> None:
         """Show the other jobs how much a rank of the attempt has allocated on its GPU."""

@@ -68,11 +68,6 @@ class Plan:
     first: str | None = None
     kept: tuple[str, ...] = ()
 
-    @property
-    def grants(self) -> dict[str, GpuInfo]:
-        """The first GPU of each job that gets any."""
-        return {id_: group[0] for id_, group in self.groups.items()}
-
 
 def plan(
     waiting: Iterable[WaitingJob],
