@@ -48,12 +48,6 @@ def could_ever_fit(gpu: GpuInfo, min_bytes: int) -> bool:
     return gpu.compute_mode != "prohibited" and 0 < gpu.total_bytes >= min_bytes
 
 
-def largest_possible(gpus: Sequence[GpuInfo]) -> GpuInfo | None:
-    """Return the GPU with the most memory in total among those that a job could ever have."""
-    possible = [gpu for gpu in gpus if could_ever_fit(gpu, 1)]
-    return max(possible, key=lambda gpu: gpu.total_bytes, default=None)
-
-
 def explain(gpus: Sequence[GpuInfo], min_bytes: int) -> str:
     """Return what is needed and why each GPU does not do, as one line."""
     whys = (gpu.unusable or f"{mib(gpu.free_bytes)} of {mib(gpu.total_bytes)} free" for gpu in gpus)
