@@ -278,6 +278,12 @@ def sweep_folder() -> Path | None:
     return Path(str(hydra.runtime.cwd)) / str(hydra.sweep.dir)
 
 
+def this_command(key: str, folder: Path) -> str:
+    """The command of this process with a folder for ``key``."""
+    words = [word for word in sys.orig_argv if not word.startswith(f"{key}=")]
+    return shlex.join([*words, f"{key}={folder}"])
+
+
 def resume_command(cfg: DictConfig, run_dir: Path) -> str | None:
     """The command of :func:`how_to_go_on`, for any working directory; None with resume=false."""
     command = how_to_go_on(run_dir) if cfg.resume else None
@@ -293,9 +299,8 @@ def how_to_go_on(run_dir: Path) -> str | None:
     if HydraConfig.initialized():
         if HydraConfig.get().mode == RunMode.MULTIRUN:
             return None
-        words = [word for word in words if not word.startswith("hydra.run.dir=")]
-        words.append(f"hydra.run.dir={run_dir}")
-    elif "--" in words and "run" in words[: words.index("--")]:
+        return this_command("hydra.run.dir", run_dir)
+    if "--" in words and "run" in words[: words.index("--")]:
         split = words.index("--")
         if not any(word.startswith("--run-dir") for word in words[:split]):
             words[split:split] = ["--run-dir", str(run_dir)]

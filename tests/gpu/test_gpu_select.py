@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from hypothesis import given
@@ -10,11 +11,13 @@ from hypothesis import strategies as st
 from robust_train.gpu.select import (
     could_ever_fit,
     explain,
-    largest_possible,
     rank,
-    select,
 )
 from robust_train.values import MIB, GpuInfo
+
+
+def select(gpus: Sequence[GpuInfo], min_bytes: int) -> GpuInfo | None:
+    return next(iter(rank(gpus, min_bytes)), None)
 
 
 def gpu(index: int, free: int, **more: Any) -> GpuInfo:
@@ -91,13 +94,6 @@ def test_a_gpu_that_is_full_now_could_fit_later_and_one_too_small_never() -> Non
     assert not could_ever_fit(gpu(0, 100, compute_mode="prohibited"), 1)
     assert could_ever_fit(gpu(0, 100, compute_mode="exclusive_process", unusable="owned"), 1)
     assert not could_ever_fit(gpu(0, 0, total_bytes=0, unusable="unreadable"), 0)
-
-
-def test_the_largest_possible_gpu_goes_by_its_size_not_by_what_is_free() -> None:
-    large = gpu(0, 1, total_bytes=900)
-    barred = gpu(1, 50, total_bytes=1000, compute_mode="prohibited")
-    assert largest_possible([gpu(2, 100), large, barred]) == large
-    assert largest_possible([barred]) is None
 
 
 def test_the_explanation_names_what_is_needed_and_each_gpus_figures() -> None:

@@ -234,7 +234,9 @@ def test_a_waiting_program_takes_the_gpu_that_becomes_free(machine_with: Machine
     process = machine.start(WAIT.format(interval=0.05))
     assert process.stderr is not None
     line = process.stderr.readline()
-    assert line.startswith("waiting for a GPU, 5:00 left: GPUs 0, 1: at most 100 of 4000 MiB free")
+    assert line.startswith("waiting for a GPU, ")
+    assert "GPUs 0, 1: at most 100 of 4000 MiB free" in line
+    assert f"pid {os.getpid()}" in line
     machine.update(1, free_mib=12000)
     out, _ = process.communicate(timeout=60)
     assert out.strip() == machine.uuid(1)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from robust_train.gpu.select import choose_group
-from robust_train.queue.reasons import why_not, why_waiting
+from robust_train.queue.reasons import why_waiting
 from robust_train.queue.scheduler import GpuReservation, Plan, WaitingJob, open_to, plan
 from robust_train.values import MIB, GpuInfo
 
@@ -42,7 +42,6 @@ def test_a_job_gets_all_its_gpus_at_once_or_none_and_then_they_are_kept_for_it()
     decided = plan([job(1, 3), job(2, 1)], [held(C)], gpus)
     assert (decided.groups, decided.first) == ({}, "job1")
     assert set(decided.kept) == {A, B, C}
-    assert decided.awaited == (C,)
 
 
 def test_two_jobs_that_want_every_gpu_go_one_after_the_other() -> None:
@@ -109,13 +108,13 @@ def test_the_longer_a_job_of_several_gpus_waits_the_more_are_kept_for_it() -> No
 def test_a_waiter_is_told_how_many_it_needs_and_how_many_it_could_have() -> None:
     gpus = [gpu(A), gpu(B, free=2000)]
     line = [job(1, 2, 6000)]
-    said = why_not(line[0], [], gpus, plan(line, [], gpus))
-    assert said.startswith("needs 2 GPUs with 6000 MiB each, 1 available now; GPU 0 (")
     short = why_waiting(line[0], [], gpus, plan(line, [], gpus))
     assert short == "1 of 2 GPUs available; GPU 1: 2000 of 6000 MiB free"
-    behind = why_not(job(2, 2), [], gpus, plan([*line, job(2, 2)], [], gpus))
-    assert behind.startswith("needs 2 GPUs with 4000 MiB each, 0 available now; GPU 0 (")
-    assert behind.count("is kept for job job1") == 2
+    behind = why_waiting(job(2, 2), [], gpus, plan([*line, job(2, 2)], [], gpus))
+    assert behind == (
+        "0 of 2 GPUs available; GPU 0: kept for job job1, which is ahead in the queue; "
+        "GPU 1: 2000 of 4000 MiB free"
+    )
 
 
 def test_a_running_job_may_move_to_any_of_the_gpus_that_nobody_before_it_waits_for() -> None:

@@ -15,7 +15,7 @@ from hosts import Member
 
 from robust_train.queue.queue_dir import boot_name
 from robust_train.queue.reservations import JobRegistry
-from simulated_nvml import Gpu, Machine
+from simulated_nvml import VERSION_MISMATCH, Gpu, Machine
 from world import World, is_running, wait_until
 
 A = "GPU-aaaaaaaa-0000-0000-0000-000000000000"
@@ -268,7 +268,9 @@ def test_a_job_in_the_launchers_own_process_holds_its_gpu(shared: Callable[..., 
 def test_doctor_says_why_a_gpu_is_not_usable(
     shared: Callable[..., Shared], sick: dict[str, int], words: str
 ):
-    host = shared(Gpu(uuid=A, **sick), Gpu(uuid=B, recovery=0, remap_failed=0, pages_pending=0))
+    host = shared(
+        Gpu(uuid=A, **sick), Gpu(uuid=B, free_mib=2000, recovery=0, remap_failed=0, pages_pending=0)
+    )
     done = host.command("doctor", "--json")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
@@ -276,11 +278,13 @@ def test_doctor_says_why_a_gpu_is_not_usable(
     assert not first["usable"]
     assert words in first["why_not"]
     assert second["usable"]
+    assert "a job needs 4000 MiB by default (min_gpu_memory_mb)" in second["why_no_room"]
     assert report["queue"]["directory"] == str(host.base)
     assert report["queue"]["file_system"]
     assert report["driver_version"] == "570.86.15"
     plain = host.command("doctor")
     assert words in plain.stdout
+    assert "GPU 1: full: a job needs" in plain.stdout
 
 
 def test_doctor_fails_where_no_gpu_or_no_queue_can_be_used(shared: Callable[..., Shared]):
@@ -288,6 +292,9 @@ def test_doctor_fails_where_no_gpu_or_no_queue_can_be_used(shared: Callable[...,
     assert host.command("doctor").returncode == 1
     host.machine.update(0, recovery=0)
     assert host.command("doctor").returncode == 0
+    host.machine.fail("nvmlInit", VERSION_MISMATCH)
+    mismatch = host.command("doctor")
+    assert (mismatch.returncode, "different versions" in mismatch.stdout) == (1, True)
     for folder in (host.base / boot_name(), host.base):
         folder.rmdir()
     host.base.symlink_to("/tmp")

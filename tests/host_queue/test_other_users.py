@@ -14,6 +14,7 @@ import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +181,19 @@ def test_an_empty_record_with_the_last_ticket_lets_nobody_start_without_a_reserv
 def queue_of(base: Path) -> HostQueue:
     seen = Visible((A,), machine=(A,))
     return HostQueue(base, name="t", run_dir="/", jobs_per_device=1, read=lambda processes: seen)
+
+
+def test_a_running_job_keeps_its_own_gpus_while_somebody_holds_the_queue_lock(
+    base: Path, registry: JobRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = queue_of(base)
+    request = GpuRequest(4000 * MIB, wait=False)
+    assert job.wait(request, lambda status: None, lambda seconds, wake=None: None) == (A,)
+    monkeypatch.setattr(JobRegistry, "locked", partialmethod(JobRegistry.locked, 0.0))
+    fcntl.flock(registry.directory.fd, fcntl.LOCK_EX)
+    assert job.open_gpus() == (A,), "or its next attempt would run on the CPU"
+    fcntl.flock(registry.directory.fd, fcntl.LOCK_UN)
+    job.release()
 
 
 @needs_root

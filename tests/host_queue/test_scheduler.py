@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from robust_train.gpu.processes import Holder
-from robust_train.queue.reasons import LONGEST, why_not, why_waiting
+from robust_train.queue.reasons import LONGEST, describe, why_waiting
 from robust_train.queue.scheduler import (
     GpuReservation,
     Plan,
@@ -45,7 +45,7 @@ def held(
 
 
 def uuids(decided: Plan) -> dict[str, str]:
-    return {name: found.uuid for name, found in decided.grants.items()}
+    return {name: found[0].uuid for name, found in decided.groups.items()}
 
 
 def test_jobs_that_come_together_get_a_gpu_each_in_the_order_of_their_tickets() -> None:
@@ -59,42 +59,42 @@ def test_jobs_that_come_together_get_a_gpu_each_in_the_order_of_their_tickets() 
 def test_a_gpu_with_a_reservation_is_full_unless_both_jobs_allow_company() -> None:
     gpus = [gpu(A, free=40000)]
     alone, with_others = held(A, 4000), held(A, 4000, jobs_per_device=2)
-    assert not plan([job(1, 4000)], [with_others], gpus).grants
-    assert not plan([job(1, 4000, per_device=2)], [alone], gpus).grants
+    assert not plan([job(1, 4000)], [with_others], gpus).groups
+    assert not plan([job(1, 4000, per_device=2)], [alone], gpus).groups
     assert uuids(plan([job(1, 4000, per_device=2)], [with_others], gpus)) == {"job1": A}
 
 
 def test_what_a_reservation_has_not_taken_yet_is_not_free() -> None:
     packed = held(A, 30000, jobs_per_device=4)
     asks = job(1, 15000, per_device=4)
-    assert not plan([asks], [packed], [gpu(A, free=40000)]).grants
+    assert not plan([asks], [packed], [gpu(A, free=40000)]).groups
     # it took 20000 of its claim, which NVML's figure knows of already
     took = held(A, 20000, 20000, jobs_per_device=4)
-    granted = plan([asks], [took], [gpu(A, free=20000)]).grants["job1"]
+    granted = plan([asks], [took], [gpu(A, free=20000)]).groups["job1"][0]
     assert granted.free_bytes == 20000 * MIB
 
 
 def test_claims_never_add_up_to_more_than_the_gpu_has_whatever_a_job_tells_it_took() -> None:
     # it told 30000 before it returned them to the driver, and may take them again
     boasts = held(A, 30000, 30000, jobs_per_device=4)
-    assert not plan([job(1, 15000, per_device=4)], [boasts], [gpu(A, free=40000)]).grants
+    assert not plan([job(1, 15000, per_device=4)], [boasts], [gpu(A, free=40000)]).groups
 
 
 def test_an_exclusive_gpu_takes_one_job_even_before_that_one_has_started() -> None:
     exclusive = gpu(A, compute_mode="exclusive_process")
     first = held(A, 4000, jobs_per_device=8)
-    assert not plan([job(1, 4000, per_device=8)], [first], [exclusive]).grants
+    assert not plan([job(1, 4000, per_device=8)], [first], [exclusive]).groups
 
 
 def test_an_unusable_gpu_is_not_given() -> None:
-    assert not plan([job(1, 4000)], [], [gpu(A, unusable="it is sick")]).grants
+    assert not plan([job(1, 4000)], [], [gpu(A, unusable="it is sick")]).groups
 
 
 def test_a_record_that_cannot_be_read_may_hold_any_gpu() -> None:
     hidden = replace(held(None, 0), id="x")
     decided = plan([job(1, 4000)], [hidden], [gpu(A), gpu(B)])
-    assert not decided.grants
-    said = why_not(job(1, 4000), [hidden], [gpu(A)], decided)
+    assert not decided.groups
+    said = why_waiting(job(1, 4000), [hidden], [gpu(A)], decided)
     assert "the record of job x cannot be read" in said
 
 
@@ -115,7 +115,7 @@ def test_the_longer_the_head_waits_the_more_gpus_are_kept_for_it() -> None:
     assert len(plan(line, [], gpus, now=301).kept) == 2
     late = plan(line, [], gpus, now=901)
     assert set(late.kept) == ALL
-    assert not late.grants
+    assert not late.groups
 
 
 def test_a_job_that_passes_takes_a_gpu_that_the_head_could_not_use() -> None:
@@ -144,17 +144,15 @@ def test_a_running_job_may_move_where_nobody_before_it_waits() -> None:
     assert not open_to(me, [earlier], [held(B, 1000)], gpus)
 
 
-def test_a_waiter_is_told_what_it_needs_who_holds_it_and_what_is_kept_for_whom() -> None:
+def test_each_gpu_is_described_with_who_has_how_much_of_it() -> None:
     gpus = [gpu(A, total=40000, free=22000), gpu(B, free=35000)]
     holdings = [replace(held(A, 10000, 10000, jobs_per_device=2), id="7-ab", owner="lora, ada")]
-    line = [job(1, 36000, per_device=2), job(2, 30000, per_device=2)]
-    decided = plan(line, holdings, gpus)
-    said = why_not(line[1], holdings, gpus, decided)
-    assert said.startswith(
-        "needs 30000 MiB; GPU 0 (A100, GPU-a…) has 22000 MiB of 40000 MiB free: "
+    first, second = describe(holdings, gpus)
+    assert first == (
+        "GPU 0 (A100, GPU-a…): 22000 MiB of 40000 MiB free, "
+        "10000 MiB reserved by job 7-ab (lora, ada), 8000 MiB used by others"
     )
-    assert "10000 MiB reserved by job 7-ab (lora, ada), 8000 MiB used by others" in said
-    assert "kept for job job1, which came earlier" in said
+    assert second.endswith("35000 MiB of 40000 MiB free, 5000 MiB used by others")
 
 
 def test_the_reason_for_waiting_names_the_nearest_obstacle_first_in_one_short_line() -> None:
@@ -214,7 +212,7 @@ def test_grants_never_exceed_free_memory_nor_the_number_of_jobs_a_gpu_may_have(
     decided = plan(line, [], gpus)
     for info in gpus:
         here = [
-            w for w in line if w.id in decided.grants and decided.grants[w.id].uuid == info.uuid
+            w for w in line if w.id in decided.groups and decided.groups[w.id][0].uuid == info.uuid
         ]
         assert sum(w.need_bytes for w in here) <= info.free_bytes
         assert len(here) <= min((w.jobs_per_device for w in here), default=0) or not here
@@ -230,9 +228,9 @@ def test_whoever_passes_the_head_leaves_its_gpu_alone(
     if decided.first is None:
         return
     head = next(w for w in line if w.id == decided.first)
-    passed = [w for w in line if w.ticket > head.ticket and w.id in decided.grants]
-    assert all(decided.grants[w.id].uuid not in decided.kept for w in passed)
-    assert all(w.ticket > head.ticket or w.id in decided.grants for w in line if w is not head)
+    passed = [w for w in line if w.ticket > head.ticket and w.id in decided.groups]
+    assert all(decided.groups[w.id][0].uuid not in decided.kept for w in passed)
+    assert all(w.ticket > head.ticket or w.id in decided.groups for w in line if w is not head)
 
 
 @given(jobs, machines)
@@ -241,9 +239,9 @@ def test_what_is_behind_a_job_does_not_change_what_the_job_gets(
 ) -> None:
     line = [job(n, need, frozenset(only), per) for n, (need, per, only) in enumerate(wanted)]
     gpus = build(machine)
-    everybody = plan(line, [], gpus).grants
+    everybody = plan(line, [], gpus).groups
     for n, waiter in enumerate(line):
-        alone = plan(line[: n + 1], [], gpus).grants
+        alone = plan(line[: n + 1], [], gpus).groups
         assert alone.get(waiter.id) == everybody.get(waiter.id)
 
 
@@ -273,10 +271,10 @@ def test_nobody_waits_for_ever_as_long_as_running_jobs_end(
         ]
         assert all(info.free_bytes >= 0 for info in now)
         decided = plan(line, running, now)
-        for waiter in [w for w in line if w.id in decided.grants]:
+        for waiter in [w for w in line if w.id in decided.groups]:
             line.remove(waiter)
             started.append(waiter.id)
-            where = decided.grants[waiter.id].uuid
+            where = decided.groups[waiter.id][0].uuid
             size = waiter.need_bytes
             per_device, came = waiter.jobs_per_device, waiter.ticket
             running.append(
@@ -305,9 +303,9 @@ def test_there_is_always_a_gpu_where_nobody_who_passed_the_head_is_in_its_way(
         used = {uuid: sum(h.reserved_bytes for h in running if h.gpu == uuid) for uuid in (A, B, C)}
         gpus = [gpu(uuid, 40000, 40000 - taken // MIB) for uuid, taken in used.items()]
         decided = plan(line, running, gpus)
-        for waiter in [w for w in line if w.id in decided.grants]:
+        for waiter in [w for w in line if w.id in decided.groups]:
             line.remove(waiter)
-            size, where = waiter.need_bytes, decided.grants[waiter.id].uuid
+            size, where = waiter.need_bytes, decided.groups[waiter.id][0].uuid
             came = waiter.ticket
             running.append(
                 GpuReservation(waiter.id, where, size, size, per_device, since=now, ticket=came)
@@ -359,7 +357,7 @@ def test_equal_tickets_go_by_the_time_at_which_they_came() -> None:
     early, late = (
         replace(job(last, 30000), id=id_, queued_at=at) for id_, at in (("b", 1.0), ("a", 2.0))
     )
-    assert list(plan([late, early], [], gpus).grants) == ["b"]
+    assert list(plan([late, early], [], gpus).groups) == ["b"]
     assert open_to(late, [early], [], gpus) == ()
     assert len(open_to(early, [late], [], gpus)) == 1
 
@@ -367,5 +365,5 @@ def test_equal_tickets_go_by_the_time_at_which_they_came() -> None:
 def test_gpus_in_exclusive_mode_under_mps_are_shared_as_the_jobs_allow() -> None:
     under_mps = replace(gpu(A), compute_mode="exclusive_process", mps=True)
     line = [job(n, 4000, per_device=2) for n in (1, 2, 3)]
-    assert len(plan(line, [], [under_mps]).grants) == 2
-    assert len(plan(line, [], [replace(under_mps, mps=False)]).grants) == 1
+    assert len(plan(line, [], [under_mps]).groups) == 2
+    assert len(plan(line, [], [replace(under_mps, mps=False)]).groups) == 1

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from live_folder import another_launcher, as_on_another_host, open_folder
 
+from robust_train.cli import queue
+from robust_train.events import AttemptStarted
 from robust_train.runfolder import runs
 from robust_train.runfolder.client import ControlError, ask
 from robust_train.runfolder.runs import (
@@ -45,6 +47,17 @@ def test_a_run_keeps_its_earlier_ids(tmp_path: Path):
         first = folder.state.id
         folder.queued(f"7-{folder.token}")
         assert choose_run(first).id == f"7-{folder.token}" == choose_run(f"7-{folder.token}").id
+
+
+def test_the_queue_names_jobs_that_train_on_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("ROBUST_TRAIN_QUEUE_DIR", str(tmp_path / "queue"))
+    with open_folder(tmp_path / "one") as one, open_folder(tmp_path / "two"):
+        one.attempt_starts(1, AttemptStarted("cpu", 64, 1))
+        assert queue.main([]) == 0
+    said = "no job holds or waits for a GPU; 1 job runs on the CPU (robust-train run list)\n"
+    assert capsys.readouterr().out == said
 
 
 def test_a_run_that_has_ended_is_history(tmp_path: Path):

@@ -57,14 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if (uuid := arguments.clear) is not None:
             if registry is None or not clear(registry.directory, uuid):
-                others = [] if registry is None else read_exclusions(registry.directory)
-                by = next((item.by for item in others if item.uuid == uuid), None)
-                why = (
-                    f"a job of {by} excluded it; {by} or root can clear that"
-                    if by
-                    else ("it is not excluded")
-                )
-                return fail(f"doctor --clear {uuid}", why)
+                return fail(f"doctor --clear {uuid}", "no job of yours excluded it")
             print(f"{uuid} is no longer excluded")
             return 0
         inventory = read_inventory(processes=False)
@@ -132,13 +125,13 @@ def _cuda_order(inventory: Inventory) -> str | None:
     """Return how CUDA's default order compares with NVML's, which is that of the PCI addresses."""
     if not inventory.gpus:
         return None
+    if any(gpu.parent_uuid for gpu in inventory.gpus):
+        return "one MIG slice, whatever there is: slices do not count for num_gpus"
     environ = {name: value for name, value in os.environ.items() if name != "CUDA_DEVICE_ORDER"}
     try:
         uuids = cuda_order(environ)
     except CudaOrderError as error:
         return f"unknown ({error})"
-    if any(gpu.parent_uuid for gpu in inventory.gpus):
-        return "one MIG slice, whatever there is: slices do not count for num_gpus"
     known = {gpu.uuid.partition("-")[2]: gpu.index for gpu in inventory.gpus}
     order = [known.get(uuid) for uuid in uuids]
     if order == sorted(known.values()):
@@ -167,8 +160,8 @@ def _gpus(
             full = f"full: a job needs {_DEFAULT_MB} MiB by default (min_gpu_memory_mb)"
         rows.append({**known, "usable": why is None, "why_not": why, "why_no_room": full})
     for lost in inventory.skipped:
-        known = {**dict.fromkeys(names), "index": lost.index, "uuid": lost.uuid}
-        rows.append({**known, "usable": False, "why_not": lost.reason, "why_no_room": None})
+        known = {**dict.fromkeys((*names, "why_no_room")), "index": lost.index, "uuid": lost.uuid}
+        rows.append({**known, "usable": False, "why_not": lost.reason})
     return usable, rows
 
 
@@ -252,10 +245,11 @@ def _print_queue(queue: dict[str, Json]) -> None:
 
 
 def _described(gpu: dict[str, Json]) -> str:
-    """Return two lines: whether it is usable, and what it is."""
-    about = [gpu["name"], gpu["uuid"]]
-    if gpu["compute_mode"]:
-        mode = f"compute mode {gpu['compute_mode']}"
-        about += [f"{mode}, MPS" if gpu["mps"] else mode, f"{mib(gpu['free_bytes'])} free"]
+    """Return whether it is usable, what it is, and its UUID, a line each."""
+    about = gpu["name"]
+    if about is not None:
+        mps = ", MPS" if gpu["mps"] else ""
+        about += f", compute mode {gpu['compute_mode']}{mps}, {mib(gpu['free_bytes'])} free"
     state = gpu["why_not"] or gpu["why_no_room"] or "usable"
-    return f"GPU {gpu['index']}: {state}\n  {', '.join(fact for fact in about if fact)}"
+    lines = (f"GPU {gpu['index']}: {state}", about, gpu["uuid"])
+    return "\n  ".join(line for line in lines if line)

@@ -72,42 +72,35 @@ def cleanup(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if arguments.stats_only:
         return _info("cleanup", arguments.run, as_json=arguments.json)
-    return _request("cleanup", "clear", arguments, {"force": arguments.force}, with_machine=True)
+    return _request("cleanup", "clear", arguments, {"force": arguments.force})
 
 
 def _request(
-    command: str,
-    action: str,
-    arguments: argparse.Namespace,
-    options: dict[str, Json],
-    *,
-    with_machine: bool = False,
+    command: str, action: str, arguments: argparse.Namespace, options: dict[str, Json]
 ) -> int:
     """Have a live run carry out an action and print the answer; return the exit code.
 
-    ``with_machine``: also print the machine's memory as it is after that.
+    ``cleanup`` also shows the machine's memory as it is after that.
     """
-    problem = None
+    run = None
     try:
-        run = choose_run(arguments.run)
-        answer = ask(run, f"memory_{action}", **options)
-        answer = {"run": run.id, **answer}
-    except NothingAlive as error:
-        problem = f"{error}; {_WITHOUT_A_RUN[action].format(*options.values())}"
+        found = choose_run(arguments.run)
+        answer = {"run": found.id, **ask(found, f"memory_{action}", **options)}
+        run = found
     except (NoLiveRun, ControlError) as error:
-        problem = str(error)
-    machine = read_machine_memory() if with_machine else {}
-    if problem is not None:
+        instead = _WITHOUT_A_RUN[action].format(*options.values())
+        problem = f"{error}; {instead}" if isinstance(error, NothingAlive) else str(error)
         answer = {"error": problem}
         fail(command, problem)
+    machine = read_machine_memory() if command == "cleanup" else {}
     if arguments.json:
         print_json({**answer, **machine})
-        return EXIT_NOT_DONE if problem else 0
-    if problem is None:
+        return 0 if run else EXIT_NOT_DONE
+    if run is not None:
         _print_answer(run, answer)
     if machine:
         print_machine_memory(machine)
-    return EXIT_NOT_DONE if problem else 0
+    return 0 if run else EXIT_NOT_DONE
 
 
 def _print_answer(run: Run, answer: dict[str, Json], *, only_now: bool = False) -> None:

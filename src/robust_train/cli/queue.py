@@ -19,7 +19,7 @@ from robust_train.gpu.processes import send_signal, user_name
 from robust_train.queue.exclusions import mark_excluded, read_exclusions
 from robust_train.queue.queue_dir import QueueProblem, directory_for
 from robust_train.queue.queued_job import as_waiting, split
-from robust_train.queue.reasons import why_not, why_waiting
+from robust_train.queue.reasons import describe, why_waiting
 from robust_train.queue.records import JobRecord, JobState, printable
 from robust_train.queue.reservations import JobRegistry, LiveJob, RegistryBusy, boottime
 from robust_train.queue.scheduler import plan
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = [] if registry is None else _living(registry)
         if arguments.command == "cancel":
             return _cancel(found, arguments.id)
-        jobs = [] if registry is None or not found else _describe(registry, found)
+        jobs, gpus = ([], []) if registry is None or not found else _describe(registry, found)
         excluded = [] if registry is None else read_exclusions(registry.directory)
     finally:
         if registry is not None:
@@ -75,7 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         print(_nobody(path))
     now = boottime()
-    lines = [f"job {job['id']}: {_why(job, arguments.verbose)}" for job in jobs if job["reason"]]
+    lines = [f"job {job['id']}: {job['reason']}" for job in jobs if job["reason"]]
+    lines += gpus if arguments.verbose else ()
     lines += [f"{item.uuid}: {item.sentence(now)}" for item in excluded]
     for line in lines:
         print("\n".join(textwrap.wrap(line, _width(), subsequent_indent="  ")))
@@ -84,22 +85,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _nobody(path: Path) -> str:
     """Return the sentence for an empty queue: jobs of this user may run on the CPU."""
-    text = f"no job holds or waits for a GPU (queue directory {path})"
-    states = (run.state for run in find_live_runs())
-    on_cpu = sum(state is not None and state.device == "cpu" for state in states)
-    if not on_cpu:
-        return text
-    jobs = "1 job runs" if on_cpu == 1 else f"{on_cpu} jobs run"
-    return f"no job holds or waits for a GPU; {jobs} on the CPU (robust-train run list)"
+    states = [run.state for run in find_live_runs()]
+    if on_cpu := sum(state is not None and state.device == "cpu" for state in states):
+        jobs = "1 job runs" if on_cpu == 1 else f"{on_cpu} jobs run"
+        return f"no job holds or waits for a GPU; {jobs} on the CPU (robust-train run list)"
+    return f"no job holds or waits for a GPU (queue directory {path})"
 
 
 def _width() -> int:
     """Return the terminal's width; in a pipe a reason stays one line."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
-
-
-def _why(job: dict[str, Json], verbose: bool) -> str:
-    return str(job["details"] or job["reason"]) if verbose else str(job["reason"])
 
 
 def _living(registry: JobRegistry) -> list[LiveJob]:
@@ -111,7 +106,10 @@ def _living(registry: JobRegistry) -> list[LiveJob]:
         return registry.jobs()
 
 
-def _describe(registry: JobRegistry, found: Sequence[LiveJob]) -> list[dict[str, Json]]:
+def _describe(
+    registry: JobRegistry, found: Sequence[LiveJob]
+) -> tuple[list[dict[str, Json]], list[str]]:
+    """Return the jobs in JSON's types, and a line for each GPU."""
     inventory = read_inventory(processes=False)
     if not inventory.answered:
         print(f"warning: {inventory.problem}", file=sys.stderr)
@@ -125,20 +123,19 @@ def _describe(registry: JobRegistry, found: Sequence[LiveJob]) -> list[dict[str,
         record = job.record
         if record is None:
             why = "its record cannot be read, so it may have any GPU"
-            about = {"owner_uid": job.owner, "reason": why, "details": None}
+            about = {"owner_uid": job.owner, "reason": why}
             jobs.append({"id": job.id, "state": "unreadable", **about})
             continue
-        position = reason = details = None
+        position = reason = None
         if record.state is JobState.WAITING:
             position = queue.index(record.id) + 1
             me = as_waiting(record)
             reason = why_waiting(me, reservations, gpus, decided)
-            details = why_not(me, reservations, gpus, decided)
             if record.id in decided.groups:
                 reason = "a GPU is free for it"
         about = _as_json(record, now, gpus)
-        jobs.append(about | {"position": position, "reason": reason, "details": details})
-    return jobs
+        jobs.append(about | {"position": position, "reason": reason})
+    return jobs, describe(reservations, gpus)
 
 
 def _as_json(record: JobRecord, now: float, gpus: Sequence[GpuInfo]) -> dict[str, Json]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from robust_train.gpu.cuda_order import order_in_this_process
 from robust_train.gpu.inventory import read_inventory
-from robust_train.gpu.select import explain, select
+from robust_train.gpu.select import explain, rank
 from robust_train.gpu.visible import VARIABLE, visible_gpus
 from robust_train.values import MIB, GpuInfo
 
@@ -36,12 +36,12 @@ def find_best_device(min_memory_mb: int = 4000) -> torch.device:
         return torch.device("cpu")
     addressable, reason = _addressable_gpus()
     min_bytes = min_memory_mb * MIB
-    gpu = select(list(addressable), min_bytes)
-    if gpu is None:
+    ranked = rank(list(addressable), min_bytes)
+    if not ranked:
         why = reason or f"no suitable GPU: {explain(list(addressable), min_bytes)}"
         log.info("training on the CPU: %s", why)
         return torch.device("cpu")
-    return torch.device("cuda", addressable[gpu])
+    return torch.device("cuda", addressable[ranked[0]])
 
 
 def _addressable_gpus() -> tuple[dict[GpuInfo, int], str | None]:

@@ -24,12 +24,6 @@ def tie_breaker(gpu: GpuInfo) -> tuple[int, str, str]:
     return 101 if busy is None else busy, gpu.pci_bus_id, gpu.uuid
 
 
-def select(gpus: Sequence[GpuInfo], min_bytes: int) -> GpuInfo | None:
-    """Return the best GPU by :func:`rank`, or None."""
-    ranked = rank(gpus, min_bytes)
-    return ranked[0] if ranked else None
-
-
 def choose_group(gpus: Sequence[GpuInfo], count: int) -> Group:
     """Return ``count`` of the GPUs, which are best first; none if there are too few.
 
@@ -54,12 +48,6 @@ def could_ever_fit(gpu: GpuInfo, min_bytes: int) -> bool:
     return gpu.compute_mode != "prohibited" and 0 < gpu.total_bytes >= min_bytes
 
 
-def largest_possible(gpus: Sequence[GpuInfo]) -> GpuInfo | None:
-    """Return the GPU with the most memory in total among those that a job could ever have."""
-    possible = [gpu for gpu in gpus if could_ever_fit(gpu, 1)]
-    return max(possible, key=lambda gpu: gpu.total_bytes, default=None)
-
-
 def explain(gpus: Sequence[GpuInfo], min_bytes: int) -> str:
     """Return what is needed and why each GPU does not do, as one line."""
     whys = (gpu.unusable or f"{mib(gpu.free_bytes)} of {mib(gpu.total_bytes)} free" for gpu in gpus)
@@ -79,8 +67,3 @@ def describe_process(process: GpuProcess, holders: Mapping[int, Holder]) -> str:
     if holder is not None:
         who = f"{holder.command} ({who}, {holder.user})"
     return who if process.used_bytes is None else f"{who} {mib(process.used_bytes)}"
-
-
-def needed(size_bytes: int, count: int = 1) -> str:
-    """Return what a job needs: ``6000 MiB``, ``2 GPUs with 6000 MiB each``."""
-    return mib(size_bytes) if count == 1 else f"{count} GPUs with {mib(size_bytes)} each"

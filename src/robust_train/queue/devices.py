@@ -13,7 +13,7 @@ from robust_train.gpu.allocation import allocated_by
 from robust_train.gpu.footprint import footprint, learn_context_bytes
 from robust_train.gpu.inventory import ask_health_again, read_inventory
 from robust_train.gpu.nvml_session import close_session
-from robust_train.gpu.select import can_be_one_of, rank
+from robust_train.gpu.select import can_be_one_of, could_ever_fit, rank
 from robust_train.gpu.visible import Visible, visible_gpus
 from robust_train.policy.unhealthy import excluded_after
 from robust_train.queue.host_queue import HostQueue, Sleep
@@ -103,7 +103,7 @@ class Devices:
         if settings.auto_device and settings.device not in ("auto", "cuda"):
             log.warning("device=%s is not used because auto_device=true", settings.device)
         visible = self._read(False)
-        if visible.warning is not None:
+        if visible.warning is not None and visible.gpus:  # else it is the reason below
             log.warning("%s", visible.warning)
         if not visible.gpus and not settings.auto_device and settings.device != "auto":
             raise ConfigError(f"device={settings.device}: no such GPU here: {visible.why_none}")
@@ -112,7 +112,8 @@ class Devices:
             return self._cpu_or_nothing(visible.why_none, has_gpus=has_gpus)
         only = () if settings.auto_device else _named(settings.device, visible)
         request = self._request(settings.min_free_bytes, only)
-        changes = any(not gpu.total_bytes or gpu.unusable is not None for gpu in visible.gpus)
+        # an unreadable GPU may have more, and an administrator may open a prohibited one
+        changes = any(not could_ever_fit(gpu, 1) for gpu in visible.gpus)
         if settings.asks_for_more and not changes and (why := why_pointless(request, visible)):
             raise ConfigError(why)
         group = self._queue.wait(request, self._on_wait, self._sleep)

@@ -6,6 +6,7 @@ nobody's file can exclude a GPU for ever.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -67,16 +68,11 @@ def read_exclusions(directory: QueueDir) -> list[Exclusion]:
 
 def exclusions_at(path: Path) -> list[Exclusion]:
     """Return the GPUs excluded by the queue directory at ``path``; none if it cannot be used."""
-    try:
-        directory = open_queue_dir(path) if path.exists() else None
-    except QueueProblem:
-        return []
-    if directory is None:
-        return []
-    try:
-        return read_exclusions(directory)
-    finally:
-        directory.close()
+    with contextlib.suppress(QueueProblem):
+        if path.exists():
+            with contextlib.closing(open_queue_dir(path)) as directory:
+                return read_exclusions(directory)
+    return []
 
 
 def exclude(directory: QueueDir, uuid: str, reason: str) -> bool:

@@ -91,23 +91,20 @@ class HostQueue:
                 return self._wait_in_queue(registry, before, request, on_status, sleep)
         except QueueProblem as problem:
             self._do_without(problem)
-        return wait_for_gpu(request, read=self._read, on_status=on_status, sleep=sleep)
+        return wait_for_gpu(request, read=self.read, on_status=on_status, sleep=sleep)
 
     def open_gpus(self) -> tuple[GpuInfo, ...]:
-        """Return the GPUs that the job could have now, its own included, ``free_bytes`` usable."""
+        """Return the GPUs that the job could have now, its own alone if the queue is locked."""
         if self._reservation is not None and self._registry is not None:
             try:
                 with self._deciding(self._registry) as visible:
                     return self._open_gpus(self._registry, self._reservation, visible, 0)
             except RegistryBusy:
-                return ()
+                mine = self._reservation.record.gpus
+                return tuple(gpu for gpu in self.read().gpus if gpu.uuid in mine)
             except QueueProblem as problem:
                 self._do_without(problem)
-        return self._read(False).gpus
-
-    def read(self) -> Visible:
-        """Return all GPUs that the job may use, excluded ones marked as unusable."""
-        return self._read(False)
+        return self.read().gpus
 
     def take(self, uuids: Sequence[str], need_bytes: int) -> bool:
         """Reserve the next attempt's GPUs in place of the last one's.
@@ -146,14 +143,10 @@ class HostQueue:
 
     def exclude(self, uuid: str, reason: str) -> None:
         """Exclude a GPU that proved unhealthy for the host's jobs, and log whether it is."""
+        fate = "failed, and other jobs do not know of it"
         if self._registry is not None and exclude(self._registry.directory, uuid, reason):
-            log.warning(
-                "%s is excluded for %g min for all jobs of this host: %s "
-                "(robust-train doctor --clear %s uses it again)",
-                *(uuid, SECONDS / 60, reason, uuid),
-            )
-        else:
-            log.warning("%s failed, and other jobs do not know of it: %s", uuid, reason)
+            fate = f"is excluded for {SECONDS / 60:g} min for all jobs of this host"
+        log.warning("%s %s: %s (robust-train doctor)", uuid, fate, reason)
 
     def report(self, taken_bytes: int, rank: int = 0) -> None:
         """Show the other jobs how much a rank of the attempt has allocated on its GPU."""
@@ -218,7 +211,7 @@ class HostQueue:
         try:
             return wait_for_gpu(
                 request,
-                read=self._read,
+                read=self.read,
                 on_status=note,
                 sleep=lambda seconds: sleep(seconds, queued.fd),
                 queued=queued,
@@ -232,9 +225,9 @@ class HostQueue:
     @contextlib.contextmanager
     def _deciding(self, registry: JobRegistry) -> Iterator[Visible]:
         """Hold the queue lock, with fresh figures of the GPUs."""
-        self._read(False)  # a driver that hangs does so before the lock is taken
+        self.read()  # a driver that hangs does so before the lock is taken
         with registry.locked():
-            yield self._read(False)
+            yield self.read()
 
     def _open_gpus(
         self,
@@ -263,7 +256,8 @@ class HostQueue:
         with unless, self._registry.locked(_REPORT_SECONDS):
             self._reservation.update(record)
 
-    def _read(self, processes: bool) -> Visible:
+    def read(self, processes: bool = False) -> Visible:
+        """Return all GPUs that the job may use, excluded ones marked as unusable."""
         visible = self._read_machine(processes)
         excluded = [] if self._registry is None else read_exclusions(self._registry.directory)
         if not excluded:

@@ -160,14 +160,13 @@ class JobRegistry:
     def lock_holder(self) -> str | None:
         """Return who holds the queue lock right now, ``pid 812``; None if nobody does."""
         status = os.fstat(self.directory.fd)
-        inode = f":{status.st_ino} "
-        device = f" {os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
+        device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
         try:
             lines = Path("/proc/locks").read_text().splitlines()
         except OSError:
             return None
         for line in lines:
-            if " FLOCK " in line and device + inode in line and "->" not in line:
+            if " FLOCK " in line and f" {device}:{status.st_ino} " in line and "->" not in line:
                 return f"pid {line.split()[4]}"
         return None
 

@@ -62,18 +62,11 @@ class Plan:
         groups: by job id all the GPUs that a job gets, best first; ``free_bytes`` as usable.
         first: the first job in the queue that gets nothing now.
         kept: UUIDs of the GPUs kept for it, the one that suits it soonest in front.
-        awaited: of as many of these as it needs, those that do not suit it yet.
     """
 
     groups: Mapping[str, Group] = field(default_factory=dict)
     first: str | None = None
     kept: tuple[str, ...] = ()
-    awaited: tuple[str, ...] = ()
-
-    @property
-    def grants(self) -> dict[str, GpuInfo]:
-        """The first GPU of each job that gets any."""
-        return {id_: group[0] for id_, group in self.groups.items()}
 
 
 def plan(
@@ -94,7 +87,7 @@ def plan(
     for job in sorted(waiting, key=lambda job: job.order):
         planner.serve(job)
     first = None if planner.first is None else planner.first.id
-    return Plan(planner.groups, first, planner.kept, planner.awaited)
+    return Plan(planner.groups, first, planner.kept)
 
 
 def open_to(
@@ -219,7 +212,6 @@ class _Planner:
         self.groups: dict[str, Group] = {}
         self.first: WaitingJob | None = None
         self.kept: tuple[str, ...] = ()
-        self.awaited: tuple[str, ...] = ()
 
     def serve(self, job: WaitingJob) -> None:
         group = self._choose(job)
@@ -230,8 +222,6 @@ class _Planner:
         elif self.first is None:
             self.first = job
             self.kept = self._keep(job)
-            nearest = self.kept[: job.count]
-            self.awaited = tuple(uuid for uuid in nearest if not self._states[uuid].suits(job))
 
     def suitable(self, job: WaitingJob) -> list[GpuState]:
         """Return the GPUs that it may have now, best first."""

@@ -18,7 +18,6 @@ from robust_train.gpu.select import (
     choose_group,
     could_ever_fit,
     label,
-    largest_possible,
     rank,
 )
 from robust_train.gpu.visible import Visible
@@ -241,10 +240,11 @@ def why_pointless(request: GpuRequest, visible: Visible) -> str | None:
             f"num_gpus={count}: only {possible} GPU{'s' * (possible > 1)} here could ever give "
             f"{need}{slices}; ask for at most num_gpus={possible}, or less min_gpu_memory_mb"
         )
-    largest = largest_possible(gpus)
-    if largest is None:
+    fitting = [gpu for gpu in gpus if could_ever_fit(gpu, 1)]
+    if not fitting:
         barred = "; ".join(f"{label(gpu)}: {gpu.unusable}" for gpu in gpus)
         return f"no GPU here can be used: {barred}"
+    largest = max(fitting, key=lambda gpu: gpu.total_bytes)
     who = "no GPU here could ever" if request.only is None else "this GPU could never"
     return (
         f"{who} give {need}: the largest is {label(largest)}; ask for at most "
