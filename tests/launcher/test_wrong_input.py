@@ -156,5 +156,3 @@ def test_help_starts_nothing(world: World):
     assert "min_gpu_memory_mb" in ended.stdout
     started = world.run_dir / "journal.jsonl"
     assert not started.exists() or "attempt_started" not in started.read_text()
-    if "root" in words[0] or "no_such_module" in words[0]:
-        assert not world.run_dir.exists()
