@@ -72,9 +72,9 @@ sweep *overrides:
 test *args:
     {{ python }} -m pytest "$@"
 
-# The long tests as well: variants, launchers of others, browser pages, chaos
-test-all *args:
-    {{ python }} -m pytest -m "" "$@"
+# What CI runs, in this environment: the tests, the linters, the slow tests
+test-all:
+    .ci/run {{ python }}
 
 # Lint, format check and types
 lint:

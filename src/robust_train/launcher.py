@@ -30,7 +30,7 @@ from robust_train.events import (
     JobEnded,
     JobStarted,
 )
-from robust_train.execution import Executor, sleep_with_ticks
+from robust_train.execution import sleep_with_ticks
 from robust_train.execution.hydra_state import logged_to_screen
 from robust_train.execution.inline import InlineExecutor
 from robust_train.execution.library_imports import find_trainer
@@ -45,6 +45,7 @@ from robust_train.queue import devices
 from robust_train.queue.wait import NoGpu, WaitStatus
 from robust_train.report import narration
 from robust_train.report.html import write_report
+from robust_train.report.status import LiveStatus
 from robust_train.runfolder.folder import RunFolder
 from robust_train.runfolder.identity import begin_job, complete_job, resume_from
 from robust_train.runfolder.journal import Journal
@@ -74,8 +75,7 @@ def launch(
     """Run ``trainer`` robustly: pick and wait for a GPU, and recover when memory runs out.
 
     Args:
-        trainer: a callable ``trainer(cfg)`` or ``trainer(cfg, run)``, its dotted path, or None for
-            ``cfg.trainer._target_``.
+        trainer: a callable, its dotted path, or None for ``cfg.trainer._target_``.
         cfg: any part of the keys of ``configs/robust.yaml``, and whatever the trainer needs.
         run_dir: the run folder; by default Hydra's for the job, or a new one under ``outputs/``.
 
@@ -101,10 +101,7 @@ def launch(
 
 
 class Job:
-    """One launch, from a composed config to its summary.
-
-    Args as for :func:`launch`, but ``cfg`` is complete. ``remedies``: whether a failed attempt may
-    be followed by another one.
+    """One launch, from a complete config to its summary; ``remedies``: it may be tried again.
 
     Raises:
         ConfigError: config or trainer cannot be used, or a live job holds the run folder.
@@ -128,8 +125,10 @@ class Job:
         self.run_dir = settings.run_folder(run_dir)
         self.signals = SignalWatch()
         self.wanted = settings.device_settings(cfg, self.run_dir)
-        sweep = settings.sweep_folder()
-        self.folder = RunFolder(self.run_dir, self.wanted.job_name, self.signals, sweep)
+        self.live = LiveStatus(is_wanted=self.settings.owns_terminal)
+        about = (self.run_dir, self.wanted.job_name, self.signals)
+        resume = settings.resume_command(cfg, self.run_dir)
+        self.folder = RunFolder(*about, settings.sweep_folder(), resume, self.live.show)
         self.journal = Journal(self.run_dir / "journal.jsonl")
         self.records: list[AttemptRecord] = []
         self.checkpoint: Path | None = None
@@ -144,7 +143,7 @@ class Job:
             ConfigError: the trainer cannot be imported, or refuses the configuration.
             JobInterrupted: after the summary was written.
         """
-        with self.folder:
+        with self.live, self.folder:
             try:
                 with self.signals:
                     self._begin()
@@ -200,7 +199,7 @@ class Job:
             return self._end("completed", None, last.attempt.outcome.result)
         return self._end("failed", last.decision.reason)
 
-    def _executor(self) -> Executor:
+    def _executor(self) -> InlineExecutor | ProcessExecutor:
         """How attempts run. A separate process starts importing libraries right away."""
         if self.settings.runs_inline:
             function = self.trainer_ref.load() if isinstance(self.trainer, str) else self.trainer
@@ -316,16 +315,15 @@ class Job:
         # in this process its memory does not come back
         expected = free_before if own_process else ()
         free_after = self.devices.ended(spec.gpus, outcome, expected)
-        if outcome.failure is None:
-            return outcome
-        is_script = self.settings.is_script
-        failure = with_fitting_advice(
-            outcome.failure, num_workers=spec.num_workers, is_script=is_script
+        outcome = with_fitting_advice(
+            outcome,
+            num_workers=spec.num_workers,
+            is_script=self.settings.is_script,
+            is_built_in=self.policy.reports_start,
         )
-        outcome = replace(outcome, failure=failure)
-        if not spec.gpus or not own_process:
+        if outcome.failure is None or not spec.gpus or not own_process:
             return outcome
-        rank = failure.rank or 0
+        rank = outcome.failure.rank or 0
         before, after = free_before[rank], free_after[rank]
         return replace(outcome, gpu_free_before_bytes=before, gpu_free_after_bytes=after)
 
@@ -370,6 +368,7 @@ class Job:
     def _on_wait(self, status: WaitStatus) -> None:
         self.folder.queued(self.devices.job_id)
         self.folder.waits(status)
+        self.live.log_waiting(status)
 
     def _end(
         self, status: str, reason: str | None, result: Any = None, exit_code: int | None = None

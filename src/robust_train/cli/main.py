@@ -19,6 +19,9 @@ commands:
   run     a script under the launcher                      [OPTIONS] -- PROGRAM [ARGUMENT …]
   run     your live runs: list, status, checkpoint,        [--json] [--run ID|PATH|PID]
           halve-batch, stop
+  runs    your jobs, live and past                         [--json] [--all]
+  logs    what a job's attempts print                      [RUN] [-f] [--attempt N]
+  wait    until jobs have ended; their exit code           [RUN …]
   init    a new project that trains at once                DIR
   plan    memory that a job will take, and where it fits   [OVERRIDE …] [--json]
   doctor  each GPU usable or why not, and the queue        [--json] [--clear GPU]
@@ -29,7 +32,8 @@ commands:
 """
 
 COMMANDS = {
-    name: f"{name}:main" for name in ("gpus", "queue", "run", "init", "plan", "doctor", "report")
+    name: f"{name}:main"
+    for name in ("gpus", "queue", "run", "init", "plan", "doctor", "report", "runs", "logs", "wait")
 } | {"train": "door:train", "memory": "memory:main", "cleanup": "memory:cleanup"}
 OF_LIVE_RUNS = ("list", "status", "checkpoint", "halve-batch", "stop")
 

@@ -30,6 +30,8 @@ from robust_train.execution.request import AttemptRequest
 from robust_train.execution.signals import SignalWatch
 from robust_train.execution.trainer_ref import TrainerRef
 from robust_train.failures import classify_exit
+from robust_train.failures.shortage import no_room_to_import
+from robust_train.failures.stack import native_stack_in
 from robust_train.memory.oom_killer import OomKillWatch
 from robust_train.script.ending import last_words, script_failure
 from robust_train.values import Evidence, Failure, FailureKind, Outcome
@@ -129,7 +131,8 @@ class ProcessExecutor:
         if exited.stalled:
             on_event(Stalled(request.stall_timeout_seconds, stacks))
         was_stopped = self._signals.received is not None
-        failure = failure_of(progress, exited, tail, was_stopped, oom_kills.killed)
+        printed = tail if exited.stalled else f"{stacks}{tail}"
+        failure = failure_of(progress, exited, printed, was_stopped, oom_kills.killed)
         outcome = progress.outcome(
             failure,
             time.monotonic() - started,
@@ -141,7 +144,9 @@ class ProcessExecutor:
             return replace(outcome, failure=failure, traceback=stacks or None)
         if runs_script and failure is not None:
             return replace(outcome, traceback=last_words(tail, log_path.name), error=None)
-        return replace(outcome, traceback=outcome.traceback or _native_stack(tail))
+        crash = native_stack_in(stacks or tail)
+        stack = None if crash is None else str(crash)
+        return replace(outcome, traceback=outcome.traceback or stack)
 
     def close(self, *, keep_server: bool) -> None:
         """Release the server: for the next job of this process, or for good."""
@@ -181,6 +186,9 @@ class ProcessExecutor:
             try:
                 server.poll_import(waits=True, tick=tick)
             except ServerDied as death:
+                problem = no_room_to_import(next(iter(self._libraries), "Python"), None)
+                if problem is not None:
+                    raise ConfigError(problem) from death
                 if not self._libraries:
                     raise
                 log.warning(
@@ -260,12 +268,6 @@ def _stacks(request: AttemptRequest, *, keep: bool) -> str:
     except OSError:
         return ""
     return text
-
-
-def _native_stack(tail: str) -> str | None:
-    """Return the stack that faulthandler printed when the process crashed, None if it did not."""
-    start = tail.rfind("Fatal Python error: ")
-    return None if start < 0 else tail[start:].strip() + "\n"
 
 
 class _LoadedOnlyUnpickler(pickle.Unpickler):

@@ -32,16 +32,12 @@ class _Reached(BaseException):
 
 @dataclass(frozen=True)
 class TrainerRef:
-    """A trainer by name, or by value where its name leads nowhere, as in a notebook.
+    """A trainer by name, or by value where its name leads nowhere, as in a notebook."""
 
-    Attributes:
-        path: dotted path of the callable, ``package.module.function``.
-        main_file: the script to load first where the callable was defined in ``__main__``.
-        pickled: the callable itself, with what it uses.
-    """
-
-    path: str
+    path: str  # dotted path of the callable, `package.module.function`
+    # the script to load first where the callable was defined in `__main__`
     main_file: str | None = None
+    # the callable itself, with what it uses
     pickled: bytes | None = field(default=None, repr=False)
 
     @classmethod
@@ -170,6 +166,8 @@ class TrainerRef:
             where = f"{last.filename}, line {last.lineno}"
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         problem = f"{type(error).__name__}: {first_line(error)}"
+        if isinstance(error, MemoryError):
+            problem = "host memory ran out; give the job more, or set a higher limit (ulimit -a)"
         return self.cannot_be_imported(problem, where, missing)
 
 

@@ -29,22 +29,14 @@ log = logging.getLogger("robust_train")
 
 @dataclass
 class Sweep:
-    """A sweep that runs.
+    """A sweep that runs."""
 
-    Attributes:
-        id: this launch of it.
-        folder: the sweep folder.
-        launcher: name of Hydra's launcher.
-        since_ns: when it began, by the clock of the folder's file system.
-        lock: of the folder; the jobs of ``gpu_queue``, which are forks, hold it as well.
-        planned: jobs that our launcher knows of, by number.
-    """
-
-    id: str
-    folder: Path
-    launcher: str
-    since_ns: int
-    lock: RunLock
+    id: str  # this launch of it
+    folder: Path  # the sweep folder
+    launcher: str  # name of Hydra's launcher
+    since_ns: int  # when it began, by the clock of the folder's file system
+    lock: RunLock  # of the folder; the jobs of `gpu_queue`, which are forks, hold it as well
+    # jobs that our launcher knows of, by number
     planned: dict[int, JobRecord] = field(default_factory=dict)
     started: float = field(default_factory=time.monotonic)
     pid: int = field(default_factory=os.getpid)
