@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 import zipfile
 from pathlib import Path
 
@@ -130,9 +129,9 @@ def test_what_is_published_passes_its_check_and_trains_in_an_empty_folder(
     run(sys.executable, "-m", "twine", "check", "--strict", wheel, sdist)
     run(sys.executable, "-m", "venv", "--without-pip", "fresh")
     (libraries,) = (tmp_path / "fresh" / "lib").glob("python*/site-packages")
-    ours = sysconfig.get_path("purelib")
+    ours = [path for path in sys.path if path.endswith("site-packages")]
     run(sys.executable, "-m", "pip", "--python", "fresh/bin/python", "install", "--no-deps", wheel)
-    (libraries / "dependencies.pth").write_text(f"{ours}\n")
+    (libraries / "dependencies.pth").write_text("\n".join(ours) + "\n")
     empty = tmp_path / "empty"
     empty.mkdir()
     command = tmp_path / "fresh" / "bin" / "robust-train"
