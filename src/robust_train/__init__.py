@@ -94,45 +94,29 @@ __all__ = [
 ]
 
 _HOMES = {
-    "AttemptsExhausted": "errors",
-    "ConfigError": "errors",
-    "Evidence": "values",
-    "Failure": "values",
-    "FailureKind": "values",
-    "FoundBatchSize": "microbatch.probing",
-    "GPUMemoryContext": "memory",
-    "Interrupted": "errors",
-    "JobInterrupted": "errors",
-    "MemoryPlan": "planning.memory_plan",
-    "MicroBatcher": "microbatch.batcher",
-    "NoDevice": "errors",
-    "OOMHandler": "microbatch.oom_handler",
-    "Run": "run",
-    "Summary": "runfolder.summary",
-    "TrainerFailed": "errors",
-    "UserError": "errors",
-    "adaptive_batch_training": "microbatch.oom_handler",
-    "classify_exit": "failures",
-    "classify_failure": "failures",
-    "cleanup_model_memory": "memory",
-    "clear_cuda_memory": "memory",
-    "clear_gpu_memory": "memory",
-    "enable_memory_efficient_settings": "memory",
-    "current_run": "script.current_run",
-    "find_batch_size": "microbatch.find_batch_size",
-    "find_best_device": "gpu.best",
-    "get_cuda_memory_info": "memory",
-    "get_gpu_memory_stats": "memory",
-    "hydra_main": "cli.door",
-    "launch": "launcher",
-    "log_gpu_memory_stats": "memory",
-    "plan_memory": "planning.memory_plan",
-    "print_cuda_memory_info": "memory",
-    "reset_peak_memory_stats": "memory",
-    "retry_on_oom": "microbatch.oom_handler",
-    "safe_tensor_to_cpu": "memory",
-    "save_checkpoint": "memory",
-    "set_memory_fraction": "memory",
+    name: module
+    for module, names in {
+        "errors": "AttemptsExhausted ConfigError Interrupted JobInterrupted NoDevice TrainerFailed "
+        "UserError",
+        "values": "Evidence Failure FailureKind",
+        "microbatch.probing": "FoundBatchSize",
+        "memory": "GPUMemoryContext cleanup_model_memory clear_cuda_memory clear_gpu_memory "
+        "enable_memory_efficient_settings get_cuda_memory_info get_gpu_memory_stats "
+        "log_gpu_memory_stats print_cuda_memory_info reset_peak_memory_stats "
+        "safe_tensor_to_cpu save_checkpoint set_memory_fraction",
+        "planning.memory_plan": "MemoryPlan plan_memory",
+        "microbatch.batcher": "MicroBatcher",
+        "microbatch.oom_handler": "OOMHandler adaptive_batch_training retry_on_oom",
+        "run": "Run",
+        "runfolder.summary": "Summary",
+        "failures": "classify_exit classify_failure",
+        "script.current_run": "current_run",
+        "microbatch.find_batch_size": "find_batch_size",
+        "gpu.best": "find_best_device",
+        "cli.door": "hydra_main",
+        "launcher": "launch",
+    }.items()
+    for name in names.split()
 }
 
 
