@@ -64,32 +64,6 @@ __all__ = [
 ]
 # fmt: on
 
-<<<<<<< HEAD
-_HOMES = {
-    name: module
-    for module, names in {
-        "errors": "AttemptsExhausted ConfigError Interrupted JobInterrupted NoDevice TrainerFailed "
-        "UserError",
-        "values": "Evidence Failure FailureKind",
-        "microbatch.probing": "FoundBatchSize",
-        "memory": "GPUMemoryContext cleanup_model_memory clear_cuda_memory clear_gpu_memory "
-        "enable_memory_efficient_settings get_cuda_memory_info get_gpu_memory_stats "
-        "log_gpu_memory_stats print_cuda_memory_info reset_peak_memory_stats "
-        "safe_tensor_to_cpu save_checkpoint set_memory_fraction",
-        "planning.memory_plan": "MemoryPlan plan_memory",
-        "microbatch.batcher": "MicroBatcher",
-        "microbatch.oom_handler": "OOMHandler adaptive_batch_training retry_on_oom",
-        "run": "Run",
-        "runfolder.summary": "Summary",
-        "failures": "classify_exit classify_failure",
-        "script.current_run": "current_run",
-        "microbatch.find_batch_size": "find_batch_size",
-        "gpu.best": "find_best_device",
-        "cli.door": "hydra_main",
-        "launcher": "launch",
-    }.items()
-    for name in names.split()
-=======
 _NAMES = {
     "cli.door": "hydra_main",
     "errors": (
@@ -113,7 +87,6 @@ _NAMES = {
     "runfolder.summary": "Summary",
     "script.current_run": "current_run",
     "values": "Evidence Failure FailureKind",
->>>>>>> main
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
 

@@ -94,8 +94,7 @@ def launch(
         try:
             summary = Job(trainer, complete(cfg or {}), run_dir).run()
         except (ConfigError, JobInterrupted) as error:
-            # without the launcher's own frames
-            raise error.with_traceback(None) from error.__cause__
+            raise error.with_traceback(None) from error.__cause__  # without our own frames
     summary.raise_unless_completed()
     return summary
 

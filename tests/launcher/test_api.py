@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-<<<<<<< HEAD
 import code
-import io
-=======
 import functools
->>>>>>> main
+import io
 import os
 import signal
 import subprocess
