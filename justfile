@@ -2,87 +2,75 @@
 
 python := if path_exists(".venv/bin/python") == "true" { ".venv/bin/python" } else { "python" }
 
+# quotes and spaces arrive as they were typed
+set positional-arguments
+
 _default:
     @just --list
 
 # Table of GPUs: index, name, uuid, used/free/total MiB, processes, who holds it
 check *args:
-    @{{ python }} -m robust_train.cli.main gpus {{ args }}
+    @{{ python }} -m robust_train.cli.main gpus "$@"
 
 # Memory that a job will take, and where it fits: just plan model=lora dataset=flowers102
 plan *overrides:
-    @{{ python }} -m robust_train.cli.main plan {{ overrides }}
+    @{{ python }} -m robust_train.cli.main plan "$@"
 
 # Who runs and who waits on this host, and why
 queue *args:
-    @{{ python }} -m robust_train.cli.main queue {{ args }}
+    @{{ python }} -m robust_train.cli.main queue "$@"
 
 # For each GPU: usable or why not; and how the queue stands
 doctor *args:
-    @{{ python }} -m robust_train.cli.main doctor {{ args }}
+    @{{ python }} -m robust_train.cli.main doctor "$@"
 
 # report.html of a run or a sweep, made anew from its journals
 report path *args:
-    @{{ python }} -m robust_train.cli.main report {{ path }} {{ args }}
+    @{{ python }} -m robust_train.cli.main report "$@"
 
 # The browser that the tests look at reports with, from npm's registry (68 MB; needs node)
 browser:
     npm install --no-save --no-audit --no-fund --prefix build/browser @sparticuz/chromium@147.0.0
 
 # A script in any language: just run --batch-size 64 -- python train.py --batch_size {batch_size}
-[positional-arguments]
 run *args:
     @{{ python }} -m robust_train.cli.main run "$@"
 
 # A new project that trains at once: just init my_project
 init dir:
-    @{{ python }} -m robust_train.cli.main init {{ dir }}
+    @{{ python }} -m robust_train.cli.main init "$@"
 
 # The default job: a small network on digits
 train *overrides:
-    {{ python }} train_robust.py {{ overrides }}
+    {{ python }} train_robust.py "$@"
 
 # LoRA on Oxford flowers
 train-lora-flowers-robust *overrides:
-    {{ python }} train_robust.py model=lora dataset=flowers102 {{ overrides }}
+    {{ python }} train_robust.py model=lora dataset=flowers102 "$@"
 
 # A linear probe on Oxford flowers
 train-linear-flowers-robust *overrides:
-    {{ python }} train_robust.py model=linear_probe dataset=flowers102 {{ overrides }}
+    {{ python }} train_robust.py model=linear_probe dataset=flowers102 "$@"
 
 # LoRA on Caltech birds
 train-lora-cub-robust *overrides:
-    {{ python }} train_robust.py model=lora dataset=cub200 {{ overrides }}
+    {{ python }} train_robust.py model=lora dataset=cub200 "$@"
 
 # A linear probe on Caltech birds
 train-linear-cub-robust *overrides:
-    {{ python }} train_robust.py model=linear_probe dataset=cub200 {{ overrides }}
+    {{ python }} train_robust.py model=linear_probe dataset=cub200 "$@"
 
-# Both models on both data sets, side by side; fails if one of them fails
+# Both models on both data sets, side by side, as one sweep with its table
 train-all-robust *overrides:
-    #!/usr/bin/env bash
-    set -u
-    pids=()
-    trap 'kill "${pids[@]}" 2>/dev/null' INT TERM
-    for model in lora linear_probe; do
-        for dataset in flowers102 cub200; do
-            {{ python }} train_robust.py model=$model dataset=$dataset {{ overrides }} &
-            pids+=($!)
-        done
-    done
-    status=0
-    for pid in "${pids[@]}"; do
-        wait "$pid" || status=$?
-    done
-    exit $status
+    {{ python }} train_robust.py -m hydra/launcher=gpu_queue model=lora,linear_probe dataset=flowers102,cub200 "$@"
 
 # Several jobs side by side, as many as there are GPUs: just sweep training.lr=1e-3,1e-4
 sweep *overrides:
-    {{ python }} train_robust.py -m hydra/launcher=gpu_queue {{ overrides }}
+    {{ python }} train_robust.py -m hydra/launcher=gpu_queue "$@"
 
 # The test suite
 test *args:
-    {{ python }} -m pytest {{ args }}
+    {{ python }} -m pytest "$@"
 
 # What CI runs, in this environment: the tests, the linters, the slow tests
 test-all:
@@ -113,4 +101,4 @@ bench:
 
 # On a machine with a GPU: what was expected there against what is seen, in ten minutes
 gpu-check *probes:
-    {{ python }} benchmarks/gpu_check.py {{ probes }}
+    {{ python }} benchmarks/gpu_check.py "$@"

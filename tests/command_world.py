@@ -36,22 +36,22 @@ class CommandWorld:
         """``train_robust.py trainer=command``, to its end."""
         return self.world.run("trainer=command", argv(*words), *overrides)
 
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
+    def start(self, *arguments: str, stdin: Any = subprocess.DEVNULL) -> subprocess.Popen[str]:
         """Start ``robust-train run``; the caller waits for it."""
         main = [sys.executable, "-m", "robust_train.cli.main", "run"]
         return subprocess.Popen(
             [*main, "--run-dir", str(self.run_dir), *arguments],
             cwd=self.folder,
             env=self.world.environ,
-            stdin=subprocess.DEVNULL,
+            stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
 
-    def run(self, *arguments: str) -> Ended:
+    def run(self, *arguments: str, stdin: Any = subprocess.DEVNULL) -> Ended:
         """``robust-train run``, to its end."""
-        return self.world.end(self.start(*arguments))
+        return self.world.end(self.start(*arguments, stdin=stdin))
 
     def started_script(self, file: Path) -> int:
         """Wait until a script has written its process id to ``file``."""

@@ -1,13 +1,28 @@
-"""README and docs: links resolve, code compiles, README stays short."""
+"""README and docs: links resolve, examples run, commands parse, README stays short."""
 
 from __future__ import annotations
 
 import ast
+import builtins
+import importlib
+import inspect
 import re
+import shlex
 import textwrap
 from pathlib import Path
 
 import pytest
+from hydra import compose, initialize_config_module
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+import preloaded
+import warm
+from robust_train import current_run
+from robust_train.cli import run as run_command
+from robust_train.cli.main import COMMANDS
+from robust_train.config.batch import settle_batch_size
+from robust_train.config.schema import validate
+from world import World
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -46,16 +61,146 @@ def test_every_relative_link_and_anchor_resolves(page: Path):
     assert not dead
 
 
+def _blocks(page: Path, language: str) -> list[str]:
+    found = _FENCE.findall(page.read_text())
+    return [textwrap.dedent(code) for kind, code in found if kind == language]
+
+
+def _parsed(code: str) -> ast.Module:
+    try:
+        return ast.parse(code)
+    except SyntaxError:  # a snippet may show the inside of a function
+        return ast.parse(f"def snippet():\n{textwrap.indent(code, '    ')}")
+
+
+def _is_complete(code: str) -> bool:
+    """Whether a block defines or imports all names that it uses."""
+    nodes = list(ast.walk(_parsed(code)))
+    names = [node for node in nodes if isinstance(node, ast.Name)]
+    bound = {one.id for one in names if not isinstance(one.ctx, ast.Load)} | {"__name__"}
+    bound |= {one.name for one in nodes if isinstance(one, (ast.FunctionDef, ast.ClassDef))}
+    bound |= {one.arg for one in nodes if isinstance(one, ast.arg)} | set(dir(builtins))
+    for one in nodes:
+        if isinstance(one, (ast.Import, ast.ImportFrom)):
+            bound |= {(alias.asname or alias.name).partition(".")[0] for alias in one.names}
+    is_used = any(isinstance(node, (ast.Call, ast.Expr)) for node in _parsed(code).body[1:])
+    return is_used and all(one.id in bound for one in names)
+
+
+COMPLETE = [
+    pytest.param(code, id=f"{_name(page)}-{number}")
+    for page in PAGES
+    for number, code in enumerate(_blocks(page, "python"))
+    if _is_complete(code) or "__main__" in code
+]
+
+
+@pytest.mark.parametrize("code", COMPLETE)
+def test_complete_examples_run(code: str, world: World):
+    if "hydra_main" in code:  # its project has folders beside it: only what it defines
+        code = code.replace("__main__", "__elsewhere__")
+    if "launch" in code:
+        script = world.folder / "example.py"
+        script.write_text(code)
+        ended = world.end(warm.start([str(script)], world.folder, world.environ))
+        assert ended.returncode == 0, ended.output
+        return
+    done = preloaded.run(code, cwd=world.folder, environ=world.environ)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_examples_are_found():
+    named = {str(one.id).rpartition("-")[0] for one in COMPLETE}
+    assert named >= {"README.md", "docs/recovery.md", "docs/notebooks.md", "docs/bring-your-own.md"}
+
+
+def _target(module: str, name: str) -> object:
+    """What a block imports from us; of an integration, whose library may be absent, its source."""
+    if not module.startswith("robust_train.integrations"):
+        return getattr(importlib.import_module(module), name)
+    tree = ast.parse((ROOT / "src" / f"{module.replace('.', '/')}.py").read_text())
+    imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
+    names = [*tree.body, *(alias for node in imports for alias in node.names)]
+    return next(node for node in names if getattr(node, "name", None) == name)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=_name)
-def test_every_python_block_compiles(page: Path):
-    for language, code in _FENCE.findall(page.read_text()):
-        if language == "python":
-            # a snippet may show the inside of a function
-            inside = f"def snippet():\n{textwrap.indent(textwrap.dedent(code), '    ')}"
-            try:
-                ast.parse(textwrap.dedent(code))
-            except SyntaxError:
-                ast.parse(inside)
+def test_every_python_block_uses_what_there_is(page: Path):
+    """Names that it imports from us, what it calls of ``run``, and the arguments of both."""
+    run = current_run()
+    for code in _blocks(page, "python"):
+        nodes = list(ast.walk(_parsed(code)))
+        ours = {
+            alias.name: _target(node.module, alias.name)
+            for node in nodes
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("robust_train")
+            for alias in node.names
+        }
+        for node in nodes:
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "run":
+                assert hasattr(run, node.attr), ast.unparse(node)
+            if not isinstance(node, ast.Call) or any(one.arg is None for one in node.keywords):
+                continue
+            called: object = ours.get(ast.unparse(node.func))
+            if ast.unparse(node.func).startswith("run."):
+                called = getattr(run, ast.unparse(node.func).removeprefix("run."))
+            keywords = [str(one.arg) for one in node.keywords]
+            if callable(called):
+                inspect.signature(called).bind(*node.args, **dict.fromkeys(keywords))
+            elif isinstance(called, ast.FunctionDef):
+                assert {*keywords} <= {
+                    one.arg for one in [*called.args.args, *called.args.kwonlyargs]
+                }
+
+
+def _commands(page: Path) -> list[list[str]]:
+    """Every command of a page's shell blocks, as words."""
+    found = []
+    for code in _blocks(page, "bash"):
+        for line in code.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            while "&&" in words:
+                found.append(words[: words.index("&&")])
+                words = words[words.index("&&") + 1 :]
+            found += [words] if words else []
+    return found
+
+
+def _compose(config: str, words: list[str]) -> None:
+    """Compose a command's config; of a sweep, its first job's."""
+    kept = []
+    for one in OverridesParser.create().parse_overrides([w for w in words if w != "-m"]):
+        if one.is_sweep_override() and not (one.is_choice_sweep() or one.is_range_sweep()):
+            kept.append(f"{one.key_or_group}=1e-3")
+        elif not one.key_or_group.startswith("hydra"):
+            first = next(one.sweep_string_iterator()) if one.is_sweep_override() else None
+            kept.append(one.input_line if first is None else f"{one.key_or_group}={first}")
+    with initialize_config_module("robust_train.configs", version_base="1.3"):
+        cfg = compose(config, overrides=kept)
+    settle_batch_size(cfg)
+    validate(cfg)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_every_command_parses(page: Path):
+    recipes = re.findall(r"^([a-z-]+)(?: [a-z*]+)*:", (ROOT / "justfile").read_text(), re.M)
+    for words in _commands(page):
+        match words:
+            case [_, "train_robust.py", *rest] | ["robust-train", "train", *rest]:
+                _compose("robust", rest)
+            case [_, "train.py", *rest]:
+                _compose("config", rest)
+            case ["robust-train", "run", *rest] if "--" in rest:
+                split = rest.index("--")
+                options = run_command._parser().parse_args(rest[:split])
+                run_command._overrides(options, rest[split + 1 :])
+            case ["robust-train", command, *rest]:
+                module = COMMANDS[command].partition(":")[0]
+                source = (ROOT / "src/robust_train/cli" / f"{module}.py").read_text()
+                for option in rest:
+                    assert not option.startswith("--") or f'"{option}"' in source, words
+            case ["just", recipe, *_]:
+                assert recipe in recipes
 
 
 def test_readme_has_at_most_200_lines():

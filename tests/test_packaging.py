@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -99,3 +100,45 @@ def test_init_writes_its_project_from_the_wheel(installed: Path, world: World):
     run_dir = f"hydra.run.dir={world.run_dir}"
     _python(world, world.folder / "mine", "main.py", "spirals.steps=5", run_dir)
     assert Ended(0, "", "", world.run_dir).summary["status"] == "completed"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_what_is_published_passes_its_check_and_trains_in_an_empty_folder(
+    tmp_path: Path, world: World
+):
+    """The wheel is made of the sdist, and installed beside this environment's dependencies."""
+    for tool in ("build", "twine"):
+        pytest.importorskip(tool, reason="the extra [test]")
+    world.environ.pop("PYTHONPATH")
+
+    def run(*words: str | Path, folder: Path = tmp_path) -> str:
+        process = subprocess.run(
+            [str(word) for word in words],
+            cwd=folder,
+            env=world.environ,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert process.returncode == 0, process.stdout + process.stderr
+        return process.stdout
+
+    run(sys.executable, "-m", "build", "-o", "dist", ROOT)
+    wheel, sdist = sorted((tmp_path / "dist").iterdir(), key=lambda path: path.suffix != ".whl")
+    run(sys.executable, "-m", "twine", "check", "--strict", wheel, sdist)
+    run(sys.executable, "-m", "venv", "--without-pip", "fresh")
+    (libraries,) = (tmp_path / "fresh" / "lib").glob("python*/site-packages")
+    ours = [path for path in sys.path if path.endswith("site-packages")]
+    run(sys.executable, "-m", "pip", "--python", "fresh/bin/python", "install", "--no-deps", wheel)
+    (libraries / "dependencies.pth").write_text("\n".join(ours) + "\n")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    command = tmp_path / "fresh" / "bin" / "robust-train"
+    code = "import robust_train; print(robust_train.__file__, robust_train.__version__)"
+    where, version = run(command.with_name("python"), "-c", code, folder=empty).split()
+    assert where.startswith(str(libraries))
+    assert version in wheel.name
+    run(command, "train", folder=empty)
+    (folder,) = empty.glob("outputs/*/*")
+    assert json.loads((folder / "summary.json").read_text())["result"]["objective"] > 0.9

@@ -75,8 +75,7 @@ def launch(
     """Run ``trainer`` robustly: pick and wait for a GPU, and recover when memory runs out.
 
     Args:
-        trainer: a callable ``trainer(cfg)`` or ``trainer(cfg, run)``, its dotted path, or None for
-            ``cfg.trainer._target_``.
+        trainer: a callable, its dotted path, or None for ``cfg.trainer._target_``.
         cfg: any part of the keys of ``configs/robust.yaml``, and whatever the trainer needs.
         run_dir: the run folder; by default Hydra's for the job, or a new one under ``outputs/``.
 
@@ -95,17 +94,13 @@ def launch(
         try:
             summary = Job(trainer, complete(cfg or {}), run_dir).run()
         except (ConfigError, JobInterrupted) as error:
-            # without the launcher's own frames
-            raise error.with_traceback(None) from error.__cause__
+            raise error.with_traceback(None) from error.__cause__  # without our own frames
     summary.raise_unless_completed()
     return summary
 
 
 class Job:
-    """One launch, from a composed config to its summary.
-
-    Args as for :func:`launch`, but ``cfg`` is complete. ``remedies``: whether a failed attempt may
-    be followed by another one.
+    """One launch, from a complete config to its summary; ``remedies``: it may be tried again.
 
     Raises:
         ConfigError: config or trainer cannot be used, or a live job holds the run folder.

@@ -164,12 +164,21 @@ class BatchSettings:
 def batch_settings(cfg: DictConfig, trainer: str | Callable[..., Any]) -> BatchSettings:
     """Return the part of the config that :class:`robust_train.batch.job_sizes.BatchSizes` needs."""
     return BatchSettings(
-        trainer=name_of(trainer),
+        trainer=_identity_of(trainer),
         memory_settings=memory_settings(cfg),
         memory_share=cfg.memory.fraction / cfg.gpu_jobs_per_device,
         reuse_known_batch=cfg.reuse_known_batch,
         is_script=OmegaConf.select(cfg, "trainer.argv") is not None,
     )
+
+
+def _identity_of(trainer: str | Callable[..., Any]) -> str:
+    """Return a name that no other script's or notebook's function shares."""
+    name = name_of(trainer)
+    if not name.startswith("__main__."):
+        return name
+    where = getattr(sys.modules["__main__"], "__file__", None)
+    return f"{Path(where).resolve() if where else Path.cwd()}:{name}"
 
 
 def _is_built_in(cfg: DictConfig) -> bool:

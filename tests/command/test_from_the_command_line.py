@@ -49,6 +49,17 @@ def test_the_programs_arguments_reach_it_as_they_were_typed(scripts: CommandWorl
     assert json.dumps(EVERYTHING) in ended.stdout.splitlines()
 
 
+def test_each_attempt_reads_a_file_on_standard_input_from_where_it_began(scripts: CommandWorld):
+    (scripts.folder / "in").write_text("skipped\nhello\n")
+    words = ("sh", "-c", "cat; [ {batch_size} = 4 ] || { echo MemoryError: no; exit 1; }")
+    with (scripts.folder / "in").open("rb", buffering=0) as file:
+        file.seek(len("skipped\n"))
+        ended = scripts.run("--batch-size", "8", "--", *words, stdin=file)
+    assert ended.returncode == 0, ended.output
+    assert ended.stdout.splitlines().count("hello") == 2
+    assert "skipped" not in ended.stdout
+
+
 def test_with_the_batch_left_to_the_script_it_is_not_started_again_with_less(
     scripts: CommandWorld,
 ):

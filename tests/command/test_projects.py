@@ -70,6 +70,22 @@ def test_a_new_project_trains_at_once_and_its_recipe_goes_on_from_its_checkpoint
     assert (attempt["start_step"], attempt["end_step"]) == (steps, steps + 20)
 
 
+@pytest.mark.parametrize("folder", [ROOT, ROOT / "src" / "robust_train" / "project_template"])
+def test_recipes_keep_quotes_and_spaces(folder: Path):
+    just = shutil.which("just", path=str(Path(sys.executable).parent))
+    if just is None:
+        pytest.skip("just is not installed (pip install rust-just)")
+    words = ["training.lr=tag(log,interval(1e-5,1e-2))", "job_name='two  words'"]
+    echoed = "python=python3 -c 'import sys; print(sys.argv[1:])'"
+    ended = subprocess.run(
+        [just, "--justfile", folder / "justfile", echoed, "sweep", *words],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ended.stdout.rstrip().endswith(f"{words}"[1:])
+
+
 def test_nothing_is_overwritten(world: World, project: Path):
     (project / "main.py").write_text("mine")
     shutil.rmtree(project / "conf")
@@ -109,6 +125,34 @@ def test_a_hydra_project_of_your_own_builds_on_robust(world: World, own_project:
     assert summary["attempts"][0]["batch_size"] == 60
     (folder,) = own_project.glob("outputs/*/*")
     assert "_iris_small_" in folder.name
+
+
+def test_mistakes_in_a_project_are_one_line_and_exit_code_2(world: World, own_project: Path):
+    for word, words in (("iris.x=1", "no such key"), ("num_gpus=0", "must be 1 or more")):
+        ended = _run(world, own_project, sys.executable, "main.py", word)
+        assert ended.returncode == 2, ended.stdout + ended.stderr
+        (line,) = ended.stderr.splitlines()
+        assert words in line
+
+
+@pytest.mark.slow
+def test_a_failed_job_of_a_project_has_the_exit_codes_too(world: World, own_project: Path):
+    (own_project / "bad.py").write_text(
+        "from robust_train import UserError\n"
+        "def bug(cfg): return {}['key']\n"
+        "def user(cfg): raise UserError('mend it')\n"
+    )
+    full = {"HYDRA_FULL_ERROR": "1"}
+    for environ, word, code, last in (
+        ({}, "trainer._target_=bad.bug", 1, "KeyError: 'key'"),
+        ({}, "trainer._target_=bad.user", 1, "mend it"),
+        (full, "epochs=3", 2, "epochs=3: no such key (did you mean training.epochs?)"),
+    ):
+        world.environ |= environ
+        ended = _run(world, own_project, sys.executable, "main.py", word)
+        assert ended.returncode == code, ended.stdout + ended.stderr
+        assert ended.stderr.splitlines()[-1] == last
+        assert "robust_train/launcher.py" not in ended.stderr
 
 
 @pytest.mark.slow

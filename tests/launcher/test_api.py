@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import code
 import functools
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -62,18 +65,69 @@ def test_a_function_of_the_script_itself_is_launched(tmp_path: Path):
     assert (tmp_path / "run" / "summary.json").exists()
 
 
-def test_a_script_without_a_guard_is_told_what_to_add(tmp_path: Path):
+def test_a_script_without_a_guard_is_launched_all_the_same(tmp_path: Path):
+    """Its import in the attempt ends where it calls ``launch`` for this trainer."""
     script = tmp_path / "my_script.py"
     script.write_text(
+        "import os\n"
         "from robust_train import launch\n"
-        "def train(cfg):\n    return 1\n"
-        f"launch(train, run_dir={str(tmp_path / 'run')!r})\n"
+        "def train(cfg):\n    return os.getpid()\n"
+        "summary = launch(train, run_dir='run')\n"
+        "print('apart', summary.result != os.getpid())\n"
+        "launch(train, {'training': {'batchsize': 1}})\n"
     )
     process = subprocess.run(
         [sys.executable, str(script)], capture_output=True, text=True, check=False, cwd=tmp_path
     )
     assert process.returncode == 1
-    assert process.stderr.endswith('put it under: if __name__ == "__main__":\n')
+    assert process.stdout.count("apart True") == 1, process.stdout + process.stderr
+    assert "completed after" in process.stdout, "the launcher's lines are on the screen"
+    assert "did you mean training.batch_size?" in process.stderr
+    assert len(process.stderr.splitlines()) < 10, "not the launcher's own frames"
+
+
+class Cell(io.TextIOBase):
+    """A notebook's stream: what is written to its descriptor is shown elsewhere."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def write(self, text: str) -> int:
+        self.text += text
+        return len(text)
+
+    def fileno(self) -> int:
+        return 1
+
+
+NOTEBOOK = """
+import os, pickle
+
+class Net:
+    size = 3
+
+def double(number):
+    return 2 * number
+
+def train(cfg, run):
+    print("printed by the trainer")
+    copied = pickle.loads(pickle.dumps(Net()))
+    return [double(copied.size), os.getpid()]
+"""
+
+
+def test_a_function_of_a_notebook_runs_in_a_process_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    notebook = code.InteractiveConsole({"__name__": "__main__", "launch": launch})
+    assert not notebook.runsource(NOTEBOOK, symbol="exec")
+    monkeypatch.setattr(sys, "stdout", cell := Cell())
+    notebook.runsource(f"summary = launch(train, run_dir={str(tmp_path)!r})", symbol="exec")
+    monkeypatch.undo()
+    result = notebook.locals["summary"].result
+    assert result[0] == 6
+    assert result[1] != os.getpid()
+    assert "printed by the trainer" in cell.text
 
 
 def test_a_typo_in_the_configuration_is_one_line():
@@ -197,10 +251,12 @@ def test_memory_that_runs_out_everywhere_is_raised_with_what_was_tried(tmp_path:
         launch(train, cfg, run_dir=tmp_path)
 
 
-def test_a_local_function_needs_inline_isolation_and_says_so(tmp_path: Path):
-    with pytest.raises(ConfigError, match="isolation=none"):
-        launch(lambda cfg: 1, run_dir=tmp_path)
-    assert launch(lambda cfg: 1, {"isolation": "none"}, run_dir=tmp_path).result == 1
+def test_what_cannot_be_launched_is_refused_before_anything_is_written(tmp_path: Path):
+    lock = threading.Lock()
+    for trainer, words in ((lambda cfg: lock, "cannot pickle.*isolation=none"), ("no.x", "'no'")):
+        with pytest.raises(ConfigError, match=words):
+            launch(trainer, run_dir=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_wrong_values_are_refused(tmp_path: Path):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import resource
+import subprocess
+import sys
 
 import hydra
 import pytest
@@ -17,6 +19,7 @@ OF_THE_COMMAND = [
     (["--config-name", "rubust"], ["rubust"]),
     (["training.batch_size=0"], ["training.batch_size=0", "1 or more"]),
     (["trainer._target_=no_such_module.train"], ["no_such_module.train", "Python path"]),
+    (["dataset=image_folder", "dataset.root=/no/such"], ["dataset.root=/no/such"]),
 ]
 VARIANTS = [
     (["trainer._target_=trainers"], ["trainer._target_=trainers", "package.module.function"]),
@@ -35,6 +38,8 @@ OF_THE_CONFIGURATION = [
     (["isolation=docker"], ["isolation=docker", "process, none"]),
     (["min_batchsize=8"], ["min_batchsize=8", "did you mean min_batch_size?"]),
     (["epochs=3"], ["epochs=3", "did you mean training.epochs?"]),
+    (["epoch=3"], ["epoch=3", "did you mean training.epochs?"]),
+    (["lora_r=3", "model=lora"], ["lora_r=3", "did you mean model.lora_r?"]),
     (["batch_size=8"], ["batch_size=8", "did you mean training.batch_size?"]),
     (["traning.epochs=3"], ["traning.epochs=3", "did you mean training.epochs?"]),
     (["dataset=imagenet"], ["dataset=imagenet", "digits", "flowers102"]),
@@ -67,6 +72,8 @@ def test_the_command_refuses_in_one_line(world: World, arguments: list[str], wor
     ended.was_refused(words)
     started = world.run_dir / "journal.jsonl"
     assert not started.exists() or "attempt_started" not in started.read_text()
+    if "root" in words[0] or "no_such_module" in words[0]:
+        assert not world.run_dir.exists()
 
 
 def accept(arguments: list[str]) -> None:
@@ -106,6 +113,32 @@ def test_a_module_that_fails_when_imported_is_named_with_file_and_line(world: Wo
     assert "NameError" in ended.stderr
     assert "broken_trainer.py, line 3" in ended.stderr
     assert "Traceback" not in ended.output
+
+
+def test_a_trainer_is_found_in_the_working_directory_and_a_mistake_keeps_its_exit_code(
+    world: World,
+):
+    """Also where a folder of the command itself has a module of the same name."""
+    (world.folder / "train.py").write_text("def train(cfg, run): return 1.5\n")
+    main = [sys.executable, "-m", "robust_train.cli.main", "train"]
+    words = ["trainer._target_=train.train", "model=none", "dataset=none"]
+    environ = world.environ | {"HYDRA_FULL_ERROR": "1", "PYTHONSAFEPATH": ""}
+    ended = world.run(*words)
+    assert ended.returncode == 0, ended.output
+    assert ended.summary["result"] == 1.5
+    refused = subprocess.run(
+        [*main, *words, "epochs=3"],
+        cwd=world.folder,
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert refused.returncode == 2
+    assert "Traceback" in refused.stderr
+    assert (
+        refused.stderr.splitlines()[-1] == "epochs=3: no such key (did you mean training.epochs?)"
+    )
 
 
 def test_an_unwritable_run_folder_is_named(world: World):

@@ -75,7 +75,7 @@ def test_a_preempted_job_of_a_sweep_is_requeued_and_goes_on(sweeps: SweepWorld):
 def test_without_slurm_its_launcher_is_refused_in_one_line(sweeps: SweepWorld):
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason="the extra [slurm]")
     ended = sweeps.sweep("objective", "training.seed=1,2", "hydra/launcher=robust_slurm")
-    assert ended.returncode == 1
+    assert ended.returncode == 2
     (line,) = ended.stderr.splitlines()
     assert line.startswith("hydra/launcher=submitit_slurm: no srun here")
 

@@ -149,9 +149,26 @@ def test_without_network_one_line_names_the_address_and_the_way_out(
     tmp_path, monkeypatch, name, url
 ):
     cut_network(monkeypatch)
-    text = refusal_of(dataset_config(name, tmp_path))
+    text = refusal_of(dataset_config(name, tmp_path / "data"))
     assert url in text
     assert "dataset.root=" in text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_download_that_fails_half_way_leaves_what_was_there_before(tmp_path, monkeypatch):
+    from torchvision.datasets import utils
+
+    def fetch(url, root, md5):
+        (Path(root) / "CUB_200_2011.tgz").write_text("half")
+        (Path(root) / "CUB_200_2011" / "images").mkdir()
+        raise OSError("no space left")
+
+    monkeypatch.setattr(utils, "download_and_extract_archive", fetch)
+    (tmp_path / "CUB_200_2011").mkdir()
+    (tmp_path / "CUB_200_2011" / "images.txt").write_text("mine")
+    assert "no space left" in refusal_of(dataset_config("cub200", tmp_path))
+    left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")}
+    assert left == {".download.lock", "CUB_200_2011", "CUB_200_2011/images.txt"}
 
 
 @pytest.mark.parametrize("name", ["flowers102", "cub200"])

@@ -14,7 +14,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import robust_train
 from robust_train.errors import EXIT_BAD_CONFIG, EXIT_FAILED, ConfigError
@@ -23,17 +23,13 @@ _FULL_ERROR = "HYDRA_FULL_ERROR"
 _CONFIGS = "pkg://robust_train.configs"
 
 
-def train(arguments: Sequence[str] | None = None) -> int:
-    """``robust-train train``: the same as ``train_robust.py``, from any folder."""
+def open_robust(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run a job, or with ``-m`` a sweep, under the launcher: ``train_robust.py``.
+
+    ``arguments`` are those of ``robust-train train``, which is the same from any folder.
+    """
     if arguments is not None:
-        sys.argv[1:] = arguments  # Hydra reads it there
-    sys.argv[0] = "robust-train train"
-    open_robust()
-    return 0
-
-
-def open_robust() -> None:
-    """``python train_robust.py``: run a job, or with ``-m`` a sweep, under the launcher."""
+        sys.argv = ["robust-train train", *arguments]  # Hydra reads it there
     _end_quietly_at_signals()
     _see_modules_here()
     from robust_train.execution.screen import never_blocking_output
@@ -155,8 +151,8 @@ def _open(
             print(explain(error, config_name, sys.argv[1:], config_path), file=sys.stderr)
             found = EXIT_BAD_CONFIG
         elif problem := known_problem(error):
-            print(problem.text, file=sys.stderr)
-            found = jobs.ending.code or problem.exit_code
+            print(problem[0], file=sys.stderr)
+            found = jobs.ending.code or problem[1]
         if found is None and not user_wants_everything:
             raise
         code = found or EXIT_FAILED

@@ -34,7 +34,7 @@ commands:
 COMMANDS = {
     name: f"{name}:main"
     for name in ("gpus", "queue", "run", "init", "plan", "doctor", "report", "runs", "logs", "wait")
-} | {"train": "door:train", "memory": "memory:main", "cleanup": "memory:cleanup"}
+} | {"train": "door:open_robust", "memory": "memory:main", "cleanup": "memory:cleanup"}
 OF_LIVE_RUNS = ("list", "status", "checkpoint", "halve-batch", "stop")
 
 

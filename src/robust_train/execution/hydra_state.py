@@ -13,6 +13,7 @@ from hydra.core.utils import setup_globals
 from omegaconf import DictConfig, OmegaConf
 
 from robust_train.compat import format_of
+from robust_train.execution.screen import never_blocking_output
 
 HYDRAS_FORMAT = "[%(asctime)s][%(name)s][%(levelname)s] - %(message)s"
 
@@ -24,15 +25,17 @@ def logged_to_screen() -> Iterator[None]:
     if logger.hasHandlers():
         yield
         return
-    level, handler = logger.level, logging.StreamHandler(sys.stdout)
-    handler.setFormatter(logging.Formatter(HYDRAS_FORMAT))
-    logger.addHandler(handler)
-    logger.setLevel(level or logging.INFO)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
+    with never_blocking_output():
+        level, handler = logger.level, logging.StreamHandler(sys.stdout)
+        is_terminal = sys.stdout.isatty()
+        handler.setFormatter(_ShortLines() if is_terminal else logging.Formatter(HYDRAS_FORMAT))
+        logger.addHandler(handler)
+        logger.setLevel(level or logging.INFO)
+        try:
+            yield
+        finally:
+            logger.removeHandler(handler)
+            logger.setLevel(level)
 
 
 def adopt_hydra(hydra_cfg: DictConfig | None) -> None:

@@ -201,6 +201,8 @@ def never_blocking_output() -> Iterator[None]:
 
 
 def _unblocked(stream: TextIO) -> TextIO:
+    if not isinstance(stream, io.TextIOWrapper):  # a notebook's descriptor is no part of the page
+        return stream
     try:
         stream.flush()
         raw = io.BufferedWriter(_RawScreen(stream.fileno()))

@@ -24,14 +24,10 @@ from robust_train.run import Run
 log = logging.getLogger("robust_train")
 
 
-def _input_position() -> int | None:
-    with contextlib.suppress(OSError):
-        if stat.S_ISREG(os.fstat(0).st_mode):
-            return os.lseek(0, 0, os.SEEK_CUR)
-    return None
-
-
-_INPUT_STARTS_AT = _input_position()
+try:
+    _INPUT_STARTS_AT: int | None = os.lseek(0, 0, os.SEEK_CUR)
+except OSError:  # a pipe, or closed
+    _INPUT_STARTS_AT = None
 """In a file as standard input, read before any attempt: each one reads all of it."""
 
 

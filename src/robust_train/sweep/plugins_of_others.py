@@ -6,7 +6,6 @@ import json
 import math
 import traceback
 from collections.abc import MutableMapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from robust_train.errors import EXIT_BAD_CONFIG, EXIT_FAILED
@@ -26,21 +25,13 @@ def no_objective(hydra: Any) -> float | None:
     return None if str(sweeper.get("_target_")).startswith(_OPTUNA_PLUGIN) else math.nan
 
 
-@dataclass(frozen=True)
-class KnownProblem:
-    """What a user can mend about another project's plugin."""
-
-    text: str
-    exit_code: int
-
-
-def known_problem(error: BaseException) -> KnownProblem | None:
-    """Return one line for a plugin's error that its user can mend, None for any other error."""
+def known_problem(error: BaseException) -> tuple[str, int] | None:
+    """Return one line and an exit code for a plugin's error that its user can mend, else None."""
     functions = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
     if isinstance(error, ValueError) and {"sweep", "best_trial"} <= functions:
-        return KnownProblem("no job has completed, so there is no best one", EXIT_FAILED)
+        return "no job has completed, so there is no best one", EXIT_FAILED
     if isinstance(error, RuntimeError) and 'Could not detect "srun"' in str(error):
-        return KnownProblem(
+        return (
             "hydra/launcher=submitit_slurm: no srun here; start the sweep where Slurm's commands "
             "are, or use hydra/launcher=gpu_queue on this machine",
             EXIT_BAD_CONFIG,
