@@ -26,6 +26,8 @@ from robust_train.memory.allocator import (
 from robust_train.policy.sizes import PolicySettings
 from robust_train.values import MIB, AttemptSpec
 
+_LONGEST_COMMAND = 2000
+
 
 @dataclass(frozen=True)
 class LauncherSettings:
@@ -222,7 +224,9 @@ def about_job(cfg: DictConfig, run_dir: Path) -> dict[str, str]:
         # the default is no matter of a trainer that has its own
         if _is_built_in(cfg) or any(one.startswith(group) for one in overrides):
             about[group] = str(OmegaConf.select(cfg, f"{group}.name") or "")
-    about |= {"overrides": shlex.join(overrides), "command": shlex.join(sys.orig_argv)}
+    # of `python -c` the command is a whole program
+    command = shlex.join(sys.orig_argv)[:_LONGEST_COMMAND]
+    about |= {"overrides": shlex.join(overrides), "command": command}
     return {key: value for key, value in about.items() if value}
 
 
@@ -293,7 +297,8 @@ def how_to_go_on(run_dir: Path) -> str | None:
         words.append(f"hydra.run.dir={run_dir}")
     elif "--" in words and "run" in words[: words.index("--")]:
         split = words.index("--")
-        words[split:split] = ["--run-dir", str(run_dir)]
+        if not any(word.startswith("--run-dir") for word in words[:split]):
+            words[split:split] = ["--run-dir", str(run_dir)]
     else:
         return f"launch(…, run_dir={str(run_dir)!r})"
     return shlex.join(words)
