@@ -268,6 +268,30 @@ def test_buffers_that_are_written_around_autograd_or_replaced_are_restored_too()
     assert model.constant.tolist() == [0, 1, 2]
 
 
+class BeginsToCount(nn.Module):
+    """A buffer that the first steps leave alone, as statistics that are frozen at first."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Network()
+        self.counts = False
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x):
+        if self.counts:
+            self.seen += len(x)
+        return self.inner(x)
+
+
+def test_a_buffer_that_changes_for_the_first_time_in_a_repeated_step_is_restored_too():
+    model = BeginsToCount()
+    batcher = MicroBatcher(12)
+    step(batcher, model)
+    model.counts, model.inner.most = True, 6
+    step(batcher, model)
+    assert model.seen.tolist() == [12]
+
+
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_gradients_of_earlier_batches_are_neither_lost_nor_counted_twice(where):
     def two_batches(model, batcher):

@@ -9,12 +9,13 @@ from collections.abc import Collection, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 
+from robust_train.files import Json
 from robust_train.memory import holders
 
 _T = TypeVar("_T")
 
 
-TensorFacts = dict[str, Any]
+TensorFacts = dict[str, Json]
 """The fields of :class:`robust_train.memory.holders.HeldTensor`."""
 
 

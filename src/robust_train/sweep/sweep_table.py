@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from robust_train.events import MalformedEvent, from_json
+from robust_train.runfolder.summary import aligned
 from robust_train.sweep.job_record import COMPLETED, read_json, write_json
 from robust_train.sweep.rows import SweepRow
 
@@ -64,9 +65,7 @@ def screen_table(rows: Sequence[SweepRow]) -> str:
                 "-" if row.wall_seconds is None else f"{row.wall_seconds:.1f} s",
             )
         )
-    widths = [max(len(line[i]) for line in lines) for i in range(len(COLUMNS))]
-    cells = ("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) for line in lines)
-    return "\n".join(line.rstrip() for line in cells)
+    return "\n".join(aligned(lines))
 
 
 def ending_line(row: SweepRow, log_path: Path) -> str:
