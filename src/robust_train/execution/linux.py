@@ -16,8 +16,7 @@ JOB_MARKER = "ROBUST_TRAIN_JOB"
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-_FALLOC_FL_KEEP_SIZE = 1
-_FALLOC_FL_PUNCH_HOLE = 2
+_PUNCH_HOLE_AND_KEEP_SIZE = 3
 _KILL_SECONDS = 5.0
 
 # looked up here and not at its call, which may be between fork and exec
@@ -41,13 +40,10 @@ def _prctl(option: int, value: int) -> None:
 
 
 def release_blocks(path: Path, offset: int, length: int) -> None:
-    """Return part of a file to the disk, whoever else appends to it: it is zeros from now on.
-
-    Best effort: a disk that cannot (NFS before 4.2) keeps it.
-    """
-    how = _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE
+    """Return part of a file to the disk, as zeros; one that cannot (NFS before 4.2) keeps it."""
+    where = ctypes.c_long(offset), ctypes.c_long(length)
     with contextlib.suppress(OSError), path.open("r+b") as file:
-        _libc_fallocate(file.fileno(), how, ctypes.c_long(offset), ctypes.c_long(length))
+        _libc_fallocate(file.fileno(), _PUNCH_HOLE_AND_KEEP_SIZE, *where)
 
 
 def children() -> list[int]:

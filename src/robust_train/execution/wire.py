@@ -47,8 +47,8 @@ class EventSender:
             if not self._send_waiting() and event.may_be_dropped:
                 return
             data = json.dumps(event.as_json(), default=repr).encode()
-            has_room = self._waiting_bytes + len(data) <= _MOST_WAITING_BYTES
-            if has_room or not self._waiting or isinstance(event, (Finished, Failed)):
+            is_end = isinstance(event, (Finished, Failed))
+            if is_end or self._waiting_bytes <= _MOST_WAITING_BYTES:
                 self._waiting.append(data)
                 self._waiting_bytes += len(data)
             self._send_waiting()

@@ -94,10 +94,9 @@ class FailureContext:
 
     @property
     def since_progress(self) -> tuple[Attempt, ...]:
-        """The attempts since the job got further: its checkpoints came to a later step.
+        """The attempts from the last one whose checkpoints came to a later step than before.
 
-        The first of them is the one that did. A checkpoint without a step may be the state that an
-        attempt resumed from, a second one of the same attempt is further.
+        Without steps the first checkpoint may be what the attempt resumed from, a second counts.
         """
         furthest, begins_at = -1, 0
         for number, attempt in enumerate(self.history):

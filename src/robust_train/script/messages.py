@@ -116,10 +116,7 @@ def _count(fields: Mapping[str, Json], key: str, event: str) -> int:
 
 
 class LineReader:
-    """Whole lines as they are appended to a file; what was read long ago is released by the disk.
-
-    However much is appended at once, and however long a line is, memory stays within a few blocks.
-    """
+    """Whole lines as they are appended to a file, in bounded memory and room on the disk."""
 
     def __init__(self, path: Path, *, block_bytes: int = 1 << 20) -> None:
         self._path = path
