@@ -24,6 +24,7 @@ from robust_train.memory.allocator import (
     use_expandable_segments,
 )
 from robust_train.policy.sizes import PolicySettings
+from robust_train.script.placeholders import placeholders_in
 from robust_train.values import MIB, AttemptSpec
 
 
@@ -65,6 +66,15 @@ def launcher_settings(cfg: DictConfig) -> LauncherSettings:
     )
 
 
+def _has_batch(cfg: DictConfig) -> bool:
+    """Return whether the trainer is told a batch size: 1 is also what scripts without one have."""
+    argv = OmegaConf.select(cfg, "trainer.argv")
+    training = cfg.training
+    if argv is None or (training.batch_size, training.gradient_accumulation_steps) != (1, 1):
+        return True
+    return bool(placeholders_in(" ".join(map(str, argv))) & {"batch_size"})
+
+
 def _owns_terminal() -> bool:
     """Return whether this is a terminal, and no sweep runs other jobs on it at the same time."""
     if not sys.stdout.isatty() or os.environ.get("TERM", "dumb") in ("dumb", "unknown"):
@@ -102,6 +112,7 @@ def policy_settings(cfg: DictConfig, *, finds_batch_size: bool = False) -> Polic
         retry_pause_seconds=cfg.retry_pause_seconds,
         finds_batch_size=finds_batch_size,
         reports_start=_is_built_in(cfg),
+        has_batch=_has_batch(cfg),
     )
 
 
@@ -278,9 +289,11 @@ def sweep_folder() -> Path | None:
     return Path(str(hydra.runtime.cwd)) / str(hydra.sweep.dir)
 
 
-def how_to_go_on(run_dir: Path) -> str | None:
+def how_to_go_on(run_dir: Path, resumes: bool) -> str | None:
     """The command that goes on with an unfinished job; None for one of a sweep."""
     words = list(sys.orig_argv)
+    if not resumes:
+        return None
     if HydraConfig.initialized():
         if HydraConfig.get().mode == RunMode.MULTIRUN:
             return None
@@ -292,3 +305,9 @@ def how_to_go_on(run_dir: Path) -> str | None:
     else:
         return f"launch(…, run_dir={str(run_dir)!r})"
     return shlex.join(words)
+
+
+def how_the_sweep_goes_on(folder: Path) -> str:
+    """The command that runs what is left of a sweep."""
+    words = [word for word in sys.orig_argv if not word.startswith("hydra.sweep.dir=")]
+    return shlex.join([*words, f"hydra.sweep.dir={folder}"])

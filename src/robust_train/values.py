@@ -201,6 +201,7 @@ class AttemptSpec:
         num_workers: data-loader workers of each rank.
         prefetch_factor: batches that each worker prepares ahead.
         expandable_segments: the CUDA allocator's setting against fragmentation.
+        has_batch: False for a script that is told no batch size; ``batch_size`` is 1 then.
     """
 
     gpus: Group
@@ -210,6 +211,7 @@ class AttemptSpec:
     num_workers: int = 0
     prefetch_factor: int = 2
     expandable_segments: bool = True
+    has_batch: bool = True
 
     @property
     def effective_batch_size(self) -> int:

@@ -31,6 +31,7 @@ class PolicySettings:
         finds_batch_size: ``training.batch_size=auto``: ``batch_size`` is only the largest, so
             halving it is no retry.
         reports_start: the trainer is known to report when training begins.
+        has_batch: the trainer is told a batch size.
     """
 
     batch_size: int
@@ -51,6 +52,7 @@ class PolicySettings:
     retry_pause_seconds: float = 10.0
     finds_batch_size: bool = False
     reports_start: bool = False
+    has_batch: bool = True
 
     @property
     def effective_batch_size(self) -> int:

@@ -15,7 +15,9 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from robust_train.errors import ConfigError
+from robust_train.readable import duration
 from robust_train.runfolder.lock import RunLock, read_holder
+from robust_train.settings import how_the_sweep_goes_on
 from robust_train.sweep.current import SWEEP_VARIABLE
 from robust_train.sweep.job_record import NOT_STARTED, JobRecord
 from robust_train.sweep.page import write_sweep_report
@@ -158,5 +160,7 @@ def _show_and_write(sweep: Sweep) -> None:
     # not through logging: after an interruption that may still write into a job's log file
     with contextlib.suppress(OSError, ValueError):
         print(f"sweep:\n{screen_table(rows)}")
-        print(f"{tally(rows)} in {wall_seconds:.1f} s; sweep folder: {sweep.folder}")
+        print(f"{tally(rows)} in {duration(wall_seconds)}\nsweep folder: {sweep.folder}")
+        if _exit_code:
+            print(f"to go on: {how_the_sweep_goes_on(sweep.folder)}")
         sys.stdout.flush()
