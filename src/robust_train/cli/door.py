@@ -67,6 +67,8 @@ def _end_quietly_at_signals() -> None:
 
 def _open(job: Callable[[Any], Any], name: str, config_name: str, ending: Ending) -> int:
     """Compose the config and run the job or sweep; return the exit code."""
+    if {"--help", "-h"} & set(sys.argv[1:]):
+        return _help(name)
     import hydra
 
     from robust_train.config.refusals import REFUSALS, explain
@@ -109,6 +111,15 @@ def _open(job: Callable[[Any], Any], name: str, config_name: str, ending: Ending
     except KeyboardInterrupt:
         of_the_sweep = 130
     return code or of_the_sweep
+
+
+def _help(name: str) -> int:
+    from robust_train.cli.usage import help_text
+    from robust_train.execution.screen import never_blocking_output
+
+    with never_blocking_output():  # it ends quietly where ``| head`` has seen enough
+        print(help_text(name), end="")
+    return 0
 
 
 def _libraries(arguments: list[str]) -> tuple[str, ...] | None:

@@ -22,6 +22,8 @@ from robust_train.script.placeholders import PLACEHOLDERS, literal, placeholders
 log = logging.getLogger("robust_train")
 
 _EPILOG = f"""
+live runs: robust-train run {" | ".join(OF_LIVE_RUNS)} [--run ID|PATH|PID] [--json]
+
 placeholders in the program's arguments, the resume arguments and the checkpoint pattern:
   {" ".join("{" + name + "}" for name in PLACEHOLDERS[:4])}
   {" ".join("{" + name + "}" for name in PLACEHOLDERS[4:])}
