@@ -289,10 +289,19 @@ def sweep_folder() -> Path | None:
     return Path(str(hydra.runtime.cwd)) / str(hydra.sweep.dir)
 
 
-def how_to_go_on(run_dir: Path, resumes: bool) -> str | None:
+def resume_command(cfg: DictConfig, run_dir: Path) -> str | None:
+    """The command of :func:`how_to_go_on`, for any working directory; None with resume=false."""
+    command = how_to_go_on(cfg, run_dir)
+    if command is None or command.startswith("launch("):
+        return command
+    cwd = HydraConfig.get().runtime.cwd if HydraConfig.initialized() else os.getcwd()
+    return f"cd {shlex.quote(str(cwd))} && {command}"
+
+
+def how_to_go_on(cfg: DictConfig, run_dir: Path) -> str | None:
     """The command that goes on with an unfinished job; None for one of a sweep."""
     words = list(sys.orig_argv)
-    if not resumes:
+    if not cfg.resume:
         return None
     if HydraConfig.initialized():
         if HydraConfig.get().mode == RunMode.MULTIRUN:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import logging.config
 import sys
+from collections.abc import Iterator
+from typing import TextIO
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import setup_globals
@@ -15,15 +18,29 @@ from robust_train.compat import format_of
 HYDRAS_FORMAT = "[%(asctime)s][%(name)s][%(levelname)s] - %(message)s"
 
 
+@contextlib.contextmanager
+def logged_to_screen() -> Iterator[None]:
+    """Show the launcher's lines within the block, unless the program has set up logging itself."""
+    logger = logging.getLogger("robust_train")
+    if logger.hasHandlers():
+        yield
+        return
+    level, handler = logger.level, logging.StreamHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter(HYDRAS_FORMAT))
+    logger.addHandler(handler)
+    logger.setLevel(level or logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
 def adopt_hydra(hydra_cfg: DictConfig | None) -> None:
     """Give a fresh process the job's ``HydraConfig`` and logging; without Hydra a plain format."""
     if hydra_cfg is None:
         if not logging.getLogger().handlers:
-            logging.basicConfig(
-                level=logging.INFO,
-                stream=sys.stdout,
-                format=HYDRAS_FORMAT,
-            )
+            logging.basicConfig(level=logging.INFO, stream=sys.stdout, format=HYDRAS_FORMAT)
         shorten_lines_on_terminals()
         return
     setup_globals()  # the resolvers that Hydra's own config uses, ${now:} among them
@@ -47,9 +64,15 @@ class _ShortLines(logging.Formatter):
         return super().format(record)
 
 
+def terminal_handlers() -> list[logging.StreamHandler[TextIO]]:
+    """Return what shows the launcher's log lines on terminals."""
+    handlers = (*logging.getLogger().handlers, *logging.getLogger("robust_train").handlers)
+    streams = [one for one in handlers if isinstance(one, logging.StreamHandler)]
+    return [one for one in streams if getattr(one.stream, "isatty", lambda: False)()]
+
+
 def shorten_lines_on_terminals() -> None:
     """Have log lines in Hydra's own format begin with the time of day only, on terminals."""
-    for handler in logging.getLogger().handlers:
-        is_hydras = format_of(handler) == HYDRAS_FORMAT
-        if is_hydras and isinstance(handler, logging.StreamHandler) and handler.stream.isatty():
+    for handler in terminal_handlers():
+        if format_of(handler) == HYDRAS_FORMAT:
             handler.setFormatter(_ShortLines())

@@ -9,7 +9,6 @@ from __future__ import annotations
 import codecs
 import contextlib
 import io
-import logging
 import os
 import re
 import sys
@@ -17,6 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from robust_train.execution.hydra_state import terminal_handlers
 from robust_train.execution.screen import Screen, never_blocking_output, screen_of
 
 if TYPE_CHECKING:
@@ -242,12 +242,11 @@ def _logging_to_screens() -> Iterator[None]:
     """Have log lines go where prints go, within the block: they would tear the area apart."""
     own = {stream.fileno(): stream for stream in (sys.stdout, sys.stderr) if stream.isatty()}
     moved = []
-    for handler in logging.getLogger().handlers:
-        if isinstance(handler, logging.StreamHandler):
-            with contextlib.suppress(AttributeError, OSError, ValueError):
-                stream = own.get(handler.stream.fileno())
-                if stream is not None:
-                    moved.append((handler, handler.setStream(stream)))
+    for handler in terminal_handlers():
+        with contextlib.suppress(AttributeError, OSError, ValueError):
+            stream = own.get(handler.stream.fileno())
+            if stream is not None:
+                moved.append((handler, handler.setStream(stream)))
     try:
         yield
     finally:

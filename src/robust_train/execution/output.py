@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import fcntl
+import io
 import os
 import pty
 import selectors
+import stat
 import struct
 import sys
 import termios
@@ -25,6 +28,15 @@ _BAR_SECONDS = 1.0
 """How often the log takes in the state of a line that is still being rewritten."""
 
 
+def has_input() -> bool:
+    """Return whether standard input is a file or a pipe: a terminal's stays with the launcher."""
+    try:
+        mode = os.fstat(0).st_mode
+    except OSError:
+        return False
+    return stat.S_ISREG(mode) or stat.S_ISFIFO(mode)
+
+
 class OutputStream:
     """One of stdout and stderr: a terminal for the child where ours is one, else a pipe.
 
@@ -39,8 +51,11 @@ class OutputStream:
         self._ours = ours
         self._target: int | None = None
         self._size: bytes | None = None
-        with contextlib.suppress(AttributeError, OSError, ValueError):  # as in a notebook
-            self._target = int(ours.fileno())
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        # a notebook's stream has the number of the terminal that the notebook was started in
+        if isinstance(ours, io.TextIOWrapper):
+            with contextlib.suppress(OSError, ValueError):
+                self._target = ours.fileno()
         if self._target is not None and os.isatty(self._target):
             self.read_fd, self.child_fd = pty.openpty()
             _copy_terminal(self._target, self.child_fd)
@@ -72,7 +87,7 @@ class OutputStream:
             screen.show(self._target, data, source=self)
             return
         with contextlib.suppress(Exception):
-            self._ours.write(data.decode(errors="replace"))
+            self._ours.write(self._decode(data))
 
     def settle(self) -> None:
         """Let an unfinished line scroll away."""

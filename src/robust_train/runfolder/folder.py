@@ -67,6 +67,7 @@ class RunFolder:
         name: str,
         signals: Signals,
         sweep_folder: Path | None = None,
+        resume_command: str | None = None,
         show: Callable[[RunState], None] = lambda state: None,
     ) -> None:
         self.token = os.urandom(3).hex()
@@ -77,7 +78,8 @@ class RunFolder:
         job_id, now = f"0-{self.token}", time.time()
         self._lock = RunLock(run_dir, job_id)
         where = (str(run_dir), os.getpid(), socket.gethostname(), user_name(os.geteuid()))
-        self._file = StateFile(run_dir, RunState(job_id, name, *where, started=now, since=now))
+        state = RunState(job_id, name, *where, now, now, resume_command=resume_command)
+        self._file = StateFile(run_dir, state)
         self._next_poll = 0.0
 
     @property

@@ -157,7 +157,15 @@ class Training:
         cfg, run = self.cfg, self.run
         trained, total = count_parameters(module)
         log.info("model: %s, %d of %d parameters are trained", cfg.model.name, trained, total)
-        log.info("Effective batch size: %d", self.plan.effective_batch)
+        effective, images = self.plan.effective_batch, self.plan.num_samples
+        log.info("Effective batch size: %d", effective)
+        if effective > images and run.is_main:
+            log.warning(
+                "the effective batch size %d is more than the %d training images: an epoch is one "
+                "step with all of them",
+                effective,
+                images,
+            )
         if cfg.training.gradient_checkpointing and not enable_gradient_checkpointing(module):
             log.warning("training.gradient_checkpointing: this model has none, it has no effect")
         model = module.to(self.device)
