@@ -166,8 +166,12 @@ class LiveArea:
 
     @property
     def columns(self) -> int:
-        """The terminal's width."""
-        return self._console.size.width
+        """The terminal's width now."""
+        from rich.console import ConsoleDimensions
+
+        columns, lines = os.get_terminal_size(self._descriptor)
+        self._console.size = ConsoleDimensions(columns or 80, lines or 24)
+        return self._console.width
 
     def __enter__(self) -> LiveArea:
         self._live.start()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from robust_train.events import AttemptStarted, DeviceAcquired
 from robust_train.readable import duration, shortened
+from robust_train.readable import number as number_text
 from robust_train.runfolder.summary import Summary, attempts_table, gpu_memory_summary
 from robust_train.values import (
     AttemptSpec,
@@ -73,7 +74,9 @@ def conclude(summary: Summary, how_to_go_on: str | None = None) -> None:
         if last.spec.has_batch:
             ending += f" with micro-batch {last.outcome.micro_batch or last.spec.batch_size}"
     if summary.result is not None:
-        ending += f"; result: {shortened(str(summary.objective), 100)}"
+        result = summary.objective
+        text = number_text(result) if isinstance(result, float) else str(result)
+        ending += f"; result: {shortened(text, 100)}"
     if summary.attempts and summary.status == "failed":
         ending += f"; {shortened(str(summary.reason), 160)}"
     log.info("%s", ending)
