@@ -309,12 +309,8 @@ class Job:
             checkpoint=self.checkpoint,
             search=search,
         )
-        outcome = self.executor.run(
-            request,
-            self._on_event,
-            hold=(*self.devices.hold, *self.folder.hold),
-            tick=self.folder.tick,
-        )
+        hold = (*self.devices.hold, *self.folder.hold)
+        outcome = self.executor.run(request, self._on_event, hold=hold, tick=self.folder.tick)
         # in this process its memory does not come back
         free_after = self.devices.ended(spec.gpus, outcome, free_before if own_process else ())
         outcome = with_fitting_advice(
@@ -330,10 +326,10 @@ class Job:
 
     def _decide(self, attempt: Attempt, earlier: tuple[Attempt, ...]) -> Decision | None:
         failure = attempt.outcome.failure
-        if self.signals.received is not None:  # a trainer may return early when it is to stop
-            return GiveUp("interrupted", action="stopped")
         if failure is None:
             return None
+        if self.signals.received is not None:
+            return GiveUp("interrupted", action="stopped")
         history = (*earlier, attempt)
         if attempt.outcome.stopped_for is not None:
             return decide_on_request(self.policy, history)
