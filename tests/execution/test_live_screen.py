@@ -59,10 +59,10 @@ def test_the_status_says_everything_about_a_running_attempt():
 
 
 def test_a_waiting_job_says_for_what():
-    reason = "2nd in queue, needs 4000 MiB, 59:00 left; GPU 0 is held by anna"
+    reason = "waiting for a GPU with 4000 MiB free, 59:00 left; GPU 0 is held by anna"
     waiting = replace(RUNNING, state="waiting", attempt=None, waiting={"reason": reason})
     assert status_lines(waiting, pace_of((0.0, waiting)), 5.0, 160) == [
-        f"waiting 0:05 · {reason}",
+        "waiting 0:05 · for a GPU with 4000 MiB free, 59:00 left; GPU 0 is held by anna",
     ]
 
 

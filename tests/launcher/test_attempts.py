@@ -122,6 +122,9 @@ def test_ctrl_c_stops_child_and_launcher_after_a_last_checkpoint(world: World):
     assert ended.summary["status"] == "interrupted"
     assert [a["outcome"] for a in ended.attempts] == ["interrupted"]
     assert Path(ended.summary["checkpoint"]).exists()
+    answer = "stopping: saving a checkpoint, at most 20 s; press Ctrl-C again to kill"
+    assert answer in ended.stdout
+    assert ended.stdout.splitlines()[-1].endswith(f"hydra.run.dir={world.run_dir}")
 
 
 def test_a_trainer_that_never_looks_is_interrupted_and_can_clean_up(world: World):
@@ -132,6 +135,7 @@ def test_a_trainer_that_never_looks_is_interrupted_and_can_clean_up(world: World
     process.send_signal(signal.SIGTERM)
     ended = world.end(process)
     assert ended.returncode == 143, ended.output
+    assert "send SIGTERM again to kill" in ended.stdout
     assert Path(f"{ready}.cleaned").exists()
 
 

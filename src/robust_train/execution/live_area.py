@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 _REFRESH_SECONDS = 0.2
 _MOST_ROWS = 10
 _LONGEST_ROW = 1 << 16
+_WIDEST = 8  # colours take room as well
 _CODE = re.compile(
     r"(\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[@-Z\\^_]|[\r\n\b])"
 )
@@ -211,7 +212,8 @@ class LiveArea:
         # a terminal that became narrower has broken the lines that did not fit
         if more := sum(max(row.cell_len - 1, 0) // columns for row in self._rows):
             self._screen.write(f"\x1b[{more}A\r\x1b[J".encode())
-        rows = [Text.from_ansi(row) for writer in self._writers.values() for row in writer.rows]
+        ends = (row for writer in self._writers.values() for row in writer.rows)
+        rows = [Text.from_ansi(row[: _WIDEST * columns]) for row in ends]
         self._rows = [*rows, *self._status]
         for row in self._rows:
             row.no_wrap = True
