@@ -195,3 +195,16 @@ def test_a_terminal_that_nobody_reads_holds_nobody_up(
             screen.show(descriptor, b"z" * 1000 + b"\n")
             area.show([Text(f"step {number}")])
         assert "of output were not shown, for nobody read them" in shown_on(reads)
+
+
+def test_a_terminal_that_is_gone_ends_nothing(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TERM", "xterm")
+    reads, descriptor = pty.openpty()
+    try:
+        with LiveArea(descriptor) as area:
+            area.show([Text("running")])
+            os.close(reads)
+            screen.show(descriptor, b"a line\n")
+            area.show([Text("running")])
+    finally:
+        os.close(descriptor)

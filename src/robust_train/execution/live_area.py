@@ -170,7 +170,9 @@ class LiveArea:
         """The terminal's width now."""
         from rich.console import ConsoleDimensions
 
-        columns, lines = os.get_terminal_size(self._descriptor)
+        columns = lines = 0
+        with contextlib.suppress(OSError):  # hung up
+            columns, lines = os.get_terminal_size(self._descriptor)
         self._console.size = ConsoleDimensions(columns or 80, lines or 24)
         return self._console.width
 
