@@ -66,7 +66,7 @@ def test_memory_that_runs_out_on_the_gpu_halves_the_batch(world: World):
 
 
 def test_the_built_in_trainer_learns_the_digits_on_the_gpu(world: World):
-    ended = world.run("dataset=digits")
+    ended = world.run("dataset=digits", "memory.log_frequency=50")
     assert ended.returncode == 0, ended.output
     assert ended.attempts[0]["gpu_uuid"].startswith("GPU-")
     assert ended.summary["result"]["test_accuracy"] >= 0.97

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import pty
 import shutil
+import struct
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -148,13 +151,14 @@ class World:
             return Ended(ended.returncode, ended.stdout, ended.stderr, self.run_dir)
         return self.end(self.start(*arguments, script=script, **options))
 
-    def run_in_terminal(self, *arguments: str) -> str:
+    def run_in_terminal(self, *arguments: str, columns: int = 200) -> str:
         """Run a command in a terminal of its own to a successful end; what it showed."""
         ours, theirs = pty.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
         process = subprocess.Popen(
             self.command(*arguments),
             cwd=self.folder,
-            env=self.environ,
+            env={**self.environ, "TERM": "xterm", "COLUMNS": str(columns)},
             stdin=theirs,
             stdout=theirs,
             stderr=theirs,

@@ -1,17 +1,22 @@
 """Make the pictures of README from a real run: python docs/images/make.py (needs Chromium).
 
-The run trains the built-in model on the CPU under a real limit of memory (RLIMIT_DATA) that half of
-the batch fits into and the whole does not.
+The run trains the built-in model on the CPU, on a terminal, under a real limit of memory
+(RLIMIT_DATA) that half of the batch fits into and the whole does not.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+import pty
 import re
 import resource
+import struct
 import subprocess
 import sys
 import tempfile
+import termios
 from pathlib import Path
 
 from rich.console import Console
@@ -19,53 +24,67 @@ from rich.text import Text
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+
+from terminal_screen import lines_shown  # noqa: E402
+
 JOB = ("model.width=64", "training.batch_size=512", "training.epochs=12")
-SHOWN = 100
-_STAMP = re.compile(r"^\[\d{4}-\d\d-\d\d (\d\d:\d\d:\d\d),\d+\](?:\[[\w.]+\])+ - ")
-_KEPT = re.compile(r"attempt|out of memory|micro-batch|accuracy|completed|^1 ")
+COLUMNS = 100
+_REDRAWN = "\r\x1b[2K"
+_LEFT_OUT = re.compile(r"NVIDIA driver|^[\w ,.-]*GPU access|mixed_precision|oneDNN|final clean-up")
 
 
 def run(folder: Path, limit_mib: int) -> str:
-    """Return what the job prints within the limit, empty if it fails."""
+    """Return what the job writes to its terminal within the limit, empty if it fails."""
 
     def limited() -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (limit_mib << 20, limit_mib << 20))
 
     environ = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "2"}
-    environ |= {"XDG_CACHE_HOME": str(folder.parents[1] / "cache")}
-    ended = subprocess.run(
+    environ |= {"XDG_CACHE_HOME": str(folder.parents[1] / "cache"), "TERM": "xterm"}
+    reads, writes = pty.openpty()
+    fcntl.ioctl(writes, termios.TIOCSWINSZ, struct.pack("HHHH", 30, COLUMNS, 0, 0))
+    job = subprocess.Popen(
         [sys.executable, str(ROOT / "train_robust.py"), *JOB, f"hydra.run.dir={folder}"],
         env=environ,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+        stdin=writes,
+        stdout=writes,
+        stderr=writes,
         preexec_fn=limited,
-        check=False,
     )
-    return ended.stdout if ended.returncode == 0 else ""
+    os.close(writes)
+    written = b""
+    with contextlib.suppress(OSError):  # EIO: the last writer is gone
+        while data := os.read(reads, 65536):
+            written += data
+    os.close(reads)
+    return written.decode(errors="replace") if job.wait() == 0 else ""
 
 
-def lines_of(printed: str) -> list[str]:
-    """Return the lines that tell the story, with a short time."""
-    lines = [_STAMP.sub(r"\1 ", line) for line in printed.splitlines()]
-    return [line for line in lines if _KEPT.search(line)]
+def picture(path: Path, written: str, scratch: str) -> None:
+    """Draw what a terminal shows after all of that."""
+    console = Console(record=True, width=COLUMNS, file=open(os.devnull, "w"))  # noqa: SIM115
+    console.print(f"$ python train_robust.py {' '.join(JOB)}", style="bold", highlight=False)
+    for line in lines_shown(written, COLUMNS):
+        if line and not _LEFT_OUT.search(line):
+            style = "yellow" if "out of memory" in line else "green" if line[0] in "━─" else ""
+            console.print(Text(re.sub(rf"{scratch}/\d+", "outputs", line), style=style))
+    console.save_svg(str(path), title="robust-train")
 
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         for number, limit_mib in enumerate(range(1100, 500, -50)):
             folder = Path(scratch) / str(number) / "cnn_digits"
-            shown = run(folder, limit_mib)
-            if "the step is repeated" in shown and "attempt 2" not in shown:
+            written = run(folder, limit_mib)
+            if "the step is repeated" in written and "attempt 2" not in written:
                 break
         else:
             sys.exit("no limit at which the job runs out of memory and goes on")
-        console = Console(record=True, width=SHOWN, file=open(os.devnull, "w"))  # noqa: SIM115
-        console.print(f"$ python train_robust.py {' '.join(JOB)}", style="bold", highlight=False)
-        for line in lines_of(shown):
-            style = "yellow" if "out of memory" in line else ""
-            console.print(Text(line.replace(scratch, "outputs"), style=style, overflow="fold"))
-        console.save_svg(str(HERE / "terminal.svg"), title="robust-train")
+        # a moment after the sixth epoch
+        middle = written.index(_REDRAWN, written.index("checkpoint step", written.index("epoch 6")))
+        picture(HERE / "training.svg", written[:middle], scratch)
+        picture(HERE / "ended.svg", written, scratch)
         subprocess.run(
             [
                 *("chromium", "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"),

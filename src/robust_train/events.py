@@ -316,8 +316,8 @@ class AttemptStarted(Event):
 
     name = "attempt_started"
     device: str
-    batch_size: int
-    gradient_accumulation_steps: int
+    batch_size: int | None = None
+    gradient_accumulation_steps: int | None = None
     ranks: int = 1
     gpu_uuids: tuple[str, ...] = ()
     num_workers: int = 0

@@ -100,7 +100,9 @@ def launch(
 
 
 class Job:
-    """One launch, from a complete config to its summary; ``remedies``: it may be tried again.
+    """One launch, from a complete config to its summary.
+
+    ``remedies``: it may be tried again; ``explain`` is called before the last lines.
 
     Raises:
         ConfigError: config or trainer cannot be used, or a live job holds the run folder.
@@ -113,6 +115,7 @@ class Job:
         run_dir: str | Path | None = None,
         *,
         remedies: bool = True,
+        explain: Callable[[Summary], object] = lambda summary: None,
     ) -> None:
         self.cfg = cfg = cfg.copy()
         is_auto = settle_batch_size(cfg)
@@ -132,7 +135,7 @@ class Job:
         self.records: list[AttemptRecord] = []
         self.checkpoint: Path | None = None
         self.wait_seconds = 0.0
-        self._has_remedies = remedies
+        self._has_remedies, self._explain = remedies, explain
         self._started = time.monotonic()
 
     def run(self) -> Summary:
@@ -214,8 +217,7 @@ class Job:
             group = self.devices.acquire()
         finally:
             self.wait_seconds = time.monotonic() - started
-        self.folder.queued(self.devices.job_id)
-        self.folder.acquired()
+        self.folder.acquired(self.devices.job_id)
         self.journal.write(narration.acquired(group, self.wait_seconds))
         return group
 
@@ -231,16 +233,15 @@ class Job:
 
     def _next_attempt(self, first: AttemptSpec) -> AttemptRecord:
         """Run the first attempt, or what was decided after the last one if it can be had."""
-        if not self.records:
+        record = self._with_room(self.records[-1]) if self.records else None
+        if record is None:
             return self._attempt(first)
-        record = self._with_room(self.records[-1])
         while isinstance(record.decision, Retry):
             spec = record.decision.spec
             if self.devices.take(spec.gpus):
                 return self._attempt(spec)
             problem = f"{spec.device} went to another job meanwhile"
-            history = tuple(one.attempt for one in self.records[:-1])
-            decision = self._decide(record.attempt, history)
+            decision = self._decide(record.attempt, tuple(one.attempt for one in self.records[:-1]))
             assert decision is not None
             record = self._decide_again(record, decision, "lost_race", problem)
         return record
@@ -293,7 +294,6 @@ class Job:
     def _run_attempt(self, number: int, spec: AttemptSpec, search: BatchSearch | None) -> Outcome:
         """Run one attempt; free memory of its GPUs before and after shows who took it."""
         free_before = devices.free_bytes(spec.gpus)
-        reservation = () if self.devices.hold is None else (self.devices.hold,)
         own_process = not self.settings.runs_inline
         request = request_for(
             spec,
@@ -306,28 +306,26 @@ class Job:
             checkpoint=self.checkpoint,
             search=search,
         )
-        hold = (*reservation, *self.folder.hold)
+        hold = (*self.devices.hold, *self.folder.hold)
         outcome = self.executor.run(request, self._on_event, hold=hold, tick=self.folder.tick)
         # in this process its memory does not come back
-        expected = free_before if own_process else ()
-        free_after = self.devices.ended(spec.gpus, outcome, expected)
+        free_after = self.devices.ended(spec.gpus, outcome, free_before if own_process else ())
         trainer = (spec.num_workers, self.settings.is_script, self.policy.reports_start)
         outcome = with_fitting_advice(outcome, *trainer)
         if outcome.failure is None or not spec.gpus or not own_process:
             return outcome
-        rank = outcome.failure.rank or 0
-        before, after = free_before[rank], free_after[rank]
+        before, after = (free[outcome.failure.rank or 0] for free in (free_before, free_after))
         return replace(outcome, gpu_free_before_bytes=before, gpu_free_after_bytes=after)
 
     def _decide(self, attempt: Attempt, earlier: tuple[Attempt, ...]) -> Decision | None:
         failure = attempt.outcome.failure
         if failure is None:
             return None
-        history = (*earlier, attempt)
-        if attempt.outcome.stopped_for is not None and self.signals.received is None:
-            return decide_on_request(self.policy, history)
         if self.signals.received is not None:
             return GiveUp("interrupted", action="stopped")
+        history = (*earlier, attempt)
+        if attempt.outcome.stopped_for is not None:
+            return decide_on_request(self.policy, history)
         if not self._has_remedies:
             hint = "; train_robust.py would go on" if failure.kind in MEMORY_FAILURES else ""
             return GiveUp(failure.message + hint)
@@ -358,8 +356,7 @@ class Job:
         self.executor.poll()
 
     def _on_wait(self, status: WaitStatus) -> None:
-        self.folder.queued(self.devices.job_id)
-        self.folder.waits(status)
+        self.folder.waits(status, self.devices.job_id)
         self.live.log_waiting(status)
 
     def _end(
@@ -381,9 +378,10 @@ class Job:
         if status == "completed":
             complete_job(self.run_dir)
         self.folder.ended(status, reason, exit_code)
-        resumes = self.settings.resume
-        narration.conclude(summary, settings.how_to_go_on(self.run_dir) if resumes else None)
         write_report(self.run_dir)
+        narration.show_attempts(summary)
+        self._explain(summary)
+        narration.conclude(summary, settings.how_to_go_on(self.cfg, self.run_dir))
         return summary
 
 

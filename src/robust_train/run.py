@@ -165,6 +165,7 @@ class Run:
         self._micro_batcher: MicroBatcher | None = None
         self._steps_before = 0
         self._next_progress = 0.0
+        self._unsent: tuple[int, int | None, Mapping[str, float]] | None = None
         self._stop = threading.Event()
         self._report = report or (lambda event: None)
         self._restart_requested = False
@@ -280,11 +281,19 @@ class Run:
         if self._requests:
             self._at_boundary("progress")
         now = time.monotonic()
+        self._unsent = None
         if now < self._next_progress:
+            self._unsent = step, total_steps, scalars
             return False
         self._next_progress = now + _PROGRESS_INTERVAL_SECONDS
         self.report(Progress(step, total_steps, scalars))
         return True
+
+    def send_last_progress(self) -> None:
+        """Pass on the last report, where it came too soon after the one before."""
+        if self._unsent is not None:
+            self.report(Progress(*self._unsent))
+            self._unsent = None
 
     @property
     def micro_batch_plan(self) -> MicroBatchPlan:

@@ -24,6 +24,7 @@ from robust_train.memory.allocator import (
     use_expandable_segments,
 )
 from robust_train.policy.sizes import PolicySettings
+from robust_train.script.placeholders import placeholders_in
 from robust_train.values import MIB, AttemptSpec
 
 _LONGEST_COMMAND = 2000
@@ -57,6 +58,15 @@ def launcher_settings(cfg: DictConfig) -> LauncherSettings:
         stall_timeout_seconds=60 * cfg.stall_timeout_minutes,
         stop_grace_seconds=cfg.stop_grace_seconds,
     )
+
+
+def _has_batch(cfg: DictConfig) -> bool:
+    """Return whether the trainer is told a batch size: 1 is also what scripts without one have."""
+    argv = OmegaConf.select(cfg, "trainer.argv")
+    training = cfg.training
+    if argv is None or (training.batch_size, training.gradient_accumulation_steps) != (1, 1):
+        return True
+    return bool(placeholders_in(" ".join(map(str, argv))) & {"batch_size"})
 
 
 def _owns_terminal() -> bool:
@@ -96,6 +106,7 @@ def policy_settings(cfg: DictConfig, *, finds_batch_size: bool = False) -> Polic
         retry_pause_seconds=cfg.retry_pause_seconds,
         finds_batch_size=finds_batch_size,
         reports_start=_is_built_in(cfg),
+        has_batch=_has_batch(cfg),
     )
 
 
@@ -295,16 +306,18 @@ def this_command(key: str, folder: Path) -> str:
 
 def resume_command(cfg: DictConfig, run_dir: Path) -> str | None:
     """The command of :func:`how_to_go_on`, for any working directory; None with resume=false."""
-    command = how_to_go_on(run_dir) if cfg.resume else None
+    command = how_to_go_on(cfg, run_dir)
     if command is None or command.startswith("launch("):
         return command
     cwd = HydraConfig.get().runtime.cwd if HydraConfig.initialized() else os.getcwd()
     return f"cd {shlex.quote(str(cwd))} && {command}"
 
 
-def how_to_go_on(run_dir: Path) -> str | None:
+def how_to_go_on(cfg: DictConfig, run_dir: Path) -> str | None:
     """The command that goes on with an unfinished job; None for one of a sweep."""
     words = list(sys.orig_argv)
+    if not cfg.resume:
+        return None
     if HydraConfig.initialized():
         if HydraConfig.get().mode == RunMode.MULTIRUN:
             return None

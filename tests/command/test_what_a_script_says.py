@@ -29,7 +29,7 @@ from robust_train.execution.linux import release_blocks
 from robust_train.run import Run
 from robust_train.runfolder.whole import is_whole
 from robust_train.script.checkpoint_watch import CheckpointWatch, stamps
-from robust_train.script.current_run import _appending_to
+from robust_train.script.current_run import ScriptRun, _appending_to
 from robust_train.script.ending import last_words, script_failure, without_escapes
 from robust_train.script.messages import LineReader, NotUnderstood, Result, parse
 from robust_train.script.placeholders import ScriptValues, literal, near_misses_in, placeholders_in
@@ -286,3 +286,13 @@ def test_last_words_are_the_last_traceback_as_a_terminal_shows_it():
 def test_a_text_without_escapes_stays(text: str):
     if "\x1b" not in text:
         assert without_escapes(text) == text
+
+
+def test_the_last_of_many_quick_reports_is_kept():
+    lines: list[dict[str, object]] = []
+    run = ScriptRun({}, lines.append)
+    for step in range(1, 4):
+        run.progress(step, loss=1 / step)
+    run.send_last_progress()
+    run.send_last_progress()
+    assert [line["step"] for line in lines] == [1, 3]

@@ -158,13 +158,14 @@ def test_the_last_lines_say_how_it_ended_and_how_it_goes_on(
             launch(mistaken, {"isolation": "none"}, run_dir=tmp_path / "b")
     said = [one.message for one in caplog.records]
     (completed,) = [one for one in said if one.startswith("completed after")]
-    assert "on cpu with micro-batch 64; result: 0.5; run folder: " in completed
+    assert completed.endswith("on cpu with micro-batch 64; result: 0.5")
+    assert said[said.index(completed) + 1] == f"run folder: {tmp_path / 'a'}"
     assert said[-1] == f"to go on: launch(…, run_dir='{tmp_path / 'b'}')"
     with caplog.at_level("INFO", "robust_train"):
         launch(lambda cfg: 0.5, {"isolation": "none"}, run_dir=tmp_path / "b")
     tables = [one.message for one in caplog.records if one.message.startswith("attempts:")]
     assert tables[-1].splitlines()[2].startswith("2 "), "as in attempt-2.log"
-    assert " user error " in next(one for one in said[::-1] if one.startswith("attempts:"))
+    assert "give_up  user error" in next(one for one in said[::-1] if one.startswith("attempts:"))
 
 
 @pytest.mark.parametrize("isolation", ["process", "none"])

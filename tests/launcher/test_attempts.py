@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from terminal_screen import lines_shown
 from world import ROOT, World, is_running, parent_of, wait_until
 
 
@@ -89,10 +91,16 @@ def test_what_a_trainer_prints_is_shown_and_kept(world: World):
 
 
 def test_a_trainer_has_a_terminal_where_the_launcher_has_one(world: World):
-    shown = world.run_in_terminal("trainer._target_=trainers.prints")
+    written = world.run_in_terminal("trainer._target_=trainers.prints", columns=80)
+    shown = lines_shown(written, 80)
     summary = json.loads((world.run_dir / "summary.json").read_text())
     assert summary["result"] == [True, True]
-    assert "a line on stdout" in shown
+    assert {"a line on stdout", "a line on stderr", "step 2"} <= set(shown)
+    assert "?25l" not in written, "the cursor stays"
+    assert not [line for line in shown if line.startswith(("running", "starting"))]
+    *_, ending, folder = (line[9:] for line in shown if re.match(r"\d\d:\d\d:\d\d \w", line))
+    assert ending.startswith("completed after ")
+    assert folder.startswith("run folder: ")
 
 
 def test_logging_and_hydra_config_work_inside_an_attempt(world: World):
@@ -114,6 +122,9 @@ def test_ctrl_c_stops_child_and_launcher_after_a_last_checkpoint(world: World):
     assert ended.summary["status"] == "interrupted"
     assert [a["outcome"] for a in ended.attempts] == ["interrupted"]
     assert Path(ended.summary["checkpoint"]).exists()
+    answer = "stopping: saving a checkpoint, at most 20 s; press Ctrl-C again to kill"
+    assert answer in ended.stdout
+    assert ended.stdout.splitlines()[-1].endswith(f"hydra.run.dir={world.run_dir}")
 
 
 def test_a_trainer_that_never_looks_is_interrupted_and_can_clean_up(world: World):
@@ -124,6 +135,7 @@ def test_a_trainer_that_never_looks_is_interrupted_and_can_clean_up(world: World
     process.send_signal(signal.SIGTERM)
     ended = world.end(process)
     assert ended.returncode == 143, ended.output
+    assert "send SIGTERM again to kill" in ended.stdout
     assert Path(f"{ready}.cleaned").exists()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from terminal_screen import lines_shown
 from training.training_world import write_cub200, write_flowers102
 from world import World, wait_until
 
@@ -33,16 +35,29 @@ def test_the_default_job_reads_real_digits_with_97_percent_or_more(world: World)
     assert torch.load(result["checkpoint"], weights_only=True)["model"]
     assert Path(ended.summary["checkpoint"]).exists()
     assert "Effective batch size: 64" in ended.stdout
-    assert "Memory - " in ended.stdout
+    assert "Memory - " not in ended.stdout, "memory.log_frequency is 0"
     assert "\r" not in ended.output, "no progress bar without a terminal"
     assert list((world.run_dir / "tensorboard").iterdir())
 
 
 @pytest.mark.slow
-def test_a_terminal_shows_a_progress_bar(world: World):
-    shown = world.run_in_terminal("training.epochs=2")
-    assert "\r" in shown
-    assert "%|" in shown, shown
+@pytest.mark.parametrize("columns", [80, 120, 160])
+def test_a_terminal_shows_one_status_below_whole_lines(world: World, columns: int):
+    written = world.run_in_terminal("training.epochs=8", columns=columns)
+    lines = [line for line in lines_shown(written, columns) if line]
+    assert not [line for line in lines if "━" in line or line.startswith("running")], "it is gone"
+    epochs = [line for line in lines if re.match(r"\d\d:\d\d:\d\d epoch \d/8 in ", line)]
+    assert len(epochs) == 8
+    assert all(line.endswith(" %") for line in epochs), "an epoch is one line"
+    assert "Memory - " not in written
+    moments = written.split("\r\x1b[2K")
+    middle = "\r\x1b[2K".join(moments[: moments.index(next(m for m in moments if "━" in m)) + 3])
+    shown = "\n".join(lines_shown(middle, columns)[-6:])
+    for part in ("running 0:", "attempt 1 on the CPU", "micro-batch 64 × 1", "step ", "/184"):
+        assert part in shown
+    log = (world.run_dir / "train_robust.log").read_text()
+    assert "[robust_train.vision][INFO] - epoch 8/8" in log, "files have Hydra's format"
+    assert "\x1b" not in log
 
 
 def test_the_same_job_gives_the_same_result_under_both_doors(world: World):

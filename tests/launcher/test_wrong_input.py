@@ -154,7 +154,9 @@ def test_an_unwritable_run_folder_is_named(world: World):
 def test_help_starts_nothing(world: World):
     ended = world.run("--help")
     assert ended.returncode == 0
+    assert ended.stdout.startswith("usage: python train_robust.py ")
     assert "min_gpu_memory_mb" in ended.stdout
+    assert "schema" not in ended.stdout, "nobody can choose those"
     assert not world.run_dir.exists()
 
 

@@ -32,8 +32,8 @@ def data_bytes():
     return int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
 
 class Run(WatchedRun):
-    def memory_milestone(self, name):
-        super().memory_milestone(name)
+    def record_memory(self, name):
+        super().record_memory(name)
         if name == "optimizer created":
             # threads and libraries that training needs are there before the limit is
             torch.nn.functional.conv2d(torch.zeros(1, 3, 8, 8), torch.zeros(4, 3, 3, 3))

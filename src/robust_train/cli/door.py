@@ -117,6 +117,8 @@ def _open(
 
     ``name`` is that of our own command, empty for a project's.
     """
+    if name and {"--help", "-h"} & set(sys.argv[1:]):
+        return _help(name)
     import hydra
 
     from robust_train.cli import jobs
@@ -164,6 +166,15 @@ def _open(
     except KeyboardInterrupt:
         of_the_sweep = 130
     return code or of_the_sweep
+
+
+def _help(name: str) -> int:
+    from robust_train.cli.usage import help_text
+    from robust_train.execution.screen import never_blocking_output
+
+    with never_blocking_output():  # it ends quietly where ``| head`` has seen enough
+        print(help_text(name), end="")
+    return 0
 
 
 def _libraries(arguments: list[str]) -> tuple[str, ...] | None:

@@ -103,7 +103,7 @@ def _job(cfg: DictConfig, *, remedies: bool) -> Any:
     try:
         if job is not None and job.refusal is not None:
             raise ConfigError(job.refusal)
-        summary = Job(None, cfg, remedies=remedies).run()
+        summary = Job(None, cfg, remedies=remedies, explain=print_failure).run()
         if summary.status == "completed":
             return summary.objective
         code = exit_code_of(summary)
@@ -159,12 +159,19 @@ def exit_code_of_error(error: BaseException) -> int | None:
 
 
 def exit_code_of(summary: Summary) -> int:
-    """Return the exit code of a job that was not interrupted; print why it failed.
+    """Return the exit code of a job that was not interrupted."""
+    codes = {"completed": 0, "no_device": EXIT_NO_DEVICE}
+    return codes.get(summary.status, EXIT_FAILED)
+
+
+def print_failure(summary: Summary) -> None:
+    """Print why a job failed.
 
     The trainer's traceback where it explains more than a sentence; else, or also, the reason.
     """
-    if summary.status == "completed":
-        return 0
+    is_refusal = summary.status == "failed" and not summary.attempts
+    if is_refusal or summary.status not in ("failed", "no_device"):
+        return
     outcome = summary.attempts[-1].attempt.outcome if summary.attempts else None
     kind = None if outcome is None or outcome.failure is None else outcome.failure.kind
     traceback = None if outcome is None or kind in MEMORY_FAILURES else outcome.traceback
@@ -172,4 +179,3 @@ def exit_code_of(summary: Summary) -> int:
         print(traceback, file=sys.stderr, end="")
     if traceback is None or kind is not FailureKind.BUG:
         print(f"{summary.status}: {summary.reason}", file=sys.stderr)
-    return EXIT_NO_DEVICE if summary.status == "no_device" else EXIT_FAILED

@@ -45,8 +45,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     0: done. 1: it could not be done: no live run, or the run refused, or a process is still there.
     2: wrong usage. 130: Ctrl-C.
     """
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    arguments = parser.parse_args(argv)
     action = arguments.action
+    if action is None:
+        parser.error("an action is needed: info, clear, reset, fraction, enable, snapshot or kill")
     if action == "info":
         return _info("memory info", arguments.run, as_json=arguments.json)
     if action == "enable":
@@ -170,7 +173,7 @@ def _parser() -> Parser:
         description="Memory of GPUs and of live runs. What only a process itself can do is "
         "requested of the live run, which does it at its next step boundary.",
     )
-    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    actions = parser.add_subparsers(dest="action", metavar="ACTION")
 
     def action(name: str, help: str, *, of_a_run: bool = True) -> Parser:
         added: Parser = actions.add_parser(name, help=help, description=help)

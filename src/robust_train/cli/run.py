@@ -22,6 +22,8 @@ from robust_train.script.placeholders import PLACEHOLDERS, literal, placeholders
 log = logging.getLogger("robust_train")
 
 _EPILOG = f"""
+live runs: robust-train run {" | ".join(OF_LIVE_RUNS)} [--run ID|PATH|PID] [--json]
+
 placeholders in the program's arguments, the resume arguments and the checkpoint pattern:
   {" ".join("{" + name + "}" for name in PLACEHOLDERS[:4])}
   {" ".join("{" + name + "}" for name in PLACEHOLDERS[4:])}
@@ -163,7 +165,7 @@ def _run(overrides: Sequence[str], texts: dict[str, Json], run_dir: Path | None)
     from hydra import compose, initialize_config_module
     from omegaconf import OmegaConf
 
-    from robust_train.cli.jobs import exit_code_of
+    from robust_train.cli.jobs import exit_code_of, print_failure
     from robust_train.config.batch import settle_batch_size
     from robust_train.config.refusals import REFUSALS, explain
     from robust_train.config.schema import validate
@@ -186,7 +188,7 @@ def _run(overrides: Sequence[str], texts: dict[str, Json], run_dir: Path | None)
         folder = run_folder(run_dir or new)
         _log_into(folder)
         _keep_config(folder, OmegaConf.to_yaml(cfg), overrides)
-        return exit_code_of(Job(None, cfg, folder).run())
+        return exit_code_of(Job(None, cfg, folder, explain=print_failure).run())
     except ConfigError as error:
         print(error, file=sys.stderr)
         return EXIT_BAD_CONFIG

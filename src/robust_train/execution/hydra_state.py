@@ -7,6 +7,7 @@ import logging
 import logging.config
 import sys
 from collections.abc import Iterator
+from typing import TextIO
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import setup_globals
@@ -66,9 +67,15 @@ class _ShortLines(logging.Formatter):
         return super().format(record)
 
 
+def terminal_handlers() -> list[logging.StreamHandler[TextIO]]:
+    """Return what shows the launcher's log lines on terminals."""
+    handlers = (*logging.getLogger().handlers, *logging.getLogger("robust_train").handlers)
+    streams = [one for one in handlers if isinstance(one, logging.StreamHandler)]
+    return [one for one in streams if getattr(one.stream, "isatty", lambda: False)()]
+
+
 def shorten_lines_on_terminals() -> None:
     """Have log lines in Hydra's own format begin with the time of day only, on terminals."""
-    for handler in logging.getLogger().handlers:
-        is_hydras = format_of(handler) == HYDRAS_FORMAT
-        if is_hydras and isinstance(handler, logging.StreamHandler) and handler.stream.isatty():
+    for handler in terminal_handlers():
+        if format_of(handler) == HYDRAS_FORMAT:
             handler.setFormatter(_ShortLines())

@@ -9,7 +9,6 @@ from __future__ import annotations
 import codecs
 import contextlib
 import io
-import logging
 import os
 import re
 import sys
@@ -17,6 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from robust_train.execution.hydra_state import terminal_handlers
 from robust_train.execution.screen import Screen, never_blocking_output, screen_of
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 _REFRESH_SECONDS = 0.2
 _MOST_ROWS = 10
 _LONGEST_ROW = 1 << 16
+_WIDEST = 8  # colours take room as well
 _CODE = re.compile(
     r"(\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[@-Z\\^_]|[\r\n\b])"
 )
@@ -166,8 +167,14 @@ class LiveArea:
 
     @property
     def columns(self) -> int:
-        """The terminal's width."""
-        return self._console.size.width
+        """The terminal's width now."""
+        from rich.console import ConsoleDimensions
+
+        columns = lines = 0
+        with contextlib.suppress(OSError):  # hung up
+            columns, lines = os.get_terminal_size(self._descriptor)
+        self._console.size = ConsoleDimensions(columns or 80, lines or 24)
+        return self._console.width
 
     def __enter__(self) -> LiveArea:
         self._live.start()
@@ -207,7 +214,8 @@ class LiveArea:
         # a terminal that became narrower has broken the lines that did not fit
         if more := sum(max(row.cell_len - 1, 0) // columns for row in self._rows):
             self._screen.write(f"\x1b[{more}A\r\x1b[J".encode())
-        rows = [Text.from_ansi(row) for writer in self._writers.values() for row in writer.rows]
+        ends = (row for writer in self._writers.values() for row in writer.rows)
+        rows = [Text.from_ansi(row[: _WIDEST * columns]) for row in ends]
         self._rows = [*rows, *self._status]
         for row in self._rows:
             row.no_wrap = True
@@ -242,12 +250,11 @@ def _logging_to_screens() -> Iterator[None]:
     """Have log lines go where prints go, within the block: they would tear the area apart."""
     own = {stream.fileno(): stream for stream in (sys.stdout, sys.stderr) if stream.isatty()}
     moved = []
-    for handler in logging.getLogger().handlers:
-        if isinstance(handler, logging.StreamHandler):
-            with contextlib.suppress(AttributeError, OSError, ValueError):
-                stream = own.get(handler.stream.fileno())
-                if stream is not None:
-                    moved.append((handler, handler.setStream(stream)))
+    for handler in terminal_handlers():
+        with contextlib.suppress(AttributeError, OSError, ValueError):
+            stream = own.get(handler.stream.fileno())
+            if stream is not None:
+                moved.append((handler, handler.setStream(stream)))
     try:
         yield
     finally:

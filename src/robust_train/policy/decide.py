@@ -65,6 +65,7 @@ def first_attempt(settings: PolicySettings, gpus: Group) -> AttemptSpec:
         num_workers=settings.num_workers,
         prefetch_factor=settings.prefetch_factor,
         expandable_segments=settings.expandable_segments,
+        has_batch=settings.has_batch,
     )
 
 

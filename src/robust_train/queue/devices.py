@@ -79,9 +79,9 @@ class Devices:
         return self._queue.job_id
 
     @property
-    def hold(self) -> int | None:
-        """The descriptor that keeps the reservation alive; None if there is none."""
-        return self._queue.hold
+    def hold(self) -> tuple[int, ...]:
+        """The descriptor that keeps the reservation alive, if there is one."""
+        return () if self._queue.hold is None else (self._queue.hold,)
 
     def acquire(self) -> Group:
         """Return the GPUs to start on, ``num_gpus`` of them, or none at all for the CPU.

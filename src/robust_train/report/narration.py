@@ -6,7 +6,8 @@ import logging
 from pathlib import Path
 
 from robust_train.events import AttemptStarted, DeviceAcquired
-from robust_train.readable import shortened
+from robust_train.readable import duration, shortened
+from robust_train.readable import number as number_text
 from robust_train.runfolder.summary import Summary, attempts_table, gpu_memory_summary
 from robust_train.values import (
     AttemptSpec,
@@ -27,8 +28,8 @@ def started(spec: AttemptSpec, resume_checkpoint: Path | None) -> AttemptStarted
         device=spec.device,
         gpu_uuids=tuple(gpu.uuid for gpu in spec.gpus),
         ranks=spec.ranks,
-        batch_size=spec.batch_size,
-        gradient_accumulation_steps=spec.gradient_accumulation_steps,
+        batch_size=spec.batch_size if spec.has_batch else None,
+        gradient_accumulation_steps=spec.gradient_accumulation_steps if spec.has_batch else None,
         num_workers=spec.num_workers,
         prefetch_factor=spec.prefetch_factor,
         expandable_segments=spec.expandable_segments,
@@ -45,6 +46,9 @@ def acquired(group: Group, wait_seconds: float) -> DeviceAcquired:
 def announce(number: int, spec: AttemptSpec, *, is_searched: bool = False) -> None:
     """Log that attempt ``number`` begins; ``is_searched``: its batch size is still to be found."""
     where = "the CPU" if spec.gpu is None else f"{spec.device} ({spec.gpu.name})"
+    if not spec.has_batch:
+        log.info("attempt %d on %s", number, where)
+        return
     size = f"batch size {spec.batch_size} × accumulation {spec.gradient_accumulation_steps}"
     processes = "" if spec.ranks == 1 else f" × {spec.ranks} processes"
     chosen = "batch size auto" if is_searched else size + processes
@@ -52,22 +56,33 @@ def announce(number: int, spec: AttemptSpec, *, is_searched: bool = False) -> No
     log.info("attempt %d on %s: %s, effective batch size %d", number, where, chosen, effective)
 
 
-def conclude(summary: Summary, how_to_go_on: str | None = None) -> None:
-    """Log how a job ended, and how it goes on if it did not complete."""
+def show_attempts(summary: Summary) -> None:
+    """Log the table of attempts."""
     if summary.attempts:
-        log.info("attempts:\n%s", attempts_table(summary.attempts, summary.first_attempt))
+        log.info("attempts:\n%s", attempts_table(summary))
         memory = gpu_memory_summary(summary.attempts[-1])
         if memory is not None:
             log.info("%s", memory)
-    ending = f"{summary.status} after {summary.wall_seconds:.1f} s"
+
+
+def conclude(summary: Summary, how_to_go_on: str | None = None) -> None:
+    """Log the last lines: how and where a job ended, its run folder, how it goes on."""
+    ending = f"{summary.status} after {duration(summary.wall_seconds)}"
     if summary.attempts:
         last = summary.attempts[-1].attempt
-        size = last.outcome.micro_batch or last.spec.batch_size
-        ending += f" on {last.spec.device} with micro-batch {size}"
+        ending += f" on {last.spec.device}"
+        if last.spec.has_batch:
+            ending += f" with micro-batch {last.outcome.micro_batch or last.spec.batch_size}"
     if summary.result is not None:
-        ending += f"; result: {shortened(str(summary.objective), 100)}"
-    log.info("%s; run folder: %s", ending, summary.run_dir)
-    if summary.attempts and summary.status != "completed" and how_to_go_on:
+        result = summary.objective
+        text = number_text(result) if isinstance(result, float) else str(result)
+        ending += f"; result: {shortened(text, 100)}"
+    if summary.attempts and summary.status == "failed":
+        ending += f"; {shortened(str(summary.reason), 160)}"
+    log.info("%s", ending)
+    log.info("run folder: %s", summary.run_dir)
+    can_go_on = summary.attempts or summary.status == "interrupted"
+    if can_go_on and summary.status != "completed" and how_to_go_on:
         log.info("to go on: %s", how_to_go_on)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import textwrap
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ log = logging.getLogger("robust_train")
 
 _PACE_SECONDS = 30.0
 _BAR_COLUMNS = 48
+_MOST_LINES = 3
 _DONE, _LEFT = "━", "─"
 _MARGIN = 3
 """Columns at the right for the ``^C`` that a terminal shows."""
@@ -74,7 +76,7 @@ def _where(state: RunState, pace: Pace, now: float) -> list[str]:
     """Return the parts of the first line: state and why, attempt, device, sizes."""
     parts = [f"{state.state} {as_clock(int(now - pace.since))}"]
     if state.state == "waiting" and state.waiting is not None:
-        return [*parts, str(state.waiting.get("reason", ""))]
+        return [*parts, str(state.waiting.get("reason", "")).removeprefix("waiting ")]
     if state.state == "between attempts":
         return [*parts, str(state.reason or "")]
     if state.attempt is None or state.state == "starting":
@@ -119,14 +121,14 @@ def _how_far(state: RunState, pace: Pace, now: float) -> list[str]:
 
 
 def _packed(parts: Sequence[str], columns: int) -> list[str]:
-    """Return the parts side by side, in as few lines as they fit into; long ones are cut."""
+    """Return the parts side by side, in as few lines as they fit into; long ones are wrapped."""
     lines: list[str] = []
     for part in parts:
-        part = " ".join(part.split())
         if lines and len(lines[-1]) + 3 + len(part) <= columns:
             lines[-1] += f" · {part}"
         else:
-            lines.append(part if len(part) <= columns else part[: max(columns - 1, 0)] + "…")
+            width = max(columns, 10)
+            lines += textwrap.wrap(part, width, max_lines=_MOST_LINES, placeholder=" …")
     return lines
 
 

@@ -143,8 +143,9 @@ class RunFolder:
         if job_id is not None and job_id != state.id:
             self._change(id=job_id, earlier_ids=(*state.earlier_ids, state.id))
 
-    def waits(self, status: WaitStatus) -> None:
-        """The job waits for a GPU."""
+    def waits(self, status: WaitStatus, job_id: str | None) -> None:
+        """The job waits for a GPU; ``job_id`` is its id in the queue, once it has one."""
+        self.queued(job_id)
         waiting = {
             "position": status.position,
             "reason": status.sentence(),
@@ -152,8 +153,9 @@ class RunFolder:
         }
         self._change(state="waiting", waiting=waiting)
 
-    def acquired(self) -> None:
+    def acquired(self, job_id: str | None) -> None:
         """The job has a device, and the trainer is being imported."""
+        self.queued(job_id)
         self._change(state="starting", waiting=None)
 
     def attempt_starts(self, number: int, started: AttemptStarted) -> None:

@@ -13,8 +13,9 @@ from robust_train.errors import AttemptsExhausted, NoDevice, TrainerFailed
 from robust_train.events import Json, from_json
 from robust_train.files import replacing
 from robust_train.memory.stability import Stability
+from robust_train.readable import shortened
 from robust_train.runfolder.journal import strict_json
-from robust_train.values import GIB, MEMORY_FAILURES, Attempt, Clue, Decision, Outcome
+from robust_train.values import GIB, MEMORY_FAILURES, Attempt, Clue, Decision, FailureKind, Outcome
 
 log = logging.getLogger("robust_train")
 
@@ -92,15 +93,17 @@ class AttemptRecord:
         action, reason = "none", message or "completed"
         if self.decision is not None:
             action, reason = self.decision.action, self.decision.reason
+        sizes = (spec.batch_size, spec.gradient_accumulation_steps, spec.effective_batch_size)
+        batch_size, accumulation, effective = sizes if spec.has_batch else (None, None, None)
         summary = AttemptSummary(
             attempt=number,
             device=spec.device,
             gpu_uuid=None if spec.gpu is None else spec.gpu.uuid,
             gpu_uuids=tuple(gpu.uuid for gpu in spec.gpus),
             ranks=spec.ranks,
-            batch_size=spec.batch_size,
-            gradient_accumulation_steps=spec.gradient_accumulation_steps,
-            effective_batch_size=spec.effective_batch_size,
+            batch_size=batch_size,
+            gradient_accumulation_steps=accumulation,
+            effective_batch_size=effective,
             num_workers=spec.num_workers,
             outcome=outcome.label,
             message=message,
@@ -192,25 +195,44 @@ def objective_of(result: Any) -> Any:
     return result.get("objective", result) if isinstance(result, dict) else result
 
 
-def attempts_table(records: Sequence[AttemptRecord], first: int = 1) -> str:
-    """Return the attempts, numbered from ``first``, as plain columns for any output."""
-    header = "attempt device batch accum. effective steps outcome next time"
+def attempts_table(summary: Summary) -> str:
+    """Return the attempts, by their numbers, as plain columns for any output."""
+    header = "attempt device batch accum. effective steps time next outcome"
     rows = [header.split()]
-    for number, record in enumerate(records, start=first):
+    for number, record in enumerate(summary.attempts, start=summary.first_attempt):
         spec, outcome = record.attempt.spec, record.attempt.outcome
-        end = "?" if outcome.end_step is None else outcome.end_step
-        sizes = (spec.batch_size, spec.gradient_accumulation_steps, spec.effective_batch_size)
         action = "" if record.decision is None else record.decision.action
-        steps, seconds = f"{outcome.start_step}-{end}", f"{outcome.seconds:.1f} s"
-        rows.append(
-            [str(number), spec.device, *map(str, sizes), steps, _ending(outcome), action, seconds]
-        )
+        where = spec.device + (f" × {spec.ranks} processes" if spec.ranks > 1 else "")
+        seconds = f"{outcome.seconds:.1f} s"
+        ending = ending_of(outcome, is_stop=action == "stopped")
+        rows.append([str(number), where, *_sizes(record.attempt), seconds, action, ending])
     return "\n".join(aligned(rows))
 
 
-def _ending(outcome: Outcome) -> str:
-    is_users = outcome.failure is not None and outcome.failure.evidence.clue == Clue.USER_ERROR
-    return "user error" if is_users else outcome.label
+def _sizes(attempt: Attempt) -> tuple[str, str, str, str]:
+    """Return micro-batch (and what it became), accumulation, effective batch, steps."""
+    spec, outcome = attempt.spec, attempt.outcome
+    steps = f"{outcome.start_step}-{'?' if outcome.end_step is None else outcome.end_step}"
+    if outcome.end_step is None and not outcome.start_step:
+        steps = "-"
+    if not spec.has_batch:
+        return "-", "-", "-", steps
+    size = str(spec.batch_size)
+    if outcome.micro_batch not in (None, spec.batch_size):
+        size += f" → {outcome.micro_batch}"
+    return size, str(spec.gradient_accumulation_steps), str(spec.effective_batch_size), steps
+
+
+def ending_of(outcome: Outcome, *, is_stop: bool) -> str:
+    """Return in a few words how an attempt ended; ``is_stop``: somebody had stopped the job."""
+    failure = outcome.failure
+    if is_stop and (failure is None or failure.kind is FailureKind.INTERRUPTED):
+        return "stopped"
+    if failure is not None and failure.evidence.clue == Clue.USER_ERROR:
+        return "user error"
+    if failure is not None and failure.kind is FailureKind.INTERRUPTED:
+        return shortened(failure.message, 60)
+    return outcome.label
 
 
 def aligned(rows: Sequence[Sequence[str]], right: frozenset[int] = frozenset()) -> list[str]:

@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import json
@@ -82,6 +83,8 @@ def current_run() -> ScriptRun:
     path = os.environ.get(EVENTS_VARIABLE)
     reports = path is not None and os.environ.get("RANK", "0") == "0"
     run = ScriptRun(os.environ, _appending_to(Path(path)) if path and reports else None)
+    if reports:
+        atexit.register(run.send_last_progress)
     if path is not None and threading.current_thread() is threading.main_thread():
         _stop_on_sigterm(run)
     return run

@@ -16,10 +16,11 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from robust_train.errors import ConfigError
+from robust_train.readable import duration
 from robust_train.runfolder.lock import RunLock, read_holder
 from robust_train.settings import this_command
 from robust_train.sweep.current import SWEEP_VARIABLE
-from robust_train.sweep.job_record import COMPLETED, NOT_STARTED, JobRecord
+from robust_train.sweep.job_record import NOT_STARTED, JobRecord
 from robust_train.sweep.page import write_sweep_report
 from robust_train.sweep.plugins_of_others import remember_mask
 from robust_train.sweep.rows import SweepRow, exit_code_of, read_rows, row_of
@@ -162,7 +163,7 @@ def _show_and_write(sweep: Sweep) -> None:
     # not through logging: after an interruption that may still write into a job's log file
     with contextlib.suppress(OSError, ValueError):
         print(f"sweep:\n{screen_table(rows)}")
-        print(f"{tally(rows)} in {wall_seconds:.1f} s; sweep folder: {sweep.folder}")
-        if any(row.status != COMPLETED for row in rows):
+        print(f"{tally(rows)} in {duration(wall_seconds)}\nsweep folder: {sweep.folder}")
+        if _exit_code:
             print(f"to go on: {this_command('hydra.sweep.dir', sweep.folder)}")
         sys.stdout.flush()

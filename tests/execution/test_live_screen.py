@@ -1,0 +1,210 @@
+"""The live status on a terminal: what it says, and that everything else stays whole."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import struct
+import termios
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from rich.text import Text
+
+from robust_train.execution import screen
+from robust_train.execution.live_area import LiveArea, Rows
+from robust_train.report.status import Pace, status_lines
+from robust_train.runfolder.state import RunState
+from terminal_screen import lines_shown
+
+RUNNING = RunState(
+    *("1-a", "lora_flowers102", "/run", 7, "box", "me", 0.0, 0.0),
+    state="running",
+    attempt=2,
+    device="cuda:1",
+    ranks=2,
+    batch_size=16,
+    gradient_accumulation_steps=4,
+    effective_batch_size=128,
+    micro_batch=8,
+    step=100,
+    total_steps=400,
+    loss=0.123456,
+    memory={"allocated": 3 << 30},
+    checkpoint="/run/checkpoints/step-50.pt",
+    checkpoint_step=50,
+)
+
+
+def pace_of(*states: tuple[float, RunState]) -> Pace:
+    pace = Pace()
+    for now, state in states:
+        pace = pace.after(state, now)
+    return pace
+
+
+def test_the_status_says_everything_about_a_running_attempt():
+    begun = replace(RUNNING, step=80, checkpoint=None, checkpoint_step=None)
+    pace = pace_of((0.0, begun), (10.0, RUNNING))
+    assert status_lines(RUNNING, pace, 75.0, 160)[0] == (
+        "running 1:15 · attempt 2 on cuda:1 · micro-batch 16 → 8 × 4 × 2 processes"
+    )
+    assert status_lines(RUNNING, pace, 20.0, 160)[1:] == [
+        "━" * 12 + "─" * 36 + "  25 %",
+        "step 100/400 · 256 samples/s · 2:30 left · loss 0.1235 · memory 3.0 GiB"
+        " · checkpoint step 50, 0:10 ago",
+    ]
+
+
+def test_a_waiting_job_says_for_what():
+    reason = "waiting for a GPU with 4000 MiB free, 59:00 left; GPU 0 is held by anna"
+    waiting = replace(RUNNING, state="waiting", attempt=None, waiting={"reason": reason})
+    assert status_lines(waiting, pace_of((0.0, waiting)), 5.0, 160) == [
+        "waiting 0:05 · for a GPU with 4000 MiB free, 59:00 left; GPU 0 is held by anna",
+    ]
+
+
+def test_a_script_that_knows_no_batch_and_no_steps_has_neither():
+    script = RunState(*("1-a", "script", "/run", 7, "box", "me", 0.0, 0.0), state="running")
+    script = replace(script, attempt=1, device="cpu")
+    lines = status_lines(script, pace_of((0.0, script)), 1.0, 80)
+    assert lines == ["running 0:01 · attempt 1 on the CPU"]
+
+
+@pytest.mark.parametrize("columns", [20, 80, 120, 160])
+def test_no_line_of_the_status_is_wider_than_the_terminal(columns: int):
+    for state in ("starting", "waiting", "running", "between attempts", "stopping"):
+        shown = replace(RUNNING, state=state, reason="why " * 40, waiting={"reason": "why " * 40})
+        lines = status_lines(shown, pace_of((0.0, shown)), 90.0, columns)
+        assert lines
+        assert max(map(len, lines)) <= columns
+
+
+def test_a_job_that_has_ended_has_no_status():
+    ended = replace(RUNNING, state="completed")
+    assert status_lines(ended, Pace(), 0.0, 80) == []
+
+
+def taken(*pieces: bytes) -> tuple[list[str], list[str]]:
+    """The finished lines of one writer, and those that it may still rewrite."""
+    rows, finished = Rows(), []
+    for piece in pieces:
+        finished += rows.take(piece)
+    return finished, rows.rows
+
+
+def test_whole_lines_are_finished_and_bars_are_rewritten():
+    assert taken(b"one\ntw", b"o\n") == (["one", "two"], [])
+    assert taken(b"\r 0%|", b"\r 5%|#", b"\r 9%|##") == ([], [" 9%|##"])
+    assert taken("läu".encode()[:2], "läu".encode()[2:], b"\x1b", b"[32mft\n") == (
+        ["läu\x1b[32mft"],
+        [],
+    )
+
+
+def test_a_second_bar_does_not_tear_the_first():
+    outer, inner = b"\router %d", b"\n\rinner %d\x1b[A"
+    pieces = [outer % 0, inner % 0, inner % 1, outer % 1, inner % 0, b"\n\r      \r\x1b[A"]
+    assert taken(*pieces) == ([], ["outer 1"])
+    assert taken(*pieces, b"\n", b"\router 2\n")[0] == ["outer 1"]
+
+
+def test_a_line_without_an_end_is_not_kept_for_ever():
+    finished, left = taken(*[b"." * 10_000] * 20)
+    assert sum(map(len, (*finished, *left))) == 200_000
+    assert max(map(len, left)) < 100_000
+
+
+@pytest.fixture
+def terminal() -> Iterator[tuple[int, int]]:
+    """Both ends of a terminal: the one that a person reads, and ours."""
+    ours, theirs = pty.openpty()
+    os.set_blocking(ours, False)
+    yield ours, theirs
+    os.close(ours)
+    os.close(theirs)
+
+
+def resize(terminal: int, columns: int) -> None:
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+
+
+def shown_on(terminal: int) -> str:
+    written = b""
+    while True:
+        screen.show_waiting()
+        try:
+            written += os.read(terminal, 1 << 16)
+        except BlockingIOError:
+            return written.decode()
+
+
+@pytest.mark.parametrize("columns", [80, 120, 160])
+def test_output_scrolls_above_the_status_and_bars_stay_whole(
+    terminal: tuple[int, int], monkeypatch: pytest.MonkeyPatch, columns: int
+):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("robust_train.execution.live_area._REFRESH_SECONDS", 0.0)
+    reads, descriptor = terminal
+    resize(descriptor, columns)
+    area = LiveArea(descriptor)
+    with area:
+        area.show([Text("running"), Text("step 1")])
+        screen.show(descriptor, b"a line\n")
+        screen.show(descriptor, b"\r 10%|#", source="bar")
+        screen.show(descriptor, b"x" * columns + b"y\n")
+        screen.show(descriptor, b"\r 20%|##", source="bar")
+        area.show([Text("running"), Text("step 2")])
+        seen = shown_on(reads)
+        whole = ["a line", "x" * columns, "y"]
+        assert lines_shown(seen, columns) == [*whole, " 20%|##", "running", "step 2"]
+        screen.show(descriptor, b"\r100%|##########\n", source="bar")
+        screen.settle(descriptor, source="bar")
+    seen += shown_on(reads)
+    assert [line for line in lines_shown(seen, columns) if line] == [*whole, "100%|##########"]
+    assert "\x1b[?25l" not in seen, "who is killed cannot bring the cursor back"
+
+
+def test_a_terminal_that_became_narrower_keeps_its_lines(
+    terminal: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("TERM", "xterm")
+    reads, descriptor = terminal
+    area = LiveArea(descriptor)
+    with area:
+        screen.show(descriptor, b"a line\n")
+        area.show([Text("s" * 70)])
+        shown_on(reads)
+        resize(descriptor, 40)
+        area.show([Text("s" * 30)])
+        seen = shown_on(reads)
+    reflowed = "a line\r\n" + "s" * 40 + "\r\n" + "s" * 30
+    assert lines_shown(reflowed + seen, 40) == ["a line", "s" * 30]
+
+
+def test_a_terminal_that_nobody_reads_holds_nobody_up(
+    terminal: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("TERM", "xterm")
+    reads, descriptor = terminal
+    area = LiveArea(descriptor)
+    with area:
+        for number in range(2000):
+            screen.show(descriptor, b"z" * 1000 + b"\n")
+            area.show([Text(f"step {number}")])
+        assert "of output were not shown, for nobody read them" in shown_on(reads)
+
+
+def test_a_terminal_that_is_gone_ends_nothing(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TERM", "xterm")
+    reads, descriptor = pty.openpty()
+    try:
+        with LiveArea(descriptor) as area:
+            area.show([Text("running")])
+            os.close(reads)
+            screen.show(descriptor, b"a line\n")
+            area.show([Text("running")])
+    finally:
+        os.close(descriptor)
