@@ -24,6 +24,7 @@ from robust_train.memory.allocator import (
     use_expandable_segments,
 )
 from robust_train.policy.sizes import PolicySettings
+from robust_train.runfolder.detach import is_detached
 from robust_train.values import MIB, AttemptSpec
 
 
@@ -50,6 +51,11 @@ class LauncherSettings:
 
 def launcher_settings(cfg: DictConfig) -> LauncherSettings:
     """Return the part of the config that :class:`robust_train.launcher.Job` needs."""
+    if cfg.detach and not is_detached and sweep_folder() is None:
+        raise ConfigError(
+            "detach=true: only a command goes on in the background, not a call of launch(); start "
+            "the program with nohup, or use robust-train run --detach -- PROGRAM"
+        )
     is_script = bool(OmegaConf.select(cfg, "trainer.argv"))
     names = cfg.cuda_visible_devices
     return LauncherSettings(

@@ -196,6 +196,7 @@ class RobustConfig(PlainConfig):
     """The root of ``configs/robust.yaml``, which serves ``train_robust.py``."""
 
     job_name: str | None = None
+    detach: bool = False
     auto_device: bool = True
     num_gpus: int = _in(FROM_1, 1)
     wait_for_gpu: bool = True

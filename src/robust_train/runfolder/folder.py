@@ -17,7 +17,7 @@ from robust_train.errors import EXIT_FAILED, EXIT_NO_DEVICE, JobInterrupted
 from robust_train.events import AttemptStarted, Event, Json
 from robust_train.gpu.processes import user_name
 from robust_train.queue.wait import WaitStatus
-from robust_train.runfolder import runs
+from robust_train.runfolder import detach, runs
 from robust_train.runfolder.lock import RunLock
 from robust_train.runfolder.requests import (
     LAUNCHERS_VERB,
@@ -148,6 +148,7 @@ class RunFolder:
             "seconds_left": round(status.seconds_left, 1),
         }
         self._change(state="waiting", waiting=waiting)
+        self._detach()
 
     def acquired(self) -> None:
         """The job has a device, and the trainer is being imported."""
@@ -156,6 +157,7 @@ class RunFolder:
     def attempt_starts(self, number: int, started: AttemptStarted) -> None:
         """Attempt ``number`` starts."""
         self._update(lambda state: with_attempt(state, number, started))
+        self._detach()
 
     def on_event(self, event: Event) -> None:
         """Take in an event of the attempt."""
@@ -172,6 +174,10 @@ class RunFolder:
         """The job has ended; ``status`` and ``reason`` as ``summary.json`` has them."""
         code = _EXIT_CODES.get(status) if exit_code is None else exit_code
         self._change(state=status, reason=reason, exit_code=code, waiting=None)
+
+    def _detach(self) -> None:
+        state = self.state
+        detach.has_begun(self._run_dir, detach.job_text(state.id, state.name, self._run_dir))
 
     def _change(self, **changes: Json) -> None:
         self._update(lambda state: replace(state, **changes))

@@ -11,10 +11,11 @@ from typing import Any, NoReturn
 
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from robust_train.errors import EXIT_BAD_CONFIG, ConfigError
 from robust_train.events import Json
+from robust_train.runfolder import detach
 from robust_train.runfolder.lock import refusal
 from robust_train.sweep import current, session
 from robust_train.sweep.plugins_of_others import restore_mask
@@ -31,11 +32,16 @@ class SweepCallback(Callback):
         problem = refusal(Path(str(config.hydra.run.dir)))
         if problem is not None:
             _refuse(problem)
+        if _detaches(config):
+            raise SystemExit(detach.start())
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Before the launcher is made."""
         self._launcher = str(config.hydra.runtime.choices.get("hydra/launcher"))
         try:
+            if _detaches(config):
+                session.check_first_job(config)
+                raise SystemExit(detach.start())
             session.begin(config)
         except ConfigError as error:
             _refuse(str(error))
@@ -62,6 +68,11 @@ class SweepCallback(Callback):
         if code and not session.has_door():
             # not an Exception: those of callbacks are turned into warnings
             raise SystemExit(code)
+
+
+def _detaches(config: DictConfig) -> bool:
+    asked = OmegaConf.select(config, "detach", default=False, throw_on_missing=False)
+    return bool(asked) and not detach.is_detached
 
 
 def _refuse(problem: str) -> NoReturn:

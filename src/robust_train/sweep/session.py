@@ -12,9 +12,15 @@ import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig, OmegaConf, open_dict
 
+from robust_train.config.batch import settle_batch_size
+from robust_train.config.refusals import REFUSALS, explain
+from robust_train.config.schema import complete, validate
 from robust_train.errors import ConfigError
+from robust_train.runfolder import detach
 from robust_train.runfolder.lock import RunLock, read_holder
 from robust_train.sweep.current import SWEEP_VARIABLE
 from robust_train.sweep.job_record import NOT_STARTED, JobRecord
@@ -102,8 +108,36 @@ def begin(config: DictConfig) -> None:
     SweepTable(sweep.id, launcher).write(folder)
     sweep.since_ns = (folder / FILE).stat().st_mtime_ns
     _sweep = sweep
+    detach.has_begun(folder, detach.sweep_text(folder))
     # a project with a command of its own gets its table also when a job's error ends the sweep
     atexit.register(finish)
+
+
+def check_first_job(config: DictConfig) -> None:
+    """Check the configuration with the first value of each swept key.
+
+    Raises:
+        ConfigError: it cannot be used.
+    """
+    overrides = []
+    for override in OverridesParser.create().parse_overrides(list(config.hydra.overrides.task)):
+        line = override.input_line
+        if override.is_sweep_override():
+            with contextlib.suppress(Exception):  # an interval, a glob: the sweeper's to choose
+                value = next(iter(override.sweep_string_iterator()))
+                overrides.append(f"{override.get_key_element()}={value}")
+        elif line is not None:
+            overrides.append(line)
+    try:
+        loader = GlobalHydra.instance().config_loader()
+        cfg = loader.load_sweep_config(config, overrides)
+    except REFUSALS as error:
+        raise ConfigError(explain(error, "robust", overrides)) from error
+    with open_dict(cfg):
+        del cfg["hydra"]
+    cfg = complete(cfg)
+    settle_batch_size(cfg)
+    validate(cfg)
 
 
 def _lock(folder: Path, sweep: str) -> RunLock:
