@@ -84,9 +84,9 @@ sweep *overrides:
 test *args:
     {{ python }} -m pytest {{ args }}
 
-# The long tests as well: variants, launchers of others, browser pages, chaos
-test-all *args:
-    {{ python }} -m pytest -m "" {{ args }}
+# What CI runs, in this environment: the tests, the linters, the slow tests
+test-all:
+    .ci/run {{ python }}
 
 # Lint, format check and types
 lint:

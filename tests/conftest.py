@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 import signal
 import tempfile
@@ -29,6 +30,24 @@ def world(tmp_path: pytest.TempPathFactory) -> World:
 def alone(world: World) -> None:
     """Its launchers start as users do, also where torch is imported in their own process."""
     world.alone = True
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_heap() -> Iterator[None]:
+    """Whoever collects garbage in a test goes through that test's objects alone, and not through
+    the million that libraries and earlier tests have left in this process."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture
+def whole_heap() -> Iterator[None]:
+    """For a test that asks who holds an object: that may be a module of long ago."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -14,6 +14,8 @@ from robust_train.errors import TrainerFailed
 from robust_train.memory.holders import holder_of
 from robust_train.vision.step import Precision, apply_gradients
 
+pytestmark = pytest.mark.usefixtures("whole_heap")
+
 KEPT = []
 
 

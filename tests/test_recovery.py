@@ -193,6 +193,7 @@ def history():
     HISTORY.kept.clear()
 
 
+@pytest.mark.usefixtures("whole_heap")
 def test_what_still_holds_memory_of_the_failed_try_is_named(history, caplog):
     def train(batch_size: int) -> None:
         outputs = torch.zeros(batch_size, 2**14)

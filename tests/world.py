@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import preloaded
+import warm
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = ROOT / "tests"
@@ -93,7 +94,8 @@ class World:
     """A folder to run commands in. ``environ`` is what every command gets.
 
     Attributes:
-        alone: launchers import torch themselves, as users' do, and share it with no other test's.
+        alone: commands begin in an interpreter of their own, as users' do, and not as forks of one
+            that has imported what they import (see :mod:`warm` and :mod:`preloaded`).
     """
 
     alone = False
@@ -116,9 +118,11 @@ class World:
 
     def start(
         self, *arguments: str, script: str = "train_robust.py", **options: Any
-    ) -> subprocess.Popen[str]:
+    ) -> subprocess.Popen[str] | warm.Command:
         """Start a command; the caller waits for it."""
         command = self.command(*arguments, script=script)
+        if not self.alone and not options:
+            return warm.start(command[1:], self.folder, self.environ)
         return subprocess.Popen(
             command,
             cwd=self.folder,
@@ -130,7 +134,7 @@ class World:
             **options,
         )
 
-    def end(self, process: subprocess.Popen[str]) -> Ended:
+    def end(self, process: subprocess.Popen[str] | warm.Command) -> Ended:
         """Wait for a command that was started."""
         stdout, stderr = process.communicate(timeout=240)
         return Ended(process.returncode, stdout, stderr, self.run_dir)
@@ -175,7 +179,8 @@ class World:
         return self
 
     def with_libraries(self) -> World:
-        """The same world with ``tests/libraries`` installed."""
+        """The same world with ``tests/libraries`` installed; an interpreter finds it at start."""
+        self.alone = True
         base = self.folder / "installed"
         version = f"python{sys.version_info.major}.{sys.version_info.minor}"
         packages = base / "lib" / version / "site-packages"

@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from robust_train.cli.door import hydra_main
     from robust_train.errors import (
         AttemptsExhausted,
         ConfigError,
@@ -80,6 +81,7 @@ __all__ = [
     "find_best_device",
     "get_cuda_memory_info",
     "get_gpu_memory_stats",
+    "hydra_main",
     "launch",
     "log_gpu_memory_stats",
     "plan_memory",
@@ -121,6 +123,7 @@ _HOMES = {
     "find_best_device": "gpu.best",
     "get_cuda_memory_info": "memory",
     "get_gpu_memory_stats": "memory",
+    "hydra_main": "cli.door",
     "launch": "launcher",
     "log_gpu_memory_stats": "memory",
     "plan_memory": "planning.memory_plan",

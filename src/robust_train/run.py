@@ -121,7 +121,8 @@ class Run:
         last_step: last optimizer step that was reported, None before the first.
         last_micro_batch: the smallest micro-batch that running out of memory has led to inside the
             steps of this attempt, None if it never did.
-        memory_keeper, batch_search: set by whoever calls the trainer.
+        has_live_status: the launcher shows steps and loss on a terminal.
+        memory_keeper, batch_search, logs_memory: set by whoever calls the trainer.
         rank: number of this process among those that share the optimizer steps, from 0.
         world_size: how many these are. Only rank 0's progress, checkpoints, epochs and result
             count; the others may report them as well.
@@ -138,6 +139,7 @@ class Run:
         rank: int = 0,
         world_size: int = 1,
         flags: Flags | None = None,
+        has_live_status: bool = False,
     ) -> None:
         self.attempt = attempt
         self.run_dir = run_dir
@@ -150,6 +152,8 @@ class Run:
         self.last_step: int | None = None
         self.last_micro_batch: int | None = None
         self.memory_keeper: MemoryKeeper | None = None
+        self.logs_memory = False
+        self.has_live_status = has_live_status
         self.rank = rank
         self.world_size = world_size
         self._flags = flags
@@ -357,8 +361,15 @@ class Run:
 
     def memory_milestone(self, name: str) -> None:
         """Log and record how much memory is in use at a moment called ``name``."""
+        self._report_memory(name, logging.INFO)
+
+    def record_memory(self, name: str) -> None:
+        """Record how much memory is in use; log it where ``memory.log_frequency`` asks for that."""
+        self._report_memory(name, logging.INFO if self.logs_memory else logging.DEBUG)
+
+    def _report_memory(self, name: str, level: int) -> None:
         figures = memory_in_use(context=False)
-        log.info("%s: %s", name, describe_memory(figures))
+        log.log(level, "%s: %s", name, describe_memory(figures))
         self.report(MemoryReported(name, **figures))
 
     def record(self, event: str, fields: Mapping[str, Json]) -> None:

@@ -36,6 +36,7 @@ class LauncherSettings:
         resume: go on with the unfinished job that the run folder holds.
         runs_inline: attempts run in the launcher's process.
         is_script: the trainer is a program of the user's.
+        owns_terminal: it prints to a terminal that nobody else draws on: no debugger, no other job.
         gpus_by_index: an attempt is given indices in ``CUDA_VISIBLE_DEVICES``, not UUIDs.
         stall_timeout_seconds: without progress for so long an attempt counts as hanging; 0: never.
         stop_grace_seconds: from a request to stop until the attempt is killed.
@@ -44,6 +45,7 @@ class LauncherSettings:
     resume: bool
     runs_inline: bool
     is_script: bool
+    owns_terminal: bool
     gpus_by_index: bool
     stall_timeout_seconds: float
     stop_grace_seconds: float
@@ -62,10 +64,20 @@ def launcher_settings(cfg: DictConfig) -> LauncherSettings:
         resume=cfg.resume,
         runs_inline=cfg.isolation == "none",
         is_script=is_script,
+        owns_terminal=cfg.isolation != "none" and _owns_terminal(),
         gpus_by_index=names == "index" or (names == "auto" and is_script),
         stall_timeout_seconds=60 * cfg.stall_timeout_minutes,
         stop_grace_seconds=cfg.stop_grace_seconds,
     )
+
+
+def _owns_terminal() -> bool:
+    """Return whether this is a terminal, and no sweep runs other jobs on it at the same time."""
+    if not sys.stdout.isatty() or os.environ.get("TERM", "dumb") in ("dumb", "unknown"):
+        return False
+    if not HydraConfig.initialized() or HydraConfig.get().mode != RunMode.MULTIRUN:
+        return True
+    return str(HydraConfig.get().launcher.get("_target_")).endswith(".BasicLauncher")
 
 
 def policy_settings(cfg: DictConfig, *, finds_batch_size: bool = False) -> PolicySettings:

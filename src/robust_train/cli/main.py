@@ -13,6 +13,7 @@ import robust_train
 USAGE = """usage: robust-train COMMAND [OPTIONS]
 
 commands:
+  train   a job or a sweep (-m), as train_robust.py does   [OVERRIDE …]
   gpus    table of this machine's GPUs and who holds them  [--json]
   queue   jobs that run and wait on this host, and why     [--json] [cancel ID]
   run     a script under the launcher                      [OPTIONS] -- PROGRAM [ARGUMENT …]
@@ -33,7 +34,7 @@ commands:
 COMMANDS = {
     name: f"{name}:main"
     for name in ("gpus", "queue", "run", "init", "plan", "doctor", "report", "runs", "logs", "wait")
-} | {"memory": "memory:main", "cleanup": "memory:cleanup"}
+} | {"train": "door:train", "memory": "memory:main", "cleanup": "memory:cleanup"}
 OF_LIVE_RUNS = ("list", "status", "checkpoint", "halve-batch", "stop")
 
 

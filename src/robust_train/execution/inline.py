@@ -67,6 +67,10 @@ class InlineExecutor:
             if not isinstance(event, (Finished, Failed)):
                 on_event(event)
 
+        def stop(ask_trainer: Callable[[], None]) -> None:
+            log.info("stopping: waiting for the trainer's last checkpoint")
+            ask_trainer()
+
         if self._memory_at_first is None:
             self._memory_at_first = StartingMemory()
         started = time.monotonic()
@@ -76,7 +80,7 @@ class InlineExecutor:
                 new_run(request, take, can_restart=self._can_restart),
                 self._trainer,
                 take,
-                stopping=lambda stop: self._signals.handed_to(lambda signum: stop()),
+                stopping=lambda ask: self._signals.handed_to(lambda signum: stop(ask)),
                 tick=tick,
                 process_ends=False,
             )

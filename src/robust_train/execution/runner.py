@@ -64,31 +64,24 @@ def new_run(
         rank=rank,
         world_size=request.ranks,
         flags=flags,
+        has_live_status=request.has_live_status,
     )
     run.batch_search = request.batch_search
     return run
 
 
 def run_attempt(
-    request: AttemptRequest,
-    run: Run,
-    load: Callable[[], Trainer],
-    send: Send,
+    request: AttemptRequest,  # the attempt
+    run: Run,  # what the trainer is given
+    load: Callable[[], Trainer],  # returns the trainer, imported if need be
+    send: Send,  # takes the event of its end
     *,
-    stopping: Stopping,
+    stopping: Stopping,  # how this process is asked to stop
+    # called twice a second, where the launcher itself runs the attempt
     tick: Callable[[], None] = lambda: None,
-    process_ends: bool,
+    process_ends: bool,  # this process ends with the attempt, so memory need not be returned
 ) -> BaseException | None:
     """Run the trainer and send :class:`Finished` or :class:`Failed`.
-
-    Args:
-        request: the attempt.
-        run: what the trainer is given.
-        load: returns the trainer, imported if need be.
-        send: takes the event of its end.
-        stopping: how this process is asked to stop.
-        tick: called twice a second, where the launcher itself runs the attempt.
-        process_ends: this process ends with the attempt, so memory need not be returned.
 
     Returns:
         The exception that ended it (for a caller in the same process), None if it completed.
@@ -129,6 +122,7 @@ def call_trainer(trainer: Trainer, cfg: DictConfig, run: Run) -> Any:
     run.memory_keeper = keeper = AttemptMemory(run, cfg)
     run.micro_batch_plan = MicroBatchPlan.of(cfg)
     run.saving.plan = SavePlan.of(cfg)
+    run.logs_memory = cfg.memory.log_frequency > 0
     with keeper:
         try:
             parameters = inspect.signature(trainer).parameters

@@ -82,23 +82,14 @@ def training_devices() -> frozenset[str]:
 
 @dataclass(frozen=True)
 class HeldTensor:
-    """A tensor that is alive.
+    """A tensor that is alive."""
 
-    Attributes:
-        bytes: of its storage, which it may share with others.
-        shape: its own.
-        dtype: ``float32``.
-        device: ``cuda:0``, ``cpu``.
-        owner: who holds it, as :func:`holder_of` returns it.
-        has_graph: it keeps the graph that it was computed by, and what that has saved.
-    """
-
-    bytes: int
-    shape: tuple[int, ...]
-    dtype: str
-    device: str
-    owner: str
-    has_graph: bool
+    bytes: int  # of its storage, which it may share with others
+    shape: tuple[int, ...]  # its own
+    dtype: str  # `float32`
+    device: str  # `cuda:0`, `cpu`
+    owner: str  # who holds it, as holder_of returns it
+    has_graph: bool  # it keeps the graph that it was computed by, and what that has saved
 
     def __str__(self) -> str:
         graph = " with the graph it was computed by" if self.has_graph else ""
@@ -299,7 +290,9 @@ def _described(frame: FrameType, text: str) -> str:
 
 
 def _is_own(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__", "")).startswith(__package__)
+    """Return whether a frame is the launcher's; the built-in trainer counts as a user."""
+    module = str(frame.f_globals.get("__name__", ""))
+    return module.startswith("robust_train.") and not module.startswith("robust_train.vision.")
 
 
 def _variables(frame: FrameType) -> dict[str, Any]:

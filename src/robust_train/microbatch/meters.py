@@ -1,26 +1,17 @@
-"""How much memory a pass takes, and how much there is. All in bytes."""
+"""How much memory a pass takes, and how much there is. All in bytes.
+
+``begin`` releases what nobody uses, lets the peak start anew and returns what is in use; ``peak``
+is the most in use since then, ``limit`` the most that could be.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
 
 import torch
 
 from robust_train.memory import host
 from robust_train.memory.cleanup import return_memory
-
-
-class Meter(Protocol):
-    """Memory of one device.
-
-    ``begin`` releases what nobody uses, lets the peak start anew and returns what is in use;
-    ``peak`` is the most in use since then, ``limit`` the most that could be.
-    """
-
-    def begin(self) -> int: ...
-    def peak(self) -> int: ...
-    def limit(self) -> int: ...
 
 
 class GpuMeter:
@@ -72,6 +63,9 @@ class HostMeter:
 
     def limit(self) -> int:
         return host.own_memory().get("RssAnon", 0) + host.room_left()
+
+
+Meter = GpuMeter | HostMeter
 
 
 def meter_of(device: torch.device, share: float) -> Meter:

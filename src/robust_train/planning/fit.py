@@ -25,19 +25,12 @@ _MOST_BY_LINE = 8
 
 @dataclass(frozen=True)
 class Peak:
-    """The most memory that a step takes.
+    """The most memory that a step takes."""
 
-    Attributes:
-        batch_size: micro-batch, samples.
-        accumulates: the step has more than one micro-batch.
-        tensors_bytes: of tensors, and of kernels while they run.
-        parts: the same by category at that moment.
-    """
-
-    batch_size: int
-    accumulates: bool
-    tensors_bytes: int
-    parts: Mapping[str, int]
+    batch_size: int  # micro-batch, samples
+    accumulates: bool  # the step has more than one micro-batch
+    tensors_bytes: int  # of tensors, and of kernels while they run
+    parts: Mapping[str, int]  # the same by category at that moment
 
     @property
     def allocated_bytes(self) -> int:

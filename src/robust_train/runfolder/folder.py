@@ -55,7 +55,7 @@ class RunFolder:
     """Holds the lock, keeps the state and takes the requests of one launch; a context manager.
 
     Whatever is wrong with the disk, the job goes on, after one warning. ``token`` is the part of
-    the job's id that it has from the start.
+    the job's id that it has from the start; ``show`` is given the state twice a second.
 
     Raises:
         ConfigError: a live job holds the folder. Nothing in it was written.
@@ -68,11 +68,13 @@ class RunFolder:
         signals: Signals,
         sweep_folder: Path | None = None,
         resume_command: str | None = None,
+        show: Callable[[RunState], None] = lambda state: None,
     ) -> None:
         self.token = os.urandom(3).hex()
         self._run_dir = run_dir
         self._signals = signals
         self._sweep_folder = sweep_folder
+        self._show = show
         job_id, now = f"0-{self.token}", time.time()
         self._lock = RunLock(run_dir, job_id)
         where = (str(run_dir), os.getpid(), socket.gethostname(), user_name(os.geteuid()))
@@ -122,6 +124,7 @@ class RunFolder:
         self._next_poll = now + _POLL_SECONDS
         self._change()
         self._file.write_if_due()
+        self._show(self.state)
         for request in find_requests(self._run_dir):
             state = self.state.state
             if request.verb == LAUNCHERS_VERB:

@@ -32,6 +32,10 @@ class SweepCallback(Callback):
         problem = refusal(Path(str(config.hydra.run.dir)))
         if problem is not None:
             _refuse(problem)
+        try:
+            session.check_job(config)
+        except ConfigError as error:
+            _refuse(str(error))
         if _detaches(config):
             raise SystemExit(detach.start())
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import fcntl
+import shutil
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +146,7 @@ def _fetched(
         try:
             with _alone(root):
                 if found() is None:
-                    get(root)
+                    _fetch_or_undo(lambda: get(root), root, root / name)
         except (OSError, RuntimeError, EOFError) as error:
             # urllib's errors are OSErrors; torchvision reports a wrong checksum as RuntimeError
             reason = str(getattr(error, "reason", error)) or type(error).__name__
@@ -159,15 +160,41 @@ def _fetched(
     return folder
 
 
+def _fetch_or_undo(fetch: Callable[[], None], *folders: Path) -> None:
+    """Call ``fetch``; if it fails, remove what it has put into the folders."""
+    before = _content(folders)
+    try:
+        fetch()
+    except BaseException:
+        for path in _content(folders) - before:
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+        raise
+
+
+def _content(folders: Sequence[Path]) -> set[Path]:
+    return {path for folder in folders if folder.is_dir() for path in folder.iterdir()}
+
+
 @contextmanager
 def _alone(root: Path) -> Iterator[None]:
     """Let one process of this host fetch at a time, and end a fetch from a silent server."""
+    is_new = not root.exists()
     root.mkdir(parents=True, exist_ok=True)
     before = socket.getdefaulttimeout()
-    with (root / ".download.lock").open("w") as lock:
+    path = root / ".download.lock"
+    with path.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         socket.setdefaulttimeout(_SILENCE_SECONDS)
         try:
             yield
+        except BaseException:
+            if is_new:  # and nobody else has put anything there
+                path.unlink(missing_ok=True)
+                with suppress(OSError):
+                    root.rmdir()
+            raise
         finally:
             socket.setdefaulttimeout(before)

@@ -91,7 +91,7 @@ def train(cfg: DictConfig, run: Run) -> dict[str, float | str]:
         torch.cuda.set_device(device.index or 0)
         torch.cuda.init()  # type: ignore[no-untyped-call]
     seed_everything(cfg.training.seed)
-    run.memory_milestone("start")
+    run.record_memory("start")
     if run.world_size > 1:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
@@ -107,7 +107,7 @@ def train(cfg: DictConfig, run: Run) -> dict[str, float | str]:
                 training.wait_for_write()
     except Exception as error:
         if classify_failure(error).kind in MEMORY_FAILURES:
-            run.memory_milestone("out of memory")
+            run.record_memory("out of memory")
         raise
     # not after a failure: it would wait for ranks that have gone
     if run.world_size > 1:
@@ -157,15 +157,23 @@ class Training:
         cfg, run = self.cfg, self.run
         trained, total = count_parameters(module)
         log.info("model: %s, %d of %d parameters are trained", cfg.model.name, trained, total)
-        log.info("Effective batch size: %d", self.plan.effective_batch)
+        effective, images = self.plan.effective_batch, self.plan.num_samples
+        log.info("Effective batch size: %d", effective)
+        if effective > images and run.is_main:
+            log.warning(
+                "the effective batch size %d is more than the %d training images: an epoch is one "
+                "step with all of them",
+                effective,
+                images,
+            )
         if cfg.training.gradient_checkpointing and not enable_gradient_checkpointing(module):
             log.warning("training.gradient_checkpointing: this model has none, it has no effect")
         model = module.to(self.device)
-        run.memory_milestone(f"model moved to {self.device}")
+        run.record_memory(f"model moved to {self.device}")
         optimizer = make_optimizer(
             model.parameters(), lr=cfg.training.lr, weight_decay=cfg.training.weight_decay
         )
-        run.memory_milestone("optimizer created")
+        run.record_memory("optimizer created")
         return TrainingState(
             model=model,
             optimizer=optimizer,
