@@ -49,6 +49,7 @@ from robust_train.report.status import LiveStatus
 from robust_train.runfolder.folder import RunFolder
 from robust_train.runfolder.identity import begin_job, complete_job, resume_from
 from robust_train.runfolder.journal import Journal
+from robust_train.runfolder.notify import Notifier
 from robust_train.runfolder.summary import AttemptRecord, Summary, evidence_of
 from robust_train.values import (
     MEMORY_FAILURES,
@@ -132,7 +133,8 @@ class Job:
         self.live = LiveStatus(is_wanted=self.settings.owns_terminal)
         about = (self.run_dir, self.wanted.job_name, self.signals)
         resume = settings.resume_command(cfg, self.run_dir)
-        self.folder = RunFolder(*about, settings.sweep_folder(), resume, self.live.show)
+        notifier = Notifier(settings.take_notify_settings(cfg), self.run_dir)
+        self.folder = RunFolder(*about, settings.sweep_folder(), resume, self.live.show, notifier)
         self.journal = Journal(self.run_dir / "journal.jsonl")
         self.records: list[AttemptRecord] = []
         self.checkpoint: Path | None = None
@@ -393,8 +395,7 @@ class Job:
         if status == "completed":
             complete_job(self.run_dir)
         self.folder.ended(status, reason, exit_code)
-        resumes = self.settings.resume
-        narration.conclude(summary, settings.how_to_go_on(self.run_dir) if resumes else None)
+        narration.conclude(summary, settings.how_to_go_on(self.cfg, self.run_dir))
         write_report(self.run_dir)
         return summary
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import logging
 import os
 import shlex
 import sys
@@ -25,7 +27,10 @@ from robust_train.memory.allocator import (
 )
 from robust_train.policy.sizes import PolicySettings
 from robust_train.runfolder.detach import is_detached
+from robust_train.runfolder.notify import EVENTS, URLS_VARIABLE, NotifySettings
 from robust_train.values import MIB, AttemptSpec
+
+log = logging.getLogger("robust_train")
 
 
 @dataclass(frozen=True)
@@ -284,18 +289,71 @@ def sweep_folder() -> Path | None:
     return Path(str(hydra.runtime.cwd)) / str(hydra.sweep.dir)
 
 
+def take_notify_settings(cfg: DictConfig) -> NotifySettings:
+    """Return whom to tell of what; the URLs, which may hold passwords, leave the config.
+
+    Raises:
+        ConfigError: it cannot be used.
+    """
+    hide_urls(cfg)
+    urls = tuple(dict.fromkeys(os.environ.get(URLS_VARIABLE, "").split()))
+    one, on = OmegaConf.select(cfg, "notify"), EVENTS
+    if one is None or (sweep_folder() is not None and not one.sweep_jobs):
+        return NotifySettings()
+    try:
+        words = shlex.split(one.command) if isinstance(one.command, str) else one.command or ()
+    except ValueError as error:
+        raise ConfigError(f"notify.command={one.command}: {error}") from None
+    if one.on is not None:
+        on = tuple(one.on) if OmegaConf.is_list(one.on) else (str(one.on),)
+        for name in set(on) - set(EVENTS):
+            raise ConfigError(f"notify.on={name}: accepted are {', '.join(EVENTS)}")
+    if urls and importlib.util.find_spec("apprise") is None:
+        log.warning("notify.urls: nobody is told: pip install 'robust-train[notify]' is missing")
+    return NotifySettings(tuple(map(str, words)), urls, on, 60 * one.waiting_minutes)
+
+
+def hide_urls(cfg: DictConfig) -> bool:
+    """Move ``notify.urls`` out of the config, and of Hydra's part of it, into the environment.
+
+    Returns whether there was any.
+    """
+    given = OmegaConf.select(cfg, "notify.urls", throw_on_missing=False)
+    if not given:
+        return False
+    urls = [str(url) for url in given] if OmegaConf.is_list(given) else str(given).split()
+    known = os.environ.get(URLS_VARIABLE, "").split()
+    os.environ[URLS_VARIABLE] = " ".join(dict.fromkeys([*known, *urls]))
+    with read_write(cfg), open_dict(cfg):
+        cfg.notify.urls = None
+        if "hydra" in cfg:
+            job, lines = cfg.hydra.job, list(cfg.hydra.overrides.task)
+            for line in lines:
+                if is_secret(line):
+                    job.override_dirname = str(job.override_dirname).replace(line, "notify")
+            cfg.hydra.overrides.task = [line for line in lines if not is_secret(line)]
+    return True
+
+
+def is_secret(word: str) -> bool:
+    """Return whether a word of a command line may hold a URL that nobody must read."""
+    return word.lstrip("+~").startswith(("notify.urls=", "notify="))
+
+
 def resume_command(cfg: DictConfig, run_dir: Path) -> str | None:
     """The command of :func:`how_to_go_on`, for any working directory; None with resume=false."""
-    command = how_to_go_on(run_dir) if cfg.resume else None
+    command = how_to_go_on(cfg, run_dir)
     if command is None or command.startswith("launch("):
         return command
     cwd = HydraConfig.get().runtime.cwd if HydraConfig.initialized() else os.getcwd()
     return f"cd {shlex.quote(str(cwd))} && {command}"
 
 
-def how_to_go_on(run_dir: Path) -> str | None:
-    """The command that goes on with an unfinished job; None for one of a sweep."""
-    words = list(sys.orig_argv)
+def how_to_go_on(cfg: DictConfig, run_dir: Path) -> str | None:
+    """The command that goes on with an unfinished job; None for one of a sweep, or resume=false."""
+    if not cfg.resume:
+        return None
+    words = [word for word in sys.orig_argv if not is_secret(word)]
     if HydraConfig.initialized():
         if HydraConfig.get().mode == RunMode.MULTIRUN:
             return None

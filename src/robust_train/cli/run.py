@@ -173,7 +173,7 @@ def _run(overrides: Sequence[str], texts: dict[str, Json], run_dir: Path | None)
     from robust_train.launcher import Job
     from robust_train.runfolder import detach
     from robust_train.script.command_settings import CommandSettings
-    from robust_train.settings import run_folder
+    from robust_train.settings import hide_urls, is_secret, run_folder
 
     try:
         with initialize_config_module("robust_train.configs", version_base="1.3"):
@@ -190,7 +190,9 @@ def _run(overrides: Sequence[str], texts: dict[str, Json], run_dir: Path | None)
         new = Path("outputs") / time.strftime(f"%Y-%m-%d/%H-%M-%S_{name}_{os.getpid()}")
         folder = run_folder(run_dir or new)
         _log_into(folder)
-        _keep_config(folder, OmegaConf.to_yaml(cfg), overrides)
+        hide_urls(cfg)
+        shown = [override for override in overrides if not is_secret(override)]
+        _keep_config(folder, OmegaConf.to_yaml(cfg), shown)
         return exit_code_of(Job(None, cfg, folder).run())
     except ConfigError as error:
         print(error, file=sys.stderr)

@@ -19,6 +19,7 @@ from robust_train.gpu.processes import user_name
 from robust_train.queue.wait import WaitStatus
 from robust_train.runfolder import detach, runs
 from robust_train.runfolder.lock import RunLock
+from robust_train.runfolder.notify import Notifier, NotifySettings
 from robust_train.runfolder.requests import (
     LAUNCHERS_VERB,
     REQUESTS,
@@ -69,12 +70,14 @@ class RunFolder:
         sweep_folder: Path | None = None,
         resume_command: str | None = None,
         show: Callable[[RunState], None] = lambda state: None,
+        notifier: Notifier | None = None,
     ) -> None:
         self.token = os.urandom(3).hex()
         self._run_dir = run_dir
         self._signals = signals
         self._sweep_folder = sweep_folder
         self._show = show
+        self._notifier = notifier or Notifier(NotifySettings())
         job_id, now = f"0-{self.token}", time.time()
         self._lock = RunLock(run_dir, job_id)
         where = (str(run_dir), os.getpid(), socket.gethostname(), user_name(os.geteuid()))
@@ -115,6 +118,7 @@ class RunFolder:
         for request in (*find_requests(self._run_dir, TAKEN), *find_requests(self._run_dir)):
             request.answer({"error": "the run ended before it came to that"})
         self._lock.release()
+        self._notifier.finish()
 
     def tick(self) -> None:
         """Take requests and write what is due. To be called twice a second, by any thread."""
@@ -165,6 +169,7 @@ class RunFolder:
     def on_event(self, event: Event) -> None:
         """Take in an event of the attempt."""
         self._update(lambda state: after_event(state, event))
+        self._notifier.on_event(event, self.state)
 
     def decided(self, attempt: Attempt, decision: Decision | None, checkpoint: Path | None) -> None:
         """An attempt has ended, and what comes next is known: answer what it has not answered."""
@@ -193,6 +198,7 @@ class RunFolder:
             return replace(state, state="stopping")
 
         self._file.update(stopping)
+        self._notifier.look(self.state)
 
     def _stop(self, request: Request) -> None:
         """Stop the job as SIGTERM does."""

@@ -17,6 +17,7 @@ from robust_train.errors import EXIT_BAD_CONFIG, ConfigError
 from robust_train.events import Json
 from robust_train.runfolder import detach
 from robust_train.runfolder.lock import refusal
+from robust_train.settings import hide_urls
 from robust_train.sweep import current, session
 from robust_train.sweep.plugins_of_others import restore_mask
 
@@ -29,6 +30,7 @@ class SweepCallback(Callback):
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Before anything is written to the run folder."""
+        hide_urls(config)
         problem = refusal(Path(str(config.hydra.run.dir)))
         if problem is not None:
             _refuse(problem)
@@ -41,6 +43,7 @@ class SweepCallback(Callback):
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Before the launcher is made."""
+        hide_urls(config)
         self._launcher = str(config.hydra.runtime.choices.get("hydra/launcher"))
         try:
             if _detaches(config):
@@ -55,6 +58,8 @@ class SweepCallback(Callback):
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
         """In the job's own process, once its run folder is there."""
         restore_mask(os.environ)
+        if hide_urls(config):  # of a project's file: Hydra has just written its value
+            _hide_in(Path(str(config.hydra.runtime.output_dir)) / str(config.hydra.output_subdir))
         current.enter(config, self._launcher)
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
@@ -72,6 +77,13 @@ class SweepCallback(Callback):
         if code and not session.has_door():
             # not an Exception: those of callbacks are turned into warnings
             raise SystemExit(code)
+
+
+def _hide_in(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        cfg = OmegaConf.load(folder / "config.yaml")
+        OmegaConf.update(cfg, "notify.urls", None)
+        OmegaConf.save(cfg, folder / "config.yaml")
 
 
 def _detaches(config: DictConfig) -> bool:
