@@ -221,7 +221,7 @@ class Job:
         finally:
             self.wait_seconds = time.monotonic() - started
         self.folder.queued(self.devices.job_id)
-        self.folder.acquired()
+        self.folder.acquired(group)
         self.journal.write(narration.acquired(group, self.wait_seconds))
         return group
 
@@ -388,6 +388,7 @@ class Job:
             wait_seconds=self.wait_seconds,
             attempts=tuple(self.records),
             checkpoint=self.checkpoint,
+            environment=self.folder.environment,
             first_attempt=self._number - len(self.records) if self.records else 1,
         )
         self.journal.write(JobEnded(status, reason))

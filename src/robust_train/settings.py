@@ -27,7 +27,7 @@ from robust_train.memory.allocator import (
 )
 from robust_train.policy.sizes import PolicySettings
 from robust_train.runfolder.detach import is_detached
-from robust_train.runfolder.notify import EVENTS, URLS_VARIABLE, NotifySettings
+from robust_train.runfolder.notify import EVENTS, URLS_VARIABLE, NotifySettings, is_secret
 from robust_train.values import MIB, AttemptSpec
 
 log = logging.getLogger("robust_train")
@@ -333,11 +333,6 @@ def hide_urls(cfg: DictConfig) -> bool:
                     job.override_dirname = str(job.override_dirname).replace(line, "notify")
             cfg.hydra.overrides.task = [line for line in lines if not is_secret(line)]
     return True
-
-
-def is_secret(word: str) -> bool:
-    """Return whether a word of a command line may hold a URL that nobody must read."""
-    return word.lstrip("+~").startswith(("notify.urls=", "notify="))
 
 
 def resume_command(cfg: DictConfig, run_dir: Path) -> str | None:

@@ -18,9 +18,9 @@ from robust_train import ConfigError, launch
 from robust_train.cli.main import main
 from robust_train.events import Stalled
 from robust_train.runfolder import notify
-from robust_train.runfolder.notify import Notifier, NotifySettings, news, sentence
+from robust_train.runfolder.notify import Notifier, NotifySettings, is_secret, news, sentence
 from robust_train.runfolder.state import RunState
-from robust_train.settings import hide_urls, is_secret
+from robust_train.settings import hide_urls
 from sweep_world import SweepWorld
 from world import World
 

@@ -172,8 +172,9 @@ def _run(overrides: Sequence[str], texts: dict[str, Json], run_dir: Path | None)
     from robust_train.errors import ConfigError, JobInterrupted
     from robust_train.launcher import Job
     from robust_train.runfolder import detach
+    from robust_train.runfolder.notify import is_secret
     from robust_train.script.command_settings import CommandSettings
-    from robust_train.settings import hide_urls, is_secret, run_folder
+    from robust_train.settings import hide_urls, run_folder
 
     try:
         with initialize_config_module("robust_train.configs", version_base="1.3"):

@@ -20,6 +20,7 @@ from robust_train.queue.wait import WaitStatus
 from robust_train.runfolder import detach, runs
 from robust_train.runfolder.lock import RunLock
 from robust_train.runfolder.notify import Notifier, NotifySettings
+from robust_train.runfolder.provenance import Provenance
 from robust_train.runfolder.requests import (
     LAUNCHERS_VERB,
     REQUESTS,
@@ -31,7 +32,7 @@ from robust_train.runfolder.requests import (
     sweep_stop_requested,
 )
 from robust_train.runfolder.state import RunState, StateFile, after_event, with_attempt
-from robust_train.values import Attempt, AttemptSpec, Decision, Retry
+from robust_train.values import Attempt, AttemptSpec, Decision, Group, Retry
 
 log = logging.getLogger("robust_train")
 
@@ -78,6 +79,7 @@ class RunFolder:
         self._sweep_folder = sweep_folder
         self._show = show
         self._notifier = notifier or Notifier(NotifySettings())
+        self._provenance: Provenance | None = None
         job_id, now = f"0-{self.token}", time.time()
         self._lock = RunLock(run_dir, job_id)
         where = (str(run_dir), os.getpid(), socket.gethostname(), user_name(os.geteuid()))
@@ -94,6 +96,11 @@ class RunFolder:
     def state(self) -> RunState:
         """State of the job."""
         return self._file.state
+
+    @property
+    def environment(self) -> dict[str, Json] | None:
+        """What the job runs with, in short."""
+        return None if self._provenance is None else self._provenance.short()
 
     def __enter__(self) -> RunFolder:
         try:
@@ -157,8 +164,9 @@ class RunFolder:
         self._change(state="waiting", waiting=waiting)
         self._detach()
 
-    def acquired(self) -> None:
+    def acquired(self, gpus: Group = ()) -> None:
         """The job has a device, and the trainer is being imported."""
+        self._provenance = Provenance(self._run_dir, gpus)
         self._change(state="starting", waiting=None)
 
     def attempt_starts(self, number: int, started: AttemptStarted) -> None:

@@ -87,6 +87,11 @@ def sentence(event: str, state: RunState, result: Json, now: float) -> str:
     return f"{job} {what} after {spent}: {reason or state.state}"
 
 
+def is_secret(word: str) -> bool:
+    """Return whether a word of a command line may hold a URL that nobody must read."""
+    return word.lstrip("+~").startswith(("notify.urls=", "notify="))
+
+
 class Notifier:
     """Watches a job's state and tells of what happens; nothing where nobody is to be told.
 

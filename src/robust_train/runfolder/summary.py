@@ -131,6 +131,7 @@ class Summary:
         first_attempt: the number of the first, in all launches of the run folder.
         run_dir: the run folder.
         checkpoint: the last checkpoint that a trainer reported, None if none.
+        environment: the short form of ``environment.json``.
     """
 
     status: str
@@ -141,6 +142,7 @@ class Summary:
     wait_seconds: float = 0.0
     attempts: tuple[AttemptRecord, ...] = ()
     checkpoint: Path | None = None
+    environment: Mapping[str, Json] | None = None
     first_attempt: int = 1
 
     def raise_unless_completed(self) -> None:
@@ -180,6 +182,7 @@ class Summary:
                 "wall_seconds": round(self.wall_seconds, 3),
                 "wait_seconds": round(self.wait_seconds, 3),
                 "checkpoint": None if self.checkpoint is None else str(self.checkpoint),
+                "environment": self.environment,
                 "attempts": [record.as_json(index) for index, record in enumerate(self.attempts)],
             }
         )
