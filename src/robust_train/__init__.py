@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from robust_train.microbatch.probing import FoundBatchSize
     from robust_train.planning.memory_plan import MemoryPlan, plan_memory
     from robust_train.run import Run
+    from robust_train.runfolder.load_runs import load_runs
     from robust_train.runfolder.summary import Summary
     from robust_train.script.current_run import current_run
     from robust_train.values import Evidence, Failure, FailureKind
@@ -83,6 +84,7 @@ __all__ = [
     "get_gpu_memory_stats",
     "hydra_main",
     "launch",
+    "load_runs",
     "log_gpu_memory_stats",
     "plan_memory",
     "print_cuda_memory_info",
@@ -125,6 +127,7 @@ _HOMES = {
     "get_gpu_memory_stats": "memory",
     "hydra_main": "cli.door",
     "launch": "launcher",
+    "load_runs": "runfolder.load_runs",
     "log_gpu_memory_stats": "memory",
     "plan_memory": "planning.memory_plan",
     "print_cuda_memory_info": "memory",

@@ -114,12 +114,11 @@ class Provenance:
     def _git(self) -> dict[str, Json]:
         """Return commit and state of the working directory's repository; keep its changes."""
         commit = _git(self._cwd, "rev-parse", "HEAD")
-        changes = commit and _git(self._cwd, "status", "--porcelain")
+        changes = commit and _git(self._cwd, "status", "--porcelain", "--untracked-files=no")
         found: dict[str, Json] = {"git_commit": commit and commit.decode().strip()}
         found["git_dirty"] = None if changes is None else bool(changes)
-        diff = (
-            _git(self._cwd, "diff", "--no-ext-diff", "--no-textconv", "HEAD") if changes else None
-        )
+        plain = ("diff", "--no-ext-diff", "--no-textconv", "HEAD")
+        diff = _git(self._cwd, *plain) if changes else None
         path = self._run_dir / DIFF_FILE
         path.unlink(missing_ok=True)  # of an earlier launch
         if diff:
@@ -146,7 +145,7 @@ def _git(folder: Path, *arguments: str) -> bytes | None:
 
 
 def _packages() -> dict[str, str]:
-    found = {}
+    found: dict[str, str] = {}
     for distribution in importlib.metadata.distributions():
         with contextlib.suppress(Exception):  # a broken one
             found.setdefault(distribution.metadata["Name"], distribution.version)
