@@ -176,7 +176,8 @@ class Job:
             self.beginning.found,
             self.journal.write,
         )
-        started = JobStarted(str(self.run_dir), settings.name_of(self.trainer), self.beginning.job)
+        trainer, about = settings.name_of(self.trainer), settings.about_job(self.cfg, self.run_dir)
+        started = JobStarted(str(self.run_dir), trainer, self.beginning.job, about)
         self.journal.write(started)
         self.folder.on_event(started)
         if self.checkpoint is not None:
@@ -200,9 +201,9 @@ class Job:
             with self.signals.handed_to(lambda signum: None):
                 executor.close(keep_server=healthy)
                 self.devices.release()
-        self.signals.raise_if_received()
         if last.decision is None:
             return self._end("completed", None, last.attempt.outcome.result)
+        self.signals.raise_if_received()
         return self._end("failed", last.decision.reason)
 
     def _executor(self) -> InlineExecutor | ProcessExecutor:
@@ -290,7 +291,7 @@ class Job:
         attempt = concluded(attempt, decision)
         record = AttemptRecord(attempt, decision, attempt_stability(self.run_dir, number))
         self.records.append(record)
-        ended = AttemptEnded(record.as_json(len(self.records) - 1), evidence_of(attempt.outcome))
+        ended = AttemptEnded(record.as_json(number), evidence_of(attempt.outcome))
         self.journal.write(ended, number)
         narration.say(number, attempt.outcome, decision)
         self.folder.decided(attempt, decision, self.checkpoint)

@@ -117,7 +117,8 @@ class Run:
         looks_for_checkpoint_requests: it has read :attr:`checkpoint_requested`.
         saving: when the next checkpoint is due, and what was saved.
         can_restart: a launcher would start another attempt from the last checkpoint.
-        was_told_to_restart: the trainer has seen that it is to stop for that.
+        was_told_to_stop, was_told_to_restart: the trainer has seen that it is to stop, for good or
+            for another attempt.
         last_step: last optimizer step that was reported, None before the first.
         last_micro_batch: the smallest micro-batch that running out of memory has led to inside the
             steps of this attempt, None if it never did.
@@ -148,7 +149,7 @@ class Run:
         self.is_cooperative = False
         self.looks_for_checkpoint_requests = False
         self.can_restart = can_restart
-        self.was_told_to_restart = False
+        self.was_told_to_stop = self.was_told_to_restart = False
         self.last_step: int | None = None
         self.last_micro_batch: int | None = None
         self.memory_keeper: MemoryKeeper | None = None
@@ -194,6 +195,7 @@ class Run:
         if self._flags is not None:
             stops = bool(self._flags.look(STOP, self.rank))
             restarts = bool(self._flags.look(RESTART, self.rank))
+        self.was_told_to_stop = self.was_told_to_stop or stops
         self.was_told_to_restart = self.was_told_to_restart or restarts
         return stops or restarts
 

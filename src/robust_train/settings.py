@@ -241,6 +241,18 @@ def name_of(trainer: str | Callable[..., Any]) -> str:
     return f"{module}.{name}"
 
 
+def about_job(cfg: DictConfig, run_dir: Path) -> dict[str, str]:
+    """Return what a launch says of its job: its name, model, data set, overrides and command."""
+    overrides = list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
+    about = {"name": job_name(cfg, run_dir)}
+    for group in ("model", "dataset"):
+        # the default is no matter of a trainer that has its own
+        if _is_built_in(cfg) or any(one.startswith(group) for one in overrides):
+            about[group] = str(OmegaConf.select(cfg, f"{group}.name") or "")
+    about |= {"overrides": shlex.join(overrides), "command": shlex.join(sys.orig_argv)}
+    return {key: value for key, value in about.items() if value}
+
+
 def hydra_config() -> DictConfig | None:
     """Hydra's own part of the config, None outside of Hydra.
 

@@ -122,19 +122,24 @@ def test_an_attempt_whose_launcher_is_killed_before_it_has_sent_the_locks_is_not
             receive_descriptors(here)
 
 
-_A_WORKER_THAT_IGNORES_SIGINT = """
-import multiprocessing, os, signal, time
+_A_WORKER = """
+import multiprocessing, os, signal, sys, time
 from robust_train.execution.runner import stop_on_signals
 
-def work(ready):
+def ignores_sigint(ready):
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # as pools of workers usually do
     ready.send(os.getpid())
     time.sleep(1000)
 
+def has_a_handler(ready):
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+    ready.send(os.getpid())
+    ready.recv()  # for ever
+
 context = multiprocessing.get_context("fork")
 with stop_on_signals(lambda: None):
     here, there = context.Pipe()
-    worker = context.Process(target=work, args=[there])
+    worker = context.Process(target=globals()[sys.argv[1]], args=[there])
     worker.start()
     print(here.recv(), flush=True)
     input()
@@ -144,23 +149,30 @@ print(worker.exitcode)
 """
 
 
-def test_a_worker_that_ignores_one_signal_of_somebody_else_is_still_ended_by_its_parent():
+@pytest.mark.parametrize(
+    ("work", "signum", "ending"),
+    [("ignores_sigint", signal.SIGINT, -signal.SIGTERM), ("has_a_handler", signal.SIGTERM, 7)],
+)
+def test_a_worker_puts_off_a_signal_of_somebody_else_and_is_ended_by_its_parent(
+    work: str, signum: int, ending: int
+):
+    """Also where it ignores that signal, or has a handler of its own and waits."""
     program = subprocess.Popen(
-        [sys.executable, "-c", _A_WORKER_THAT_IGNORES_SIGINT],
+        [sys.executable, "-c", _A_WORKER, work],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
     assert program.stdout is not None
     worker = int(program.stdout.readline())
-    os.kill(worker, signal.SIGINT)
+    os.kill(worker, signum)
     try:
         shown, _ = program.communicate("go on\n", timeout=60)
     except subprocess.TimeoutExpired:
         os.kill(worker, signal.SIGKILL)
         program.communicate()
         raise
-    assert shown.strip() == str(-signal.SIGTERM)
+    assert shown.strip() == str(ending)
 
 
 def test_progress_is_folded_from_events():

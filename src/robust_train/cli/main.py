@@ -22,6 +22,7 @@ commands:
   runs    your jobs, live and past                         [--json] [--all]
   logs    what a job's attempts print                      [RUN] [-f] [--attempt N]
   notify  send a notification as jobs do                   test [KEY=VALUE …]
+  attach  a live job as its terminal would show it         [RUN]
   wait    until jobs have ended; their exit code           [RUN …]
   init    a new project that trains at once                DIR
   plan    memory that a job will take, and where it fits   [OVERRIDE …] [--json]
@@ -33,7 +34,7 @@ commands:
 """
 
 _PLAIN = ("gpus", "queue", "run", "init", "plan", "doctor", "report")
-_OF_JOBS = ("runs", "logs", "wait", "notify")
+_OF_JOBS = ("runs", "logs", "wait", "attach", "notify")
 COMMANDS = {name: f"{name}:main" for name in (*_PLAIN, *_OF_JOBS)} | {
     "train": "door:train",
     "memory": "memory:main",

@@ -24,13 +24,7 @@ log = logging.getLogger("robust_train")
 
 
 class InlineExecutor:
-    """Calls the trainer directly.
-
-    Args:
-        trainer: returns the callable itself.
-        signals: the launcher's signals; the trainer is asked to stop by the first of them.
-        can_restart: another attempt may follow.
-    """
+    """Calls the trainer directly."""
 
     def __init__(
         self, trainer: Callable[[], Trainer], signals: SignalWatch, *, can_restart: bool = True
@@ -64,6 +58,7 @@ class InlineExecutor:
         def take(event: Event) -> None:
             nonlocal progress
             progress = progress.after(event)
+            self._signals.is_over = isinstance(progress.ending, Finished)
             if not isinstance(event, (Finished, Failed)):
                 on_event(event)
 

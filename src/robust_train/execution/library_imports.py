@@ -92,13 +92,7 @@ class _Reader:
             raise self._ref.has_no(module, attribute, close[0] if close else None)
 
     def _own_module(self, name: str, *, certain: bool, called: str = "") -> ast.Module | None:
-        """Read a module of the user's own, once.
-
-        Args:
-            name: of the module.
-            certain: it will certainly be imported.
-            called: the function in it that is the trainer: its own first imports count.
-        """
+        """Read a module of the user's own, once."""
         file = self._own_file(name)
         if file is None or name in self._seen or len(self._seen) >= _MOST_MODULES:
             return None

@@ -167,9 +167,6 @@ class AttemptLog:
 
     Progress bars rewrite their line by carriage return, perhaps for weeks: only the last state of a
     line is kept, in memory as in the file.
-
-    Args:
-        file: open for appending, unbuffered.
     """
 
     def __init__(self, file: FileIO) -> None:

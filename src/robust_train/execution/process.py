@@ -44,13 +44,6 @@ _SIGNAL_SECONDS = 0.5
 class ProcessExecutor:
     """Runs attempts in processes of their own.
 
-    Args:
-        trainer: what to run.
-        libraries: what its module imports.
-        cfg: the composed config.
-        run_dir: where the attempts' output is kept, as ``attempt-<n>.log``.
-        signals: the launcher's signals.
-
     Raises:
         ConfigError: the config's own list of libraries is none.
     """
@@ -103,6 +96,7 @@ class ProcessExecutor:
         def take(event: Event) -> None:
             nonlocal progress
             progress = progress.after(event)
+            self._signals.is_over = isinstance(progress.ending, Finished)
             if isinstance(event, ScriptStarted):
                 # logged here, because what the attempt prints is evidence
                 log.info("running %s", shlex.join(event.argv))

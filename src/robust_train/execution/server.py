@@ -60,13 +60,7 @@ def main() -> None:
 
 
 class _Server:
-    """Serves one launcher (see :mod:`.fork_messages`).
-
-    Args:
-        control: messages in both directions.
-        events: where attempts send their events.
-        handled: stop signals that attempts handle; others are ignored, as under ``nohup``.
-    """
+    """Serves one launcher (see :mod:`.fork_messages`)."""
 
     def __init__(
         self, control: Connection, events: socket.socket, handled: Sequence[signal.Signals]

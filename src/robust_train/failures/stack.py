@@ -25,9 +25,7 @@ _IS_IN_NETWORK_CODE = re.compile(
 _TIMEOUT = re.compile(r"^(?:\w+\.)*(?:TimeoutError|timeout)\b", re.IGNORECASE)
 _IN_WORKER = re.compile(r"\bCaught \w*(?:Error|Exception) in DataLoader worker process \d+")
 _CRASHED_THREAD = re.compile(r"^Current thread .*:\n(?P<frames>(?:  .*(?:\n|$))*)", re.MULTILINE)
-_IS_A_LIBRARYS = re.compile(
-    r"[/\\](?:site-packages|dist-packages|lib[/\\]python3[.\d]*)[/\\]|<frozen"
-)
+_IS_A_LIBRARYS = re.compile(r"[/\\](?:(?:site|dist)-packages|lib[/\\]python3[.\d]*)[/\\]|<frozen")
 _IS_OF_THE_RUNNER = re.compile(r"[/\\]robust_train[/\\]execution[/\\]")
 _OPEN_FILES = re.compile(r"Too many open files", re.IGNORECASE)
 

@@ -133,12 +133,7 @@ def holder_of(item: Any) -> str:
 
 
 def holders_of(items: Sequence[Any], ignore: Collection[int] = ()) -> list[str]:
-    """Do :func:`holder_of` for several objects, with one pass over Python's objects a level.
-
-    Args:
-        items: objects that the garbage collector knows; this container does not count.
-        ignore: ids of other containers that do not count.
-    """
+    """Do :func:`holder_of` for several objects, with one pass over Python's objects a level."""
     names: dict[int, str] = {}
     attributes: dict[int, str] = {}
     ends = dict.fromkeys(range(len(items)), "no Python object")

@@ -15,12 +15,7 @@ from robust_train.memory.cleanup import return_memory
 
 
 class GpuMeter:
-    """What the caching allocator of this process holds in tensors.
-
-    Args:
-        index: of the GPU, as this process counts.
-        share: of the GPU's memory, the most to count on.
-    """
+    """What the caching allocator of this process holds in tensors."""
 
     def __init__(self, index: int, share: float) -> None:
         self._index = index

@@ -186,11 +186,7 @@ class StepStart:
         self._generators.restore()
 
     def end(self, *, is_complete: bool = False) -> None:
-        """Add the gradients that were laid aside; a second call does nothing.
-
-        Args:
-            is_complete: every part of the batch went through.
-        """
+        """Add the gradients that were laid aside; a second call does nothing."""
         if not self.is_open:
             return
         self.is_open = False

@@ -44,14 +44,7 @@ class Peak:
 
 
 def fits(peak: Peak, free_bytes: int, total_bytes: int, fraction: float) -> bool:
-    """Return whether a step fits on a GPU.
-
-    Args:
-        peak: of the step.
-        free_bytes: that the job can count on there.
-        total_bytes: size of the GPU.
-        fraction: ``memory.fraction``, of the size, which the job's cache may take at most.
-    """
+    """Return whether a step fits on a GPU."""
     cache_bytes = peak.allocated_bytes * CACHE_FACTOR
     return peak.gpu_bytes <= free_bytes and cache_bytes <= fraction * total_bytes
 

@@ -122,9 +122,7 @@ def _why_give_up(context: FailureContext) -> str:
         return message if rank is None else f"{message} (rank {rank})"
     if kind in MEMORY_FAILURES and context.failed_before_training:
         if context.evidence.clue == Clue.IMPORT:
-            return (
-                f"out of memory while a module was imported, so no smaller batch helps: {message}"
-            )
+            return f"out of memory while a module was imported: no smaller batch helps: {message}"
         return (
             "out of memory before the first step: model, optimizer and data do not fit, and a "
             f"smaller batch does not help: {message}"

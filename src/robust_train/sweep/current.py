@@ -79,12 +79,7 @@ def leave() -> None:
 
 
 def enter(config: DictConfig, launcher: str | None) -> None:
-    """Decide whether a job that Hydra enters runs, and prepare its run folder.
-
-    Args:
-        config: the job's whole config, Hydra's part included.
-        launcher: the launcher of the sweep, None outside of one.
-    """
+    """Decide whether a job that Hydra enters runs, and prepare its run folder."""
     global _current
     in_sweep = config.hydra.mode == RunMode.MULTIRUN
     _current = job = CurrentJob(Path(str(config.hydra.runtime.output_dir)))

@@ -12,7 +12,7 @@ from typing import Any
 
 from robust_train.config.extras import require
 from robust_train.errors import ConfigError
-from robust_train.vision.splits import ImageFiles, Shape, Splits
+from robust_train.vision.splits import ImageFiles, Shape, Splits, with_validation
 
 FLOWERS102 = Shape(num_classes=102)
 CUB200 = Shape(num_classes=200)
@@ -79,7 +79,7 @@ def open_cub200(cfg: Any) -> Splits:
 
     Its text files have one line an image, ``<image id> <value>``, ids and classes counted from 1:
     ``images.txt`` (path under ``images/``), ``image_class_labels.txt``, ``train_test_split.txt``
-    (1 for training). The test images serve for validation too.
+    (1 for training). A tenth of the training images is for validation.
     """
 
     def get(root: Path) -> None:
@@ -101,7 +101,7 @@ def open_cub200(cfg: Any) -> Splits:
         raise ConfigError(
             f"dataset=cub200: {folder}: image {error} is not in all of {', '.join(_CUB200_LISTS)}"
         ) from error
-    return Splits(train, test, test, CUB200)
+    return with_validation(train, test, CUB200)
 
 
 def _bird_column(source: Path) -> dict[str, str]:

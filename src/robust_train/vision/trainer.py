@@ -78,8 +78,8 @@ def train(cfg: DictConfig, run: Run) -> dict[str, float | str]:
     """Train and test an image classifier.
 
     Returns:
-        ``objective`` and ``test_accuracy`` (0 to 1), ``test_loss``, ``steps``, and ``checkpoint``,
-        the path of the trained weights.
+        ``objective``, which is ``validation_accuracy``, and ``test_accuracy`` (0 to 1),
+        ``test_loss``, ``steps``, and ``checkpoint``, the path of the trained weights.
 
     Raises:
         ConfigError: the configuration, the data or the weights cannot be used.
@@ -150,7 +150,7 @@ class Training:
         self.model: nn.Module = self.state.model
         self.folder = CheckpointFolder(run, keep=training.keep_checkpoints)
         self.has_checkpoint = run.resume_checkpoint is not None
-        self.score: Score | None = None
+        self.score: Score | None = None  # of the last validation
 
     def _prepare(self, module: nn.Module) -> TrainingState:
         """Move the model to the device and create optimizer and number format."""
@@ -329,9 +329,9 @@ class Training:
     def finish(self) -> dict[str, float | str]:
         """Test, save the trained weights and return the result."""
         splits = self.splits
-        if self.score is None or splits.test is not splits.validation:
-            self.score = self._evaluate(splits.test)
-        accuracy, path = self.score.accuracy, self.run.checkpoint_dir / FINAL_NAME
+        validation = self.score or self._evaluate(splits.validation)
+        test = self._evaluate(splits.test)
+        accuracy, path = test.accuracy, self.run.checkpoint_dir / FINAL_NAME
         weights = {
             "model": trained_state(self.state.model),
             "config": OmegaConf.to_container(self.cfg, resolve=True),
@@ -349,9 +349,10 @@ class Training:
             ) from error
         log.info("trained weights: %s", path)
         return {
-            "objective": accuracy,
+            "objective": validation.accuracy,
+            "validation_accuracy": validation.accuracy,
             "test_accuracy": accuracy,
-            "test_loss": self.score.loss,
+            "test_loss": test.loss,
             "steps": self.state.position.step,
             "checkpoint": str(path),
         }
