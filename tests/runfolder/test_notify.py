@@ -73,7 +73,7 @@ def _writes(path: Path) -> tuple[str, ...]:
 def test_a_program_gets_json_and_a_line_once_for_each_thing_that_is_asked_for(tmp_path: Path):
     settings = NotifySettings(_writes(tmp_path / "told"), on=("waiting", "stalled"))
     notifier = Notifier(settings)
-    for state in (NEW, WAITING, replace(WAITING, since=10.0), replace(WAITING, since=10.0)):
+    for state in (NEW, WAITING, replace(WAITING, updated=5.0)):
         notifier.look(state)
         notifier.finish()
     notifier.on_event(Stalled(600.0), replace(ON_CPU, attempt=3))
