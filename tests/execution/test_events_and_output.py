@@ -26,8 +26,8 @@ from robust_train.events import (
     UserEvent,
 )
 from robust_train.execution import wire
+from robust_train.execution.attempt_output import AttemptLog
 from robust_train.execution.fork_messages import receive_descriptors, send_descriptors
-from robust_train.execution.output import AttemptLog
 from robust_train.execution.progress import AttemptProgress
 from robust_train.execution.screen import Screen
 from robust_train.execution.votes import Votes

@@ -178,7 +178,7 @@ class LiveStatus:
 
     def log_waiting(self, status: WaitStatus) -> None:
         """Log each poll of a job that waits, where the screen does not show it."""
-        poll = (status.checks, status.min_bytes, status.obstacles)
+        poll = (status.checks, status.obstacles)
         if self._area is None and status.checks and poll != self._logged:
             self._logged = poll
             log.info("%s", status.sentence())
