@@ -322,12 +322,13 @@ def hide_urls(cfg: DictConfig) -> bool:
     os.environ[URLS_VARIABLE] = " ".join(dict.fromkeys([*known, *urls]))
     with read_write(cfg), open_dict(cfg):
         cfg.notify.urls = None
-        if "hydra" in cfg:
-            job, lines = cfg.hydra.job, list(cfg.hydra.overrides.task)
-            for line in lines:
-                if is_secret(line):
-                    job.override_dirname = str(job.override_dirname).replace(line, "notify")
-            cfg.hydra.overrides.task = [line for line in lines if not is_secret(line)]
+    lines = list(cfg.hydra.overrides.task) if "hydra" in cfg else []
+    if secret := [line for line in lines if is_secret(line)]:
+        with read_write(cfg.hydra), open_dict(cfg.hydra):
+            cfg.hydra.overrides.task = [line for line in lines if line not in secret]
+            for line in secret:
+                name = str(cfg.hydra.job.override_dirname).replace(line, "notify")
+                cfg.hydra.job.override_dirname = name
     return True
 
 
