@@ -233,7 +233,7 @@ def about_job(cfg: DictConfig, run_dir: Path) -> dict[str, str]:
         # the default is no matter of a trainer that has its own
         if _is_built_in(cfg) or any(one.startswith(group) for one in overrides):
             about[group] = str(OmegaConf.select(cfg, f"{group}.name") or "")
-    about |= {"overrides": shlex.join(overrides), "command": shlex.join(sys.orig_argv)}
+    about |= {"overrides": shlex.join(overrides), "command": shlex.join(_command())}
     return {key: value for key, value in about.items() if value}
 
 
@@ -345,7 +345,7 @@ def how_to_go_on(cfg: DictConfig, run_dir: Path) -> str | None:
     """The command that goes on with an unfinished job; None for one of a sweep, or resume=false."""
     if not cfg.resume:
         return None
-    words = [word for word in sys.orig_argv if not is_secret(word)]
+    words = _command()
     if HydraConfig.initialized():
         if HydraConfig.get().mode == RunMode.MULTIRUN:
             return None
@@ -357,3 +357,8 @@ def how_to_go_on(cfg: DictConfig, run_dir: Path) -> str | None:
     else:
         return f"launch(…, run_dir={str(run_dir)!r})"
     return shlex.join(words)
+
+
+def _command() -> list[str]:
+    """The command line of this process, without the URLs of notifications."""
+    return [word for word in sys.orig_argv if not is_secret(word)]
