@@ -32,6 +32,8 @@ from robust_train.values import MIB, AttemptSpec
 
 log = logging.getLogger("robust_train")
 
+_LONGEST_COMMAND = 2000
+
 
 @dataclass(frozen=True)
 class LauncherSettings:
@@ -233,7 +235,9 @@ def about_job(cfg: DictConfig, run_dir: Path) -> dict[str, str]:
         # the default is no matter of a trainer that has its own
         if _is_built_in(cfg) or any(one.startswith(group) for one in overrides):
             about[group] = str(OmegaConf.select(cfg, f"{group}.name") or "")
-    about |= {"overrides": shlex.join(overrides), "command": shlex.join(_command())}
+    # of `python -c` the command is a whole program
+    command = shlex.join(_command())[:_LONGEST_COMMAND]
+    about |= {"overrides": shlex.join(overrides), "command": command}
     return {key: value for key, value in about.items() if value}
 
 
@@ -353,7 +357,8 @@ def how_to_go_on(cfg: DictConfig, run_dir: Path) -> str | None:
         words.append(f"hydra.run.dir={run_dir}")
     elif "--" in words and "run" in words[: words.index("--")]:
         split = words.index("--")
-        words[split:split] = ["--run-dir", str(run_dir)]
+        if not any(word.startswith("--run-dir") for word in words[:split]):
+            words[split:split] = ["--run-dir", str(run_dir)]
     else:
         return f"launch(…, run_dir={str(run_dir)!r})"
     return shlex.join(words)

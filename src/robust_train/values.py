@@ -29,40 +29,28 @@ class GpuProcess:
 
 @dataclass(frozen=True)
 class GpuInfo:
-    """One GPU (or one MIG slice) at one moment.
+    """One GPU (or one MIG slice) at one moment."""
 
-    Attributes:
-        uuid: the device's identity, ``GPU-…`` or ``MIG-…``; indices are never an identity.
-        name: product name.
-        index: NVML's number of the GPU (of the parent GPU for a slice), as ``nvidia-smi`` shows it.
-        pci_bus_id: ``domain:bus:device.function`` in lower-case hexadecimal.
-        total_bytes: memory of the device.
-        free_bytes, used_bytes: as NVML has them; never computed as a difference.
-        utilization_percent: how busy the GPU was lately, None where not supported.
-        compute_mode: ``default``, ``exclusive_process``, ``exclusive_thread`` or ``prohibited``.
-        processes: who is on it; None if unavailable or not asked for.
-        parent_uuid: for a MIG slice the UUID of the GPU it is a part of.
-        unified_memory: the GPU shares the host's memory (integrated); the figures are the host's.
-        unusable: why no job may start on it now, or None.
-        mps: NVIDIA's Multi-Process Service owns it, so that exclusive mode is no obstacle.
-        cuda_index: CUDA's number of it under ``CUDA_DEVICE_ORDER=PCI_BUS_ID`` with no mask; None
-            where NVML's and CUDA's lists may differ.
-    """
-
-    uuid: str
-    name: str
-    index: int
-    pci_bus_id: str
-    total_bytes: int
-    free_bytes: int
+    uuid: str  # the device's identity, `GPU-…` or `MIG-…`; indices are never an identity
+    name: str  # product name
+    index: int  # NVML's number of the GPU (of the parent GPU for a slice), as `nvidia-smi` shows it
+    pci_bus_id: str  # `domain:bus:device.function` in lower-case hexadecimal
+    total_bytes: int  # memory of the device
+    free_bytes: int  # free_bytes, used_bytes: as NVML has them; never computed as a difference
     used_bytes: int
-    utilization_percent: int | None = None
+    utilization_percent: int | None = None  # how busy the GPU was lately, None where not supported
+    # `default`, `exclusive_process`, `exclusive_thread` or `prohibited`
     compute_mode: str = "default"
+    # who is on it; None if unavailable or not asked for
     processes: tuple[GpuProcess, ...] | None = None
-    parent_uuid: str | None = None
+    parent_uuid: str | None = None  # for a MIG slice the UUID of the GPU it is a part of
+    # the GPU shares the host's memory (integrated); the figures are the host's
     unified_memory: bool = False
-    unusable: str | None = None
+    unusable: str | None = None  # why no job may start on it now, or None
+    # NVIDIA's Multi-Process Service owns it, so that exclusive mode is no obstacle
     mps: bool = False
+    # CUDA's number of it under `CUDA_DEVICE_ORDER=PCI_BUS_ID` with no mask; None where NVML's and
+    # CUDA's lists may differ
     cuda_index: int | None = None
 
 
@@ -112,31 +100,19 @@ MEMORY_FAILURES = frozenset({FailureKind.DEVICE_OOM, FailureKind.HOST_OOM})
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known about a failure, in bytes; None if unavailable.
+    """What is known about a failure, in bytes; None if unavailable."""
 
-    Attributes:
-        requested_bytes: the allocation that failed.
-        allocated_bytes: held by live tensors.
-        reserved_unallocated_bytes: held by the caching allocator but unused.
-        free_bytes: free on the device at that moment.
-        total_bytes: size of the device.
-        allowed_bytes: what ``memory.fraction`` lets this process have of it.
-        fragmented: the allocator held at least as much unused memory as was asked for.
-        own_limit: the process reached its own limit while the device had enough free memory.
-        clue: what message or stack show beyond the kind, one of :class:`Clue`.
-        library: who raised (``torch``, ``cublas``, ``cudnn``, ``numpy``, ``kernel`` …).
-    """
-
-    requested_bytes: int | None = None
-    allocated_bytes: int | None = None
-    reserved_unallocated_bytes: int | None = None
-    free_bytes: int | None = None
-    total_bytes: int | None = None
-    allowed_bytes: int | None = None
-    fragmented: bool = False
+    requested_bytes: int | None = None  # the allocation that failed
+    allocated_bytes: int | None = None  # held by live tensors
+    reserved_unallocated_bytes: int | None = None  # held by the caching allocator but unused
+    free_bytes: int | None = None  # free on the device at that moment
+    total_bytes: int | None = None  # size of the device
+    allowed_bytes: int | None = None  # what `memory.fraction` lets this process have of it
+    fragmented: bool = False  # the allocator held at least as much unused memory as was asked for
+    # the process reached its own limit while the device had enough free memory
     own_limit: bool = False
-    clue: str | None = None
-    library: str | None = None
+    clue: str | None = None  # what message or stack show beyond the kind, one of Clue
+    library: str | None = None  # who raised (`torch`, `cublas`, `cudnn`, `numpy`, `kernel` …)
 
 
 class Clue:
