@@ -25,6 +25,7 @@ GROUPS = {
     "trainer": (schema.CommandConfig,),
     "training": (schema.TrainingConfig,),
     "memory": (schema.MemoryConfig,),
+    "notify": (schema.NotifyConfig,),
 }
 
 

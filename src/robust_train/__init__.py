@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from robust_train.microbatch.probing import FoundBatchSize
     from robust_train.planning.memory_plan import MemoryPlan, plan_memory
     from robust_train.run import Run
+    from robust_train.runfolder.load_runs import load_runs
     from robust_train.runfolder.summary import Summary
     from robust_train.script.current_run import current_run
     from robust_train.values import Evidence, Failure, FailureKind
@@ -59,6 +60,7 @@ __all__ = [
     "classify_exit", "classify_failure", "cleanup_model_memory", "clear_cuda_memory",
     "clear_gpu_memory", "current_run", "enable_memory_efficient_settings", "find_batch_size",
     "find_best_device", "get_cuda_memory_info", "get_gpu_memory_stats", "hydra_main", "launch",
+    "load_runs",
     "log_gpu_memory_stats", "plan_memory", "print_cuda_memory_info", "reset_peak_memory_stats",
     "retry_on_oom", "safe_tensor_to_cpu", "save_checkpoint", "set_memory_fraction",
 ]
@@ -84,6 +86,7 @@ _NAMES = {
     "microbatch.probing": "FoundBatchSize",
     "planning.memory_plan": "MemoryPlan plan_memory",
     "run": "Run",
+    "runfolder.load_runs": "load_runs",
     "runfolder.summary": "Summary",
     "script.current_run": "current_run",
     "values": "Evidence Failure FailureKind",

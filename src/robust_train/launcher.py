@@ -49,6 +49,7 @@ from robust_train.report.status import LiveStatus
 from robust_train.runfolder.folder import RunFolder
 from robust_train.runfolder.identity import begin_job, complete_job, resume_from
 from robust_train.runfolder.journal import Journal
+from robust_train.runfolder.notify import Notifier
 from robust_train.runfolder.summary import AttemptRecord, Summary, evidence_of
 from robust_train.values import (
     MEMORY_FAILURES,
@@ -130,7 +131,8 @@ class Job:
         self.live = LiveStatus(is_wanted=self.settings.owns_terminal)
         about = (self.run_dir, self.wanted.job_name, self.signals)
         resume = settings.resume_command(cfg, self.run_dir)
-        self.folder = RunFolder(*about, settings.sweep_folder(), resume, self.live.show)
+        notifier = Notifier(settings.take_notify_settings(cfg), self.run_dir)
+        self.folder = RunFolder(*about, settings.sweep_folder(), resume, self.live.show, notifier)
         self.journal = Journal(self.run_dir / "journal.jsonl")
         self.records: list[AttemptRecord] = []
         self.checkpoint: Path | None = None
@@ -217,7 +219,7 @@ class Job:
             group = self.devices.acquire()
         finally:
             self.wait_seconds = time.monotonic() - started
-        self.folder.acquired(self.devices.job_id)
+        self.folder.acquired(self.devices.job_id, group)
         self.journal.write(narration.acquired(group, self.wait_seconds))
         return group
 
@@ -371,6 +373,7 @@ class Job:
             wait_seconds=self.wait_seconds,
             attempts=tuple(self.records),
             checkpoint=self.checkpoint,
+            environment=self.folder.environment,
             first_attempt=self._number - len(self.records) if self.records else 1,
         )
         self.journal.write(JobEnded(status, reason))

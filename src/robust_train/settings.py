@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import logging
 import os
 import shlex
 import sys
@@ -24,8 +26,12 @@ from robust_train.memory.allocator import (
     use_expandable_segments,
 )
 from robust_train.policy.sizes import PolicySettings
+from robust_train.runfolder.detach import is_detached
+from robust_train.runfolder.notify import EVENTS, URLS_VARIABLE, NotifySettings, is_secret
 from robust_train.script.placeholders import placeholders_in
 from robust_train.values import MIB, AttemptSpec
+
+log = logging.getLogger("robust_train")
 
 _LONGEST_COMMAND = 2000
 
@@ -47,6 +53,11 @@ class LauncherSettings:
 
 def launcher_settings(cfg: DictConfig) -> LauncherSettings:
     """Return the part of the config that :class:`robust_train.launcher.Job` needs."""
+    if cfg.detach and not is_detached and sweep_folder() is None:
+        raise ConfigError(
+            "detach=true: only a command goes on in the background, not a call of launch(); start "
+            "the program with nohup, or use robust-train run --detach -- PROGRAM"
+        )
     is_script = bool(OmegaConf.select(cfg, "trainer.argv"))
     names = cfg.cuda_visible_devices
     return LauncherSettings(
@@ -245,7 +256,7 @@ def about_job(cfg: DictConfig, run_dir: Path) -> dict[str, str]:
         if _is_built_in(cfg) or any(one.startswith(group) for one in overrides):
             about[group] = str(OmegaConf.select(cfg, f"{group}.name") or "")
     # of `python -c` the command is a whole program
-    command = shlex.join(sys.orig_argv)[:_LONGEST_COMMAND]
+    command = shlex.join(_command())[:_LONGEST_COMMAND]
     about |= {"overrides": shlex.join(overrides), "command": command}
     return {key: value for key, value in about.items() if value}
 
@@ -298,9 +309,56 @@ def sweep_folder() -> Path | None:
     return Path(str(hydra.runtime.cwd)) / str(hydra.sweep.dir)
 
 
+def take_notify_settings(cfg: DictConfig) -> NotifySettings:
+    """Return whom to tell of what; the URLs, which may hold passwords, leave the config.
+
+    Raises:
+        ConfigError: it cannot be used.
+    """
+    hide_urls(cfg)
+    urls = tuple(dict.fromkeys(os.environ.get(URLS_VARIABLE, "").split()))
+    one, on = OmegaConf.select(cfg, "notify"), EVENTS
+    if one is None or (sweep_folder() is not None and not one.sweep_jobs):
+        return NotifySettings()
+    try:
+        words = shlex.split(one.command) if isinstance(one.command, str) else one.command or ()
+    except ValueError as error:
+        raise ConfigError(f"notify.command={one.command}: {error}") from None
+    if one.on is not None:
+        on = tuple(one.on) if OmegaConf.is_list(one.on) else (str(one.on),)
+        for name in set(on) - set(EVENTS):
+            raise ConfigError(f"notify.on={name}: accepted are {', '.join(EVENTS)}")
+    if urls and importlib.util.find_spec("apprise") is None:
+        log.warning("notify.urls: nobody is told: pip install 'robust-train[notify]' is missing")
+    return NotifySettings(tuple(map(str, words)), urls, on, 60 * one.waiting_minutes)
+
+
+def hide_urls(cfg: DictConfig) -> bool:
+    """Move ``notify.urls`` out of the config, and of Hydra's part of it, into the environment.
+
+    Returns whether there was any.
+    """
+    given = OmegaConf.select(cfg, "notify.urls", throw_on_missing=False)
+    if not given:
+        return False
+    urls = [str(url) for url in given] if OmegaConf.is_list(given) else str(given).split()
+    known = os.environ.get(URLS_VARIABLE, "").split()
+    os.environ[URLS_VARIABLE] = " ".join(dict.fromkeys([*known, *urls]))
+    with read_write(cfg), open_dict(cfg):
+        cfg.notify.urls = None
+    lines = list(cfg.hydra.overrides.task) if "hydra" in cfg else []
+    if secret := [line for line in lines if is_secret(line)]:
+        with read_write(cfg.hydra), open_dict(cfg.hydra):
+            cfg.hydra.overrides.task = [line for line in lines if line not in secret]
+            for line in secret:
+                name = str(cfg.hydra.job.override_dirname).replace(line, "notify")
+                cfg.hydra.job.override_dirname = name
+    return True
+
+
 def this_command(key: str, folder: Path) -> str:
     """The command of this process with a folder for ``key``."""
-    words = [word for word in sys.orig_argv if not word.startswith(f"{key}=")]
+    words = [word for word in _command() if not word.startswith(f"{key}=")]
     return shlex.join([*words, f"{key}={folder}"])
 
 
@@ -314,10 +372,10 @@ def resume_command(cfg: DictConfig, run_dir: Path) -> str | None:
 
 
 def how_to_go_on(cfg: DictConfig, run_dir: Path) -> str | None:
-    """The command that goes on with an unfinished job; None for one of a sweep."""
-    words = list(sys.orig_argv)
+    """The command that goes on with an unfinished job; None for one of a sweep, or resume=false."""
     if not cfg.resume:
         return None
+    words = _command()
     if HydraConfig.initialized():
         if HydraConfig.get().mode == RunMode.MULTIRUN:
             return None
@@ -329,3 +387,8 @@ def how_to_go_on(cfg: DictConfig, run_dir: Path) -> str | None:
     else:
         return f"launch(…, run_dir={str(run_dir)!r})"
     return shlex.join(words)
+
+
+def _command() -> list[str]:
+    """The command line of this process, without the URLs of notifications."""
+    return [word for word in sys.orig_argv if not is_secret(word)]

@@ -310,7 +310,7 @@ def test_a_run_that_waits_in_line_says_so_and_can_be_stopped(
     def as_listed() -> list[str]:
         return [run["state"] for run in host.told("list")["runs"]]
 
-    wait_until(lambda: as_listed() == ["running", "waiting"], "it waits")
+    wait_until(lambda: as_listed() == ["waiting", "running"], "it waits")
     status = host.told("status", "--run", str(second.run_dir))
     assert status["waiting"]["position"] == 1
     assert "4000 MiB reserved by job" in status["waiting"]["reason"]

@@ -120,6 +120,32 @@ def test_logs_follows_whole_lines_through_the_attempts_until_the_job_ends(tmp_pa
     assert list(shown) == [b"again"]
 
 
+def test_attach_shows_the_end_of_the_log_until_the_job_ends(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(logs, "POLL_SECONDS", 0.0)
+    assert main(["attach"]) == 1
+    assert "no run of yours is alive" in capfd.readouterr().err
+    with open_folder(tmp_path, "lora") as folder:
+        (tmp_path / "attempt-1.log").write_text("old\n" * 2000 + "now\n")
+        shown = logs.output_of(tmp_path, follow=True, last_bytes=9)
+        assert next(shown) == b"old\nnow\n"
+        ticks = iter(range(3))
+
+        def sleep(seconds: float) -> None:
+            if next(ticks) == 1:
+                folder.ended("interrupted", "interrupted by SIGTERM", 143)
+                folder.__exit__(None, None, None)
+
+        monkeypatch.setattr("robust_train.cli.logs.time.sleep", sleep)
+        assert main(["attach", "lora"]) == 143
+    out = capfd.readouterr().out
+    assert out.startswith(f"attached to {folder.state.id} (lora)")
+    assert len(out) < 5000
+    assert "now\n" in out
+    assert "interrupted by SIGTERM" in out
+
+
 def _end(folder: RunFolder) -> None:
     folder.ended("completed", None)
 

@@ -78,11 +78,16 @@ def attempts_in(run_dir: Path) -> list[int]:
 
 
 def output_of(
-    run_dir: Path, attempt: int | None = None, *, follow: bool = False
+    run_dir: Path,
+    attempt: int | None = None,
+    *,
+    follow: bool = False,
+    last_bytes: int | None = None,
 ) -> Iterator[bytes]:
     """Yield what an attempt has printed; None: the last one, and with ``follow`` those after it.
 
     Of a job that goes on only whole lines: its log may still take back the last one.
+    ``last_bytes``: begin so many bytes before the end, at most.
     """
     number, position = attempt, 0
     while True:
@@ -90,6 +95,8 @@ def output_of(
         goes_on = follow and run is not None and run.alive
         if number is None:
             number = max(attempts_in(run_dir), default=None)
+            if number is not None and last_bytes is not None:
+                position = _line_start(run_dir, number, last_bytes)
         data = b"" if number is None else _read(run_dir, number, position)
         if goes_on:
             data = data[: data.rfind(b"\n") + 1]
@@ -106,6 +113,16 @@ def output_of(
         else:
             yield b""
             time.sleep(POLL_SECONDS)
+
+
+def _line_start(run_dir: Path, number: int, last_bytes: int) -> int:
+    """Return where the first whole line of the last bytes of a log begins."""
+    try:
+        size = (run_dir / f"attempt-{number}.log").stat().st_size
+    except OSError:
+        return 0
+    start = max(size - last_bytes, 0)
+    return start and start + _read(run_dir, number, start).find(b"\n") + 1
 
 
 def _read(run_dir: Path, number: int, position: int) -> bytes:

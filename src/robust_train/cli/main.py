@@ -21,6 +21,8 @@ commands:
           halve-batch, stop
   runs    your jobs, live and past                         [--json] [--all]
   logs    what a job's attempts print                      [RUN] [-f] [--attempt N]
+  notify  send a notification as jobs do                   test [KEY=VALUE …]
+  attach  a live job as its terminal would show it         [RUN]
   wait    until jobs have ended; their exit code           [RUN …]
   init    a new project that trains at once                DIR
   plan    memory that a job will take, and where it fits   [OVERRIDE …] [--json]
@@ -31,10 +33,13 @@ commands:
   cleanup show it, and have a run release what it can      [--json] [--stats-only | --force]
 """
 
-COMMANDS = {
-    name: f"{name}:main"
-    for name in ("gpus", "queue", "run", "init", "plan", "doctor", "report", "runs", "logs", "wait")
-} | {"train": "door:open_robust", "memory": "memory:main", "cleanup": "memory:cleanup"}
+_PLAIN = ("gpus", "queue", "run", "init", "plan", "doctor", "report")
+_OF_JOBS = ("runs", "logs", "wait", "attach", "notify")
+COMMANDS = {name: f"{name}:main" for name in (*_PLAIN, *_OF_JOBS)} | {
+    "train": "door:open_robust",
+    "memory": "memory:main",
+    "cleanup": "memory:cleanup",
+}
 OF_LIVE_RUNS = ("list", "status", "checkpoint", "halve-batch", "stop")
 
 

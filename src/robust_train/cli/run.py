@@ -91,6 +91,7 @@ def _parser() -> Parser:
     add("--device", metavar="DEVICE", help="cpu, cuda:1 or a GPU's UUID instead of the best GPU")
     add("--no-wait", action="store_true", help="do not wait for a GPU")
     add("--no-cpu", action="store_true", help="never fall back to the CPU")
+    add("--detach", action="store_true", help="go on in the background, past logout")
     add("--name", help="how queue and tables call the job (the script's name)")
     add("--run-dir", type=Path, metavar="DIR", help="run folder; an unfinished job in it goes on")
     add("--checkpoint", metavar="GLOB", help="the script's own checkpoints, as 'ckpt/*.pt'")
@@ -128,6 +129,7 @@ def _overrides(options: argparse.Namespace, program: Sequence[str]) -> list[str]
         "auto_device": None if options.device in (None, "auto") else False,
         "wait_for_gpu": False if options.no_wait else None,
         "allow_cpu_fallback": False if options.no_cpu else None,
+        "detach": True if options.detach else None,
     }
     own = [f"{key}={str(value).lower()}" for key, value in pairs.items() if value is not None]
     return ["trainer=command", *own, *options.overrides]
@@ -171,8 +173,10 @@ def _run(overrides: Sequence[str], texts: dict[str, Json], run_dir: Path | None)
     from robust_train.config.schema import validate
     from robust_train.errors import ConfigError, JobInterrupted
     from robust_train.launcher import Job
+    from robust_train.runfolder import detach
+    from robust_train.runfolder.notify import is_secret
     from robust_train.script.command_settings import CommandSettings
-    from robust_train.settings import run_folder
+    from robust_train.settings import hide_urls, run_folder
 
     try:
         with initialize_config_module("robust_train.configs", version_base="1.3"):
@@ -183,11 +187,15 @@ def _run(overrides: Sequence[str], texts: dict[str, Json], run_dir: Path | None)
         settle_batch_size(checked)
         validate(checked)
         CommandSettings.of(cfg)
+        if cfg.detach and not detach.is_detached:
+            return detach.start()
         name = re.sub(r"[^\w.-]+", "_", cfg.job_name)
         new = Path("outputs") / time.strftime(f"%Y-%m-%d/%H-%M-%S_{name}_{os.getpid()}")
         folder = run_folder(run_dir or new)
         _log_into(folder)
-        _keep_config(folder, OmegaConf.to_yaml(cfg), overrides)
+        hide_urls(cfg)
+        shown = [override for override in overrides if not is_secret(override)]
+        _keep_config(folder, OmegaConf.to_yaml(cfg), shown)
         return exit_code_of(Job(None, cfg, folder, explain=print_failure).run())
     except ConfigError as error:
         print(error, file=sys.stderr)

@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         folders = [_folder(which) for which in parser.parse_args(argv).which or [None]]
     except NoLiveRun as problem:
         return fail("wait", str(problem))
-    codes = [_wait_for(folder) for folder in folders]
+    codes = [wait_for(folder) for folder in folders]
     return next((code for code in codes if code), 0)
 
 
@@ -35,7 +35,7 @@ def _folder(which: str | None) -> Path:
     return any_run(which).run_dir
 
 
-def _wait_for(folder: Path) -> int:
+def wait_for(folder: Path) -> int:
     """Wait for the job or sweep in a folder; print how it ended and return its exit code."""
     if (folder / "sweep.json").is_file():
         while is_held(folder):

@@ -94,6 +94,20 @@ class MemoryConfig:
 
 
 @dataclass
+class NotifyConfig:
+    """``notify``: whom to tell about a job, and of what."""
+
+    # a command line or a list
+    command: Any = None
+    # one or a list; never written anywhere
+    urls: Any = None
+    # a list of events; null: all
+    on: Any = None
+    waiting_minutes: float = _in(FROM_0, 30.0)
+    sweep_jobs: bool = False
+
+
+@dataclass
 class CnnConfig:
     """``model=cnn``: a small convolutional network, trained from scratch."""
 
@@ -196,6 +210,7 @@ class RobustConfig(PlainConfig):
     """The root of ``configs/robust.yaml``, which serves ``train_robust.py``."""
 
     job_name: str | None = None
+    detach: bool = False
     auto_device: bool = True
     num_gpus: int = _in(FROM_1, 1)
     wait_for_gpu: bool = True
@@ -216,6 +231,7 @@ class RobustConfig(PlainConfig):
     stall_timeout_minutes: float = _in(FROM_0, 0.0)
     retry_pause_seconds: float = _in(FROM_0, 10.0)
     resume: bool = True
+    notify: NotifyConfig = field(default_factory=NotifyConfig)
     sweep_resume: bool = True
     sweep_fail_fast: bool = False
 
@@ -300,6 +316,7 @@ def validate(cfg: DictConfig) -> None:
     _check_fields(cfg, RobustConfig, "")
     _check_fields(cfg, TrainingConfig, "training.")
     _check_fields(cfg, MemoryConfig, "memory.")
+    _check_fields(cfg, NotifyConfig, "notify.")
     device = str(cfg.device)
     if not _DEVICE.fullmatch(device):
         raise ConfigError(

@@ -17,8 +17,10 @@ from robust_train.errors import EXIT_FAILED, EXIT_NO_DEVICE, JobInterrupted
 from robust_train.events import AttemptStarted, Event, Json
 from robust_train.gpu.processes import user_name
 from robust_train.queue.wait import WaitStatus
-from robust_train.runfolder import runs
+from robust_train.runfolder import detach, runs
 from robust_train.runfolder.lock import RunLock
+from robust_train.runfolder.notify import Notifier, NotifySettings
+from robust_train.runfolder.provenance import Provenance
 from robust_train.runfolder.requests import (
     LAUNCHERS_VERB,
     REQUESTS,
@@ -30,7 +32,7 @@ from robust_train.runfolder.requests import (
     sweep_stop_requested,
 )
 from robust_train.runfolder.state import RunState, StateFile, after_event, with_attempt
-from robust_train.values import Attempt, AttemptSpec, Decision, Retry
+from robust_train.values import Attempt, AttemptSpec, Decision, Group, Retry
 
 log = logging.getLogger("robust_train")
 
@@ -69,12 +71,15 @@ class RunFolder:
         sweep_folder: Path | None = None,
         resume_command: str | None = None,
         show: Callable[[RunState], None] = lambda state: None,
+        notifier: Notifier | None = None,
     ) -> None:
         self.token = os.urandom(3).hex()
         self._run_dir = run_dir
         self._signals = signals
         self._sweep_folder = sweep_folder
         self._show = show
+        self._notifier = notifier or Notifier(NotifySettings())
+        self._provenance: Provenance | None = None
         job_id, now = f"0-{self.token}", time.time()
         self._lock = RunLock(run_dir, job_id)
         where = (str(run_dir), os.getpid(), socket.gethostname(), user_name(os.geteuid()))
@@ -91,6 +96,11 @@ class RunFolder:
     def state(self) -> RunState:
         """State of the job."""
         return self._file.state
+
+    @property
+    def environment(self) -> dict[str, Json] | None:
+        """What the job runs with, in short."""
+        return None if self._provenance is None else self._provenance.short()
 
     def __enter__(self) -> RunFolder:
         try:
@@ -115,6 +125,7 @@ class RunFolder:
         for request in (*find_requests(self._run_dir, TAKEN), *find_requests(self._run_dir)):
             request.answer({"error": "the run ended before it came to that"})
         self._lock.release()
+        self._notifier.finish()
 
     def tick(self) -> None:
         """Take requests and write what is due. To be called twice a second, by any thread."""
@@ -152,19 +163,23 @@ class RunFolder:
             "seconds_left": round(status.seconds_left, 1),
         }
         self._change(state="waiting", waiting=waiting)
+        self._detach()
 
-    def acquired(self, job_id: str | None) -> None:
+    def acquired(self, job_id: str | None, gpus: Group = ()) -> None:
         """The job has a device, and the trainer is being imported."""
         self.queued(job_id)
+        self._provenance = Provenance(self._run_dir, gpus)
         self._change(state="starting", waiting=None)
 
     def attempt_starts(self, number: int, started: AttemptStarted) -> None:
         """Attempt ``number`` starts."""
         self._update(lambda state: with_attempt(state, number, started))
+        self._detach()
 
     def on_event(self, event: Event) -> None:
         """Take in an event of the attempt."""
         self._update(lambda state: after_event(state, event))
+        self._notifier.on_event(event, self.state)
 
     def decided(self, attempt: Attempt, decision: Decision | None, checkpoint: Path | None) -> None:
         """An attempt has ended, and what comes next is known: answer what it has not answered."""
@@ -178,6 +193,10 @@ class RunFolder:
         code = _EXIT_CODES.get(status) if exit_code is None else exit_code
         self._change(state=status, reason=reason, exit_code=code, waiting=None)
 
+    def _detach(self) -> None:
+        state = self.state
+        detach.has_begun(self._run_dir, detach.job_text(state.id, state.name, self._run_dir))
+
     def _change(self, **changes: Json) -> None:
         self._update(lambda state: replace(state, **changes))
 
@@ -189,6 +208,7 @@ class RunFolder:
             return replace(state, state="stopping")
 
         self._file.update(stopping)
+        self._notifier.look(self.state)
 
     def _stop(self, request: Request) -> None:
         """Stop the job as SIGTERM does."""

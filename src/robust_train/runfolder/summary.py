@@ -132,6 +132,7 @@ class Summary:
     wait_seconds: float = 0.0  # of those, waiting for a GPU
     attempts: tuple[AttemptRecord, ...] = ()  # every attempt, first to last
     checkpoint: Path | None = None  # the last checkpoint that a trainer reported, None if none
+    environment: Mapping[str, Json] | None = None  # the short form of `environment.json`
     first_attempt: int = 1  # the number of the first, in all launches of the run folder
 
     def raise_unless_completed(self) -> None:
@@ -171,6 +172,7 @@ class Summary:
                 "wall_seconds": round(self.wall_seconds, 3),
                 "wait_seconds": round(self.wait_seconds, 3),
                 "checkpoint": None if self.checkpoint is None else str(self.checkpoint),
+                "environment": self.environment,
                 "attempts": [
                     record.as_json(number)
                     for number, record in enumerate(self.attempts, start=self.first_attempt)

@@ -11,11 +11,13 @@ from typing import Any, NoReturn
 
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from robust_train.errors import EXIT_BAD_CONFIG, ConfigError
 from robust_train.events import Json
+from robust_train.runfolder import detach
 from robust_train.runfolder.lock import refusal
+from robust_train.settings import hide_urls
 from robust_train.sweep import current, session
 from robust_train.sweep.plugins_of_others import restore_mask
 
@@ -28,6 +30,7 @@ class SweepCallback(Callback):
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Before anything is written to the run folder."""
+        hide_urls(config)
         problem = refusal(Path(str(config.hydra.run.dir)))
         if problem is not None:
             _refuse(problem)
@@ -35,11 +38,17 @@ class SweepCallback(Callback):
             session.check_job(config)
         except ConfigError as error:
             _refuse(str(error))
+        if _detaches(config):
+            raise SystemExit(detach.start())
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Before the launcher is made."""
+        hide_urls(config)
         self._launcher = str(config.hydra.runtime.choices.get("hydra/launcher"))
         try:
+            if _detaches(config):
+                session.check_first_job(config)
+                raise SystemExit(detach.start())
             session.begin(config)
         except ConfigError as error:
             _refuse(str(error))
@@ -49,6 +58,8 @@ class SweepCallback(Callback):
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
         """In the job's own process, once its run folder is there."""
         restore_mask(os.environ)
+        if hide_urls(config):  # of a project's file: Hydra has just written its value
+            _hide_in(Path(str(config.hydra.runtime.output_dir)) / str(config.hydra.output_subdir))
         current.enter(config, self._launcher)
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
@@ -66,6 +77,18 @@ class SweepCallback(Callback):
         if code and not session.has_door():
             # not an Exception: those of callbacks are turned into warnings
             raise SystemExit(code)
+
+
+def _hide_in(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        cfg = OmegaConf.load(folder / "config.yaml")
+        OmegaConf.update(cfg, "notify.urls", None)
+        OmegaConf.save(cfg, folder / "config.yaml")
+
+
+def _detaches(config: DictConfig) -> bool:
+    asked = OmegaConf.select(config, "detach", default=False, throw_on_missing=False)
+    return bool(asked) and not detach.is_detached
 
 
 def _refuse(problem: str) -> NoReturn:

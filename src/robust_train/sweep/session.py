@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import logging
 import os
+import socket
 import sys
 import time
 import uuid
@@ -13,14 +14,21 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig, OmegaConf, open_dict
 
+from robust_train.config.batch import settle_batch_size
+from robust_train.config.refusals import REFUSALS, explain
+from robust_train.config.schema import complete, validate
 from robust_train.errors import ConfigError
 from robust_train.readable import duration
+from robust_train.runfolder import detach
 from robust_train.runfolder.lock import RunLock, read_holder
-from robust_train.settings import this_command
+from robust_train.runfolder.notify import Notifier, NotifySettings
+from robust_train.settings import take_notify_settings, this_command
 from robust_train.sweep.current import SWEEP_VARIABLE
-from robust_train.sweep.job_record import NOT_STARTED, JobRecord
+from robust_train.sweep.job_record import INTERRUPTED, NOT_STARTED, JobRecord
 from robust_train.sweep.page import write_sweep_report
 from robust_train.sweep.plugins_of_others import remember_mask
 from robust_train.sweep.rows import SweepRow, exit_code_of, read_rows, row_of
@@ -40,6 +48,7 @@ class Sweep:
     lock: RunLock  # of the folder; the jobs of `gpu_queue`, which are forks, hold it as well
     # jobs that our launcher knows of, by number
     planned: dict[int, JobRecord] = field(default_factory=dict)
+    notifier: Notifier = field(default_factory=lambda: Notifier(NotifySettings()))
     started: float = field(default_factory=time.monotonic)
     pid: int = field(default_factory=os.getpid)
 
@@ -102,13 +111,42 @@ def begin(config: DictConfig) -> None:
     launcher = str(config.hydra.runtime.choices.get("hydra/launcher"))
     id_ = uuid.uuid4().hex
     sweep = Sweep(id_, folder, launcher, since_ns=0, lock=_lock(folder, id_))
+    sweep.notifier = Notifier(take_notify_settings(config))
     os.environ[SWEEP_VARIABLE] = sweep.id
     remember_mask(os.environ)
     SweepTable(sweep.id, launcher).write(folder)
     sweep.since_ns = (folder / FILE).stat().st_mtime_ns
     _sweep = sweep
+    detach.has_begun(folder, detach.sweep_text(folder))
     # a project with a command of its own gets its table also when a job's error ends the sweep
     atexit.register(finish)
+
+
+def check_first_job(config: DictConfig) -> None:
+    """Check the configuration with the first value of each swept key.
+
+    Raises:
+        ConfigError: it cannot be used.
+    """
+    overrides = []
+    for override in OverridesParser.create().parse_overrides(list(config.hydra.overrides.task)):
+        line = override.input_line
+        if override.is_sweep_override():
+            with contextlib.suppress(Exception):  # an interval, a glob: the sweeper's to choose
+                value = next(iter(override.sweep_string_iterator()))
+                overrides.append(f"{override.get_key_element()}={value}")
+        elif line is not None:
+            overrides.append(line)
+    try:
+        loader = GlobalHydra.instance().config_loader()
+        cfg = loader.load_sweep_config(config, overrides)
+    except REFUSALS as error:
+        raise ConfigError(explain(error, "robust", overrides)) from error
+    with open_dict(cfg):
+        del cfg["hydra"]
+    cfg = complete(cfg)
+    settle_batch_size(cfg)
+    validate(cfg)
 
 
 def _lock(folder: Path, sweep: str) -> RunLock:
@@ -139,6 +177,7 @@ def finish() -> int:
         _show_and_write(sweep)
     finally:
         sweep.lock.release()
+        sweep.notifier.finish()
     return _exit_code
 
 
@@ -160,6 +199,7 @@ def _show_and_write(sweep: Sweep) -> None:
     except OSError as error:
         log.warning("cannot write the sweep's table to %s: %s", sweep.folder, error.strerror)
     write_sweep_report(sweep.folder)
+    _notify(sweep, rows, wall_seconds)
     # not through logging: after an interruption that may still write into a job's log file
     with contextlib.suppress(OSError, ValueError):
         print(f"sweep:\n{screen_table(rows)}")
@@ -167,3 +207,14 @@ def _show_and_write(sweep: Sweep) -> None:
         if _exit_code:
             print(f"to go on: {this_command('hydra.sweep.dir', sweep.folder)}")
         sys.stdout.flush()
+
+
+def _notify(sweep: Sweep, rows: list[SweepRow], wall_seconds: float) -> None:
+    """Tell of the sweep's end."""
+    stopped = any(row.status in (INTERRUPTED, NOT_STARTED) for row in rows)
+    event = "completed" if not _exit_code else "interrupted" if stopped else "failed"
+    host = socket.gethostname()
+    text = f"sweep on {host}: {tally(rows)} in {duration(wall_seconds)}; {sweep.folder}"
+    about = {"sweep": sweep.id, "sweep_folder": str(sweep.folder), "exit_code": _exit_code}
+    jobs = [{"job": row.job, "status": row.status, "result": row.result} for row in rows]
+    sweep.notifier.send(event, text, {**about, "host": host, "jobs": jobs})

@@ -1,0 +1,48 @@
+"""``robust-train notify test``: send one notification, and see whether it comes."""
+
+from __future__ import annotations
+
+import getpass
+import socket
+from collections.abc import Sequence
+
+from robust_train.cli.output import EXIT_NOT_DONE, Parser, fail
+from robust_train.errors import EXIT_BAD_CONFIG, ConfigError
+from robust_train.runfolder.notify import URLS_VARIABLE, Notifier
+
+_SECONDS = 30.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Send it as a job with these keys would; return 0 if everybody took it."""
+    about = f"Send one notification, as a job with the same keys and ${URLS_VARIABLE} would."
+    parser = Parser(prog="robust-train notify", description=about)
+    parser.add_argument("what", choices=["test"])
+    keys = "notify.command=… and notify.urls=…"
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=keys)
+    overrides = parser.parse_args(argv).overrides
+
+    from hydra import compose, initialize_config_module
+
+    from robust_train.config.refusals import REFUSALS, explain
+    from robust_train.settings import take_notify_settings
+
+    try:
+        with initialize_config_module("robust_train.configs", version_base="1.3"):
+            settings = take_notify_settings(compose("robust", overrides=overrides))
+    except ConfigError as error:
+        return fail("notify test", str(error), code=EXIT_BAD_CONFIG)
+    except REFUSALS as error:
+        problem = explain(error, "robust", overrides)
+        return fail("notify test", problem, code=EXIT_BAD_CONFIG)
+    if not (settings.command or settings.urls):
+        nobody = f"nobody to tell; give notify.command=…, notify.urls=… or ${URLS_VARIABLE}"
+        return fail("notify test", nobody, code=EXIT_BAD_CONFIG)
+    host, user = socket.gethostname(), getpass.getuser()
+    notifier = Notifier(settings)
+    notifier.send("test", f"a test of {user} on {host}", {"host": host, "user": user})
+    notifier.finish(_SECONDS)
+    if notifier.has_failed:  # which is logged
+        return EXIT_NOT_DONE
+    print("delivered")
+    return 0

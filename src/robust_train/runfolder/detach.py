@@ -1,0 +1,161 @@
+"""``detach=true``: the same command once more, in the background, where no logout ends it.
+
+The command that the user typed waits until the one in the background has begun or has ended. A pipe
+tells: a text, or nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+OUTPUT_FILE = "detached.log"
+_VARIABLE = "ROBUST_TRAIN_DETACHED"
+_SCOPE = ["systemd-run", "--user", "--scope", "--quiet", "--collect", "--"]
+_SCOPE_SECONDS = 10
+_SETTING = re.compile(r"^\s*KillUserProcesses\s*=\s*(\w+)", re.M)
+_MOST_BYTES = 1 << 20
+
+
+def _inherited() -> int | None:
+    """Return the pipe to the command in the foreground; None where there is none."""
+    with contextlib.suppress(KeyError, ValueError, OSError):
+        descriptor = int(os.environ.pop(_VARIABLE))
+        os.set_inheritable(descriptor, False)
+        return descriptor
+    return None
+
+
+_pipe = _inherited()
+is_detached = _pipe is not None
+"""Whether this process is the one in the background."""
+
+
+def start() -> int:
+    """Run this process's command in the background; return its exit code, 0 once it has begun."""
+    prefix, note = _past_logout()
+    read_end, write_end = os.pipe()
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(
+            [*prefix, sys.executable, *sys.orig_argv[1:]],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env={**os.environ, _VARIABLE: str(write_end)},
+            pass_fds=(write_end,),
+            start_new_session=True,
+        )
+        os.close(write_end)
+        try:
+            with open(read_end, "rb") as pipe:
+                begun = pipe.read().decode(errors="replace")
+        except KeyboardInterrupt:
+            process.send_signal(signal.SIGINT)
+            begun = ""
+        if begun:
+            print(begun + note, flush=True)
+            return 0
+        code = process.wait()
+        output.seek(0)
+        print(output.read().decode(errors="replace"), end="", file=sys.stderr, flush=True)
+    return code if code >= 0 else 128 - code
+
+
+def has_begun(folder: Path, text: str) -> None:
+    """From now on print into a file of ``folder``, and let the foreground end with ``text``.
+
+    Nothing where this process is in the foreground, or has called this before.
+    """
+    global _pipe
+    pipe, _pipe = _pipe, None
+    if pipe is None:
+        return
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    printed = b""
+    with contextlib.suppress(OSError):
+        printed = os.pread(1, _MOST_BYTES, 0)
+    try:
+        output = os.open(folder / OUTPUT_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    except OSError:  # a full disk costs the output, not the training
+        output = os.open(os.devnull, os.O_WRONLY)
+    with contextlib.suppress(OSError):
+        os.write(output, printed)
+    for descriptor in (1, 2):
+        os.dup2(output, descriptor)
+    os.close(output)
+    with contextlib.suppress(OSError):  # nobody waits any more
+        os.write(pipe, text.encode())
+    os.close(pipe)
+
+
+def job_text(job: str, name: str, folder: Path) -> str:
+    """Return what the foreground shows of a job."""
+    lines = (
+        f"{name} goes on in the background as {job} (pid {os.getpid()}); run folder: {folder}",
+        f"  robust-train attach {job}     how it is now; Ctrl-C only leaves",
+        f"  robust-train logs -f {job}    what it prints",
+        f"  robust-train wait {job}       until it ends, with its exit code",
+        f"  robust-train run stop {job}   a last checkpoint, then the end",
+    )
+    return "\n".join(lines)
+
+
+def sweep_text(folder: Path) -> str:
+    """Return what the foreground shows of a sweep."""
+    lines = (
+        f"the sweep goes on in the background (pid {os.getpid()}); sweep folder: {folder}",
+        "  robust-train runs             its jobs among yours",
+        f"  tail -f {folder}/{OUTPUT_FILE}",
+        f"  robust-train wait {folder}",
+        f"  robust-train run stop {folder}",
+    )
+    return "\n".join(lines)
+
+
+def _past_logout() -> tuple[list[str], str]:
+    """Return what to put before a command that a logout must not end, and a note for its user."""
+    if not kills_at_logout(_logind_settings()):
+        return [], ""
+    try:
+        probe = subprocess.run(
+            [*_SCOPE, "true"], stdin=subprocess.DEVNULL, capture_output=True, timeout=_SCOPE_SECONDS
+        )
+        works = probe.returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        works = False
+    lingers = Path("/var/lib/systemd/linger", getpass.getuser()).exists()
+    if works and lingers:
+        return _SCOPE, ""
+    remedy = "before you log out: loginctl enable-linger"
+    if not works:
+        remedy = "systemd-run --user --scope, which would prevent that, does not work here"
+    note = f"\nThis host ends a user's processes at logout (KillUserProcesses=yes): {remedy}"
+    return (_SCOPE if works else []), note
+
+
+def kills_at_logout(settings: Iterable[str]) -> bool:
+    """Return whether systemd-logind ends a user's processes at logout; the last setting counts."""
+    found = [match for text in settings for match in _SETTING.findall(text)]
+    return bool(found) and found[-1].lower() in ("yes", "true", "on", "1", "y", "t")
+
+
+def _logind_settings() -> list[str]:
+    """Return the texts of logind's configuration files, the last word last."""
+    roots = [Path("/usr/lib/systemd"), Path("/run/systemd"), Path("/etc/systemd")]
+    parts = [part for root in roots for part in root.glob("logind.conf.d/*.conf")]
+    files = [root / "logind.conf" for root in roots] + sorted(parts, key=lambda path: path.name)
+    texts = []
+    for file in files:
+        with contextlib.suppress(OSError):
+            texts.append(file.read_text(errors="replace"))
+    return texts

@@ -1,0 +1,117 @@
+"""Jobs that go on in the background."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from robust_train import ConfigError, launch
+from robust_train.cli.main import main
+from robust_train.runfolder import detach
+from robust_train.runfolder.runs import choose_run, find_runs
+from terminal import run_at_a_terminal
+from world import World, wait_until
+
+_SCRIPT = """
+import os, sys, time
+print("trains", os.isatty(0), flush=True)
+while not os.path.exists("go"):
+    time.sleep(0.02)
+"""
+
+
+def test_a_detached_job_outlives_its_terminal_and_is_followed_by_its_id(
+    world: World, capfdbinary: pytest.CaptureFixture[bytes]
+):
+    (world.folder / "train.py").write_text(_SCRIPT)
+    run = [sys.executable, "-m", "robust_train.cli.main", "run", "--detach", "device=cpu"]
+    command = [*run, "--", sys.executable, "train.py"]
+    # the terminal is closed once the command has ended: the kernel hangs up whoever is in it
+    code, shown = run_at_a_terminal(command, world.environ, cwd=world.folder)
+    assert code == 0, shown
+    live = choose_run(None)
+    for line in ("goes on in the background as", f"robust-train logs -f {live.id}"):
+        assert line in shown
+    assert "\x1b" not in shown
+    launcher = psutil.Process(live.pid)
+    assert os.getsid(launcher.pid) == launcher.pid, "a session of its own"
+    for process in (launcher, *launcher.children(recursive=True)):
+        open_files = [os.readlink(fd) for fd in Path(f"/proc/{process.pid}/fd").iterdir()]
+        assert not [path for path in open_files if path.startswith("/dev/pts")], process
+    log = live.run_dir / "attempt-1.log"
+    wait_until(lambda: log.exists() and "trains False" in log.read_text(), "it trains")
+    (world.folder / "go").touch()
+    assert main(["wait", live.id]) == 0
+    capfdbinary.readouterr()
+    assert main(["logs", live.id]) == 0
+    assert capfdbinary.readouterr().out == b"trains False\n"
+    printed = (live.run_dir / "detached.log").read_text()
+    assert "attempt 1 on the CPU" in printed
+    assert "trains False" in printed
+
+
+def test_what_cannot_be_run_is_refused_in_the_foreground(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", "--detach", "device=7", "--", "true"]) == 2
+    assert capfd.readouterr().err.startswith("device=7: accepted are")
+    with pytest.raises(ConfigError, match="only a command goes on in the background"):
+        launch(lambda cfg: None, {"detach": True, "device": "cpu"})
+    assert find_runs() == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "kills"),
+    [
+        ([], False),
+        (["[Login]\n#KillUserProcesses=yes\n"], False),
+        (["KillUserProcesses = yes"], True),
+        (["[Login]\nKillUserProcesses=no", "x=1\n  KillUserProcesses=Yes\n"], True),
+        (["KillUserProcesses=yes", "KillUserProcesses=no"], False),
+    ],
+)
+def test_the_last_setting_of_logind_says_whether_a_logout_kills(settings: list[str], kills: bool):
+    assert detach.kills_at_logout(settings) is kills
+
+
+def test_where_a_logout_kills_the_job_gets_a_scope_or_its_user_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(detach, "_logind_settings", lambda: ["KillUserProcesses=yes"])
+    monkeypatch.setenv("PATH", str(tmp_path))
+    prefix, note = detach._past_logout()
+    assert prefix == []
+    assert "systemd-run --user --scope" in note
+    (tmp_path / "systemd-run").write_text("#!/bin/sh\nexit 0\n")
+    (tmp_path / "systemd-run").chmod(0o755)
+    prefix, note = detach._past_logout()
+    assert prefix[:3] == ["systemd-run", "--user", "--scope"]
+    assert "loginctl enable-linger" in note
+
+
+@pytest.mark.slow
+def test_a_job_that_is_refused_late_is_refused_in_the_foreground_too(world: World):
+    ended = world.run("detach=true", "trainer._target_=nowhere.train", "device=cpu")
+    assert ended.returncode == 2, ended.output
+    assert "trainer._target_=nowhere.train" in ended.stderr
+
+
+@pytest.mark.slow
+def test_a_sweep_goes_on_in_the_background(world: World, capfd: pytest.CaptureFixture[str]):
+    folder = world.folder / "sweep"
+    sweep = ("-m", "detach=true", f"hydra.sweep.dir={folder}", "device=cpu")
+    world.run(*sweep, "training.lr=-1,1").was_refused(["training.lr=-1: must be more than 0"])
+    assert not folder.exists()
+    ended = world.run(*sweep, "trainer._target_=trainers.what_it_was_given", "training.lr=1,2")
+    assert ended.returncode == 0, ended.output
+    assert f"robust-train wait {folder}" in ended.stdout
+    assert main(["wait", str(folder)]) == 0
+    jobs = json.loads((folder / "sweep.json").read_text())["jobs"]
+    assert [job["status"] for job in jobs] == ["completed", "completed"]
+    assert "2 of 2 completed" in (folder / "detached.log").read_text()

@@ -1,0 +1,201 @@
+"""Who is told of a job, and of what; nothing of it hurts the job."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import OmegaConf
+
+from robust_train import ConfigError, launch
+from robust_train.cli.main import main
+from robust_train.events import Stalled
+from robust_train.runfolder import notify
+from robust_train.runfolder.notify import Notifier, NotifySettings, is_secret, news, sentence
+from robust_train.runfolder.state import RunState
+from robust_train.settings import hide_urls
+from sweep_world import SweepWorld
+from world import World
+
+URL = "json://user:open-sesame@127.0.0.1:1/here"
+NEW = RunState("3-abc", "lora", "/r", 7, "gpu1", "ann", started=1000.0, since=1000.0)
+WAITING = replace(NEW, state="waiting", waiting={"position": 1, "reason": "GPU 0 is taken"})
+ON_CPU = replace(NEW, state="running", attempt=2, device="cpu")
+
+
+@pytest.fixture(autouse=True)
+def _nobody_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(notify.URLS_VARIABLE, "")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "event"),
+    [
+        (NEW, replace(NEW, state="completed"), "completed"),
+        (NEW, replace(NEW, state="no_device"), "failed"),
+        (NEW, replace(NEW, state="interrupted"), "interrupted"),
+        (replace(NEW, state="completed"), replace(NEW, state="completed"), None),
+        (replace(ON_CPU, device="cuda:1"), ON_CPU, "cpu"),
+        (WAITING, ON_CPU, "cpu"),
+        (NEW, ON_CPU, None),
+        (ON_CPU, ON_CPU, None),
+        (NEW, WAITING, None),
+        (WAITING, replace(WAITING, since=400.0), "waiting"),
+    ],
+)
+def test_what_is_news(before: RunState, after: RunState, event: str | None):
+    assert news(before, after, now=1000.0, waiting_seconds=600.0) == event
+
+
+def test_each_event_has_its_line():
+    broken = replace(NEW, state="failed", reason="CUDA error\nthere")
+    for event, state, line in (
+        ("completed", NEW, "lora on gpu1 completed in 1 min: 0.5"),
+        ("failed", broken, "lora on gpu1 failed after 1 min: CUDA error there"),
+        ("waiting", WAITING, "lora on gpu1 has waited 1 min: GPU 0 is taken"),
+    ):
+        assert sentence(event, state, 0.5, 1060.0) == line
+
+
+def _writes(path: Path) -> tuple[str, ...]:
+    code = "import os, sys; f = open(sys.argv[1], 'a'); print(sys.stdin.read(), file=f); "
+    code += f"print(os.environ['{notify.TEXT_VARIABLE}'], file=f)"
+    return (sys.executable, "-S", "-c", code, str(path))
+
+
+def test_a_program_gets_json_and_a_line_once_for_each_thing_that_is_asked_for(tmp_path: Path):
+    settings = NotifySettings(_writes(tmp_path / "told"), on=("waiting", "stalled"))
+    notifier = Notifier(settings)
+    for state in (NEW, WAITING, replace(WAITING, updated=5.0)):
+        notifier.look(state)
+        notifier.finish()
+    notifier.on_event(Stalled(600.0), replace(ON_CPU, attempt=3))
+    notifier.look(replace(NEW, state="failed"))
+    notifier.finish()
+    lines = (tmp_path / "told").read_text().splitlines()
+    waiting, line, stalled, last = json.loads(lines[0]), lines[1], json.loads(lines[2]), lines[3]
+    assert (waiting["event"], waiting["job"], waiting["text"]) == ("waiting", "lora", line)
+    assert (stalled["event"], stalled["attempt"]) == ("stalled", 3)
+    assert "no progress in attempt 3" in last
+    assert not notifier.has_failed
+
+
+@pytest.mark.parametrize(
+    ("command", "problem"),
+    [
+        (("/nowhere/at-all",), "No such file"),
+        ((sys.executable, "-S", "-c", "import sys; sys.exit('no\\nnetwork')"), "network"),
+        ((sys.executable, "-S", "-c", "import time; time.sleep(600)"), "it took too long"),
+    ],
+)
+def test_a_failed_delivery_is_one_line(
+    command: tuple[str, ...], problem: str, caplog: pytest.LogCaptureFixture
+):
+    notifier = Notifier(NotifySettings(command))
+    notifier.send("failed", "text", {})
+    notifier.finish(0.3 if "long" in problem else 10.0)
+    (record,) = caplog.records
+    assert record.getMessage().startswith(f"notification (failed) not delivered by {command[0]}: ")
+    assert problem in record.getMessage()
+    assert notifier.has_failed
+
+
+def test_a_launched_job_tells_and_leaves_no_url_behind(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    sent = []
+    monkeypatch.setattr(Notifier, "_start", lambda self, *given: sent.append(given))
+    seen = {}
+    cfg = {"notify": {"command": "tell me", "urls": [URL]}, "device": "cpu", "isolation": "none"}
+    launch(lambda cfg: seen.update(cfg.notify) or 0.5, cfg, run_dir=tmp_path)
+    (_, command, content, _), (_, _, message, _) = sent
+    assert command == ("tell", "me")
+    assert (content["event"], content["result"]) == ("completed", 0.5)
+    assert message["urls"] == (URL,)
+    assert seen["urls"] is None
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and _has(path)]
+    shown = capfd.readouterr()
+    assert "open-sesame" not in shown.out + shown.err
+    with pytest.raises(ConfigError, match=r"notify\.on=done: accepted are completed, failed"):
+        launch(lambda cfg: None, {"notify": {"on": ["done"]}}, run_dir=tmp_path / "2")
+
+
+def _has(path: Path) -> bool:
+    return b"open-sesame" in path.read_bytes()
+
+
+def test_urls_leave_the_config_and_hydras_part_of_it():
+    GlobalHydra.instance().clear()
+    with initialize_config_module("robust_train.configs", version_base="1.3"):
+        overrides = [f"notify.urls=['{URL}']", "seed=1"]
+        cfg = compose("robust", overrides=overrides, return_hydra_config=True)
+    assert hide_urls(cfg)
+    assert "open-sesame" not in OmegaConf.to_yaml(cfg)
+    assert list(cfg.hydra.overrides.task) == ["seed=1"]
+    assert is_secret("+notify.urls=x")
+    assert not hide_urls(cfg)
+
+
+def test_notify_test_says_whether_it_was_delivered(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    assert main(["notify", "test"]) == 2
+    assert "nobody to tell" in capfd.readouterr().err
+    program = tmp_path / "program"
+    program.write_text("#!/bin/sh\nexit 0\n")
+    program.chmod(0o755)
+    assert main(["notify", "test", f"notify.command={program}"]) == 0
+    assert capfd.readouterr().out == "delivered\n"
+    assert main(["notify", "test", "notify.command=/nowhere/program"]) == 1
+
+
+@pytest.fixture
+def posted() -> tuple[str, list[bytes]]:
+    """A URL that takes notifications, and what it was sent."""
+    bodies: list[bytes] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            bodies.append(self.rfile.read(int(self.headers["content-length"])))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"json://user:open-sesame@127.0.0.1:{server.server_port}", bodies
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.slow
+def test_a_job_and_a_sweep_tell_a_url_once_and_write_it_nowhere(
+    world: World, posted: tuple[str, list[bytes]]
+):
+    pytest.importorskip("apprise")
+    url, bodies = posted
+    arguments = (f"notify.urls={url}", "device=cpu")
+    ended = world.train("what_it_was_given", *arguments)
+    assert ended.returncode == 0, ended.output
+    assert json.loads(bodies[0])["title"] == "robust-train: completed"
+    # in a project's own file, too: Hydra composes each job of a sweep anew from it
+    configs = world.folder / "configs"
+    configs.mkdir()
+    (configs / "mine.yaml").write_text(f"defaults: [robust, _self_]\nnotify:\n  urls: ['{url}']\n")
+    sweeps = SweepWorld(world)
+    more = (f"--config-dir={configs}", "--config-name=mine", "training.lr=1,2", "device=cpu")
+    ended = sweeps.sweep("objective", *more)
+    assert len(bodies) == 2, ended.output
+    assert "sweep on" in json.loads(bodies[1])["message"]
+    files = [path for path in world.folder.rglob("*") if path.is_file()]
+    assert [path for path in files if _has(path)] == [configs / "mine.yaml"]
+    assert "open-sesame" not in ended.output

@@ -1,0 +1,79 @@
+"""``environment.json``: what a job ran with, and no secrets."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from robust_train import launch
+from robust_train.runfolder import provenance
+from robust_train.runfolder.provenance import (
+    public_command,
+    public_text,
+    public_variables,
+)
+
+
+def test_secrets_are_left_out():
+    command = ["python", "t.py", "lr=1", "wandb.api_key=abc", "--token", "abc", "--x", "-v"]
+    shown = ["python", "t.py", "lr=1", "wandb.api_key=…", "--token", "…", "--x", "-v"]
+    assert public_command(command) == shown
+    assert public_command(["+notify.urls=[a://b]", "s3://me:pw@host/x"]) == [
+        "+notify.urls=…",
+        "s3://…@host/x",
+    ]
+    given = {"HF_TOKEN": "a", "HF_HOME": "/h", "CUDA_VISIBLE_DEVICES": "0", "HOME": "/root"}
+    given |= {"ROBUST_TRAIN_NOTIFY_URLS": "a://b", "TORCH_PROXY": "http://u:p@h"}
+    shown = {"CUDA_VISIBLE_DEVICES": "0", "HF_HOME": "/h", "TORCH_PROXY": "http://…@h"}
+    assert public_variables(given) == shown
+    assert (
+        public_text('+API_KEY = "abcdefgh"\n+num_tokens = 5') == '+API_KEY = "…"\n+num_tokens = 5'
+    )
+
+
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "project"
+    folder.mkdir()
+    (folder / "train.py").write_text("lr = 1\n")
+    identity = ("-c", "user.name=a", "-c", "user.email=a@b")
+    for arguments in (["init", "-q"], ["add", "."], [*identity, "commit", "-qm", "first"]):
+        subprocess.run(["git", "-C", str(folder), *arguments], check=True)
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def _launch(run_dir: Path) -> None:
+    cfg = {"device": "cpu", "isolation": "none"}
+    launch(lambda cfg: None, cfg, run_dir=run_dir)
+
+
+def test_a_job_records_commit_changes_and_versions(tmp_path: Path, repository: Path):
+    _launch(tmp_path / "clean")
+    clean = json.loads((tmp_path / "clean" / "environment.json").read_text())
+    assert (clean["git_dirty"], len(clean["git_commit"])) == (False, 40)
+    assert clean["packages"]["torch"] == clean["torch"]
+    assert not (tmp_path / "clean" / "code.diff").exists()
+    (repository / "train.py").write_text("lr = 2\n")
+    _launch(tmp_path / "dirty")
+    assert "-lr = 1\n+lr = 2\n" in (tmp_path / "dirty" / "code.diff").read_text()
+    short = json.loads((tmp_path / "dirty" / "summary.json").read_text())["environment"]
+    assert (short["git_dirty"], short["gpus"]) == (True, [])
+    assert short["git_commit"] == clean["git_commit"]
+
+
+def test_a_git_that_hangs_costs_its_answer_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, repository: Path
+):
+    git = tmp_path / "bin" / "git"
+    git.parent.mkdir()
+    git.write_text("#!/bin/sh\nexec sleep 600\n")
+    git.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{git.parent}:/usr/bin:/bin")
+    monkeypatch.setattr(provenance, "_GIT_SECONDS", 0.1)
+    _launch(tmp_path / "run")
+    found = json.loads((tmp_path / "run" / "environment.json").read_text())
+    assert (found["git_commit"], found["git_dirty"]) == (None, None)
