@@ -198,7 +198,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], str]:
     def run() -> str:
         if not known:
             world = World(tmp_path_factory.mktemp("undisturbed"))
-            ended = world.run(*BUILT_IN)
+            ended = world.run(*BUILT_IN, "isolation=none")
             assert ended.returncode == 0, ended.output
             known.append(digest(world.run_dir))
         return known[0]
