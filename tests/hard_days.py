@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from pathlib import Path
+
+import psutil
 
 LARGE_BYTES = 10_000_000
 
@@ -57,9 +60,37 @@ def completes_but_does_not_end(cfg):
     return "done"
 
 
+class StopsItsJob:
+    """A result that sends SIGTERM while it is turned into a number, after the trainer returned."""
+
+    ndim = 0
+
+    def __init__(self, *pids: int) -> None:
+        self.pids = pids
+
+    def item(self) -> float:
+        for pid in self.pids:
+            os.kill(pid, signal.SIGTERM)
+        return 0.5
+
+
+def is_stopped_when_it_has_returned(cfg, run):
+    launcher = os.getpid()
+    if cfg.isolation == "process":
+        launcher = psutil.Process(os.getppid()).ppid()
+        assert not run.stop_requested  # the other one never reads it
+    return StopsItsJob(launcher, os.getpid())
+
+
+def returns_when_it_is_stopped(cfg, run):
+    assert not run.stop_requested
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert run.stop_requested
+    return "what there is so far"
+
+
 def completes_and_its_server_is_killed(cfg, run):
     import atexit
-    import signal
 
     atexit.register(os.kill, os.getppid(), signal.SIGKILL)
     run.record("server", {"pid": os.getppid()})

@@ -170,8 +170,10 @@ def test_a_trainer_that_reports_nothing_may_have_run_out_in_a_step():
     assert after(began, settings=replace(SETTINGS, reports_start=True)).action == "halve_batch"
 
 
-def test_an_import_without_memory_is_no_matter_of_batch_or_workers():
-    failure = failed(first_attempt(SETTINGS, ()), FailureKind.HOST_OOM, Evidence(clue=Clue.IMPORT))
+@pytest.mark.parametrize("end_step", [None, 7])
+def test_an_import_without_memory_is_no_matter_of_batch_or_workers(end_step: int | None):
+    spec, evidence = first_attempt(SETTINGS, ()), Evidence(clue=Clue.IMPORT)
+    failure = failed(spec, FailureKind.HOST_OOM, evidence, end_step=end_step)
     decision = decide(SETTINGS, (failure,), ())
     assert isinstance(decision, GiveUp)
     assert "while a module was imported" in decision.reason
@@ -408,6 +410,7 @@ def test_any_series_of_failures_ends_keeps_the_effective_batch_and_takes_the_cpu
         outcome = {
             "start_step": data.draw(st.integers(0, 2)),
             "end_step": data.draw(st.none() | st.integers(0, 3)),
+            "saved_step": data.draw(st.none() | st.integers(0, 3)),
             "gpu_free_before_bytes": data.draw(st.none() | sizes),
             "gpu_free_after_bytes": data.draw(st.none() | sizes),
             "micro_batch": data.draw(st.none() | st.integers(settings.min_batch_size, batch)),
@@ -519,6 +522,49 @@ def test_a_killed_attempt_goes_on_where_it_was_until_max_retries_bring_it_no_fur
     decision = decide(SETTINGS, (*history, killed(spec, start_step=30)), (gpu(1, 40),))
     assert isinstance(decision, GiveUp)
     assert "4 times without progress" in decision.reason
+
+
+@pytest.mark.parametrize(
+    "further",
+    [{"saved_step": 7, "saves": 1}, {"saves": 2}, {"start_step": 7}],
+    ids=["a later checkpoint", "two checkpoints without a step", "a later start"],
+)
+@pytest.mark.parametrize(
+    ("kind", "evidence", "gpus"),
+    [
+        (FailureKind.INTERRUPTED, Evidence(clue=Clue.KILLED), ()),
+        (FailureKind.COMM, None, ()),
+        (FailureKind.DEVICE_UNAVAILABLE, Evidence(clue=Clue.BUSY), (gpu(0, 20),)),
+    ],
+)
+def test_a_checkpoint_beyond_the_last_failure_renews_all_tries(kind, evidence, gpus, further):
+    settings = replace(SETTINGS, allow_cpu_fallback=False)
+    spec = first_attempt(settings, (gpu(0, 20),))
+    once = failed(spec, kind, evidence, end_step=9)
+    saved = failed(spec, kind, evidence, end_step=5, saved_step=3, saves=1)
+    gets_further = failed(spec, kind, evidence, end_step=9, **further)
+    # the same checkpoint again is no progress, and neither are steps that no checkpoint has
+    assert isinstance(decide(settings, (saved, saved, once, once), gpus), GiveUp)
+    for tries in range(3):
+        history = (saved, once, once, gets_further) + (once,) * tries
+        assert after(*history, gpus=gpus, settings=settings).spec == spec
+    assert isinstance(decide(settings, (*history, once), gpus), GiveUp)
+
+
+def test_after_progress_memory_may_run_out_max_retries_times_again():
+    settings = replace(SETTINGS, max_retries=1)
+    first = first_attempt(settings, (gpu(0, 20),))
+    half = replace(first, batch_size=32, gradient_accumulation_steps=2)
+    ran_out = failed(first, FailureKind.DEVICE_OOM, end_step=4)
+    again = failed(half, FailureKind.DEVICE_OOM, end_step=9)
+    assert after(ran_out, again, settings=settings).action == "cpu_fallback"
+    further = replace(again, outcome=replace(again.outcome, saved_step=8, saves=1))
+    assert after(ran_out, further, settings=settings).spec.batch_size == 16
+    # and others may take the same memory again
+    taken_once = failed(half, FailureKind.DEVICE_OOM, **taken(5))
+    assert after(taken_once, taken_once, settings=settings).action != "wait"
+    taken_later = replace(taken_once, outcome=replace(taken_once.outcome, saved_step=8, saves=1))
+    assert after(taken_once, taken_later, settings=settings).action == "wait"
 
 
 def test_attempts_that_stopped_because_the_user_asked_use_up_no_try_of_a_killed_one():

@@ -1,11 +1,9 @@
 """Train on iris: python main.py model=linear training.lr=0.05"""
 
-import hydra
-
-from robust_train import launch
+from robust_train import hydra_main, launch
 
 
-@hydra.main(version_base="1.3", config_path="conf", config_name="config")
+@hydra_main(config_path="conf", config_name="config")
 def main(cfg):
     return launch(None, cfg).objective
 

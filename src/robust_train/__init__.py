@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from robust_train.cli.door import hydra_main
     from robust_train.errors import (
         AttemptsExhausted,
         ConfigError,
@@ -50,87 +51,44 @@ if TYPE_CHECKING:
     from robust_train.script.current_run import current_run
     from robust_train.values import Evidence, Failure, FailureKind
 
+# fmt: off
 __all__ = [
-    "AttemptsExhausted",
-    "ConfigError",
-    "Evidence",
-    "Failure",
-    "FailureKind",
-    "FoundBatchSize",
-    "GPUMemoryContext",
-    "Interrupted",
-    "JobInterrupted",
-    "MemoryPlan",
-    "MicroBatcher",
-    "NoDevice",
-    "OOMHandler",
-    "Run",
-    "Summary",
-    "TrainerFailed",
-    "UserError",
-    "adaptive_batch_training",
-    "classify_exit",
-    "classify_failure",
-    "cleanup_model_memory",
-    "clear_cuda_memory",
-    "clear_gpu_memory",
-    "current_run",
-    "enable_memory_efficient_settings",
-    "find_batch_size",
-    "find_best_device",
-    "get_cuda_memory_info",
-    "get_gpu_memory_stats",
-    "launch",
-    "log_gpu_memory_stats",
-    "plan_memory",
-    "print_cuda_memory_info",
-    "reset_peak_memory_stats",
-    "retry_on_oom",
-    "safe_tensor_to_cpu",
-    "save_checkpoint",
-    "set_memory_fraction",
+    "AttemptsExhausted", "ConfigError", "Evidence", "Failure", "FailureKind", "FoundBatchSize",
+    "GPUMemoryContext", "Interrupted", "JobInterrupted", "MemoryPlan", "MicroBatcher", "NoDevice",
+    "OOMHandler", "Run", "Summary", "TrainerFailed", "UserError", "adaptive_batch_training",
+    "classify_exit", "classify_failure", "cleanup_model_memory", "clear_cuda_memory",
+    "clear_gpu_memory", "current_run", "enable_memory_efficient_settings", "find_batch_size",
+    "find_best_device", "get_cuda_memory_info", "get_gpu_memory_stats", "hydra_main", "launch",
+    "log_gpu_memory_stats", "plan_memory", "print_cuda_memory_info", "reset_peak_memory_stats",
+    "retry_on_oom", "safe_tensor_to_cpu", "save_checkpoint", "set_memory_fraction",
 ]
+# fmt: on
 
-_HOMES = {
-    "AttemptsExhausted": "errors",
-    "ConfigError": "errors",
-    "Evidence": "values",
-    "Failure": "values",
-    "FailureKind": "values",
-    "FoundBatchSize": "microbatch.probing",
-    "GPUMemoryContext": "memory",
-    "Interrupted": "errors",
-    "JobInterrupted": "errors",
-    "MemoryPlan": "planning.memory_plan",
-    "MicroBatcher": "microbatch.batcher",
-    "NoDevice": "errors",
-    "OOMHandler": "microbatch.oom_handler",
-    "Run": "run",
-    "Summary": "runfolder.summary",
-    "TrainerFailed": "errors",
-    "UserError": "errors",
-    "adaptive_batch_training": "microbatch.oom_handler",
-    "classify_exit": "failures",
-    "classify_failure": "failures",
-    "cleanup_model_memory": "memory",
-    "clear_cuda_memory": "memory",
-    "clear_gpu_memory": "memory",
-    "enable_memory_efficient_settings": "memory",
-    "current_run": "script.current_run",
-    "find_batch_size": "microbatch.find_batch_size",
-    "find_best_device": "gpu.best",
-    "get_cuda_memory_info": "memory",
-    "get_gpu_memory_stats": "memory",
-    "launch": "launcher",
-    "log_gpu_memory_stats": "memory",
-    "plan_memory": "planning.memory_plan",
-    "print_cuda_memory_info": "memory",
-    "reset_peak_memory_stats": "memory",
-    "retry_on_oom": "microbatch.oom_handler",
-    "safe_tensor_to_cpu": "memory",
-    "save_checkpoint": "memory",
-    "set_memory_fraction": "memory",
+_NAMES = {
+    "cli.door": "hydra_main",
+    "errors": (
+        "AttemptsExhausted ConfigError Interrupted JobInterrupted NoDevice TrainerFailed UserError"
+    ),
+    "failures": "classify_exit classify_failure",
+    "gpu.best": "find_best_device",
+    "launcher": "launch",
+    "memory": (
+        "GPUMemoryContext cleanup_model_memory clear_cuda_memory clear_gpu_memory "
+        "enable_memory_efficient_settings get_cuda_memory_info get_gpu_memory_stats "
+        "log_gpu_memory_stats print_cuda_memory_info reset_peak_memory_stats safe_tensor_to_cpu "
+        "save_checkpoint set_memory_fraction"
+    ),
+    "microbatch.batcher": "MicroBatcher",
+    "microbatch.find_batch_size": "find_batch_size",
+    "microbatch.oom_handler": "OOMHandler adaptive_batch_training retry_on_oom",
+    "microbatch.probing": "FoundBatchSize",
+    "planning.memory_plan": "MemoryPlan plan_memory",
+    "run": "Run",
+    "runfolder.summary": "Summary",
+    "script.current_run": "current_run",
+    "values": "Evidence Failure FailureKind",
 }
+_HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:

@@ -7,6 +7,7 @@ what it returns then. Nothing here imports torch: the module is an argument.
 from __future__ import annotations
 
 import atexit
+import logging
 import sys
 import threading
 from collections.abc import Callable
@@ -99,3 +100,8 @@ def run_exit_handlers() -> None:
     """
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
+
+
+def format_of(handler: logging.Handler) -> str | None:
+    """Return the format of a handler's lines, None for the default."""
+    return getattr(handler.formatter, "_fmt", None)

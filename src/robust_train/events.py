@@ -298,6 +298,7 @@ class JobStarted(Event):
     run_dir: str
     trainer: str
     job: str = ""
+    about: Mapping[str, str] = field(default_factory=dict)  # see settings.about_job
 
 
 @dataclass(frozen=True)

@@ -30,12 +30,14 @@ from robust_train.events import (
     JobEnded,
     JobStarted,
 )
-from robust_train.execution import Executor, sleep_with_ticks
+from robust_train.execution import sleep_with_ticks
+from robust_train.execution.hydra_state import logged_to_screen
 from robust_train.execution.inline import InlineExecutor
+from robust_train.execution.library_imports import find_trainer
 from robust_train.execution.process import ProcessExecutor
 from robust_train.execution.request import request_for
 from robust_train.execution.signals import SignalWatch
-from robust_train.execution.trainer_ref import TrainerRef, refuse_without_guard
+from robust_train.execution.trainer_ref import end_import_at_launch
 from robust_train.failures.advice import with_fitting_advice
 from robust_train.memory.stability import attempt_stability
 from robust_train.policy.decide import concluded, decide, decide_on_request, first_attempt
@@ -43,6 +45,7 @@ from robust_train.queue import devices
 from robust_train.queue.wait import NoGpu, WaitStatus
 from robust_train.report import narration
 from robust_train.report.html import write_report
+from robust_train.report.status import LiveStatus
 from robust_train.runfolder.folder import RunFolder
 from robust_train.runfolder.identity import begin_job, complete_job, resume_from
 from robust_train.runfolder.journal import Journal
@@ -75,21 +78,25 @@ def launch(
         trainer: a callable ``trainer(cfg)`` or ``trainer(cfg, run)``, its dotted path, or None for
             ``cfg.trainer._target_``.
         cfg: any part of the keys of ``configs/robust.yaml``, and whatever the trainer needs.
-        run_dir: where journal, summary and checkpoints go; by default Hydra's folder for the job,
-            or a new one under ``outputs/``.
+        run_dir: the run folder; by default Hydra's for the job, or a new one under ``outputs/``.
 
     Returns:
         The summary of a completed job; ``summary.result`` is what the trainer returned.
 
     Raises:
-        ConfigError: the configuration or the trainer's path cannot be used, or a live job holds
-            the run folder; nothing was started.
+        ConfigError: config or trainer cannot be used, or a live job holds the run folder.
         NoDevice: no device in time, and the CPU is not allowed.
         AttemptsExhausted: memory ran out on every device that may be used.
         TrainerFailed: the trainer failed otherwise; or its own exception.
         JobInterrupted: Ctrl-C or SIGTERM.
     """
-    summary = Job(trainer, complete(cfg or {}), run_dir).run()
+    end_import_at_launch(trainer)
+    with logged_to_screen():
+        try:
+            summary = Job(trainer, complete(cfg or {}), run_dir).run()
+        except (ConfigError, JobInterrupted) as error:
+            # without the launcher's own frames
+            raise error.with_traceback(None) from error.__cause__
     summary.raise_unless_completed()
     return summary
 
@@ -97,13 +104,11 @@ def launch(
 class Job:
     """One launch, from a composed config to its summary.
 
-    Args:
-        trainer, run_dir: as for :func:`launch`.
-        cfg: a complete config.
-        remedies: whether a failed attempt may be followed by another one.
+    Args as for :func:`launch`, but ``cfg`` is complete. ``remedies``: whether a failed attempt may
+    be followed by another one.
 
     Raises:
-        ConfigError: the configuration cannot be used, or a live job holds the run folder.
+        ConfigError: config or trainer cannot be used, or a live job holds the run folder.
     """
 
     def __init__(
@@ -120,13 +125,14 @@ class Job:
         self.trainer = trainer or settings.target_of(cfg)
         self.settings = settings.launcher_settings(cfg)
         self.policy = settings.policy_settings(cfg, finds_batch_size=is_auto)
-        if not self.settings.runs_inline:
-            refuse_without_guard(self.trainer)
+        self.trainer_ref, self.libraries = find_trainer(self.trainer, self.settings.runs_inline)
         self.run_dir = settings.run_folder(run_dir)
         self.signals = SignalWatch()
         self.wanted = settings.device_settings(cfg, self.run_dir)
-        sweep = settings.sweep_folder()
-        self.folder = RunFolder(self.run_dir, self.wanted.job_name, self.signals, sweep)
+        self.live = LiveStatus(is_wanted=self.settings.owns_terminal)
+        about = (self.run_dir, self.wanted.job_name, self.signals)
+        resume = settings.resume_command(cfg, self.run_dir)
+        self.folder = RunFolder(*about, settings.sweep_folder(), resume, self.live.show)
         self.journal = Journal(self.run_dir / "journal.jsonl")
         self.records: list[AttemptRecord] = []
         self.checkpoint: Path | None = None
@@ -141,7 +147,7 @@ class Job:
             ConfigError: the trainer cannot be imported, or refuses the configuration.
             JobInterrupted: after the summary was written.
         """
-        with self.folder:
+        with self.live, self.folder:
             try:
                 with self.signals:
                     self._begin()
@@ -168,7 +174,8 @@ class Job:
             self.beginning.found,
             self.journal.write,
         )
-        started = JobStarted(str(self.run_dir), settings.name_of(self.trainer), self.beginning.job)
+        trainer, about = settings.name_of(self.trainer), settings.about_job(self.cfg, self.run_dir)
+        started = JobStarted(str(self.run_dir), trainer, self.beginning.job, about)
         self.journal.write(started)
         self.folder.on_event(started)
         if self.checkpoint is not None:
@@ -192,21 +199,19 @@ class Job:
             with self.signals.handed_to(lambda signum: None):
                 executor.close(keep_server=healthy)
                 self.devices.release()
-        self.signals.raise_if_received()
         if last.decision is None:
             return self._end("completed", None, last.attempt.outcome.result)
+        self.signals.raise_if_received()
         return self._end("failed", last.decision.reason)
 
-    def _executor(self) -> Executor:
+    def _executor(self) -> InlineExecutor | ProcessExecutor:
         """How attempts run. A separate process starts importing libraries right away."""
         if self.settings.runs_inline:
-            trainer, self.trainer_ref = self.trainer, TrainerRef("inline.trainer")
-            function = TrainerRef(trainer).load() if isinstance(trainer, str) else trainer
+            function = self.trainer_ref.load() if isinstance(self.trainer, str) else self.trainer
             return InlineExecutor(lambda: function, self.signals, can_restart=self._has_remedies)
         cfg = self.cfg.copy()
         OmegaConf.resolve(cfg)
-        self.trainer_ref = TrainerRef.of(self.trainer)
-        return ProcessExecutor(self.trainer_ref, cfg, self.run_dir, self.signals)
+        return ProcessExecutor(self.trainer_ref, self.libraries, cfg, self.run_dir, self.signals)
 
     def _acquire_device(self) -> Group:
         started = time.monotonic()
@@ -284,7 +289,7 @@ class Job:
         attempt = concluded(attempt, decision)
         record = AttemptRecord(attempt, decision, attempt_stability(self.run_dir, number))
         self.records.append(record)
-        ended = AttemptEnded(record.as_json(len(self.records) - 1), evidence_of(attempt.outcome))
+        ended = AttemptEnded(record.as_json(number), evidence_of(attempt.outcome))
         self.journal.write(ended, number)
         narration.say(number, attempt.outcome, decision)
         self.folder.decided(attempt, decision, self.checkpoint)
@@ -315,16 +320,15 @@ class Job:
         # in this process its memory does not come back
         expected = free_before if own_process else ()
         free_after = self.devices.ended(spec.gpus, outcome, expected)
-        if outcome.failure is None:
-            return outcome
-        is_script = self.settings.is_script
-        failure = with_fitting_advice(
-            outcome.failure, num_workers=spec.num_workers, is_script=is_script
+        outcome = with_fitting_advice(
+            outcome,
+            num_workers=spec.num_workers,
+            is_script=self.settings.is_script,
+            is_built_in=self.policy.reports_start,
         )
-        outcome = replace(outcome, failure=failure)
-        if not spec.gpus or not own_process:
+        if outcome.failure is None or not spec.gpus or not own_process:
             return outcome
-        rank = failure.rank or 0
+        rank = outcome.failure.rank or 0
         before, after = free_before[rank], free_after[rank]
         return replace(outcome, gpu_free_before_bytes=before, gpu_free_after_bytes=after)
 
@@ -369,6 +373,7 @@ class Job:
     def _on_wait(self, status: WaitStatus) -> None:
         self.folder.queued(self.devices.job_id)
         self.folder.waits(status)
+        self.live.log_waiting(status)
 
     def _end(
         self, status: str, reason: str | None, result: Any = None, exit_code: int | None = None

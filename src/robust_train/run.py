@@ -117,11 +117,13 @@ class Run:
         looks_for_checkpoint_requests: it has read :attr:`checkpoint_requested`.
         saving: when the next checkpoint is due, and what was saved.
         can_restart: a launcher would start another attempt from the last checkpoint.
-        was_told_to_restart: the trainer has seen that it is to stop for that.
+        was_told_to_stop, was_told_to_restart: the trainer has seen that it is to stop, for good or
+            for another attempt.
         last_step: last optimizer step that was reported, None before the first.
         last_micro_batch: the smallest micro-batch that running out of memory has led to inside the
             steps of this attempt, None if it never did.
-        memory_keeper, batch_search: set by whoever calls the trainer.
+        has_live_status: the launcher shows steps and loss on a terminal.
+        memory_keeper, batch_search, logs_memory: set by whoever calls the trainer.
         rank: number of this process among those that share the optimizer steps, from 0.
         world_size: how many these are. Only rank 0's progress, checkpoints, epochs and result
             count; the others may report them as well.
@@ -138,6 +140,7 @@ class Run:
         rank: int = 0,
         world_size: int = 1,
         flags: Flags | None = None,
+        has_live_status: bool = False,
     ) -> None:
         self.attempt = attempt
         self.run_dir = run_dir
@@ -146,10 +149,12 @@ class Run:
         self.is_cooperative = False
         self.looks_for_checkpoint_requests = False
         self.can_restart = can_restart
-        self.was_told_to_restart = False
+        self.was_told_to_stop = self.was_told_to_restart = False
         self.last_step: int | None = None
         self.last_micro_batch: int | None = None
         self.memory_keeper: MemoryKeeper | None = None
+        self.logs_memory = False
+        self.has_live_status = has_live_status
         self.rank = rank
         self.world_size = world_size
         self._flags = flags
@@ -190,6 +195,7 @@ class Run:
         if self._flags is not None:
             stops = bool(self._flags.look(STOP, self.rank))
             restarts = bool(self._flags.look(RESTART, self.rank))
+        self.was_told_to_stop = self.was_told_to_stop or stops
         self.was_told_to_restart = self.was_told_to_restart or restarts
         return stops or restarts
 
@@ -357,8 +363,15 @@ class Run:
 
     def memory_milestone(self, name: str) -> None:
         """Log and record how much memory is in use at a moment called ``name``."""
+        self._report_memory(name, logging.INFO)
+
+    def record_memory(self, name: str) -> None:
+        """Record how much memory is in use; log it where ``memory.log_frequency`` asks for that."""
+        self._report_memory(name, logging.INFO if self.logs_memory else logging.DEBUG)
+
+    def _report_memory(self, name: str, level: int) -> None:
         figures = memory_in_use(context=False)
-        log.info("%s: %s", name, describe_memory(figures))
+        log.log(level, "%s: %s", name, describe_memory(figures))
         self.report(MemoryReported(name, **figures))
 
     def record(self, event: str, fields: Mapping[str, Json]) -> None:

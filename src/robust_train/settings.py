@@ -35,6 +35,7 @@ class LauncherSettings:
         resume: go on with the unfinished job that the run folder holds.
         runs_inline: attempts run in the launcher's process.
         is_script: the trainer is a program of the user's.
+        owns_terminal: it prints to a terminal that nobody else draws on: no debugger, no other job.
         gpus_by_index: an attempt is given indices in ``CUDA_VISIBLE_DEVICES``, not UUIDs.
         stall_timeout_seconds: without progress for so long an attempt counts as hanging; 0: never.
         stop_grace_seconds: from a request to stop until the attempt is killed.
@@ -43,6 +44,7 @@ class LauncherSettings:
     resume: bool
     runs_inline: bool
     is_script: bool
+    owns_terminal: bool
     gpus_by_index: bool
     stall_timeout_seconds: float
     stop_grace_seconds: float
@@ -56,10 +58,20 @@ def launcher_settings(cfg: DictConfig) -> LauncherSettings:
         resume=cfg.resume,
         runs_inline=cfg.isolation == "none",
         is_script=is_script,
+        owns_terminal=cfg.isolation != "none" and _owns_terminal(),
         gpus_by_index=names == "index" or (names == "auto" and is_script),
         stall_timeout_seconds=60 * cfg.stall_timeout_minutes,
         stop_grace_seconds=cfg.stop_grace_seconds,
     )
+
+
+def _owns_terminal() -> bool:
+    """Return whether this is a terminal, and no sweep runs other jobs on it at the same time."""
+    if not sys.stdout.isatty() or os.environ.get("TERM", "dumb") in ("dumb", "unknown"):
+        return False
+    if not HydraConfig.initialized() or HydraConfig.get().mode != RunMode.MULTIRUN:
+        return True
+    return str(HydraConfig.get().launcher.get("_target_")).endswith(".BasicLauncher")
 
 
 def policy_settings(cfg: DictConfig, *, finds_batch_size: bool = False) -> PolicySettings:
@@ -218,6 +230,18 @@ def name_of(trainer: str | Callable[..., Any]) -> str:
     return f"{module}.{name}"
 
 
+def about_job(cfg: DictConfig, run_dir: Path) -> dict[str, str]:
+    """Return what a launch says of its job: its name, model, data set, overrides and command."""
+    overrides = list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
+    about = {"name": job_name(cfg, run_dir)}
+    for group in ("model", "dataset"):
+        # the default is no matter of a trainer that has its own
+        if _is_built_in(cfg) or any(one.startswith(group) for one in overrides):
+            about[group] = str(OmegaConf.select(cfg, f"{group}.name") or "")
+    about |= {"overrides": shlex.join(overrides), "command": shlex.join(sys.orig_argv)}
+    return {key: value for key, value in about.items() if value}
+
+
 def hydra_config() -> DictConfig | None:
     """Hydra's own part of the config, None outside of Hydra.
 
@@ -264,6 +288,15 @@ def sweep_folder() -> Path | None:
         return None
     # relative to where the sweep was started: Hydra may have changed the working directory
     return Path(str(hydra.runtime.cwd)) / str(hydra.sweep.dir)
+
+
+def resume_command(cfg: DictConfig, run_dir: Path) -> str | None:
+    """The command of :func:`how_to_go_on`, for any working directory; None with resume=false."""
+    command = how_to_go_on(run_dir) if cfg.resume else None
+    if command is None or command.startswith("launch("):
+        return command
+    cwd = HydraConfig.get().runtime.cwd if HydraConfig.initialized() else os.getcwd()
+    return f"cd {shlex.quote(str(cwd))} && {command}"
 
 
 def how_to_go_on(run_dir: Path) -> str | None:

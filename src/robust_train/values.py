@@ -162,7 +162,7 @@ class Clue:
     IMPORT = "import"
     """Memory ran out while a module was imported."""
     MODEL = "model"
-    """Memory ran out while a model was moved to the device."""
+    """Memory ran out while a model was made, loaded or moved to the device."""
     SHARED_MEMORY = "shared_memory"
     """``/dev/shm`` is too small."""
     DOWNLOAD = "download"
@@ -253,6 +253,8 @@ class Outcome:
         start_step: optimizer step it started from (0 for a fresh start).
         end_step: last optimizer step it reported, None if it reported none.
         began_training: it reported that training begins, which some trainers never do.
+        saved_step: step of its last checkpoint, None if it has none or no step is known.
+        saves: how many checkpoints it reported.
         peak_memory_bytes: of the device, or of the process where it ran on the CPU.
         memory: device memory at the end (``allocated``, ``reserved``, ``max_allocated``), bytes;
             of several ranks that of the one with the highest peak.
@@ -275,6 +277,8 @@ class Outcome:
     start_step: int = 0
     end_step: int | None = None
     began_training: bool = False
+    saved_step: int | None = None
+    saves: int = 0
     peak_memory_bytes: int | None = None
     memory: dict[str, int] | None = None
     memory_returned: Mapping[str, object] | None = None
@@ -285,6 +289,12 @@ class Outcome:
     stopped_for: str | None = None
     traceback: str | None = None
     error: BaseException | None = field(default=None, compare=False)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it certainly reached its first step."""
+        reached = self.end_step is not None or self.micro_batch is not None
+        return self.began_training or reached
 
     @property
     def taken_by_others_bytes(self) -> int:

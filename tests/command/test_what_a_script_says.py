@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import struct
 import tempfile
+import tracemalloc
 import zipfile
 from pathlib import Path
 from unittest import mock
@@ -23,11 +25,13 @@ from robust_train.events import (
     TrainingStarted,
     UserEvent,
 )
+from robust_train.execution.linux import release_blocks
 from robust_train.run import Run
 from robust_train.runfolder.whole import is_whole
 from robust_train.script.checkpoint_watch import CheckpointWatch, stamps
+from robust_train.script.current_run import _appending_to
 from robust_train.script.ending import last_words, script_failure, without_escapes
-from robust_train.script.messages import LineReader, NotUnderstood, parse
+from robust_train.script.messages import LineReader, NotUnderstood, Result, parse
 from robust_train.script.placeholders import ScriptValues, literal, near_misses_in, placeholders_in
 from robust_train.values import FailureKind
 
@@ -99,7 +103,7 @@ def test_lines_come_whole_however_they_are_written(cuts: list[int]):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "events"
         reader, lines = LineReader(path), []
-        assert reader.read() == []
+        assert list(reader.read()) == []
         with path.open("ab", buffering=0) as file:
             for cut in [*cuts, len(data)]:
                 file.write(data[:cut])
@@ -107,6 +111,60 @@ def test_lines_come_whole_however_they_are_written(cuts: list[int]):
                 lines += reader.read()
         lines += reader.read(to_the_end=True)
     assert lines == ['{"a": 1}', '{"b": 2}', '{"c": 3}']
+
+
+def test_neither_a_burst_nor_a_line_without_end_costs_memory(tmp_path: Path):
+    path = tmp_path / "events"
+    path.write_bytes(b"x" * 20_000_000 + b"\n" + b'{"event": "mine"}\n' * 200_000)
+    tracemalloc.start()
+    try:
+        lines = LineReader(path).read()
+        with pytest.raises(NotUnderstood, match="longer than 50000 characters"):
+            parse(next(lines))
+        assert parse(next(lines)) == UserEvent("mine")
+        assert sum(1 for _ in lines) == 199_999
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 10_000_000
+
+
+def test_what_was_read_takes_no_room_on_the_disk_and_nothing_is_lost(tmp_path: Path):
+    path = tmp_path / "events"
+    reader, lines = LineReader(path, block_bytes=64 * 1024), []
+    with path.open("ab", buffering=0) as file:
+        for number in range(40):
+            for part in range(100):
+                file.write(b'{"event": "step %d.%d", "text": "%s"}\n' % (number, part, b"x" * 700))
+            lines += [json.loads(line)["event"] for line in reader.read()]
+    lines += [json.loads(line)["event"] for line in reader.read(to_the_end=True)]
+    assert lines == [f"step {number}.{part}" for number in range(40) for part in range(100)]
+    if not _can_release(tmp_path):
+        pytest.skip("this disk cannot release a part of a file")
+    assert path.stat().st_blocks * 512 < 400_000 < path.stat().st_size
+
+
+def _can_release(folder: Path) -> bool:
+    probe = folder / "probe"
+    probe.write_bytes(b"x" * 100_000)
+    blocks = probe.stat().st_blocks
+    release_blocks(probe, 0, 100_000)
+    return probe.stat().st_blocks < blocks
+
+
+def test_a_report_after_one_that_a_full_disk_cut_short_is_a_line_of_its_own(tmp_path: Path):
+    path = tmp_path / "events"
+    report = _appending_to(path)
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20, hard))
+    try:
+        report({"event": "note", "text": "x" * 100})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    assert path.stat().st_size == 20
+    report({"event": "result", "value": 3})
+    *_, last = LineReader(path).read()
+    assert parse(last) == Result(3)
 
 
 def test_placeholders_are_filled_in_and_other_braces_stay():

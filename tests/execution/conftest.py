@@ -12,6 +12,7 @@ import pytest
 from robust_train.config.schema import complete
 from robust_train.events import Event
 from robust_train.execution import at_hand
+from robust_train.execution.library_imports import libraries_of
 from robust_train.execution.process import ProcessExecutor
 from robust_train.execution.request import AttemptRequest
 from robust_train.execution.signals import SignalWatch
@@ -70,7 +71,7 @@ class Attempts:
         with pytest.MonkeyPatch.context() as patch:
             for name in _OF_ONE_TEST:
                 patch.delenv(name, raising=False)
-            executor = ProcessExecutor(ref, cfg, self.run_dir, SignalWatch())
+            executor = ProcessExecutor(ref, libraries_of(ref), cfg, self.run_dir, SignalWatch())
             try:
                 return executor.run(request, take)
             finally:

@@ -25,6 +25,7 @@ from robust_train.events import (
     Progress,
     UserEvent,
 )
+from robust_train.execution import wire
 from robust_train.execution.fork_messages import receive_descriptors, send_descriptors
 from robust_train.execution.output import AttemptLog
 from robust_train.execution.progress import AttemptProgress
@@ -65,7 +66,7 @@ def test_only_progress_is_dropped_where_nobody_reads(channel):
 def test_an_event_of_any_size_arrives_whole(channel, size: int):
     ours, theirs = channel
     EventSender(theirs)(UserEvent("retry", {"event": "failed", "text": "x" * size}))
-    assert read_events(ours) == [UserEvent("retry", {"event": "failed", "text": "x" * size})]
+    assert list(read_events(ours)) == [UserEvent("retry", {"event": "failed", "text": "x" * size})]
 
 
 def test_a_packet_that_is_no_event_is_dropped(channel):
@@ -73,7 +74,33 @@ def test_a_packet_that_is_no_event_is_dropped(channel):
     for packet in (b"not json", b'{"event": "finished", "step": "one"}', b'{"event": "?"}', b"\0"):
         theirs.send(packet)
     EventSender(theirs)(Finished(1))
-    assert read_events(ours) == [Finished(1)]
+    assert list(read_events(ours)) == [Finished(1)]
+
+
+def test_the_attempts_end_arrives_however_much_waits_for_a_stopped_launcher(
+    channel, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(wire, "_MOST_WAITING_BYTES", 100_000)
+    ours, theirs = channel
+    send = EventSender(theirs)
+    for step in range(2000):
+        send(UserEvent("note", {"step": step, "text": "x" * 1000}))
+    send(Finished("done"))
+    received: list[Event] = []
+    while not received or received[-1] != Finished("done"):
+        received += read_events(ours)
+        send.flush(0)
+    steps = [event.fields["step"] for event in received if isinstance(event, UserEvent)]
+    assert steps == [*range(len(steps))]
+    assert len(steps) < 1000  # of the rest nothing was kept
+
+
+def test_a_burst_of_events_is_taken_a_part_at_a_time(channel):
+    ours, theirs = channel
+    for step in range(50):
+        EventSender(theirs)(Progress(step))
+    assert [event.step for event in read_events(ours, 20)] == [*range(20)]
+    assert [event.step for event in read_events(ours)] == [*range(20, 50)]
 
 
 def test_a_launcher_that_is_gone_is_not_the_trainers_trouble(channel):
@@ -95,19 +122,24 @@ def test_an_attempt_whose_launcher_is_killed_before_it_has_sent_the_locks_is_not
             receive_descriptors(here)
 
 
-_A_WORKER_THAT_IGNORES_SIGINT = """
-import multiprocessing, os, signal, time
+_A_WORKER = """
+import multiprocessing, os, signal, sys, time
 from robust_train.execution.runner import stop_on_signals
 
-def work(ready):
+def ignores_sigint(ready):
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # as pools of workers usually do
     ready.send(os.getpid())
     time.sleep(1000)
 
+def has_a_handler(ready):
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+    ready.send(os.getpid())
+    ready.recv()  # for ever
+
 context = multiprocessing.get_context("fork")
 with stop_on_signals(lambda: None):
     here, there = context.Pipe()
-    worker = context.Process(target=work, args=[there])
+    worker = context.Process(target=globals()[sys.argv[1]], args=[there])
     worker.start()
     print(here.recv(), flush=True)
     input()
@@ -117,23 +149,30 @@ print(worker.exitcode)
 """
 
 
-def test_a_worker_that_ignores_one_signal_of_somebody_else_is_still_ended_by_its_parent():
+@pytest.mark.parametrize(
+    ("work", "signum", "ending"),
+    [("ignores_sigint", signal.SIGINT, -signal.SIGTERM), ("has_a_handler", signal.SIGTERM, 7)],
+)
+def test_a_worker_puts_off_a_signal_of_somebody_else_and_is_ended_by_its_parent(
+    work: str, signum: int, ending: int
+):
+    """Also where it ignores that signal, or has a handler of its own and waits."""
     program = subprocess.Popen(
-        [sys.executable, "-c", _A_WORKER_THAT_IGNORES_SIGINT],
+        [sys.executable, "-c", _A_WORKER, work],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
     assert program.stdout is not None
     worker = int(program.stdout.readline())
-    os.kill(worker, signal.SIGINT)
+    os.kill(worker, signum)
     try:
         shown, _ = program.communicate("go on\n", timeout=60)
     except subprocess.TimeoutExpired:
         os.kill(worker, signal.SIGKILL)
         program.communicate()
         raise
-    assert shown.strip() == str(-signal.SIGTERM)
+    assert shown.strip() == str(ending)
 
 
 def test_progress_is_folded_from_events():
@@ -143,6 +182,10 @@ def test_progress_is_folded_from_events():
         progress = progress.after(event)
     outcome = progress.outcome(None, 1.0)
     assert (outcome.end_step, outcome.result) == (6, "done")
+    assert (outcome.saved_step, outcome.saves) == (3, 1)
+    # a trainer that saves without a step has saved the last one it reported, if any
+    assert progress.after(CheckpointSaved("b")).saved_step == 6
+    assert AttemptProgress().after(CheckpointSaved("b")).outcome(None, 1.0).saved_step is None
 
 
 def test_a_script_may_report_any_of_the_memory_figures_alone():

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from robust_train.failures import classify_failure
 from robust_train.failures.advice import with_fitting_advice
-from robust_train.values import Clue, Evidence
+from robust_train.values import Clue, Evidence, Outcome
 
 KIB, MIB, GIB = 1024, 1024**2, 1024**3
 
@@ -265,14 +268,34 @@ def test_advice_fits_the_clue() -> None:
     assert not any("who else" in sentence for sentence in own)
 
 
-@pytest.mark.parametrize(("workers", "is_script"), [(0, False), (4, True)])
-def test_advice_about_workers_is_for_trainers_that_have_them(workers: int, is_script: bool) -> None:
-    failure = classify_failure(MemoryError())
-    fitting = with_fitting_advice(failure, num_workers=workers, is_script=is_script)
+def fitting(error: BaseException, outcome: Outcome | None = None, **trainer: Any) -> str:
+    failed = replace(outcome or Outcome(None, end_step=3), failure=classify_failure(error))
+    given = {"num_workers": 2, "is_script": False, "is_built_in": True, **trainer}
+    failure = with_fitting_advice(failed, **given).failure
+    assert failure is not None
+    return "; ".join(failure.advice)
 
-    assert not any("num_workers" in sentence for sentence in fitting.advice)
-    assert any("batch_size" in sentence for sentence in fitting.advice)
-    assert with_fitting_advice(failure, num_workers=2, is_script=False) == failure
+
+def test_advice_about_workers_is_for_trainers_that_have_them() -> None:
+    error = MemoryError()
+    assert "num_workers" in fitting(error)
+    assert "num_workers" not in fitting(error, num_workers=0)
+    assert "num_workers" not in fitting(error, is_script=True, is_built_in=False)
+
+
+def test_advice_names_the_keys_that_a_trainer_has() -> None:
+    error = RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    assert "training.mixed_precision" in fitting(error)
+    own = fitting(error, is_built_in=False)
+    assert "training.batch_size" in own
+    assert "training.mixed_precision" not in own
+    script = fitting(error, is_script=True, is_built_in=False)
+    assert "--batch-size" in script
+    assert "training." not in script
+
+
+def test_before_the_first_step_no_smaller_batch_is_advised() -> None:
+    assert "batch" not in fitting(MemoryError(), Outcome(None), num_workers=0)
 
 
 @pytest.mark.parametrize("error", [KeyError("lr"), KeyboardInterrupt()])

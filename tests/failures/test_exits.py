@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from robust_train.failures import classify_exit
+from robust_train.failures.stack import native_stack_in
 from robust_train.values import Clue, Failure, FailureKind
 
 KILL_ME = "import os, signal; os.kill(os.getpid(), signal.{})"
@@ -73,11 +74,34 @@ def test_ctrl_c_is_an_interruption() -> None:
     )
 
 
-def test_a_segmentation_fault_is_a_bug() -> None:
-    failure = ended("import ctypes; ctypes.string_at(0)", "-X", "faulthandler")
+def test_a_segmentation_fault_is_a_bug_and_said_where() -> None:
+    program = "import ctypes\ndef reads_nothing():\n    ctypes.string_at(0)\nreads_nothing()"
+    failure = ended(program, "-X", "faulthandler")
 
     assert failure.kind is FailureKind.BUG
-    assert "SIGSEGV" in failure.message
+    assert failure.message == (
+        'ended by SIGSEGV: Segmentation fault at "<string>", line 3 in reads_nothing'
+    )
+
+
+def test_the_stack_of_a_crash_is_that_of_its_thread_without_the_launchers_frames() -> None:
+    stack = native_stack_in(
+        "epoch 1: loss 0.1\nFatal Python error: Segmentation fault\n\n"
+        "Thread 0x1 (most recent call first):\n"
+        '  File "/x/site-packages/psutil/__init__.py", line 9 in wait\n\n'
+        "Current thread 0x2 (most recent call first):\n"
+        '  File "/x/site-packages/torch/nn/functional.py", line 5 in conv\n'
+        '  File "/home/me/my.py", line 3 in train\n'
+        '  File "/x/site-packages/robust_train/execution/runner.py", line 7 in call_trainer\n'
+        '  File "<frozen runpy>", line 198 in _run_module_as_main\n\n'
+        "Extension modules: yaml._yaml (total: 1)\n"
+    )
+
+    assert stack is not None
+    assert stack.headline == 'Segmentation fault at "/home/me/my.py", line 3 in train'
+    assert len(stack.frames) == 2
+    assert "psutil" not in str(stack)
+    assert native_stack_in("Killed") is None
 
 
 def test_an_abort_is_a_bug() -> None:

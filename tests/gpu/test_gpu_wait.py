@@ -3,15 +3,9 @@ test changes."""
 
 from __future__ import annotations
 
-import io
 import logging
 import os
-import pty
-import re
-import select as streams
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -20,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from robust_train.gpu.visible import Visible
-from robust_train.queue.wait import GpuRequest, NoGpu, StatusLine, WaitStatus, wait_for_gpu
+from robust_train.queue.wait import GpuRequest, NoGpu, WaitStatus, wait_for_gpu
+from robust_train.report.status import LiveStatus
 from robust_train.values import MIB, GpuInfo, GpuProcess
 from simulated_nvml import Gpu, Machine
 
@@ -213,20 +208,17 @@ def test_slices_of_a_gpu_are_nothing_for_a_job_of_several() -> None:
 
 
 WAIT = """
-import logging, os, sys
-logging.basicConfig(level="INFO", format="%(message)s", stream=sys.stderr)
+import os, sys
 from robust_train.gpu.inventory import read_inventory
-from robust_train.queue.wait import StatusLine
 from robust_train.gpu.visible import visible_gpus
 from robust_train.queue.wait import GpuRequest, wait_for_gpu
 request = GpuRequest(4000 * 1024**2, timeout_seconds=300, interval_seconds={interval})
 try:
-    with StatusLine() as line:
-        found = wait_for_gpu(
-            request,
-            read=lambda processes: visible_gpus(read_inventory(processes=processes), os.environ),
-            on_status=line.show,
-        )
+    found = wait_for_gpu(
+        request,
+        read=lambda processes: visible_gpus(read_inventory(processes=processes), os.environ),
+        on_status=lambda status: print(status.sentence(), file=sys.stderr),
+    )
     print(found[0].uuid)
 except KeyboardInterrupt:
     print("left")
@@ -256,58 +248,14 @@ def test_ctrl_c_ends_the_waiting_however_long_the_interval(machine_with: Machine
     assert out.strip() == "left"
 
 
-WIPED = b"\r\n\x1b[?25h\r\x1b[1A\x1b[2K"  # a new line, the cursor back, the line gone
-
-
-def read_until(terminal: int, text: bytes) -> bytes:
-    """What a program writes to its terminal, up to ``text`` or its end."""
-    seen = b""
-    while text not in seen:
-        ready, _, _ = streams.select([terminal], [], [], 60)
-        assert ready, seen
-        try:
-            piece = os.read(terminal, 4096)
-        except OSError:  # the other side is closed
-            break
-        if not piece:
-            break
-        seen += piece
-    return seen
-
-
-def test_a_terminal_shows_one_line_that_is_rewritten_and_wiped(machine_with: MachineWith) -> None:
-    machine = machine_with(Gpu(free_mib=100))
-    terminal, other_side = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-c", WAIT.format(interval=0.05)],
-        env=machine.environment(COLUMNS="60", TERM="xterm"),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=other_side,
-    )
-    os.close(other_side)
-    seen = read_until(terminal, b"waiting for a GPU with 4000 MiB free, ")
-    machine.update(0, free_mib=9000)
-    seen += read_until(terminal, b"no such text")
-    out, _ = process.communicate(timeout=60)
-    os.close(terminal)
-    assert out.decode().strip() == machine.uuid(0)
-    assert seen.endswith(WIPED), seen
-    shown = re.sub(rb"\x1b\[[0-9;?]*[A-Za-z]", b"", seen.removesuffix(WIPED)).decode()
-    assert "\n" not in shown
-    assert max(map(len, shown.split("\r"))) <= 60
-
-
 def test_without_a_terminal_each_look_gives_one_log_line(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     status = WaitStatus(50 * MIB, 60.0, checks=1, obstacles="busy")
-    stream = io.StringIO()
-    with caplog.at_level(logging.INFO, "robust_train"), StatusLine(stream) as line:
+    with caplog.at_level(logging.INFO, "robust_train"), LiveStatus(is_wanted=False) as live:
         for seconds_left, checks in ((60.0, 1), (59.0, 1), (58.0, 2)):
-            line.show(replace(status, seconds_left=seconds_left, checks=checks))
+            live.log_waiting(replace(status, seconds_left=seconds_left, checks=checks))
     assert [record.message for record in caplog.records] == [
         "waiting for a GPU with 50 MiB free, 1:00 left; busy",
         "waiting for a GPU with 50 MiB free, 0:58 left; busy",
     ]
-    assert stream.getvalue() == ""

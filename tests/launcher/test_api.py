@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import hard_days
 import trainers
-from robust_train import AttemptsExhausted, ConfigError, TrainerFailed, UserError, launch
+from robust_train import (
+    AttemptsExhausted,
+    ConfigError,
+    JobInterrupted,
+    TrainerFailed,
+    UserError,
+    launch,
+    launcher,
+)
+from robust_train.runfolder.identity import read_identity
+from robust_train.runfolder.state import read_state
 
 SCRIPT = """
 import sys
@@ -103,6 +116,32 @@ def test_the_trainers_own_exception_is_raised_with_its_traceback(tmp_path: Path,
         launch(trainers.has_a_bug, {"isolation": isolation}, run_dir=tmp_path)
     assert isinstance(caught.value.__cause__, TrainerFailed)
     assert "in _deep_down" in str(caught.value.__cause__)
+
+
+@pytest.mark.parametrize("isolation", ["process", "none"])
+def test_a_signal_after_the_trainer_has_returned_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, isolation: str
+):
+    """To launcher and attempt before the result is reported, and to the launcher at the end."""
+    stop = functools.partial(os.kill, os.getpid(), signal.SIGTERM)
+    monkeypatch.setattr(launcher.Summary, "write", lambda summary: stop())
+    monkeypatch.setattr(launcher, "write_report", lambda run_dir: stop())
+    trainer = hard_days.is_stopped_when_it_has_returned
+    summary = launch(trainer, {"isolation": isolation}, run_dir=tmp_path)
+    assert (summary.status, summary.result) == ("completed", 0.5)
+    assert read_state(tmp_path).exit_code == 0
+    assert read_identity(tmp_path).completed is not None
+
+
+def test_a_trainer_that_returns_because_it_was_stopped_has_not_completed(tmp_path: Path):
+    trainer = hard_days.returns_when_it_is_stopped
+    with pytest.raises(JobInterrupted):
+        launch(trainer, {"isolation": "none"}, run_dir=tmp_path)
+    assert read_identity(tmp_path).completed is None
+    # nor where somebody has stopped nothing but the attempt
+    with pytest.raises(TrainerFailed, match="asked to stop"):
+        launch(trainer, run_dir=tmp_path)
+    assert read_identity(tmp_path).completed is None
 
 
 def test_a_death_without_an_exception_is_raised_as_trainer_failed(tmp_path: Path):

@@ -223,6 +223,8 @@ def test_the_stack_of_a_segfault_is_in_the_journal(world: World):
     evidence = next(e["evidence"] for e in ended.journal if e["event"] == "attempt_ended")
     assert "Fatal Python error: Segmentation fault" in evidence["traceback"]
     assert "dies_of_segfault" in evidence["traceback"]
+    assert "robust_train" not in ended.stderr.partition("Fatal Python error")[2]
+    assert ended.output.index("ended by SIGSEGV: ") < ended.output.index("Fatal Python error")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+
 import hydra
 import pytest
 
@@ -122,3 +124,10 @@ def test_help_starts_nothing(world: World):
     assert ended.returncode == 0
     assert "min_gpu_memory_mb" in ended.stdout
     assert not world.run_dir.exists()
+
+
+def test_a_limit_that_leaves_no_room_to_import_torch_is_one_line(world: World):
+    limit = (400 << 20, 400 << 20)
+    ended = world.run(preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, limit))
+    ended.was_refused(["400 MiB (ulimit -d)", "no room to import torch"])
+    assert ended.summary["attempts"] == []

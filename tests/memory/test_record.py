@@ -7,17 +7,19 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from robust_train.memory.samples import Limits, Record, Sample
+from robust_train.memory.samples import Limits, Sample, thinned
 
 LIMITS = Limits(first=5, between=12, newest=4, slack=6)
 
 
 def recorded(samples: list[Sample], limits: Limits = LIMITS) -> list[Sample]:
-    record = Record(limits)
-    for sample in samples:
-        record.add(sample)
-        assert len(record) <= limits.most
-    return record.samples()
+    kept: list[tuple[int, Sample]] = []
+    for numbered in enumerate(samples):
+        kept.append(numbered)
+        if len(kept) >= limits.most:
+            kept = thinned(kept, limits)
+            assert len(kept) <= limits.first + limits.between + limits.newest
+    return [sample for _, sample in kept]
 
 
 def attempt(count: int, first_step_at: int, gap: float = 0.1) -> list[Sample]:

@@ -136,7 +136,7 @@ def test_status_and_list_in_pipe_and_terminal(host: Host, how: str):
     assert Path(status["run_dir"]) == world.run_dir
     table = host.command("list")
     header, row = table.stdout.splitlines()
-    assert header.split()[:4] == ["id", "state", "job", "pid"]
+    assert header.split()[:4] == ["id", "state", "job", "where"]
     assert row.startswith(f"{status['id']}  running")
     assert "\x1b" not in table.stdout
     assert "─" in host.in_terminal("list")
@@ -158,7 +158,7 @@ def test_of_two_runs_one_is_named_and_stops_with_a_checkpoint_as_at_sigterm(host
     worlds = [host.world(name) for name in ("first", "second")]
     for world in worlds:
         host.train(world, "saves_when_it_stops")
-    ids = [run["id"] for run in host.told("list")["runs"]]
+    ids = [run["id"] for run in host.told("list")["runs"]][::-1]
     line = host.refused("stop")
     assert "2 runs of yours are alive; name one with --run" in line
     assert all(run_id in line for run_id in ids)

@@ -37,11 +37,17 @@ def events_table() -> str:
 
 def state_table() -> str:
     """A row for each field of the state."""
-    told = dict(re.findall(r"^    (\w+): ((?:.|\n        )+)", str(inspect.getdoc(RunState)), re.M))
+    comments = re.findall(
+        r"((?:^    # .*\n)*)^    (\w+): [^#\n]*(?:# (.*))?$", inspect.getsource(RunState), re.M
+    )
+    told = {
+        name: (above.replace("    # ", "") + beside).strip() for above, name, beside in comments
+    }
     rows = []
     for item in dataclasses.fields(RunState):
         kind = _TYPES[str(item.type).removesuffix(" | None")]
-        meaning = " ".join(told.get(item.name, "").split())
+        meaning = " ".join(told[item.name].split())
+        meaning += "." * bool(meaning)
         rows.append(f"| `{item.name}` | {kind} | {_plain(meaning)} |")
     return "\n".join(rows)
 

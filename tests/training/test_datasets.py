@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import signal
 import socket
+from pathlib import Path
 
 import pytest
 import torch
@@ -41,10 +42,11 @@ def refusal_of(cfg):
 
 def test_digits_are_split_alike_for_every_class_and_every_seed():
     splits = open_data(config("dataset=digits").dataset)
-    assert (len(splits.train.labels), len(splits.test.labels)) == (1438, 359)
+    parts = (splits.train, splits.validation, splits.test)
+    assert [len(part.labels) for part in parts] == [1438, 179, 180]
     counts = torch.bincount(torch.tensor(splits.test.labels), minlength=10)
-    assert int(counts.min()) >= 35
-    assert set(splits.train.numbers).isdisjoint(splits.test.numbers)
+    assert int(counts.min()) >= 17
+    assert len({part.describe(n) for part in parts for n in range(len(part.labels))}) == 1797
     assert open_data(config("dataset=digits", "seed=7").dataset) == splits
 
 
@@ -58,7 +60,8 @@ def test_digits_become_the_images_that_a_backbone_takes():
     assert label == same == splits.test.labels[0]
     from sklearn.datasets import load_digits
 
-    original = torch.tensor(load_digits().images[splits.test.numbers[0]] / 16)
+    number = int(splits.test.describe(0).split()[1])
+    original = torch.tensor(load_digits().images[number] / 16)
     torch.testing.assert_close(small[0].double(), original, rtol=0, atol=0.5 / 255)
 
 
@@ -78,14 +81,17 @@ def test_flowers102_may_lie_in_the_root_itself(tmp_path):
 def test_cub200_in_its_original_archive_format_has_the_official_parts(tmp_path):
     splits = open_data(dataset_config("cub200", write_cub200(tmp_path)))
     assert splits.shape.num_classes == 200
-    assert splits.train.labels == splits.test.labels == [0, 0, 199, 199]
-    assert "001.Black_footed_Albatross" in str(splits.train.paths[0])
+    assert splits.test.labels == [0, 0, 199, 199]
+    assert splits.train.labels == splits.validation.labels == [0, 199]
+    assert "001.Black_footed_Albatross" in splits.train.describe(0)
 
 
 def test_image_folder_uses_its_test_folder(tmp_path):
     splits = open_data(dataset_config("image_folder", write_image_folder(tmp_path)))
     assert splits.shape.num_classes == 2
-    assert len(splits.train.labels) == len(splits.test.labels) == 16
+    assert len(splits.test.labels) == 16
+    assert len(splits.train.labels) + len(splits.validation.labels) == 16
+    assert sorted(splits.validation.labels) == [0, 1]
 
 
 def test_image_folder_without_a_test_folder_is_split_the_same_way_each_time(tmp_path):
@@ -93,16 +99,18 @@ def test_image_folder_without_a_test_folder_is_split_the_same_way_each_time(tmp_
     cfg = dataset_config("image_folder", root, "dataset.test_fraction=0.25")
     splits = open_data(cfg)
     assert sorted(splits.test.labels) == [0, 0, 1, 1]
-    assert len(splits.train.labels) == 12
-    assert set(splits.train.paths).isdisjoint(splits.test.paths)
+    assert (len(splits.train.labels), len(splits.validation.labels)) == (10, 2)
+    parts = (splits.train, splits.validation, splits.test)
+    assert len({part.describe(n) for part in parts for n in range(len(part.labels))}) == 16
     assert open_data(cfg) == splits
 
 
 def test_a_split_leaves_every_class_something_to_train_on():
-    train_part, test_part = stratified_split([0, 1, 1, 2, 2, 2], test_fraction=0.9)
-    assert sorted(train_part + test_part) == list(range(6))
-    assert 0 in train_part
-    assert len(test_part) == 3
+    source = ImageFiles([Path(str(n)) for n in range(6)], [0, 1, 1, 2, 2, 2])
+    train_part, test_part = stratified_split(source, 0.9)
+    assert sorted([*train_part.indices, *test_part.indices]) == list(range(6))
+    assert 0 in train_part.indices
+    assert len(test_part.labels) == 3
 
 
 @pytest.mark.parametrize(

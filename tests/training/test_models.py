@@ -78,7 +78,7 @@ def test_every_model_learns(tmp_path, model, backbone):
     assert result["steps"] == 10
     first, *_, last = [epoch["metrics"] for epoch in run.of("epoch")]
     assert last["train_loss"] < first["train_loss"]
-    assert result["objective"] == result["test_accuracy"] == last["val_accuracy"]
+    assert result["objective"] == result["validation_accuracy"] == last["val_accuracy"]
 
 
 def test_a_linear_probe_trains_its_last_layer_alone(tmp_path):

@@ -1,4 +1,4 @@
-"""The doors: what ``train_robust.py`` and ``train.py`` do before and after the job itself.
+"""The doors: what ``train_robust.py``, ``train.py`` and a project's ``main.py`` do around a job.
 
 A user's mistake ends in one line and exit code 2; a trainer's bug in its own traceback and 1.
 """
@@ -6,25 +6,36 @@ A user's mistake ends in one line and exit code 2; a trainer's bug in its own tr
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import os
 import signal
 import sys
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import robust_train
-from robust_train.errors import EXIT_BAD_CONFIG, EXIT_FAILED, ConfigError, JobInterrupted
-
-if TYPE_CHECKING:
-    from robust_train.cli.jobs import Ending
+from robust_train.errors import EXIT_BAD_CONFIG, EXIT_FAILED, ConfigError
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"
 _CONFIGS = "pkg://robust_train.configs"
 
 
+def train(arguments: Sequence[str] | None = None) -> int:
+    """``robust-train train``: the same as ``train_robust.py``, from any folder."""
+    if arguments is not None:
+        sys.argv[1:] = arguments  # Hydra reads it there
+    sys.argv[0] = "robust-train train"
+    open_robust()
+    return 0
+
+
 def open_robust() -> None:
     """``python train_robust.py``: run a job, or with ``-m`` a sweep, under the launcher."""
     _end_quietly_at_signals()
+    _see_modules_here()
     from robust_train.execution.screen import never_blocking_output
 
     with never_blocking_output():
@@ -36,19 +47,57 @@ def open_robust() -> None:
             at_hand.warm_up(libraries)
         from robust_train.cli import jobs
 
-        code = _open(jobs.robust_job, "train_robust", "robust", jobs.ending)
+        code = _open(jobs.robust_job, "robust", name="train_robust")
     sys.exit(code)
 
 
 def open_plain() -> None:
     """``python train.py``: the same trainer, one run in this process, no supervision."""
     _end_quietly_at_signals()
+    _see_modules_here()
     from robust_train.execution.environment import shared_machine_environment
 
     os.environ.update(shared_machine_environment(os.environ))
     from robust_train.cli import jobs
 
-    sys.exit(_open(jobs.plain_job, "train", "config", jobs.ending))
+    sys.exit(_open(jobs.plain_job, "config", name="train"))
+
+
+def hydra_main(
+    config_path: str = "conf", config_name: str = "config"
+) -> Callable[[Callable[[Any], Any]], Callable[[], None]]:
+    """Decorate a project's ``main(cfg)``: ``hydra.main`` with one-line mistakes and our exit codes.
+
+    Args:
+        config_path: folder of the configs, relative to the file that defines ``main``.
+        config_name: the primary config, without ``.yaml``.
+    """
+
+    def decorate(task: Callable[[Any], Any]) -> Callable[[], None]:
+        @functools.wraps(task)
+        def job(cfg: Any) -> Any:
+            from robust_train.cli import jobs
+
+            with jobs.refused_in_one_line():
+                return task(cfg)
+
+        @functools.wraps(task)
+        def main() -> None:
+            _end_quietly_at_signals()
+            folder = Path(inspect.getfile(task)).resolve().parent / config_path
+            code = _open(job, config_name, config_path=str(folder))
+            if code:
+                sys.exit(code)
+
+        return main
+
+    return decorate
+
+
+def _see_modules_here() -> None:
+    """Have a trainer's module found in the working directory, as ``python -m`` does."""
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path.insert(0, os.getcwd())
 
 
 def _end_quietly_at_signals() -> None:
@@ -65,42 +114,52 @@ def _end_quietly_at_signals() -> None:
             signal.signal(signum, end)
 
 
-def _open(job: Callable[[Any], Any], name: str, config_name: str, ending: Ending) -> int:
-    """Compose the config and run the job or sweep; return the exit code."""
+def _open(
+    task: Callable[[Any], Any], config_name: str, *, config_path: str = _CONFIGS, name: str = ""
+) -> int:
+    """Compose the config and run the job or sweep; return the exit code.
+
+    ``name`` is that of our own command, empty for a project's.
+    """
     import hydra
 
+    from robust_train.cli import jobs
     from robust_train.config.refusals import REFUSALS, explain
     from robust_train.execution import at_hand
     from robust_train.sweep import session
     from robust_train.sweep.plugins_of_others import known_problem
 
-    if "--version" in sys.argv[1:]:
-        print(f"{name} of robust-train {robust_train.__version__}")
-        return 0
-    session.door_is_open()
+    if name:
+        if "--version" in sys.argv[1:]:
+            print(f"{name} of robust-train {robust_train.__version__}")
+            return 0
+        # names the log file; Hydra would call the job after the module that the task is defined in
+        os.environ.setdefault("HYDRA_MAIN_MODULE", name)
+    session.door_is_open(jobs.check if name else None)
     user_wants_everything = os.environ.get(_FULL_ERROR) == "1"
     # otherwise Hydra prints errors its own way and exits with 1
     os.environ[_FULL_ERROR] = "1"
-    # names the log file; Hydra would call the job after the module that the task is defined in
-    os.environ.setdefault("HYDRA_MAIN_MODULE", name)
     try:
-        hydra.main(version_base="1.3", config_path=_CONFIGS, config_name=config_name)(job)()
-        code = ending.code
-    except REFUSALS as error:
-        if user_wants_everything or ending.started:
+        hydra.main(version_base="1.3", config_path=config_path, config_name=config_name)(task)()
+        code = jobs.ending.code
+    except KeyboardInterrupt as error:  # JobInterrupted among them
+        code = getattr(error, "exit_code", 130)
+    except Exception as error:
+        if user_wants_everything:
+            traceback.print_exc()
+        frames = traceback.walk_tb(error.__traceback__)
+        found: int | None = None
+        if any(frame.f_code is task.__code__ for frame, _ in frames):
+            found = jobs.exit_code_of_error(error)
+        elif isinstance(error, REFUSALS):
+            print(explain(error, config_name, sys.argv[1:], config_path), file=sys.stderr)
+            found = EXIT_BAD_CONFIG
+        elif problem := known_problem(error):
+            print(problem.text, file=sys.stderr)
+            found = jobs.ending.code or problem.exit_code
+        if found is None and not user_wants_everything:
             raise
-        print(explain(error, config_name, sys.argv[1:]), file=sys.stderr)
-        code = EXIT_BAD_CONFIG
-    except JobInterrupted as error:
-        code = error.exit_code
-    except KeyboardInterrupt:
-        code = 130
-    except (RuntimeError, ValueError) as error:
-        problem = known_problem(error)
-        if problem is None:
-            raise
-        print(problem, file=sys.stderr)
-        code = ending.code or EXIT_FAILED
+        code = found or EXIT_FAILED
     finally:
         at_hand.discard()
     try:

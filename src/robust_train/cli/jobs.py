@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from robust_train.config.schema import complete
 from robust_train.errors import (
     EXIT_BAD_CONFIG,
     EXIT_FAILED,
     EXIT_NO_DEVICE,
+    AttemptsExhausted,
     ConfigError,
     JobInterrupted,
+    NoDevice,
+    TrainerFailed,
+    UserError,
 )
+from robust_train.execution.library_imports import libraries_of
+from robust_train.execution.trainer_ref import TrainerRef
 from robust_train.launcher import Job
 from robust_train.runfolder.requests import sweep_stop_requested
 from robust_train.runfolder.summary import Summary
-from robust_train.settings import sweep_folder
+from robust_train.settings import sweep_folder, target_of
 from robust_train.sweep import current
 from robust_train.sweep.plugins_of_others import no_objective
 from robust_train.values import MEMORY_FAILURES, FailureKind
@@ -31,12 +41,10 @@ class Ending:
 
     Attributes:
         code: exit code: that of the first job that did not complete, else 0.
-        started: a job was entered; what is raised from then on is not Hydra's doing.
     """
 
     def __init__(self) -> None:
         self.code = 0
-        self.started = False
         self._refusals: set[str] = set()
 
     def refuse(self, message: str) -> None:
@@ -69,9 +77,26 @@ def plain_job(cfg: DictConfig) -> Any:
     return _job(plain, remedies=False)
 
 
+def check(cfg: DictConfig) -> None:
+    """Refuse what can be seen without an attempt: a wrong trainer, data that are not there.
+
+    Raises:
+        ConfigError: with one line.
+    """
+    try:
+        target = target_of(cfg)
+        data = cfg.dataset if target.startswith("robust_train.vision.") else {}
+        name, root = data.get("name"), data.get("root")
+        is_local = name == "image_folder" or (data.get("download") is False and name != "digits")
+    except (ConfigError, OmegaConfBaseException):  # reported by the job, for any command
+        return
+    libraries_of(TrainerRef(target))
+    if root and is_local and not Path(root).expanduser().is_dir():
+        raise ConfigError(f"dataset.root={root}: there is no such folder")
+
+
 def _job(cfg: DictConfig, *, remedies: bool) -> Any:
     """Run a job, alone or as one of a sweep, which goes on without it if it does not complete."""
-    ending.started = True
     job = current.current_job()
     if job is not None and not job.runs:
         return job.objective
@@ -97,6 +122,40 @@ def _job(cfg: DictConfig, *, remedies: bool) -> Any:
         ending.note(error.exit_code)
     hydra = HydraConfig.get()
     return no_objective(hydra) if hydra.mode == RunMode.MULTIRUN else None
+
+
+@contextlib.contextmanager
+def refused_in_one_line() -> Iterator[None]:
+    """Print what ``launch`` raises here: Hydra would put lines of its own around it.
+
+    In a sweep it is raised, so that the job counts as failed.
+    """
+    try:
+        yield
+    except Exception as error:
+        if HydraConfig.get().mode == RunMode.MULTIRUN:
+            raise
+        code = exit_code_of_error(error)
+        if code is None:
+            raise
+        ending.note(code)
+
+
+def exit_code_of_error(error: BaseException) -> int | None:
+    """Return the exit code for what ``launch`` raised in a project's ``main``, after its reason.
+
+    None: it is none of ours.
+    """
+    if isinstance(error, JobInterrupted):
+        return error.exit_code
+    # its own traceback, without the launcher's frames
+    shown = error.__cause__ if isinstance(error.__cause__, TrainerFailed) else error
+    if not isinstance(shown, ConfigError | NoDevice | AttemptsExhausted | TrainerFailed):
+        return None
+    print(f"{error if isinstance(error, UserError) else shown}".rstrip(), file=sys.stderr)
+    if isinstance(shown, ConfigError):
+        return EXIT_BAD_CONFIG
+    return EXIT_NO_DEVICE if isinstance(shown, NoDevice) else EXIT_FAILED
 
 
 def exit_code_of(summary: Summary) -> int:

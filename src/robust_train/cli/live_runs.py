@@ -1,11 +1,12 @@
-"""``robust-train run VERB``: list live runs, show the state of one, and steer it."""
+"""``robust-train run VERB``: show the state of a live run, and steer it."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
+from robust_train.cli import runs
 from robust_train.cli.output import Parser, fail, print_json, print_table
 from robust_train.events import Json
 from robust_train.readable import as_clock
@@ -16,9 +17,6 @@ from robust_train.runfolder.requests import Refused, request_sweep_stop
 from robust_train.runfolder.runs import NoLiveRun, Run, choose_run, find_live_runs
 from robust_train.values import MIB
 
-COLUMNS = ("id", "state", "job", "pid", "attempt", "device", "batch", "step", "for", "run folder")
-_RIGHT = {"pid", "attempt", "step", "for"}
-
 _VERBS = {
     "list": "your live runs",
     "status": "state of a live run, or the last state of one that ended: device, batch, step, "
@@ -28,7 +26,7 @@ _VERBS = {
     "stop": "save a checkpoint and end, as SIGTERM would; RUN may be a sweep's folder",
 }
 
-About = Mapping[str, Json]
+About = dict[str, Json]
 """State of a run, or its answer, as ``--json`` prints it."""
 
 
@@ -41,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     verb = arguments.command
     if verb == "list":
-        return _list(arguments.json)
+        return runs.show(find_live_runs()[::-1], arguments.json)
     which = arguments.run or arguments.which
     try:
         if verb == "stop" and which and (Path(which) / "sweep.json").is_file():
@@ -101,34 +99,6 @@ def _stop_sweep(folder: Path, as_json: bool) -> int:
     return 0
 
 
-def _list(as_json: bool) -> int:
-    runs = find_live_runs()
-    if as_json:
-        print_json({"runs": [run.about() for run in runs]})
-    elif runs:
-        print_table(COLUMNS, [_row(run) for run in runs], _RIGHT)
-    else:
-        print("no run of yours is alive on this machine")
-    return 0
-
-
-def _row(run: Run) -> list[str]:
-    about = run.about()
-    cells = (
-        run.id,
-        run.status if run.is_here else f"{run.status} on {about['host']}",
-        about.get("name"),
-        run.pid,
-        about.get("attempt"),
-        about.get("device"),
-        _batch(about),
-        _step(about),
-        as_clock(int(about["seconds_in_state"])) if "seconds_in_state" in about else None,
-        run.run_dir,
-    )
-    return ["-" if cell is None else str(cell) for cell in cells]
-
-
 def _show_status(run: Run, about: About) -> None:
     waiting = about.get("waiting") or {}
     state, loss, memory = about["state"], about.get("loss"), about.get("memory") or {}
@@ -151,7 +121,7 @@ def _show_status(run: Run, about: About) -> None:
         ("device", about.get("device")),
         ("batch", _batch(about)),
         ("effective batch", about.get("effective_batch_size")),
-        ("step", _step(about)),
+        ("step", runs.step_of(about)),
         ("loss", None if loss is None else f"{loss:.4g}"),
         ("last checkpoint", about.get("checkpoint")),
         ("memory", ", ".join(f"{k} {v // MIB} MiB" for k, v in memory.items()) or None),
@@ -177,10 +147,3 @@ def _batch(about: About) -> str | None:
         return None
     inside = "" if split is None or split == size else f", split into {split}"
     return f"{size} × {about['gradient_accumulation_steps']}{inside}"
-
-
-def _step(about: About) -> str | None:
-    step, total = about.get("step"), about.get("total_steps")
-    if step is None or total is None:
-        return None if step is None else str(step)
-    return f"{step}/{total}"

@@ -13,11 +13,15 @@ import robust_train
 USAGE = """usage: robust-train COMMAND [OPTIONS]
 
 commands:
+  train   a job or a sweep (-m), as train_robust.py does   [OVERRIDE …]
   gpus    table of this machine's GPUs and who holds them  [--json]
   queue   jobs that run and wait on this host, and why     [--json] [cancel ID]
   run     a script under the launcher                      [OPTIONS] -- PROGRAM [ARGUMENT …]
   run     your live runs: list, status, checkpoint,        [--json] [--run ID|PATH|PID]
           halve-batch, stop
+  runs    your jobs, live and past                         [--json] [--all]
+  logs    what a job's attempts print                      [RUN] [-f] [--attempt N]
+  wait    until jobs have ended; their exit code           [RUN …]
   init    a new project that trains at once                DIR
   plan    memory that a job will take, and where it fits   [OVERRIDE …] [--json]
   doctor  each GPU usable or why not, and the queue        [--json] [--clear GPU]
@@ -28,8 +32,9 @@ commands:
 """
 
 COMMANDS = {
-    name: f"{name}:main" for name in ("gpus", "queue", "run", "init", "plan", "doctor", "report")
-} | {"memory": "memory:main", "cleanup": "memory:cleanup"}
+    name: f"{name}:main"
+    for name in ("gpus", "queue", "run", "init", "plan", "doctor", "report", "runs", "logs", "wait")
+} | {"train": "door:train", "memory": "memory:main", "cleanup": "memory:cleanup"}
 OF_LIVE_RUNS = ("list", "status", "checkpoint", "halve-batch", "stop")
 
 

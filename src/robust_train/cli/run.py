@@ -210,10 +210,11 @@ def _keep_config(run_dir: Path, config: str, overrides: Sequence[str]) -> None:
 
 def _log_into(run_dir: Path) -> None:
     """Log as Hydra has it set up for ``train_robust.py``: to the screen and to a file."""
+    from robust_train.execution.hydra_state import HYDRAS_FORMAT
+
     handlers: list[logging.Handler] = [logging.StreamHandler(sys.stdout)]
     try:
         handlers.append(logging.FileHandler(run_dir / "train_robust.log"))
     except OSError as error:
         print(f"warning: no log file in {run_dir}: {error.strerror}", file=sys.stderr)
-    log_format = "[%(asctime)s][%(name)s][%(levelname)s] - %(message)s"
-    logging.basicConfig(level=logging.INFO, format=log_format, handlers=handlers)
+    logging.basicConfig(level=logging.INFO, format=HYDRAS_FORMAT, handlers=handlers)

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from hydra import compose, initialize_config_module
+from hydra import compose, initialize_config_dir, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from robust_train.errors import ConfigError
+
+OURS = "pkg://robust_train.configs"
+Composed = Callable[[Sequence[str]], DictConfig]
+"""Composes the command's config with overrides."""
 
 REFUSALS = (ConfigError, HydraException, OmegaConfBaseException, OSError)
 
@@ -52,11 +57,14 @@ _ACCEPTED = {
 }
 
 
-def explain(error: BaseException, config_name: str, arguments: Sequence[str]) -> str:
+def explain(
+    error: BaseException, config_name: str, arguments: Sequence[str], config_path: str = OURS
+) -> str:
     """Return one line for the user about one of :data:`REFUSALS`.
 
     ``config_name`` is this command's primary config; ``arguments`` is its command line.
     """
+    compose_with = functools.partial(_compose, config_path, config_name)
     chain = "\n".join(str(link) for link in _chain(error))
     overrides = [argument for argument in arguments if not argument.startswith("-")]
     if isinstance(error, ConfigError):
@@ -83,7 +91,7 @@ def explain(error: BaseException, config_name: str, arguments: Sequence[str]) ->
     if _NO_LIST.search(chain):
         return f"{key or '?'}: accepted is a list, '{key or '?'}=[one, \"two words\"]'"
     if match := _UNKNOWN_KEY.search(chain):
-        return _unknown_key(match[1] or key or match[2], config_name, overrides)
+        return _unknown_key(match[1] or key or match[2], compose_with, overrides)
     return _joined(line for line in chain.splitlines()[:3] if "HYDRA_FULL_ERROR" not in line)
 
 
@@ -125,27 +133,26 @@ def _unknown_option(group: str, option: str, chain: str) -> str:
     return f"{group}={option}: no such option{hint}{_did_you_mean(option, options)}"
 
 
-def _unknown_key(key: str, config_name: str, overrides: Sequence[str]) -> str:
+def _unknown_key(key: str, compose_with: Composed, overrides: Sequence[str]) -> str:
     typed = next((o for o in overrides if o.partition("=")[0].lstrip("+~") == key), key)
-    others = [o for o in overrides if o != typed]
+    others = [o for o in overrides if o != typed and "," not in o]
     parent, _, name = key.rpartition(".")
-    accepted = [str(k) for k in _keys_under(parent, config_name, others)]
+    everything = _all_keys(compose_with, others)
+    accepted = [k.rpartition(".")[2] for k in everything if k.rpartition(".")[0] == parent]
     place = f" under {parent}" if parent else ""
     hint = f"; accepted{place} are {', '.join(accepted)}" if accepted else ""
     group = key.partition(".")[0]
     if any(o.startswith(f"{group}=") and "," in o for o in overrides):
         value = typed.partition("=")[2]
         hint = f"; in a sweep over {group} write {key}=choice({value})"
-    everything = _all_keys(config_name, others)
-    elsewhere = [one for one in everything if one.rpartition(".")[2] == name]
-    if accepted and not (elsewhere and not parent):
-        meant = _did_you_mean(name, accepted)
-    else:
-        meant = (
-            f" (did you mean {elsewhere[0]}?)"
-            if elsewhere
-            else _did_you_mean(key, everything, 0.75)
-        )
+    if parent and accepted:
+        return f"{typed}: no such key{_did_you_mean(name, accepted)}{hint}"
+    near = difflib.get_close_matches(name, accepted, n=1, cutoff=0.8)
+    names = [one.rpartition(".")[2] for one in everything]
+    inner = difflib.get_close_matches(name, names, n=1, cutoff=0.8)
+    if name in names or (inner and not near):
+        return f"{typed}: no such key (did you mean {everything[names.index(inner[0])]}?)"
+    meant = _did_you_mean(name, accepted) or _did_you_mean(key, everything, 0.75)
     return f"{typed}: no such key{meant}{hint}"
 
 
@@ -154,22 +161,27 @@ def _did_you_mean(name: str, names: Sequence[str], cutoff: float = 0.6) -> str:
     return f" (did you mean {close[0]}?)" if close else ""
 
 
-def _keys_under(parent: str, config_name: str, overrides: Sequence[str]) -> list[Any]:
-    """Return the keys beside the wrong one."""
+def _compose(config_path: str, config_name: str, overrides: Sequence[str]) -> DictConfig:
     GlobalHydra.instance().clear()
+    module = config_path.removeprefix("pkg://")
+    with (
+        initialize_config_module(module, version_base="1.3")
+        if module != config_path
+        else initialize_config_dir(config_path, version_base="1.3")
+    ):
+        return compose(config_name, overrides=list(overrides))
+
+
+def _all_keys(compose_with: Composed, overrides: Sequence[str]) -> list[str]:
+    """Return the keys of the root and of all groups, ``training.lr`` before ``model.lr``."""
     try:
-        with initialize_config_module("robust_train.configs", version_base="1.3"):
-            cfg = compose(config_name, overrides=[o for o in overrides if "," not in o])
-        node = OmegaConf.select(cfg, parent) if parent else cfg
+        cfg = compose_with(overrides)
     except Exception:
         return []
-    return list(node) if isinstance(node, DictConfig) else []
-
-
-def _all_keys(config_name: str, overrides: Sequence[str]) -> list[str]:
-    """Return the keys of all groups, ``training.lr`` before ``model.lr``."""
-    groups = ("training", "memory", "dataset", "model", "trainer")
-    return [f"{g}.{name}" for g in groups for name in _keys_under(g, config_name, overrides)]
+    root = [str(key) for key in cfg]
+    groups = [k for k in root if not OmegaConf.is_missing(cfg, k) and OmegaConf.is_dict(cfg[k])]
+    groups.sort(key=lambda group: group not in ("training", "memory"))
+    return [*root, *(f"{group}.{name}" for group in groups for name in cfg[group])]
 
 
 def _chain(error: BaseException) -> list[BaseException]:

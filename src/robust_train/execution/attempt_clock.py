@@ -22,6 +22,9 @@ class AttemptClock:
     Args:
         stop_grace_seconds: from a request to stop, or the report of the result, to the kill.
         stall_timeout_seconds: without progress for this long it is stalled; 0 for never.
+
+    Attributes:
+        is_stopping: a signal has asked the attempt to stop.
     """
 
     def __init__(self, stop_grace_seconds: float, stall_timeout_seconds: float) -> None:
@@ -30,7 +33,7 @@ class AttemptClock:
         self._stall_at: float | None = None
         self._kill_at: float | None = None
         self._gone_at: float | None = None
-        self._is_stopping = False
+        self.is_stopping = False
 
     @property
     def is_set(self) -> bool:
@@ -44,8 +47,8 @@ class AttemptClock:
 
     def stop(self) -> None:
         """Take in a signal: the first leaves time for a checkpoint, the second none."""
-        self._kill_in(0.0 if self._is_stopping else self._grace_seconds)
-        self._is_stopping = True
+        self._kill_in(0.0 if self.is_stopping else self._grace_seconds)
+        self.is_stopping = True
 
     def on_event(self, event: Event) -> None:
         """Take in an event: progress, or the attempt's end, which the process's has to follow."""

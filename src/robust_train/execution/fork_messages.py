@@ -21,49 +21,32 @@ _MOST_DESCRIPTORS = 8
 
 @dataclass(frozen=True)
 class Import:
-    """Import libraries; the answer is :class:`Imported`.
+    """Import libraries; the answer is :class:`Imported`."""
 
-    Attributes:
-        path: the launcher's ``sys.path``.
-        libraries: modules; a name that proves to be another module's attribute is skipped.
-        trainer: one of robust-train's own, whose module is a library too; None for a user's.
-        cfg: the composed config, which such a trainer checks.
-    """
-
-    path: tuple[str, ...]
+    path: tuple[str, ...]  # the launcher's `sys.path`
+    # modules; a name that proves to be another module's attribute is skipped
     libraries: tuple[str, ...]
+    # one of robust-train's own, whose module is a library too; None for a user's
     trainer: TrainerRef | None = None
-    cfg: DictConfig | None = None
+    cfg: DictConfig | None = None  # the composed config, which such a trainer checks
 
 
 @dataclass(frozen=True)
 class Imported:
-    """The libraries are imported.
+    """The libraries are imported."""
 
-    Attributes:
-        unsafe: after which of them attempts must not be forked, and why.
-        refusal: why the trainer does not accept the config, else None.
-    """
-
-    unsafe: dict[str, str]
-    refusal: str | None = None
+    unsafe: dict[str, str]  # after which of them attempts must not be forked, and why
+    refusal: str | None = None  # why the trainer does not accept the config, else None
 
 
 @dataclass(frozen=True)
 class Exited:
-    """How an attempt's process ended.
+    """How an attempt's process ended."""
 
-    Attributes:
-        pid: its process id, None where the fork server died.
-        returncode: as subprocess has it.
-        max_resident_bytes: the process's peak resident memory.
-        stalled: it was killed because it made no progress.
-    """
-
-    pid: int | None
-    returncode: int
-    max_resident_bytes: int = 0
-    stalled: bool = False
+    pid: int | None  # its process id, None where the fork server died
+    returncode: int  # as subprocess has it
+    max_resident_bytes: int = 0  # the process's peak resident memory
+    stalled: bool = False  # it was killed because it made no progress
 
 
 def send_descriptors(connection: Connection, descriptors: Sequence[int]) -> None:

@@ -27,7 +27,7 @@ from robust_train.execution.attempt_clock import AttemptClock
 from robust_train.execution.environment import read_at_import, shared_machine_environment
 from robust_train.execution.fork_messages import Exited, Import, Imported, send_descriptors
 from robust_train.execution.linux import JOB_MARKER, become_subreaper, kill_descendants
-from robust_train.execution.output import OutputPump
+from robust_train.execution.output import OutputPump, has_input
 from robust_train.execution.request import AttemptRequest
 from robust_train.execution.screen import show_waiting
 from robust_train.execution.signals import (
@@ -44,6 +44,7 @@ log = logging.getLogger("robust_train")
 
 _QUIET_SECONDS = 0.5
 _AFTER_KILL_SECONDS = 8.0
+_MOST_EVENTS = 1000
 
 _alive: set[str] = set()
 """The tokens of this process's servers."""
@@ -92,7 +93,7 @@ class ForkServer:
                 self._process = subprocess.Popen(
                     [sys.executable, "-m", "robust_train.execution.server", *map(str, channels)],
                     pass_fds=channels,
-                    stdin=subprocess.DEVNULL,
+                    stdin=None if has_input() else subprocess.DEVNULL,
                     stdout=self.pump.stdout.child_fd,
                     stderr=self.pump.stderr.child_fd,
                     start_new_session=True,
@@ -165,6 +166,7 @@ class ForkServer:
         """
         clock = AttemptClock(request.stop_grace_seconds, request.stall_timeout_seconds)
         forked = stop_sent = stalled = False
+        unanswered: list[int] = []
 
         def send_stop() -> None:
             nonlocal stop_sent
@@ -173,6 +175,8 @@ class ForkServer:
                 self._send(int(stop_signal(os.environ)))
 
         def stop(signum: int) -> None:
+            if not clock.is_stopping:
+                unanswered.append(signum)
             clock.stop()
             send_stop()
 
@@ -187,13 +191,17 @@ class ForkServer:
                 selector.select(clock.seconds_left(TICK_SECONDS))
                 with contextlib.suppress(BlockingIOError):
                     os.read(wakeup, 4096)
+                while unanswered:
+                    log.info("%s", _stopping(unanswered.pop(), request.stop_grace_seconds))
                 if clock.kills_now():
                     self._send(int(signal.SIGKILL))
                 # messages before events and output: what the child sent before it ended is then
                 # already there when its end is known
                 ended = [m for m in self._messages() if isinstance(m, Exited)]
                 self.pump.move()
-                for event in read_events(self._events):
+                # at its end all; before, a burst must hold up neither signals nor requests
+                is_over = bool(ended) or clock.gives_up
+                for event in read_events(self._events, None if is_over else _MOST_EVENTS):
                     clock.on_event(event)
                     on_event(event)
                 if ended or clock.gives_up:
@@ -213,7 +221,7 @@ class ForkServer:
 
     def unread_events(self) -> list[Event]:
         """Return the last events of an attempt whose server has died."""
-        return read_events(self._events)
+        return list(read_events(self._events))
 
     def close(self) -> None:
         """End the server and whatever it runs; in a fork of this process only its descriptors."""
@@ -273,3 +281,8 @@ class ForkServer:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_AFTER_KILL_SECONDS)
         return ServerDied(self._process.poll() or -signal.SIGKILL)
+
+
+def _stopping(signum: int, grace_seconds: float) -> str:
+    again = "press Ctrl-C" if signum == signal.SIGINT else f"send {signal.Signals(signum).name}"
+    return f"stopping: saving a checkpoint, at most {grace_seconds:g} s; {again} again to kill"

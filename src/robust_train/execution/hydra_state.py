@@ -1,25 +1,46 @@
-"""Hydra's global state and logging, for a process that did not compose the config."""
+"""Hydra's global state, for a process that did not compose the config, and its log lines."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import logging.config
 import sys
+from collections.abc import Iterator
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import setup_globals
 from omegaconf import DictConfig, OmegaConf
+
+from robust_train.compat import format_of
+
+HYDRAS_FORMAT = "[%(asctime)s][%(name)s][%(levelname)s] - %(message)s"
+
+
+@contextlib.contextmanager
+def logged_to_screen() -> Iterator[None]:
+    """Show the launcher's lines within the block, unless the program has set up logging itself."""
+    logger = logging.getLogger("robust_train")
+    if logger.hasHandlers():
+        yield
+        return
+    level, handler = logger.level, logging.StreamHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter(HYDRAS_FORMAT))
+    logger.addHandler(handler)
+    logger.setLevel(level or logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 def adopt_hydra(hydra_cfg: DictConfig | None) -> None:
     """Give a fresh process the job's ``HydraConfig`` and logging; without Hydra a plain format."""
     if hydra_cfg is None:
         if not logging.getLogger().handlers:
-            logging.basicConfig(
-                level=logging.INFO,
-                stream=sys.stdout,
-                format="[%(asctime)s][%(name)s][%(levelname)s] - %(message)s",
-            )
+            logging.basicConfig(level=logging.INFO, stream=sys.stdout, format=HYDRAS_FORMAT)
+        shorten_lines_on_terminals()
         return
     setup_globals()  # the resolvers that Hydra's own config uses, ${now:} among them
     instance = HydraConfig.instance()
@@ -29,3 +50,22 @@ def adopt_hydra(hydra_cfg: DictConfig | None) -> None:
         settings = OmegaConf.to_container(logging_cfg, resolve=True)
         assert isinstance(settings, dict)
         logging.config.dictConfig({str(key): value for key, value in settings.items()})
+    shorten_lines_on_terminals()
+
+
+class _ShortLines(logging.Formatter):
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(level)s%(message)s", "%H:%M:%S")
+
+    def format(self, record: logging.LogRecord) -> str:
+        is_plain = record.levelno in (logging.INFO, logging.DEBUG)
+        record.level = "" if is_plain else f"{record.levelname.lower()}: "
+        return super().format(record)
+
+
+def shorten_lines_on_terminals() -> None:
+    """Have log lines in Hydra's own format begin with the time of day only, on terminals."""
+    for handler in logging.getLogger().handlers:
+        is_hydras = format_of(handler) == HYDRAS_FORMAT
+        if is_hydras and isinstance(handler, logging.StreamHandler) and handler.stream.isatty():
+            handler.setFormatter(_ShortLines())

@@ -24,13 +24,7 @@ log = logging.getLogger("robust_train")
 
 
 class InlineExecutor:
-    """Calls the trainer directly.
-
-    Args:
-        trainer: returns the callable itself.
-        signals: the launcher's signals; the trainer is asked to stop by the first of them.
-        can_restart: another attempt may follow.
-    """
+    """Calls the trainer directly."""
 
     def __init__(
         self, trainer: Callable[[], Trainer], signals: SignalWatch, *, can_restart: bool = True
@@ -64,8 +58,13 @@ class InlineExecutor:
         def take(event: Event) -> None:
             nonlocal progress
             progress = progress.after(event)
+            self._signals.is_over = isinstance(progress.ending, Finished)
             if not isinstance(event, (Finished, Failed)):
                 on_event(event)
+
+        def stop(ask_trainer: Callable[[], None]) -> None:
+            log.info("stopping: waiting for the trainer's last checkpoint")
+            ask_trainer()
 
         if self._memory_at_first is None:
             self._memory_at_first = StartingMemory()
@@ -76,7 +75,7 @@ class InlineExecutor:
                 new_run(request, take, can_restart=self._can_restart),
                 self._trainer,
                 take,
-                stopping=lambda stop: self._signals.handed_to(lambda signum: stop()),
+                stopping=lambda ask: self._signals.handed_to(lambda signum: stop(ask)),
                 tick=tick,
                 process_ends=False,
             )

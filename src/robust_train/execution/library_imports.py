@@ -12,21 +12,36 @@ import importlib.util
 import site
 import sys
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
+from typing import Any
 
 from robust_train.execution.trainer_ref import MAIN_MODULE, TrainerRef
 
 PRELOAD = "preload_modules"
 """A list of more modules to import early: a constant of the trainer's module, or a config key."""
 
+_KINDS_OF_NAMES = ("name", "asname", "id", "attr")
 _IMPORTS = (ast.Import, ast.ImportFrom)
 _MOST_MODULES = 1000
-_PATH_CHANGERS = frozenset({"sys.path", "sys.meta_path", "sys.path_hooks", "sys.modules"})
-_NAME_MAKERS = frozenset(
-    {"globals", "exec", "eval", "setattr", "vars", "locals", "__dict__", "modules"}
-)
+_PATH_CHANGERS = (b"sys.path", b"sys.meta_path", b"sys.modules", b"addsitedir")
+_NAME_MAKERS = frozenset({"*", "__getattr__", "__dict__", "globals", "locals", "vars", "modules"})
+_NAME_MAKERS |= {"exec", "eval", "setattr"}
+
+
+def find_trainer(
+    trainer: str | Callable[..., Any], inline: bool
+) -> tuple[TrainerRef, tuple[str, ...]]:
+    """Return how to load a trainer, and the libraries that its import imports.
+
+    Raises:
+        ConfigError: it certainly cannot be loaded.
+    """
+    if inline and not isinstance(trainer, str):
+        return TrainerRef("inline.trainer"), ()
+    ref = TrainerRef.of(trainer)
+    return ref, libraries_of(ref)
 
 
 def libraries_of(ref: TrainerRef) -> tuple[str, ...]:
@@ -37,6 +52,8 @@ def libraries_of(ref: TrainerRef) -> tuple[str, ...]:
     Raises:
         ConfigError: there is no such module or function, or its import will certainly fail.
     """
+    if ref.pickled is not None:
+        return ("torch",) if "torch" in sys.modules else ()
     reader = _Reader(ref)
     reader.read_trainer()
     return tuple(reader.found)
@@ -65,27 +82,24 @@ class _Reader:
             if self._own_file(name) is not None:
                 module, attribute = name, names[depth]
                 tree = self._own_module(name, certain=True, called=attribute)
-        bound = None if tree is None else _bound_names(tree)
-        if tree is not None and bound is not None and attribute not in bound:
+        if tree is None:
+            return
+        names_in = _names_in(tree)
+        if attribute not in names_in and not names_in & _NAME_MAKERS:
             kinds = (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef)
             functions = [node.name for node in tree.body if isinstance(node, kinds)]
             close = difflib.get_close_matches(attribute, functions, n=1)
             raise self._ref.has_no(module, attribute, close[0] if close else None)
 
     def _own_module(self, name: str, *, certain: bool, called: str = "") -> ast.Module | None:
-        """Read a module of the user's own, once.
-
-        Args:
-            name: of the module.
-            certain: it will certainly be imported.
-            called: the function in it that is the trainer: its own first imports count.
-        """
+        """Read a module of the user's own, once."""
         file = self._own_file(name)
         if file is None or name in self._seen or len(self._seen) >= _MOST_MODULES:
             return None
         self._seen.add(name)
         try:
-            tree = ast.parse(file.read_bytes(), str(file))
+            source = file.read_bytes()
+            tree = ast.parse(source, str(file))
         except OSError:
             return None
         except (SyntaxError, ValueError) as error:
@@ -94,13 +108,9 @@ class _Reader:
             text, line = (error.msg, error.lineno) if isinstance(error, SyntaxError) else (error, 1)
             problem = f"{type(error).__name__}: {text}"
             raise self._ref.cannot_be_imported(problem, f"{file}, line {line}") from None
-        self._path_is_changed = self._path_is_changed or any(
-            isinstance(node, ast.Attribute)
-            and (node.attr == "addsitedir" or ast.unparse(node) in _PATH_CHANGERS)
-            for node in ast.walk(tree)
-        )
+        self._path_is_changed |= any(word in source for word in _PATH_CHANGERS)
         package = name if file.name == "__init__.py" else name.rpartition(".")[0]
-        for node, is_sure in _imports(_with_body_of(tree, called), certain):
+        for node, is_sure in (*_imports(tree.body, certain), *_first_imports(tree, called)):
             where = f"{file}, line {node.lineno}"
             names = [alias.name for alias in node.names]
             if isinstance(node, ast.ImportFrom):
@@ -178,26 +188,19 @@ def _library_folders() -> tuple[str, ...]:
 _LIBRARY_FOLDERS = _library_folders()
 
 
-def _with_body_of(tree: ast.Module, function: str) -> list[ast.stmt]:
-    """Return a module's statements, and the imports that a function of it does first of all.
-
-    A library that the trainer imports itself would else be imported anew in each attempt.
-    """
-    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
-    inner: list[ast.stmt] = [
-        node
-        for one in functions
-        if one.name == function
-        for node in one.body
-        if isinstance(node, _IMPORTS)
-    ]
-    return [*tree.body, ast.With(items=[], body=inner)] if inner else tree.body
+_Found = Iterator[tuple[ast.Import | ast.ImportFrom, bool]]
+"""Imports, and whether they certainly run."""
 
 
-def _imports(
-    body: Sequence[ast.stmt], certain: bool
-) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool]]:
-    """Yield the imports that run when a module does, and whether they certainly do."""
+def _first_imports(tree: ast.Module, function: str) -> _Found:
+    """Yield the imports in the body of a function of the module, which may not be called."""
+    for one in tree.body:
+        if isinstance(one, ast.FunctionDef) and one.name == function:
+            yield from _imports([node for node in one.body if isinstance(node, _IMPORTS)], False)
+
+
+def _imports(body: Sequence[ast.stmt], certain: bool) -> _Found:
+    """Yield the imports that run when a module does."""
     for node in body:
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             yield node, certain
@@ -226,18 +229,7 @@ def _preload_list(tree: ast.Module) -> list[str]:
     return []
 
 
-def _bound_names(tree: ast.Module) -> set[str] | None:
-    """Return every name that the module may bind; None where that cannot be read."""
-    bound: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            bound.update((alias.asname or alias.name).partition(".")[0] for alias in node.names)
-        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            bound.add(node.name)
-        elif isinstance(node, (ast.Name, ast.Attribute)):
-            name = node.id if isinstance(node, ast.Name) else node.attr
-            if name in _NAME_MAKERS:
-                return None
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                bound.add(name)
-    return None if bound & {"*", "__getattr__"} else bound
+def _names_in(tree: ast.Module) -> set[str]:
+    """Return every name that occurs in the module, among them all that it may bind."""
+    found = (getattr(node, kind, "") for node in ast.walk(tree) for kind in _KINDS_OF_NAMES)
+    return {name for name in found if isinstance(name, str)}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 
@@ -14,10 +16,13 @@ JOB_MARKER = "ROBUST_TRAIN_JOB"
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_FALLOC_FL_KEEP_SIZE = 1
+_FALLOC_FL_PUNCH_HOLE = 2
 _KILL_SECONDS = 5.0
 
 # looked up here and not at its call, which may be between fork and exec
 _libc_prctl = ctypes.CDLL(None).prctl
+_libc_fallocate = ctypes.CDLL(None).fallocate
 
 
 def signal_at_parents_death(signum: int) -> None:
@@ -33,6 +38,16 @@ def become_subreaper(*, on: bool = True) -> None:
 def _prctl(option: int, value: int) -> None:
     """Best effort: kernels and sandboxes without it lose a safety net, not the function."""
     _libc_prctl(option, value, 0, 0, 0)
+
+
+def release_blocks(path: Path, offset: int, length: int) -> None:
+    """Return part of a file to the disk, whoever else appends to it: it is zeros from now on.
+
+    Best effort: a disk that cannot (NFS before 4.2) keeps it.
+    """
+    how = _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE
+    with contextlib.suppress(OSError), path.open("r+b") as file:
+        _libc_fallocate(file.fileno(), how, ctypes.c_long(offset), ctypes.c_long(length))
 
 
 def children() -> list[int]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import fcntl
+import io
 import os
 import pty
 import selectors
+import stat
 import struct
 import sys
 import termios
@@ -25,6 +28,15 @@ _BAR_SECONDS = 1.0
 """How often the log takes in the state of a line that is still being rewritten."""
 
 
+def has_input() -> bool:
+    """Return whether standard input is a file or a pipe: a terminal's stays with the launcher."""
+    try:
+        mode = os.fstat(0).st_mode
+    except OSError:
+        return False
+    return stat.S_ISREG(mode) or stat.S_ISFIFO(mode)
+
+
 class OutputStream:
     """One of stdout and stderr: a terminal for the child where ours is one, else a pipe.
 
@@ -38,16 +50,29 @@ class OutputStream:
     def __init__(self, ours: TextIO) -> None:
         self._ours = ours
         self._target: int | None = None
-        with contextlib.suppress(AttributeError, OSError, ValueError):  # as in a notebook
-            self._target = int(ours.fileno())
+        self._size: bytes | None = None
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        # a notebook's stream has the number of the terminal that the notebook was started in
+        if isinstance(ours, io.TextIOWrapper):
+            with contextlib.suppress(OSError, ValueError):
+                self._target = ours.fileno()
         if self._target is not None and os.isatty(self._target):
             self.read_fd, self.child_fd = pty.openpty()
             _copy_terminal(self._target, self.child_fd)
+            self._size = _size_of(self._target)
         else:
             self.read_fd, self.child_fd = os.pipe()
             with contextlib.suppress(OSError):  # room for what is printed while we are stopped
                 fcntl.fcntl(self.read_fd, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         os.set_blocking(self.read_fd, False)
+
+    def fit(self) -> None:
+        """Give the child's terminal the size of ours, which people change."""
+        if self._size is not None and self._target is not None:
+            with contextlib.suppress(OSError):
+                if (size := _size_of(self._target)) != self._size:
+                    self._size = size
+                    fcntl.ioctl(self.child_fd, termios.TIOCSWINSZ, size)
 
     def read(self) -> bytes:
         """Return what has arrived, empty if nothing has."""
@@ -59,10 +84,15 @@ class OutputStream:
     def show(self, data: bytes) -> None:
         """Pass on to our own stream, without waiting for its reader."""
         if self._target is not None:
-            screen.show(self._target, data)
+            screen.show(self._target, data, source=self)
             return
         with contextlib.suppress(Exception):
-            self._ours.write(data.decode(errors="replace"))
+            self._ours.write(self._decode(data))
+
+    def settle(self) -> None:
+        """Let an unfinished line scroll away."""
+        if self._target is not None:
+            screen.settle(self._target, source=self)
 
     def close(self) -> None:
         """Close both ends."""
@@ -96,11 +126,14 @@ class OutputPump:
         if self._log is not None:
             self._log.close()
         self._log = None
+        for stream in self.streams:
+            stream.settle()
 
     def move(self) -> bool:
         """Pass on everything that has arrived; return whether there was anything."""
         moved = False
         for number, stream in enumerate(self.streams):
+            stream.fit()
             for _ in range(_MOST_READS):  # signals and events come in between
                 if not (data := stream.read()):
                     break
@@ -134,9 +167,6 @@ class AttemptLog:
 
     Progress bars rewrite their line by carriage return, perhaps for weeks: only the last state of a
     line is kept, in memory as in the file.
-
-    Args:
-        file: open for appending, unbuffered.
     """
 
     def __init__(self, file: FileIO) -> None:
@@ -183,10 +213,14 @@ def flush_output() -> None:
 
 
 def _copy_terminal(source: int, target: int) -> None:
-    size = fcntl.ioctl(source, termios.TIOCGWINSZ, b"\0" * 8)
-    if size[:4] == b"\0" * 4:  # a terminal that does not know its size: bars would be empty
-        size = struct.pack("HHHH", 24, 80, 0, 0)
-    fcntl.ioctl(target, termios.TIOCSWINSZ, size)
+    fcntl.ioctl(target, termios.TIOCSWINSZ, _size_of(source))
     attributes = termios.tcgetattr(target)
     attributes[1] &= ~termios.OPOST  # the real terminal translates line ends, once is enough
     termios.tcsetattr(target, termios.TCSANOW, attributes)
+
+
+def _size_of(terminal: int) -> bytes:
+    size = fcntl.ioctl(terminal, termios.TIOCGWINSZ, b"\0" * 8)
+    if size[:4] == b"\0" * 4:  # a terminal that does not know its size: bars would be empty
+        size = struct.pack("HHHH", 24, 80, 0, 0)
+    return size

@@ -12,7 +12,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,14 @@ from robust_train.events import Event, Failed, Finished, ScriptStarted, Stalled
 from robust_train.execution import at_hand
 from robust_train.execution.fork_messages import Exited
 from robust_train.execution.fork_server import ForkServer, ServerDied
-from robust_train.execution.library_imports import PRELOAD, libraries_of
+from robust_train.execution.library_imports import PRELOAD
 from robust_train.execution.progress import AttemptProgress
 from robust_train.execution.request import AttemptRequest
 from robust_train.execution.signals import SignalWatch
 from robust_train.execution.trainer_ref import TrainerRef
 from robust_train.failures import classify_exit
+from robust_train.failures.shortage import no_room_to_import
+from robust_train.failures.stack import native_stack_in
 from robust_train.memory.oom_killer import OomKillWatch
 from robust_train.script.ending import last_words, script_failure
 from robust_train.values import Evidence, Failure, FailureKind, Outcome
@@ -42,28 +44,26 @@ _SIGNAL_SECONDS = 0.5
 class ProcessExecutor:
     """Runs attempts in processes of their own.
 
-    Args:
-        trainer: what to run.
-        cfg: the composed config.
-        run_dir: where the attempts' output is kept, as ``attempt-<n>.log``.
-        signals: the launcher's signals.
-
     Raises:
-        ConfigError: the trainer cannot be imported, as far as its source shows.
+        ConfigError: the config's own list of libraries is none.
     """
 
     def __init__(
-        self, trainer: TrainerRef, cfg: DictConfig, run_dir: Path, signals: SignalWatch
+        self,
+        trainer: TrainerRef,
+        libraries: Sequence[str],
+        cfg: DictConfig,
+        run_dir: Path,
+        signals: SignalWatch,
     ) -> None:
         self._trainer = trainer
         self._cfg = cfg
         self._run_dir = run_dir
         self._signals = signals
-        found = libraries_of(trainer)
         wanted = OmegaConf.select(cfg, f"trainer.{PRELOAD}")
         if wanted is not None and not isinstance(wanted, ListConfig):
             raise ConfigError(f"trainer.{PRELOAD}={wanted}: accepted is a list of modules")
-        self._libraries = list(found) if wanted is None else [str(name) for name in wanted]
+        self._libraries = list(libraries) if wanted is None else [str(name) for name in wanted]
         if cfg.num_gpus > 1 and OmegaConf.select(cfg, "trainer.argv") is None:
             self._libraries.append("torch.distributed")
         self._unsafe: set[str] = set()
@@ -96,6 +96,7 @@ class ProcessExecutor:
         def take(event: Event) -> None:
             nonlocal progress
             progress = progress.after(event)
+            self._signals.is_over = isinstance(progress.ending, Finished)
             if isinstance(event, ScriptStarted):
                 # logged here, because what the attempt prints is evidence
                 log.info("running %s", shlex.join(event.argv))
@@ -124,7 +125,8 @@ class ProcessExecutor:
         if exited.stalled:
             on_event(Stalled(request.stall_timeout_seconds, stacks))
         was_stopped = self._signals.received is not None
-        failure = failure_of(progress, exited, tail, was_stopped, oom_kills.killed)
+        printed = tail if exited.stalled else f"{stacks}{tail}"
+        failure = failure_of(progress, exited, printed, was_stopped, oom_kills.killed)
         outcome = progress.outcome(
             failure,
             time.monotonic() - started,
@@ -136,7 +138,9 @@ class ProcessExecutor:
             return replace(outcome, failure=failure, traceback=stacks or None)
         if runs_script and failure is not None:
             return replace(outcome, traceback=last_words(tail, log_path.name), error=None)
-        return replace(outcome, traceback=outcome.traceback or _native_stack(tail))
+        crash = native_stack_in(stacks or tail)
+        stack = None if crash is None else str(crash)
+        return replace(outcome, traceback=outcome.traceback or stack)
 
     def close(self, *, keep_server: bool) -> None:
         """Release the server: for the next job of this process, or for good."""
@@ -176,6 +180,9 @@ class ProcessExecutor:
             try:
                 server.poll_import(waits=True, tick=tick)
             except ServerDied as death:
+                problem = no_room_to_import(next(iter(self._libraries), "Python"), None)
+                if problem is not None:
+                    raise ConfigError(problem) from death
                 if not self._libraries:
                     raise
                 log.warning(
@@ -255,12 +262,6 @@ def _stacks(request: AttemptRequest, *, keep: bool) -> str:
     except OSError:
         return ""
     return text
-
-
-def _native_stack(tail: str) -> str | None:
-    """Return the stack that faulthandler printed when the process crashed, None if it did not."""
-    start = tail.rfind("Fatal Python error: ")
-    return None if start < 0 else tail[start:].strip() + "\n"
 
 
 class _LoadedOnlyUnpickler(pickle.Unpickler):

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from robust_train.events import (
+    CheckpointSaved,
     Event,
     Failed,
     Finished,
@@ -29,6 +30,8 @@ class AttemptProgress:
     start_step: int = 0
     end_step: int | None = None
     began_training: bool = False
+    saved_step: int | None = None
+    saves: int = 0
     memory: Mapping[str, int] = field(default_factory=dict)
     micro_batch: int | None = None
     memory_cleared: MemoryCleared | None = None
@@ -50,6 +53,9 @@ class AttemptProgress:
                 return replace(self, start_step=event.step, began_training=True)
             case Progress():
                 return replace(self, end_step=event.step)
+            case CheckpointSaved():
+                step = self.end_step if event.step is None else event.step
+                return replace(self, saved_step=step, saves=self.saves + 1)
             case MemoryReported(rank=None):
                 return replace(self, memory={**self.memory, **event.figures})
             case MicroBatchChanged(training=True):
@@ -71,20 +77,13 @@ class AttemptProgress:
 
     def outcome(
         self,
-        failure: Failure | None,
-        seconds: float,
+        failure: Failure | None,  # why it failed, None if it completed
+        seconds: float,  # wall time
         *,
-        max_resident_bytes: int = 0,
-        error: BaseException | None = None,
+        max_resident_bytes: int = 0,  # the process's peak, where it is known from outside
+        error: BaseException | None = None,  # the exception, where it could be carried over
     ) -> Outcome:
-        """Return the outcome of an attempt that has ended.
-
-        Args:
-            failure: why it failed, None if it completed.
-            seconds: wall time.
-            max_resident_bytes: the process's peak, where it is known from outside.
-            error: the exception, where it could be carried over.
-        """
+        """Return the outcome of an attempt that has ended."""
         failed = self.ending if isinstance(self.ending, Failed) else None
         on_gpu = "max_allocated" in self.memory
         resident = max_resident_bytes or self.memory.get("max_resident")
@@ -96,6 +95,8 @@ class AttemptProgress:
             start_step=self.start_step,
             end_step=self.end_step,
             began_training=self.began_training,
+            saved_step=self.saved_step,
+            saves=self.saves,
             peak_memory_bytes=self.memory["max_allocated"] if on_gpu else resident,
             memory=dict(self.memory) if on_gpu else None,
             memory_returned=returned

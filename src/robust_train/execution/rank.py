@@ -43,13 +43,7 @@ def be_rank(
 ) -> NoReturn:
     """Run the trainer as one of the ranks, in a process that was forked for it.
 
-    Args:
-        rank: its number.
-        request: the attempt.
-        send: takes the attempt's events.
-        votes: the group's flags.
-        ending: a descriptor of a file in memory for the event of its end.
-        port: of the group's store.
+    ``ending`` is a file in memory for the event of its end.
     """
     status = 1
     try:

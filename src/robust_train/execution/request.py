@@ -17,31 +17,24 @@ from robust_train.values import AttemptSpec
 
 @dataclass(frozen=True)
 class AttemptRequest:
-    """One attempt, ready to be carried to another process.
-
-    Attributes:
-        cfg: the composed config with this attempt's device, batch and workers, fully resolved.
-        hydra_cfg: Hydra's own config, so that ``HydraConfig`` and logging work in the trainer.
-        attempt: number of the attempt, counted from 1.
-        environ: the whole environment of the attempt's process.
-        stall_timeout_seconds: an attempt without progress for this long is ended; 0 for never.
-        ranks: processes that run the trainer together.
-        stop_grace_seconds: time for a last checkpoint.
-        batch_search: the micro-batch is to be found before training.
-    """
+    """One attempt, ready to be carried to another process."""
 
     trainer: TrainerRef
+    # the composed config with this attempt's device, batch and workers, fully resolved
     cfg: DictConfig
+    # Hydra's own config, so that `HydraConfig` and logging work in the trainer
     hydra_cfg: DictConfig | None
-    attempt: int
+    attempt: int  # number of the attempt, counted from 1
     run_dir: Path
     resume_checkpoint: Path | None
-    environ: dict[str, str]
+    environ: dict[str, str]  # the whole environment of the attempt's process
     cwd: str
+    # an attempt without progress for this long is ended; 0 for never
     stall_timeout_seconds: float = 0.0
-    ranks: int = 1
-    stop_grace_seconds: float = 20.0
-    batch_search: BatchSearch | None = None
+    ranks: int = 1  # processes that run the trainer together
+    stop_grace_seconds: float = 20.0  # time for a last checkpoint
+    batch_search: BatchSearch | None = None  # the micro-batch is to be found before training
+    has_live_status: bool = False  # the launcher shows steps and loss on a terminal
 
     @property
     def stacks_file(self) -> Path:
@@ -50,26 +43,18 @@ class AttemptRequest:
 
 
 def request_for(
-    spec: AttemptSpec,
+    spec: AttemptSpec,  # what the attempt uses
     cfg: DictConfig,
     settings: LauncherSettings,
     *,
     trainer: TrainerRef,
-    device: str,
-    number: int,
+    device: str,  # what `cfg.device` is for the trainer
+    number: int,  # of the attempt
     run_dir: Path,
-    checkpoint: Path | None,
-    search: BatchSearch | None,
+    checkpoint: Path | None,  # what it resumes from
+    search: BatchSearch | None,  # the search for its micro-batch, None where the size is known
 ) -> AttemptRequest:
-    """Return the request for an attempt of a job with config ``cfg``.
-
-    Args:
-        spec: what the attempt uses.
-        device: what ``cfg.device`` is for the trainer.
-        number: of the attempt.
-        checkpoint: what it resumes from.
-        search: the search for its micro-batch, None where the size is known.
-    """
+    """Return the request for an attempt of a job with config ``cfg``."""
     return AttemptRequest(
         trainer=trainer,
         cfg=attempt_config(cfg, spec, device),
@@ -89,4 +74,5 @@ def request_for(
         ranks=1 if settings.is_script else spec.ranks,
         stop_grace_seconds=settings.stop_grace_seconds,
         batch_search=search,
+        has_live_status=settings.owns_terminal,
     )

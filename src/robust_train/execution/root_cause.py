@@ -14,21 +14,16 @@ _FOLLOWS_FROM_OTHERS = frozenset({FailureKind.COMM, FailureKind.INTERRUPTED})
 
 @dataclass(frozen=True)
 class RankEnd:
-    """How one rank's process ended, or that it runs.
-
-    Attributes:
-        ending: the event of its end; None so far, or where it died without one.
-        at: seconds of the monotonic clock: when it reported its end, else when it was seen dead.
-        returncode: as subprocess has it, None while it runs.
-        was_killed: it was killed because another had failed.
-    """
+    """How one rank's process ended, or that it runs."""
 
     rank: int
     pid: int
+    # the event of its end; None so far, or where it died without one
     ending: Finished | Failed | None
+    # seconds of the monotonic clock: when it reported its end, else when it was seen dead
     at: float
-    returncode: int | None = None
-    was_killed: bool = False
+    returncode: int | None = None  # as subprocess has it, None while it runs
+    was_killed: bool = False  # it was killed because another had failed
 
     @property
     def kind(self) -> FailureKind | None:

@@ -44,6 +44,7 @@ Stopping = Callable[[Callable[[], None]], AbstractContextManager[Any]]
 
 _LARGEST_ERROR_BYTES = 20_000
 _WORKER_REPRIEVE_SECONDS = 5.0
+_WAKES_MAIN_THREAD = signal.SIGURG
 
 
 def new_run(
@@ -64,31 +65,24 @@ def new_run(
         rank=rank,
         world_size=request.ranks,
         flags=flags,
+        has_live_status=request.has_live_status,
     )
     run.batch_search = request.batch_search
     return run
 
 
 def run_attempt(
-    request: AttemptRequest,
-    run: Run,
-    load: Callable[[], Trainer],
-    send: Send,
+    request: AttemptRequest,  # the attempt
+    run: Run,  # what the trainer is given
+    load: Callable[[], Trainer],  # returns the trainer, imported if need be
+    send: Send,  # takes the event of its end
     *,
-    stopping: Stopping,
+    stopping: Stopping,  # how this process is asked to stop
+    # called twice a second, where the launcher itself runs the attempt
     tick: Callable[[], None] = lambda: None,
-    process_ends: bool,
+    process_ends: bool,  # this process ends with the attempt, so memory need not be returned
 ) -> BaseException | None:
     """Run the trainer and send :class:`Finished` or :class:`Failed`.
-
-    Args:
-        request: the attempt.
-        run: what the trainer is given.
-        load: returns the trainer, imported if need be.
-        send: takes the event of its end.
-        stopping: how this process is asked to stop.
-        tick: called twice a second, where the launcher itself runs the attempt.
-        process_ends: this process ends with the attempt, so memory need not be returned.
 
     Returns:
         The exception that ended it (for a caller in the same process), None if it completed.
@@ -99,6 +93,7 @@ def run_attempt(
         try:
             with AttemptRequests(run, run.run_dir, tick):
                 result = call_trainer(load(), request.cfg, run)
+                run.is_cooperative = True  # a signal has nothing to interrupt any more
             ending = Finished(plain(result))
         except SystemExit as stop:
             if stop.code in (None, 0):
@@ -112,6 +107,8 @@ def run_attempt(
             message = "stopped to go on with half the micro-batch"
             failure = Failure(FailureKind.INTERRUPTED, message)
             ending = Failed(failure, stopped_for=HALVE_BATCH)
+        elif run.was_told_to_stop and isinstance(ending, Finished):
+            ending = Failed(Failure(FailureKind.INTERRUPTED, "it was asked to stop, and did"))
         memory: Mapping[str, int] = {}
         with contextlib.suppress(Exception):  # after a sticky error CUDA answers nothing
             memory = memory_in_use()
@@ -129,6 +126,7 @@ def call_trainer(trainer: Trainer, cfg: DictConfig, run: Run) -> Any:
     run.memory_keeper = keeper = AttemptMemory(run, cfg)
     run.micro_batch_plan = MicroBatchPlan.of(cfg)
     run.saving.plan = SavePlan.of(cfg)
+    run.logs_memory = cfg.memory.log_frequency > 0
     with keeper:
         try:
             parameters = inspect.signature(trainer).parameters
@@ -245,6 +243,8 @@ def stop_on_signals(stop: Callable[[], None]) -> Iterator[None]:
     def in_worker(stop: object) -> None:
         # torch's workers have handlers in C, which a blocked signal does not reach
         signal.pthread_sigmask(signal.SIG_BLOCK, watched)
+        with contextlib.suppress(ValueError):
+            signal.signal(_WAKES_MAIN_THREAD, lambda *_: None)
         threading.Thread(target=_end_at_signal, args=(watched,), daemon=True).start()
 
     for signum in watched:
@@ -263,4 +263,6 @@ def _end_at_signal(watched: Sequence[signal.Signals]) -> None:
             info = signal.sigtimedwait(watched, _WORKER_REPRIEVE_SECONDS) or info
         signal.pthread_sigmask(signal.SIG_UNBLOCK, watched)
         os.kill(os.getpid(), info.si_signo)
+        # a handler in Python runs in the main thread, which may wait for its next task for ever
+        signal.pthread_kill(threading.main_thread().ident or 0, _WAKES_MAIN_THREAD)
         signal.pthread_sigmask(signal.SIG_BLOCK, watched)

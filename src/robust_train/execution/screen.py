@@ -2,6 +2,7 @@
 
 A terminal under Ctrl-S, a dead ssh, ``| less``: what cannot be shown is kept for a while, then
 dropped, which a line reports once the reader is back. Nothing is lost from an attempt's log.
+On a terminal a :class:`LiveArea` may hold the last lines.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ import stat
 import sys
 import time
 from collections.abc import Iterator
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from robust_train.execution.live_area import LiveArea
 
 _MOST_WAITING_BYTES = 1 << 20
 _LAST_CHANCE_SECONDS = 2.0
@@ -26,11 +30,15 @@ class Screen:
 
     Args:
         descriptor: where to write; another file may be opened under its number later.
+
+    Attributes:
+        area: what is shown below all output; None: nothing.
     """
 
     def __init__(self, descriptor: int) -> None:
         status = os.fstat(descriptor)
         self.target = (status.st_dev, status.st_ino, status.st_rdev)
+        self.area: LiveArea | None = None
         self._waiting = bytearray()
         self._dropped_bytes = 0
         self._is_gone = False
@@ -42,6 +50,11 @@ class Screen:
             with contextlib.suppress(OSError):
                 copy, self._own_fd = self._own_fd, os.open(f"/proc/self/fd/{descriptor}", flags)
                 os.close(copy)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether output waits for its reader."""
+        return bool(self._waiting)
 
     def write(self, data: bytes) -> None:
         """Show ``data`` now, later or never."""
@@ -67,10 +80,14 @@ class Screen:
             if not self._waiting and self._dropped_bytes:
                 kib = -(-self._dropped_bytes // 1024)
                 self._dropped_bytes = 0
-                self._waiting += (
-                    f"\n[{kib} KiB of output were not shown, for nobody read them; "
+                notice = (
+                    f"[{kib} KiB of output were not shown, for nobody read them; "
                     "attempt-*.log in the run folder has them]\n"
-                ).encode()
+                )
+                if self.area is None:
+                    self._waiting += f"\n{notice}".encode()
+                else:
+                    self.area.take(notice.encode())
 
     def finish(self, timeout_seconds: float = _LAST_CHANCE_SECONDS) -> None:
         """Show the rest, as long as somebody reads."""
@@ -99,21 +116,42 @@ _screens: dict[int, Screen] = {}
 
 
 def screen_of(descriptor: int) -> Screen:
-    """Return the screen for the file that is open under a descriptor now; OSError for none."""
+    """Return the screen for the file that is open under a descriptor now; OSError for none.
+
+    Descriptors of one terminal share it.
+    """
     status = os.fstat(descriptor)
-    known = _screens.get(descriptor)
-    if known is not None:
-        if known.target == (status.st_dev, status.st_ino, status.st_rdev):
-            return known
-        known.close()
-    found = _screens[descriptor] = Screen(descriptor)
+    target = (status.st_dev, status.st_ino, status.st_rdev)
+    known = _screens.pop(descriptor, None)
+    others = list(_screens.values())
+    if known is not None and known.target != target:
+        if known not in others:
+            known.close()
+        known = None
+    shared = (one for one in others if one.target == target and stat.S_ISCHR(status.st_mode))
+    found = _screens[descriptor] = known or next(shared, None) or Screen(descriptor)
     return found
 
 
-def show(descriptor: int, data: bytes) -> None:
-    """Write to one of our streams without waiting; nothing where it is closed."""
+def show(descriptor: int, data: bytes, source: object = None) -> None:
+    """Write to one of our streams without waiting; nothing where it is closed.
+
+    ``source`` tells apart who writes: nobody's unfinished line takes in what another one writes.
+    """
     with contextlib.suppress(OSError):
-        screen_of(descriptor).write(data)
+        screen = screen_of(descriptor)
+        if screen.area is None:
+            screen.write(data)
+        else:
+            screen.area.take(data, source)
+
+
+def settle(descriptor: int, source: object) -> None:
+    """Let what ``source`` has left unfinished on a terminal scroll away."""
+    with contextlib.suppress(OSError):
+        area = screen_of(descriptor).area
+        if area is not None:
+            area.settle(source)
 
 
 def show_waiting() -> None:

@@ -42,6 +42,7 @@ from robust_train.execution.signals import (
     wakeup_descriptor,
 )
 from robust_train.execution.wire import EventSender
+from robust_train.failures.shortage import no_room_to_import
 
 
 def main() -> None:
@@ -59,13 +60,7 @@ def main() -> None:
 
 
 class _Server:
-    """Serves one launcher (see :mod:`.fork_messages`).
-
-    Args:
-        control: messages in both directions.
-        events: where attempts send their events.
-        handled: stop signals that attempts handle; others are ignored, as under ``nohup``.
-    """
+    """Serves one launcher (see :mod:`.fork_messages`)."""
 
     def __init__(
         self, control: Connection, events: socket.socket, handled: Sequence[signal.Signals]
@@ -109,19 +104,21 @@ class _Server:
         sys.path[:] = wanted.path
         unsafe: dict[str, str] = {}
         names = list(wanted.libraries)
-        if wanted.trainer is not None:
-            module = wanted.trainer.path.rpartition(".")[0]
-            _import_one(module)
-            preload = getattr(sys.modules.get(module), "preload_modules", None)
-            try:
+        try:
+            if wanted.trainer is not None:
+                module = wanted.trainer.path.rpartition(".")[0]
+                _import_one(module)
+                preload = getattr(sys.modules.get(module), "preload_modules", None)
                 names += [] if preload is None else preload(wanted.cfg)
-            except ConfigError as error:
-                return Imported(unsafe, str(error))
-        for name in names:
-            _import_one(name)
-            reason = None if unsafe else self._guard.why_not_fork()
-            if reason is not None:
-                unsafe[name] = reason
+            for name in names:
+                _import_one(name)
+                reason = None if unsafe else self._guard.why_not_fork()
+                if reason is not None:
+                    unsafe[name] = reason
+        except ConfigError as error:
+            return Imported(unsafe, str(error))
+        except OSError as error:  # not even the threads can be counted
+            return Imported(unsafe, no_room_to_import("torch", error) or str(error))
         # none of it becomes garbage: attempts need not look through it, nor copy its pages
         gc.freeze()
         return Imported(unsafe)
@@ -171,11 +168,28 @@ def _import_one(name: str) -> None:
     """Import a module, or nothing if it is an attribute of one.
 
     What fails will fail in the attempt as well, and is reported there.
+
+    Raises:
+        ConfigError: a limit of this process leaves no room for it.
     """
     parent, _, attribute = name.rpartition(".")
-    with contextlib.suppress(Exception):
+    try:
         if not hasattr(sys.modules.get(parent), attribute):
             importlib.import_module(name)
+    except Exception as error:
+        if (problem := no_room_to_import(name, error)) is not None:
+            raise ConfigError(problem) from error
+
+
+def _write_stacks(request: AttemptRequest) -> None:
+    """Have the stacks of a crash or a stall written; not on the screen, where a line is said."""
+    try:
+        stacks = request.stacks_file.open("a")
+    except OSError:  # a full disk, perhaps
+        faulthandler.enable()
+        return
+    faulthandler.enable(stacks)
+    faulthandler.register(DUMP_STACKS, file=stacks)
 
 
 def _be_attempt(request: AttemptRequest, send: EventSender) -> NoReturn:
@@ -186,9 +200,7 @@ def _be_attempt(request: AttemptRequest, send: EventSender) -> NoReturn:
         os.environ.clear()
         os.environ.update({**request.environ, JOB_MARKER: marker})
         os.chdir(request.cwd)
-        faulthandler.enable()
-        if request.stall_timeout_seconds > 0:
-            faulthandler.register(DUMP_STACKS, file=request.stacks_file.open("w"))
+        _write_stacks(request)
         adopt_hydra(request.hydra_cfg)
         importlib.invalidate_caches()
         if request.ranks > 1:

@@ -61,10 +61,12 @@ class SignalWatch:
 
     Attributes:
         received: the first signal that came, None before.
+        is_over: training has completed, so a signal that comes now changes nothing.
     """
 
     def __init__(self) -> None:
         self.received: int | None = None
+        self.is_over = False
         self._handler: Callable[[int], None] | None = None
         self._previous: dict[int, Any] = {}
         self._delivered: int | None = None
@@ -140,6 +142,7 @@ class SignalWatch:
             return
         if self.received is None:
             self.received = signum
-        if self._handler is None:
+        if self._handler is not None:
+            self._handler(signum)
+        elif not self.is_over:
             raise JobInterrupted(signum)
-        self._handler(signum)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import os
+import pickle
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,39 +23,38 @@ _EXTRAS = frozenset({"accelerate", "lightning", "transformers"})
 """Packages that an extra of the same name installs."""
 
 
-@dataclass(frozen=True)
-class TrainerRef:
-    """A trainer by name.
+class _Reached(BaseException):
+    """A script without a guard has come to its own ``launch``: all that the trainer uses is there.
 
-    Attributes:
-        path: dotted path of the callable, ``package.module.function``.
-        main_file: the script to load first where the callable was defined in ``__main__``.
+    Derived from BaseException, so that the script's ``except Exception`` does not swallow it.
     """
 
-    path: str
+
+@dataclass(frozen=True)
+class TrainerRef:
+    """A trainer by name, or by value where its name leads nowhere, as in a notebook."""
+
+    path: str  # dotted path of the callable, `package.module.function`
+    # the script to load first where the callable was defined in `__main__`
     main_file: str | None = None
+    # the callable itself, with what it uses
+    pickled: bytes | None = field(default=None, repr=False)
 
     @classmethod
     def of(cls, trainer: str | Callable[..., Any]) -> TrainerRef:
         """Return the reference for a dotted path or a callable.
 
         Raises:
-            ConfigError: the callable cannot be found again by name (a lambda, a local function).
+            ConfigError: the callable can neither be found by name nor pickled.
         """
         if isinstance(trainer, str):
             return cls(trainer)
-        module = getattr(trainer, "__module__", None)
-        name = getattr(trainer, "__qualname__", None)
-        main_file = getattr(sys.modules.get("__main__"), "__file__", None)
-        is_named = bool(module) and bool(name) and "<" not in str(name)
-        if not is_named or (module == "__main__" and not _is_file(main_file)):
-            raise ConfigError(
-                f"trainer={name or trainer!r}: a separate process can only import functions at the "
-                "top level of a module; move it there or use isolation=none"
-            )
-        if module == "__main__":
-            return cls(f"{MAIN_MODULE}.{name}", str(Path(str(main_file)).resolve()))
-        return cls(f"{module}.{name}")
+        module, name = (str(getattr(trainer, key, "")) for key in ("__module__", "__qualname__"))
+        if module == "__main__" and name.isidentifier() and (file := _script_of(trainer)):
+            return cls(f"{MAIN_MODULE}.{name}", file)
+        if module != "__main__" and name and "<" not in name:
+            return cls(f"{module}.{name}")
+        return cls(f"__main__.{name or type(trainer).__name__}", pickled=_by_value(trainer))
 
     @property
     def is_ours(self) -> bool:
@@ -66,6 +67,8 @@ class TrainerRef:
         Raises:
             ConfigError: it cannot be imported or is not callable; one line that gives the reason.
         """
+        if self.pickled is not None:
+            return self._unpickled(self.pickled)
         if self.main_file is not None and MAIN_MODULE not in sys.modules:
             self._load_main(self.main_file)
         found, names = self._import_module()
@@ -112,8 +115,25 @@ class TrainerRef:
         sys.modules[MAIN_MODULE] = module
         try:
             spec.loader.exec_module(module)
+        except _Reached as reached:
+            if reached.args[0] != self.path:
+                raise ConfigError(
+                    "launch() is called a second time wherever the script is imported, also by "
+                    'its own attempts; put both calls under: if __name__ == "__main__":'
+                ) from None
         except Exception as error:
             raise self._failed_import(error) from error
+
+    def _unpickled(self, pickled: bytes) -> Callable[..., Any]:
+        """Build the trainer; what came with it is found in ``__main__``, as where it was."""
+        try:
+            trainer: Callable[..., Any] = pickle.loads(pickled)
+        except Exception as error:
+            raise self._failed_import(error) from error
+        main = vars(sys.modules["__main__"])
+        for name, value in getattr(trainer, "__globals__", {}).items():
+            main.setdefault(name, value)  # an object is pickled by the name of its class
+        return trainer
 
     def no_module(self) -> ConfigError:
         """Return the refusal of a path that leads to no module."""
@@ -146,18 +166,37 @@ class TrainerRef:
             where = f"{last.filename}, line {last.lineno}"
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         problem = f"{type(error).__name__}: {first_line(error)}"
+        if isinstance(error, MemoryError):
+            problem = "host memory ran out; give the job more, or set a higher limit (ulimit -a)"
         return self.cannot_be_imported(problem, where, missing)
 
 
-def refuse_without_guard(trainer: object) -> None:
-    """Raise ConfigError if ``launch`` is called by the import of a script in its own attempt."""
+def end_import_at_launch(trainer: object) -> None:
+    """End the import of a script without a guard, in its own attempt, where it calls ``launch``."""
     if getattr(trainer, "__module__", None) == MAIN_MODULE:
+        raise _Reached(f"{MAIN_MODULE}.{getattr(trainer, '__qualname__', '')}")
+
+
+def _script_of(trainer: Callable[..., Any]) -> str | None:
+    """Return the script that defines the trainer; None in a notebook, a REPL, standard input."""
+    file = getattr(sys.modules["__main__"], "__file__", None)
+    if file is None or not os.path.isfile(file):
+        return None
+    try:  # beside a script that runs with ``python -i``, functions may come from the prompt
+        source = inspect.getfile(inspect.unwrap(trainer))
+    except TypeError:
+        source = file
+    return str(Path(file).resolve()) if os.path.realpath(source) == os.path.realpath(file) else None
+
+
+def _by_value(trainer: Callable[..., Any]) -> bytes:
+    import cloudpickle
+
+    try:
+        return bytes(cloudpickle.dumps(trainer))
+    except Exception as error:
         raise ConfigError(
-            "launch() is called wherever the script is imported, also by its own attempts; put "
-            'it under: if __name__ == "__main__":'
-        )
-
-
-def _is_file(path: str | None) -> bool:
-    """Return whether there is a script to import: a notebook or standard input is none."""
-    return path is not None and Path(path).is_file()
+            f"trainer={getattr(trainer, '__qualname__', trainer)!s}: cannot be sent to a separate "
+            f"process: {first_line(error)}; make what it uses inside the function, or use "
+            "isolation=none"
+        ) from None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from robust_train.values import Clue, Evidence, Failure, FailureKind
+from robust_train.values import Clue, Evidence, FailureKind, Outcome
 
 _SMALLER_BATCH = (
     "use a smaller training.batch_size: activations take memory for each sample",
@@ -32,6 +32,13 @@ _MORE_SHARED_MEMORY = (
     "give the container more shared memory (docker run --shm-size=8g, or --ipc=host)"
 )
 _NEEDS_WORKERS = frozenset({_FEWER_WORKERS, _NO_WORKERS, _LESS_AHEAD})
+_OF_ANY_MODEL = "train with mixed precision or gradient checkpointing: activations take less memory"
+_OF_A_SCRIPT = {
+    _SMALLER_BATCH[0]: "use a smaller --batch-size: activations take memory for each sample",
+    _SMALLER_BATCH[1]: "accumulate gradients over more of them: the effective batch stays the same",
+    _OF_THE_MODEL[0]: _OF_ANY_MODEL,
+}
+"""What to say instead where the trainer is a script."""
 
 _ADVICE: dict[FailureKind, tuple[str, ...]] = {
     FailureKind.DEVICE_OOM: (*_SMALLER_BATCH, *_OF_THE_MODEL, _OTHERS),
@@ -98,14 +105,29 @@ def advice_for(kind: FailureKind, evidence: Evidence) -> tuple[str, ...]:
     return advice
 
 
-def with_fitting_advice(failure: Failure, *, num_workers: int, is_script: bool) -> Failure:
-    """Leave out advice that a trainer without data-loader workers, or a script, cannot follow."""
+def with_fitting_advice(
+    outcome: Outcome, *, num_workers: int, is_script: bool, is_built_in: bool
+) -> Outcome:
+    """Return the outcome without advice that its trainer cannot follow.
+
+    Args:
+        outcome: of an attempt.
+        num_workers: its data-loader workers.
+        is_script: the trainer is a program, configured by a command line.
+        is_built_in: the trainer is ours: it has the keys of a model, and reports its first step.
+    """
+    if outcome.failure is None:
+        return outcome
     unfit: frozenset[str] = frozenset()
     if num_workers == 0 or is_script:
         unfit |= _NEEDS_WORKERS
-    if is_script:
-        unfit |= frozenset(_OF_THE_MODEL)
-    return replace(failure, advice=tuple(s for s in failure.advice if s not in unfit))
+    if not is_built_in:
+        unfit |= frozenset(_OF_THE_MODEL[1:])
+    elif not outcome.has_begun:
+        unfit |= frozenset((*_SMALLER_BATCH, *_OF_THE_MODEL[:2]))
+    others = _OF_A_SCRIPT if is_script else {} if is_built_in else {_OF_THE_MODEL[0]: _OF_ANY_MODEL}
+    advice = (others.get(one, one) for one in outcome.failure.advice if one not in unfit)
+    return replace(outcome, failure=replace(outcome.failure, advice=tuple(advice)))
 
 
 def _is_others(evidence: Evidence) -> bool:

@@ -12,7 +12,7 @@ from robust_train.failures.evidence import read_evidence
 from robust_train.failures.matching import match
 from robust_train.failures.memory_patterns import KERNEL_OOM
 from robust_train.failures.patterns import Match
-from robust_train.failures.stack import last_stack_in, refined
+from robust_train.failures.stack import last_stack_in, native_stack_in, refined
 from robust_train.values import Clue, Evidence, Failure, FailureKind
 
 # Asked to stop: by people, by schedulers (Slurm warns with SIGUSR1, SIGXCPU is its time limit), by
@@ -73,7 +73,9 @@ def classify_exit(
         return _failure(FailureKind.WORKER_DEATH, ended, Evidence(library="kernel"))
     if killer is not None:
         return _failure(FailureKind.HOST_OOM, f"{ended}: {record}", Evidence(library="kernel"))
-    return Failure(FailureKind.BUG, _with_last_words(ended, lines))
+    crash = native_stack_in(output_tail) if name is not None else None
+    words = _with_last_words(ended, lines) if crash is None else f"{ended}: {crash.headline}"
+    return Failure(FailureKind.BUG, words)
 
 
 def signal_of(returncode: int) -> int | None:

@@ -1,17 +1,26 @@
-"""Whether this process had little host memory left when an error was raised."""
+"""Whether a process had little host memory left when an error was raised."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import sys
 
-from robust_train.values import Clue, Failure
+from robust_train.values import GIB, Clue, Failure
 
 log = logging.getLogger("robust_train")
 
 _LITTLE = 0.5
 """Share of what the process used at its peak that is little to be left."""
+
+_LEAST_FOR_TORCH = 2 * GIB
+"""Below such a limit an import that ends the process counts as a lack of memory."""
+
+# the dynamic loader's words, the C library's, and Python's for a thread without a stack
+_NO_ROOM = re.compile(
+    r"failed to map segment from shared object|Cannot allocate memory|can't start new thread"
+)
 
 _SAID = "_robust_train_shortage"
 
@@ -28,6 +37,30 @@ def shortage_at(exception: BaseException, *, ran_out_before: bool) -> str:
     with contextlib.suppress(Exception):
         setattr(exception, _SAID, found)
     return found
+
+
+def no_room_to_import(module: str, error: BaseException | None) -> str | None:
+    """Return in a line that a limit of this process leaves no room to import a module, else None.
+
+    Args:
+        module: whose import failed.
+        error: how; None if it ended the process.
+    """
+    from robust_train.memory.host import process_limits
+    from robust_train.readable import memory
+
+    limits = process_limits()
+    if not limits:
+        return None
+    most, _, command = min(limits)
+    ran_out = error is None or isinstance(error, MemoryError) or _NO_ROOM.search(str(error))
+    if not ran_out or (error is None and most > _LEAST_FOR_TORCH):
+        return None
+    top = module.partition(".")[0]
+    return (
+        f"the limit of {memory(most)} ({command}) leaves no room to import "
+        f"{'torch' if top == 'robust_train' else top}; set a higher one: {command} unlimited"
+    )
 
 
 def do_without_onednn(failure: Failure) -> None:

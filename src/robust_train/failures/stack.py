@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import traceback
+from dataclasses import dataclass
 
 from robust_train.failures.patterns import Match
 from robust_train.values import MEMORY_FAILURES, Clue, FailureKind
 
 _MAIN = ", in <module>"
-_MOVES_A_MODEL = re.compile(r"[/\\]torch[/\\]nn[/\\]modules[/\\]module\.py\".*, in _apply$", re.M)
+_MAKES_OR_MOVES_A_MODEL = re.compile(
+    r"[/\\]torch[/\\]nn[/\\]modules[/\\](?:module\.py\".*, in _apply|\w+\.py\".*, in __init__)$"
+    r"|[/\\]torch[/\\]serialization\.py\".*, in load$",
+    re.MULTILINE,
+)
 _IS_IN_A_STEP = re.compile(r", in (?:_call_impl|backward|step|__next__)$", re.MULTILINE)
 _IN_A_LOADER = re.compile(r"[/\\]torch[/\\]utils[/\\]data[/\\]|[/\\]multiprocessing[/\\]")
 _IS_IN_NETWORK_CODE = re.compile(
@@ -18,6 +24,9 @@ _IS_IN_NETWORK_CODE = re.compile(
 )
 _TIMEOUT = re.compile(r"^(?:\w+\.)*(?:TimeoutError|timeout)\b", re.IGNORECASE)
 _IN_WORKER = re.compile(r"\bCaught \w*(?:Error|Exception) in DataLoader worker process \d+")
+_CRASHED_THREAD = re.compile(r"^Current thread .*:\n(?P<frames>(?:  .*(?:\n|$))*)", re.MULTILINE)
+_IS_A_LIBRARYS = re.compile(r"[/\\](?:(?:site|dist)-packages|lib[/\\]python3[.\d]*)[/\\]|<frozen")
+_IS_OF_THE_RUNNER = re.compile(r"[/\\]robust_train[/\\]execution[/\\]")
 _OPEN_FILES = re.compile(r"Too many open files", re.IGNORECASE)
 
 
@@ -39,8 +48,43 @@ def last_stack_in(log: str) -> str:
     return log.rpartition("Traceback (most recent call last)")[2] if "Traceback (" in log else ""
 
 
+@dataclass(frozen=True)
+class NativeStack:
+    """What Python prints of its own frames when native code ends the process.
+
+    Attributes:
+        cause: ``Segmentation fault``.
+        frames: of the thread that crashed, innermost first, without the launcher's own.
+    """
+
+    cause: str
+    frames: tuple[str, ...]
+
+    @property
+    def headline(self) -> str:
+        """The cause, and the innermost frame that is no library's."""
+        own = (frame for frame in self.frames if not _IS_A_LIBRARYS.search(frame))
+        where = next(own, next(iter(self.frames), ""))
+        return f"{self.cause} at {where.removeprefix('File ')}" if where else self.cause
+
+    def __str__(self) -> str:
+        frames = "".join(f"  {frame}\n" for frame in self.frames)
+        return f"Fatal Python error: {self.cause}\n\nMost recent call first:\n{frames}"
+
+
+def native_stack_in(output: str) -> NativeStack | None:
+    """Return the last stack that faulthandler wrote, None where it wrote none."""
+    _, found, text = output.rpartition("Fatal Python error: ")
+    if not found:
+        return None
+    thread = _CRASHED_THREAD.search(text)
+    frames = [line.strip() for line in thread["frames"].splitlines()] if thread else []
+    users = itertools.takewhile(lambda frame: not _IS_OF_THE_RUNNER.search(frame), frames)
+    return NativeStack(text.partition("\n")[0].strip(), tuple(users))
+
+
 def memory_clue(stack: str) -> str | None:
-    """Return whether memory ran out in an import, or while a model was moved to the device.
+    """Return whether memory ran out in an import, or while a model was made, loaded or moved.
 
     A lazy import inside a step is a matter of the step.
     """
@@ -49,7 +93,7 @@ def memory_clue(stack: str) -> str | None:
     # Python removes importlib's own frames from most tracebacks
     if "<frozen importlib" in stack or stack.count(_MAIN) > 1:
         return Clue.IMPORT
-    return Clue.MODEL if _MOVES_A_MODEL.search(stack) else None
+    return Clue.MODEL if _MAKES_OR_MOVES_A_MODEL.search(stack) else None
 
 
 def refined(found: Match | None, text: str, types: tuple[str, ...], stack: str) -> Match | None:

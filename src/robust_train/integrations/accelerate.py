@@ -77,7 +77,7 @@ class RobustLoop:
             self.accelerator.load_state(str(self.run.resume_checkpoint))
         self._total = count * -(-len(self._order) // self._effective)
         self.run.started(self.step)
-        self.run.memory_milestone("training begins")
+        self.run.record_memory("training begins")
         while self.epoch < count:
             yield self.epoch
             self.epoch, self.samples = self.epoch + 1, 0

@@ -46,13 +46,13 @@ class Steps:
         if self._run.progress(step, total_steps=total_steps, **self._loss):
             self._loss = {}
         if is_first:
-            self._run.memory_milestone("first step done")
+            self._run.record_memory("first step done")
 
 
 def log_out_of_memory(run: Run, error: BaseException) -> None:
     """Log how much memory is in use if ``error`` means that it ran out."""
     if isinstance(error, Exception) and classify_failure(error).kind in MEMORY_FAILURES:
-        run.memory_milestone("out of memory")
+        run.record_memory("out of memory")
 
 
 def result_of(metric: str | None, logged: Mapping[str, float]) -> Any:

@@ -131,7 +131,7 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
         self._batches = 0 if is_between else self.position.batches_done(self.micro_batch)
         self._begin_group()
         self.run.started(trainer.global_step)
-        self.run.memory_milestone("fit begins")
+        self.run.record_memory("fit begins")
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin an epoch; not called if one is resumed in the middle."""

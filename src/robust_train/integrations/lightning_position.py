@@ -12,19 +12,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ResumePosition:
-    """A position between two optimizer steps.
+    """A position between two optimizer steps."""
 
-    Attributes:
-        epoch: the current one, from 0.
-        samples: samples of this epoch that are done; all of them until the next one begins.
-        epoch_samples: samples in an epoch; 0 if not known yet.
-        step: optimizer steps done.
-    """
-
-    epoch: int = 0
-    samples: int = 0
-    epoch_samples: int = 0
-    step: int = 0
+    epoch: int = 0  # the current one, from 0
+    samples: int = 0  # samples of this epoch that are done; all of them until the next one begins
+    epoch_samples: int = 0  # samples in an epoch; 0 if not known yet
+    step: int = 0  # optimizer steps done
 
     @property
     def is_between_epochs(self) -> bool:

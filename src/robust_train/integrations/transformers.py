@@ -148,7 +148,7 @@ class RobustCallback(_TrainerCallback):  # type: ignore[misc]
                 "take it from args.train_batch_size"
             )
         self.run.started(state.global_step)
-        self.run.memory_milestone("training begins")
+        self.run.record_memory("training begins")
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Refuse a step after the last, which comes if ``max_steps`` ends within an epoch."""

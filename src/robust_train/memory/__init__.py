@@ -32,39 +32,24 @@ if TYPE_CHECKING:
     from robust_train.memory.tensors import largest_tensors, safe_tensor_to_cpu
     from robust_train.runfolder.checkpoints import save_checkpoint
 
+# fmt: off
 __all__ = [
-    "Cleared",
-    "GPUMemoryContext",
-    "MemoryLimit",
-    "MemoryStats",
-    "cleanup_model_memory",
-    "clear_cuda_memory",
-    "clear_gpu_memory",
-    "enable_memory_efficient_settings",
-    "get_cuda_memory_info",
-    "get_gpu_memory_stats",
-    "largest_tensors",
-    "log_gpu_memory_stats",
-    "print_cuda_memory_info",
-    "reset_peak_memory_stats",
-    "safe_tensor_to_cpu",
-    "save_checkpoint",
+    "Cleared", "GPUMemoryContext", "MemoryLimit", "MemoryStats", "cleanup_model_memory",
+    "clear_cuda_memory", "clear_gpu_memory", "enable_memory_efficient_settings",
+    "get_cuda_memory_info", "get_gpu_memory_stats", "largest_tensors", "log_gpu_memory_stats",
+    "print_cuda_memory_info", "reset_peak_memory_stats", "safe_tensor_to_cpu", "save_checkpoint",
     "set_memory_fraction",
 ]
+# fmt: on
 
 _HOMES = (
-    "memory.clearing",
-    "memory.limits",
-    "memory.peaks",
-    "memory.stats",
-    "memory.tensors",
-    "runfolder.checkpoints",
+    "memory.clearing memory.limits memory.peaks memory.stats memory.tensors runfolder.checkpoints"
 )
 
 
 def __getattr__(name: str) -> object:
     if name in __all__:
-        for home in _HOMES:
+        for home in (*_HOMES.split(), "runfolder.checkpoints"):
             module = importlib.import_module(f"robust_train.{home}")
             if hasattr(module, name):
                 return getattr(module, name)

@@ -82,23 +82,14 @@ def training_devices() -> frozenset[str]:
 
 @dataclass(frozen=True)
 class HeldTensor:
-    """A tensor that is alive.
+    """A tensor that is alive."""
 
-    Attributes:
-        bytes: of its storage, which it may share with others.
-        shape: its own.
-        dtype: ``float32``.
-        device: ``cuda:0``, ``cpu``.
-        owner: who holds it, as :func:`holder_of` returns it.
-        has_graph: it keeps the graph that it was computed by, and what that has saved.
-    """
-
-    bytes: int
-    shape: tuple[int, ...]
-    dtype: str
-    device: str
-    owner: str
-    has_graph: bool
+    bytes: int  # of its storage, which it may share with others
+    shape: tuple[int, ...]  # its own
+    dtype: str  # `float32`
+    device: str  # `cuda:0`, `cpu`
+    owner: str  # who holds it, as holder_of returns it
+    has_graph: bool  # it keeps the graph that it was computed by, and what that has saved
 
     def __str__(self) -> str:
         graph = " with the graph it was computed by" if self.has_graph else ""
@@ -142,12 +133,7 @@ def holder_of(item: Any) -> str:
 
 
 def holders_of(items: Sequence[Any], ignore: Collection[int] = ()) -> list[str]:
-    """Do :func:`holder_of` for several objects, with one pass over Python's objects a level.
-
-    Args:
-        items: objects that the garbage collector knows; this container does not count.
-        ignore: ids of other containers that do not count.
-    """
+    """Do :func:`holder_of` for several objects, with one pass over Python's objects a level."""
     names: dict[int, str] = {}
     attributes: dict[int, str] = {}
     ends = dict.fromkeys(range(len(items)), "no Python object")
@@ -299,7 +285,9 @@ def _described(frame: FrameType, text: str) -> str:
 
 
 def _is_own(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__", "")).startswith(__package__)
+    """Return whether a frame is the launcher's; the built-in trainer counts as a user."""
+    module = str(frame.f_globals.get("__name__", ""))
+    return module.startswith("robust_train.") and not module.startswith("robust_train.vision.")
 
 
 def _variables(frame: FrameType) -> dict[str, Any]:

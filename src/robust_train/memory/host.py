@@ -17,21 +17,13 @@ _UNLIMITED = 2**60
 
 @dataclass(frozen=True)
 class HostMemory:
-    """In bytes.
+    """In bytes."""
 
-    Attributes:
-        resident: memory of this process that is in RAM.
-        peak: the most that ever was, since the process began or the peak was reset.
-        data: writable private memory, which RLIMIT_DATA limits.
-        available: what a new program could get, here and within the cgroup.
-        total: of the machine, or of the cgroup where that has less.
-    """
-
-    resident: int
-    peak: int
-    data: int
-    available: int
-    total: int
+    resident: int  # memory of this process that is in RAM
+    peak: int  # the most that ever was, since the process began or the peak was reset
+    data: int  # writable private memory, which RLIMIT_DATA limits
+    available: int  # what a new program could get, here and within the cgroup
+    total: int  # of the machine, or of the cgroup where that has less
 
 
 def read_host_memory() -> HostMemory:
@@ -65,11 +57,18 @@ def own_memory(status: Path = Path("/proc/self/status")) -> dict[str, int]:
 def room_left() -> int:
     """Return what this process can still take, within its limits and the machine's memory."""
     own, rooms = own_memory(), [read_host_memory().available]
-    for kind, used in ((resource.RLIMIT_DATA, "VmData"), (resource.RLIMIT_AS, "VmSize")):
-        most, _ = resource.getrlimit(kind)
-        if most != resource.RLIM_INFINITY:
-            rooms.append(max(most - own.get(used, 0), 0))
+    rooms += [max(most - own.get(used, 0), 0) for most, used, _ in process_limits()]
     return min(rooms)
+
+
+def process_limits() -> list[tuple[int, str, str]]:
+    """Return each limit of this process: bytes, what it limits, and the command that sets it."""
+    kinds = (
+        (resource.RLIMIT_DATA, "VmData", "ulimit -d"),
+        (resource.RLIMIT_AS, "VmSize", "ulimit -v"),
+    )
+    limits = ((resource.getrlimit(kind)[0], used, command) for kind, used, command in kinds)
+    return [limit for limit in limits if limit[0] != resource.RLIM_INFINITY]
 
 
 def resident_bytes(process: psutil.Process | None = None) -> tuple[int, int]:

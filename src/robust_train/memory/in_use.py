@@ -21,9 +21,6 @@ def memory_in_use(*, context: bool = True) -> dict[str, int]:
     ``allocated``, ``reserved`` and ``max_allocated`` of the GPU that holds most, and
     ``context_bytes`` where NVML shows them; or ``resident`` and ``max_resident``. After a fault of
     the device, where CUDA may refuse to answer, the process's.
-
-    Args:
-        context: ask NVML for the CUDA context as well, which takes some milliseconds.
     """
     torch = started_torch()
     if torch is not None:

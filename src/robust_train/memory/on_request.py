@@ -24,12 +24,6 @@ _OPTIONS = {
 def perform(verb: str, options: Mapping[str, object], run_dir: Path) -> dict[str, object]:
     """Carry out a request in this process.
 
-    Args:
-        verb: ``memory_info``, ``memory_clear`` (option ``force``), ``memory_reset``,
-            ``memory_fraction`` (option ``fraction``) or ``memory_snapshot``.
-        options: by name; what is not given has its default.
-        run_dir: where a snapshot is written.
-
     Returns:
         ``before`` and ``after`` (the fields of :class:`robust_train.memory.MemoryStats`),
         ``sentence`` for people, and what the verb has beside them; all in JSON's types.

@@ -19,9 +19,6 @@ class OomKillWatch:
     """Compare the kernel's counts with those of the moment when this was made.
 
     Make one before the child is started. Holds no open file, and never raises.
-
-    Args:
-        root: where the machine's files are.
     """
 
     def __init__(self, root: Path = Path("/")) -> None:

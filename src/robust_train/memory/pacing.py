@@ -40,13 +40,7 @@ class BackOff:
         return number >= self._due
 
     def check(self, number: int, reserved: int, unused_share: float) -> bool:
-        """Return whether clearing pays on this occasion, and plan the next check.
-
-        Args:
-            number: of the occasion.
-            reserved: bytes that the caching allocator holds.
-            unused_share: the part of them that no tensor uses, 0 to 1.
-        """
+        """Return whether clearing pays on this occasion, and plan the next check."""
         if self._cleared is not None:
             after, returned = self._cleared
             has_come_back = reserved - after > _CAME_BACK * returned

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -19,31 +20,19 @@ _EARLIER_BYTES = 8 * 1024**2
 
 @dataclass(frozen=True)
 class Sample:
-    """Memory at one moment of an attempt; None for what was not known or is not there.
+    """Memory at one moment of an attempt; None for what was not known or is not there."""
 
-    Attributes:
-        time: seconds since the epoch.
-        attempt: number of the attempt.
-        device: what the attempt trains on, ``cpu`` or ``cuda:<index>`` as NVML counts.
-        step: last optimizer step that was reported.
-        allocated: bytes of tensors on the GPU, of this process.
-        reserved: bytes that this process's caching allocator holds.
-        gpu_used: bytes in use on the whole GPU, by everybody.
-        gpu_total: bytes that the GPU has.
-        resident: bytes of host memory of this process.
-        anonymous: those of ``resident`` that are its own: no files mapped into memory, nothing
-            shared with other processes.
-    """
-
-    time: float
-    attempt: int
-    device: str
-    step: int | None = None
-    allocated: int | None = None
-    reserved: int | None = None
-    gpu_used: int | None = None
-    gpu_total: int | None = None
-    resident: int | None = None
+    time: float  # seconds since the epoch
+    attempt: int  # number of the attempt
+    device: str  # what the attempt trains on, `cpu` or `cuda:<index>` as NVML counts
+    step: int | None = None  # last optimizer step that was reported
+    allocated: int | None = None  # bytes of tensors on the GPU, of this process
+    reserved: int | None = None  # bytes that this process's caching allocator holds
+    gpu_used: int | None = None  # bytes in use on the whole GPU, by everybody
+    gpu_total: int | None = None  # bytes that the GPU has
+    resident: int | None = None  # bytes of host memory of this process
+    # those of `resident` that are its own: no files mapped into memory, nothing shared with other
+    # processes
     anonymous: int | None = None
 
 
@@ -94,44 +83,22 @@ class Limits:
         return self.first + self.between + self.newest + self.slack
 
 
-class Record:
-    """The samples that are kept of one attempt, bounded by ``limits``."""
+Numbered = tuple[int, Sample]
+"""A sample with its number in the attempt."""
 
-    def __init__(self, limits: Limits) -> None:
-        self._limits = limits
-        self._first: list[Sample] = []
-        self._between: list[Sample] = []
-        self._newest: list[Sample] = []
-        self._passed = 0  # samples that have left the newest ones for those between
-        self._stride = 1  # one of so many of them is kept
 
-    def __len__(self) -> int:
-        return len(self._first) + len(self._between) + len(self._newest)
-
-    def add(self, sample: Sample) -> bool:
-        """Add a sample; return whether others were dropped for it."""
-        self._newest.append(sample)
-        if len(self._newest) < self._limits.newest + self._limits.slack:
-            return False
-        cut = len(self._newest) - self._limits.newest
-        leaving, self._newest = self._newest[:cut], self._newest[cut:]
-        for old in leaving:
-            # before the first step nothing trains yet; a download there may take an hour
-            if old.step is not None and len(self._first) < self._limits.first:
-                self._first.append(old)
-                continue
-            if self._passed % self._stride == 0:
-                self._between.append(old)
-            self._passed += 1
-            if len(self._between) > self._limits.between:
-                self._between = self._between[::2]
-                self._stride *= 2
-        return True
-
-    def samples(self) -> list[Sample]:
-        """Return what is kept, in the order of time."""
-        kept = (*self._first, *self._between, *self._newest)
-        return sorted(kept, key=lambda sample: sample.time)
+def thinned(samples: Sequence[Numbered], limits: Limits) -> list[Numbered]:
+    """Return the samples of an attempt that stay. Pure."""
+    older, newest = samples[: -limits.newest], samples[-limits.newest :]
+    # before the first step nothing trains yet; a download there may take an hour
+    first = [one for one in older if one[1].step is not None][: limits.first]
+    numbers = {number for number, _ in first}
+    between, stride = [one for one in older if one[0] not in numbers], 1
+    while len(between) > limits.between:
+        stride *= 2
+        between = [one for one in between if one[0] % stride == 0]
+    numbers.update(number for number, _ in between)
+    return [*(one for one in older if one[0] in numbers), *newest]
 
 
 class SampleFile:
@@ -143,9 +110,11 @@ class SampleFile:
 
     def __init__(self, path: Path, limits: Limits) -> None:
         self._path = path
-        self._record = Record(limits)
-        self._earlier: int | None = None
-        self._is_torn = False
+        self._limits = limits
+        self._kept: list[Numbered] = []
+        self._count = 0
+        self._earlier: int | None = None  # bytes of earlier attempts
+        self._is_whole = True
         self._warned = False
         self._descriptor: int | None = None
 
@@ -157,50 +126,48 @@ class SampleFile:
 
     def add(self, sample: Sample) -> None:
         """Write one more sample; once in a while all anew, thinned."""
-        must_rewrite = self._record.add(sample)
+        self._kept.append((self._count, sample))
+        self._count += 1
+        if len(self._kept) >= self._limits.most:
+            self._kept, self._is_whole = thinned(self._kept, self._limits), False
         try:
             if self._earlier is None:
                 self._earlier = self._make_room()
-            if must_rewrite:
-                self._rewrite()
-            else:
+            if self._is_whole:
                 self._append(sample)
+            else:
+                self._rewrite(self._earlier)
         except OSError as error:
-            self._is_torn = True
+            self._is_whole = False
             if not self._warned:
                 self._warned = True
                 log.warning("cannot write %s: %s; training goes on", self._path, error.strerror)
 
     def _append(self, sample: Sample) -> None:
         data = (encode(sample) + "\n").encode()
-        if self._is_torn:
-            data = b"\n" + data
         if self._descriptor is None:
             # it stays open: at each system call the thread has to wait for the interpreter anew
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
             self._descriptor = os.open(self._path, flags, 0o666)
-        self._is_torn = os.write(self._descriptor, data) < len(data)
+        self._is_whole = os.write(self._descriptor, data) == len(data)
 
     def _make_room(self) -> int:
         """Drop every other line of earlier attempts if they are many; return their bytes."""
-        if not self._path.is_file():
-            return 0
-        earlier = self._path.read_bytes()
-        is_small = len(earlier) <= _EARLIER_BYTES
-        if is_small and (earlier.endswith(b"\n") or not earlier):
-            return len(earlier)
-        lines = earlier.splitlines(keepends=True)[:: 1 if is_small else 2]
-        if not lines[-1].endswith(b"\n"):
-            lines[-1] += b"\n"
-        self._replace(b"".join(lines))
-        return sum(map(len, lines))
+        earlier = self._path.read_bytes() if self._path.is_file() else b""
+        lines = earlier.splitlines()[:: 2 if len(earlier) > _EARLIER_BYTES else 1]
+        kept = b"".join(line + b"\n" for line in lines)
+        if kept != earlier:
+            self._replace(kept)
+        return len(kept)
 
-    def _rewrite(self) -> None:
-        with self._path.open("rb") as file:
-            earlier = file.read(self._earlier or 0)
-        own = "".join(encode(sample) + "\n" for sample in self._record.samples())
+    def _rewrite(self, earlier_bytes: int) -> None:
+        earlier = b""
+        if earlier_bytes:
+            with self._path.open("rb") as file:
+                earlier = file.read(earlier_bytes)
+        own = "".join(encode(sample) + "\n" for _, sample in self._kept)
         self._replace(earlier + own.encode())
-        self._is_torn = False
+        self._is_whole = True
 
     def _replace(self, content: bytes) -> None:
         """Put the new file in the old one's place, whole or not at all."""

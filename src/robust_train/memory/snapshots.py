@@ -31,7 +31,8 @@ from robust_train.values import MIB, Failure, FailureKind
 log = logging.getLogger("robust_train")
 
 _LOGGED = 3
-_WORTH_LOGGING = 0.01
+_WORTH_NAMING = 0.01
+"""Share of what was asked for, or of the largest tensor, that one must hold to be named."""
 # "several KB per entry" (torch's documentation): below 100 MiB of host memory
 _ENTRIES_OF_A_RUN = 20_000
 # for somebody who looks at it: the last of them are what a viewer is opened for
@@ -94,7 +95,10 @@ def _write_out_of_memory(
     except OSError as error:
         log.warning("cannot write %s: %s", path, error.strerror)
         file = None
-    log.info("out of memory: %s", _describe(tensors, file))
+    asked = failure.evidence.requested_bytes or 0
+    named = [tensor for tensor in tensors if tensor["bytes"] >= _WORTH_NAMING * asked]
+    if named:
+        log.info("out of memory: %s", _describe(named, file))
     return OutOfMemory(
         failure.kind,
         failure.message,
@@ -152,12 +156,10 @@ def _dump_snapshot(path: Path) -> str | None:
 
 
 def _describe(tensors: Sequence[TensorFacts], file: str | None) -> str:
-    if not tensors:
-        return "Python knows no tensor that holds any"
     largest = "; ".join(
         f"{tensor['bytes'] / MIB:.1f} MiB {tensor['dtype']} {tuple(tensor['shape'])} on "
         f"{tensor['device']}, held by {tensor['owner']}"
         for tensor in tensors[:_LOGGED]
-        if tensor["bytes"] >= _WORTH_LOGGING * tensors[0]["bytes"]
+        if tensor["bytes"] >= _WORTH_NAMING * tensors[0]["bytes"]
     )
     return f"the largest tensors are {largest}" + (f"; all in {file}" if file else "")

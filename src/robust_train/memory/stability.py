@@ -33,17 +33,11 @@ _Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Stability:
-    """What the samples of one attempt show.
+    """What the samples of one attempt show."""
 
-    Attributes:
-        kind: ``stable``, ``growing``, ``fragmenting`` or ``unknown``.
-        sentence: the same for people, with figures.
-        mib_per_100_steps: how fast it grows, None unless it does.
-    """
-
-    kind: str
-    sentence: str
-    mib_per_100_steps: float | None = None
+    kind: str  # `stable`, `growing`, `fragmenting` or `unknown`
+    sentence: str  # the same for people, with figures
+    mib_per_100_steps: float | None = None  # how fast it grows, None unless it does
 
 
 def attempt_stability(run_dir: Path, attempt: int) -> Stability | None:

@@ -7,22 +7,15 @@ import sys
 from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import fields, is_dataclass
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypeVar
 
 from robust_train.memory import holders
 
 _T = TypeVar("_T")
 
 
-class TensorFacts(TypedDict):
-    """A live tensor: see :class:`robust_train.memory.holders.HeldTensor`."""
-
-    bytes: int
-    shape: list[int]
-    dtype: str
-    device: str
-    owner: str
-    has_graph: bool
+TensorFacts = dict[str, Any]
+"""The fields of :class:`robust_train.memory.holders.HeldTensor`."""
 
 
 def largest_tensors(top: int = 20, *, devices: Collection[str] | None = None) -> list[TensorFacts]:
@@ -36,17 +29,8 @@ def largest_tensors(top: int = 20, *, devices: Collection[str] | None = None) ->
     """
     tensors = holders.live_tensors()
     wanted = holders.training_devices() if devices is None else devices
-    return [
-        {
-            "bytes": tensor.bytes,
-            "shape": list(tensor.shape),
-            "dtype": tensor.dtype,
-            "device": tensor.device,
-            "owner": tensor.owner,
-            "has_graph": tensor.has_graph,
-        }
-        for tensor in holders.largest(tensors, devices=wanted, top=top)
-    ]
+    found = holders.largest(tensors, devices=wanted, top=top)
+    return [{**vars(tensor), "shape": list(tensor.shape)} for tensor in found]
 
 
 def safe_tensor_to_cpu(value: _T) -> _T:

@@ -1,9 +1,12 @@
-"""How much memory a pass takes, and how much there is. All in bytes."""
+"""How much memory a pass takes, and how much there is. All in bytes.
+
+``begin`` releases what nobody uses, lets the peak start anew and returns what is in use; ``peak``
+is the most in use since then, ``limit`` the most that could be.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
 
 import torch
 
@@ -11,25 +14,8 @@ from robust_train.memory import host
 from robust_train.memory.cleanup import return_memory
 
 
-class Meter(Protocol):
-    """Memory of one device.
-
-    ``begin`` releases what nobody uses, lets the peak start anew and returns what is in use;
-    ``peak`` is the most in use since then, ``limit`` the most that could be.
-    """
-
-    def begin(self) -> int: ...
-    def peak(self) -> int: ...
-    def limit(self) -> int: ...
-
-
 class GpuMeter:
-    """What the caching allocator of this process holds in tensors.
-
-    Args:
-        index: of the GPU, as this process counts.
-        share: of the GPU's memory, the most to count on.
-    """
+    """What the caching allocator of this process holds in tensors."""
 
     def __init__(self, index: int, share: float) -> None:
         self._index = index
@@ -72,6 +58,9 @@ class HostMeter:
 
     def limit(self) -> int:
         return host.own_memory().get("RssAnon", 0) + host.room_left()
+
+
+Meter = GpuMeter | HostMeter
 
 
 def meter_of(device: torch.device, share: float) -> Meter:

@@ -45,21 +45,13 @@ class State(IntEnum):
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank reports after its parts.
+    """What one rank reports after its parts."""
 
-    Attributes:
-        state: how they went.
-        failed_size: the size at which memory ran out, 0 if it did not.
-        size: most samples in a part from now on; 0: the whole batch.
-        items: of how many items (samples) its loss is a mean.
-        has_gradient: for each parameter whether it got a gradient.
-    """
-
-    state: State
-    failed_size: int
-    size: int
-    items: float
-    has_gradient: tuple[bool, ...] = ()
+    state: State  # how they went
+    failed_size: int  # the size at which memory ran out, 0 if it did not
+    size: int  # most samples in a part from now on; 0: the whole batch
+    items: float  # of how many items (samples) its loss is a mean
+    has_gradient: tuple[bool, ...] = ()  # for each parameter whether it got a gradient
 
     def row(self) -> list[float]:
         """Return it as numbers that a double holds exactly."""

@@ -103,22 +103,15 @@ def without_collectives(replicas: Sequence[Replica]) -> Iterator[None]:
 
 @torch.no_grad()
 def sum_gradients(
-    parameters: Sequence[nn.Parameter],
-    has_gradient: Sequence[bool],
-    share: float,
-    loss: Tensor | None,
-    group: dist.ProcessGroup,
+    parameters: Sequence[nn.Parameter],  # one or more, the same on all ranks
+    has_gradient: Sequence[bool],  # for each of them whether any rank has one
+    share: float,  # of this rank in the items of all
+    loss: Tensor | None,  # this rank's mean loss, None without one
+    group: dist.ProcessGroup,  # the ranks
 ) -> Tensor:
     """Sum the ranks' gradients, each by its share in the items of all.
 
     A parameter without a gradient on any rank keeps none, so that optimizers pass it over.
-
-    Args:
-        parameters: one or more, the same on all ranks.
-        has_gradient: for each of them whether any rank has one.
-        share: of this rank in the items of all.
-        loss: this rank's mean loss, None without one.
-        group: the ranks.
 
     Returns:
         The mean loss over all ranks' items.

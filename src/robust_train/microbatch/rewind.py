@@ -6,7 +6,7 @@ import gc
 import logging
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,111 +23,81 @@ Models = nn.Module | Iterable[nn.Module] | None
 
 @dataclass(eq=False)
 class _Buffer:
-    """One buffer by its place, for a module may put another tensor there."""
+    """One buffer by its place, for a module may put another tensor there, and its last copy."""
 
     home: dict[str, Tensor | None]
     name: str
-    label: str
-    version: int = 0
+    tensor: Tensor | None = None
+    version: int = -1
+    values: Tensor | None = None
+    changes: bool | None = None
+    """Whether steps change it; None before the first one is complete."""
 
-    def now(self) -> Tensor | None:
-        return self.home.get(self.name)
+    @property
+    def is_due(self) -> bool:
+        """Whether it is copied at a step's start and restored: unless it never changes."""
+        if self.changes is False:
+            self.changes = self._has_changed()
+        return self.changes is not False
+
+    def learn(self) -> None:
+        """After a complete step: whether that has changed it."""
+        if self.changes is None:
+            # writing through .data leaves the version as it was
+            self.changes = self._has_changed() or not (
+                self.tensor is None
+                or self.values is None
+                or torch.equal(self.tensor.cpu(), self.values)
+            )
+
+    def _has_changed(self) -> bool:
+        now = self.home.get(self.name)
+        return now is not self.tensor or (now is not None and now._version != self.version)
 
 
-@dataclass
-class _FirstCopy:
-    """A buffer before a model's first step: its tensor, that one's version, and its values."""
+def _keep(buffers: Iterable[_Buffer]) -> None:
+    """Copy what may change: on the host until that is known, then into the last copy's memory."""
+    targets: list[Tensor] = []
+    sources: list[Tensor] = []
+    for buffer in buffers:
+        if not buffer.is_due:
+            continue
+        buffer.tensor = now = buffer.home.get(buffer.name)
+        if now is None:
+            buffer.values = None
+            continue
+        buffer.version = now._version
+        if buffer.changes is None:
+            buffer.values = now.detach().to("cpu", copy=True)
+        elif buffer.values is None or _layout(buffer.values) != _layout(now):
+            buffer.values = now.detach().clone()
+        else:
+            targets.append(buffer.values)
+            sources.append(now)
+    copy_all(targets, sources)
 
-    buffer: _Buffer
-    tensor: Tensor
-    version: int
-    values: Tensor
 
-    def has_changed(self) -> bool:
-        now = self.buffer.now()
-        if now is not self.tensor or now._version != self.version:
-            return True
-        # writing through .data leaves the version as it was
-        return not torch.equal(now.cpu(), self.values)
-
-    def restore(self) -> None:
-        self.tensor.copy_(self.values)
-        self.version = self.tensor._version
-        self.buffer.home[self.buffer.name] = self.tensor
+def _restore(buffers: Iterable[_Buffer]) -> None:
+    """Put the tensors and values of the step's start back."""
+    changed = [buffer for buffer in buffers if buffer.is_due]
+    kept = [(b.tensor, b.values) for b in changed if b.tensor is not None and b.values is not None]
+    copy_all([tensor for tensor, _ in kept], [values for _, values in kept])
+    for buffer in changed:
+        buffer.home[buffer.name] = buffer.tensor
+        buffer.version = -1 if buffer.tensor is None else buffer.tensor._version
 
 
-@dataclass
 class _Watched:
-    """What is known about one model: in its first step nothing, later which buffers change."""
+    """What a model has: its parameters, and its buffers with what is known of them."""
 
-    parameters: list[nn.Parameter]
-    buffers: list[_Buffer]
-    is_known: bool = False
-    changing: list[_Buffer] = field(default_factory=list)
-    steady: list[_Buffer] = field(default_factory=list)
-    copies: list[Tensor] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, model: nn.Module) -> _Watched:
-        buffers = [
-            _Buffer(module._buffers, name, f"{prefix}.{name}" if prefix else name)
-            for prefix, module in model.named_modules()
+    def __init__(self, model: nn.Module) -> None:
+        self.parameters = list(model.parameters())
+        self.buffers = [
+            _Buffer(module._buffers, name)
+            for module in model.modules()
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
-        return cls(list(model.parameters()), buffers)
-
-    def first_copies(self) -> list[_FirstCopy]:
-        """Copy all buffers to the host, in the first step only."""
-        if self.is_known:
-            return []
-        return [
-            _FirstCopy(buffer, tensor, tensor._version, tensor.detach().to("cpu", copy=True))
-            for buffer in self.buffers
-            if (tensor := buffer.now()) is not None
-        ]
-
-    def copy_changing(self) -> None:
-        """Copy the buffers that are known to change, into the memory of the last copies."""
-        sources, copies = _present(self.changing), self.copies
-        if [_layout(copy) for copy in copies] == [_layout(source) for source in sources]:
-            copy_all(copies, sources)
-        else:
-            self.copies = [source.detach().clone() for source in sources]
-
-    def learn_changes(self, first: list[_FirstCopy]) -> None:
-        """After a complete step: which buffers its forward pass has changed."""
-        if not self.is_known:
-            self.is_known = True
-            self.changing = [copy.buffer for copy in first if copy.has_changed()]
-            changing = set(map(id, self.changing))
-            self.steady = [buffer for buffer in self.buffers if id(buffer) not in changing]
-            for buffer in self.steady:
-                tensor = buffer.now()
-                buffer.version = 0 if tensor is None else tensor._version
-        # such as statistics that were frozen at first
-        moved = self.newly_changed()
-        self.changing += moved
-        self.steady = [buffer for buffer in self.steady if buffer not in moved]
-
-    def newly_changed(self) -> list[_Buffer]:
-        """Buffers that were steady in all steps before this one."""
-        return [
-            buffer
-            for buffer in self.steady
-            if (tensor := buffer.now()) is not None and tensor._version != buffer.version
-        ]
-
-    def restore(self, first: list[_FirstCopy]) -> None:
-        for copy in first:
-            copy.restore()
-        copy_all(_present(self.changing), self.copies)
-        for buffer in self.newly_changed():
-            log.warning(
-                "the buffer %s changed for the first time in the step that is repeated; its change "
-                "cannot be taken back",
-                buffer.label,
-            )
 
 
 class Watch:
@@ -141,7 +111,7 @@ class Watch:
         """Return what is known about ``model``."""
         watched = self._models.get(model)
         if watched is None:
-            watched = self._models[model] = _Watched.of(model)
+            watched = self._models[model] = _Watched(model)
         return watched
 
     def forget(self) -> None:
@@ -180,9 +150,8 @@ class StepStart:
         self.is_open = True
         self._aside: list[tuple[Tensor, Tensor]] = []
         self._generators = GeneratorStates()
-        self._first_copies = [watched.first_copies() for watched in self._watched]
-        for watched in self._watched:
-            watched.copy_changing()
+        self._buffers = [buffer for watched in self._watched for buffer in watched.buffers]
+        _keep(self._buffers)
         # last: from here on somebody must call end()
         for parameter in self.parameters():
             if parameter.grad is not None:
@@ -213,23 +182,17 @@ class StepStart:
         # looked up afresh: an unknown parameter's gradient would count twice
         for tensor in (*(p for m in models for p in m.parameters()), *_in_optimizers(optimizers)):
             tensor.grad = None
-        with torch.no_grad():
-            for watched, first in zip(self._watched, self._first_copies, strict=True):
-                watched.restore(first)
+        _restore(self._buffers)
         self._generators.restore()
 
     def end(self, *, is_complete: bool = False) -> None:
-        """Add the gradients that were laid aside; a second call does nothing.
-
-        Args:
-            is_complete: every part of the batch went through.
-        """
+        """Add the gradients that were laid aside; a second call does nothing."""
         if not self.is_open:
             return
         self.is_open = False
         if is_complete:
-            for watched, first in zip(self._watched, self._first_copies, strict=True):
-                watched.learn_changes(first)
+            for buffer in self._buffers:
+                buffer.learn()
             if self._wanted is None and not self.has_gradients():
                 # what learns here is not what was found
                 self._watch.forget()
@@ -305,10 +268,6 @@ def _graph_number(tensor: Tensor) -> int:
         return -1 if node is None else int(node._sequence_nr())
     except (RuntimeError, AttributeError):
         return -1
-
-
-def _present(buffers: Iterable[_Buffer]) -> list[Tensor]:
-    return [tensor for buffer in buffers if (tensor := buffer.now()) is not None]
 
 
 def _layout(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:

@@ -25,19 +25,12 @@ _MOST_BY_LINE = 8
 
 @dataclass(frozen=True)
 class Peak:
-    """The most memory that a step takes.
+    """The most memory that a step takes."""
 
-    Attributes:
-        batch_size: micro-batch, samples.
-        accumulates: the step has more than one micro-batch.
-        tensors_bytes: of tensors, and of kernels while they run.
-        parts: the same by category at that moment.
-    """
-
-    batch_size: int
-    accumulates: bool
-    tensors_bytes: int
-    parts: Mapping[str, int]
+    batch_size: int  # micro-batch, samples
+    accumulates: bool  # the step has more than one micro-batch
+    tensors_bytes: int  # of tensors, and of kernels while they run
+    parts: Mapping[str, int]  # the same by category at that moment
 
     @property
     def allocated_bytes(self) -> int:
@@ -51,14 +44,7 @@ class Peak:
 
 
 def fits(peak: Peak, free_bytes: int, total_bytes: int, fraction: float) -> bool:
-    """Return whether a step fits on a GPU.
-
-    Args:
-        peak: of the step.
-        free_bytes: that the job can count on there.
-        total_bytes: size of the GPU.
-        fraction: ``memory.fraction``, of the size, which the job's cache may take at most.
-    """
+    """Return whether a step fits on a GPU."""
     cache_bytes = peak.allocated_bytes * CACHE_FACTOR
     return peak.gpu_bytes <= free_bytes and cache_bytes <= fraction * total_bytes
 

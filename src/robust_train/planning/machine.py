@@ -22,18 +22,12 @@ _BEHIND_ALL = 10**15
 
 @dataclass(frozen=True)
 class GpuRoom:
-    """A GPU and what a new job can count on there.
+    """A GPU and what a new job can count on there."""
 
-    Attributes:
-        gpu: as NVML reports it.
-        usable_bytes: free, less what others have reserved and not taken yet; 0 where no new job
-            may start now.
-        why_not: in that case the reason.
-    """
-
-    gpu: GpuInfo
+    gpu: GpuInfo  # as NVML reports it
+    # free, less what others have reserved and not taken yet; 0 where no new job may start now
     usable_bytes: int
-    why_not: str | None = None
+    why_not: str | None = None  # in that case the reason
 
 
 def read_rooms(

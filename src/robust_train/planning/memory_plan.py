@@ -35,16 +35,11 @@ _ROWS = 4
 
 @dataclass(frozen=True)
 class PlannedSize:
-    """One micro-batch.
+    """One micro-batch."""
 
-    Attributes:
-        peak: predicted.
-        fits_on: indices (NVML's) of the GPUs on which it fits now.
-        measured: by the newest earlier run with this micro-batch, None where there is none.
-    """
-
-    peak: Peak
-    fits_on: tuple[int, ...] = ()
+    peak: Peak  # predicted
+    fits_on: tuple[int, ...] = ()  # indices (NVML's) of the GPUs on which it fits now
+    # by the newest earlier run with this micro-batch, None where there is none
     measured: Measured | None = None
 
     @property

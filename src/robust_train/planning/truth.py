@@ -20,21 +20,13 @@ _LEAST_STEPS = 2
 
 @dataclass(frozen=True)
 class Measured:
-    """The peak of one attempt on a GPU.
+    """The peak of one attempt on a GPU."""
 
-    Attributes:
-        batch_size: micro-batch, samples.
-        accumulates: its steps had more than one.
-        peak_bytes: ``torch.cuda.max_memory_allocated`` at its end.
-        run_dir: the run folder.
-        time: of the run's end, seconds since the epoch.
-    """
-
-    batch_size: int
-    accumulates: bool
-    peak_bytes: int
-    run_dir: Path
-    time: float
+    batch_size: int  # micro-batch, samples
+    accumulates: bool  # its steps had more than one
+    peak_bytes: int  # `torch.cuda.max_memory_allocated` at its end
+    run_dir: Path  # the run folder
+    time: float  # of the run's end, seconds since the epoch
 
 
 @dataclass(frozen=True)

@@ -19,24 +19,15 @@ from robust_train.values import (
     gpus_of,
 )
 
-_BEFORE_TRAINING = (Clue.IMPORT, Clue.MODEL)
-
 
 @dataclass(frozen=True)
 class FailureContext:
-    """A failure and all that happened before it.
+    """A failure and all that happened before it."""
 
-    Attributes:
-        settings: what the user asked for.
-        history: every attempt so far; the last one has failed.
-        gpus: those that could be taken now, best first, the job's own included.
-        held: those that the job may use, but others have them now.
-    """
-
-    settings: PolicySettings
-    history: tuple[Attempt, ...]
-    gpus: tuple[GpuInfo, ...]
-    held: tuple[GpuInfo, ...] = ()
+    settings: PolicySettings  # what the user asked for
+    history: tuple[Attempt, ...]  # every attempt so far; the last one has failed
+    gpus: tuple[GpuInfo, ...]  # those that could be taken now, best first, the job's own included
+    held: tuple[GpuInfo, ...] = ()  # those that the job may use, but others have them now
 
     @property
     def attempt(self) -> Attempt:
@@ -82,15 +73,16 @@ class FailureContext:
 
     @property
     def failed_before_training(self) -> bool:
-        """Whether it certainly failed before the first step, so that the batch is no matter.
+        """Whether it certainly failed outside of a step, so that the batch is no matter.
 
         For a trainer that reports nothing only the stack is evidence.
         """
-        outcome = self.attempt.outcome
-        if has_begun(self.attempt) or outcome.micro_batch is not None:
+        if self.evidence.clue == Clue.IMPORT:  # whenever that was
+            return True
+        if self.attempt.outcome.has_begun:
             return False
         return (
-            self.evidence.clue in _BEFORE_TRAINING
+            self.evidence.clue == Clue.MODEL
             or self.settings.reports_start
             or any(attempt.outcome.began_training for attempt in self.history)
         )
@@ -101,25 +93,36 @@ class FailureContext:
         return frozenset(key for a in self.history for key in uuids(a.spec.gpus) or ("cpu",))
 
     @property
+    def since_progress(self) -> tuple[Attempt, ...]:
+        """The attempts since the job got further: its checkpoints came to a later step.
+
+        The first of them is the one that did. A checkpoint without a step may be the state that an
+        attempt resumed from, a second one of the same attempt is further.
+        """
+        furthest, begins_at = -1, 0
+        for number, attempt in enumerate(self.history):
+            outcome = attempt.outcome
+            step = max(outcome.start_step, outcome.saved_step or 0)
+            if step > furthest or (outcome.saved_step is None and outcome.saves > 1):
+                furthest, begins_at = max(step, furthest), number
+        return self.history[begins_at:]
+
+    @property
     def smaller_batches_tried_here(self) -> int:
-        """How often a failure reduced the micro-batch on the device that failed last."""
+        """How often a failure without progress reduced the micro-batch on this device."""
         here = {
             a.spec.batch_size
-            for a in self.history
+            for a in self.since_progress
             if a.spec.device_key == self.last.device_key and a.outcome.stopped_for is None
         }
         return len(here) - 1
 
     @property
     def failures_without_progress(self) -> int:
-        """How many attempts failed in this way since the job last resumed from a later step."""
-        resumed, count = -1, 0
-        for attempt in self.history:
-            if attempt.outcome.start_step > resumed:
-                resumed, count = attempt.outcome.start_step, 0
-            failure, on_request = attempt.outcome.failure, attempt.outcome.stopped_for is not None
-            count += failure is not None and failure.kind is self.failure.kind and not on_request
-        return count
+        """How many attempts failed in this way since the job got further."""
+        outcomes = [attempt.outcome for attempt in self.since_progress]
+        own = [outcome.failure for outcome in outcomes if outcome.stopped_for is None]
+        return sum(failure is not None and failure.kind is self.failure.kind for failure in own)
 
     def earlier_at_same_step(self) -> Iterable[Attempt]:
         """The attempts before that failed in the same way at the same step."""
@@ -151,11 +154,6 @@ class FailureContext:
     def new_in(self, group: Group) -> Group:
         """The GPUs of ``group`` that the attempt did not have."""
         return tuple(gpu for gpu in group if gpu not in self.last.gpus)
-
-
-def has_begun(attempt: Attempt) -> bool:
-    """Return whether it certainly reached its first step."""
-    return attempt.outcome.began_training or attempt.outcome.end_step is not None
 
 
 def failed_gpus(attempt: Attempt) -> Group:

@@ -69,20 +69,15 @@ def first_attempt(settings: PolicySettings, gpus: Group) -> AttemptSpec:
 
 
 def decide(
-    settings: PolicySettings,
-    history: tuple[Attempt, ...],
+    settings: PolicySettings,  # what the user asked for
+    history: tuple[Attempt, ...],  # every attempt so far; the last one has failed
+    # the GPUs that could be taken now, best first; empty where there are none
     gpus: tuple[GpuInfo, ...],
-    held: tuple[GpuInfo, ...] = (),
+    held: tuple[GpuInfo, ...] = (),  # GPUs that the job may use, but that others have now
 ) -> Decision:
     """Choose the next attempt, or give up.
 
     A retry that has to wait for room carries in ``otherwise`` what to do if the wait is in vain.
-
-    Args:
-        settings: what the user asked for.
-        history: every attempt so far; the last one has failed.
-        gpus: the GPUs that could be taken now, best first; empty where there are none.
-        held: GPUs that the job may use, but that others have now.
     """
     context = FailureContext(settings, history, gpus, held)
     if context.failure.kind is FailureKind.DEVICE_FAULT:
@@ -127,7 +122,7 @@ def _why_give_up(context: FailureContext) -> str:
         return message if rank is None else f"{message} (rank {rank})"
     if kind in MEMORY_FAILURES and context.failed_before_training:
         if context.evidence.clue == Clue.IMPORT:
-            return f"out of memory while a module was imported; the batch is no matter: {message}"
+            return f"out of memory while a module was imported: no smaller batch helps: {message}"
         return (
             "out of memory before the first step: model, optimizer and data do not fit, and a "
             f"smaller batch does not help: {message}"
@@ -146,5 +141,7 @@ def _why_give_up(context: FailureContext) -> str:
     listed = "; ".join(f"{device} at micro-batch {', '.join(b)}" for device, b in tried.items())
     if kind in MEMORY_FAILURES:
         hint = "" if settings.allow_cpu_fallback else " (allow_cpu_fallback is false)"
+        if not any(attempt.outcome.has_begun for attempt in context.history):
+            hint += "; no attempt reported a step: where model or data do not fit, no batch does"
         return f"out of memory on every device that may be used: {listed}{hint}"
     return f"{kind.value} again after everything that may help ({listed}): {message}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from robust_train.policy.context import FailureContext, exchanged, failed_gpus, has_begun, uuids
+from robust_train.policy.context import FailureContext, exchanged, failed_gpus, uuids
 from robust_train.policy.sizes import PolicySettings, largest_up_to, next_smaller
 from robust_train.policy.unhealthy import is_hardware_fault
 from robust_train.values import (
@@ -73,7 +73,7 @@ def expandable_segments(context: FailureContext) -> Retry | None:
 def fewer_workers(context: FailureContext) -> Retry | None:
     """Data-loader workers hold memory of their own: half of them, each with less ahead."""
     last = context.last
-    if last.num_workers == 0 or context.evidence.clue == Clue.IMPORT:
+    if last.num_workers == 0 or context.evidence.clue in (Clue.IMPORT, Clue.MODEL):
         return None
     workers, prefetch = last.num_workers // 2, max(last.prefetch_factor // 2, 1)
     reason = f"{_what_failed(context)}: {last.num_workers} → {workers} data-loader workers"
@@ -152,7 +152,7 @@ def second_opinion(context: FailureContext) -> Retry | None:
 def without_expandable_segments(context: FailureContext) -> Retry | None:
     """WSL2 and some vGPUs fail at the first allocation with them: once without."""
     last = context.last
-    if not last.gpus or not last.expandable_segments or has_begun(context.attempt):
+    if not last.gpus or not last.expandable_segments or context.attempt.outcome.has_begun:
         return None
     if not context.settings.may_use_expandable_segments or context.evidence.clue != Clue.DRIVER:
         return None
@@ -321,7 +321,7 @@ def _would_have_fitted(context: FailureContext, taken: int) -> bool:
 
 def _tries_of_the_same(context: FailureContext) -> int:
     here = (context.last.device_key, context.last.batch_size)
-    return sum((a.spec.device_key, a.spec.batch_size) == here for a in context.history)
+    return sum((a.spec.device_key, a.spec.batch_size) == here for a in context.since_progress)
 
 
 def _size_that_should_fit(context: FailureContext, *, had: int, offered: int) -> tuple[int, int]:

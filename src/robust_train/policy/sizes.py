@@ -8,49 +8,30 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class PolicySettings:
-    """What the user asked for, as far as decisions depend on it.
+    """What the user asked for, as far as decisions depend on it."""
 
-    Attributes:
-        batch_size: requested micro-batch of each rank.
-        gradient_accumulation_steps: requested accumulation of each rank.
-        ranks: requested processes that share a step, one for each GPU.
-        cpu_ranks: processes on the CPU.
-        num_workers: requested data-loader workers.
-        min_batch_size: no attempt uses a smaller micro-batch.
-        max_retries: smaller micro-batches tried on one device, and failures in the same way
-            without progress, before something else is tried.
-        may_switch_gpu: whether another GPU may be taken.
-        allow_cpu_fallback: whether the CPU may be taken in the end.
-        preserve_effective_batch_size: whether accumulation grows as the micro-batch shrinks.
-        min_gpu_memory_bytes: memory a GPU must have free to be taken.
-        prefetch_factor: requested batches that each data-loader worker prepares ahead.
-        expandable_segments: what the allocator uses from the start.
-        may_use_expandable_segments: False where the user's own environment settles it.
-        may_wait: whether to wait for a GPU or for memory that somebody else took.
-        retry_pause_seconds: before the first retry of the same thing; doubles with each.
-        finds_batch_size: ``training.batch_size=auto``: ``batch_size`` is only the largest, so
-            halving it is no retry.
-        reports_start: the trainer is known to report when training begins.
-    """
-
-    batch_size: int
-    gradient_accumulation_steps: int = 1
-    ranks: int = 1
-    cpu_ranks: int = 1
-    num_workers: int = 0
-    min_batch_size: int = 4
+    batch_size: int  # requested micro-batch of each rank
+    gradient_accumulation_steps: int = 1  # requested accumulation of each rank
+    ranks: int = 1  # requested processes that share a step, one for each GPU
+    cpu_ranks: int = 1  # processes on the CPU
+    num_workers: int = 0  # requested data-loader workers
+    min_batch_size: int = 4  # no attempt uses a smaller micro-batch
+    # smaller micro-batches tried on one device, and failures in the same way, before something
+    # else is tried; both since the last checkpoint of a later step
     max_retries: int = 3
-    may_switch_gpu: bool = True
-    allow_cpu_fallback: bool = True
+    may_switch_gpu: bool = True  # whether another GPU may be taken
+    allow_cpu_fallback: bool = True  # whether the CPU may be taken in the end
+    # whether accumulation grows as the micro-batch shrinks
     preserve_effective_batch_size: bool = True
-    min_gpu_memory_bytes: int = 0
-    prefetch_factor: int = 2
-    expandable_segments: bool = True
-    may_use_expandable_segments: bool = True
-    may_wait: bool = True
-    retry_pause_seconds: float = 10.0
+    min_gpu_memory_bytes: int = 0  # memory a GPU must have free to be taken
+    prefetch_factor: int = 2  # requested batches that each data-loader worker prepares ahead
+    expandable_segments: bool = True  # what the allocator uses from the start
+    may_use_expandable_segments: bool = True  # False where the user's own environment settles it
+    may_wait: bool = True  # whether to wait for a GPU or for memory that somebody else took
+    retry_pause_seconds: float = 10.0  # before the first retry of the same thing; doubles with each
+    # `training.batch_size=auto`: `batch_size` is only the largest, so halving it is no retry
     finds_batch_size: bool = False
-    reports_start: bool = False
+    reports_start: bool = False  # the trainer is known to report when training begins
 
     @property
     def effective_batch_size(self) -> int:

@@ -1,12 +1,11 @@
 """Train: python main.py training.batch_size=32"""
 
-import hydra
 from omegaconf import DictConfig
 
-from robust_train import launch
+from robust_train import hydra_main, launch
 
 
-@hydra.main(version_base="1.3", config_path="conf", config_name="config")
+@hydra_main(config_path="conf", config_name="config")
 def main(cfg: DictConfig) -> object:
     """Run one job: choose a device, call ``trainer._target_``, recover when memory runs out."""
     return launch(None, cfg).objective

@@ -21,7 +21,6 @@ from robust_train.queue.queue_dir import directory_for
 from robust_train.queue.wait import (
     GpuRequest,
     NoGpu,
-    StatusLine,
     WaitStatus,
     wait_for_gpu,
     why_pointless,
@@ -46,7 +45,7 @@ class Devices:
         environ: whose CUDA_VISIBLE_DEVICES bounds the choice.
         run_dir: the job's run folder.
         sleep: how to wait; whatever it raises ends the waiting.
-        on_wait: called with each status of the waiting, beside the user's screen.
+        on_wait: called with each status of the waiting.
         token: the last part of the job's id in the host's queue; empty: any.
     """
 
@@ -115,8 +114,7 @@ class Devices:
         changes = any(not gpu.total_bytes or gpu.unusable is not None for gpu in visible.gpus)
         if settings.asks_for_more and not changes and (why := why_pointless(request, visible)):
             raise ConfigError(why)
-        with StatusLine() as line:
-            group = self._queue.wait(request, self._shown_on(line), self._sleep)
+        group = self._queue.wait(request, self._on_wait, self._sleep)
         if isinstance(group, NoGpu):
             return self._cpu_or_nothing(group.reason, has_gpus=True)
         log.info("using %s", ", ".join(f"GPU {g.index} ({g.name}, {g.uuid})" for g in group))
@@ -187,23 +185,14 @@ class Devices:
             The GPUs that have it, else why the waiting ended.
         """
         request = self._request(room.free_bytes, room.gpu_uuids, room.exclude)
-        with StatusLine() as line:
-            on_status = self._shown_on(line)
-            if not room.gpu_uuids:
-                return self._queue.wait(request, on_status, self._sleep)
-            # these are reserved already
-            return wait_for_gpu(request, read=self._read, on_status=on_status, sleep=self._sleep)
+        if not room.gpu_uuids:
+            return self._queue.wait(request, self._on_wait, self._sleep)
+        # these are reserved already
+        return wait_for_gpu(request, read=self._read, on_status=self._on_wait, sleep=self._sleep)
 
     def release(self) -> None:
         """Release what is reserved."""
         self._queue.release()
-
-    def _shown_on(self, line: StatusLine) -> Callable[[WaitStatus], None]:
-        def on_status(status: WaitStatus) -> None:
-            line.show(status)
-            self._on_wait(status)
-
-        return on_status
 
     def _request(
         self, min_bytes: int, only: Sequence[str], exclude: Sequence[str] = ()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, TextIO, cast
+from typing import cast
 
 import tenacity
 
@@ -28,11 +27,6 @@ from robust_train.gpu.visible import Visible
 from robust_train.queue.queued_job import PollResult, QueuedJob
 from robust_train.readable import as_clock, mib, ordinal
 from robust_train.values import GpuInfo, Group
-
-if TYPE_CHECKING:
-    from rich.live import Live
-
-log = logging.getLogger("robust_train")
 
 _TICK_SECONDS = 1.0
 _LONG_PAUSE_SECONDS = 2.0
@@ -110,43 +104,6 @@ class WaitStatus:
         gpus = "a GPU" if self.count == 1 else f"{self.count} GPUs"
         each = "" if self.count == 1 else " each"
         return f"waiting for {gpus} with {mib(self.min_bytes)} free{each}, {left}; {why}"
-
-
-class StatusLine:
-    """Context manager that shows a :class:`WaitStatus`: a line that is rewritten, then removed.
-
-    Where ``stream`` (standard error by default) is no terminal, each poll gives one log line.
-    """
-
-    def __init__(self, stream: TextIO | None = None) -> None:
-        self._stream = stream
-        self._live: Live | None = None
-        self._logged_checks = 0
-
-    def __enter__(self) -> StatusLine:
-        from rich.console import Console
-        from rich.live import Live
-
-        console = Console(file=self._stream, stderr=True, highlight=False)
-        if console.is_interactive:
-            self._live = Live(console=console, auto_refresh=False, transient=True)
-            self._live.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._live is not None:
-            self._live.stop()
-
-    def show(self, status: WaitStatus) -> None:
-        """Show ``status`` now."""
-        if self._live is not None:
-            from rich.text import Text
-
-            text = Text(status.sentence(), no_wrap=True, overflow="ellipsis")
-            self._live.update(text, refresh=True)
-        elif status.checks > self._logged_checks:
-            self._logged_checks = status.checks
-            log.info("%s", status.sentence())
 
 
 def wait_for_gpu(

@@ -121,6 +121,8 @@ def memory_charts(story: Story) -> list[Chart]:
     clock = Clock(story)
     charts = []
     for device in story.memory:
+        if len(device.samples) < 2:  # there is nothing to see of one moment
+            continue
         charts.append(_memory_chart(story, device, device.samples, clock, clock.axis))
         close = _first_steps(device)
         if close:
@@ -158,6 +160,11 @@ def _memory_chart(
             # an area shows an amount only if it begins at nothing
             lines.append(line_of(label, style, pieces[name], x, y, is_area=is_area and y.low == 0))
             peak = max(value for piece in pieces[name] for _, value in piece)
+            if name == ("resident" if device.device == "cpu" else "allocated") and not is_close:
+                # samples miss what lies between them; an attempt reports its true peak
+                peaks = (a.peak_memory_bytes or 0 for a in story.attempts)
+                own = (a.device == device.device for a in story.attempts)
+                peak = max(peak, *itertools.compress(peaks, own))
             legend.append(Key(style, f"{label}, at most {memory(peak)}"))
     caption = f"Memory on {'the CPU' if device.device == 'cpu' else device.device}"
     if is_close:
@@ -228,7 +235,8 @@ def _lanes(marks: Iterable[Mark], clock: Clock, x: Axis) -> dict[str, list[tuple
 def curve_charts(story: Story) -> list[Chart]:
     """Draw losses in one chart and every other metric in its own, all attempts in each."""
     groups: dict[str, list[Curve]] = {}
-    for curve in story.curves:
+    drawn = {curve.name for curve in story.curves if len(curve.points) > 1}
+    for curve in (curve for curve in story.curves if curve.name in drawn):
         groups.setdefault("loss" if "loss" in curve.name else curve.name, []).append(curve)
     # losses first, the learning rate, which everybody knows, last
     order = sorted(groups, key=lambda name: (name != "loss", name == "lr"))
@@ -236,6 +244,13 @@ def curve_charts(story: Story) -> list[Chart]:
     if len(order) > _MOST_CHARTS:
         charts[-1] = replace(charts[-1], note=f"Not drawn: {', '.join(order[_MOST_CHARTS:])}.")
     return charts
+
+
+def reported_once(story: Story) -> list[tuple[str, str]]:
+    """Return metrics of a single value, of which there is nothing to draw."""
+    values = {curve.name: curve.points for curve in story.curves}
+    several = {curve.name for curve in story.curves if len(curve.points) > 1}
+    return [(name, number(own[-1][1])) for name, own in values.items() if name not in several]
 
 
 def _curve_chart(name: str, curves: Sequence[Curve], attempts: Sequence[AttemptStory]) -> Chart:

@@ -82,7 +82,10 @@ def _failures(attempts: Sequence[AttemptStory]) -> Iterator[Advice]:
             evidence = from_json(Evidence, attempt.evidence)
         except MalformedEvent:
             evidence = Evidence()
-        if steps := advice_for(kind, evidence):
+        # what fitted the trainer then; journals of earlier versions do not have it
+        recorded = attempt.evidence.get("advice")
+        steps = tuple(map(str, recorded)) if isinstance(recorded, list) else None
+        if steps := advice_for(kind, evidence) if steps is None else steps:
             yield Advice(_finding(attempt, kind, evidence), steps)
 
 

@@ -68,6 +68,7 @@ def job_page(story: Story) -> str:
         timeline=figures.timeline_of(story),
         memory=figures.memory_charts(story),
         curves=figures.curve_charts(story),
+        reported_once=figures.reported_once(story),
     )
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from robust_train.events import JobStarted
 from robust_train.memory.samples import Sample
 from robust_train.memory.stability import stability
 from robust_train.report import guidance, wording
@@ -32,6 +33,7 @@ class Story:
     Attributes:
         status: as in ``summary.json``; ``unfinished`` if no end is recorded, because the job still
             runs or its process died; ``empty`` if nothing at all is.
+        about: what was run: ``trainer``, ``model``, ``dataset``, ``overrides``, ``command``.
         started, ended: seconds since the epoch, None in an empty folder.
         seconds: of each use, by its name; ``wall`` is their sum without ``stopped``.
         stability: how memory developed in the last attempt, in a sentence; None if unknown.
@@ -41,6 +43,7 @@ class Story:
 
     name: str
     folder: str
+    about: Mapping[str, str] = field(default_factory=dict)
     status: str = "empty"
     sentence: str = "The folder holds no record of a job."
     result: Any = None
@@ -70,9 +73,7 @@ class Story:
     def peak_memory_bytes(self) -> int | None:
         """Of all attempts on the device that was used last; None if not known."""
         device = self.attempts[-1].device if self.attempts else None
-        figure = "resident" if device == "cpu" else "allocated"
-        peaks = [a.peak_memory_bytes for a in self.attempts if a.device == device]
-        peaks += [memory.most(figure) for memory in self.memory if memory.device == device]
+        peaks = (a.peak_memory_bytes for a in self.attempts if a.device == device)
         return max((peak for peak in peaks if peak is not None), default=None)
 
     def as_json(self) -> Any:
@@ -82,8 +83,9 @@ class Story:
 
 def story_of(sources: Sources) -> Story:
     """Return what happened in the job whose run folder was read."""
+    job, folder_name = _job_of(sources), sources.folder.resolve().name
     story = Story(
-        name=sources.folder.resolve().name,
+        name=str(job.about.get("name") or folder_name) if job else folder_name,
         folder=str(sources.folder),
         files=sources.files,
         gaps=sources.gaps,
@@ -93,7 +95,10 @@ def story_of(sources: Sources) -> Story:
             return story
         sentence = "The journal is missing; of the job only summary.json is left."
         return replace(story, status=sources.summary.status, sentence=sentence)
-    attempts = _until_last_sample(attempts_of(sources.entries), sources.samples)
+    attempts = tuple(
+        _with_samples(attempt, [s for s in sources.samples if s.attempt == attempt.number])
+        for attempt in attempts_of(sources.entries)
+    )
     *earlier, last = launches_of(sources.entries)
     last = replace(last, end=max([last.end, *(attempt.ended for attempt in attempts)]))
     launches = (*earlier, last)
@@ -108,6 +113,7 @@ def story_of(sources: Sources) -> Story:
     result = sources.summary.result if completed and sources.summary is not None else None
     return replace(
         story,
+        about={} if job is None else {"trainer": job.trainer, **job.about},
         status=status,
         sentence=wording.sentence_of(status, last.reason, attempts, seconds, marks),
         result=result,
@@ -127,17 +133,20 @@ def story_of(sources: Sources) -> Story:
     )
 
 
-def _until_last_sample(
-    attempts: Sequence[AttemptStory], samples: Sequence[Sample]
-) -> tuple[AttemptStory, ...]:
-    """Let attempts without a recorded end last at least until their last sample."""
-    last = {sample.attempt: sample.time for sample in samples}
-    return tuple(
-        replace(attempt, ended=max(attempt.ended, last.get(attempt.number, attempt.ended)))
-        if attempt.outcome == UNFINISHED
-        else attempt
-        for attempt in attempts
-    )
+def _job_of(sources: Sources) -> JobStarted | None:
+    """Return the last launch's word on its job."""
+    started = [one.event for one in sources.entries if isinstance(one.event, JobStarted)]
+    return started[-1] if started else None
+
+
+def _with_samples(attempt: AttemptStory, samples: Sequence[Sample]) -> AttemptStory:
+    """Let an attempt reach as high as its samples, and without a recorded end last as long."""
+    figures = (s.resident if s.device == "cpu" else s.allocated for s in samples)
+    peaks = [peak for peak in (attempt.peak_memory_bytes, *figures) if peak is not None]
+    attempt = replace(attempt, peak_memory_bytes=max(peaks, default=None))
+    if attempt.outcome != UNFINISHED:
+        return attempt
+    return replace(attempt, ended=max([attempt.ended, *(s.time for s in samples)]))
 
 
 def _stability(samples: Sequence[Sample], attempts: Sequence[AttemptStory]) -> str | None:

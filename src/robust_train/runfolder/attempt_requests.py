@@ -48,11 +48,6 @@ class AttemptRequests:
     """Takes and carries out the requests to one attempt; a context manager.
 
     What is not answered when it is left stays ``.taken``: the launcher knows what comes next.
-
-    Args:
-        run: the attempt, as its trainer has it. Only rank 0 takes requests.
-        run_dir: the run folder.
-        tick: called with every poll, where the launcher's own thread runs the attempt.
     """
 
     def __init__(self, run: Run, run_dir: Path, tick: Callable[[], None] = lambda: None) -> None:

@@ -62,24 +62,16 @@ class SavePlan:
 
 
 class SaveClock:
-    """Measures what saving costs and when the next checkpoint is due.
-
-    Args:
-        plan: what the config demands.
-        cost: seconds that the job's last save has taken, None if not known.
-        failures: attempts of the job that have ended before this one.
-        job_started: first launch of the job, seconds since the epoch.
-        now: the clock, in seconds.
-    """
+    """Measures what saving costs and when the next checkpoint is due."""
 
     def __init__(
         self,
-        plan: SavePlan,
+        plan: SavePlan,  # what the config demands
         *,
-        cost: float | None = None,
-        failures: int = 0,
-        job_started: float | None = None,
-        now: Callable[[], float] = time.monotonic,
+        cost: float | None = None,  # seconds that the job's last save has taken, None if not known
+        failures: int = 0,  # attempts of the job that have ended before this one
+        job_started: float | None = None,  # first launch of the job, seconds since the epoch
+        now: Callable[[], float] = time.monotonic,  # the clock, in seconds
     ) -> None:
         self._plan = plan
         self._cost = cost

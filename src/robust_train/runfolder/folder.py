@@ -55,23 +55,31 @@ class RunFolder:
     """Holds the lock, keeps the state and takes the requests of one launch; a context manager.
 
     Whatever is wrong with the disk, the job goes on, after one warning. ``token`` is the part of
-    the job's id that it has from the start.
+    the job's id that it has from the start; ``show`` is given the state twice a second.
 
     Raises:
         ConfigError: a live job holds the folder. Nothing in it was written.
     """
 
     def __init__(
-        self, run_dir: Path, name: str, signals: Signals, sweep_folder: Path | None = None
+        self,
+        run_dir: Path,
+        name: str,
+        signals: Signals,
+        sweep_folder: Path | None = None,
+        resume_command: str | None = None,
+        show: Callable[[RunState], None] = lambda state: None,
     ) -> None:
         self.token = os.urandom(3).hex()
         self._run_dir = run_dir
         self._signals = signals
         self._sweep_folder = sweep_folder
+        self._show = show
         job_id, now = f"0-{self.token}", time.time()
         self._lock = RunLock(run_dir, job_id)
         where = (str(run_dir), os.getpid(), socket.gethostname(), user_name(os.geteuid()))
-        self._file = StateFile(run_dir, RunState(job_id, name, *where, started=now, since=now))
+        state = RunState(job_id, name, *where, now, now, resume_command=resume_command)
+        self._file = StateFile(run_dir, state)
         self._next_poll = 0.0
 
     @property
@@ -116,6 +124,7 @@ class RunFolder:
         self._next_poll = now + _POLL_SECONDS
         self._change()
         self._file.write_if_due()
+        self._show(self.state)
         for request in find_requests(self._run_dir):
             state = self.state.state
             if request.verb == LAUNCHERS_VERB:

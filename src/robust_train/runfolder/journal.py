@@ -26,10 +26,6 @@ class Journal:
     """Appends events to ``journal.jsonl``, which stays small however long a job runs.
 
     A disk that is full or gone costs one warning; events that matter are written once it works.
-
-    Args:
-        path: the file; its folder must exist.
-        slack_bytes: how much of what may be thinned is appended before that is done.
     """
 
     def __init__(self, path: Path, *, slack_bytes: int = 512 * 1024) -> None:

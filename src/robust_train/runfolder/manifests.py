@@ -35,28 +35,17 @@ State = Literal["whole", "changed", "torn", "gone"]
 
 @dataclass(frozen=True)
 class Manifest:
-    """One checkpoint.
+    """One checkpoint."""
 
-    Attributes:
-        job: identity of the job that saved it, see :mod:`robust_train.runfolder.identity`.
-        attempt: number of the attempt that saved it.
-        step: optimizer steps done, None where the trainer reported none.
-        time: when it was complete, seconds since the epoch.
-        path: absolute; in the file relative to the manifest where it lies beside it.
-        kind: ``file`` or ``directory``.
-        files: how many files it has.
-        bytes: their size altogether.
-        seconds: for how long saving held training up, None if it was not measured.
-    """
-
-    job: str
-    attempt: int
-    step: int | None
-    time: float
-    path: Path
-    kind: str
-    files: int
-    bytes: int
+    job: str  # identity of the job that saved it, see identity
+    attempt: int  # number of the attempt that saved it
+    step: int | None  # optimizer steps done, None where the trainer reported none
+    time: float  # when it was complete, seconds since the epoch
+    path: Path  # absolute; in the file relative to the manifest where it lies beside it
+    kind: str  # `file` or `directory`
+    files: int  # how many files it has
+    bytes: int  # their size altogether
+    # for how long saving held training up, None if it was not measured
     seconds: float | None = None
 
     @property

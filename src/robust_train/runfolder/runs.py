@@ -79,6 +79,14 @@ class Run:
             return "stopping"  # the attempt saves its last checkpoint
         return NO_ANSWER if self.is_stopped else last
 
+    @property
+    def why_died(self) -> str:
+        """What ended a run that could not record how it ended."""
+        state = self.state
+        if self.is_here and state is not None and state.updated < psutil.boot_time():
+            return "the host went down"
+        return "its processes were killed"
+
     def about(self) -> dict[str, Json]:
         """Return all that is known, for programs; ``last_state`` of a run that died."""
         status = self.status
@@ -136,8 +144,14 @@ def register(run_dir: Path, token: str) -> None:
 
 
 def find_runs() -> list[Run]:
-    """Return the runs on the user's list, the oldest first."""
-    runs = [read_run(folder) for folder in dict.fromkeys(_links(state_directory()).values())]
+    """Return the runs on the user's list, the oldest first; drop links to folders that are gone."""
+    directory = state_directory()
+    links = _links(directory)
+    for name, folder in links.items():
+        if _is_gone(folder):
+            with contextlib.suppress(OSError):
+                (directory / name).unlink()
+    runs = [read_run(folder) for folder in dict.fromkeys(links.values())]
     return [run for run in runs if run is not None]
 
 
@@ -150,8 +164,9 @@ def choose_run(which: str | None, *, dead_too: bool = False) -> Run:
     """Return the run that is meant.
 
     Args:
-        which: a run's id, its folder or a path inside, the process id of its launcher or attempt;
-            None for the only one that is alive (on this host, if there is one here).
+        which: a run's id, its folder or a path inside, its job's name, the process id of its
+            launcher or attempt; None for the only one that is alive (on this host, if there is
+            one here).
         dead_too: an id or folder may be that of a run which has ended.
 
     Raises:
@@ -196,7 +211,7 @@ def _is_meant(run: Run, which: str) -> bool:
     if which.isdigit():
         pids = (run.pid, None if state is None else state.attempt_pid)
         return run.alive and run.is_here and int(which) in pids
-    return which == run.id or (state is not None and which in state.earlier_ids)
+    return which == run.id or (state is not None and which in (state.name, *state.earlier_ids))
 
 
 def _listed(runs: list[Run]) -> str:

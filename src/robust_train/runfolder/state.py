@@ -38,66 +38,47 @@ _MAX_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class RunState:
-    """State of a job. Bytes and seconds (of the epoch); None if unknown.
+    """State of a job. Bytes and seconds (of the epoch); None if unknown."""
 
-    Attributes:
-        id: the job's id in ``robust-train queue``, or ``0-…`` for one that never queued.
-        name: ``job_name``, or what model and dataset, or the run folder, are called.
-        run_dir: where the folder was when the job started.
-        pid: of the launcher, on ``host``.
-        started: when this launch began.
-        state: ``starting``, ``waiting``, ``running``, ``between attempts``, ``stopping``, or how
-            the job ended: ``completed``, ``failed``, ``no_device``, ``interrupted``.
-        since: when it came into this state.
-        updated: when this was written.
-        earlier_ids: ids that the job had before.
-        job: identity of the job through all its launches.
-        waiting: ``position``, ``reason`` and ``seconds_left`` while it waits for a GPU.
-        attempt: number of the attempt, from 1; what follows is of it.
-        attempt_pid: of rank 0.
-        device: ``cuda:<number>`` as ``nvidia-smi`` counts, several with commas, or ``cpu``.
-        batch_size: samples in one forward and backward pass of one rank.
-        micro_batch: what ``batch_size`` is split into since.
-        checkpoint: the last one that was reported.
-        memory: bytes in use, by name, at the last milestone.
-        reason: why the last attempt, or the job, ended.
-        exit_code: of the job that ended.
-    """
-
-    id: str
-    name: str
-    run_dir: str
-    pid: int
+    id: str  # the job's id in `robust-train queue`, or `0-…` for one that never queued
+    name: str  # `job_name`, or what model and dataset, or the run folder, are called
+    run_dir: str  # where the folder was when the job started
+    pid: int  # of the launcher, on `host`
     host: str
     user: str
-    started: float
-    since: float
+    started: float  # when this launch began
+    since: float  # when it came into this state
+    # `starting`, `waiting`, `running`, `between attempts`, `stopping`, or how the job ended:
+    # `completed`, `failed`, `no_device`, `interrupted`
     state: str = "starting"
-    updated: float = 0.0
+    updated: float = 0.0  # when this was written
     schema: int = SCHEMA
-    earlier_ids: tuple[str, ...] = ()
-    job: str | None = None
+    earlier_ids: tuple[str, ...] = ()  # ids that the job had before
+    job: str | None = None  # identity of the job through all its launches
+    # `position`, `reason` and `seconds_left` while it waits for a GPU
     waiting: Mapping[str, Json] | None = None
-    attempt: int | None = None
-    attempt_pid: int | None = None
+    attempt: int | None = None  # number of the attempt, from 1; what follows is of it
+    attempt_pid: int | None = None  # of rank 0
+    # `cuda:<number>` as `nvidia-smi` counts, several with commas, or `cpu`
     device: str | None = None
     gpu_uuids: tuple[str, ...] = ()
     ranks: int | None = None
-    batch_size: int | None = None
+    batch_size: int | None = None  # samples in one forward and backward pass of one rank
     gradient_accumulation_steps: int | None = None
     effective_batch_size: int | None = None
-    micro_batch: int | None = None
+    micro_batch: int | None = None  # what `batch_size` is split into since
     num_workers: int | None = None
     prefetch_factor: int | None = None
     expandable_segments: bool | None = None
     step: int | None = None
     total_steps: int | None = None
     loss: float | None = None
-    memory: Mapping[str, int] | None = None
-    checkpoint: str | None = None
+    memory: Mapping[str, int] | None = None  # bytes in use, by name, at the last milestone
+    checkpoint: str | None = None  # the last one that was reported
     checkpoint_step: int | None = None
-    reason: str | None = None
-    exit_code: int | None = None
+    reason: str | None = None  # why the last attempt, or the job, ended
+    exit_code: int | None = None  # of the job that ended
+    resume_command: str | None = None  # what goes on with the job after it was interrupted
 
     @property
     def is_final(self) -> bool:

@@ -19,17 +19,17 @@ from robust_train.values import GIB, MEMORY_FAILURES, Attempt, Clue, Decision, O
 log = logging.getLogger("robust_train")
 
 FILE_NAME = "summary.json"
-SCHEMA = 1
+SCHEMA = 2
 
 
 @dataclass(frozen=True)
 class AttemptSummary:
-    """An attempt as ``summary.json`` and the journal have it: what it used, how it ended, and what
-    was decided after it."""
+    """An attempt as ``summary.json`` and the journal have it: its number, what it used, how it
+    ended, and what was decided then. Schema 1 had ``index``, from 0, in place of ``attempt``."""
 
     device: str
     outcome: str
-    index: int = 0
+    attempt: int = 0
     gpu_uuid: str | None = None
     gpu_uuids: tuple[str, ...] = ()
     ranks: int = 1
@@ -85,15 +85,15 @@ class AttemptRecord:
     decision: Decision | None = None
     stability: Stability | None = None
 
-    def as_json(self, index: int) -> dict[str, Json]:
-        """Return the record as ``summary.json`` has it."""
+    def as_json(self, number: int) -> dict[str, Json]:
+        """Return the record as ``summary.json`` has it; ``number``: in all launches of the job."""
         spec, outcome = self.attempt.spec, self.attempt.outcome
         message = None if outcome.failure is None else outcome.failure.message
         action, reason = "none", message or "completed"
         if self.decision is not None:
             action, reason = self.decision.action, self.decision.reason
         summary = AttemptSummary(
-            index=index,
+            attempt=number,
             device=spec.device,
             gpu_uuid=None if spec.gpu is None else spec.gpu.uuid,
             gpu_uuids=tuple(gpu.uuid for gpu in spec.gpus),
@@ -180,7 +180,10 @@ class Summary:
                 "wall_seconds": round(self.wall_seconds, 3),
                 "wait_seconds": round(self.wait_seconds, 3),
                 "checkpoint": None if self.checkpoint is None else str(self.checkpoint),
-                "attempts": [record.as_json(index) for index, record in enumerate(self.attempts)],
+                "attempts": [
+                    record.as_json(number)
+                    for number, record in enumerate(self.attempts, start=self.first_attempt)
+                ],
             }
         )
         return content
@@ -257,4 +260,5 @@ def evidence_of(outcome: Outcome) -> dict[str, Json]:
         "gpu_free_after_bytes": outcome.gpu_free_after_bytes,
         "micro_batch": outcome.micro_batch,
         "traceback": outcome.traceback,
+        "advice": list(outcome.failure.advice),
     }

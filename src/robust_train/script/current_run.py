@@ -88,11 +88,15 @@ def current_run() -> ScriptRun:
 
 
 def _appending_to(path: Path) -> ReportLine:
+    is_torn = False
+
     def report(event: dict[str, Json]) -> None:
+        nonlocal is_torn
         line = json.dumps(event, default=_plain) + "\n"
+        data = (b"\n" if is_torn else b"") + line.encode()
         # a launcher that is gone, or a full disk, must not end the script
         with contextlib.suppress(OSError), path.open("ab", buffering=0) as file:
-            file.write(line.encode())  # one write: lines of several processes
+            is_torn = file.write(data) < len(data)  # one write: lines of several processes
 
     return report
 

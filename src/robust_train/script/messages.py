@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from robust_train.events import (
     UserEvent,
 )
 from robust_train.events import parse as parse_event
+from robust_train.execution.linux import release_blocks
 from robust_train.values import FailureKind
 
 _LARGEST_LINE = 50_000
@@ -114,24 +116,40 @@ def _count(fields: Mapping[str, Json], key: str, event: str) -> int:
 
 
 class LineReader:
-    """Whole lines as they are appended to a file."""
+    """Whole lines as they are appended to a file; what was read long ago is released by the disk.
 
-    def __init__(self, path: Path) -> None:
+    However much is appended at once, and however long a line is, memory stays within a few blocks.
+    """
+
+    def __init__(self, path: Path, *, block_bytes: int = 1 << 20) -> None:
         self._path = path
-        self._offset = 0
+        self._block = block_bytes
+        self._offset = self._released = 0
         self._rest = b""
 
-    def read(self, *, to_the_end: bool = False) -> list[str]:
-        """Return the lines since the last call; ``to_the_end``: a torn last one included."""
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._offset)
-                data = file.read()
-        except OSError:
-            return []
-        self._offset += len(data)
-        *lines, self._rest = (self._rest + data).split(b"\n")
+    def read(self, *, to_the_end: bool = False) -> Iterator[str]:
+        """Yield the lines since the last call, of one that is too long only a part; ``to_the_end``:
+        a torn last one included."""
+        self._release()
+        with contextlib.suppress(OSError), self._path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size  # no end is in sight where a script is faster
+            file.seek(self._offset)
+            while data := file.read(min(self._block, max(size - self._offset, 0))):
+                self._offset += len(data)
+                *lines, rest = (self._rest + data).split(b"\n")
+                self._rest = rest[: 4 * _LARGEST_LINE + 1]
+                yield from _texts(lines)
         if to_the_end:
-            lines.append(self._rest)
+            yield from _texts([self._rest])
             self._rest = b""
-        return [text for line in lines if (text := line.decode(errors="replace").strip())]
+
+    def _release(self) -> None:
+        """Keep one block of what was passed on: some of it may still be on its way."""
+        old = self._offset - self._block
+        if old - self._released >= self._block:
+            release_blocks(self._path, self._released, old - self._released)
+            self._released = old
+
+
+def _texts(lines: Iterable[bytes]) -> Iterator[str]:
+    return (text for line in lines if (text := line.decode(errors="replace").strip()))

@@ -24,6 +24,17 @@ from robust_train.run import Run
 log = logging.getLogger("robust_train")
 
 
+def _input_position() -> int | None:
+    with contextlib.suppress(OSError):
+        if stat.S_ISREG(os.fstat(0).st_mode):
+            return os.lseek(0, 0, os.SEEK_CUR)
+    return None
+
+
+_INPUT_STARTS_AT = _input_position()
+"""In a file as standard input, read before any attempt: each one reads all of it."""
+
+
 class Program:
     """A running script.
 
@@ -38,6 +49,8 @@ class Program:
         become_subreaper()
         self._not_ours = set(children())
         self._asked: set[int] = set()
+        if _INPUT_STARTS_AT is not None:
+            os.lseek(0, _INPUT_STARTS_AT, os.SEEK_SET)
         try:
             self._process = subprocess.Popen(
                 list(argv), env=dict(environ), cwd=cwd, pass_fds=_files_to_inherit()

@@ -31,6 +31,10 @@ class SweepCallback(Callback):
         problem = refusal(Path(str(config.hydra.run.dir)))
         if problem is not None:
             _refuse(problem)
+        try:
+            session.check_job(config)
+        except ConfigError as error:
+            _refuse(str(error))
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Before the launcher is made."""

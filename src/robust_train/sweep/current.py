@@ -39,19 +39,12 @@ SWEEP_VARIABLE = "ROBUST_TRAIN_SWEEP"
 
 @dataclass
 class CurrentJob:
-    """A job that Hydra has entered.
+    """A job that Hydra has entered."""
 
-    Attributes:
-        folder: its run folder.
-        record: its record, None outside of a sweep.
-        runs: whether it is to be run; else its objective is known already.
-        refusal: why it must not be run at all.
-    """
-
-    folder: Path
-    record: JobRecord | None = None
-    runs: bool = True
-    refusal: str | None = None
+    folder: Path  # its run folder
+    record: JobRecord | None = None  # its record, None outside of a sweep
+    runs: bool = True  # whether it is to be run; else its objective is known already
+    refusal: str | None = None  # why it must not be run at all
 
     @property
     def objective(self) -> Any:
@@ -86,12 +79,7 @@ def leave() -> None:
 
 
 def enter(config: DictConfig, launcher: str | None) -> None:
-    """Decide whether a job that Hydra enters runs, and prepare its run folder.
-
-    Args:
-        config: the job's whole config, Hydra's part included.
-        launcher: the launcher of the sweep, None outside of one.
-    """
+    """Decide whether a job that Hydra enters runs, and prepare its run folder."""
     global _current
     in_sweep = config.hydra.mode == RunMode.MULTIRUN
     _current = job = CurrentJob(Path(str(config.hydra.runtime.output_dir)))

@@ -27,13 +27,7 @@ Work = Callable[[], int]
 
 
 class JobProcess:
-    """A job's process, which begins its work at once.
-
-    Args:
-        work: runs in the process.
-        log_path: gets all output of the process.
-        detach: runs in the process first, to undo what the sweep has set up for itself.
-    """
+    """A job's process, which begins its work at once."""
 
     def __init__(self, work: Work, log_path: Path, detach: Callable[[], None]) -> None:
         self.returncode: int | None = None

@@ -33,19 +33,13 @@ _OF_THE_NEW_JOB = re.compile(r"earlier-.*|\.hydra|(?!attempt-\d+\.).*\.log")
 
 @dataclass(frozen=True)
 class JobRecord:
-    """One job of a sweep; fields as in ``sweep.json``.
+    """One job of a sweep; fields as in ``sweep.json``."""
 
-    Attributes:
-        sweep: the launch of the sweep that wrote this.
-        status: ``started`` until the job's end is known.
-        exit_code: that of the job alone, None before its end.
-    """
-
-    sweep: str
+    sweep: str  # the launch of the sweep that wrote this
     number: int | None
     overrides: tuple[str, ...]
-    status: str = STARTED
-    exit_code: int | None = None
+    status: str = STARTED  # `started` until the job's end is known
+    exit_code: int | None = None  # that of the job alone, None before its end
     objective: Any = None
     reason: str | None = None
     reused: bool = False

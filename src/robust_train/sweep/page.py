@@ -40,23 +40,14 @@ class JobStory:
 
 @dataclass(frozen=True)
 class SweepStory:
-    """What happened in a sweep.
+    """What happened in a sweep."""
 
-    Attributes:
-        name: of the sweep folder.
-        folder: its path.
-        is_over: its end is recorded.
-        sentence: what happened.
-        seconds: of each use of time, added up over the jobs.
-        jobs: by number.
-    """
-
-    name: str
-    folder: str
-    is_over: bool
-    sentence: str
-    seconds: Mapping[str, float]
-    jobs: tuple[JobStory, ...]
+    name: str  # of the sweep folder
+    folder: str  # its path
+    is_over: bool  # its end is recorded
+    sentence: str  # what happened
+    seconds: Mapping[str, float]  # of each use of time, added up over the jobs
+    jobs: tuple[JobStory, ...]  # by number
 
     def as_json(self) -> dict[str, Any]:
         """Return the story in JSON's types, schema first."""

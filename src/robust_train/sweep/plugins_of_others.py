@@ -6,7 +6,10 @@ import json
 import math
 import traceback
 from collections.abc import MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+from robust_train.errors import EXIT_BAD_CONFIG, EXIT_FAILED
 
 _OPTUNA_PLUGIN = "hydra_plugins.hydra_optuna_sweeper."
 _OWN_MASK = "ROBUST_TRAIN_SWEEP_MASK"
@@ -23,15 +26,24 @@ def no_objective(hydra: Any) -> float | None:
     return None if str(sweeper.get("_target_")).startswith(_OPTUNA_PLUGIN) else math.nan
 
 
-def known_problem(error: BaseException) -> str | None:
+@dataclass(frozen=True)
+class KnownProblem:
+    """What a user can mend about another project's plugin."""
+
+    text: str
+    exit_code: int
+
+
+def known_problem(error: BaseException) -> KnownProblem | None:
     """Return one line for a plugin's error that its user can mend, None for any other error."""
     functions = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
     if isinstance(error, ValueError) and {"sweep", "best_trial"} <= functions:
-        return "no job has completed, so there is no best one"
+        return KnownProblem("no job has completed, so there is no best one", EXIT_FAILED)
     if isinstance(error, RuntimeError) and 'Could not detect "srun"' in str(error):
-        return (
+        return KnownProblem(
             "hydra/launcher=submitit_slurm: no srun here; start the sweep where Slurm's commands "
-            "are, or use hydra/launcher=gpu_queue on this machine"
+            "are, or use hydra/launcher=gpu_queue on this machine",
+            EXIT_BAD_CONFIG,
         )
     return None
 

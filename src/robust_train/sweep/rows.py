@@ -29,35 +29,23 @@ _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @dataclass(frozen=True)
 class SweepRow:
-    """One job of a sweep, as ``sweep.json`` has it.
+    """One job of a sweep, as ``sweep.json`` has it."""
 
-    Attributes:
-        job: its number, None where it is not known.
-        status: ``completed``, ``failed``, ``no_device``, ``interrupted``, ``refused``, ``died``
-            (without a summary) or ``not_started``.
-        exit_code: that of the job if it had run alone; None if it was not started.
-        devices: those of the attempts, in order, each once.
-        batch_size: micro-batch of the last attempt.
-        result: the objective.
-        wait_seconds: those of ``wall_seconds`` that it waited for a GPU.
-        reason: one sentence for any status but ``completed``.
-        reused: completed in an earlier launch of the sweep, not run again.
-        folder: its run folder, None for a job that was not started.
-    """
-
-    job: int | None
+    job: int | None  # its number, None where it is not known
     overrides: tuple[str, ...]
+    # `completed`, `failed`, `no_device`, `interrupted`, `refused`, `died` (without a summary) or
+    # `not_started`
     status: str
-    exit_code: int | None
+    exit_code: int | None  # that of the job if it had run alone; None if it was not started
     attempts: int
-    devices: tuple[str, ...]
-    batch_size: int | None
-    result: Any
+    devices: tuple[str, ...]  # those of the attempts, in order, each once
+    batch_size: int | None  # micro-batch of the last attempt
+    result: Any  # the objective
     wall_seconds: float | None
-    wait_seconds: float | None
-    reused: bool
-    reason: str | None
-    folder: str | None
+    wait_seconds: float | None  # those of `wall_seconds` that it waited for a GPU
+    reused: bool  # completed in an earlier launch of the sweep, not run again
+    reason: str | None  # one sentence for any status but `completed`
+    folder: str | None  # its run folder, None for a job that was not started
 
     @property
     def sort_key(self) -> tuple[bool, int]:

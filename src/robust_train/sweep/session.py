@@ -9,6 +9,7 @@ import os
 import sys
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,22 +29,14 @@ log = logging.getLogger("robust_train")
 
 @dataclass
 class Sweep:
-    """A sweep that runs.
+    """A sweep that runs."""
 
-    Attributes:
-        id: this launch of it.
-        folder: the sweep folder.
-        launcher: name of Hydra's launcher.
-        since_ns: when it began, by the clock of the folder's file system.
-        lock: of the folder; the jobs of ``gpu_queue``, which are forks, hold it as well.
-        planned: jobs that our launcher knows of, by number.
-    """
-
-    id: str
-    folder: Path
-    launcher: str
-    since_ns: int
-    lock: RunLock
+    id: str  # this launch of it
+    folder: Path  # the sweep folder
+    launcher: str  # name of Hydra's launcher
+    since_ns: int  # when it began, by the clock of the folder's file system
+    lock: RunLock  # of the folder; the jobs of `gpu_queue`, which are forks, hold it as well
+    # jobs that our launcher knows of, by number
     planned: dict[int, JobRecord] = field(default_factory=dict)
     started: float = field(default_factory=time.monotonic)
     pid: int = field(default_factory=os.getpid)
@@ -59,6 +52,7 @@ class Sweep:
 _sweep: Sweep | None = None
 _exit_code = 0
 _has_door = False
+_check: Callable[[DictConfig], None] | None = None
 
 
 def current_sweep() -> Sweep | None:
@@ -66,10 +60,19 @@ def current_sweep() -> Sweep | None:
     return _sweep
 
 
-def door_is_open() -> None:
-    """Declare that one of our commands sets this program's exit code."""
-    global _has_door
-    _has_door = True
+def door_is_open(check: Callable[[DictConfig], None] | None = None) -> None:
+    """Declare that one of our commands sets this program's exit code.
+
+    ``check`` raises ConfigError for a job that shall not start.
+    """
+    global _has_door, _check
+    _has_door, _check = True, check
+
+
+def check_job(config: DictConfig) -> None:
+    """Check a single job before anything is written; raises ConfigError."""
+    if _check is not None:
+        _check(config)
 
 
 def has_door() -> bool:

@@ -60,7 +60,7 @@ def screen_table(rows: Sequence[SweepRow]) -> str:
                 str(row.attempts),
                 ",".join(row.devices) or "-",
                 "-" if row.batch_size is None else str(row.batch_size),
-                _short(row.result),
+                short_result(row.result),
                 "-" if row.wall_seconds is None else f"{row.wall_seconds:.1f} s",
             )
         )
@@ -112,7 +112,8 @@ def _cell(value: Any) -> Any:
     return value
 
 
-def _short(result: Any) -> str:
+def short_result(result: Any) -> str:
+    """Return a result for one cell of a table."""
     if result is None:
         return "-"
     if isinstance(result, float):

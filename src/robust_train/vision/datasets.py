@@ -13,21 +13,20 @@ from robust_train.config.extras import require
 from robust_train.errors import ConfigError
 from robust_train.vision.images import AUGMENTATIONS
 from robust_train.vision.published import CUB200, FLOWERS102, open_cub200, open_flowers102
-from robust_train.vision.splits import ImageFiles, Shape, Splits, stratified_split
+from robust_train.vision.splits import ImageFiles, Shape, Splits, stratified_split, with_validation
 
 _DIGITS = Shape(num_classes=10, size=8, channels=1)
 _DIGITS_WHITE = 16
-_DIGITS_TEST_FRACTION = 0.2
+_DIGITS_HELD_OUT = 0.2
 _SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 
 
 @dataclass(frozen=True)
 class DigitImages:
-    """Some of the digits. ``pixels`` are rows × columns of 0 to 255, one ``bytes`` an image."""
+    """The digits. ``pixels`` are rows × columns of 0 to 255, one ``bytes`` an image."""
 
     pixels: Sequence[bytes]
     labels: Sequence[int]
-    numbers: Sequence[int]
 
     def image(self, index: int) -> Any:
         from PIL import Image
@@ -35,30 +34,29 @@ class DigitImages:
         return Image.frombytes("L", (8, 8), self.pixels[index])
 
     def describe(self, index: int) -> str:
-        return f"digit {self.numbers[index]} of scikit-learn"
+        return f"digit {index} of scikit-learn"
 
 
 def open_digits(cfg: Any) -> Splits:
     """Open the 1,797 scanned digits of 8×8 pixels inside scikit-learn.
 
-    Four fifths are for training, one fifth for the test, with the same share of every digit.
+    Four fifths are for training, a tenth for validation, a tenth for the test, with the same share
+    of every digit.
     """
     require("PIL.Image", "dataset=digits")
     bunch = require("sklearn.datasets", "dataset=digits").load_digits()
     scaled = (bunch.images * (255 / _DIGITS_WHITE)).round().astype("uint8")
-    labels = bunch.target.tolist()
-    train, test = (
-        DigitImages([scaled[n].tobytes() for n in part], [labels[n] for n in part], tuple(part))
-        for part in stratified_split(labels, _DIGITS_TEST_FRACTION)
-    )
-    return Splits(train, test, test, _DIGITS)
+    digits = DigitImages([image.tobytes() for image in scaled], bunch.target.tolist())
+    train, held_out = stratified_split(digits, _DIGITS_HELD_OUT)
+    return Splits(train, *stratified_split(held_out, 0.5), _DIGITS)
 
 
 def open_image_folder(cfg: Any) -> Splits:
     """Open a folder of images a class, in ``root/train`` and ``root/test``.
 
     The classes are the folders' names in alphabetical order. Without a test folder,
-    ``test_fraction`` of every class is set aside for the test: the same images in every run.
+    ``test_fraction`` of every class is set aside for the test: the same images in every run. A
+    tenth of the training images is for validation.
     """
     require("PIL.Image", "dataset=image_folder")
     root = Path(cfg.root).expanduser()
@@ -66,13 +64,8 @@ def open_image_folder(cfg: Any) -> Splits:
     shape = Shape(num_classes=len(classes))
     everything = _read(root / cfg.train, classes)
     if (root / cfg.test).is_dir():
-        test = _read(root / cfg.test, classes)
-        return Splits(everything, test, test, shape)
-    train, test = (
-        ImageFiles([everything.paths[i] for i in part], [everything.labels[i] for i in part])
-        for part in stratified_split(everything.labels, cfg.test_fraction)
-    )
-    return Splits(train, test, test, shape)
+        return with_validation(everything, _read(root / cfg.test, classes), shape)
+    return with_validation(*stratified_split(everything, cfg.test_fraction), shape)
 
 
 def _classes(cfg: Any) -> list[str]:

@@ -19,7 +19,6 @@ def preload_modules(cfg: DictConfig) -> list[str]:
     check_config(cfg)
     # every torch optimizer imports torch._dynamo when it is built: more than a second
     modules = ["numpy", "PIL.Image", "torch.utils.tensorboard", "torch._dynamo"]
-    modules += ["tqdm", "tqdm.contrib.logging"]
     modules += {
         "digits": ["sklearn.datasets"],
         "flowers102": ["scipy.io", "torchvision.datasets"],

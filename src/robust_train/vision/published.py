@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import fcntl
+import shutil
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from robust_train.config.extras import require
 from robust_train.errors import ConfigError
-from robust_train.vision.splits import ImageFiles, Shape, Splits
+from robust_train.vision.splits import ImageFiles, Shape, Splits, with_validation
 
 FLOWERS102 = Shape(num_classes=102)
 CUB200 = Shape(num_classes=200)
@@ -78,7 +79,7 @@ def open_cub200(cfg: Any) -> Splits:
 
     Its text files have one line an image, ``<image id> <value>``, ids and classes counted from 1:
     ``images.txt`` (path under ``images/``), ``image_class_labels.txt``, ``train_test_split.txt``
-    (1 for training). The test images serve for validation too.
+    (1 for training). A tenth of the training images is for validation.
     """
 
     def get(root: Path) -> None:
@@ -100,7 +101,7 @@ def open_cub200(cfg: Any) -> Splits:
         raise ConfigError(
             f"dataset=cub200: {folder}: image {error} is not in all of {', '.join(_CUB200_LISTS)}"
         ) from error
-    return Splits(train, test, test, CUB200)
+    return with_validation(train, test, CUB200)
 
 
 def _bird_column(source: Path) -> dict[str, str]:
@@ -145,7 +146,7 @@ def _fetched(
         try:
             with _alone(root):
                 if found() is None:
-                    get(root)
+                    _fetch_or_undo(lambda: get(root), root, root / name)
         except (OSError, RuntimeError, EOFError) as error:
             # urllib's errors are OSErrors; torchvision reports a wrong checksum as RuntimeError
             reason = str(getattr(error, "reason", error)) or type(error).__name__
@@ -159,15 +160,41 @@ def _fetched(
     return folder
 
 
+def _fetch_or_undo(fetch: Callable[[], None], *folders: Path) -> None:
+    """Call ``fetch``; if it fails, remove what it has put into the folders."""
+    before = _content(folders)
+    try:
+        fetch()
+    except BaseException:
+        for path in _content(folders) - before:
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+        raise
+
+
+def _content(folders: Sequence[Path]) -> set[Path]:
+    return {path for folder in folders if folder.is_dir() for path in folder.iterdir()}
+
+
 @contextmanager
 def _alone(root: Path) -> Iterator[None]:
     """Let one process of this host fetch at a time, and end a fetch from a silent server."""
+    is_new = not root.exists()
     root.mkdir(parents=True, exist_ok=True)
     before = socket.getdefaulttimeout()
-    with (root / ".download.lock").open("w") as lock:
+    path = root / ".download.lock"
+    with path.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         socket.setdefaulttimeout(_SILENCE_SECONDS)
         try:
             yield
+        except BaseException:
+            if is_new:  # and nobody else has put anything there
+                path.unlink(missing_ok=True)
+                with suppress(OSError):
+                    root.rmdir()
+            raise
         finally:
             socket.setdefaulttimeout(before)

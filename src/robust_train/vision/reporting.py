@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -37,9 +36,9 @@ def checked_loss(average: LossAverage, step: int) -> float:
 
 
 class Reporter:
-    """Report steps and epochs. A context manager: it owns the progress bar and the event file.
+    """Report steps and epochs. A context manager: it owns TensorBoard's event file.
 
-    On a terminal it shows a progress bar, elsewhere a log line every ``log_every_steps`` steps.
+    Every ``log_every_steps`` steps are a log line, unless the launcher shows them on a terminal.
     Reading the loss waits for the device, so it is read only then and once a second; the value
     sent is its mean since the last of those steps.
     """
@@ -52,9 +51,9 @@ class Reporter:
         self._next_reading = 0.0
         self._unsent: dict[str, float] = {}
         self._total_steps = 0
-        self._bar: Any = None
         self._board: Any = None
-        self._open = ExitStack()
+        # there its launcher shows the steps
+        self._is_watched = run.has_live_status
         self._epoch_started = time.monotonic()
 
     def __enter__(self) -> Reporter:
@@ -64,7 +63,6 @@ class Reporter:
         with self._board_errors():
             if self._board is not None:
                 self._board.close()
-        self._open.close()
 
     def begin(self, position: ResumePosition, total_steps: int) -> None:
         """Report that training starts from ``position``."""
@@ -72,25 +70,19 @@ class Reporter:
         self._run.started(position.step)
         if self._run.is_main:
             self._open_board(position.step)
-            if sys.stderr.isatty():
-                self._open_bar(position.step)
 
     def step(self, position: ResumePosition, loss: Tensor, samples: int, lr: float) -> None:
         """Report that optimizer step ``position.step`` is done, with its mean loss."""
         self._recent.add(loss, samples)
-        if self._bar is not None:
-            self._bar.update(1)
         is_first, is_marked = self._next_reading == 0.0, position.step % self._every == 0
         if is_marked or time.monotonic() >= self._next_reading:
             value = checked_loss(self._recent, position.step)
             self._next_reading = time.monotonic() + _READING_INTERVAL_SECONDS
             self._unsent = {"loss": value}
-            if self._bar is not None:
-                self._bar.set_postfix(loss=f"{value:.4f}", refresh=False)
             if is_first or is_marked:
                 self._recent = LossAverage()
                 self._scalars(position.step, {"train/loss": value, "train/lr": lr})
-            if is_marked and self._bar is None:
+            if is_marked and not self._is_watched:
                 done = f"step {position.step}/{self._total_steps}"
                 log.info("%s: loss %.4f, learning rate %.2e", done, value, lr)
         # at most ten a second are sent
@@ -104,34 +96,21 @@ class Reporter:
     def epoch(self, position: ResumePosition, train_loss: float, score: Score) -> None:
         """Report that an epoch is trained and validated."""
         log.info(
-            "epoch %d/%d: loss %.4f, validation loss %.4f, validation accuracy %.2f %%, %.1f s",
+            "epoch %d/%d in %.1f s: loss %.4f, validation %.4f, accuracy %.2f %%",
             position.epoch + 1,
             self._epochs,
+            time.monotonic() - self._epoch_started,
             train_loss,
             score.loss,
             100 * score.accuracy,
-            time.monotonic() - self._epoch_started,
         )
         self._scalars(position.step, {"val/accuracy": score.accuracy, "val/loss": score.loss})
-        self._run.memory_milestone(f"epoch {position.epoch + 1}")
+        self._run.record_memory(f"epoch {position.epoch + 1}")
         self._run.epoch_ended(
             position.epoch + 1,
             train_loss=train_loss,
             val_loss=score.loss,
             val_accuracy=score.accuracy,
-        )
-
-    def _open_bar(self, step: int) -> None:
-        try:
-            from tqdm import tqdm
-            from tqdm.contrib.logging import logging_redirect_tqdm
-        except ImportError:
-            log.info('no progress bar: pip install "robust-train[vision]"')
-            return
-        # log lines would tear the bar apart
-        self._open.enter_context(logging_redirect_tqdm())
-        self._bar = self._open.enter_context(
-            tqdm(total=self._total_steps, initial=step, unit="step", dynamic_ncols=True)
         )
 
     def _open_board(self, step: int) -> None:

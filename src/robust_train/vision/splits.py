@@ -11,6 +11,7 @@ import torch
 
 # not the job's seed: runs with different seeds are compared on the same test images
 _SPLIT_SEED = 0
+VALIDATION_FRACTION = 0.1
 
 
 class ImageSource(Protocol):
@@ -41,6 +42,24 @@ class ImageFiles:
 
 
 @dataclass(frozen=True)
+class Part:
+    """Some images of a split."""
+
+    source: ImageSource
+    indices: Sequence[int]
+
+    @property
+    def labels(self) -> Sequence[int]:
+        return [self.source.labels[index] for index in self.indices]
+
+    def image(self, index: int) -> Any:
+        return self.source.image(self.indices[index])
+
+    def describe(self, index: int) -> str:
+        return self.source.describe(self.indices[index])
+
+
+@dataclass(frozen=True)
 class Shape:
     """What a model needs to know of a data set; ``size`` is None if image sizes differ."""
 
@@ -51,7 +70,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Splits:
-    """A data set's parts; ``validation`` is ``test`` if the data set has no such split."""
+    """A data set's parts, without an image in common."""
 
     train: ImageSource
     validation: ImageSource
@@ -59,19 +78,26 @@ class Splits:
     shape: Shape
 
 
-def stratified_split(labels: Sequence[int], test_fraction: float) -> tuple[list[int], list[int]]:
-    """Split indices into training and test, with the same share of every class in the test.
+def with_validation(train: ImageSource, test: ImageSource, shape: Shape) -> Splits:
+    """Return the parts of a data set with one held-out split: it is for the test alone, and a tenth
+    of the training images is for validation."""
+    return Splits(*stratified_split(train, VALIDATION_FRACTION), test, shape)
 
-    A class keeps at least one image for training; a class of two or more gives at least one to the
-    test. The split depends on the labels alone.
+
+def stratified_split(source: ImageSource, fraction: float) -> tuple[Part, Part]:
+    """Split images into two parts, the second with the same share of every class.
+
+    A class keeps at least one image in the first part; a class of two or more gives at least one
+    to the second. The split depends on the labels alone.
     """
+    labels = source.labels
     generator = torch.Generator().manual_seed(_SPLIT_SEED)
-    train: list[int] = []
-    test: list[int] = []
+    first: list[int] = []
+    second: list[int] = []
     for label in sorted(set(labels)):
         members = [index for index, own in enumerate(labels) if own == label]
         order = torch.randperm(len(members), generator=generator).tolist()
-        count = min(max(round(len(members) * test_fraction), 1), len(members) - 1)
-        test += [members[position] for position in order[:count]]
-        train += [members[position] for position in order[count:]]
-    return sorted(train), sorted(test)
+        count = min(max(round(len(members) * fraction), 1), len(members) - 1)
+        second += [members[position] for position in order[:count]]
+        first += [members[position] for position in order[count:]]
+    return Part(source, sorted(first)), Part(source, sorted(second))

@@ -78,8 +78,8 @@ def train(cfg: DictConfig, run: Run) -> dict[str, float | str]:
     """Train and test an image classifier.
 
     Returns:
-        ``objective`` and ``test_accuracy`` (0 to 1), ``test_loss``, ``steps``, and ``checkpoint``,
-        the path of the trained weights.
+        ``objective``, which is ``validation_accuracy``, and ``test_accuracy`` (0 to 1),
+        ``test_loss``, ``steps``, and ``checkpoint``, the path of the trained weights.
 
     Raises:
         ConfigError: the configuration, the data or the weights cannot be used.
@@ -91,7 +91,7 @@ def train(cfg: DictConfig, run: Run) -> dict[str, float | str]:
         torch.cuda.set_device(device.index or 0)
         torch.cuda.init()  # type: ignore[no-untyped-call]
     seed_everything(cfg.training.seed)
-    run.memory_milestone("start")
+    run.record_memory("start")
     if run.world_size > 1:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
@@ -107,7 +107,7 @@ def train(cfg: DictConfig, run: Run) -> dict[str, float | str]:
                 training.wait_for_write()
     except Exception as error:
         if classify_failure(error).kind in MEMORY_FAILURES:
-            run.memory_milestone("out of memory")
+            run.record_memory("out of memory")
         raise
     # not after a failure: it would wait for ranks that have gone
     if run.world_size > 1:
@@ -150,22 +150,30 @@ class Training:
         self.model: nn.Module = self.state.model
         self.folder = CheckpointFolder(run, keep=training.keep_checkpoints)
         self.has_checkpoint = run.resume_checkpoint is not None
-        self.score: Score | None = None
+        self.score: Score | None = None  # of the last validation
 
     def _prepare(self, module: nn.Module) -> TrainingState:
         """Move the model to the device and create optimizer and number format."""
         cfg, run = self.cfg, self.run
         trained, total = count_parameters(module)
         log.info("model: %s, %d of %d parameters are trained", cfg.model.name, trained, total)
-        log.info("Effective batch size: %d", self.plan.effective_batch)
+        effective, images = self.plan.effective_batch, self.plan.num_samples
+        log.info("Effective batch size: %d", effective)
+        if effective > images and run.is_main:
+            log.warning(
+                "the effective batch size %d is more than the %d training images: an epoch is one "
+                "step with all of them",
+                effective,
+                images,
+            )
         if cfg.training.gradient_checkpointing and not enable_gradient_checkpointing(module):
             log.warning("training.gradient_checkpointing: this model has none, it has no effect")
         model = module.to(self.device)
-        run.memory_milestone(f"model moved to {self.device}")
+        run.record_memory(f"model moved to {self.device}")
         optimizer = make_optimizer(
             model.parameters(), lr=cfg.training.lr, weight_decay=cfg.training.weight_decay
         )
-        run.memory_milestone("optimizer created")
+        run.record_memory("optimizer created")
         return TrainingState(
             model=model,
             optimizer=optimizer,
@@ -321,9 +329,9 @@ class Training:
     def finish(self) -> dict[str, float | str]:
         """Test, save the trained weights and return the result."""
         splits = self.splits
-        if self.score is None or splits.test is not splits.validation:
-            self.score = self._evaluate(splits.test)
-        accuracy, path = self.score.accuracy, self.run.checkpoint_dir / FINAL_NAME
+        validation = self.score or self._evaluate(splits.validation)
+        test = self._evaluate(splits.test)
+        accuracy, path = test.accuracy, self.run.checkpoint_dir / FINAL_NAME
         weights = {
             "model": trained_state(self.state.model),
             "config": OmegaConf.to_container(self.cfg, resolve=True),
@@ -341,9 +349,10 @@ class Training:
             ) from error
         log.info("trained weights: %s", path)
         return {
-            "objective": accuracy,
+            "objective": validation.accuracy,
+            "validation_accuracy": validation.accuracy,
             "test_accuracy": accuracy,
-            "test_loss": self.score.loss,
+            "test_loss": test.loss,
             "steps": self.state.position.step,
             "checkpoint": str(path),
         }

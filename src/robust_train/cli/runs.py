@@ -1,0 +1,75 @@
+"""``robust-train runs``: your jobs, live and past; ``robust-train run list``: the live ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from robust_train.cli.output import Parser, print_json, print_table
+from robust_train.events import Json
+from robust_train.readable import as_clock, shortened
+from robust_train.runfolder.runs import DIED, Run, find_runs
+from robust_train.runfolder.summary import read_summary
+from robust_train.sweep.sweep_table import short_result
+
+COLUMNS = ("id", "state", "job", "where", "step", "time", "result", "run folder")
+_RIGHT = {"step", "time"}
+_USUALLY = 20
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """List the user's jobs, the newest first."""
+    about = "Your jobs, live and past, the newest first."
+    parser = Parser(prog="robust-train runs", description=about)
+    parser.add_json()
+    meaning = f"older ones than the newest {_USUALLY} as well"
+    parser.add_argument("--all", action="store_true", help=meaning)
+    arguments = parser.parse_args(argv)
+    return show(find_runs()[::-1], arguments.json, None if arguments.all else _USUALLY)
+
+
+def show(runs: Sequence[Run], as_json: bool, most: int | None = None) -> int:
+    """Print the first ``most`` of these runs, and how those that were interrupted go on."""
+    shown = runs[:most]
+    if as_json:
+        print_json({"runs": [{**run.about(), **_result(run)} for run in shown]})
+        return 0
+    if not runs:
+        print("no run of yours is alive on this machine; robust-train runs lists earlier ones")
+        return 0
+    print_table(COLUMNS, [_row(run) for run in shown], _RIGHT)
+    if len(shown) < len(runs):
+        print(f"{len(runs) - len(shown)} older ones: --all")
+    for run in shown:
+        if run.status == DIED and run.state is not None and run.state.resume_command:
+            print(f"{run.id} was interrupted: {run.why_died}. To go on:")
+            print(f"  {run.state.resume_command}")
+    return 0
+
+
+def _row(run: Run) -> list[str]:
+    about, state = run.about(), run.state
+    result = _result(run).get("result")
+    reason = state.reason if state is not None and not run.alive else None
+    cells = (
+        run.id,
+        "interrupted" if run.status == DIED else run.status,
+        about.get("name"),
+        (about.get("device") or "-") + ("" if run.is_here else f" on {about['host']}"),
+        step_of(about),
+        as_clock(int(about["seconds"])) if "seconds" in about else None,
+        shortened(reason, 60) if reason and result is None else short_result(result),
+        run.run_dir,
+    )
+    return ["-" if cell is None else str(cell) for cell in cells]
+
+
+def _result(run: Run) -> dict[str, Json]:
+    """Return ``result`` of a job that completed."""
+    summary = read_summary(run.run_dir) if run.status == "completed" else None
+    return {} if summary is None else {"result": summary.objective}
+
+
+def step_of(about: dict[str, Json]) -> str | None:
+    """Return ``12/400``, or ``12`` where the number of all steps is unknown."""
+    step, total = about.get("step"), about.get("total_steps")
+    return None if step is None else f"{step}/{total}" if total is not None else str(step)

@@ -1,0 +1,195 @@
+"""The live status of a job on a terminal. Pure, but for :class:`LiveStatus`, which shows it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from robust_train.execution.hydra_state import shorten_lines_on_terminals
+from robust_train.execution.live_area import LiveArea, live_area
+from robust_train.queue.wait import WaitStatus
+from robust_train.readable import as_clock, memory, number
+from robust_train.runfolder.state import RunState
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+log = logging.getLogger("robust_train")
+
+_PACE_SECONDS = 30.0
+_BAR_COLUMNS = 48
+_DONE, _LEFT = "━", "─"
+_MARGIN = 3
+"""Columns at the right for the ``^C`` that a terminal shows."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How fast a job's states follow each other; times are seconds of a monotonic clock.
+
+    Attributes:
+        since: when the job came into its state.
+        steps: (time, step) of the last half minute, of one attempt.
+        checkpoint_at: when its last checkpoint was reported, None before the first.
+    """
+
+    state: RunState | None = None
+    since: float = 0.0
+    steps: tuple[tuple[float, int], ...] = ()
+    checkpoint_at: float | None = None
+
+    def after(self, state: RunState, now: float) -> Pace:
+        """Return the pace after one more look at the state."""
+        before = self.state
+        steps, since, saved = self.steps, self.since, self.checkpoint_at
+        if before is None or (before.state, before.attempt) != (state.state, state.attempt):
+            since = now
+        if before is None or before.attempt != state.attempt:
+            steps = ()
+        if before is not None and before.checkpoint != state.checkpoint:
+            saved = now
+        if state.step is not None and (not steps or steps[-1][1] != state.step):
+            steps = (*(one for one in steps if now - one[0] < _PACE_SECONDS), (now, state.step))
+        return Pace(state, since, steps, saved)
+
+    def steps_per_second(self, now: float) -> float | None:
+        """Return the speed, None while it is unknown or nothing moves."""
+        if len(self.steps) < 2 or now - self.steps[-1][0] > _PACE_SECONDS:
+            return None
+        (first, start), (last, end) = self.steps[0], self.steps[-1]
+        return (end - start) / (last - first) if end > start and last > first else None
+
+
+def status_lines(state: RunState, pace: Pace, now: float, columns: int) -> list[str]:
+    """Return the status as lines of at most ``columns`` characters, none for a job that ended."""
+    if state.is_final:
+        return []
+    bars = [bar] if (bar := _bar(state, min(columns - 6, _BAR_COLUMNS))) else []
+    where, how_far = _where(state, pace, now), _how_far(state, pace, now)
+    return [*_packed(where, columns), *bars, *_packed(how_far, columns)]
+
+
+def _where(state: RunState, pace: Pace, now: float) -> list[str]:
+    """Return the parts of the first line: state and why, attempt, device, sizes."""
+    parts = [f"{state.state} {as_clock(int(now - pace.since))}"]
+    if state.state == "waiting" and state.waiting is not None:
+        return [*parts, str(state.waiting.get("reason", ""))]
+    if state.state == "between attempts":
+        return [*parts, str(state.reason or "")]
+    if state.attempt is None or state.state == "starting":
+        return parts
+    parts += [f"attempt {state.attempt} on {'the CPU' if state.device == 'cpu' else state.device}"]
+    if state.batch_size is None:
+        return parts
+    size = str(state.batch_size)
+    if state.micro_batch is not None and state.micro_batch != state.batch_size:
+        size += f" → {state.micro_batch}"
+    ranks = f" × {state.ranks} processes" if (state.ranks or 1) > 1 else ""
+    return [*parts, f"micro-batch {size} × {state.gradient_accumulation_steps}{ranks}"]
+
+
+def _how_far(state: RunState, pace: Pace, now: float) -> list[str]:
+    """Return the parts of the second line: step, speed, time left, loss, memory, checkpoint."""
+    if state.state not in ("running", "stopping"):
+        return []
+    parts = []
+    speed = pace.steps_per_second(now)
+    if state.step is not None:
+        total = f"/{state.total_steps}" if state.total_steps else ""
+        parts.append(f"step {state.step}{total}")
+    if speed is not None:
+        size = state.effective_batch_size
+        parts.append(f"{number(speed * (size or 1))} {'samples' if size else 'steps'}/s")
+    if speed is not None and state.total_steps and state.step is not None:
+        left = math.ceil((state.total_steps - state.step) / speed)
+        parts.append(f"{as_clock(max(left, 0))} left")
+    if state.loss is not None:
+        parts.append(f"loss {number(state.loss)}")
+    figures = state.memory or {}
+    if used := figures.get("allocated", figures.get("resident")):
+        parts.append(f"memory {memory(used)}")
+    if state.checkpoint is not None:
+        step = "" if state.checkpoint_step is None else f" step {state.checkpoint_step}"
+        ago = (
+            "" if pace.checkpoint_at is None else f", {as_clock(int(now - pace.checkpoint_at))} ago"
+        )
+        parts.append(f"checkpoint{step}{ago}")
+    return parts
+
+
+def _packed(parts: Sequence[str], columns: int) -> list[str]:
+    """Return the parts side by side, in as few lines as they fit into; long ones are cut."""
+    lines: list[str] = []
+    for part in parts:
+        part = " ".join(part.split())
+        if lines and len(lines[-1]) + 3 + len(part) <= columns:
+            lines[-1] += f" · {part}"
+        else:
+            lines.append(part if len(part) <= columns else part[: max(columns - 1, 0)] + "…")
+    return lines
+
+
+def _bar(state: RunState, columns: int) -> str:
+    """Return a bar of the steps that are done; empty where their number is unknown."""
+    if state.state != "running" or state.step is None or not state.total_steps:
+        return ""
+    done = max(min(state.step / state.total_steps, 1.0), 0.0)
+    full = int(done * columns)
+    return f"{_DONE * full}{_LEFT * (columns - full)} {100 * done:3.0f} %"
+
+
+class LiveStatus:
+    """Shows a job's state on its terminal, if it has one to itself; a context manager.
+
+    Args:
+        is_wanted: False where the job shares the terminal, or a debugger may need it.
+    """
+
+    def __init__(self, *, is_wanted: bool) -> None:
+        self._is_wanted = is_wanted
+        self._open = contextlib.ExitStack()
+        self._area: LiveArea | None = None
+        self._pace = Pace()
+        self._logged: tuple[object, ...] = ()
+
+    def __enter__(self) -> LiveStatus:
+        shorten_lines_on_terminals()
+        if self._is_wanted:
+            self._area = self._open.enter_context(live_area())
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._area = None
+        self._open.close()
+
+    def show(self, state: RunState) -> None:
+        """Show the state as it is now."""
+        if self._area is None:
+            return
+        now, columns = time.monotonic(), self._area.columns - _MARGIN
+        self._pace = self._pace.after(state, now)
+        lines = status_lines(state, self._pace, now, columns)
+        self._area.show([_styled(line, number) for number, line in enumerate(lines)])
+
+    def log_waiting(self, status: WaitStatus) -> None:
+        """Log each poll of a job that waits, where the screen does not show it."""
+        poll = (status.checks, status.min_bytes, status.obstacles)
+        if self._area is None and status.checks and poll != self._logged:
+            self._logged = poll
+            log.info("%s", status.sentence())
+
+
+def _styled(line: str, number: int) -> Text:
+    from rich.text import Text
+
+    if line.startswith((_DONE, _LEFT)):
+        return Text(line, style="green")
+    text = Text(line, style="dim")
+    if number == 0:
+        text.stylize("not dim bold", 0, line.find(" ·") % (len(line) + 1))
+    return text

@@ -1,0 +1,155 @@
+"""``robust-train runs``, ``logs`` and ``wait``, in this process, on folders as jobs leave them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+from live_folder import another_launcher, change_json, open_folder
+
+from robust_train.cli import logs
+from robust_train.cli.main import main
+from robust_train.runfolder.folder import RunFolder
+from robust_train.runfolder.runs import state_directory
+from robust_train.runfolder.summary import Summary
+
+
+def ended(run_dir: Path, name: str, status: str, result: object = None, **how: object) -> str:
+    """A job that has ended; its id."""
+    with open_folder(run_dir, name) as folder:
+        Summary(status, run_dir, result=result).write()
+        folder.ended(status, how.get("reason"), how.get("code"))
+    return folder.state.id
+
+
+def died(run_dir: Path, name: str = "clip", *, with_the_host: bool = False) -> str:
+    """A job whose launcher could not record how it ended; its id."""
+    with open_folder(run_dir, name) as folder:
+        state = replace(folder.state, resume_command=f"cd /w && train hydra.run.dir={run_dir}")
+        before = psutil.boot_time() - 100 if with_the_host else state.since
+    content = replace(state, state="running", updated=before).as_json()
+    (run_dir / "state.json").write_text(json.dumps(content))
+    return state.id
+
+
+def test_runs_are_listed_newest_first_with_result_and_the_command_that_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    first = ended(tmp_path / "a", "lora", "completed", {"objective": 0.875, "more": [1]})
+    second = ended(tmp_path / "b", "probe", "failed", reason="it broke")
+    third = died(tmp_path / "c", with_the_host=True)
+    ended(tmp_path / "gone", "gone", "completed")
+    shutil.rmtree(tmp_path / "gone")
+    with open_folder(tmp_path / "d", "alive") as live:
+        assert main(["runs"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert main(["run", "list"]) == 0
+        only_live = capsys.readouterr().out.splitlines()
+        assert main(["runs", "--json"]) == 0
+        listed = json.loads(capsys.readouterr().out)["runs"]
+    assert [line.split()[:3] for line in lines[1:5]] == [
+        [live.state.id, "starting", "alive"],
+        [third, "interrupted", "clip"],
+        [second, "failed", "probe"],
+        [first, "completed", "lora"],
+    ]
+    assert "0.875" in lines[4]
+    assert "it broke" in lines[3]
+    assert lines[5:] == [
+        f"{third} was interrupted: the host went down. To go on:",
+        f"  cd /w && train hydra.run.dir={tmp_path}/c",
+    ]
+    assert [line.split()[0] for line in only_live] == ["id", live.state.id]
+    assert [run["state"] for run in listed] == ["starting", "died", "failed", "completed"]
+    assert listed[3]["result"] == 0.875
+    assert len(list(state_directory().iterdir())) == 4, "the link to a folder that is gone is, too"
+
+
+def test_of_many_runs_the_newest_are_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("robust_train.cli.runs._USUALLY", 1)
+    for name in ("one", "two"):
+        ended(tmp_path / name, name, "completed")
+    assert main(["runs"]) == 0
+    out = capsys.readouterr().out
+    assert "two" in out
+    assert "1 older ones: --all" in out
+    assert main(["runs", "--all"]) == 0
+    assert "one" in capsys.readouterr().out
+
+
+def test_logs_shows_the_last_attempt_or_the_one_that_is_named(
+    tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
+):
+    ended(tmp_path / "a", "lora", "completed")
+    (tmp_path / "a" / "attempt-2.log").write_bytes(b"early\n")
+    (tmp_path / "a" / "attempt-10.log").write_bytes(b"late \xff\nno end")
+    for arguments, shown in (
+        ([], b"late \xff\nno end"),
+        (["lora", "-f"], b"late \xff\nno end"),
+        ([str(tmp_path / "a"), "--attempt", "2"], b"early\n"),
+    ):
+        assert main(["logs", *arguments]) == 0
+        assert capfdbinary.readouterr().out == shown
+    assert main(["logs", "lora", "--attempt", "3"]) == 1
+    assert b"no log of attempt 3; there are 2, 10" in capfdbinary.readouterr().err
+    ended(tmp_path / "b", "probe", "no_device", reason="no GPU in time")
+    assert main(["logs", "probe"]) == 1
+    assert b"has started no attempt: no GPU in time" in capfdbinary.readouterr().err
+    assert main(["logs", "nothing"]) == 1
+
+
+def test_logs_follows_whole_lines_through_the_attempts_until_the_job_ends(tmp_path: Path):
+    with open_folder(tmp_path) as folder:
+        shown = logs.output_of(tmp_path, follow=True)
+        assert next(shown) == b"", "no attempt yet"
+        first, second = (tmp_path / f"attempt-{number}.log" for number in (1, 2))
+        first.write_bytes(b"one\ntw")
+        assert next(shown) == b"one\n"
+        first.write_bytes(b"one\ntwo\nunfinished")
+        assert next(shown) == b"two\n"
+        second.write_bytes(b"again")
+        assert next(shown) == b"unfinished\n"
+        assert next(shown) == b"==> attempt 2 <==\n"
+        _end(folder)
+    assert list(shown) == [b"again"]
+
+
+def _end(folder: RunFolder) -> None:
+    folder.ended("completed", None)
+
+
+def test_wait_returns_the_exit_code_of_the_first_that_did_not_complete(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    ended(tmp_path / "a", "lora", "completed")
+    ended(tmp_path / "b", "probe", "interrupted", reason="interrupted by SIGTERM", code=143)
+    died(tmp_path / "c")
+    assert main(["wait", "lora"]) == 0
+    assert main(["wait", "lora", "probe", "clip"]) == 143
+    out = capsys.readouterr().out
+    assert "interrupted: interrupted by SIGTERM" in out
+    assert main(["wait"]) == 1, "the newest one died"
+    sweep = tmp_path / "sweep"
+    sweep.mkdir()
+    table = {"sweep": "x", "launcher": "basic", "status": "ended", "exit_code": 75}
+    (sweep / "sweep.json").write_text(json.dumps(table))
+    assert main(["wait", str(sweep)]) == 75
+    assert main(["wait", "nothing"]) == 1
+
+
+@pytest.mark.slow
+def test_wait_waits(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    import threading
+
+    with another_launcher(tmp_path / "live") as process:
+        timer = threading.Timer(0.5, process.terminate)
+        timer.start()
+        assert main(["wait"]) == 143
+        timer.join()
+    change_json(tmp_path / "live" / "state.json", state="running", exit_code=None)
