@@ -161,7 +161,7 @@ def test_a_real_out_of_memory_error_repeats_the_step_only(world: World):
     # freed blocks go back at once, so that the limit is one on what is held
     world.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
     world.environ["GROWTH_FILE"] = str(world.folder / "growth")
-    ended = world.train("measures_its_growth", *arguments, "isolation=none")
+    ended = world.train("measures_its_growth", *arguments)
     assert ended.returncode == 0, ended.output
     growth = int((world.folder / "growth").read_text())
 
