@@ -78,6 +78,7 @@ class Day:
 
     def __init__(self, world: World, kind: Kind, machine: Machine | None) -> None:
         self.world = world
+        world.alone = True
         self.kind = kind
         if machine is not None:
             world.with_environ(machine.environ)
