@@ -250,30 +250,19 @@ class Finished(Event):
 
 @dataclass(frozen=True)
 class Failed(Event):
-    """The trainer ended with an exception.
-
-    Attributes:
-        failure: why, classified.
-        step: last optimizer step that was reported.
-        memory: figures of :class:`MemoryReported`.
-        traceback: the trainer's own, as text; None for a mistake of the user's.
-        config_error: the message where the configuration cannot be used.
-        error: the exception, pickled, in base64; None where it cannot be carried over.
-        stopped_for: what it was asked to stop for, so that another attempt goes on.
-        others_know: the other ranks end by themselves.
-        caused_by_rank: the failure is that of another rank, which is known.
-    """
+    """The trainer ended with an exception."""
 
     name = "failed"
-    failure: Failure
-    step: int | None = None
-    memory: Mapping[str, int] = field(default_factory=dict)
-    traceback: str | None = None
-    config_error: str | None = None
+    failure: Failure  # why, classified
+    step: int | None = None  # last optimizer step that was reported
+    memory: Mapping[str, int] = field(default_factory=dict)  # figures of MemoryReported
+    traceback: str | None = None  # the trainer's own, as text; None for a mistake of the user's
+    config_error: str | None = None  # the message where the configuration cannot be used
+    # the exception, pickled, in base64; None where it cannot be carried over
     error: str | None = None
-    stopped_for: str | None = None
-    others_know: bool = False
-    caused_by_rank: int | None = None
+    stopped_for: str | None = None  # what it was asked to stop for, so that another attempt goes on
+    others_know: bool = False  # the other ranks end by themselves
+    caused_by_rank: int | None = None  # the failure is that of another rank, which is known
 
 
 @dataclass(frozen=True)
@@ -348,15 +337,11 @@ class Stalled(Event):
 
 @dataclass(frozen=True)
 class AttemptEnded(Event):
-    """An attempt ended, and what comes next is decided.
-
-    Attributes:
-        record: the attempt as ``summary.json`` has it.
-        evidence: figures of the failure, the traceback among them; empty where it completed.
-    """
+    """An attempt ended, and what comes next is decided."""
 
     name = "attempt_ended"
-    record: Mapping[str, Json]
+    record: Mapping[str, Json]  # the attempt as `summary.json` has it
+    # figures of the failure, the traceback among them; empty where it completed
     evidence: Mapping[str, Json] = field(default_factory=dict)
 
 

@@ -311,21 +311,13 @@ class Job:
             checkpoint=self.checkpoint,
             search=search,
         )
-        outcome = self.executor.run(
-            request,
-            self._on_event,
-            hold=(*reservation, *self.folder.hold),
-            tick=self.folder.tick,
-        )
+        hold = (*reservation, *self.folder.hold)
+        outcome = self.executor.run(request, self._on_event, hold=hold, tick=self.folder.tick)
         # in this process its memory does not come back
         expected = free_before if own_process else ()
         free_after = self.devices.ended(spec.gpus, outcome, expected)
-        outcome = with_fitting_advice(
-            outcome,
-            num_workers=spec.num_workers,
-            is_script=self.settings.is_script,
-            is_built_in=self.policy.reports_start,
-        )
+        trainer = (spec.num_workers, self.settings.is_script, self.policy.reports_start)
+        outcome = with_fitting_advice(outcome, *trainer)
         if outcome.failure is None or not spec.gpus or not own_process:
             return outcome
         rank = outcome.failure.rank or 0

@@ -26,28 +26,22 @@ from robust_train.memory.allocator import (
 from robust_train.policy.sizes import PolicySettings
 from robust_train.values import MIB, AttemptSpec
 
+_LONGEST_COMMAND = 2000
+
 
 @dataclass(frozen=True)
 class LauncherSettings:
-    """What the launcher itself goes by.
+    """What the launcher itself goes by."""
 
-    Attributes:
-        resume: go on with the unfinished job that the run folder holds.
-        runs_inline: attempts run in the launcher's process.
-        is_script: the trainer is a program of the user's.
-        owns_terminal: it prints to a terminal that nobody else draws on: no debugger, no other job.
-        gpus_by_index: an attempt is given indices in ``CUDA_VISIBLE_DEVICES``, not UUIDs.
-        stall_timeout_seconds: without progress for so long an attempt counts as hanging; 0: never.
-        stop_grace_seconds: from a request to stop until the attempt is killed.
-    """
-
-    resume: bool
-    runs_inline: bool
-    is_script: bool
+    resume: bool  # go on with the unfinished job that the run folder holds
+    runs_inline: bool  # attempts run in the launcher's process
+    is_script: bool  # the trainer is a program of the user's
+    # it prints to a terminal that nobody else draws on: no debugger, no other job
     owns_terminal: bool
-    gpus_by_index: bool
+    gpus_by_index: bool  # an attempt is given indices in `CUDA_VISIBLE_DEVICES`, not UUIDs
+    # without progress for so long an attempt counts as hanging; 0: never
     stall_timeout_seconds: float
-    stop_grace_seconds: float
+    stop_grace_seconds: float  # from a request to stop until the attempt is killed
 
 
 def launcher_settings(cfg: DictConfig) -> LauncherSettings:
@@ -158,21 +152,13 @@ def job_name(cfg: DictConfig, run_dir: Path) -> str:
 
 @dataclass(frozen=True)
 class BatchSettings:
-    """The part of the config on which the first size depends.
+    """The part of the config on which the first size depends."""
 
-    Attributes:
-        trainer: the trainer's dotted path.
-        memory_settings: the part of the config on which memory depends.
-        memory_share: of the device's memory, the most to count on.
-        reuse_known_batch: whether sizes that earlier jobs found count.
-        is_script: the trainer is a program that cannot be probed.
-    """
-
-    trainer: str
-    memory_settings: Mapping[str, Any]
-    memory_share: float
-    reuse_known_batch: bool
-    is_script: bool
+    trainer: str  # the trainer's dotted path
+    memory_settings: Mapping[str, Any]  # the part of the config on which memory depends
+    memory_share: float  # of the device's memory, the most to count on
+    reuse_known_batch: bool  # whether sizes that earlier jobs found count
+    is_script: bool  # the trainer is a program that cannot be probed
 
 
 def batch_settings(cfg: DictConfig, trainer: str | Callable[..., Any]) -> BatchSettings:
@@ -238,7 +224,9 @@ def about_job(cfg: DictConfig, run_dir: Path) -> dict[str, str]:
         # the default is no matter of a trainer that has its own
         if _is_built_in(cfg) or any(one.startswith(group) for one in overrides):
             about[group] = str(OmegaConf.select(cfg, f"{group}.name") or "")
-    about |= {"overrides": shlex.join(overrides), "command": shlex.join(sys.orig_argv)}
+    # of `python -c` the command is a whole program
+    command = shlex.join(sys.orig_argv)[:_LONGEST_COMMAND]
+    about |= {"overrides": shlex.join(overrides), "command": command}
     return {key: value for key, value in about.items() if value}
 
 
@@ -309,7 +297,8 @@ def how_to_go_on(run_dir: Path) -> str | None:
         words.append(f"hydra.run.dir={run_dir}")
     elif "--" in words and "run" in words[: words.index("--")]:
         split = words.index("--")
-        words[split:split] = ["--run-dir", str(run_dir)]
+        if not any(word.startswith("--run-dir") for word in words[:split]):
+            words[split:split] = ["--run-dir", str(run_dir)]
     else:
         return f"launch(…, run_dir={str(run_dir)!r})"
     return shlex.join(words)

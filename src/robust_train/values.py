@@ -20,55 +20,37 @@ UNDER_SUBMITIT = "SUBMITIT_EXECUTOR"
 
 @dataclass(frozen=True)
 class GpuProcess:
-    """A process that NVML lists on a GPU.
+    """A process that NVML lists on a GPU."""
 
-    Attributes:
-        pid: process id as the driver sees it, which a container may number differently.
-        used_bytes: memory it holds, None if unavailable.
-        computes: NVML lists it as a CUDA process; False for one that only draws.
-    """
-
-    pid: int
-    used_bytes: int | None = None
-    computes: bool = True
+    pid: int  # process id as the driver sees it, which a container may number differently
+    used_bytes: int | None = None  # memory it holds, None if unavailable
+    computes: bool = True  # NVML lists it as a CUDA process; False for one that only draws
 
 
 @dataclass(frozen=True)
 class GpuInfo:
-    """One GPU (or one MIG slice) at one moment.
+    """One GPU (or one MIG slice) at one moment."""
 
-    Attributes:
-        uuid: the device's identity, ``GPU-…`` or ``MIG-…``; indices are never an identity.
-        name: product name.
-        index: NVML's number of the GPU (of the parent GPU for a slice), as ``nvidia-smi`` shows it.
-        pci_bus_id: ``domain:bus:device.function`` in lower-case hexadecimal.
-        total_bytes: memory of the device.
-        free_bytes, used_bytes: as NVML has them; never computed as a difference.
-        utilization_percent: how busy the GPU was lately, None where not supported.
-        compute_mode: ``default``, ``exclusive_process``, ``exclusive_thread`` or ``prohibited``.
-        processes: who is on it; None if unavailable or not asked for.
-        parent_uuid: for a MIG slice the UUID of the GPU it is a part of.
-        unified_memory: the GPU shares the host's memory (integrated); the figures are the host's.
-        unusable: why no job may start on it now, or None.
-        mps: NVIDIA's Multi-Process Service owns it, so that exclusive mode is no obstacle.
-        cuda_index: CUDA's number of it under ``CUDA_DEVICE_ORDER=PCI_BUS_ID`` with no mask; None
-            where NVML's and CUDA's lists may differ.
-    """
-
-    uuid: str
-    name: str
-    index: int
-    pci_bus_id: str
-    total_bytes: int
-    free_bytes: int
+    uuid: str  # the device's identity, `GPU-…` or `MIG-…`; indices are never an identity
+    name: str  # product name
+    index: int  # NVML's number of the GPU (of the parent GPU for a slice), as `nvidia-smi` shows it
+    pci_bus_id: str  # `domain:bus:device.function` in lower-case hexadecimal
+    total_bytes: int  # memory of the device
+    free_bytes: int  # free_bytes, used_bytes: as NVML has them; never computed as a difference
     used_bytes: int
-    utilization_percent: int | None = None
+    utilization_percent: int | None = None  # how busy the GPU was lately, None where not supported
+    # `default`, `exclusive_process`, `exclusive_thread` or `prohibited`
     compute_mode: str = "default"
+    # who is on it; None if unavailable or not asked for
     processes: tuple[GpuProcess, ...] | None = None
-    parent_uuid: str | None = None
+    parent_uuid: str | None = None  # for a MIG slice the UUID of the GPU it is a part of
+    # the GPU shares the host's memory (integrated); the figures are the host's
     unified_memory: bool = False
-    unusable: str | None = None
+    unusable: str | None = None  # why no job may start on it now, or None
+    # NVIDIA's Multi-Process Service owns it, so that exclusive mode is no obstacle
     mps: bool = False
+    # CUDA's number of it under `CUDA_DEVICE_ORDER=PCI_BUS_ID` with no mask; None where NVML's and
+    # CUDA's lists may differ
     cuda_index: int | None = None
 
 
@@ -87,22 +69,17 @@ class SkippedGpu:
 
 @dataclass(frozen=True)
 class Inventory:
-    """All GPUs of the machine at one moment.
+    """All GPUs of the machine at one moment."""
 
-    Attributes:
-        gpus: those that answered, MIG slices in place of their parent, ordered by PCI address.
-        skipped: those that did not, with reasons.
-        problem: a sentence where there is nothing to list (library missing, driver and library
-            differ, no GPUs), else None.
-        driver_version: of the NVIDIA driver, None where unknown.
-        answered: False where the driver hangs, so that nothing is known of the GPUs.
-    """
-
+    # those that answered, MIG slices in place of their parent, ordered by PCI address
     gpus: tuple[GpuInfo, ...] = ()
-    skipped: tuple[SkippedGpu, ...] = ()
+    skipped: tuple[SkippedGpu, ...] = ()  # those that did not, with reasons
+    # a sentence where there is nothing to list (library missing, driver and library differ, no
+    # GPUs), else None
     problem: str | None = None
-    driver_version: str | None = None
-    answered: bool = True
+    driver_version: str | None = None  # of the NVIDIA driver, None where unknown
+    answered: bool = True  # False where the driver hangs, so that nothing is known of the GPUs
+    may_have_gpus: bool = True  # False without any driver, and where it lists no GPU
 
 
 class FailureKind(str, Enum):
@@ -123,31 +100,19 @@ MEMORY_FAILURES = frozenset({FailureKind.DEVICE_OOM, FailureKind.HOST_OOM})
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known about a failure, in bytes; None if unavailable.
+    """What is known about a failure, in bytes; None if unavailable."""
 
-    Attributes:
-        requested_bytes: the allocation that failed.
-        allocated_bytes: held by live tensors.
-        reserved_unallocated_bytes: held by the caching allocator but unused.
-        free_bytes: free on the device at that moment.
-        total_bytes: size of the device.
-        allowed_bytes: what ``memory.fraction`` lets this process have of it.
-        fragmented: the allocator held at least as much unused memory as was asked for.
-        own_limit: the process reached its own limit while the device had enough free memory.
-        clue: what message or stack show beyond the kind, one of :class:`Clue`.
-        library: who raised (``torch``, ``cublas``, ``cudnn``, ``numpy``, ``kernel`` …).
-    """
-
-    requested_bytes: int | None = None
-    allocated_bytes: int | None = None
-    reserved_unallocated_bytes: int | None = None
-    free_bytes: int | None = None
-    total_bytes: int | None = None
-    allowed_bytes: int | None = None
-    fragmented: bool = False
+    requested_bytes: int | None = None  # the allocation that failed
+    allocated_bytes: int | None = None  # held by live tensors
+    reserved_unallocated_bytes: int | None = None  # held by the caching allocator but unused
+    free_bytes: int | None = None  # free on the device at that moment
+    total_bytes: int | None = None  # size of the device
+    allowed_bytes: int | None = None  # what `memory.fraction` lets this process have of it
+    fragmented: bool = False  # the allocator held at least as much unused memory as was asked for
+    # the process reached its own limit while the device had enough free memory
     own_limit: bool = False
-    clue: str | None = None
-    library: str | None = None
+    clue: str | None = None  # what message or stack show beyond the kind, one of Clue
+    library: str | None = None  # who raised (`torch`, `cublas`, `cudnn`, `numpy`, `kernel` …)
 
 
 class Clue:
@@ -191,25 +156,15 @@ class Failure:
 
 @dataclass(frozen=True)
 class AttemptSpec:
-    """What one attempt is to use.
+    """What one attempt is to use."""
 
-    Attributes:
-        gpus: the GPUs, that of rank 0 first; empty for the CPU.
-        batch_size: micro-batch, samples in one forward and backward pass of one rank.
-        gradient_accumulation_steps: micro-batches of each rank per optimizer step.
-        ranks: processes that share an optimizer step; one for each GPU.
-        num_workers: data-loader workers of each rank.
-        prefetch_factor: batches that each worker prepares ahead.
-        expandable_segments: the CUDA allocator's setting against fragmentation.
-    """
-
-    gpus: Group
-    batch_size: int
-    gradient_accumulation_steps: int
-    ranks: int = 1
-    num_workers: int = 0
-    prefetch_factor: int = 2
-    expandable_segments: bool = True
+    gpus: Group  # the GPUs, that of rank 0 first; empty for the CPU
+    batch_size: int  # micro-batch, samples in one forward and backward pass of one rank
+    gradient_accumulation_steps: int  # micro-batches of each rank per optimizer step
+    ranks: int = 1  # processes that share an optimizer step; one for each GPU
+    num_workers: int = 0  # data-loader workers of each rank
+    prefetch_factor: int = 2  # batches that each worker prepares ahead
+    expandable_segments: bool = True  # the CUDA allocator's setting against fragmentation
 
     @property
     def effective_batch_size(self) -> int:
@@ -244,50 +199,35 @@ def device_name(gpus: Group) -> str:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an attempt ended.
+    """How an attempt ended."""
 
-    Attributes:
-        failure: None if it completed.
-        result: what the trainer returned, reduced to JSON's types.
-        seconds: wall time of the attempt.
-        start_step: optimizer step it started from (0 for a fresh start).
-        end_step: last optimizer step it reported, None if it reported none.
-        began_training: it reported that training begins, which some trainers never do.
-        saved_step: step of its last checkpoint, None if it has none or no step is known.
-        saves: how many checkpoints it reported.
-        peak_memory_bytes: of the device, or of the process where it ran on the CPU.
-        memory: device memory at the end (``allocated``, ``reserved``, ``max_allocated``), bytes;
-            of several ranks that of the one with the highest peak.
-        memory_returned: by the final clean-up: ``of`` (``reserved`` or ``resident`` memory),
-            ``before_bytes``, ``after_bytes``, ``returned_bytes``, ``seconds``; None without one.
-        micro_batch: the one in use at the end where the trainer itself had changed it, else None.
-        gpu_free_before_bytes: free memory, before the attempt, of the GPU on which it failed; None
-            where not known.
-        gpu_free_after_bytes: the same when the attempt's process was gone.
-        batch_search: what probes before training have found (the event ``batch_size_found``), None
-            without any.
-        stopped_for: what it was asked to stop for, so that another attempt can go on; else None.
-        traceback: the trainer's own traceback as text, None where there is none.
-        error: the exception itself where it could be carried over, else None.
-    """
-
-    failure: Failure | None
-    result: Any = None
-    seconds: float = 0.0
-    start_step: int = 0
-    end_step: int | None = None
-    began_training: bool = False
+    failure: Failure | None  # None if it completed
+    result: Any = None  # what the trainer returned, reduced to JSON's types
+    seconds: float = 0.0  # wall time of the attempt
+    start_step: int = 0  # optimizer step it started from (0 for a fresh start)
+    end_step: int | None = None  # last optimizer step it reported, None if it reported none
+    began_training: bool = False  # it reported that training begins, which some trainers never do
+    # step of its last checkpoint, None if it has none or no step is known
     saved_step: int | None = None
-    saves: int = 0
-    peak_memory_bytes: int | None = None
+    saves: int = 0  # how many checkpoints it reported
+    peak_memory_bytes: int | None = None  # of the device, or of the process where it ran on the CPU
+    # device memory at the end (`allocated`, `reserved`, `max_allocated`), bytes; of several ranks
+    # that of the one with the highest peak
     memory: dict[str, int] | None = None
+    # by the final clean-up: `of` (`reserved` or `resident` memory), `before_bytes`, `after_bytes`,
+    # `returned_bytes`, `seconds`; None without one
     memory_returned: Mapping[str, object] | None = None
+    # the one in use at the end where the trainer itself had changed it, else None
     micro_batch: int | None = None
+    # free memory, before the attempt, of the GPU on which it failed; None where not known
     gpu_free_before_bytes: int | None = None
-    gpu_free_after_bytes: int | None = None
+    gpu_free_after_bytes: int | None = None  # the same when the attempt's process was gone
+    # what probes before training have found (the event `batch_size_found`), None without any
     batch_search: Mapping[str, object] | None = None
+    # what it was asked to stop for, so that another attempt can go on; else None
     stopped_for: str | None = None
-    traceback: str | None = None
+    traceback: str | None = None  # the trainer's own traceback as text, None where there is none
+    # the exception itself where it could be carried over, else None
     error: BaseException | None = field(default=None, compare=False)
 
     @property
@@ -319,40 +259,25 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Room:
-    """Free memory that must be there first.
+    """Free memory that must be there first."""
 
-    Attributes:
-        gpu_uuids: on all of these GPUs; empty: on as many as the job needs, whichever they are.
-        free_bytes: on each of them.
-        exclude: GPUs that will not do.
-    """
-
+    # on all of these GPUs; empty: on as many as the job needs, whichever they are
     gpu_uuids: tuple[str, ...]
-    free_bytes: int
-    exclude: tuple[str, ...] = ()
+    free_bytes: int  # on each of them
+    exclude: tuple[str, ...] = ()  # GPUs that will not do
 
 
 @dataclass(frozen=True)
 class Retry:
-    """Decision: run ``spec`` next.
+    """Decision: run ``spec`` next."""
 
-    Attributes:
-        spec: what to use.
-        action: the remedy's name, as ``summary.json`` spells it.
-        reason: one sentence.
-        warning: what the user should know besides, or None.
-        pause_seconds: to let pass before.
-        room: to wait for before, or None.
-        otherwise: what to do if there is no room in time.
-    """
-
-    spec: AttemptSpec
-    action: str
-    reason: str
-    warning: str | None = None
-    pause_seconds: float = 0.0
-    room: Room | None = None
-    otherwise: Decision | None = None
+    spec: AttemptSpec  # what to use
+    action: str  # the remedy's name, as `summary.json` spells it
+    reason: str  # one sentence
+    warning: str | None = None  # what the user should know besides, or None
+    pause_seconds: float = 0.0  # to let pass before
+    room: Room | None = None  # to wait for before, or None
+    otherwise: Decision | None = None  # what to do if there is no room in time
 
 
 @dataclass(frozen=True)

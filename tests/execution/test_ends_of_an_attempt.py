@@ -56,6 +56,7 @@ def test_a_process_that_dies_is_an_outcome(
     ("code", "kind", "words"),
     [
         ("exit 0", None, ""),
+        ('rm "$ROBUST_TRAIN_EVENTS"', None, ""),
         ("exit 3", FailureKind.BUG, "exit code 3"),
         ("kill -SEGV $$", FailureKind.BUG, "SIGSEGV"),
         ("kill -KILL $$", FailureKind.INTERRUPTED, "SIGKILL"),

@@ -26,9 +26,10 @@ from robust_train.events import (
     UserEvent,
 )
 from robust_train.execution import wire
+from robust_train.execution.attempt_output import AttemptLog
 from robust_train.execution.fork_messages import receive_descriptors, send_descriptors
-from robust_train.execution.output import AttemptLog
 from robust_train.execution.progress import AttemptProgress
+from robust_train.execution.runner import plain
 from robust_train.execution.screen import Screen
 from robust_train.execution.votes import Votes
 from robust_train.execution.wire import EventSender, read_events
@@ -44,6 +45,18 @@ def channel() -> Iterator[tuple[socket.socket, socket.socket]]:
     ours.setblocking(False)
     with ours, theirs:
         yield ours, theirs
+
+
+def test_what_of_a_result_is_no_json_is_named_by_its_place(caplog):
+    result = {"loss": float("nan"), "best": {"model": object(), "scores": [1.5, float("inf")]}}
+    saved = plain(result)
+    assert (saved["best"]["scores"][0], type(saved["best"]["model"])) == (1.5, str)
+    assert [record.getMessage() for record in caplog.records] == [
+        "the trainer's result['loss'] is nan, which JSON lacks: it is saved as null",
+        "the trainer's result['best']['model'] is a builtins.object, which is not JSON: it is "
+        "saved as text",
+        "the trainer's result['best']['scores'][1] is inf, which JSON lacks: it is saved as null",
+    ]
 
 
 def test_only_progress_is_dropped_where_nobody_reads(channel):

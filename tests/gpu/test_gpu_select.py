@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from robust_train.gpu.processes import Holder
 from robust_train.gpu.select import (
     could_ever_fit,
     explain,
     largest_possible,
-    obstacles,
     rank,
     select,
 )
-from robust_train.values import MIB, GpuInfo, GpuProcess
+from robust_train.values import MIB, GpuInfo
 
 
 def gpu(index: int, free: int, **more: Any) -> GpuInfo:
@@ -103,23 +100,10 @@ def test_the_largest_possible_gpu_goes_by_its_size_not_by_what_is_free() -> None
     assert largest_possible([barred]) is None
 
 
-def test_the_explanation_names_figures_processes_and_users() -> None:
-    full = gpu(
-        0,
-        2200 * MIB,
-        total_bytes=40960 * MIB,
-        processes=(GpuProcess(7), GpuProcess(812, 14000 * MIB), GpuProcess(9, 30 * MIB)),
-    )
+def test_the_explanation_names_what_is_needed_and_each_gpus_figures() -> None:
+    full = gpu(0, 2200 * MIB, total_bytes=40960 * MIB)
     barred = gpu(1, 5, unusable="compute mode is prohibited")
-    text = obstacles([full, barred], {812: Holder(812, "python", "ada")})
-    assert text == (
-        "GPU 0 (A100, GPU-00000000…) has 2200 MiB of 40960 MiB free: "
-        "3 processes: python (pid 812, ada) 14000 MiB, pid 9 30 MiB, pid 7; "
+    assert explain([full, barred], 4000 * MIB) == (
+        "needs 4000 MiB free; GPU 0 (A100, GPU-00000000…): 2200 MiB of 40960 MiB free; "
         "GPU 1 (A100, GPU-00000001…): compute mode is prohibited"
     )
-
-
-def test_a_long_list_of_processes_is_cut_to_the_largest() -> None:
-    many = replace(gpu(0, 5), processes=tuple(GpuProcess(pid, pid * MIB) for pid in range(1, 9)))
-    text = explain([many], 100 * MIB)
-    assert "8 processes: pid 8 8 MiB, pid 7 7 MiB, pid 6 6 MiB, …" in text

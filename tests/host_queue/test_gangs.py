@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from robust_train.gpu.select import choose_group
-from robust_train.queue.scheduler import GpuReservation, Plan, WaitingJob, open_to, plan, why_not
+from robust_train.queue.reasons import why_not, why_waiting
+from robust_train.queue.scheduler import GpuReservation, Plan, WaitingJob, open_to, plan
 from robust_train.values import MIB, GpuInfo
 
 UUIDS = tuple(f"GPU-{letter}" for letter in "abcdefgh")
@@ -110,6 +111,8 @@ def test_a_waiter_is_told_how_many_it_needs_and_how_many_it_could_have() -> None
     line = [job(1, 2, 6000)]
     said = why_not(line[0], [], gpus, plan(line, [], gpus))
     assert said.startswith("needs 2 GPUs with 6000 MiB each, 1 available now; GPU 0 (")
+    short = why_waiting(line[0], [], gpus, plan(line, [], gpus))
+    assert short == "1 of 2 GPUs available; GPU 1: 2000 of 6000 MiB free"
     behind = why_not(job(2, 2), [], gpus, plan([*line, job(2, 2)], [], gpus))
     assert behind.startswith("needs 2 GPUs with 4000 MiB each, 0 available now; GPU 0 (")
     assert behind.count("is kept for job job1") == 2

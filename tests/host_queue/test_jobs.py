@@ -80,22 +80,25 @@ def test_a_second_job_waits_for_the_first_and_starts_when_it_ends(shared: Callab
     waiting = second.start("trainer._target_=trainers.what_it_was_given", NEVER)
     wait_until(lambda: [j["state"] for j in host.jobs()] == ["running", "waiting"], "it waits")
     table = host.command("queue")
-    header, one, two = table.stdout.splitlines()
+    header, one, two, why = table.stdout.splitlines()
     assert header.startswith("id ")
-    for column in ("position", "state", "job", "user", "claim MiB", "GPU", "for", "reason"):
+    for column in ("#", "state", "job", "user", "MiB", "GPU", "for"):
         assert f" {column}" in header
     assert "GPU 0" in one
     assert "4000" in one
     assert " 1  waiting" in two
-    assert "needs 4000 MiB; GPU 0 (" in two
-    assert f"4000 MiB reserved by job {one.split()[0]}" in two
+    assert max(map(len, table.stdout.splitlines())) <= 80
+    taken = "GPU 0: taken, one job per GPU (gpu_jobs_per_device=1)"
+    assert why == f"job {two.split()[0]}: {taken}"
+    verbose = host.command("queue", "--verbose").stdout
+    assert f"4000 MiB reserved by job {one.split()[0]}" in verbose
     assert "\x1b" not in table.stdout
     go.touch()
     assert first.end(running).returncode == 0
     ended = second.end(waiting)
     assert ended.returncode == 0, ended.output
     assert ended.summary["result"]["visible"] == A
-    assert "1st in queue, needs 4000 MiB, GPU 0 frees next" in ended.output
+    assert f"left: {taken}" in ended.output
     assert list((host.base / boot_name()).iterdir()) == []
 
 
@@ -207,12 +210,14 @@ def test_a_gpu_that_proved_unhealthy_is_excluded_until_it_is_cleared(shared: Cal
     assert [a["gpu_uuid"] for a in ended.attempts] == [A, B]
     doctor = host.command("doctor")
     assert doctor.returncode == 0, doctor.stderr
-    assert "it failed under a job" in doctor.stdout
+    assert "GPU 0: excluded for another 30 min by a job of " in doctor.stdout
+    assert "excluded for another 30 min" in host.command("gpus").stdout
+    assert f"{A}: excluded for another 30 min" in host.command("queue").stdout
     assert "uncorrectable ECC" in doctor.stdout
     assert host.world("second").train("what_it_was_given").summary["result"]["visible"] == B
     assert host.command("doctor", "--clear", A).returncode == 0
     assert host.command("doctor", "--clear", A).returncode == 1
-    assert "it failed under a job" not in host.command("doctor").stdout
+    assert "excluded" not in host.command("doctor").stdout
 
 
 def test_the_queue_can_be_switched_off(shared: Callable[..., Shared]):
@@ -346,7 +351,7 @@ def test_a_job_of_two_gpus_holds_both_and_hands_them_over_when_it_ends(
     try:
         waiting.waits_at(1)
         sentence = waiting.wait_for("waiting")["sentence"]
-        assert sentence.startswith("1st in queue, needs 3 GPUs with 20000 MiB each, GPUs 0, 1 free")
+        assert "left: 1 of 3 GPUs available; GPUs 0, 1: taken, one job per GPU" in sentence
         go.touch()
         ended = world.end(process)
         assert ended.returncode == 0, ended.output

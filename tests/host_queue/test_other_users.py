@@ -333,7 +333,7 @@ def test_a_record_made_anew_is_held_by_the_launcher_and_by_its_attempt(
     assert is_running(child)
     assert registry.is_alive(record.name), "the attempt has only the old descriptor"
     late = host.start(4000, wait="no")
-    assert "reserved by job" in late.wait_for("refused")["reason"]
+    assert "gpu_jobs_per_device=1" in late.wait_for("refused")["reason"]
     os.kill(child, signal.SIGKILL)
     wait_until(lambda: not registry.is_alive(record.name), "the reservation ends with it")
     registry.close()
@@ -400,7 +400,7 @@ def test_a_probe_leaves_a_gpu_alone_that_a_job_has_and_fails_without_cuda(
     assert done.returncode == 1, done.stderr
     results = {p["uuid"]: (p["passed"], p["result"]) for p in json.loads(done.stdout)["probes"]}
     assert results[busy][0]
-    assert results[busy][1].startswith("not probed: no GPU has 2048 MiB free now: needs 2048 MiB")
+    assert results[busy][1].startswith("not probed: no GPU was available now: GPU ")
     (other,) = set(results) - {busy}
     assert results[other][0] is False
     assert "torch finds no GPU" in results[other][1]

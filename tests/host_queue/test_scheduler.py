@@ -8,6 +8,8 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from robust_train.gpu.processes import Holder
+from robust_train.queue.reasons import LONGEST, why_not, why_waiting
 from robust_train.queue.scheduler import (
     GpuReservation,
     Plan,
@@ -17,9 +19,8 @@ from robust_train.queue.scheduler import (
     plan,
     to_pass_over,
     untaken,
-    why_not,
 )
-from robust_train.values import MIB, GpuInfo
+from robust_train.values import MIB, GpuInfo, GpuProcess
 
 A, B, C = "GPU-a", "GPU-b", "GPU-c"
 ALL = frozenset((A, B, C))
@@ -154,6 +155,34 @@ def test_a_waiter_is_told_what_it_needs_who_holds_it_and_what_is_kept_for_whom()
     )
     assert "10000 MiB reserved by job 7-ab (lora, ada), 8000 MiB used by others" in said
     assert "kept for job job1, which came earlier" in said
+
+
+def test_the_reason_for_waiting_names_the_nearest_obstacle_first_in_one_short_line() -> None:
+    me = job(2, 4000)
+    full = gpu(C, free=2000, processes=(GpuProcess(812, 30000 * MIB),))
+    sick = gpu(B, unusable="the driver reports that it has to be reset (nvidia-smi --gpu-reset)")
+    mine = [held(A, 4000)]
+
+    def why(job: WaitingJob, holdings: list[GpuReservation], *gpus: GpuInfo) -> str:
+        decided = plan([job], holdings, gpus)
+        said = why_waiting(job, holdings, gpus, decided, {812: Holder(812, "python", "ada")})
+        assert len(said) <= LONGEST
+        assert "\n" not in said
+        return said
+
+    taken = "taken, one job per GPU (gpu_jobs_per_device=1"
+    assert why(me, mine, gpu(A)) == f"GPU 0: {taken})"
+    assert why(me, [*mine, held(B, 1)], gpu(A), gpu(B)) == f"GPUs 0, 1: {taken})"
+    assert why(job(2, 4, per_device=2), mine, gpu(A)) == f"GPU 0: {taken} of the job there)"
+    assert why(me, [], full) == "GPU 2: 2000 of 4000 MiB free, python (pid 812, ada) 30000 MiB"
+    packed = [held(A, 38000, jobs_per_device=2)]
+    beside = f"GPU 0: 2000 of 4000 MiB free beside job {packed[0].id}"
+    assert why(job(2, 4000, per_device=2), packed, gpu(A)) == beside
+    assert why(me, mine, sick, full, gpu(A)).startswith(f"GPU 0: {taken}); GPU 2: 2000 of 4000")
+    assert why(me, [], sick).startswith("GPU 1: the driver reports that it has to be reset")
+    line = [job(1, 30000), me]
+    kept = why_waiting(me, [], [gpu(A)], plan(line, [], [gpu(A)]))
+    assert kept == "GPU 0: kept for job job1, which is ahead in the queue"
 
 
 # --- properties ---

@@ -31,11 +31,12 @@ def test_jobs_share_out_the_gpus_and_the_next_waits(host_with: HostWith) -> None
     assert got == {host.machine.uuid(0), host.machine.uuid(1)}
     third = host.start(4000)
     sentence = third.wait_for("waiting")["sentence"]
-    assert sentence.startswith("1st in queue, needs 4000 MiB, GPU ")
-    assert "4000 MiB reserved by job " in sentence
+    assert sentence.startswith("1st in queue, ")
+    taken = "left: GPUs 0, 1: taken, one job per GPU (gpu_jobs_per_device=1)"
+    assert sentence.endswith(taken)
     fourth = host.start(4000)
     fourth.waits_at(2)
-    assert fourth.wait_for("waiting")["sentence"].startswith("2nd in queue, needs 4000 MiB, GPU ")
+    assert fourth.wait_for("waiting")["sentence"].startswith("2nd in queue, ")
 
 
 def test_the_next_goes_when_one_ends_and_the_others_move_up(host_with: HostWith) -> None:
@@ -67,7 +68,7 @@ def test_a_killed_launcher_keeps_its_gpu_until_its_child_is_gone_too(host_with: 
     waiting.waits_at(1)
     running.kill()
     late = host.start(4000, wait="no")
-    assert "reserved by job" in late.wait_for("refused")["reason"]
+    assert "gpu_jobs_per_device=1" in late.wait_for("refused")["reason"]
     assert waiting.heard("granted") is None
     os.kill(child, signal.SIGKILL)
     waiting.wait_for("granted")
@@ -154,7 +155,7 @@ def test_jobs_are_packed_by_what_they_claim_and_have_not_taken_yet(host_with: Ho
     second = host.start(15000, per_device=3)
     assert second.wait_for("granted")["free"] == 25000
     third = host.start(15000, per_device=3, wait="no")
-    assert "needs 15000 MiB" in third.wait_for("refused")["reason"]
+    assert "GPU 0: 10000 of 15000 MiB free beside job" in third.wait_for("refused")["reason"]
     # both take what they claimed, and say so
     host.machine.update(0, free_mib=10000)
     for member in (first, second):
@@ -178,10 +179,7 @@ def test_two_jobs_that_want_every_gpu_go_one_after_the_other(host_with: HostWith
     first, second = sorted(both, key=lambda m: m.heard("granted") is None)
     second.waits_at(1)
     sentence = second.wait_for("waiting")["sentence"]
-    assert sentence.startswith(
-        "1st in queue, needs 3 GPUs with 4000 MiB each, GPUs 0, 1, 2 free next, "
-    )
-    assert "needs 3 GPUs with 4000 MiB each, 0 available now; GPU 0 (" in sentence
+    assert "left: 0 of 3 GPUs available; GPUs 0, 1, 2: taken, one job per GPU (" in sentence
     small = host.start(4000)
     small.waits_at(2)
     records = [decode(path.read_bytes()) for path in host.job_files()]
@@ -234,7 +232,7 @@ def test_too_many_gpus_are_refused_at_once_in_one_line(host_with: HostWith) -> N
     host = host_with(Gpu(), Gpu(), Gpu(total_mib=2000))
     refused = host.start(4000, count=4).wait_for("refused")
     assert refused["reason"].startswith(
-        "num_gpus=4: only 2 GPUs here could ever give 4000 MiB; ask for fewer GPUs (num_gpus)"
+        "num_gpus=4: only 2 GPUs here could ever give 4000 MiB; ask for at most num_gpus=2, or"
     )
     assert not host.base.exists() or host.job_files() == []
 

@@ -239,6 +239,14 @@ def test_a_requested_checkpoint_is_saved_and_answered(tmp_path: Path):
     assert [answer["answer"]["step"] for answer in answers] == [1]
 
 
+def test_accelerates_own_lines_about_checkpoints_are_quiet(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    with caplog.at_level("INFO"):
+        _train(tmp_path, _cfg(8))
+    assert not [one for one in caplog.records if one.name.startswith("accelerate")]
+
+
 def test_a_checkpoint_that_cannot_be_written_costs_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):

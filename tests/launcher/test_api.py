@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import signal
 import subprocess
@@ -22,6 +23,8 @@ from robust_train import (
     launch,
     launcher,
 )
+from robust_train.queue import devices
+from robust_train.run import Run
 from robust_train.runfolder.identity import read_identity
 from robust_train.runfolder.state import read_state
 
@@ -131,6 +134,42 @@ def test_a_signal_after_the_trainer_has_returned_changes_nothing(
     assert (summary.status, summary.result) == ("completed", 0.5)
     assert read_state(tmp_path).exit_code == 0
     assert read_identity(tmp_path).completed is not None
+
+
+def test_however_often_ctrl_c_is_pressed_the_gpu_is_released(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    released = []
+    release = devices.Devices.release
+
+    def slow_release(self: devices.Devices) -> None:
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGINT)
+        release(self)
+        released.append(True)
+
+    def train(cfg: object) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(devices.Devices, "release", slow_release)
+    with pytest.raises(JobInterrupted):
+        launch(train, {"isolation": "none"}, run_dir=tmp_path)
+    assert released
+    assert read_state(tmp_path).exit_code == 130
+
+
+def test_figures_and_events_of_the_trainers_own_may_be_named_like_ours(tmp_path: Path):
+    def train(cfg: object, run: Run) -> int:
+        run.progress(2, attempt=1.0, event=2.0, time=3.0, step_=4.0)
+        run.record("attempt_ended", {"attempt": 2, "event": "job_ended", "record": None})
+        return 1
+
+    assert launch(train, {"isolation": "none"}, run_dir=tmp_path).result == 1
+    lines = [json.loads(line) for line in (tmp_path / "journal.jsonl").open()]
+    (progress,) = [line for line in lines if line["event"] == "progress"]
+    assert progress["metrics"] == {"attempt": 1.0, "event": 2.0, "time": 3.0, "step_": 4.0}
+    (own,) = [line for line in lines if line["event"] == "user"]
+    assert (own["attempt"], own["event_name"], own["fields"]["attempt"]) == (1, "attempt_ended", 2)
 
 
 def test_a_trainer_that_returns_because_it_was_stopped_has_not_completed(tmp_path: Path):

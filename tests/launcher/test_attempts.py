@@ -26,7 +26,7 @@ def test_a_function_of_cfg_is_enough_and_its_result_is_the_jobs_result(world: Wo
     assert result["visible"] == ""
     assert result["cuda_started"] is False
     assert ended.summary["status"] == "completed"
-    assert ended.summary["schema"] == 1
+    assert (ended.summary["schema"], ended.attempts[0]["attempt"]) == (2, 1)
 
 
 def test_a_bug_ends_the_job_at_once_with_the_trainers_own_traceback(world: World):

@@ -138,8 +138,8 @@ print(json.dumps({
     assert told["any"] == [0, 1, 2]
     assert told["the_cpu"] == []
     too_many = (
-        "ConfigError: num_gpus=4: only 3 GPUs here could ever give 4000 MiB; ask for fewer GPUs "
-        "(num_gpus) or less memory (min_gpu_memory_mb)"
+        "ConfigError: num_gpus=4: only 3 GPUs here could ever give 4000 MiB; ask for at most "
+        "num_gpus=3, or less min_gpu_memory_mb"
     )
     assert told["too_many"] == told["too_many_without_queue"] == too_many
     assert told["too_many_for_the_mask"].startswith(

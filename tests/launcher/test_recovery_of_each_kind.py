@@ -158,7 +158,7 @@ def test_a_gpu_whose_memory_failed_is_left_at_once_and_excluded(script: Script):
     ended = script.run(f"40 {ECC}", f"40 {ECC}")
     assert ended.returncode == 0, ended.output
     assert [given["gpu"] for given in script.given] == [A, B, "cpu"]
-    assert "cuda:0 is excluded as unhealthy" in ended.output
+    assert f"{A} is excluded for 30 min for all jobs of this host" in ended.output
     assert "not the device's" not in ended.output
 
 

@@ -104,6 +104,7 @@ def test_without_a_gpu_common_sizes_are_shown_as_a_hint(
     largest = [int(number) for number in lines[header + 1].split()]
     assert largest == sorted(largest)
     assert len(largest) == 6
+    assert largest[-1] == 1438, "the training images of digits"
     assert "no earlier run of this job on a GPU was found (1 was on the CPU" in shown.out
     assert lines[0] == "cnn on digits, bfloat16 (float16 takes the same); sizes in MiB"
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from journals import COMPLETED, OOM, STARTED, Journal, write_recovered
+from journals import COMPLETED, FIGURES, OOM, STARTED, Journal, write_recovered
 
 from robust_train.events import (
     AttemptEnded,
@@ -26,10 +27,11 @@ from robust_train.events import (
     UserEvent,
 )
 from robust_train.memory.samples import Sample, encode
+from robust_train.report.figures import curve_charts, memory_charts, reported_once
 from robust_train.report.html import job_page
 from robust_train.report.sources import read_sources
 from robust_train.report.story import story_of
-from robust_train.values import GIB, FailureKind
+from robust_train.values import GIB, MIB, FailureKind
 
 
 @pytest.fixture
@@ -78,6 +80,45 @@ def test_nothing_is_advised_where_nothing_was_tight(journal):
     journal(0, COMPLETED)
     assert journal.story.advice == ()
     assert journal.story.seconds["useful"] == 1, "a trainer that reports no steps trains all along"
+
+
+def test_advice_is_what_fitted_the_trainer(journal):
+    journal(0, STARTED)
+    journal.start(1)
+    evidence = {**FIGURES, "advice": ["use a smaller --batch-size"]}
+    journal.end(1, seconds=1, **OOM, evidence=evidence)
+    assert [advice.steps for advice in journal.story.advice] == [("use a smaller --batch-size",)]
+
+
+def test_a_report_is_titled_by_the_job_and_says_what_was_run(journal):
+    about = {"name": "lora_flowers102", "model": "lora", "command": "python train_robust.py"}
+    journal(0, replace(STARTED, about=about))
+    page = job_page(journal.story)
+    assert "<h1>lora_flowers102" in page
+    for words in ("trainers.train", "<dd>lora</dd>", "python train_robust.py"):
+        assert words in page
+
+
+def test_one_value_is_no_curve_and_one_sample_no_chart(journal):
+    journal(0, STARTED)
+    journal.start(1, device="cpu")
+    journal(1, Progress(1, metrics={"accuracy": 0.5}), 1)
+    sample = Sample(journal.at, 1, "cpu", 1, resident=MIB)
+    (journal.folder / "memory.jsonl").write_text(encode(sample) + "\n")
+    journal.end(1, seconds=1, peak_memory_bytes=3 * MIB, device="cpu")
+    assert curve_charts(journal.story) == memory_charts(journal.story) == []
+    assert reported_once(journal.story) == [("accuracy", "0.5")]
+
+
+def test_the_peaks_of_a_report_agree(journal):
+    journal(0, STARTED)
+    journal.start(1, device="cpu")
+    for _ in range(3):
+        journal(1, MemoryReported("epoch", resident=5 * MIB), 1)
+    journal.end(1, seconds=1, peak_memory_bytes=9 * MIB, device="cpu")
+    story = journal.story
+    assert story.peak_memory_bytes == story.attempts[0].peak_memory_bytes == 9 * MIB
+    assert "at most 9.0 MiB" in memory_charts(story)[0].legend[0].text
 
 
 def test_steps_that_were_done_again_are_drawn_as_lost(recovered):
@@ -145,14 +186,15 @@ def test_what_lies_between_two_launches_is_no_part_of_the_time(recovered):
 def test_memory_is_drawn_by_device_and_without_samples_from_what_trainers_report(journal):
     journal(0, STARTED)
     journal.start(1, device="cuda:1")
-    journal(1, MemoryReported("start", allocated=GIB, reserved=2 * GIB), 1)
+    for name in ("start", "first step"):
+        journal(1, MemoryReported(name, allocated=GIB, reserved=2 * GIB), 1)
     journal.start(2, device="cpu")
     samples = [Sample(journal.at + i, 2, "cpu", i, resident=GIB + i) for i in range(3)]
     text = "".join(encode(sample) + "\n" for sample in samples)
     (journal.folder / "memory.jsonl").write_text(text + '{"time": 1, "attempt"')
     story = journal.story
     assert [(m.device, len(m.samples), m.sampled) for m in story.memory] == [
-        ("cuda:1", 1, False),
+        ("cuda:1", 2, False),
         ("cpu", 3, True),
     ]
     assert story.ended == samples[-1].time, "the last sample is a sign of life"

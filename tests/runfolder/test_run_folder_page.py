@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 import re
 from pathlib import Path
 
 from robust_train.events import Event
 from robust_train.runfolder.state import RunState
-from robust_train.runfolder.summary import AttemptRecord, Summary
+from robust_train.runfolder.summary import AttemptRecord, Summary, read_summary
 from robust_train.values import Attempt, AttemptSpec, Outcome
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "run-folder.md"
@@ -74,6 +75,21 @@ def test_every_field_of_the_summary_is_on_the_page():
     content = Summary("completed", Path(), attempts=(record,)).as_json()
     for name in (*content, *content["attempts"][0]):
         assert f"`{name}`" in page, name
+
+
+def test_attempts_are_numbered_from_1_through_all_launches(tmp_path: Path):
+    record = AttemptRecord(Attempt(AttemptSpec((), 1, 1), Outcome(None)))
+    second_launch = Summary("completed", tmp_path, attempts=(record, record), first_attempt=2)
+    assert [one["attempt"] for one in second_launch.as_json()["attempts"]] == [2, 3]
+
+
+def test_a_summary_of_schema_1_can_still_be_read(tmp_path: Path):
+    attempt = {"index": 0, "device": "cpu", "outcome": "completed", "batch_size": 4}
+    earlier = {"schema": 1, "status": "completed", "result": 0.5, "attempts": [attempt]}
+    (tmp_path / "summary.json").write_text(json.dumps(earlier))
+    summary = read_summary(tmp_path)
+    assert summary is not None
+    assert (summary.objective, summary.attempts[0].batch_size) == (0.5, 4)
 
 
 if __name__ == "__main__":

@@ -33,21 +33,15 @@ _DAY = 86400
 
 
 class BatchSizes:
-    """The sizes of one job.
-
-    Args:
-        batch: the config's part about them.
-        policy: what decisions depend on.
-        found: sizes that earlier launches of this run folder found, by :func:`.known.memory_key`.
-        record: writes an event to the journal.
-    """
+    """The sizes of one job."""
 
     def __init__(
         self,
-        batch: BatchSettings,
-        policy: PolicySettings,
+        batch: BatchSettings,  # the config's part about them
+        policy: PolicySettings,  # what decisions depend on
+        # sizes that earlier launches of this run folder found, by memory_key
         found: Mapping[str, int],
-        record: Callable[[Event], None],
+        record: Callable[[Event], None],  # writes an event to the journal
     ) -> None:
         self._batch = batch
         self._policy = policy

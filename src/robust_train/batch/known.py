@@ -53,21 +53,13 @@ _MATTERS = ("model", "dataset", "trainer", "training", "memory", "gpu_jobs_per_d
 
 @dataclass(frozen=True)
 class Fact:
-    """One size, and how it went.
+    """One size, and how it went."""
 
-    Attributes:
-        batch_size: micro-batch, samples.
-        when: seconds since the epoch.
-        room_bytes: free on the GPU when the attempt began; None for the CPU.
-        peak_bytes: used at most; None where memory ran out.
-        predicted: concluded from probes of smaller sizes, not tried.
-    """
-
-    batch_size: int
-    when: float
-    room_bytes: int | None = None
-    peak_bytes: int | None = None
-    predicted: bool = False
+    batch_size: int  # micro-batch, samples
+    when: float  # seconds since the epoch
+    room_bytes: int | None = None  # free on the GPU when the attempt began; None for the CPU
+    peak_bytes: int | None = None  # used at most; None where memory ran out
+    predicted: bool = False  # concluded from probes of smaller sizes, not tried
 
     def is_fresh(self, now: float) -> bool:
         """Return whether it still counts; a clock that was wrong must not make it last for ever."""

@@ -28,19 +28,12 @@ _BEYOND = 1.05  # of the room: what a size is taken to need in which memory ran 
 
 @dataclass(frozen=True)
 class BatchSearch:
-    """What to find before training: the largest micro-batch that fits.
+    """What to find before training: the largest micro-batch that fits."""
 
-    Attributes:
-        effective_batch_size: samples of an optimizer step; no micro-batch is larger.
-        min_batch_size: nor smaller.
-        memory_share: of the device's memory, the most to count on; above 0 to 1.
-        key: names model, data and device, so that the result can be remembered.
-    """
-
-    effective_batch_size: int
-    min_batch_size: int = 1
-    memory_share: float = 1.0
-    key: str = ""
+    effective_batch_size: int  # samples of an optimizer step; no micro-batch is larger
+    min_batch_size: int = 1  # nor smaller
+    memory_share: float = 1.0  # of the device's memory, the most to count on; above 0 to 1
+    key: str = ""  # names model, data and device, so that the result can be remembered
 
     def sizes(self, samples: int) -> tuple[int, ...]:
         """Return the micro-batches to choose from in a batch of ``samples``, the smallest first."""

@@ -5,26 +5,28 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from robust_train.cli.output import EXIT_NOT_DONE, Parser, fail, print_json, print_table
+from robust_train.cli.output import EXIT_NOT_DONE, Parser, fail, print_json
+from robust_train.config.schema import RobustConfig
 from robust_train.events import Json
 from robust_train.gpu.cuda_order import CudaOrderError, cuda_order
 from robust_train.gpu.inventory import read_inventory
 from robust_train.gpu.processes import sees_host_pids, user_name
 from robust_train.gpu.visible import VARIABLE, visible_gpus
-from robust_train.memory.host import read_host_memory
+from robust_train.memory.host import cgroup_rooms, read_host_memory
 from robust_train.queue.exclusions import Exclusion, clear, mark_excluded, read_exclusions
 from robust_train.queue.queue_dir import QueueProblem, directory_for, tmpfiles_line
-from robust_train.queue.reservations import JobRegistry
+from robust_train.queue.reservations import JobRegistry, LiveJob
 from robust_train.readable import mib
 from robust_train.values import MIB, GpuInfo, Inventory
 
-COLUMNS = ("index", "uuid", "name", "mode", "free MiB", "state")
 _CONTAINER_MARKS = (Path("/.dockerenv"), Path("/run/.containerenv"))
+_DEFAULT_MB = RobustConfig.min_gpu_memory_mb
 _PACKAGES = ("robust-train", "torch", "nvidia-ml-py", "psutil")
 
 
@@ -55,12 +57,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if (uuid := arguments.clear) is not None:
             if registry is None or not clear(registry.directory, uuid):
-                return fail(f"doctor --clear {uuid}", "you have not excluded it")
+                others = [] if registry is None else read_exclusions(registry.directory)
+                by = next((item.by for item in others if item.uuid == uuid), None)
+                why = (
+                    f"a job of {by} excluded it; {by} or root can clear that"
+                    if by
+                    else ("it is not excluded")
+                )
+                return fail(f"doctor --clear {uuid}", why)
             print(f"{uuid} is no longer excluded")
             return 0
         inventory = read_inventory(processes=False)
         excluded = [] if registry is None else read_exclusions(registry.directory)
-        usable, gpus = _gpus(inventory, excluded)
+        usable, gpus = _gpus(inventory, excluded, [] if registry is None else registry.jobs())
         report = {
             **_facts(inventory),
             "gpus": gpus,
@@ -90,11 +99,13 @@ def _facts(inventory: Inventory) -> dict[str, Json]:
         "mask": os.environ.get(VARIABLE),
         "mask_warning": visible.warning,
         "packages": {name: _version(name) for name in _PACKAGES},
+        "torch_cuda": _torch_cuda(),
         "python": platform.python_version(),
         "kernel": kernel,
         "wsl": "microsoft" in kernel.lower(),
         "container": not sees_host_pids() or any(mark.exists() for mark in _CONTAINER_MARKS),
         "host_memory_limit_bytes": read_host_memory().total,
+        "cgroup_limit_bytes": min((limit for limit, _ in cgroup_rooms()), default=None),
         "cpus": len(os.sched_getaffinity(0)),
         "cuda_order": _cuda_order(inventory),
     }
@@ -107,6 +118,16 @@ def _version(package: str) -> str | None:
         return None
 
 
+def _torch_cuda() -> str | None:
+    """Return the CUDA version that torch was built for, ``none``; None if that is unknown."""
+    try:
+        path = importlib.metadata.distribution("torch").locate_file("torch/version.py")
+        found = re.search(r"^cuda\b.*= *(?:'([\d.]+)'|None)", Path(str(path)).read_text(), re.M)
+    except (importlib.metadata.PackageNotFoundError, OSError):
+        return None
+    return None if found is None else found[1] or "none"
+
+
 def _cuda_order(inventory: Inventory) -> str | None:
     """Return how CUDA's default order compares with NVML's, which is that of the PCI addresses."""
     if not inventory.gpus:
@@ -116,6 +137,8 @@ def _cuda_order(inventory: Inventory) -> str | None:
         uuids = cuda_order(environ)
     except CudaOrderError as error:
         return f"unknown ({error})"
+    if any(gpu.parent_uuid for gpu in inventory.gpus):
+        return "one MIG slice, whatever there is: slices do not count for num_gpus"
     known = {gpu.uuid.partition("-")[2]: gpu.index for gpu in inventory.gpus}
     order = [known.get(uuid) for uuid in uuids]
     if order == sorted(known.values()):
@@ -125,9 +148,10 @@ def _cuda_order(inventory: Inventory) -> str | None:
 
 
 def _gpus(
-    inventory: Inventory, excluded: Sequence[Exclusion]
+    inventory: Inventory, excluded: Sequence[Exclusion], jobs: Sequence[LiveJob]
 ) -> tuple[list[GpuInfo], list[dict[str, Json]]]:
-    """Return the usable GPUs, and all GPUs with why they are not usable."""
+    """Return the usable GPUs, and all GPUs with why they are not usable, or have no room now."""
+    busy = {uuid: job.id for job in jobs if job.record is not None for uuid in job.record.gpus}
     shown = {gpu.uuid for gpu in visible_gpus(inventory, os.environ).gpus}
     names = ("index", "uuid", "name", "compute_mode", "mps", "free_bytes")
     usable, rows = [], []
@@ -136,10 +160,15 @@ def _gpus(
         if why is None:
             usable.append(gpu)
         known = {name: getattr(gpu, name) for name in names}
-        rows.append({**known, "usable": why is None, "why_not": why})
+        full = None
+        if (job := busy.get(gpu.uuid)) is not None:
+            full = f"busy: job {job} has it (robust-train queue)"
+        elif gpu.free_bytes < _DEFAULT_MB * MIB:
+            full = f"full: a job needs {_DEFAULT_MB} MiB by default (min_gpu_memory_mb)"
+        rows.append({**known, "usable": why is None, "why_not": why, "why_no_room": full})
     for lost in inventory.skipped:
         known = {**dict.fromkeys(names), "index": lost.index, "uuid": lost.uuid}
-        rows.append({**known, "usable": False, "why_not": lost.reason})
+        rows.append({**known, "usable": False, "why_not": lost.reason, "why_no_room": None})
     return usable, rows
 
 
@@ -175,22 +204,26 @@ def _probe(gpus: Sequence[GpuInfo], queue_directory: Path | None) -> list[dict[s
 
 def _print(report: dict[str, Json]) -> None:
     packages = ", ".join(f"{name} {version or '-'}" for name, version in report["packages"].items())
+    packages += f", torch's CUDA {report['torch_cuda'] or '?'}"
     limit, mask = report["host_memory_limit_bytes"], report["mask"]
     host = f"Linux {report['kernel']}{' (WSL)' if report['wsl'] else ''}"
     host += ", container" if report["container"] else ", no container"
     host += f", {report['cpus']} CPUs, {'?' if limit is None else mib(limit)} of memory"
+    host += (
+        " (its cgroup's limit)" if report["cgroup_limit_bytes"] == limit else ", no cgroup limit"
+    )
     lines = [
         f"driver: {report['driver_version'] or 'none'}",
         report["problem"],
         f"packages: {packages}, Python {report['python']}",
-        f"host: {host} (machine or cgroup)",
+        f"host: {host}",
         f"{VARIABLE}: {'not set' if mask is None else repr(mask)}",
         report["mask_warning"] and f"warning: {report['mask_warning']}",
         report["cuda_order"] and f"CUDA's order of the GPUs: {report['cuda_order']}",
     ]
     print("\n".join(line for line in lines if line))
-    if report["gpus"]:
-        print_table(COLUMNS, [_row(gpu) for gpu in report["gpus"]], {"index", "free MiB"})
+    for gpu in report["gpus"]:
+        print(_described(gpu))
     for result in report.get("probes", ()):
         print(f"probe of GPU {result['index']}: {result['result']}")
     _print_queue(report["queue"])
@@ -218,13 +251,11 @@ def _print_queue(queue: dict[str, Json]) -> None:
         )
 
 
-def _row(gpu: dict[str, Json]) -> list[str]:
-    mode, free = gpu["compute_mode"] or "-", gpu["free_bytes"]
-    return [
-        str(gpu["index"]),
-        gpu["uuid"] or "-",
-        gpu["name"] or "-",
-        f"{mode}, MPS" if gpu["mps"] else mode,
-        "-" if free is None else str(free // MIB),
-        "usable" if gpu["usable"] else gpu["why_not"],
-    ]
+def _described(gpu: dict[str, Json]) -> str:
+    """Return two lines: whether it is usable, and what it is."""
+    about = [gpu["name"], gpu["uuid"]]
+    if gpu["compute_mode"]:
+        mode = f"compute mode {gpu['compute_mode']}"
+        about += [f"{mode}, MPS" if gpu["mps"] else mode, f"{mib(gpu['free_bytes'])} free"]
+    state = gpu["why_not"] or gpu["why_no_room"] or "usable"
+    return f"GPU {gpu['index']}: {state}\n  {', '.join(fact for fact in about if fact)}"

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from robust_train.cli.machine_memory import gpus_as_json
 from robust_train.cli.output import Parser, print_json, print_table
 from robust_train.events import Json
 from robust_train.gpu.inventory import read_inventory
 from robust_train.gpu.visible import VARIABLE, visible_gpus
+from robust_train.queue.exclusions import exclusions_at, mark_excluded
+from robust_train.queue.queue_dir import directory_for
 from robust_train.values import MIB
 
 COLUMNS = (
@@ -31,6 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_json()
     arguments = parser.parse_args(argv)
     inventory = read_inventory()
+    excluded = exclusions_at(directory_for(None, os.environ))
+    inventory = replace(inventory, gpus=mark_excluded(inventory.gpus, excluded))
     visible = visible_gpus(inventory, os.environ)
     shown = {gpu.uuid for gpu in visible.gpus}
     gpus = [gpu | {"visible": gpu["uuid"] in shown} for gpu in gpus_as_json(inventory)]

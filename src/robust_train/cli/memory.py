@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from robust_train.cli import kill
 from robust_train.cli.machine_memory import print_machine_memory, read_machine_memory
-from robust_train.cli.output import Parser, fail, print_json, print_table
+from robust_train.cli.output import EXIT_NOT_DONE, Parser, fail, print_json, print_table
 from robust_train.events import Json
 from robust_train.memory.allocator import (
     VARIABLE,
@@ -72,30 +72,42 @@ def cleanup(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if arguments.stats_only:
         return _info("cleanup", arguments.run, as_json=arguments.json)
-    code = _request("cleanup", "clear", arguments, {"force": arguments.force})
-    if not arguments.json:
-        # after it, so that the driver's figures are those that count now
-        print_machine_memory(read_machine_memory())
-    return code
+    return _request("cleanup", "clear", arguments, {"force": arguments.force}, with_machine=True)
 
 
 def _request(
-    command: str, action: str, arguments: argparse.Namespace, options: dict[str, Json]
+    command: str,
+    action: str,
+    arguments: argparse.Namespace,
+    options: dict[str, Json],
+    *,
+    with_machine: bool = False,
 ) -> int:
-    """Have a live run carry out an action and print the answer; return the exit code."""
+    """Have a live run carry out an action and print the answer; return the exit code.
+
+    ``with_machine``: also print the machine's memory as it is after that.
+    """
+    problem = None
     try:
         run = choose_run(arguments.run)
         answer = ask(run, f"memory_{action}", **options)
-    except NothingAlive as problem:
-        instead = _WITHOUT_A_RUN[action].format(*options.values())
-        return fail(command, f"{problem}; {instead}", arguments.json)
-    except (NoLiveRun, ControlError) as problem:
-        return fail(command, str(problem), arguments.json)
+        answer = {"run": run.id, **answer}
+    except NothingAlive as error:
+        problem = f"{error}; {_WITHOUT_A_RUN[action].format(*options.values())}"
+    except (NoLiveRun, ControlError) as error:
+        problem = str(error)
+    machine = read_machine_memory() if with_machine else {}
+    if problem is not None:
+        answer = {"error": problem}
+        fail(command, problem)
     if arguments.json:
-        print_json({"run": run.id, **answer})
-    else:
+        print_json({**answer, **machine})
+        return EXIT_NOT_DONE if problem else 0
+    if problem is None:
         _print_answer(run, answer)
-    return 0
+    if machine:
+        print_machine_memory(machine)
+    return EXIT_NOT_DONE if problem else 0
 
 
 def _print_answer(run: Run, answer: dict[str, Json], *, only_now: bool = False) -> None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
+import textwrap
 from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
 
 from robust_train.cli.output import Parser, fail, print_json, print_table
 from robust_train.errors import EXIT_BAD_CONFIG
@@ -15,14 +19,17 @@ from robust_train.gpu.processes import send_signal, user_name
 from robust_train.queue.exclusions import mark_excluded, read_exclusions
 from robust_train.queue.queue_dir import QueueProblem, directory_for
 from robust_train.queue.queued_job import as_waiting, split
+from robust_train.queue.reasons import why_not, why_waiting
 from robust_train.queue.records import JobRecord, JobState, printable
 from robust_train.queue.reservations import JobRegistry, LiveJob, RegistryBusy, boottime
-from robust_train.queue.scheduler import plan, why_not
-from robust_train.readable import as_clock
+from robust_train.queue.scheduler import plan
+from robust_train.readable import as_clock, shortened
+from robust_train.runfolder.runs import find_live_runs
 from robust_train.values import MIB, GpuInfo
 
-COLUMNS = ("id", "position", "state", "job", "user", "claim MiB", "GPU", "for", "reason")
-_RIGHT = {"position", "claim MiB", "for"}
+COLUMNS = ("id", "#", "state", "job", "user", "MiB", "GPU", "for")
+_RIGHT = {"#", "MiB", "for"}
+_LONGEST_NAME = 20  # the table fits 80 columns
 _PATIENCE_SECONDS = 2.0
 
 
@@ -35,9 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(
         prog="robust-train queue",
         description="Jobs on this host: those that run, with their GPUs, and those that wait, with "
-        "their queue position and the reason.",
+        "their queue position (#) and the reason.",
     )
     parser.add_json()
+    parser.add_argument("--verbose", action="store_true", help="who has how much of each GPU")
     parser.add_argument("--dir", help="the queue directory, as gpu_queue_dir")
     commands = parser.add_subparsers(dest="command")
     cancel = commands.add_parser("cancel", help="ask one of your own jobs to stop (SIGTERM)")
@@ -54,16 +62,44 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.command == "cancel":
             return _cancel(found, arguments.id)
         jobs = [] if registry is None or not found else _describe(registry, found)
+        excluded = [] if registry is None else read_exclusions(registry.directory)
     finally:
         if registry is not None:
             registry.close()
     if arguments.json:
-        print_json({"directory": str(path), "jobs": jobs})
-    elif jobs:
+        about = [asdict(item) for item in excluded]
+        print_json({"directory": str(path), "jobs": jobs, "excluded": about})
+        return 0
+    if jobs:
         print_table(COLUMNS, [_row(job) for job in jobs], _RIGHT)
     else:
-        print(f"no job runs or waits on this host (queue directory {path})")
+        print(_nobody(path))
+    now = boottime()
+    lines = [f"job {job['id']}: {_why(job, arguments.verbose)}" for job in jobs if job["reason"]]
+    lines += [f"{item.uuid}: {item.sentence(now)}" for item in excluded]
+    for line in lines:
+        print("\n".join(textwrap.wrap(line, _width(), subsequent_indent="  ")))
     return 0
+
+
+def _nobody(path: Path) -> str:
+    """Return the sentence for an empty queue: jobs of this user may run on the CPU."""
+    text = f"no job holds or waits for a GPU (queue directory {path})"
+    states = (run.state for run in find_live_runs())
+    on_cpu = sum(state is not None and state.device == "cpu" for state in states)
+    if not on_cpu:
+        return text
+    jobs = "1 job runs" if on_cpu == 1 else f"{on_cpu} jobs run"
+    return f"no job holds or waits for a GPU; {jobs} on the CPU (robust-train run list)"
+
+
+def _width() -> int:
+    """Return the terminal's width; in a pipe a reason stays one line."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
+
+
+def _why(job: dict[str, Json], verbose: bool) -> str:
+    return str(job["details"] or job["reason"]) if verbose else str(job["reason"])
 
 
 def _living(registry: JobRegistry) -> list[LiveJob]:
@@ -88,16 +124,20 @@ def _describe(registry: JobRegistry, found: Sequence[LiveJob]) -> list[dict[str,
     for job in found:
         record = job.record
         if record is None:
-            jobs.append({"id": job.id, "state": "unreadable", "owner_uid": job.owner})
+            why = "its record cannot be read, so it may have any GPU"
+            about = {"owner_uid": job.owner, "reason": why, "details": None}
+            jobs.append({"id": job.id, "state": "unreadable", **about})
             continue
-        position = reason = None
+        position = reason = details = None
         if record.state is JobState.WAITING:
             position = queue.index(record.id) + 1
-            reason = why_not(as_waiting(record), reservations, gpus, decided)
-            if record.id in decided.grants:
+            me = as_waiting(record)
+            reason = why_waiting(me, reservations, gpus, decided)
+            details = why_not(me, reservations, gpus, decided)
+            if record.id in decided.groups:
                 reason = "a GPU is free for it"
         about = _as_json(record, now, gpus)
-        jobs.append(about | {"position": position, "reason": reason})
+        jobs.append(about | {"position": position, "reason": reason, "details": details})
     return jobs
 
 
@@ -125,8 +165,7 @@ def _as_json(record: JobRecord, now: float, gpus: Sequence[GpuInfo]) -> dict[str
 
 def _row(job: dict[str, Json]) -> list[str]:
     if job["state"] == "unreadable":
-        why = "its record cannot be read, so it may have any GPU"
-        return [job["id"], "-", "?", "-", user_name(job["owner_uid"]), "?", "?", "?", why]
+        return [job["id"], "-", "?", "-", user_name(job["owner_uid"]), "?", "?", "?"]
     many, claim, gpus = job["num_gpus"], str(job["claim_bytes"] // MIB), job["gpus"]
     # ``GPU 0``, ``GPU 0, 1, 3``; the UUID if the number is not known
     names = [gpu["uuid"] if gpu["index"] is None else str(gpu["index"]) for gpu in gpus]
@@ -135,12 +174,11 @@ def _row(job: dict[str, Json]) -> list[str]:
         job["id"],
         "-" if job["position"] is None else str(job["position"]),
         job["state"],
-        job["name"],
+        shortened(job["name"], _LONGEST_NAME),
         job["user"],
         claim if many == 1 else f"{many} × {claim}",
         prefix + (", ".join(names) or "-"),
         as_clock(int(job["seconds_in_state"])),
-        job["reason"] or "-",
     ]
 
 

@@ -24,10 +24,10 @@ from robust_train.errors import ConfigError
 from robust_train.events import Event
 from robust_train.execution import TICK_SECONDS
 from robust_train.execution.attempt_clock import AttemptClock
+from robust_train.execution.attempt_output import OutputPump, has_input
 from robust_train.execution.environment import read_at_import, shared_machine_environment
 from robust_train.execution.fork_messages import Exited, Import, Imported, send_descriptors
 from robust_train.execution.linux import JOB_MARKER, become_subreaper, kill_descendants
-from robust_train.execution.output import OutputPump, has_input
 from robust_train.execution.request import AttemptRequest
 from robust_train.execution.screen import show_waiting
 from robust_train.execution.signals import (

@@ -125,7 +125,8 @@ class ProcessExecutor:
         if exited.stalled:
             on_event(Stalled(request.stall_timeout_seconds, stacks))
         was_stopped = self._signals.received is not None
-        printed = tail if exited.stalled else f"{stacks}{tail}"
+        crash = None if exited.stalled else native_stack_in(stacks or tail)
+        printed = tail if crash is None or not stacks else f"{tail}\n{crash}"
         failure = failure_of(progress, exited, printed, was_stopped, oom_kills.killed)
         outcome = progress.outcome(
             failure,
@@ -138,7 +139,6 @@ class ProcessExecutor:
             return replace(outcome, failure=failure, traceback=stacks or None)
         if runs_script and failure is not None:
             return replace(outcome, traceback=last_words(tail, log_path.name), error=None)
-        crash = native_stack_in(stacks or tail)
         stack = None if crash is None else str(crash)
         return replace(outcome, traceback=outcome.traceback or stack)
 

@@ -27,7 +27,7 @@ from robust_train.events import (
     OutOfMemory,
     parse,
 )
-from robust_train.execution.output import flush_output
+from robust_train.execution.attempt_output import flush_output
 from robust_train.execution.request import AttemptRequest
 from robust_train.execution.runner import new_run, run_attempt, stop_on_signals
 from robust_train.execution.signals import DUMP_STACKS, STOP_SIGNALS

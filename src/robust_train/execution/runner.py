@@ -176,14 +176,14 @@ def _pickled(error: BaseException) -> str | None:
     return base64.b64encode(data).decode() if len(data) < _LARGEST_ERROR_BYTES else None
 
 
-def plain(value: object) -> Json:
+def plain(value: object, where: str = "the trainer's result") -> Json:
     """Return what a trainer returned in JSON's types, for a process without torch.
 
     Numbers of any library become Python's, paths strings; containers are walked; the rest becomes
-    its ``repr``, with a warning, as NaN and infinities that JSON lacks.
+    its ``repr``, with a warning that names it, as for NaN and infinities, which JSON lacks.
     """
     if isinstance(value, float) and not math.isfinite(value):
-        log.warning("the trainer's result has %s, which JSON lacks: it is saved as null", value)
+        log.warning("%s is %s, which JSON lacks: it is saved as null", where, value)
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, os.PathLike):
@@ -191,12 +191,13 @@ def plain(value: object) -> Json:
     if isinstance(value, DictConfig):
         value = OmegaConf.to_container(value, resolve=True)
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): plain(item, f"{where}[{key!r}]") for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
-        return [plain(item) for item in value]
+        return [plain(item, f"{where}[{number}]") for number, item in enumerate(value)]
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
-        return plain(value.item())
-    log.warning("the trainer's result has a %s, which is not JSON: saved as text", type(value))
+        return plain(value.item(), where)
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    log.warning("%s is a %s, which is not JSON: it is saved as text", where, kind)
     return repr(value)
 
 

@@ -22,6 +22,7 @@ from typing import NoReturn
 
 from robust_train.compat import run_exit_handlers
 from robust_train.errors import ConfigError
+from robust_train.execution.attempt_output import flush_output
 from robust_train.execution.fork_guard import ForkGuard
 from robust_train.execution.fork_messages import Exited, Import, Imported, receive_descriptors
 from robust_train.execution.hydra_state import adopt_hydra
@@ -31,7 +32,6 @@ from robust_train.execution.linux import (
     kill_descendants,
     signal_at_parents_death,
 )
-from robust_train.execution.output import flush_output
 from robust_train.execution.request import AttemptRequest
 from robust_train.execution.runner import new_run, run_attempt, stop_on_signals
 from robust_train.execution.signals import (

@@ -8,6 +8,7 @@ import inspect
 import os
 import pickle
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from robust_train.errors import ConfigError
+from robust_train.failures.shortage import no_room_to_import
 from robust_train.readable import first_line
 
 MAIN_MODULE = "__robust_main__"
@@ -159,15 +161,16 @@ class TrainerRef:
     def _failed_import(self, error: Exception) -> ConfigError:
         if isinstance(error, ConfigError):
             return error
+        no_room = no_room_to_import(self.path, error)
+        if no_room is not None and self.is_ours:
+            return ConfigError(no_room)
         if isinstance(error, SyntaxError):
             where = f"{error.filename}, line {error.lineno}"
         else:
-            *_, last = inspect.getinnerframes(error.__traceback__)  # type: ignore[arg-type]
-            where = f"{last.filename}, line {last.lineno}"
+            *_, (last, line) = traceback.walk_tb(error.__traceback__)
+            where = f"{last.f_code.co_filename}, line {line}"
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
-        problem = f"{type(error).__name__}: {first_line(error)}"
-        if isinstance(error, MemoryError):
-            problem = "host memory ran out; give the job more, or set a higher limit (ulimit -a)"
+        problem = no_room or f"{type(error).__name__}: {first_line(error)}"
         return self.cannot_be_imported(problem, where, missing)
 
 

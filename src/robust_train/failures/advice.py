@@ -106,7 +106,7 @@ def advice_for(kind: FailureKind, evidence: Evidence) -> tuple[str, ...]:
 
 
 def with_fitting_advice(
-    outcome: Outcome, *, num_workers: int, is_script: bool, is_built_in: bool
+    outcome: Outcome, num_workers: int, is_script: bool, is_built_in: bool
 ) -> Outcome:
     """Return the outcome without advice that its trainer cannot follow.
 

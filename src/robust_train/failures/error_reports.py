@@ -30,22 +30,15 @@ _TEXT_LIMIT = 200_000
 
 @dataclass(frozen=True)
 class ErrorReport:
-    """One exception as far as it matters here.
+    """One exception as far as it matters here."""
 
-    Attributes:
-        types: names of its class and its base classes, without modules; empty where unknown.
-        text: its message on one line, without stack frames.
-        headline: the one line to show people.
-        errno: the operating system's error number, where it is one.
-        in_group: one of several that failed at the same time.
-        exception: the exception itself, None for one that is only quoted.
-    """
-
+    # names of its class and its base classes, without modules; empty where unknown
     types: tuple[str, ...]
-    text: str
-    headline: str
-    errno: int | None = None
-    in_group: bool = False
+    text: str  # its message on one line, without stack frames
+    headline: str  # the one line to show people
+    errno: int | None = None  # the operating system's error number, where it is one
+    in_group: bool = False  # one of several that failed at the same time
+    # the exception itself, None for one that is only quoted
     exception: BaseException | None = field(default=None, compare=False)
 
     @property

@@ -50,14 +50,10 @@ def last_stack_in(log: str) -> str:
 
 @dataclass(frozen=True)
 class NativeStack:
-    """What Python prints of its own frames when native code ends the process.
+    """What Python prints of its own frames when native code ends the process."""
 
-    Attributes:
-        cause: ``Segmentation fault``.
-        frames: of the thread that crashed, innermost first, without the launcher's own.
-    """
-
-    cause: str
+    cause: str  # `Segmentation fault`
+    # of the thread that crashed, innermost first, without the launcher's own
     frames: tuple[str, ...]
 
     @property
@@ -68,8 +64,8 @@ class NativeStack:
         return f"{self.cause} at {where.removeprefix('File ')}" if where else self.cause
 
     def __str__(self) -> str:
-        frames = "".join(f"  {frame}\n" for frame in self.frames)
-        return f"Fatal Python error: {self.cause}\n\nMost recent call first:\n{frames}"
+        lines = ("", "Current thread (most recent call first):", *(f"  {f}" for f in self.frames))
+        return "\n".join((f"Fatal Python error: {self.cause}", *lines, ""))
 
 
 def native_stack_in(output: str) -> NativeStack | None:

@@ -16,6 +16,7 @@ import psutil
 from robust_train.gpu.bounded import NoAnswer, ask
 from robust_train.gpu.health import why_unhealthy
 from robust_train.gpu.nvml_session import (
+    NO_DRIVER,
     Session,
     Static,
     forget_session,
@@ -65,7 +66,7 @@ def read_inventory(*, processes: bool = True) -> Inventory:
 def _read_inventory(processes: bool) -> Inventory:
     found = _count()
     if isinstance(found, str):
-        return Inventory(problem=found)
+        return Inventory(problem=found, may_have_gpus=found != NO_DRIVER)
     session, count = found
     if count != session.count:
         session.known.clear()
@@ -85,7 +86,11 @@ def _read_inventory(processes: bool) -> Inventory:
         # every GPU is listed, in the order of CUDA_DEVICE_ORDER=PCI_BUS_ID
         gpus = [replace(gpu, cuda_index=number) for number, gpu in enumerate(gpus)]
     return Inventory(
-        tuple(gpus), tuple(skipped), _problem(session, gpus, skipped), session.driver_version
+        tuple(gpus),
+        tuple(skipped),
+        _problem(session, gpus, skipped),
+        session.driver_version,
+        may_have_gpus=count > 0,
     )
 
 

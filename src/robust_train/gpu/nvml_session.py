@@ -16,7 +16,7 @@ from robust_train.gpu.bounded import NoAnswer, ask
 
 _T = TypeVar("_T")
 
-_NO_DRIVER = (
+NO_DRIVER = (
     "no NVIDIA driver on this machine (libnvidia-ml.so.1 was not found); "
     "inside a container, start it with GPU access, e.g. --gpus all"
 )
@@ -110,7 +110,7 @@ def init_problem(nvml: Any, error: Exception) -> str:
     """Return why the driver does not answer, and what helps."""
     code = getattr(error, "value", None)
     return {
-        nvml.NVML_ERROR_LIBRARY_NOT_FOUND: _NO_DRIVER,
+        nvml.NVML_ERROR_LIBRARY_NOT_FOUND: NO_DRIVER,
         nvml.NVML_ERROR_DRIVER_NOT_LOADED: _NOT_LOADED,
         nvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: _MISMATCH,
     }.get(code, f"the NVIDIA driver does not answer ({error}); see what nvidia-smi says")

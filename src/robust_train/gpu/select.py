@@ -8,8 +8,6 @@ from robust_train.gpu.processes import Holder
 from robust_train.readable import mib
 from robust_train.values import GpuInfo, GpuProcess, Group
 
-_PROCESSES_DESCRIBED = 3
-
 
 def rank(gpus: Sequence[GpuInfo], min_bytes: int) -> list[GpuInfo]:
     """Return the GPUs that a job needing ``min_bytes`` could start on now, best first.
@@ -64,19 +62,9 @@ def largest_possible(gpus: Sequence[GpuInfo]) -> GpuInfo | None:
 
 def explain(gpus: Sequence[GpuInfo], min_bytes: int) -> str:
     """Return what is needed and why each GPU does not do, as one line."""
-    return f"needs {mib(min_bytes)} free; {obstacles(gpus)}"
-
-
-def obstacles(gpus: Sequence[GpuInfo], holders: Mapping[int, Holder] | None = None) -> str:
-    """Return why each GPU does not do, with its processes if listed; ``holders`` names them."""
-    parts = []
-    for gpu in gpus:
-        if gpu.unusable is not None:
-            parts.append(f"{label(gpu)}: {gpu.unusable}")
-        else:
-            room = f"{label(gpu)} has {mib(gpu.free_bytes)} of {mib(gpu.total_bytes)} free"
-            parts.append(room + _describe(gpu.processes, holders or {}))
-    return "; ".join(parts)
+    whys = (gpu.unusable or f"{mib(gpu.free_bytes)} of {mib(gpu.total_bytes)} free" for gpu in gpus)
+    parts = (f"{label(gpu)}: {why}" for gpu, why in zip(gpus, whys, strict=True))
+    return f"needs {mib(min_bytes)} free; {'; '.join(parts)}"
 
 
 def label(gpu: GpuInfo) -> str:
@@ -96,12 +84,3 @@ def describe_process(process: GpuProcess, holders: Mapping[int, Holder]) -> str:
 def needed(size_bytes: int, count: int = 1) -> str:
     """Return what a job needs: ``6000 MiB``, ``2 GPUs with 6000 MiB each``."""
     return mib(size_bytes) if count == 1 else f"{count} GPUs with {mib(size_bytes)} each"
-
-
-def _describe(processes: tuple[GpuProcess, ...] | None, holders: Mapping[int, Holder]) -> str:
-    if not processes:
-        return ""
-    largest = sorted(processes, key=lambda process: -(process.used_bytes or 0))
-    shown = ", ".join(describe_process(one, holders) for one in largest[:_PROCESSES_DESCRIBED])
-    count = "1 process" if len(largest) == 1 else f"{len(largest)} processes"
-    return f": {count}: {shown}" + (", …" if len(largest) > _PROCESSES_DESCRIBED else "")

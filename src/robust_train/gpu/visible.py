@@ -28,7 +28,7 @@ class Visible:
         warning: one sentence: the variable hides GPUs by a mistake, or is ambiguous.
         problem: one sentence: the machine itself has nothing to show.
         machine: every GPU of the machine that answers, visible or not.
-        answered: False where the driver hangs, so that nothing is known of the GPUs.
+        answered, may_have_gpus: as in ``Inventory``.
     """
 
     gpus: tuple[GpuInfo, ...] = ()
@@ -37,6 +37,7 @@ class Visible:
     problem: str | None = None
     machine: tuple[GpuInfo, ...] = field(default=(), repr=False, compare=False)
     answered: bool = True
+    may_have_gpus: bool = True
 
     @property
     def why_none(self) -> str:
@@ -85,6 +86,7 @@ def visible_gpus(inventory: Inventory, environ: Mapping[str, str]) -> Visible:
         warning="; ".join(sentences) or None,
         problem=inventory.problem,
         machine=inventory.gpus,
+        may_have_gpus=inventory.may_have_gpus,
     )
 
 

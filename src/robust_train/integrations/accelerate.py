@@ -49,6 +49,8 @@ class RobustLoop:
     ) -> None:
         refuse_ranks(run, "accelerate")
         _check(accelerator)
+        if (its_log := logging.getLogger("accelerate")).level == logging.NOTSET:
+            its_log.setLevel(logging.WARNING)  # it has twelve lines for a checkpoint, we one
         self.accelerator = accelerator
         self.model = model
         self.run = run

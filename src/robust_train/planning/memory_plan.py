@@ -177,9 +177,11 @@ def plan_memory(
             "yours leaves its peak as peak_memory_bytes in summary.json"
         )
     from robust_train.planning.prediction import StepPredictor
+    from robust_train.vision.datasets import training_images
 
     predict = functools.lru_cache(maxsize=None)(StepPredictor(cfg).predict)
     truth = find_truth(cfg, map(Path, ROOTS if runs is None else runs))
+    images = training_images(cfg.dataset)
     rooms, problem = read_rooms(cfg, os.environ if environ is None else environ)
 
     def does_fit(peak: Peak, free_bytes: int, total_bytes: int) -> bool:
@@ -188,11 +190,12 @@ def plan_memory(
     def fit_on(free_bytes: int, total_bytes: int) -> int | None:
         if not free_bytes:
             return None
-        return largest_batch(
+        found = largest_batch(
             lambda size: predict(size, accumulates=_accumulates(cfg, size)),
             lambda peak: does_fit(peak, free_bytes, total_bytes),
             near=cfg.training.batch_size,
         )
+        return None if found is None else min(found, images)
 
     def row(size: int, accumulates: bool) -> PlannedSize:
         peak = predict(size, accumulates=accumulates)

@@ -178,8 +178,6 @@ def other_gpu(context: FailureContext) -> Retry | None:
     if not group:
         return None
     reason = f"{_what_failed(context)}: same batch on {device_name(context.new_in(group))}"
-    if is_hardware_fault(context.evidence):
-        reason += f"; {device_name(context.failed_gpus)} is excluded as unhealthy"
     return Retry(replace(context.last, gpus=group), "switch_gpu", reason)
 
 

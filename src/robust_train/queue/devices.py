@@ -108,7 +108,8 @@ class Devices:
         if not visible.gpus and not settings.auto_device and settings.device != "auto":
             raise ConfigError(f"device={settings.device}: no such GPU here: {visible.why_none}")
         if not visible.gpus:
-            return self._cpu_or_nothing(visible.why_none, has_gpus=False)
+            has_gpus = visible.may_have_gpus and not visible.hidden_on_purpose
+            return self._cpu_or_nothing(visible.why_none, has_gpus=has_gpus)
         only = () if settings.auto_device else _named(settings.device, visible)
         request = self._request(settings.min_free_bytes, only)
         changes = any(not gpu.total_bytes or gpu.unusable is not None for gpu in visible.gpus)

@@ -6,14 +6,15 @@ nobody's file can exclude a GPU for ever.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
-from robust_train.queue.queue_dir import QueueDir, read_small
+from robust_train.gpu.processes import user_name
+from robust_train.queue.queue_dir import QueueDir, QueueProblem, open_queue_dir, read_small
 from robust_train.queue.records import printable
 from robust_train.queue.reservations import boottime
 from robust_train.values import GpuInfo
@@ -26,18 +27,19 @@ _FILE = re.compile(r"unhealthy\.([A-Za-z0-9-]{1,80})\.(\d{1,10})", re.ASCII)
 
 @dataclass(frozen=True)
 class Exclusion:
-    """An excluded GPU: why, and since when (seconds since boot)."""
+    """An excluded GPU: why, since when (seconds since boot), and by whose job."""
 
     uuid: str
     reason: str
     since: float
+    by: str
 
     def sentence(self, now: float) -> str:
-        """Return the reason, how long ago it was, and for how long it counts."""
-        ago, left = (now - self.since) / 60, (SECONDS - (now - self.since)) / 60
+        """Return for how long it is excluded, by whom, and why."""
+        left = (SECONDS - (now - self.since)) / 60
         return (
-            f"it failed under a job {ago:.0f} min ago ({self.reason}) and is excluded for another "
-            f"{left:.0f} min (robust-train doctor --clear {self.uuid})"
+            f"excluded for another {left:.0f} min by a job of {self.by}: {self.reason} "
+            f"(robust-train doctor --clear {self.uuid})"
         )
 
 
@@ -53,28 +55,45 @@ def read_exclusions(directory: QueueDir) -> list[Exclusion]:
             values = json.loads(read_small(fd, _LIMIT_BYTES))
             reason = printable(str(values["reason"]), _MOST_TEXT)
             since = float(values["since"])
+            by = user_name(os.fstat(fd).st_uid)
         except (ValueError, TypeError, KeyError, RecursionError, OverflowError):
             continue
         finally:
             os.close(fd)
         if 0 <= now - since < SECONDS:  # and not so for NaN
-            found.append(Exclusion(parts[1], reason, since))
+            found.append(Exclusion(parts[1], reason, since, by))
     return found
 
 
-def exclude(directory: QueueDir, uuid: str, reason: str) -> None:
-    """Exclude a GPU from now on; do nothing if the directory takes no more files."""
+def exclusions_at(path: Path) -> list[Exclusion]:
+    """Return the GPUs excluded by the queue directory at ``path``; none if it cannot be used."""
+    try:
+        directory = open_queue_dir(path) if path.exists() else None
+    except QueueProblem:
+        return []
+    if directory is None:
+        return []
+    try:
+        return read_exclusions(directory)
+    finally:
+        directory.close()
+
+
+def exclude(directory: QueueDir, uuid: str, reason: str) -> bool:
+    """Exclude a GPU from now on; return False if the directory takes no more files."""
     name = f"unhealthy.{uuid}.{os.geteuid()}"
     if not _FILE.fullmatch(name):
-        return
+        return False
     directory.remove(name)
-    content = json.dumps({"reason": printable(reason, _MOST_TEXT), "since": boottime()})
-    with contextlib.suppress(OSError):
+    content = json.dumps({"reason": printable(reason, _MOST_TEXT), "since": boottime()}).encode()
+    try:
         fd = directory.create(name, 0o644)
         try:
-            os.write(fd, content.encode())
+            return os.write(fd, content) == len(content)
         finally:
             os.close(fd)
+    except OSError:
+        return False
 
 
 def clear(directory: QueueDir, uuid: str) -> bool:

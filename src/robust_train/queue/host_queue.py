@@ -16,7 +16,7 @@ from typing import Protocol
 
 from robust_train.gpu.processes import user_name
 from robust_train.gpu.visible import Visible
-from robust_train.queue.exclusions import exclude, mark_excluded, read_exclusions
+from robust_train.queue.exclusions import SECONDS, exclude, mark_excluded, read_exclusions
 from robust_train.queue.queue_dir import QueueProblem
 from robust_train.queue.queued_job import QueuedJob, as_waiting, split
 from robust_train.queue.records import JobRecord, JobState
@@ -145,10 +145,15 @@ class HostQueue:
         return True
 
     def exclude(self, uuid: str, reason: str) -> None:
-        """Exclude a GPU that proved unhealthy for the host's jobs."""
-        log.warning("%s is excluded for the jobs of this host: %s", uuid, reason)
-        if self._registry is not None:
-            exclude(self._registry.directory, uuid, reason)
+        """Exclude a GPU that proved unhealthy for the host's jobs, and log whether it is."""
+        if self._registry is not None and exclude(self._registry.directory, uuid, reason):
+            log.warning(
+                "%s is excluded for %g min for all jobs of this host: %s "
+                "(robust-train doctor --clear %s uses it again)",
+                *(uuid, SECONDS / 60, reason, uuid),
+            )
+        else:
+            log.warning("%s failed, and other jobs do not know of it: %s", uuid, reason)
 
     def report(self, taken_bytes: int, rank: int = 0) -> None:
         """Show the other jobs how much a rank of the attempt has allocated on its GPU."""

@@ -16,6 +16,7 @@ from robust_train.gpu.nvml_session import known_session
 from robust_train.gpu.processes import user_name
 from robust_train.gpu.visible import Visible
 from robust_train.queue.inotify import Watch
+from robust_train.queue.reasons import why_waiting
 from robust_train.queue.records import JobRecord, JobState
 from robust_train.queue.reservations import (
     PREFIX,
@@ -33,7 +34,6 @@ from robust_train.queue.scheduler import (
     plan,
     to_pass_over,
     untaken,
-    why_not,
 )
 from robust_train.values import GpuInfo, Group
 
@@ -53,7 +53,6 @@ class PollResult:
         gpus: the job's GPUs, ``free_bytes`` as far as it can count on them; none: wait on.
         position: in the queue, 1 for the first.
         obstacles: why it waits, in one sentence.
-        frees_next: NVML's numbers of the GPUs that the first waiting job waits for.
         strangers_only: no other job of ours is in the way.
         again_seconds: when to poll again though nothing changes; None: at the usual interval.
     """
@@ -61,7 +60,6 @@ class PollResult:
     gpus: Group = ()
     position: int = 1
     obstacles: str = ""
-    frees_next: tuple[int, ...] = ()
     strangers_only: bool = False
     again_seconds: float | None = None
 
@@ -174,11 +172,9 @@ class QueuedJob:
             return PollResult(granted)
         me.update(record)
         in_the_way = any(r.gpu is None or r.gpu in mine.only for r in reservations)
-        frees = (gpu.index for gpu in gpus if gpu.uuid in decided.awaited)
         return PollResult(
             position=ahead + 1,
-            obstacles=why_not(mine, reservations, gpus, decided),
-            frees_next=tuple(dict.fromkeys(frees)),  # slices of a GPU have its number
+            obstacles=why_waiting(mine, reservations, gpus, decided),
             strangers_only=ahead == 0 and not in_the_way,
         )
 

@@ -10,11 +10,9 @@ import heapq
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from robust_train.gpu.select import choose_group, could_ever_fit, label, needed, tie_breaker
-from robust_train.readable import mib
-from robust_train.values import MIB, GpuInfo, Group
+from robust_train.gpu.select import choose_group, could_ever_fit, tie_breaker
+from robust_train.values import GpuInfo, Group
 
-_MOST_GPUS_DESCRIBED = 4
 _DOUBLES_EVERY_SECONDS = 300.0
 _TAKE_SECONDS = 5.0
 _UNSEEN_SECONDS = 3.0
@@ -139,41 +137,15 @@ def to_pass_over(noted: Untaken, now: float) -> frozenset[str]:
     )
 
 
-def why_not(
-    job: WaitingJob, reservations: Sequence[GpuReservation], gpus: Sequence[GpuInfo], decided: Plan
-) -> str:
-    """Return one sentence: why a job gets none of its GPUs."""
-    parts = [
-        f"the record of job {r.id}{f' of {r.owner}' if r.owner else ''} cannot be read, so it may "
-        "have any GPU"
-        for r in reservations
-        if r.gpu is None
-    ]
-    mine = [state for state in _states(reservations, gpus).values() if state.gpu.uuid in job.only]
-    kept = () if decided.first in (None, job.id) else decided.kept
-    for state in mine[:_MOST_GPUS_DESCRIBED]:
-        text = _describe(state)
-        if state.gpu.uuid in kept:
-            text += f", and is kept for job {decided.first}, which came earlier"
-        parts.append(text)
-    if len(mine) > _MOST_GPUS_DESCRIBED:
-        parts.append(f"and {len(mine) - _MOST_GPUS_DESCRIBED} more")
-    need = f"needs {needed(job.need_bytes, job.count)}"
-    if job.count > 1:
-        available = sum(state.suits(job) and state.gpu.uuid not in kept for state in mine)
-        need += f", {available} available now"
-    return f"{need}; {'; '.join(parts) or 'none of its GPUs is there'}"
-
-
-class _GpuState:
+class GpuState:
     """One GPU, and the room that is left on it."""
 
     def __init__(self, gpu: GpuInfo, reservations: Sequence[GpuReservation], shut: bool) -> None:
         self.gpu = gpu
         self.reservations = reservations
         self.count = len(reservations)
-        alone = gpu.compute_mode.startswith("exclusive") and not gpu.mps
-        self.limit = min([1 if alone else 1 << 30, *(r.jobs_per_device for r in reservations)])
+        most = 1 if self.is_exclusive() else 1 << 30
+        self.limit = min([most, *(r.jobs_per_device for r in reservations)])
         if shut or gpu.unusable is not None:
             self.limit = 0
         outstanding = sum(max(r.reserved_bytes - (r.taken_bytes or 0), 0) for r in reservations)
@@ -192,6 +164,10 @@ class _GpuState:
         self.count += 1
         self.limit = min(self.limit, job.jobs_per_device)
 
+    def is_exclusive(self) -> bool:
+        """Whether its compute mode lets one process alone use it."""
+        return self.gpu.compute_mode.startswith("exclusive") and not self.gpu.mps
+
     def is_unhealthy(self) -> bool:
         """Whether it stays unusable when its jobs end; in exclusive mode its owner's end helps."""
         return self.gpu.unusable is not None and not self.gpu.compute_mode.startswith("exclusive")
@@ -205,7 +181,7 @@ class _GpuState:
         Jobs of strangers end nobody knows when. Then count who overtook the job there, what is
         missing, and who began first.
         """
-        ours = sum(_in_use(r, self.gpu) for r in self.reservations)
+        ours = sum(in_use(r, self.gpu) for r in self.reservations)
         by_strangers = min(self.gpu.free_bytes + ours, self.gpu.total_bytes) < job.need_bytes
         slots = self.count - min(self.limit or job.jobs_per_device, job.jobs_per_device) + 1
         began = min((0.0 if h.draining else h.since for h in self.reservations), default=0.0)
@@ -239,7 +215,7 @@ class _Planner:
         self, reservations: Sequence[GpuReservation], gpus: Sequence[GpuInfo], now: float
     ) -> None:
         self._now = now
-        self._states = _states(reservations, gpus)
+        self._states = gpu_states(reservations, gpus)
         self.groups: dict[str, Group] = {}
         self.first: WaitingJob | None = None
         self.kept: tuple[str, ...] = ()
@@ -257,7 +233,7 @@ class _Planner:
             nearest = self.kept[: job.count]
             self.awaited = tuple(uuid for uuid in nearest if not self._states[uuid].suits(job))
 
-    def suitable(self, job: WaitingJob) -> list[_GpuState]:
+    def suitable(self, job: WaitingJob) -> list[GpuState]:
         """Return the GPUs that it may have now, best first."""
         open_states = (s for s in self._states.values() if s.gpu.uuid not in self.kept)
         fullest = 1 if job.jobs_per_device > 1 else -1  # a tight fit leaves room for large jobs
@@ -266,7 +242,7 @@ class _Planner:
             key=lambda s: (self._first_could(s), fullest * s.usable, tie_breaker(s.gpu)),
         )
 
-    def _choose(self, job: WaitingJob) -> Sequence[_GpuState]:
+    def _choose(self, job: WaitingJob) -> Sequence[GpuState]:
         """Return all the GPUs that it needs, or none."""
         found = self.suitable(job)
         if job.count == 1:
@@ -278,7 +254,7 @@ class _Planner:
                 return [self._states[gpu.uuid] for gpu in group]
         return ()
 
-    def _first_could(self, state: _GpuState) -> bool:
+    def _first_could(self, state: GpuState) -> bool:
         first = self.first
         return (
             first is not None
@@ -305,9 +281,10 @@ class _Planner:
         return tuple(state.gpu.uuid for state in nearest)
 
 
-def _states(
+def gpu_states(
     reservations: Collection[GpuReservation], gpus: Sequence[GpuInfo]
-) -> dict[str, _GpuState]:
+) -> dict[str, GpuState]:
+    """Return each GPU's state by its UUID."""
     by_gpu: dict[str, list[GpuReservation]] = {}
     shut = False
     for reservation in reservations:
@@ -315,28 +292,11 @@ def _states(
             shut = True  # it may be on any of them
         else:
             by_gpu.setdefault(reservation.gpu, []).append(reservation)
-    return {gpu.uuid: _GpuState(gpu, by_gpu.get(gpu.uuid, ()), shut) for gpu in gpus}
+    return {gpu.uuid: GpuState(gpu, by_gpu.get(gpu.uuid, ()), shut) for gpu in gpus}
 
 
-def _in_use(reservation: GpuReservation, gpu: GpuInfo) -> int:
+def in_use(reservation: GpuReservation, gpu: GpuInfo) -> int:
     """Return what will be free when it ends: without a report a guess, used for no grant."""
     if reservation.taken_bytes is not None:
         return reservation.taken_bytes
     return min(reservation.reserved_bytes, gpu.used_bytes)
-
-
-def _describe(state: _GpuState) -> str:
-    gpu = state.gpu
-    if gpu.unusable is not None:
-        return f"{label(gpu)}: {gpu.unusable}"
-    text = f"{label(gpu)} has {mib(gpu.free_bytes)} of {mib(gpu.total_bytes)} free"
-    parts = [
-        f"{mib(r.reserved_bytes)} reserved by job {r.id}"
-        + (f" ({r.owner})" if r.owner else "")
-        + (", which is leaving" if r.draining else "")
-        for r in state.reservations
-    ]
-    others = gpu.used_bytes - sum(_in_use(r, gpu) for r in state.reservations)
-    if others >= MIB:
-        parts.append(f"{mib(others)} used by others")
-    return text + (f": {', '.join(parts)}" if parts else "")

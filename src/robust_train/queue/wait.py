@@ -19,14 +19,14 @@ from robust_train.gpu.select import (
     could_ever_fit,
     label,
     largest_possible,
-    needed,
-    obstacles,
     rank,
 )
 from robust_train.gpu.visible import Visible
 from robust_train.queue.queued_job import PollResult, QueuedJob
-from robust_train.readable import as_clock, mib, ordinal
-from robust_train.values import GpuInfo, Group
+from robust_train.queue.reasons import LONGEST, why_waiting
+from robust_train.queue.scheduler import Plan, WaitingJob
+from robust_train.readable import as_clock, mib, ordinal, shortened
+from robust_train.values import MIB, GpuInfo, Group
 
 _TICK_SECONDS = 1.0
 _LONG_PAUSE_SECONDS = 2.0
@@ -73,37 +73,22 @@ class WaitStatus:
     """Progress of the waiting.
 
     Attributes:
-        min_bytes: free memory that is waited for on each GPU.
         seconds_left: until the waiting ends.
         checks: grows by one with each poll that is reported.
-        obstacles: why no GPU does now, with who holds them.
-        position: in the queue of the host's jobs, 1 for the first.
-        frees_next: NVML's numbers of the GPUs that the queue waits for, if known.
-        count: GPUs that are waited for.
+        obstacles: why no GPU does now, the nearest obstacle first.
+        position: in the queue of the host's jobs, 1 for the first; 0 without a queue.
     """
 
-    min_bytes: int
     seconds_left: float
     checks: int
     obstacles: str
     position: int = 1
-    frees_next: tuple[int, ...] = ()
-    count: int = 1
 
     def sentence(self) -> str:
-        """Return one line for people."""
+        """Return one line of at most 120 characters for people."""
         left = f"{as_clock(math.ceil(self.seconds_left))} left"
-        why = " ".join(self.obstacles.split())
-        if self.position > 1 or self.frees_next:
-            # what matters most comes first: a narrow terminal cuts the end off
-            numbers = ", ".join(map(str, self.frees_next))
-            several = len(self.frees_next) > 1
-            frees = f", GPU{'s' * several} {numbers} free{'s' * (not several)} next"
-            need = needed(self.min_bytes, self.count) + (frees if self.frees_next else "")
-            return f"{ordinal(self.position)} in queue, needs {need}, {left}; {why}"
-        gpus = "a GPU" if self.count == 1 else f"{self.count} GPUs"
-        each = "" if self.count == 1 else " each"
-        return f"waiting for {gpus} with {mib(self.min_bytes)} free{each}, {left}; {why}"
+        where = f"{ordinal(self.position)} in queue" if self.position else "waiting for a GPU"
+        return shortened(f"{where}, {left}: {self.obstacles}", LONGEST)
 
 
 def wait_for_gpu(
@@ -149,9 +134,7 @@ class _Waiting:
         self.next_report = self.clock()
         self.pause_seconds = self.request.interval_seconds
         self.deadline = self.clock() + self.request.timeout_seconds
-        self.status = WaitStatus(
-            self.request.min_bytes, self.request.timeout_seconds, 0, "", count=self.request.count
-        )
+        self.status = WaitStatus(self.request.timeout_seconds, 0, "")
 
     def run(self) -> Group | NoGpu:
         if why := why_pointless(self.request, self.read(False)):
@@ -186,7 +169,7 @@ class _Waiting:
         self.next_report = self.clock()
         gpus = [gpu for gpu in self.read(False).gpus if self.request.allows(gpu)]
         group = choose_group(rank(gpus, self.request.min_bytes), self.request.count)
-        return PollResult(group, strangers_only=True)
+        return PollResult(group, position=0, strangers_only=True)
 
     def _report(self, found: PollResult) -> None:
         self.next_report = self.clock() + self.request.interval_seconds
@@ -196,7 +179,6 @@ class _Waiting:
             # who else is on the GPUs matters where none of our jobs is
             obstacles=self._obstacles() if found.strangers_only else found.obstacles,
             position=found.position,
-            frees_next=() if found.strangers_only else found.frees_next,
         )
 
     def _obstacles(self) -> str:
@@ -204,7 +186,9 @@ class _Waiting:
         gpus = [gpu for gpu in visible.gpus if self.request.allows(gpu)]
         if not gpus:
             return visible.problem or visible.warning or "the GPUs have vanished"
-        return obstacles(gpus, holders=find_holders(gpus))
+        only = frozenset(gpu.uuid for gpu in gpus)
+        me = WaitingJob("", 0, self.request.min_bytes, only, count=self.request.count)
+        return why_waiting(me, (), gpus, Plan(), find_holders(gpus))
 
     def _pause(self, seconds: float) -> None:
         """Sleep in slices of a second, so that the time left can be shown counting down."""
@@ -225,15 +209,10 @@ class _Waiting:
         return max(self.deadline - self.clock(), 0.0)
 
     def _in_vain(self, *, timed_out: bool) -> NoGpu:
-        count, need = self.request.count, mib(self.request.min_bytes)
-        has, have, are, when = "has", "have", "are", " now"
-        if timed_out:
-            waited = as_clock(math.ceil(self.request.timeout_seconds))
-            has, have, are, when = "had", "had", "were", f" within {waited}"
-        what = f"no GPU {has} {need} free{when}"
-        if count > 1:
-            what = f"there {are} no {count} GPUs that {have} {need} free each{when}"
-        return NoGpu(f"{what}: {self.status.obstacles}", timed_out)
+        count = self.request.count
+        what = "no GPU was available" if count == 1 else f"no {count} GPUs were available"
+        when = f"within {as_clock(math.ceil(self.request.timeout_seconds))}" if timed_out else "now"
+        return NoGpu(f"{what} {when}: {self.status.obstacles}", timed_out)
 
 
 def why_pointless(request: GpuRequest, visible: Visible) -> str | None:
@@ -245,8 +224,8 @@ def why_pointless(request: GpuRequest, visible: Visible) -> str | None:
     count, need = request.count, mib(request.min_bytes)
     if not any(can_be_one_of(gpu, count) for gpu in visible.gpus):
         return (
-            f"num_gpus={count}: the GPUs here are MIG slices, of which a program sees only one; "
-            "use num_gpus=1"
+            f"num_gpus={count}: the GPUs here are MIG slices, which do not count for num_gpus "
+            "(a program sees only one); use num_gpus=1"
         )
     gpus = [gpu for gpu in visible.gpus if request.allows(gpu)]
     if not gpus:
@@ -256,9 +235,11 @@ def why_pointless(request: GpuRequest, visible: Visible) -> str | None:
     if possible >= count:
         return None
     if possible:
+        is_sliced = any(gpu.parent_uuid is not None for gpu in visible.gpus)
+        slices = " (MIG slices do not count for num_gpus)" if is_sliced else ""
         return (
             f"num_gpus={count}: only {possible} GPU{'s' * (possible > 1)} here could ever give "
-            f"{need}; ask for fewer GPUs (num_gpus) or less memory (min_gpu_memory_mb)"
+            f"{need}{slices}; ask for at most num_gpus={possible}, or less min_gpu_memory_mb"
         )
     largest = largest_possible(gpus)
     if largest is None:
@@ -266,6 +247,6 @@ def why_pointless(request: GpuRequest, visible: Visible) -> str | None:
         return f"no GPU here can be used: {barred}"
     who = "no GPU here could ever" if request.only is None else "this GPU could never"
     return (
-        f"{who} give {need}: the largest is {label(largest)} with "
-        f"{mib(largest.total_bytes)} in total; ask for less (min_gpu_memory_mb)"
+        f"{who} give {need}: the largest is {label(largest)}; ask for at most "
+        f"min_gpu_memory_mb={largest.total_bytes // MIB}"
     )

@@ -27,60 +27,43 @@ UNFINISHED = "unfinished"
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch of the job; times are seconds since the epoch.
-
-    Attributes:
-        end: that of the last entry if the launcher died or still runs; ``status`` is None then.
-        device_acquired: when it had a device, None if never.
-        device_wait_seconds: of the time before, waiting for one.
-    """
+    """One launch of the job; times are seconds since the epoch."""
 
     start: float
-    end: float
+    end: float  # that of the last entry if the launcher died or still runs; `status` is None then
     status: str | None = None
     reason: str | None = None
-    device_acquired: float | None = None
-    device_wait_seconds: float = 0.0
+    device_acquired: float | None = None  # when it had a device, None if never
+    device_wait_seconds: float = 0.0  # of the time before, waiting for one
 
 
 @dataclass(frozen=True)
 class AttemptStory:
-    """One attempt; times are seconds since the epoch.
+    """One attempt; times are seconds since the epoch."""
 
-    Attributes:
-        number: counted from 1 through all launches of the run folder.
-        gpu_uuid: of the first GPU, None on the CPU.
-        ended: that of the last entry if no end is recorded.
-        outcome: ``completed``, a failure's kind, or ``unfinished``.
-        action, reason: what was decided after it.
-        peak_memory_bytes: of the device, or of the process on the CPU.
-        training_began: when the first step did, None if never.
-        progress, checkpoints: (step, time) of each.
-        evidence: about the failure, in JSON's types.
-        stability: how its memory developed, a sentence; None if unknown.
-    """
-
-    number: int
+    number: int  # counted from 1 through all launches of the run folder
     device: str = "?"
-    gpu_uuid: str | None = None
+    gpu_uuid: str | None = None  # of the first GPU, None on the CPU
     batch_size: int | None = None
     gradient_accumulation_steps: int | None = None
     ranks: int = 1
     started: float = 0.0
-    ended: float = 0.0
-    outcome: str = UNFINISHED
+    ended: float = 0.0  # that of the last entry if no end is recorded
+    outcome: str = UNFINISHED  # `completed`, a failure's kind, or `unfinished`
     message: str | None = None
-    action: str | None = None
+    action: str | None = None  # action, reason: what was decided after it
     reason: str | None = None
     start_step: int = 0
     end_step: int | None = None
-    peak_memory_bytes: int | None = None
-    training_began: float | None = None
+    peak_memory_bytes: int | None = None  # of the device, or of the process on the CPU
+    training_began: float | None = None  # when the first step did, None if never
+    # progress, checkpoints: (step, time) of each
     progress: tuple[tuple[int, float], ...] = field(default=(), repr=False)
     checkpoints: tuple[tuple[int, float], ...] = ()
+    # about the failure, in JSON's types
     evidence: Mapping[str, object] = field(default_factory=dict)
     traceback: str | None = None
-    stability: str | None = None
+    stability: str | None = None  # how its memory developed, a sentence; None if unknown
 
     @property
     def seconds(self) -> float:

@@ -86,22 +86,17 @@ class Band:
 
 @dataclass(frozen=True)
 class Chart:
-    """Lines over one axis, with what happened in lanes below.
-
-    Attributes:
-        bands: behind the lines.
-        lanes: by label, (kind, x in percent, text) of each mark.
-        level: a horizontal line, or None.
-    """
+    """Lines over one axis, with what happened in lanes below."""
 
     caption: str
     x: Axis
     y: Axis
     lines: Sequence[Line]
     legend: Sequence[Key]
-    bands: Sequence[Band] = ()
+    bands: Sequence[Band] = ()  # behind the lines
+    # by label, (kind, x in percent, text) of each mark
     lanes: Mapping[str, Sequence[tuple[str, float, str]]] = field(default_factory=dict)
-    level: Tick | None = None
+    level: Tick | None = None  # a horizontal line, or None
     note: str | None = None
 
 

@@ -121,7 +121,7 @@ def memory_charts(story: Story) -> list[Chart]:
     clock = Clock(story)
     charts = []
     for device in story.memory:
-        if len(device.samples) < 2:  # there is nothing to see of one moment
+        if len(device.samples) < 2 and not device.marks:  # there is nothing to see
             continue
         charts.append(_memory_chart(story, device, device.samples, clock, clock.axis))
         close = _first_steps(device)
@@ -162,9 +162,8 @@ def _memory_chart(
             peak = max(value for piece in pieces[name] for _, value in piece)
             if name == ("resident" if device.device == "cpu" else "allocated") and not is_close:
                 # samples miss what lies between them; an attempt reports its true peak
-                peaks = (a.peak_memory_bytes or 0 for a in story.attempts)
-                own = (a.device == device.device for a in story.attempts)
-                peak = max(peak, *itertools.compress(peaks, own))
+                own = (a for a in story.attempts if a.device == device.device)
+                peak = max([peak, *(a.peak_memory_bytes or 0 for a in own)])
             legend.append(Key(style, f"{label}, at most {memory(peak)}"))
     caption = f"Memory on {'the CPU' if device.device == 'cpu' else device.device}"
     if is_close:

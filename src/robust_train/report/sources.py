@@ -28,19 +28,14 @@ class Entry:
 
 @dataclass(frozen=True)
 class Sources:
-    """All that a run folder holds about its job, oldest first.
-
-    Attributes:
-        files: names of the other files in the folder.
-        gaps: one sentence for each thing that is missing or damaged.
-    """
+    """All that a run folder holds about its job, oldest first."""
 
     folder: Path
     entries: tuple[Entry, ...] = ()
     samples: tuple[Sample, ...] = ()
     summary: SavedSummary | None = None
-    files: tuple[str, ...] = ()
-    gaps: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()  # names of the other files in the folder
+    gaps: tuple[str, ...] = ()  # one sentence for each thing that is missing or damaged
 
 
 def finite(value: object) -> float | None:

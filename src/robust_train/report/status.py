@@ -30,17 +30,13 @@ _MARGIN = 3
 
 @dataclass(frozen=True)
 class Pace:
-    """How fast a job's states follow each other; times are seconds of a monotonic clock.
-
-    Attributes:
-        since: when the job came into its state.
-        steps: (time, step) of the last half minute, of one attempt.
-        checkpoint_at: when its last checkpoint was reported, None before the first.
-    """
+    """How fast a job's states follow each other; times are seconds of a monotonic clock."""
 
     state: RunState | None = None
-    since: float = 0.0
+    since: float = 0.0  # when the job came into its state
+    # (time, step) of the last half minute, of one attempt
     steps: tuple[tuple[float, int], ...] = ()
+    # when its last checkpoint was reported, None before the first
     checkpoint_at: float | None = None
 
     def after(self, state: RunState, now: float) -> Pace:
@@ -178,7 +174,7 @@ class LiveStatus:
 
     def log_waiting(self, status: WaitStatus) -> None:
         """Log each poll of a job that waits, where the screen does not show it."""
-        poll = (status.checks, status.min_bytes, status.obstacles)
+        poll = (status.checks, status.obstacles)
         if self._area is None and status.checks and poll != self._logged:
             self._logged = poll
             log.info("%s", status.sentence())

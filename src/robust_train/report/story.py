@@ -28,28 +28,21 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class Story:
-    """What happened in a job; attempts, launches, spans and marks are oldest first.
-
-    Attributes:
-        status: as in ``summary.json``; ``unfinished`` if no end is recorded, because the job still
-            runs or its process died; ``empty`` if nothing at all is.
-        about: what was run: ``trainer``, ``model``, ``dataset``, ``overrides``, ``command``.
-        started, ended: seconds since the epoch, None in an empty folder.
-        seconds: of each use, by its name; ``wall`` is their sum without ``stopped``.
-        stability: how memory developed in the last attempt, in a sentence; None if unknown.
-        advice: what to do next time, most promising first; empty if nothing was tight.
-        gaps: what was missing or damaged, a sentence each.
-    """
+    """What happened in a job; attempts, launches, spans and marks are oldest first."""
 
     name: str
     folder: str
+    # what was run: `trainer`, `model`, `dataset`, `overrides`, `command`
     about: Mapping[str, str] = field(default_factory=dict)
+    # as in `summary.json`; `unfinished` if no end is recorded, because the job still runs or its
+    # process died; `empty` if nothing at all is
     status: str = "empty"
     sentence: str = "The folder holds no record of a job."
     result: Any = None
     objective: Any = None
-    started: float | None = None
+    started: float | None = None  # started, ended: seconds since the epoch, None in an empty folder
     ended: float | None = None
+    # of each use, by its name; `wall` is their sum without `stopped`
     seconds: dict[str, float] = field(default_factory=dict)
     attempts: tuple[AttemptStory, ...] = ()
     launches: tuple[Launch, ...] = ()
@@ -57,11 +50,13 @@ class Story:
     memory: tuple[DeviceMemory, ...] = field(default=(), repr=False)
     curves: tuple[Curve, ...] = field(default=(), repr=False)
     marks: tuple[Mark, ...] = field(default=(), repr=False)
+    # how memory developed in the last attempt, in a sentence; None if unknown
     stability: str | None = None
+    # what to do next time, most promising first; empty if nothing was tight
     advice: tuple[guidance.Advice, ...] = ()
     reason: str | None = None
     files: tuple[str, ...] = ()
-    gaps: tuple[str, ...] = ()
+    gaps: tuple[str, ...] = ()  # what was missing or damaged, a sentence each
 
     @property
     def useful_share(self) -> float | None:

@@ -119,29 +119,17 @@ class AttemptRecord:
 
 @dataclass(frozen=True)
 class Summary:
-    """How a job went.
+    """How a job went."""
 
-    Attributes:
-        status: ``completed``, ``failed``, ``no_device`` or ``interrupted``.
-        reason: one sentence for any status but ``completed``.
-        result: what the trainer returned, in JSON's types.
-        wall_seconds: from the launcher's start of the job to its end.
-        wait_seconds: of those, waiting for a GPU.
-        attempts: every attempt, first to last.
-        first_attempt: the number of the first, in all launches of the run folder.
-        run_dir: the run folder.
-        checkpoint: the last checkpoint that a trainer reported, None if none.
-    """
-
-    status: str
-    run_dir: Path
-    reason: str | None = None
-    result: Any = None
-    wall_seconds: float = 0.0
-    wait_seconds: float = 0.0
-    attempts: tuple[AttemptRecord, ...] = ()
-    checkpoint: Path | None = None
-    first_attempt: int = 1
+    status: str  # `completed`, `failed`, `no_device` or `interrupted`
+    run_dir: Path  # the run folder
+    reason: str | None = None  # one sentence for any status but `completed`
+    result: Any = None  # what the trainer returned, in JSON's types
+    wall_seconds: float = 0.0  # from the launcher's start of the job to its end
+    wait_seconds: float = 0.0  # of those, waiting for a GPU
+    attempts: tuple[AttemptRecord, ...] = ()  # every attempt, first to last
+    checkpoint: Path | None = None  # the last checkpoint that a trainer reported, None if none
+    first_attempt: int = 1  # the number of the first, in all launches of the run folder
 
     def raise_unless_completed(self) -> None:
         """Raise what ended the job, if it did not complete.

@@ -16,24 +16,15 @@ from robust_train.script.placeholders import PLACEHOLDERS, near_misses_in
 
 @dataclass(frozen=True)
 class CommandSettings:
-    """What to run.
+    """What to run."""
 
-    Attributes:
-        argv: program and arguments, with placeholders.
-        resume_argv: appended where there is a checkpoint to go on from.
-        checkpoint_glob: where the script's own checkpoints lie, None if it has none; relative to
-            ``cwd``.
-        cwd: the script's working directory.
-        stop_grace_seconds: time for a last checkpoint when stopped.
-        resume: whether an earlier launch's checkpoints in the same run folder count.
-    """
-
-    argv: tuple[str, ...]
-    resume_argv: tuple[str, ...]
+    argv: tuple[str, ...]  # program and arguments, with placeholders
+    resume_argv: tuple[str, ...]  # appended where there is a checkpoint to go on from
+    # where the script's own checkpoints lie, None if it has none; relative to `cwd`
     checkpoint_glob: str | None
-    cwd: Path
-    stop_grace_seconds: float
-    resume: bool
+    cwd: Path  # the script's working directory
+    stop_grace_seconds: float  # time for a last checkpoint when stopped
+    resume: bool  # whether an earlier launch's checkpoints in the same run folder count
 
     @classmethod
     def of(cls, cfg: Mapping[Any, Any]) -> CommandSettings:

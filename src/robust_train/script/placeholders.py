@@ -17,33 +17,19 @@ _ALMOST = 0.75
 
 @dataclass(frozen=True)
 class ScriptValues:
-    """The values of one attempt; each field is a placeholder, and a variable in upper case.
+    """The values of one attempt; each field is a placeholder, and a variable in upper case."""
 
-    Attributes:
-        batch_size: micro-batch.
-        gradient_accumulation_steps: micro-batches of each process per optimizer step.
-        num_gpus: processes that it is to start, one for each GPU that it sees.
-        min_batch_size: no attempt uses a smaller micro-batch.
-        num_workers: data-loader workers.
-        device: ``cuda:0`` (the first GPU that the script sees, and mostly the only one) or ``cpu``.
-        attempt: number of the attempt, counted from 1.
-        checkpoint: to go on from; empty for a fresh start.
-        run_dir: the job's run folder.
-        checkpoint_every_minutes: longest time without a checkpoint, or ``auto``.
-        checkpoint_every_steps: most optimizer steps without one; 0: any number.
-    """
-
-    batch_size: int
-    gradient_accumulation_steps: int
-    num_gpus: int
-    min_batch_size: int
-    num_workers: int
-    device: str
-    attempt: int
-    checkpoint: str
-    run_dir: str
-    checkpoint_every_minutes: str = "auto"
-    checkpoint_every_steps: int = 0
+    batch_size: int  # micro-batch
+    gradient_accumulation_steps: int  # micro-batches of each process per optimizer step
+    num_gpus: int  # processes that it is to start, one for each GPU that it sees
+    min_batch_size: int  # no attempt uses a smaller micro-batch
+    num_workers: int  # data-loader workers
+    device: str  # `cuda:0` (the first GPU that the script sees, and mostly the only one) or `cpu`
+    attempt: int  # number of the attempt, counted from 1
+    checkpoint: str  # to go on from; empty for a fresh start
+    run_dir: str  # the job's run folder
+    checkpoint_every_minutes: str = "auto"  # longest time without a checkpoint, or `auto`
+    checkpoint_every_steps: int = 0  # most optimizer steps without one; 0: any number
 
     def fill(self, text: str) -> str:
         """Replace the placeholders in ``text``; other braces (JSON, shell) stay as they are.

@@ -133,8 +133,9 @@ class _Attempt:
     def finish(self) -> None:
         """Do the same when the script has ended."""
         self.poll(at_rest=True)
-        if self.events.stat().st_size == 0:
-            self.events.unlink()
+        with contextlib.suppress(OSError):  # the script may have removed it
+            if self.events.stat().st_size == 0:
+                self.events.unlink()
 
     def _found(self, checkpoint: Path | None) -> None:
         found = _with_stamp(checkpoint)

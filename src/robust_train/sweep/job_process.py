@@ -16,8 +16,8 @@ from types import FrameType
 from typing import Any
 
 from robust_train.errors import JobInterrupted
+from robust_train.execution.attempt_output import flush_output
 from robust_train.execution.linux import signal_at_parents_death
-from robust_train.execution.output import flush_output
 from robust_train.execution.signals import FORWARDED
 
 _FORWARDED_AS: dict[int, int] = {signum: forwarded for forwarded, signum in FORWARDED.items()}

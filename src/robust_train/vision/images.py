@@ -26,19 +26,13 @@ _CROP_TRIES = 10
 
 @dataclass(frozen=True)
 class ImageSpec:
-    """The images that a model takes.
+    """The images that a model takes."""
 
-    Attributes:
-        size: rows and columns, in pixels.
-        mean, std: of each channel, for values from 0 to 1.
-        crop: fraction of a test photograph's shorter side to keep.
-    """
-
-    size: int
+    size: int  # rows and columns, in pixels
     channels: int
-    mean: tuple[float, ...]
+    mean: tuple[float, ...]  # mean, std: of each channel, for values from 0 to 1
     std: tuple[float, ...]
-    crop: float = 1.0
+    crop: float = 1.0  # fraction of a test photograph's shorter side to keep
 
 
 class ImageDataset(torch.utils.data.Dataset[Any]):
