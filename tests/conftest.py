@@ -7,6 +7,7 @@ import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -57,19 +58,46 @@ def _own_list_of_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 _LONG = (
-    "test_recovery_benchmark.py",
-    "test_memory_runs_out.py",
     "test_the_same_result.py",
     "test_accelerate.py",
     "test_transformers.py",
     "test_lightning.py",
 )
+_APART = (
+    "test_worst_days.py",
+    "test_run_command.py",
+    "test_built_in_jobs.py",
+    "test_attempts.py",
+    "test_recovery_of_each_kind.py",
+    "test_devices.py",
+    "test_several_ranks.py",
+    "test_recovery_benchmark.py",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that take long for their number of tests go first: at the end, one worker would be at
-    work on them while the other had nothing left to do."""
-    items.sort(key=lambda item: item.path.name not in _LONG)
+    """Files that take long for their number of tests go first, and last those whose tests go to
+    whichever worker is free: at the end, no worker waits long for another."""
+    items.sort(key=lambda item: (item.path.name in _APART) - (item.path.name in _LONG))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """One worker more than cores: much of what a test does is to wait for what it has started."""
+    return len(os.sched_getaffinity(0)) + 1
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Distribute tests by file, but for those that share nothing with the others of their file."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFileOrApart(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return nodeid if file.rpartition("/")[2] in _APART else file
+
+    return ByFileOrApart(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""Trainers whose attempts fail as a test's script says; torch is among their libraries."""
+"""Trainers whose attempts fail as a test's script says."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import signal
 import threading
 import time
 from pathlib import Path
-
-import torch
 
 
 def fails_by_script(cfg, run):
@@ -26,7 +24,6 @@ def fails_by_script(cfg, run):
             "batch_size": cfg.training.batch_size,
             "num_workers": cfg.training.num_workers,
             "prefetch_factor": cfg.training.prefetch_factor,
-            "allocator": torch._C._accelerator_getAllocatorSettings(),
             "time": time.monotonic(),
         }
         file.write(json.dumps(given) + "\n")
@@ -39,6 +36,8 @@ def fails_by_script(cfg, run):
     if message == "stall":
         _hangs_for_ever()
     if message == "worker":
+        import torch
+
         workers = cfg.training.num_workers
         list(torch.utils.data.DataLoader(_KillsItsWorker(), num_workers=workers))
     if "out of memory" in message:
@@ -64,6 +63,8 @@ class _KillsItsWorker:
         return 8
 
     def __getitem__(self, index):
+        import torch
+
         if torch.utils.data.get_worker_info() is not None:
             os.kill(os.getpid(), signal.SIGKILL)
         return index

@@ -1,12 +1,13 @@
-"""Trainers that are talked to while they train, each with habits of its own."""
+"""Trainers that are talked to while they train, each with habits of its own.
+
+torch is imported by those that use it, so that the others start sooner.
+"""
 
 from __future__ import annotations
 
 import os
 import time
 from pathlib import Path
-
-import torch
 
 
 def _ready():
@@ -18,6 +19,8 @@ def _told_to_end():
 
 
 def _network(seed=0):
+    import torch
+
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
     return model, torch.optim.SGD(model.parameters(), lr=0.05)
@@ -25,6 +28,8 @@ def _network(seed=0):
 
 def never_uses_run(cfg):
     """Only torch."""
+    import torch
+
     model, optimizer = _network()
     while not _told_to_end():
         optimizer.zero_grad()
@@ -76,6 +81,8 @@ def hangs_after_a_step(cfg, run):
 
 def trains_in_parts(cfg, run):
     """Thirty steps in micro-batches; halts after the fifth until it is told to go on."""
+    import torch
+
     model, optimizer = _network()
     generator = torch.Generator().manual_seed(1)
     sizes = []

@@ -78,6 +78,7 @@ class Day:
 
     def __init__(self, world: World, kind: Kind, machine: Machine | None) -> None:
         self.world = world
+        world.alone = True
         self.kind = kind
         if machine is not None:
             world.with_environ(machine.environ)
@@ -198,7 +199,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], str]:
     def run() -> str:
         if not known:
             world = World(tmp_path_factory.mktemp("undisturbed"))
-            ended = world.run(*BUILT_IN)
+            ended = world.run(*BUILT_IN, "isolation=none")
             assert ended.returncode == 0, ended.output
             known.append(digest(world.run_dir))
         return known[0]

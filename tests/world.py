@@ -32,7 +32,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def wait_until(condition: Callable[[], Any], what: str, timeout_seconds: float = 60.0) -> Any:
+def wait_until(condition: Callable[[], Any], what: str, timeout_seconds: float = 120.0) -> Any:
     """Poll until ``condition`` holds and return its value; fail loudly if it never does."""
     deadline = time.monotonic() + timeout_seconds
     while time.monotonic() < deadline:

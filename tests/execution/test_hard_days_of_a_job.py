@@ -96,6 +96,7 @@ def test_the_log_holds_a_bars_last_state_while_it_is_drawn(world: World):
     assert log.read_text().count("step") == 1
 
 
+@pytest.mark.usefixtures("alone")
 def test_a_signal_at_the_very_start_prints_no_traceback(world: World):
     process = world.start("trainer._target_=hard_days.returns_its_pid")
     wait_until(lambda: _has_handler(process.pid), "signals are handled")

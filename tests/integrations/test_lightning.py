@@ -38,6 +38,7 @@ def weights(journal: list[dict]) -> dict[str, torch.Tensor]:
     return torch.load(last["path"], weights_only=True)["state_dict"]
 
 
+@pytest.mark.slow
 def test_a_job_is_stopped_resumes_runs_out_of_memory_and_ends_with_the_same_weights(
     example: Example, monkeypatch: pytest.MonkeyPatch
 ):
@@ -56,12 +57,14 @@ def test_a_job_is_stopped_resumes_runs_out_of_memory_and_ends_with_the_same_weig
         torch.testing.assert_close(weights(journal)[name], weight, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.slow
-def test_where_memory_runs_out_inline_it_goes_on_with_half_the_micro_batch(
+def test_where_memory_runs_out_it_goes_on_with_half_the_micro_batch_to_the_same_weights(
     example: Example, monkeypatch: pytest.MonkeyPatch
 ):
     ended = example.run("limited", "limited", "isolation=none")
     went_on(ended)
+    validated = recorded(ended.journal, "validation")
+    assert [e["step"] for e in validated] == [6, 12]
+    assert ended.summary["result"] == pytest.approx(validated[-1]["val_accuracy"])
     for name, weight in weights(example.run_here(monkeypatch)).items():
         torch.testing.assert_close(weights(ended.journal)[name], weight, rtol=1e-4, atol=1e-6)
 

@@ -44,7 +44,7 @@ def weights(journal: list[dict]) -> dict[str, torch.Tensor]:
     return load_file(Path(last["path"]) / "model.safetensors")
 
 
-@pytest.mark.parametrize("isolation", ["process", pytest.param("none", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("isolation", ["none", pytest.param("process", marks=pytest.mark.slow)])
 def test_where_memory_runs_out_it_goes_on_with_half_the_micro_batch_to_the_same_weights(
     example: Example, isolation: str, monkeypatch: pytest.MonkeyPatch
 ):

@@ -108,6 +108,7 @@ def test_ctrl_c_saves_a_last_checkpoint(world: World, door: str):
         assert last == f"step-{attempt['end_step']:08d}"
 
 
+@pytest.mark.slow  # tests/training has the model and the data set
 def test_lora_on_flowers_from_the_original_files(world: World):
     root = write_flowers102(world.folder / "data")
     ended = world.run(
@@ -161,7 +162,8 @@ def test_a_sweep_over_models_and_rates(world: World):
 
 
 def test_absent_data_is_refused_in_one_line_with_the_way_out(world: World):
-    ended = world.run("model=linear_probe", "dataset=flowers102", "dataset.download=false")
+    arguments = ("model=linear_probe", "dataset=flowers102", "dataset.download=false")
+    ended = world.run(*arguments, script="train.py")
     assert ended.returncode == 2, ended.output
     assert "dataset" in ended.stderr.splitlines()[-1]
     assert "dataset.root=" in ended.stderr.splitlines()[-1]

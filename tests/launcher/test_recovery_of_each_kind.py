@@ -42,15 +42,23 @@ class Script:
         world.environ |= {
             "FAILURES_FILE": str(self.failures),
             "ATTEMPTS_FILE": str(self.attempts_file),
+            "ALLOCATOR_FILE": str(world.folder / "allocator"),
         }
 
-    def run(self, *lines: str, overrides: tuple[str, ...] = ()) -> Ended:
+    def run(
+        self, *lines: str, overrides: tuple[str, ...] = (), trainers: str = "failing_trainers"
+    ) -> Ended:
         self.failures.write_text("\n".join(lines))
         return self.world.run(
-            "trainer._target_=failing_trainers.fails_by_script",
+            f"trainer._target_={trainers}.fails_by_script",
             "retry_pause_seconds=0.1",
             *overrides,
         )
+
+    @property
+    def allocator(self) -> list[str]:
+        """Settings that torch's allocator had in each attempt of ``allocating_trainers``."""
+        return (self.world.folder / "allocator").read_text().splitlines()
 
     @property
     def given(self) -> list[dict[str, Any]]:
@@ -68,12 +76,15 @@ def actions(ended: Ended) -> list[str]:
 
 @pytest.mark.usefixtures("two_gpus")
 def test_fragmentation_gets_expandable_segments_at_the_same_batch(script: Script):
-    ended = script.run(f"3 {FRAGMENTED}", overrides=("memory.expandable_segments=false",))
+    ended = script.run(
+        f"3 {FRAGMENTED}",
+        overrides=("memory.expandable_segments=false",),
+        trainers="allocating_trainers",
+    )
     assert ended.returncode == 0, ended.output
     assert actions(ended) == ["expandable_segments", "none"]
     first, second = script.given
-    assert first["allocator"] == "expandable_segments:False"
-    assert second["allocator"] == "expandable_segments:True"
+    assert script.allocator == ["expandable_segments:False", "expandable_segments:True"]
     assert first["batch_size"] == second["batch_size"]
     evidence = next(e["evidence"] for e in ended.journal if e["event"] == "attempt_ended")
     assert evidence["requested_bytes"] == 2 * 1024**3
@@ -171,13 +182,10 @@ def test_a_busy_gpu_that_is_free_gets_a_pause_then_the_next_one_and_then_the_cpu
 
 @pytest.mark.usefixtures("two_gpus")
 def test_a_driver_that_refuses_the_first_allocation_gets_no_expandable_segments(script: Script):
-    ended = script.run("- CUDA driver error: unknown error")
+    ended = script.run("- CUDA driver error: unknown error", trainers="allocating_trainers")
     assert ended.returncode == 0, ended.output
     assert actions(ended) == ["no_expandable_segments", "none"]
-    assert [given["allocator"] for given in script.given] == [
-        "expandable_segments:True",
-        "expandable_segments:False",
-    ]
+    assert script.allocator == ["expandable_segments:True", "expandable_segments:False"]
 
 
 def test_a_dead_peer_is_tried_again_after_growing_pauses(script: Script):

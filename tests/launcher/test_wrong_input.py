@@ -68,7 +68,8 @@ OF_THE_CONFIGURATION = [
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
 def test_the_command_refuses_in_one_line(world: World, arguments: list[str], words: list[str]):
-    ended = world.run(*arguments)
+    light = () if "trainer._target_" in arguments[0] else ("trainer._target_=trainers.uses_run",)
+    ended = world.run(*arguments, *light)
     ended.was_refused(words)
     started = world.run_dir / "journal.jsonl"
     assert not started.exists() or "attempt_started" not in started.read_text()

@@ -50,7 +50,8 @@ def attempt(
 
 @settings(max_examples=40, deadline=None)
 @example(0, 100, 5.409498088190067, False)  # a rate whose two roundings once differed
-@given(st.integers(0, 10**6), st.integers(100, 3000), st.floats(0.2, 20), st.booleans())
+# in one of seventy attempts of a hundred samples, chance hides the floor of the sawtooth
+@given(st.integers(0, 10**6), st.integers(150, 3000), st.floats(0.2, 20), st.booleans())
 def test_a_leak_is_found_beneath_the_sawtooth_with_its_rate(seed, steps, mib_per_step, on_gpu):
     samples = attempt(
         steps, lambda step: 2 * GIB + step * mib_per_step * MIB, seed=seed, on_gpu=on_gpu

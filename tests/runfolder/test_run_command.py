@@ -22,9 +22,11 @@ from typing import Any
 import psutil
 import pytest
 
+import steered_trainers
 from robust_train import launch
 from robust_train.cli.main import main
 from robust_train.errors import ConfigError
+from robust_train.run import Run
 from robust_train.runfolder.client import ControlError, StillQueued, ask
 from robust_train.runfolder.runs import choose_run, read_run
 from simulated_nvml import Gpu, Machine
@@ -183,7 +185,9 @@ def test_stop_a_second_time_has_to_be_meant(host: Host):
 
 def test_a_checkpoint_during_training_gives_a_path_that_exists(host: Host):
     world = host.world("first")
-    process = world.start("training.epochs=2000", "training.checkpoint_every_minutes=600")
+    process = world.start(
+        "training.epochs=2000", "training.checkpoint_every_minutes=600", "model.width=8"
+    )
     host.started.append(process)
     wait_until(lambda: host.told("list")["runs"], "it is alive")
     wait_until(lambda: host.told("status").get("step"), "it trains", 120)
@@ -206,32 +210,30 @@ def test_a_checkpoint_during_training_gives_a_path_that_exists(host: Host):
 
 
 @pytest.mark.parametrize("isolation", ["process", pytest.param("none", marks=SLOW)])
-def test_halving_during_training_ends_in_the_same_weights(host: Host, isolation: str):
-    results = []
-    for name in ("halved", "undisturbed"):
-        world = host.world(name)
-        process = host.train(
-            world, "trains_in_parts", f"isolation={isolation}", "min_batch_size=16"
-        )
-        if name == "halved":
-            answer = host.told("halve-batch", "--run", str(world.run_dir))
-            assert (answer["before"], answer["after"]) == ({"micro_batch": 64}, {"micro_batch": 32})
-            assert "from the next step" in answer["how"]
-            said = host.command("halve-batch")
-            assert "micro-batch 32 → 16" in said.stdout
-            assert "64 × 1, split into 16" in host.command("status").stdout
-            line = host.refused("halve-batch")
-            assert "the micro-batch is 16 already, and min_batch_size=16" in line
-        (world.folder / "go").touch()
-        ended = world.end(process)
-        assert ended.returncode == 0, ended.output
-        results.append(ended.summary["result"])
-        if name == "halved":
-            changes = [e for e in ended.journal if e["event"] == "micro_batch_changed"]
-            assert [(e["before"], e["after"]) for e in changes] == [(64, 32), (32, 16)]
-            assert all("halve-batch" in e["reason"] for e in changes)
-            assert len(ended.attempts) == 1
-    halved, undisturbed = results
+def test_halving_during_training_ends_in_the_same_weights(
+    host: Host, isolation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    world = host.world("halved")
+    process = host.train(world, "trains_in_parts", f"isolation={isolation}", "min_batch_size=16")
+    answer = host.told("halve-batch", "--run", str(world.run_dir))
+    assert (answer["before"], answer["after"]) == ({"micro_batch": 64}, {"micro_batch": 32})
+    assert "from the next step" in answer["how"]
+    said = host.command("halve-batch")
+    assert "micro-batch 32 → 16" in said.stdout
+    assert "64 × 1, split into 16" in host.command("status").stdout
+    line = host.refused("halve-batch")
+    assert "the micro-batch is 16 already, and min_batch_size=16" in line
+    (world.folder / "go").touch()
+    ended = world.end(process)
+    assert ended.returncode == 0, ended.output
+    changes = [e for e in ended.journal if e["event"] == "micro_batch_changed"]
+    assert [(e["before"], e["after"]) for e in changes] == [(64, 32), (32, 16)]
+    assert all("halve-batch" in e["reason"] for e in changes)
+    assert len(ended.attempts) == 1
+    for name in ("READY_FILE", "GO_FILE"):
+        monkeypatch.setenv(name, world.environ[name])
+    undisturbed = steered_trainers.trains_in_parts(None, Run(run_dir=tmp_path))
+    halved = ended.summary["result"]
     assert halved["sizes"] == [64] * 5 + [16] * 25
     assert undisturbed["sizes"] == [64] * 30
     assert halved["weights"] == pytest.approx(undisturbed["weights"], abs=1e-5)
