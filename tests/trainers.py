@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import json
 import os
 import resource
@@ -43,6 +44,26 @@ def returns_an_objective(cfg):
     import torch
 
     return {"objective": cfg.training.lr * 1000, "note": torch.tensor(0.5)}
+
+
+class Scaled:
+    def __init__(self, factor):
+        self.factor = factor
+
+    def train(self, cfg):
+        return self.factor
+
+
+def plain(cfg):
+    return 1
+
+
+@functools.wraps(plain)
+def decorated(cfg):
+    return 2
+
+
+scaled = functools.partial(Scaled.train, Scaled(4))
 
 
 def has_a_bug(cfg):

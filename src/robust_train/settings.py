@@ -244,7 +244,7 @@ def name_of(trainer: str | Callable[..., Any]) -> str:
     if isinstance(trainer, str):
         return trainer
     module, name = (getattr(trainer, key, "") for key in ("__module__", "__qualname__"))
-    return f"{module}.{name}"
+    return f"{module}.{name}" if name else f"__main__.{type(trainer).__name__}"
 
 
 def about_job(cfg: DictConfig, run_dir: Path) -> dict[str, str]:

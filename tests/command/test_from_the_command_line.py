@@ -55,6 +55,7 @@ def test_each_attempt_reads_a_file_on_standard_input_from_where_it_began(scripts
     with (scripts.folder / "in").open("rb", buffering=0) as file:
         file.seek(len("skipped\n"))
         ended = scripts.run("--batch-size", "8", "--", *words, stdin=file)
+        assert file.tell() == len("skipped\n"), "another job may read the same file"
     assert ended.returncode == 0, ended.output
     assert ended.stdout.splitlines().count("hello") == 2
     assert "skipped" not in ended.stdout

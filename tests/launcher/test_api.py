@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ from robust_train import (
     launch,
     launcher,
 )
+from robust_train.execution.trainer_ref import TrainerRef
 from robust_train.queue import devices
 from robust_train.run import Run
 from robust_train.runfolder.identity import read_identity
@@ -35,7 +37,7 @@ SCRIPT = """
 import sys
 from robust_train import launch
 
-FACTOR = 3
+FACTOR = int(sys.argv[2])
 print("module loaded as", __name__)
 
 def train(cfg, run):
@@ -51,14 +53,17 @@ if __name__ == "__main__":
 
 
 def test_a_function_of_the_script_itself_is_launched(tmp_path: Path):
+    """With the script's own path and arguments: not with modules of the working directory."""
     script = tmp_path / "my_script.py"
     script.write_text(SCRIPT)
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    (elsewhere / "random.py").write_text("raise ImportError('not the standard library')")
     process = subprocess.run(
-        [sys.executable, str(script), str(tmp_path / "run")],
+        [sys.executable, str(script), str(tmp_path / "run"), "3"],
         capture_output=True,
         text=True,
         check=False,
-        cwd=tmp_path,
+        cwd=elsewhere,
     )
     assert process.returncode == 0, process.stdout + process.stderr
     assert "result 60 3 False" in process.stdout
@@ -84,6 +89,12 @@ def test_a_script_without_a_guard_is_launched_all_the_same(tmp_path: Path):
     assert "completed after" in process.stdout, "the launcher's lines are on the screen"
     assert "did you mean training.batch_size?" in process.stderr
     assert len(process.stderr.splitlines()) < 10, "not the launcher's own frames"
+
+
+@pytest.mark.parametrize("trainer", [trainers.Scaled(3).train, trainers.decorated, trainers.scaled])
+def test_a_trainer_that_its_name_does_not_lead_to_is_sent_by_value(trainer: Callable[..., int]):
+    """A method would lose its object, a decorated copy its decorator."""
+    assert TrainerRef.of(trainer).load()(None) == trainer(None)
 
 
 class Cell(io.TextIOBase):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 import signal
 import socket
 from pathlib import Path
@@ -160,7 +161,8 @@ def test_a_download_that_fails_half_way_leaves_what_was_there_before(tmp_path, m
 
     def fetch(url, root, md5):
         (Path(root) / "CUB_200_2011.tgz").write_text("half")
-        (Path(root) / "CUB_200_2011" / "images").mkdir()
+        (Path(root) / "CUB_200_2011" / "images").mkdir(parents=True)
+        (tmp_path / "somebody else's").mkdir()  # meanwhile
         raise OSError("no space left")
 
     monkeypatch.setattr(utils, "download_and_extract_archive", fetch)
@@ -168,7 +170,23 @@ def test_a_download_that_fails_half_way_leaves_what_was_there_before(tmp_path, m
     (tmp_path / "CUB_200_2011" / "images.txt").write_text("mine")
     assert "no space left" in refusal_of(dataset_config("cub200", tmp_path))
     left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")}
-    assert left == {".download.lock", "CUB_200_2011", "CUB_200_2011/images.txt"}
+    mine = {"CUB_200_2011", "CUB_200_2011/images.txt"}
+    assert left == {".download.lock", "somebody else's", *mine}
+
+
+def test_a_download_completes_what_is_there(tmp_path, monkeypatch):
+    from torchvision.datasets import utils
+
+    write_cub200(tmp_path / "server")
+
+    def fetch(url, root, md5):
+        shutil.copytree(tmp_path / "server", root, dirs_exist_ok=True)
+
+    monkeypatch.setattr(utils, "download_and_extract_archive", fetch)
+    (root := tmp_path / "data" / "CUB_200_2011").mkdir(parents=True)
+    (root / "images.txt").write_text("torn")
+    open_data(dataset_config("cub200", tmp_path / "data"))
+    assert {path.name for path in (tmp_path / "data").iterdir()} == {".download.lock", root.name}
 
 
 @pytest.mark.parametrize("name", ["flowers102", "cub200"])

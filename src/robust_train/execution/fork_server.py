@@ -46,6 +46,12 @@ _QUIET_SECONDS = 0.5
 _AFTER_KILL_SECONDS = 8.0
 _MOST_EVENTS = 1000
 
+_START = (
+    "import sys; sys.path[:] = eval(sys.argv.pop(1)); "
+    "from robust_train.execution.server import main; main()"
+)
+"""With our own path: ``python -m`` would look for the standard library in the working directory."""
+
 _alive: set[str] = set()
 """The tokens of this process's servers."""
 
@@ -91,7 +97,7 @@ class ForkServer:
             blocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
             try:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", "robust_train.execution.server", *map(str, channels)],
+                    [sys.executable, "-c", _START, repr(sys.path), *map(str, channels), *sys.argv],
                     pass_fds=channels,
                     stdin=None if has_input() else subprocess.DEVNULL,
                     stdout=self.pump.stdout.child_fd,

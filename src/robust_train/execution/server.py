@@ -1,8 +1,8 @@
 """The fork server from the inside: import libraries once, fork an attempt at a time.
 
-Started as ``python -m robust_train.execution.server CONTROL_FD EVENTS_FD`` in a session of its own,
-so that a terminal's Ctrl-C reaches only the launcher. It ends when the launcher does. Signals do
-not end it: one that is sent to all processes of a job is for the attempt, which has to save first.
+Started by :mod:`.fork_server` in a session of its own, so that a terminal's Ctrl-C reaches only the
+launcher. It ends when the launcher does. Signals do not end it: one that is sent to all processes
+of a job is for the attempt, which has to save first.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ def main() -> None:
         signal.signal(signum, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     control, events = (int(number) for number in sys.argv[1:3])
+    sys.argv[:] = sys.argv[3:]  # the launcher's: a script may parse them where it is imported
     for descriptor in (control, events):
         os.set_inheritable(descriptor, False)
     become_subreaper()
@@ -228,7 +229,3 @@ def _be_attempt(request: AttemptRequest, send: EventSender) -> NoReturn:
         flush_output()
         send.flush()
         os._exit(status)
-
-
-if __name__ == "__main__":
-    main()

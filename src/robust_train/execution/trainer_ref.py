@@ -11,6 +11,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -52,10 +53,11 @@ class TrainerRef:
         if isinstance(trainer, str):
             return cls(trainer)
         module, name = (str(getattr(trainer, key, "")) for key in ("__module__", "__qualname__"))
-        if module == "__main__" and name.isidentifier() and (file := _script_of(trainer)):
-            return cls(f"{MAIN_MODULE}.{name}", file)
-        if module != "__main__" and name and "<" not in name:
-            return cls(f"{module}.{name}")
+        if _is_found(trainer, module, name):
+            if module != "__main__":
+                return cls(f"{module}.{name}")
+            if name.isidentifier() and (file := _script_of(trainer)):
+                return cls(f"{MAIN_MODULE}.{name}", file)
         return cls(f"__main__.{name or type(trainer).__name__}", pickled=_by_value(trainer))
 
     @property
@@ -178,6 +180,14 @@ def end_import_at_launch(trainer: object) -> None:
     """End the import of a script without a guard, in its own attempt, where it calls ``launch``."""
     if getattr(trainer, "__module__", None) == MAIN_MODULE:
         raise _Reached(f"{MAIN_MODULE}.{getattr(trainer, '__qualname__', '')}")
+
+
+def _is_found(trainer: object, module: str, name: str) -> bool:
+    """Return whether its name leads to it: not that of an object's method or a decorated copy."""
+    try:
+        return bool(attrgetter(name)(sys.modules[module]) == trainer)
+    except (KeyError, AttributeError):
+        return False
 
 
 def _script_of(trainer: Callable[..., Any]) -> str | None:

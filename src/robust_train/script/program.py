@@ -24,13 +24,6 @@ from robust_train.run import Run
 log = logging.getLogger("robust_train")
 
 
-try:
-    _INPUT_STARTS_AT: int | None = os.lseek(0, 0, os.SEEK_CUR)
-except OSError:  # a pipe, or closed
-    _INPUT_STARTS_AT = None
-"""In a file as standard input, read before any attempt: each one reads all of it."""
-
-
 class Program:
     """A running script.
 
@@ -45,12 +38,15 @@ class Program:
         become_subreaper()
         self._not_ours = set(children())
         self._asked: set[int] = set()
-        if _INPUT_STARTS_AT is not None:
-            os.lseek(0, _INPUT_STARTS_AT, os.SEEK_SET)
         try:
-            self._process = subprocess.Popen(
-                list(argv), env=dict(environ), cwd=cwd, pass_fds=_files_to_inherit()
-            )
+            with _own_input() as stdin:
+                self._process = subprocess.Popen(
+                    list(argv),
+                    env=dict(environ),
+                    cwd=cwd,
+                    pass_fds=_files_to_inherit(),
+                    stdin=stdin,
+                )
         except OSError as error:
             problem = error.strerror or error
             hint = "; is its first line #!…?" if error.errno == 8 else ""
@@ -110,6 +106,21 @@ class Program:
             self._asked.add(pid)
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def _own_input() -> Iterator[int | None]:
+    """Yield a file on standard input opened anew: each attempt, and each job, reads all of it."""
+    own = None
+    with contextlib.suppress(OSError):  # a pipe, or closed
+        starts_at = os.lseek(0, 0, os.SEEK_CUR)
+        own = os.open("/dev/fd/0", os.O_RDONLY)
+        os.lseek(own, starts_at, os.SEEK_SET)
+    try:
+        yield own
+    finally:
+        if own is not None:
+            os.close(own)
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import shutil
 import socket
 from collections.abc import Callable, Iterator, Sequence
@@ -146,7 +147,7 @@ def _fetched(
         try:
             with _alone(root):
                 if found() is None:
-                    _fetch_or_undo(lambda: get(root), root, root / name)
+                    _fetch_whole(get, root)
         except (OSError, RuntimeError, EOFError) as error:
             # urllib's errors are OSErrors; torchvision reports a wrong checksum as RuntimeError
             reason = str(getattr(error, "reason", error)) or type(error).__name__
@@ -160,22 +161,22 @@ def _fetched(
     return folder
 
 
-def _fetch_or_undo(fetch: Callable[[], None], *folders: Path) -> None:
-    """Call ``fetch``; if it fails, remove what it has put into the folders."""
-    before = _content(folders)
+def _fetch_whole(get: Callable[[Path], None], root: Path) -> None:
+    """Fetch into a folder of our own in ``root``: what fails half-way leaves nothing there."""
+    temporary = root / ".download"
+    shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed
     try:
-        fetch()
-    except BaseException:
-        for path in _content(folders) - before:
+        temporary.mkdir(parents=True)
+        get(temporary)
+        for path in temporary.iterdir():
             if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
+                shutil.copytree(
+                    path, root / path.name, copy_function=os.replace, dirs_exist_ok=True
+                )
             else:
-                path.unlink(missing_ok=True)
-        raise
-
-
-def _content(folders: Sequence[Path]) -> set[Path]:
-    return {path for folder in folders if folder.is_dir() for path in folder.iterdir()}
+                path.replace(root / path.name)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 @contextmanager
