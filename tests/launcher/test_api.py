@@ -147,7 +147,7 @@ def test_a_typo_in_the_configuration_is_one_line():
 
 
 @pytest.mark.parametrize(
-    ("result", "named"), [(object(), "<class 'object'>"), ({"a": [float("nan")]}, "nan")]
+    ("result", "named"), [(object(), "builtins.object"), ({"a": [float("nan")]}, "nan")]
 )
 def test_a_result_that_is_not_json_is_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, result: object, named: str
