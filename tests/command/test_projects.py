@@ -70,6 +70,23 @@ def test_a_new_project_trains_at_once_and_its_recipe_goes_on_from_its_checkpoint
     assert (attempt["start_step"], attempt["end_step"]) == (steps, steps + 20)
 
 
+def test_a_project_without_a_guard_runs_once(world: World):
+    """Its attempt imports it for the trainer, and must not begin another job there."""
+    (world.folder / "conf").mkdir()
+    (world.folder / "conf" / "config.yaml").write_text("defaults: [robust, _self_]\n")
+    (world.folder / "main.py").write_text(
+        "from robust_train import hydra_main, launch\n"
+        "def train(cfg):\n    return 5\n"
+        "@hydra_main()\n"
+        "def main(cfg):\n    launch(train, cfg)\n"
+        "main()\n"
+    )
+    ended = _run(world, world.folder, sys.executable, "main.py")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert [summary["result"] for summary in _summaries(world.folder)] == [5]
+    assert len(list(world.folder.glob("outputs/*/*"))) == 1
+
+
 @pytest.mark.parametrize("folder", [ROOT, ROOT / "src" / "robust_train" / "project_template"])
 def test_recipes_keep_quotes_and_spaces(folder: Path):
     just = shutil.which("just", path=str(Path(sys.executable).parent))

@@ -90,6 +90,7 @@ def test_a_summary_of_schema_1_can_still_be_read(tmp_path: Path):
     summary = read_summary(tmp_path)
     assert summary is not None
     assert (summary.objective, summary.attempts[0].batch_size) == (0.5, 4)
+    assert summary.attempts[0].attempt is None, "not number 0"
 
 
 if __name__ == "__main__":

@@ -79,6 +79,10 @@ def hydra_main(
 
         @functools.wraps(task)
         def main() -> None:
+            from robust_train.execution.trainer_ref import MAIN_MODULE
+
+            if task.__module__ == MAIN_MODULE:
+                return  # a script without a guard, imported by its own attempt
             _end_quietly_at_signals()
             folder = Path(inspect.getfile(task)).resolve().parent / config_path
             code = _open(job, config_name, config_path=str(folder))

@@ -30,7 +30,7 @@ class AttemptSummary:
 
     device: str
     outcome: str
-    attempt: int = 0
+    attempt: int | None = None
     gpu_uuid: str | None = None
     gpu_uuids: tuple[str, ...] = ()
     ranks: int = 1
