@@ -222,7 +222,9 @@ def test_whatever_lies_in_the_cache_is_ignored_if_it_is_not_ours(tmp_path: Path,
     assert path.parent.stat().st_mode & 0o777 == 0o700
     assert [p.name for p in path.parent.iterdir()] == ["key.json"]
     whole = json.loads(path.read_text())
-    for damaged in (b"", b"\xff\xfe{", b"[]", b'{"schema": 2}', path.read_bytes()[:-20]):
+    text = path.read_bytes()
+    endless = text.replace(b'"batch_size": ', b'"batch_size": 1e999, "x": ')
+    for damaged in (b"", b"\xff\xfe{", b"[]", b'{"schema": 2}', text[:-20], endless):
         path.write_bytes(damaged)
         assert store.read("key") == Known()
     path.write_text(json.dumps({**whole, "fitted": {"batch_size": "many"}}))

@@ -95,7 +95,7 @@ def command(*argv: str, **more: Any) -> dict[str, Any]:
 def test_a_script_gets_no_terminal_where_we_have_none_and_needs_no_torch(attempts: Attempts):
     code = "test -t 1 || echo pipe; grep -c libtorch /proc/$PPID/maps; true"
     attempts.run("robust_train.script.trainer.train", **command("sh", "-c", code))
-    assert (attempts.run_dir / "attempt-1.stacks").read_text().split() == ["pipe", "0"]
+    assert (attempts.run_dir / "attempt-1.log").read_text().split() == ["pipe", "0"]
 
 
 def test_a_completed_result_counts_though_its_process_does_not_end(attempts: Attempts):

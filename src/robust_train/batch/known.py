@@ -179,7 +179,7 @@ class KnownBatches:
             return _parsed(json.loads(path.read_bytes()))
         except FileNotFoundError:
             pass
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except (OSError, ValueError, TypeError, KeyError, OverflowError) as error:
             log.debug("%s: %s, ignored", path, error)
         return Known()
 

@@ -48,7 +48,7 @@ _MOST_EVENTS = 1000
 
 _START = (
     "import sys; sys.path[:] = eval(sys.argv.pop(1)); "
-    "from robust_train.execution.server import main; main()"
+    "import robust_train.execution.server; robust_train.execution.server.main()"
 )
 """With our own path: ``python -m`` would look for the standard library in the working directory."""
 
