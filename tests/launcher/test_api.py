@@ -34,8 +34,9 @@ from robust_train.runfolder.identity import read_identity
 from robust_train.runfolder.state import read_state
 
 SCRIPT = """
-import sys
+import pathlib, sys
 from robust_train import launch
+sys.path.append(pathlib.Path("no string"))
 
 FACTOR = int(sys.argv[2])
 print("module loaded as", __name__)

@@ -87,6 +87,7 @@ class ForkServer:
         self._owner = os.getpid()
         self._token = os.urandom(8).hex()
         environ = shared_machine_environment(os.environ)
+        path = repr([*map(str, sys.path)])
         self._read_at_import = read_at_import(environ)
         # what the server leaves behind if it is killed becomes ours to end
         _alive.add(self._token)
@@ -97,7 +98,7 @@ class ForkServer:
             blocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
             try:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-c", _START, repr(sys.path), *map(str, channels), *sys.argv],
+                    [sys.executable, "-c", _START, path, *map(str, (*channels, *sys.argv))],
                     pass_fds=channels,
                     stdin=None if has_input() else subprocess.DEVNULL,
                     stdout=self.pump.stdout.child_fd,
