@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import pty
+import select
 import struct
 import termios
 from collections.abc import Iterator
@@ -210,6 +211,20 @@ def test_a_terminal_that_nobody_reads_holds_nobody_up(
             screen.show(descriptor, b"z" * 1000 + b"\n")
             area.show([Text(f"step {number}")])
         assert "of output were not shown, for nobody read them" in shown_on(reads)
+
+
+def test_the_status_goes_on_where_somebody_reads_again(
+    terminal: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("TERM", "xterm")
+    reads, descriptor = terminal
+    with LiveArea(descriptor) as area:
+        screen.show(descriptor, b"z" * 30_000 + b"\n")
+        seen = b""
+        while b"running again" not in seen:
+            area.show([Text("running again")])
+            assert select.select([reads], [], [], 5.0)[0], "nothing comes any more"
+            seen += os.read(reads, 1 << 16)
 
 
 def test_a_terminal_that_is_gone_ends_nothing(monkeypatch: pytest.MonkeyPatch):

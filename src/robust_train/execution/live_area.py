@@ -195,6 +195,7 @@ class LiveArea:
     def show(self, status: Sequence[Text]) -> None:
         """Show these lines from now on."""
         self._status = status
+        self._screen.show()
         if not self._screen.is_behind and self._is_in_front():
             self._draw()
 
