@@ -147,13 +147,14 @@ class Job:
             ConfigError: the trainer cannot be imported, or refuses the configuration.
             JobInterrupted: after the summary was written.
         """
-        with self.live, self.folder:
+        with self.live, self.folder, self.signals:
             try:
-                with self.signals:
-                    self._begin()
-                    summary = self._train()
+                self._begin()
+                return self._train()
             except JobInterrupted as interruption:
-                self._end("interrupted", str(interruption), exit_code=interruption.exit_code)
+                # however often somebody presses Ctrl-C: the end is recorded
+                with self.signals.handed_to(lambda signum: None):
+                    self._end("interrupted", str(interruption), exit_code=interruption.exit_code)
                 self.signals.pass_on()
                 raise
             except ConfigError as error:
@@ -162,7 +163,6 @@ class Job:
             except Exception as error:
                 self._end("failed", f"error in the launcher: {type(error).__name__}: {error}")
                 raise
-            return summary
 
     def _begin(self) -> None:
         """Find the unfinished job on the disk, or begin a new one."""

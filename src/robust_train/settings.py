@@ -72,7 +72,7 @@ def launcher_settings(cfg: DictConfig) -> LauncherSettings:
 
 
 def _has_batch(cfg: DictConfig) -> bool:
-    """Return whether the trainer is told a batch size: 1 is also what scripts without one have."""
+    """Return whether the trainer is given a batch size: 1 is also what scripts without one have."""
     argv = OmegaConf.select(cfg, "trainer.argv")
     training = cfg.training
     if argv is None or (training.batch_size, training.gradient_accumulation_steps) != (1, 1):
@@ -248,7 +248,7 @@ def name_of(trainer: str | Callable[..., Any]) -> str:
 
 
 def about_job(cfg: DictConfig, run_dir: Path) -> dict[str, str]:
-    """Return what a launch says of its job: its name, model, data set, overrides and command."""
+    """Return what a launch records of its job: name, model, data set, overrides and command."""
     overrides = list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
     about = {"name": job_name(cfg, run_dir)}
     for group in ("model", "dataset"):
@@ -310,7 +310,7 @@ def sweep_folder() -> Path | None:
 
 
 def take_notify_settings(cfg: DictConfig) -> NotifySettings:
-    """Return whom to tell of what; the URLs, which may hold passwords, leave the config.
+    """Return who is notified of what; the URLs, which may hold passwords, leave the config.
 
     Raises:
         ConfigError: it cannot be used.
@@ -329,7 +329,9 @@ def take_notify_settings(cfg: DictConfig) -> NotifySettings:
         for name in set(on) - set(EVENTS):
             raise ConfigError(f"notify.on={name}: accepted are {', '.join(EVENTS)}")
     if urls and importlib.util.find_spec("apprise") is None:
-        log.warning("notify.urls: nobody is told: pip install 'robust-train[notify]' is missing")
+        log.warning(
+            "notify.urls: nobody is notified: pip install 'robust-train[notify]' is missing"
+        )
     return NotifySettings(tuple(map(str, words)), urls, on, 60 * one.waiting_minutes)
 
 

@@ -165,7 +165,7 @@ class AttemptSpec:
     num_workers: int = 0  # data-loader workers of each rank
     prefetch_factor: int = 2  # batches that each worker prepares ahead
     expandable_segments: bool = True  # the CUDA allocator's setting against fragmentation
-    has_batch: bool = True  # False for a script that is told no batch size; it is 1 then
+    has_batch: bool = True  # False for a script that is given no batch size; it is 1 then
 
     @property
     def effective_batch_size(self) -> int:

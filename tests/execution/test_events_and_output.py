@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 import multiprocessing
 import os
 import select
@@ -30,7 +32,7 @@ from robust_train.execution.attempt_output import AttemptLog
 from robust_train.execution.fork_messages import receive_descriptors, send_descriptors
 from robust_train.execution.progress import AttemptProgress
 from robust_train.execution.runner import plain
-from robust_train.execution.screen import Screen
+from robust_train.execution.screen import Screen, never_blocking_output
 from robust_train.execution.votes import Votes
 from robust_train.execution.wire import EventSender, read_events
 from robust_train.run import STOP
@@ -225,6 +227,55 @@ def test_what_cannot_be_shown_is_dropped_and_said_later():
     assert b"output were not shown" in shown
     os.close(read_end)
     os.close(write_end)
+
+
+def test_a_reader_that_does_not_come_is_waited_for_once(monkeypatch: pytest.MonkeyPatch):
+    read_end, write_end = os.pipe()
+    screen = Screen(write_end)
+    screen.write(b"x" * 200_000)
+    screen.finish(0.01)
+    slept: list[float] = []
+    monkeypatch.setattr("time.sleep", slept.append)
+    screen.finish(0.01)
+    assert slept == []
+    os.read(read_end, 100_000)
+    screen.finish(0.01)
+    assert slept, "it may be reading again"
+    os.close(read_end)
+    os.close(write_end)
+
+
+def test_a_disk_that_was_full_is_written_to_again(monkeypatch: pytest.MonkeyPatch):
+    read_end, write_end = os.pipe()
+    screen = Screen(write_end)
+    with monkeypatch.context() as full:
+        full.setattr("os.write", _no_space)
+        screen.write(b"first ")
+    screen.write(b"last")
+    assert os.read(read_end, 100) == b"first last"
+    os.close(read_end)
+    os.close(write_end)
+
+
+def _no_space(descriptor: int, data: bytes) -> int:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_log_lines_of_a_program_wait_for_no_reader_either(monkeypatch: pytest.MonkeyPatch):
+    read_end, write_end = os.pipe()
+    with os.fdopen(write_end, "w", encoding="latin-1") as stream:
+        monkeypatch.setattr("sys.stderr", stream)
+        handler = logging.StreamHandler(stream)
+        logging.getLogger("robust_train").addHandler(handler)
+        try:
+            with never_blocking_output():
+                assert handler.stream is sys.stderr is not stream
+                print("8 → 4", file=sys.stderr)
+            assert handler.stream is stream
+        finally:
+            logging.getLogger("robust_train").removeHandler(handler)
+    assert os.read(read_end, 100) == b"8 ? 4\n", "what an encoding lacks ends nothing"
+    os.close(read_end)
 
 
 def test_a_bar_without_line_ends_costs_the_same_for_weeks(tmp_path: Path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import pty
+import select
 import struct
 import termios
 from collections.abc import Iterator
@@ -82,6 +83,13 @@ def test_no_line_of_the_status_is_wider_than_the_terminal(columns: int):
         assert max(map(len, lines)) <= columns
 
 
+def test_steps_of_minutes_have_a_speed_as_well():
+    begun, later = replace(RUNNING, step=1), replace(RUNNING, step=2)
+    pace = pace_of((0.0, begun), (100.0, later), (190.0, later))
+    assert "step 2/400 · 1.28 samples/s" in status_lines(later, pace, 190.0, 160)[2]
+    assert pace.steps_per_second(400.0) is None, "nothing moves"
+
+
 def test_a_job_that_has_ended_has_no_status():
     ended = replace(RUNNING, state="completed")
     assert status_lines(ended, Pace(), 0.0, 80) == []
@@ -102,6 +110,14 @@ def test_whole_lines_are_finished_and_bars_are_rewritten():
         ["läu\x1b[32mft"],
         [],
     )
+
+
+@pytest.mark.parametrize("code", [b"\x1b[1;32m", b"\x1b]0;title\x1b\\", b"\x1b(B", b"\x1b7"])
+def test_a_control_sequence_that_comes_in_two_pieces_leaves_no_rest(code: bytes):
+    for cut in range(len(code) + 1):
+        finished, left = taken(code[:cut], code[cut:] + b"text\n")
+        assert [line.replace("\x1b[1;32m", "") for line in finished] == ["text"]
+        assert left == []
 
 
 def test_a_second_bar_does_not_tear_the_first():
@@ -197,6 +213,20 @@ def test_a_terminal_that_nobody_reads_holds_nobody_up(
         assert "of output were not shown, for nobody read them" in shown_on(reads)
 
 
+def test_the_status_goes_on_where_somebody_reads_again(
+    terminal: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("TERM", "xterm")
+    reads, descriptor = terminal
+    with LiveArea(descriptor) as area:
+        screen.show(descriptor, b"z" * 30_000 + b"\n")
+        seen = b""
+        while b"running again" not in seen:
+            area.show([Text("running again")])
+            assert select.select([reads], [], [], 5.0)[0], "nothing comes any more"
+            seen += os.read(reads, 1 << 16)
+
+
 def test_a_terminal_that_is_gone_ends_nothing(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TERM", "xterm")
     reads, descriptor = pty.openpty()
@@ -208,3 +238,24 @@ def test_a_terminal_that_is_gone_ends_nothing(monkeypatch: pytest.MonkeyPatch):
             area.show([Text("running")])
     finally:
         os.close(descriptor)
+
+
+def test_the_last_lines_are_left_alone_while_the_shell_has_the_terminal(
+    terminal: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("TERM", "xterm")
+    reads, descriptor = terminal
+    with LiveArea(descriptor) as area:
+        area.show([Text("running"), Text("step 1")])
+        shown_on(reads)
+        monkeypatch.setattr("os.tcgetpgrp", lambda descriptor: 1)
+        screen.show(descriptor, b"a line\n")
+        area.show([Text("running"), Text("step 2")])
+        assert shown_on(reads) == "a line\r\n"
+        monkeypatch.undo()
+        monkeypatch.setenv("TERM", "xterm")
+        area.show([Text("step 3")])
+        assert "\x1b[1A" not in (seen := shown_on(reads)), "above are the shell's lines"
+        assert "step 3" in seen
+        monkeypatch.setattr("os.tcgetpgrp", lambda descriptor: 1)
+    assert "\x1b" not in shown_on(reads)

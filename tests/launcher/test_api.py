@@ -225,6 +225,24 @@ def test_however_often_ctrl_c_is_pressed_the_gpu_is_released(
     assert read_state(tmp_path).exit_code == 130
 
 
+def test_however_often_ctrl_c_is_pressed_the_end_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def train(cfg: object) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    write = launcher.Summary.write
+
+    def slow_write(summary: launcher.Summary) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        write(summary)
+
+    monkeypatch.setattr(launcher.Summary, "write", slow_write)
+    with pytest.raises(JobInterrupted):
+        launch(train, {"isolation": "none"}, run_dir=tmp_path)
+    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "interrupted"
+
+
 def test_figures_and_events_of_the_trainers_own_may_be_named_like_ours(tmp_path: Path):
     def train(cfg: object, run: Run) -> int:
         run.progress(2, attempt=1.0, event=2.0, time=3.0, step_=4.0)

@@ -147,7 +147,7 @@ def test_notify_test_says_whether_it_was_delivered(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
     assert main(["notify", "test"]) == 2
-    assert "nobody to tell" in capfd.readouterr().err
+    assert "nobody to notify" in capfd.readouterr().err
     program = tmp_path / "program"
     program.write_text("#!/bin/sh\nexit 0\n")
     program.chmod(0o755)

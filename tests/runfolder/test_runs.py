@@ -113,10 +113,12 @@ def test_a_killed_launcher_whose_attempt_still_saves_is_stopping(tmp_path: Path)
         assert died.about()["last_state"] == "starting"
 
 
-def test_where_the_list_is(tmp_path: Path):
+def test_where_the_list_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert state_directory({"ROBUST_TRAIN_STATE_DIR": "/here"}) == Path("/here")
     assert state_directory({"XDG_STATE_HOME": "/x"}) == Path("/x/robust-train/runs")
     assert state_directory({"HOME": "/h"}) == Path("/h/.local/state/robust-train/runs")
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)  # a user without an entry
+    assert state_directory({}) == Path("/.local/state/robust-train/runs")
 
 
 def test_the_list_stays_short_and_forgets_folders_that_are_gone(

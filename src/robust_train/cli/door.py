@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.metadata
 import inspect
 import os
 import signal
@@ -16,7 +17,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-import robust_train
 from robust_train.errors import EXIT_BAD_CONFIG, EXIT_FAILED, ConfigError
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"
@@ -133,7 +133,7 @@ def _open(
 
     if name:
         if "--version" in sys.argv[1:]:
-            print(f"{name} of robust-train {robust_train.__version__}")
+            print(f"{name} of robust-train {importlib.metadata.version('robust-train')}")
             return 0
         # names the log file; Hydra would call the job after the module that the task is defined in
         os.environ.setdefault("HYDRA_MAIN_MODULE", name)

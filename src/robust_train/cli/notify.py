@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         problem = explain(error, "robust", overrides)
         return fail("notify test", problem, code=EXIT_BAD_CONFIG)
     if not (settings.command or settings.urls):
-        nobody = f"nobody to tell; give notify.command=…, notify.urls=… or ${URLS_VARIABLE}"
+        nobody = f"nobody to notify; give notify.command=…, notify.urls=… or ${URLS_VARIABLE}"
         return fail("notify test", nobody, code=EXIT_BAD_CONFIG)
     host, user = socket.gethostname(), getpass.getuser()
     notifier = Notifier(settings)

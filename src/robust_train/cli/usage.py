@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import resources
 
 _HELP = """\
-usage: python {name}.py [KEY=VALUE ...]              one job
-       python {name}.py -m KEY=VALUE,VALUE [...]     a sweep, one job for each combination
+usage: {command} [KEY=VALUE ...]              one job
+       {command} -m KEY=VALUE,VALUE [...]     a sweep, one job for each combination
 
 examples:
-  python {name}.py
-  python {name}.py model=lora dataset=flowers102 training.epochs=5
-  python {name}.py training.batch_size=128 training.effective_batch_size=512
-  python {name}.py trainer._target_=my_project.training.train
-  python {name}.py -m model=lora,linear_probe training.lr=1e-3,1e-4
+  {command}
+  {command} model=lora dataset=flowers102 training.epochs=5
+  {command} training.batch_size=128 training.effective_batch_size=512
+  {command} trainer._target_=my_project.training.train
+  {command} -m model=lora,linear_probe training.lr=1e-3,1e-4
 
 choices:
 {groups}
@@ -41,7 +42,7 @@ more: --cfg job (every key with its value), --hydra-help (Hydra's options), --ve
 
 
 def help_text(name: str) -> str:
-    """Return the help of ``train_robust.py`` or ``train.py``."""
+    """Return the help of ``train_robust.py`` or ``train.py``, by the command that was run."""
     configs = resources.files("robust_train.configs")
     groups = []
     for group in ("model", "dataset", "trainer"):
@@ -49,4 +50,5 @@ def help_text(name: str) -> str:
         choices = ", ".join(one[: -len(".yaml")] for one in found if one.endswith(".yaml"))
         groups.append(f"  {group:<8} {choices}")
     only = "" if name == "train_robust" else " (those about devices and retries: train_robust.py)"
-    return _HELP.format(name=name, groups="\n".join(groups), only=only)
+    command = sys.argv[0] if sys.argv[0].startswith("robust-train ") else f"python {name}.py"
+    return _HELP.format(command=command, groups="\n".join(groups), only=only)

@@ -95,7 +95,7 @@ class MemoryConfig:
 
 @dataclass
 class NotifyConfig:
-    """``notify``: whom to tell about a job, and of what."""
+    """``notify``: who is notified about a job, and of what."""
 
     # a command line or a list
     command: Any = None

@@ -7,14 +7,13 @@ import logging
 import logging.config
 import sys
 from collections.abc import Iterator
-from typing import TextIO
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import setup_globals
 from omegaconf import DictConfig, OmegaConf
 
 from robust_train.compat import format_of
-from robust_train.execution.screen import never_blocking_output
+from robust_train.execution.screen import log_handlers, never_blocking_output
 
 HYDRAS_FORMAT = "[%(asctime)s][%(name)s][%(levelname)s] - %(message)s"
 
@@ -22,11 +21,11 @@ HYDRAS_FORMAT = "[%(asctime)s][%(name)s][%(levelname)s] - %(message)s"
 @contextlib.contextmanager
 def logged_to_screen() -> Iterator[None]:
     """Show the launcher's lines within the block, unless the program has set up logging itself."""
-    logger = logging.getLogger("robust_train")
-    if logger.hasHandlers():
-        yield
-        return
     with never_blocking_output():
+        logger = logging.getLogger("robust_train")
+        if logger.hasHandlers():
+            yield
+            return
         level, handler = logger.level, logging.StreamHandler(sys.stdout)
         is_terminal = sys.stdout.isatty()
         handler.setFormatter(_ShortLines() if is_terminal else logging.Formatter(HYDRAS_FORMAT))
@@ -67,15 +66,9 @@ class _ShortLines(logging.Formatter):
         return super().format(record)
 
 
-def terminal_handlers() -> list[logging.StreamHandler[TextIO]]:
-    """Return what shows the launcher's log lines on terminals."""
-    handlers = (*logging.getLogger().handlers, *logging.getLogger("robust_train").handlers)
-    streams = [one for one in handlers if isinstance(one, logging.StreamHandler)]
-    return [one for one in streams if getattr(one.stream, "isatty", lambda: False)()]
-
-
 def shorten_lines_on_terminals() -> None:
     """Have log lines in Hydra's own format begin with the time of day only, on terminals."""
-    for handler in terminal_handlers():
-        if format_of(handler) == HYDRAS_FORMAT:
+    for handler in log_handlers():
+        is_terminal = getattr(handler.stream, "isatty", lambda: False)()
+        if is_terminal and format_of(handler) == HYDRAS_FORMAT:
             handler.setFormatter(_ShortLines())

@@ -16,7 +16,6 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from robust_train.execution.hydra_state import terminal_handlers
 from robust_train.execution.screen import Screen, never_blocking_output, screen_of
 
 if TYPE_CHECKING:
@@ -28,9 +27,9 @@ _MOST_ROWS = 10
 _LONGEST_ROW = 1 << 16
 _WIDEST = 8  # colours take room as well
 _CODE = re.compile(
-    r"(\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[@-Z\\^_]|[\r\n\b])"
+    r"(\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[ -/]*[0-~]|[\r\n\b])"
 )
-_UNFINISHED_CODE = re.compile(r"\x1b[^@-~]?[^@-~]{0,60}\Z")
+_UNFINISHED_CODE = re.compile(r"\x1b(?:[ -/]{0,9}|\[[ -?]{0,99}|\][^\x07\x1b]{0,999}\x1b?)\Z")
 
 
 class Rows:
@@ -124,9 +123,11 @@ class _Writer(io.StringIO):
     def __init__(self, screen: Screen) -> None:
         super().__init__()
         self._screen = screen
+        self.is_muted = False
 
     def write(self, text: str) -> int:
-        self._screen.write(text.encode(errors="replace"))
+        if not self.is_muted:
+            self._screen.write(text.encode(errors="replace"))
         return len(text)
 
     def isatty(self) -> bool:
@@ -148,7 +149,8 @@ class LiveArea:
 
         self._descriptor = descriptor
         self._screen = screen_of(descriptor)
-        self._console = console = Console(file=_Writer(self._screen), highlight=False)
+        self._writer = _Writer(self._screen)
+        self._console = console = Console(file=self._writer, highlight=False)
         # it stays visible: who is killed cannot bring it back
         console.show_cursor = lambda show=True: False  # type: ignore[method-assign]
         self._live = Live(
@@ -187,11 +189,13 @@ class LiveArea:
         self._writers.clear()
         self._draw(left)
         self._screen.area = None
+        self._writer.is_muted = not self._is_in_front()
         self._live.stop()
 
     def show(self, status: Sequence[Text]) -> None:
         """Show these lines from now on."""
         self._status = status
+        self._screen.show()
         if not self._screen.is_behind and self._is_in_front():
             self._draw()
 
@@ -210,6 +214,12 @@ class LiveArea:
         from rich.text import Text
 
         self._next_refresh = time.monotonic() + _REFRESH_SECONDS
+        if not self._is_in_front():  # the last lines are the shell's now
+            self._rows, self._writer.is_muted = [], True
+            self._console.print()
+            self._writer.is_muted = False
+            self._screen.write("".join(f"{line}\n" for line in finished).encode(errors="replace"))
+            return
         columns = self.columns
         # a terminal that became narrower has broken the lines that did not fit
         if more := sum(max(row.cell_len - 1, 0) // columns for row in self._rows):
@@ -241,23 +251,5 @@ def live_area() -> Iterator[LiveArea | None]:
     except (AttributeError, OSError, ValueError):  # a terminal of an IDE's own making
         yield None
         return
-    with never_blocking_output(), _logging_to_screens(), LiveArea(descriptor) as area:
+    with never_blocking_output(), LiveArea(descriptor) as area:
         yield area
-
-
-@contextlib.contextmanager
-def _logging_to_screens() -> Iterator[None]:
-    """Have log lines go where prints go, within the block: they would tear the area apart."""
-    own = {stream.fileno(): stream for stream in (sys.stdout, sys.stderr) if stream.isatty()}
-    moved = []
-    for handler in terminal_handlers():
-        with contextlib.suppress(AttributeError, OSError, ValueError):
-            stream = own.get(handler.stream.fileno())
-            if stream is not None:
-                moved.append((handler, handler.setStream(stream)))
-    try:
-        yield
-    finally:
-        for handler, stream in moved:
-            if stream is not None:
-                handler.setStream(stream)

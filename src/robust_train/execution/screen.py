@@ -2,13 +2,15 @@
 
 A terminal under Ctrl-S, a dead ssh, ``| less``: what cannot be shown is kept for a while, then
 dropped, which a line reports once the reader is back. Nothing is lost from an attempt's log.
-On a terminal a :class:`LiveArea` may hold the last lines.
+On a terminal an :class:`Area` may hold the last lines.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
+import logging
 import os
 import select
 import socket
@@ -16,13 +18,20 @@ import stat
 import sys
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, TextIO
-
-if TYPE_CHECKING:
-    from robust_train.execution.live_area import LiveArea
+from typing import Protocol, TextIO
 
 _MOST_WAITING_BYTES = 1 << 20
 _LAST_CHANCE_SECONDS = 2.0
+
+
+class Area(Protocol):
+    """What holds the last lines of a terminal: a live area."""
+
+    def take(self, data: bytes, source: object = None) -> None:
+        """Take in what ``source`` writes."""
+
+    def settle(self, source: object) -> None:
+        """Take what ``source`` has written for finished."""
 
 
 class Screen:
@@ -38,10 +47,10 @@ class Screen:
     def __init__(self, descriptor: int) -> None:
         status = os.fstat(descriptor)
         self.target = (status.st_dev, status.st_ino, status.st_rdev)
-        self.area: LiveArea | None = None
+        self.area: Area | None = None
         self._waiting = bytearray()
         self._dropped_bytes = 0
-        self._is_gone = False
+        self._is_gone = self._is_unread = False
         self._is_socket = stat.S_ISSOCK(status.st_mode)
         self._own_fd = os.dup(descriptor)
         if stat.S_ISFIFO(status.st_mode) or os.isatty(descriptor):
@@ -70,12 +79,12 @@ class Screen:
         while self._waiting and not self._is_gone:
             try:
                 written = self._write(bytes(self._waiting[:65536]))
-            except BlockingIOError:
+            except OSError as error:
+                if error.errno not in (errno.EAGAIN, errno.ENOSPC, errno.EDQUOT):
+                    self._is_gone = True  # closed by its reader, as by ``| head``
+                    self._waiting.clear()
                 return
-            except OSError:  # closed by its reader, as by ``| head``
-                self._is_gone = True
-                self._waiting.clear()
-                return
+            self._is_unread = False
             del self._waiting[:written]
             if not self._waiting and self._dropped_bytes:
                 kib = -(-self._dropped_bytes // 1024)
@@ -90,16 +99,20 @@ class Screen:
                     self.area.take(notice.encode())
 
     def finish(self, timeout_seconds: float = _LAST_CHANCE_SECONDS) -> None:
-        """Show the rest, as long as somebody reads."""
+        """Show the rest, as long as somebody reads; nobody is waited for twice."""
+        self.show()
         poll = select.poll()
         poll.register(self._own_fd, select.POLLOUT)
         deadline = time.monotonic() + timeout_seconds
-        while self._waiting and time.monotonic() < deadline:
+        while self._waiting and not self._is_unread and time.monotonic() < deadline:
             before = len(self._waiting)
             poll.poll(100)
             self.show()
             if len(self._waiting) != before:
                 deadline = time.monotonic() + timeout_seconds
+            else:
+                time.sleep(0.01)  # a full disk can be polled at once
+        self._is_unread = bool(self._waiting)
 
     def close(self) -> None:
         """Release the descriptor."""
@@ -136,7 +149,7 @@ def screen_of(descriptor: int) -> Screen:
 def show(descriptor: int, data: bytes, source: object = None) -> None:
     """Write to one of our streams without waiting; nothing where it is closed.
 
-    ``source`` tells apart who writes: nobody's unfinished line takes in what another one writes.
+    ``source`` is who writes: nobody's unfinished line takes in what another one writes.
     """
     with contextlib.suppress(OSError):
         screen = screen_of(descriptor)
@@ -189,15 +202,30 @@ class _RawScreen(io.RawIOBase):
 def never_blocking_output() -> Iterator[None]:
     """Have this process's own prints and log lines go to screens, within the block."""
     old = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = (_unblocked(stream) for stream in old)
+    sys.stdout, sys.stderr = new = _unblocked(old[0]), _unblocked(old[1])
+    own = {one.fileno(): one for one, was in zip(new, old, strict=True) if one is not was}
+    moved = []
+    for handler in log_handlers():
+        with contextlib.suppress(AttributeError, OSError, ValueError):
+            if (stream := own.get(handler.stream.fileno())) is not None:
+                moved.append((handler, handler.setStream(stream)))
     try:
         yield
     finally:
+        for handler, before in moved:
+            if before is not None:
+                handler.setStream(before)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
         sys.stdout, sys.stderr = old
         finish()
+
+
+def log_handlers() -> list[logging.StreamHandler[TextIO]]:
+    """Return what writes the launcher's log lines to streams."""
+    handlers = (*logging.getLogger().handlers, *logging.getLogger("robust_train").handlers)
+    return [one for one in handlers if isinstance(one, logging.StreamHandler)]
 
 
 def _unblocked(stream: TextIO) -> TextIO:
@@ -206,8 +234,9 @@ def _unblocked(stream: TextIO) -> TextIO:
     try:
         stream.flush()
         raw = io.BufferedWriter(_RawScreen(stream.fileno()))
+        errors = "replace" if stream.errors == "strict" else stream.errors
         return io.TextIOWrapper(
-            raw, stream.encoding, stream.errors, line_buffering=True, write_through=True
+            raw, stream.encoding, errors, line_buffering=True, write_through=True
         )
     except (AttributeError, OSError, ValueError):
         return stream

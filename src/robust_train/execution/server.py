@@ -183,7 +183,7 @@ def _import_one(name: str) -> None:
 
 
 def _write_stacks(request: AttemptRequest) -> None:
-    """Have the stacks of a crash or a stall written; not on the screen, where a line is said."""
+    """Have the stacks of a crash or a stall written; not on the screen, which gets a line."""
     try:
         stacks = request.stacks_file.open("a")
     except OSError:  # a full disk, perhaps

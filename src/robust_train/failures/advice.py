@@ -65,7 +65,7 @@ _ADVICE: dict[FailureKind, tuple[str, ...]] = {
 _BY_CLUE: dict[tuple[FailureKind, str], tuple[str, ...]] = {
     (FailureKind.DEVICE_FAULT, Clue.HARDWARE): (
         "check this GPU: its hardware reported a fault (nvidia-smi -q, dmesg for Xid)",
-        "robust-train doctor says whether it is healthy again; a reset or reboot may be needed",
+        "robust-train doctor shows whether it is healthy again; a reset or reboot may be needed",
     ),
     (FailureKind.DEVICE_FAULT, Clue.DRIVER): (
         "set memory.expandable_segments=false: WSL2 and some vGPUs do not support them",

@@ -61,7 +61,7 @@ class _Call:
     def silence(self) -> NoAnswer:
         return NoAnswer(
             f"the NVIDIA driver has not answered for {time.monotonic() - self.since:.0f} s and may "
-            "be wedged (NVRM and Xid lines in dmesg tell more; a reset of the GPU or a reboot of "
+            "be wedged (NVRM and Xid lines in dmesg have more; a reset of the GPU or a reboot of "
             "the host helps)"
         )
 

@@ -41,7 +41,7 @@ def learn_context_bytes(gpu_name: str, measured: int | None) -> None:
         return
     known = _read()
     if measured > known.get(gpu_name, 0):
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, RuntimeError):
             path = _file()
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with replacing(path) as temporary:
@@ -52,7 +52,7 @@ def _read() -> dict[str, int]:
     try:
         content = json.loads(_file().read_text())
         return {str(name): int(size) for name, size in content.items() if int(size) in _PLAUSIBLE}
-    except (OSError, ValueError, TypeError, AttributeError):
+    except (OSError, ValueError, TypeError, AttributeError, RuntimeError):  # no home: the last
         return {}
 
 

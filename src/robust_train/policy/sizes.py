@@ -32,7 +32,7 @@ class PolicySettings:
     # `training.batch_size=auto`: `batch_size` is only the largest, so halving it is no retry
     finds_batch_size: bool = False
     reports_start: bool = False  # the trainer is known to report when training begins
-    has_batch: bool = True  # the trainer is told a batch size
+    has_batch: bool = True  # the trainer is given a batch size
 
     @property
     def effective_batch_size(self) -> int:

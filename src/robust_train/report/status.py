@@ -52,14 +52,17 @@ class Pace:
         if before is not None and before.checkpoint != state.checkpoint:
             saved = now
         if state.step is not None and (not steps or steps[-1][1] != state.step):
-            steps = (*(one for one in steps if now - one[0] < _PACE_SECONDS), (now, state.step))
+            recent = tuple(one for one in steps if now - one[0] < _PACE_SECONDS)
+            steps = (*(recent or steps[-1:]), (now, state.step))
         return Pace(state, since, steps, saved)
 
     def steps_per_second(self, now: float) -> float | None:
         """Return the speed, None while it is unknown or nothing moves."""
-        if len(self.steps) < 2 or now - self.steps[-1][0] > _PACE_SECONDS:
+        if len(self.steps) < 2:
             return None
         (first, start), (last, end) = self.steps[0], self.steps[-1]
+        if now - last > max(_PACE_SECONDS, 2 * (last - first)):
+            return None
         return (end - start) / (last - first) if end > start and last > first else None
 
 

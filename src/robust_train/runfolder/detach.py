@@ -1,7 +1,7 @@
 """``detach=true``: the same command once more, in the background, where no logout ends it.
 
 The command that the user typed waits until the one in the background has begun or has ended. A pipe
-tells: a text, or nothing.
+brings a text, or nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tell somebody about a job: a program of the user's, or Apprise's URLs.
+"""Notify somebody of a job: a program of the user's, or Apprise's URLs.
 
 Each delivery is a child process with a time limit, so none can fail, delay or hang a job.
 """
@@ -39,7 +39,7 @@ _MOST_RESULT_CHARACTERS = 200
 
 @dataclass(frozen=True)
 class NotifySettings:
-    """Whom to tell, and of what; empty for nobody."""
+    """Who is notified, and of what; empty for nobody."""
 
     command: tuple[str, ...] = ()
     urls: tuple[str, ...] = field(default=(), repr=False)
@@ -48,7 +48,7 @@ class NotifySettings:
 
 
 def news(before: RunState, after: RunState, now: float, waiting_seconds: float) -> str | None:
-    """Return the event that a change of a job's state is; None where nobody is to be told.
+    """Return the event that a change of a job's state is; None where nobody is notified.
 
     Args:
         before: the state at the last look; of a job that waited, ``waiting`` stays until it has a
@@ -93,7 +93,7 @@ def is_secret(word: str) -> bool:
 
 
 class Notifier:
-    """Watches a job's state and tells of what happens; nothing where nobody is to be told.
+    """Watches a job's state and notifies of what happens, where anybody is to be notified.
 
     ``has_failed``: whether a delivery has.
     """
@@ -108,7 +108,7 @@ class Notifier:
         self._lock = threading.Lock()  # in-process attempts: their thread ticks
 
     def look(self, state: RunState) -> None:
-        """Tell what is new in a job's state, and log deliveries that have failed."""
+        """Notify of what is new in a job's state, and log deliveries that have failed."""
         if not (self._settings.command or self._settings.urls):
             return
         with self._lock:
@@ -124,7 +124,7 @@ class Notifier:
             self._reap()
 
     def on_event(self, event: Event, state: RunState) -> None:
-        """Tell of an attempt that stands still."""
+        """Notify of an attempt that stands still."""
         if isinstance(event, Stalled):
             with self._lock:
                 self._tell("stalled", state, time.time())

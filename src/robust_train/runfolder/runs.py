@@ -119,7 +119,7 @@ def state_directory(environ: Mapping[str, str] = os.environ) -> Path:
     """Return where links to the user's run folders lie."""
     if environ.get(VARIABLE):
         return Path(environ[VARIABLE])
-    home = Path(environ.get("HOME") or "~").expanduser()
+    home = Path(environ.get("HOME") or os.path.expanduser("~").lstrip("~") or "/")
     return Path(environ.get("XDG_STATE_HOME") or home / ".local/state") / "robust-train" / "runs"
 
 

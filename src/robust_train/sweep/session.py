@@ -210,7 +210,7 @@ def _show_and_write(sweep: Sweep) -> None:
 
 
 def _notify(sweep: Sweep, rows: list[SweepRow], wall_seconds: float) -> None:
-    """Tell of the sweep's end."""
+    """Notify of the sweep's end."""
     stopped = any(row.status in (INTERRUPTED, NOT_STARTED) for row in rows)
     event = "completed" if not _exit_code else "interrupted" if stopped else "failed"
     host = socket.gethostname()
