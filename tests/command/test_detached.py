@@ -66,25 +66,15 @@ def test_what_cannot_be_run_is_refused_in_the_foreground(
     assert find_runs() == []
 
 
-@pytest.mark.parametrize(
-    ("settings", "kills"),
-    [
-        ([], False),
-        (["[Login]\n#KillUserProcesses=yes\n"], False),
-        (["KillUserProcesses = yes"], True),
-        (["[Login]\nKillUserProcesses=no", "x=1\n  KillUserProcesses=Yes\n"], True),
-        (["KillUserProcesses=yes", "KillUserProcesses=no"], False),
-    ],
-)
-def test_the_last_setting_of_logind_says_whether_a_logout_kills(settings: list[str], kills: bool):
-    assert detach.kills_at_logout(settings) is kills
-
-
 def test_where_a_logout_kills_the_job_gets_a_scope_or_its_user_a_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(detach, "_logind_settings", lambda: ["KillUserProcesses=yes"])
     monkeypatch.setenv("PATH", str(tmp_path))
+    assert detach._past_logout() == ([], ""), "no systemd"
+    for answer in ("b false", "b true"):
+        (tmp_path / "busctl").write_text(f"#!/bin/sh\necho {answer}\n")
+        (tmp_path / "busctl").chmod(0o755)
+        assert (detach._past_logout() == ([], "")) is (answer == "b false")
     prefix, note = detach._past_logout()
     assert prefix == []
     assert "systemd-run --user --scope" in note
