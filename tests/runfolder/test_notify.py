@@ -228,8 +228,8 @@ def test_a_job_and_a_sweep_tell_a_url_once_and_write_it_nowhere(
     configs.mkdir()
     (configs / "mine.yaml").write_text(f"defaults: [robust, _self_]\nnotify:\n  urls: ['{url}']\n")
     sweeps = SweepWorld(world)
-    more = (f"--config-dir={configs}", "--config-name=mine", "training.lr=1,2", "device=cpu")
-    ended = sweeps.sweep("objective", *more)
+    options = (f"--config-dir={configs}", "--config-name=mine")
+    ended = world.run(*options, *sweeps.arguments("objective", "training.lr=1,2", "device=cpu"))
     assert len(bodies) == 2, ended.output
     assert "sweep on" in json.loads(bodies[1])["message"]
     files = [path for path in world.folder.rglob("*") if path.is_file()]

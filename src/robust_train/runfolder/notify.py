@@ -50,16 +50,12 @@ class NotifySettings:
 def news(before: RunState, after: RunState, now: float, waiting_seconds: float) -> str | None:
     """Return the event that a change of a job's state is; None where nobody is to be told.
 
-    Args:
-        before: the state at the last look; of a job that waited, ``waiting`` stays until it has a
-            device.
-        after: the state now.
-        now: seconds of the epoch.
-        waiting_seconds: how long a job waits until that is news.
+    ``before`` is the state at the last look; of a job that waited, its ``waiting`` stays until it
+    has a device.
     """
+    if before.is_final:
+        return None
     if after.is_final:
-        if before.is_final:
-            return None
         return "failed" if after.state == "no_device" else after.state
     if after.device == "cpu" and before.device != "cpu":
         had_hope = before.device is not None or before.waiting is not None
@@ -130,9 +126,7 @@ class Notifier:
                 self._tell("stalled", state, time.time())
 
     def _tell(self, event: str, state: RunState, now: float) -> None:
-        summary = None
-        if event == "completed" and self._run_dir is not None:
-            summary = read_summary(self._run_dir)
+        summary = read_summary(self._run_dir) if event == "completed" and self._run_dir else None
         result = None if summary is None else summary.objective
         about = {name: getattr(state, name) for name in _FIELDS.split()}
         about |= {"job": state.name, "result": result, "seconds": round(now - state.started, 1)}
