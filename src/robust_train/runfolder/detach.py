@@ -12,9 +12,9 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
+from robust_train.files import printed_by
 from robust_train.gpu.processes import user_name
 
 OUTPUT_FILE = "detached.log"
@@ -125,9 +125,9 @@ def sweep_text(folder: Path) -> str:
 
 def _past_logout() -> tuple[list[str], str]:
     """Return what to put before a command that a logout must not end, and a note for its user."""
-    if _output(_LOGIND) != b"b true\n":
+    if printed_by(_LOGIND, _SECONDS) != b"b true\n":
         return [], ""
-    works = _output([*_SCOPE, "true"]) is not None
+    works = printed_by([*_SCOPE, "true"], _SECONDS) is not None
     lingers = Path("/var/lib/systemd/linger", user_name(os.geteuid())).exists()
     if works and lingers:
         return _SCOPE, ""
@@ -136,17 +136,3 @@ def _past_logout() -> tuple[list[str], str]:
         remedy = "systemd-run --user --scope, which would prevent that, does not work here"
     note = f"\nThis host ends a user's processes at logout (KillUserProcesses=yes): {remedy}"
     return (_SCOPE if works else []), note
-
-
-def _output(command: Sequence[str]) -> bytes | None:
-    """Return what a command prints; None if it fails."""
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        return subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            timeout=_SECONDS,
-            check=True,
-        ).stdout
-    return None

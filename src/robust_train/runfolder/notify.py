@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from robust_train.events import Event, Json, Stalled
+from robust_train.files import printable
 from robust_train.readable import duration, shortened
 from robust_train.runfolder.journal import strict_json
 from robust_train.runfolder.state import RunState
@@ -136,7 +137,7 @@ class Notifier:
         """Begin to deliver a notification, if its event is asked for."""
         if event not in self._settings.on and event != "test":
             return
-        text = "".join(c if c.isprintable() else "?" for c in shortened(text, 1000))
+        text = printable(shortened(text, 1000))
         content = strict_json({"event": event, "text": text, "time": time.time(), **about})
         command, urls = self._settings.command, self._settings.urls
         if command:

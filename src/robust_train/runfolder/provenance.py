@@ -12,7 +12,6 @@ import os
 import platform
 import re
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -20,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from robust_train.events import Json
-from robust_train.files import replacing
+from robust_train.files import printed_by, replacing
 from robust_train.runfolder.notify import URLS_VARIABLE, is_secret
 from robust_train.values import Group
 
@@ -132,18 +131,9 @@ def _changes(cwd: str, path: Path, urls: Sequence[str]) -> dict[str, Json]:
 
 def _git(folder: str, *arguments: str) -> bytes | None:
     """Return what git prints, of a repository that runs no program of its own; None if it fails."""
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        return subprocess.run(
-            ["git", "-c", "core.fsmonitor=false", "-C", folder, *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            stdin=subprocess.DEVNULL,
-            timeout=_GIT_SECONDS,
-            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0"},
-            start_new_session=True,
-            check=True,
-        ).stdout
-    return None
+    command = ("git", "-c", "core.fsmonitor=false", "-C", folder, *arguments)
+    variables = {"GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0"}
+    return printed_by(command, _GIT_SECONDS, variables)
 
 
 def _packages() -> dict[str, str]:
