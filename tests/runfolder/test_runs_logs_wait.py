@@ -167,6 +167,7 @@ def test_wait_returns_the_exit_code_of_the_first_that_did_not_complete(
     sweep = tmp_path / "sweep"
     sweep.mkdir()
     table = {"sweep": "x", "launcher": "basic", "status": "ended", "exit_code": 75}
+    (sweep / "lock").touch()
     (sweep / "sweep.json").write_text(json.dumps(table))
     assert main(["wait", str(sweep)]) == 75
     assert main(["wait", "nothing"]) == 1
