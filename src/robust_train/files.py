@@ -10,9 +10,10 @@ import json
 import math
 import os
 import stat
+import subprocess
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
@@ -43,6 +44,26 @@ def replacing(path: Path, *, durable: bool = False) -> Iterator[Path]:
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
+
+
+def printed_by(
+    command: Sequence[str],
+    seconds: float,
+    variables: Mapping[str, str] = types.MappingProxyType({}),
+) -> bytes | None:
+    """Return what a command prints; None if it fails, or takes longer."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, **variables},
+            timeout=seconds,
+            start_new_session=True,
+            check=True,
+        ).stdout
+    return None
 
 
 def sync(path: Path) -> None:
@@ -125,20 +146,21 @@ def parse_json(data: bytes | str) -> Json:
         ValueError: it is no JSON, nested too deeply, or has a number that is not finite.
     """
     try:
-        return _printable(json.loads(data))
+        return printable(json.loads(data))
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
 
 
-def _printable(value: Json) -> Json:
+def printable(value: Json) -> Json:
+    """Return JSON with its text without control characters; ValueError: a number is not finite."""
     if isinstance(value, str):
         return "".join(c if c.isprintable() else "?" for c in value)
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError("a number that is not finite")
     if isinstance(value, list):
-        return [_printable(item) for item in value]
+        return [printable(item) for item in value]
     if isinstance(value, dict):
-        return {_printable(key): _printable(item) for key, item in value.items()}
+        return {printable(key): printable(item) for key, item in value.items()}
     return value
 
 

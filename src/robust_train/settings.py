@@ -8,7 +8,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -315,8 +315,9 @@ def take_notify_settings(cfg: DictConfig) -> NotifySettings:
     Raises:
         ConfigError: it cannot be used.
     """
-    hide_urls(cfg)
-    urls = tuple(dict.fromkeys(os.environ.get(URLS_VARIABLE, "").split()))
+    environ = dict(os.environ)  # for this job alone: a program may call launch() again
+    hide_urls(cfg, environ)
+    urls = tuple(environ.get(URLS_VARIABLE, "").split())
     one, on = OmegaConf.select(cfg, "notify"), EVENTS
     if one is None or (sweep_folder() is not None and not one.sweep_jobs):
         return NotifySettings()
@@ -335,7 +336,7 @@ def take_notify_settings(cfg: DictConfig) -> NotifySettings:
     return NotifySettings(tuple(map(str, words)), urls, on, 60 * one.waiting_minutes)
 
 
-def hide_urls(cfg: DictConfig) -> bool:
+def hide_urls(cfg: DictConfig, environ: MutableMapping[str, str] = os.environ) -> bool:
     """Move ``notify.urls`` out of the config, and of Hydra's part of it, into the environment.
 
     Returns whether there was any.
@@ -344,17 +345,16 @@ def hide_urls(cfg: DictConfig) -> bool:
     if not given:
         return False
     urls = [str(url) for url in given] if OmegaConf.is_list(given) else str(given).split()
-    known = os.environ.get(URLS_VARIABLE, "").split()
-    os.environ[URLS_VARIABLE] = " ".join(dict.fromkeys([*known, *urls]))
+    known = environ.get(URLS_VARIABLE, "").split()
+    environ[URLS_VARIABLE] = " ".join(dict.fromkeys([*known, *urls]))
     with read_write(cfg), open_dict(cfg):
         cfg.notify.urls = None
     lines = list(cfg.hydra.overrides.task) if "hydra" in cfg else []
-    if secret := [line for line in lines if is_secret(line)]:
+    for line in filter(is_secret, lines):
         with read_write(cfg.hydra), open_dict(cfg.hydra):
-            cfg.hydra.overrides.task = [line for line in lines if line not in secret]
-            for line in secret:
-                name = str(cfg.hydra.job.override_dirname).replace(line, "notify")
-                cfg.hydra.job.override_dirname = name
+            cfg.hydra.overrides.task.remove(line)
+            name = str(cfg.hydra.job.override_dirname).replace(line, "notify")
+            cfg.hydra.job.override_dirname = name
     return True
 
 

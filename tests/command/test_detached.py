@@ -66,25 +66,15 @@ def test_what_cannot_be_run_is_refused_in_the_foreground(
     assert find_runs() == []
 
 
-@pytest.mark.parametrize(
-    ("settings", "kills"),
-    [
-        ([], False),
-        (["[Login]\n#KillUserProcesses=yes\n"], False),
-        (["KillUserProcesses = yes"], True),
-        (["[Login]\nKillUserProcesses=no", "x=1\n  KillUserProcesses=Yes\n"], True),
-        (["KillUserProcesses=yes", "KillUserProcesses=no"], False),
-    ],
-)
-def test_the_last_setting_of_logind_says_whether_a_logout_kills(settings: list[str], kills: bool):
-    assert detach.kills_at_logout(settings) is kills
-
-
 def test_where_a_logout_kills_the_job_gets_a_scope_or_its_user_a_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(detach, "_logind_settings", lambda: ["KillUserProcesses=yes"])
     monkeypatch.setenv("PATH", str(tmp_path))
+    assert detach._past_logout() == ([], ""), "no systemd"
+    for answer in ("b false", "b true"):
+        (tmp_path / "busctl").write_text(f"#!/bin/sh\necho {answer}\n")
+        (tmp_path / "busctl").chmod(0o755)
+        assert (detach._past_logout() == ([], "")) is (answer == "b false")
     prefix, note = detach._past_logout()
     assert prefix == []
     assert "systemd-run --user --scope" in note
@@ -97,6 +87,7 @@ def test_where_a_logout_kills_the_job_gets_a_scope_or_its_user_a_line(
 
 @pytest.mark.slow
 def test_a_job_that_is_refused_late_is_refused_in_the_foreground_too(world: World):
+    world.alone = True
     ended = world.run("detach=true", "trainer._target_=nowhere.train", "device=cpu")
     assert ended.returncode == 2, ended.output
     assert "trainer._target_=nowhere.train" in ended.stderr
@@ -104,6 +95,7 @@ def test_a_job_that_is_refused_late_is_refused_in_the_foreground_too(world: Worl
 
 @pytest.mark.slow
 def test_a_sweep_goes_on_in_the_background(world: World, capfd: pytest.CaptureFixture[str]):
+    world.alone = True  # what detaches starts its own command line once more
     folder = world.folder / "sweep"
     sweep = ("-m", "detach=true", f"hydra.sweep.dir={folder}", "device=cpu")
     world.run(*sweep, "training.lr=-1,1").was_refused(["training.lr=-1: must be more than 0"])

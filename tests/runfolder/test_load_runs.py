@@ -45,6 +45,12 @@ def test_a_sweep_folder_gives_a_row_for_each_job(tmp_path: Path):
     assert list(table["result.loss"]) == [1.0, 1.0]
 
 
+def test_a_config_that_is_broken_costs_the_config(tmp_path: Path):
+    job(tmp_path, 0.1, 1)
+    (tmp_path / ".hydra" / "config.yaml").write_text("a: [1,")
+    assert [(row["result"], row["config"]) for row in load_runs(tmp_path)] == [(1, {})]
+
+
 def test_live_and_unknown_folders(tmp_path: Path):
     with open_folder(tmp_path / "live"):
         (row,) = load_runs(tmp_path / "live")

@@ -20,7 +20,7 @@ from robust_train.events import Stalled
 from robust_train.runfolder import notify
 from robust_train.runfolder.notify import Notifier, NotifySettings, is_secret, news, sentence
 from robust_train.runfolder.state import RunState
-from robust_train.settings import hide_urls
+from robust_train.settings import hide_urls, take_notify_settings
 from sweep_world import SweepWorld
 from world import World
 
@@ -107,6 +107,42 @@ def test_a_failed_delivery_is_one_line(
     assert notifier.has_failed
 
 
+def test_a_program_that_hangs_at_its_start_holds_nothing_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    released = threading.Event()
+
+    def popen(*_: object, **__: object) -> None:
+        released.wait()
+        raise OSError
+
+    monkeypatch.setattr(notify.subprocess, "Popen", popen)
+    monkeypatch.setattr(notify, "_AFTER_KILL_SECONDS", 0.0)
+    notifier = Notifier(NotifySettings(("on-a-hung-disk",)))
+    notifier.send("failed", "text", {})
+    notifier.finish(0.0)
+    assert "on-a-hung-disk: it took too long" in caplog.text
+    released.set()
+
+
+def test_any_text_can_be_told(tmp_path: Path):
+    notifier = Notifier(NotifySettings(_writes(tmp_path / "told")))
+    notifier.send("failed", "a\0b\x1bc\ud800", {"reason": "\0\ud800"})
+    notifier.finish()
+    assert (tmp_path / "told").read_text().splitlines()[1] == "a?b?c?"
+
+
+def test_urls_are_those_of_one_launch():
+    first, second = (OmegaConf.create({"notify": _keys(urls)}) for urls in ([URL], None))
+    assert take_notify_settings(first).urls == (URL,)
+    assert take_notify_settings(second).urls == ()
+
+
+def _keys(urls: list[str] | None) -> dict[str, object]:
+    more = {"command": None, "on": None, "waiting_minutes": 1, "sweep_jobs": False}
+    return {"urls": urls, **more}
+
+
 def test_a_launched_job_tells_and_leaves_no_url_behind(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
@@ -115,7 +151,7 @@ def test_a_launched_job_tells_and_leaves_no_url_behind(
     seen = {}
     cfg = {"notify": {"command": "tell me", "urls": [URL]}, "device": "cpu", "isolation": "none"}
     launch(lambda cfg: seen.update(cfg.notify) or 0.5, cfg, run_dir=tmp_path)
-    (_, command, content, _), (_, _, message, _) = sent
+    (_, _, command, content, _), (_, _, _, message, _) = sent
     assert command == ("tell", "me")
     assert (content["event"], content["result"]) == ("completed", 0.5)
     assert message["urls"] == (URL,)
@@ -192,8 +228,8 @@ def test_a_job_and_a_sweep_tell_a_url_once_and_write_it_nowhere(
     configs.mkdir()
     (configs / "mine.yaml").write_text(f"defaults: [robust, _self_]\nnotify:\n  urls: ['{url}']\n")
     sweeps = SweepWorld(world)
-    more = (f"--config-dir={configs}", "--config-name=mine", "training.lr=1,2", "device=cpu")
-    ended = sweeps.sweep("objective", *more)
+    options = (f"--config-dir={configs}", "--config-name=mine")
+    ended = world.run(*options, *sweeps.arguments("objective", "training.lr=1,2", "device=cpu"))
     assert len(bodies) == 2, ended.output
     assert "sweep on" in json.loads(bodies[1])["message"]
     files = [path for path in world.folder.rglob("*") if path.is_file()]

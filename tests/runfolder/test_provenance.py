@@ -25,7 +25,20 @@ def test_secrets_are_left_out():
         "+notify.urls=…",
         "s3://…@host/x",
     ]
-    given = {"HF_TOKEN": "a", "HF_HOME": "/h", "CUDA_VISIBLE_DEVICES": "0", "HOME": "/root"}
+    assert public_command(["+wandb={api_key:0a1b2c3d4e}"]) == ["+wandb={api_key:…}"]
+    url = "slack://TokenA/TokenB/TokenC"
+    assert public_text(f"+  urls: [{url}]\n+token: s3cr3t-s3cr3t\n", [url]) == (
+        "+  urls: […]\n+token: …\n"
+    )
+    code = "+token = tokenizer_2.encode(text)\n+max_tokens: 1000000000\n"
+    assert public_text(code) == code
+    given = {
+        "SLURM_JWT": "a",
+        "HF_TOKEN": "a",
+        "HF_HOME": "/h",
+        "CUDA_VISIBLE_DEVICES": "0",
+        "HOME": "/root",
+    }
     given |= {"ROBUST_TRAIN_NOTIFY_URLS": "a://b", "TORCH_PROXY": "http://u:p@h"}
     shown = {"CUDA_VISIBLE_DEVICES": "0", "HF_HOME": "/h", "TORCH_PROXY": "http://…@h"}
     assert public_variables(given) == shown

@@ -160,7 +160,7 @@ def test_of_two_runs_one_is_named_and_stops_with_a_checkpoint_as_at_sigterm(host
         host.train(world, "saves_when_it_stops")
     ids = [run["id"] for run in host.told("list")["runs"]][::-1]
     line = host.refused("stop")
-    assert "2 runs of yours are alive; name one with --run" in line
+    assert "2 runs of yours are alive; name one: " in line
     assert all(run_id in line for run_id in ids)
     answer = host.told("stop", "--run", ids[1])
     assert (answer["run"], answer["before"], answer["after"]) == (ids[1], "running", "stopping")

@@ -114,8 +114,11 @@ def test_logs_follows_whole_lines_through_the_attempts_until_the_job_ends(tmp_pa
         first.write_bytes(b"one\ntwo\nunfinished")
         assert next(shown) == b"two\n"
         second.write_bytes(b"again")
-        assert next(shown) == b"unfinished\n"
-        assert next(shown) == b"==> attempt 2 <==\n"
+        assert next(shown) == b"unfinished"
+        assert next(shown) == b"\n==> attempt 2 <==\n"
+        assert list(logs.output_of(tmp_path, 1, follow=True)) == [b"one\ntwo\nunfinished"], "ended"
+        second.write_bytes(b"." * logs._CHUNK_BYTES + b"again")
+        assert len(next(shown)) == logs._CHUNK_BYTES, "a line without an end does not hold it up"
         _end(folder)
     assert list(shown) == [b"again"]
 
@@ -164,6 +167,7 @@ def test_wait_returns_the_exit_code_of_the_first_that_did_not_complete(
     sweep = tmp_path / "sweep"
     sweep.mkdir()
     table = {"sweep": "x", "launcher": "basic", "status": "ended", "exit_code": 75}
+    (sweep / "lock").touch()
     (sweep / "sweep.json").write_text(json.dumps(table))
     assert main(["wait", str(sweep)]) == 75
     assert main(["wait", "nothing"]) == 1

@@ -89,26 +89,27 @@ def output_of(
     Of a job that goes on only whole lines: its log may still take back the last one.
     ``last_bytes``: begin so many bytes before the end, at most.
     """
-    number, position = attempt, 0
+    number, position, ends_line = attempt, 0, True
     while True:
         run = read_run(run_dir)  # before the file: what is written at the end is not missed
         goes_on = follow and run is not None and run.alive
-        if number is None:
-            number = max(attempts_in(run_dir), default=None)
-            if number is not None and last_bytes is not None:
+        numbers = attempts_in(run_dir)
+        if number is None and numbers:
+            number = numbers[-1]
+            if last_bytes is not None:
                 position = _line_start(run_dir, number, last_bytes)
+        has_ended = number is not None and number + 1 in numbers
         data = b"" if number is None else _read(run_dir, number, position)
-        if goes_on:
+        if goes_on and not has_ended and len(data) < _CHUNK_BYTES:
             data = data[: data.rfind(b"\n") + 1]
         position += len(data)
         if data:
             yield data
-        elif attempt is None and number is not None and number + 1 in attempts_in(run_dir):
-            if rest := _read(run_dir, number, position):  # its last line has no end
-                yield rest + b"\n"
+            ends_line = data.endswith(b"\n")
+        elif number is not None and has_ended and attempt is None:
             number, position = number + 1, 0
-            yield b"==> attempt %d <==\n" % number
-        elif not goes_on:
+            yield b"%s==> attempt %d <==\n" % (b"" if ends_line else b"\n", number)
+        elif has_ended or not goes_on:
             return
         else:
             yield b""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import getpass
+import os
 import socket
 from collections.abc import Sequence
 
 from robust_train.cli.output import EXIT_NOT_DONE, Parser, fail
 from robust_train.errors import EXIT_BAD_CONFIG, ConfigError
+from robust_train.gpu.processes import user_name
 from robust_train.runfolder.notify import URLS_VARIABLE, Notifier
 
 _SECONDS = 30.0
@@ -38,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not (settings.command or settings.urls):
         nobody = f"nobody to notify; give notify.command=…, notify.urls=… or ${URLS_VARIABLE}"
         return fail("notify test", nobody, code=EXIT_BAD_CONFIG)
-    host, user = socket.gethostname(), getpass.getuser()
+    host, user = socket.gethostname(), user_name(os.geteuid())
     notifier = Notifier(settings)
     notifier.send("test", f"a test of {user} on {host}", {"host": host, "user": user})
     notifier.finish(_SECONDS)

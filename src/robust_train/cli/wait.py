@@ -22,17 +22,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="robust-train wait", description=about)
     add_which(parser, "*")
     try:
-        folders = [_folder(which) for which in parser.parse_args(argv).which or [None]]
+        folders = [any_run(which).run_dir for which in parser.parse_args(argv).which or [None]]
     except NoLiveRun as problem:
         return fail("wait", str(problem))
     codes = [wait_for(folder) for folder in folders]
     return next((code for code in codes if code), 0)
-
-
-def _folder(which: str | None) -> Path:
-    if which is not None and (Path(which) / "sweep.json").is_file():
-        return Path(which).resolve()
-    return any_run(which).run_dir
 
 
 def wait_for(folder: Path) -> int:

@@ -7,21 +7,23 @@ brings a text, or nothing.
 from __future__ import annotations
 
 import contextlib
-import getpass
 import os
-import re
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
 from pathlib import Path
+
+from robust_train.files import printed_by
+from robust_train.gpu.processes import user_name
 
 OUTPUT_FILE = "detached.log"
 _VARIABLE = "ROBUST_TRAIN_DETACHED"
-_SCOPE = ["systemd-run", "--user", "--scope", "--quiet", "--collect", "--"]
-_SCOPE_SECONDS = 10
-_SETTING = re.compile(r"^\s*KillUserProcesses\s*=\s*(\w+)", re.M)
+# named, for the command itself, which may hold a secret, would go to the system's journal
+_SCOPE = ["systemd-run", "--user", "--scope", "--quiet", "--collect", "--description=job", "--"]
+_LOGIND = ["busctl", "get-property", "org.freedesktop.login1", "/org/freedesktop/login1"]
+_LOGIND += ["org.freedesktop.login1.Manager", "KillUserProcesses"]
+_SECONDS = 10
 _MOST_BYTES = 1 << 20
 
 
@@ -55,8 +57,7 @@ def start() -> int:
         )
         os.close(write_end)
         try:
-            with open(read_end, "rb") as pipe:
-                begun = pipe.read().decode(errors="replace")
+            begun = os.read(read_end, _MOST_BYTES).decode(errors="replace")
         except KeyboardInterrupt:
             process.send_signal(signal.SIGINT)
             begun = ""
@@ -124,16 +125,10 @@ def sweep_text(folder: Path) -> str:
 
 def _past_logout() -> tuple[list[str], str]:
     """Return what to put before a command that a logout must not end, and a note for its user."""
-    if not kills_at_logout(_logind_settings()):
+    if printed_by(_LOGIND, _SECONDS) != b"b true\n":
         return [], ""
-    try:
-        probe = subprocess.run(
-            [*_SCOPE, "true"], stdin=subprocess.DEVNULL, capture_output=True, timeout=_SCOPE_SECONDS
-        )
-        works = probe.returncode == 0
-    except (OSError, subprocess.TimeoutExpired):
-        works = False
-    lingers = Path("/var/lib/systemd/linger", getpass.getuser()).exists()
+    works = printed_by([*_SCOPE, "true"], _SECONDS) is not None
+    lingers = Path("/var/lib/systemd/linger", user_name(os.geteuid())).exists()
     if works and lingers:
         return _SCOPE, ""
     remedy = "before you log out: loginctl enable-linger"
@@ -141,21 +136,3 @@ def _past_logout() -> tuple[list[str], str]:
         remedy = "systemd-run --user --scope, which would prevent that, does not work here"
     note = f"\nThis host ends a user's processes at logout (KillUserProcesses=yes): {remedy}"
     return (_SCOPE if works else []), note
-
-
-def kills_at_logout(settings: Iterable[str]) -> bool:
-    """Return whether systemd-logind ends a user's processes at logout; the last setting counts."""
-    found = [match for text in settings for match in _SETTING.findall(text)]
-    return bool(found) and found[-1].lower() in ("yes", "true", "on", "1", "y", "t")
-
-
-def _logind_settings() -> list[str]:
-    """Return the texts of logind's configuration files, the last word last."""
-    roots = [Path("/usr/lib/systemd"), Path("/run/systemd"), Path("/etc/systemd")]
-    parts = [part for root in roots for part in root.glob("logind.conf.d/*.conf")]
-    files = [root / "logind.conf" for root in roots] + sorted(parts, key=lambda path: path.name)
-    texts = []
-    for file in files:
-        with contextlib.suppress(OSError):
-            texts.append(file.read_text(errors="replace"))
-    return texts

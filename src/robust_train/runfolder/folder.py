@@ -168,7 +168,7 @@ class RunFolder:
     def acquired(self, job_id: str | None, gpus: Group = ()) -> None:
         """The job has a device, and the trainer is being imported."""
         self.queued(job_id)
-        self._provenance = Provenance(self._run_dir, gpus)
+        self._provenance = Provenance(self._run_dir, gpus, self._notifier.urls)
         self._change(state="starting", waiting=None)
 
     def attempt_starts(self, number: int, started: AttemptStarted) -> None:

@@ -1,11 +1,10 @@
 """Notify somebody of a job: a program of the user's, or Apprise's URLs.
 
-Each delivery is a child process with a time limit, so none can fail, delay or hang a job.
+Each delivery is a thread and a process with a time limit, so none can fail, delay or hang a job.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -18,9 +17,9 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO
 
 from robust_train.events import Event, Json, Stalled
+from robust_train.files import printable
 from robust_train.readable import duration, shortened
 from robust_train.runfolder.journal import strict_json
 from robust_train.runfolder.state import RunState
@@ -34,7 +33,9 @@ EVENTS = ("completed", "failed", "interrupted", "cpu", "waiting", "stalled")
 _LIMIT_SECONDS = 30.0
 _LAST_CHANCE_SECONDS = 10.0
 _POLL_SECONDS = 0.05
-_MOST_RESULT_CHARACTERS = 200
+_AFTER_KILL_SECONDS = 1.0
+_MOST_ERROR_BYTES = 4096
+_FIELDS = "id state reason host user run_dir device attempt step total_steps checkpoint"
 
 
 @dataclass(frozen=True)
@@ -50,16 +51,12 @@ class NotifySettings:
 def news(before: RunState, after: RunState, now: float, waiting_seconds: float) -> str | None:
     """Return the event that a change of a job's state is; None where nobody is notified.
 
-    Args:
-        before: the state at the last look; of a job that waited, ``waiting`` stays until it has a
-            device.
-        after: the state now.
-        now: seconds of the epoch.
-        waiting_seconds: how long a job waits until that is news.
+    ``before`` is the state at the last look; of a job that waited, its ``waiting`` stays until it
+    has a device.
     """
+    if before.is_final:
+        return None
     if after.is_final:
-        if before.is_final:
-            return None
         return "failed" if after.state == "no_device" else after.state
     if after.device == "cpu" and before.device != "cpu":
         had_hope = before.device is not None or before.waiting is not None
@@ -74,7 +71,7 @@ def sentence(event: str, state: RunState, result: Json, now: float) -> str:
     job, reason = f"{state.name} on {state.host}", shortened(state.reason or "", 300)
     spent = duration(max(now - state.started, 0.0))
     if event == "completed":
-        shown = "" if result is None else f": {shortened(str(result), _MOST_RESULT_CHARACTERS)}"
+        shown = "" if result is None else f": {shortened(str(result), 200)}"
         return f"{job} completed in {spent}{shown}"
     if event == "cpu":
         return f"{job} trains on the CPU now, which may take far longer"
@@ -99,7 +96,7 @@ class Notifier:
     """
 
     def __init__(self, settings: NotifySettings, run_dir: Path | None = None) -> None:
-        self._settings = settings
+        self._settings, self.urls = settings, settings.urls
         self._run_dir = run_dir
         self._seen: RunState | None = None
         self._waited_since: float | None = None
@@ -121,7 +118,7 @@ class Notifier:
                 self._waited_since = state.since
             if event is not None:
                 self._tell(event, state, now)
-            self._reap()
+            self._log_failures()
 
     def on_event(self, event: Event, state: RunState) -> None:
         """Notify of an attempt that stands still."""
@@ -130,102 +127,98 @@ class Notifier:
                 self._tell("stalled", state, time.time())
 
     def _tell(self, event: str, state: RunState, now: float) -> None:
-        summary = None
-        if event == "completed" and self._run_dir is not None:
-            summary = read_summary(self._run_dir)
+        summary = read_summary(self._run_dir) if event == "completed" and self._run_dir else None
         result = None if summary is None else summary.objective
-        fields = ("id", "state", "reason", "host", "user", "run_dir", "device", "attempt", "step")
-        about = {name: getattr(state, name) for name in fields}
-        about |= {"job": state.name, "result": result, "total_steps": state.total_steps}
-        about |= {"checkpoint": state.checkpoint, "seconds": round(now - state.started, 1)}
+        about = {name: getattr(state, name) for name in _FIELDS.split()}
+        about |= {"job": state.name, "result": result, "seconds": round(now - state.started, 1)}
         self.send(event, sentence(event, state, result, now), about)
 
     def send(self, event: str, text: str, about: Mapping[str, Json]) -> None:
         """Begin to deliver a notification, if its event is asked for."""
         if event not in self._settings.on and event != "test":
             return
-        text = shortened(text, 1000)
+        text = printable(shortened(text, 1000))
         content = strict_json({"event": event, "text": text, "time": time.time(), **about})
         command, urls = self._settings.command, self._settings.urls
         if command:
-            self._start(event, command, content, {TEXT_VARIABLE: text})
+            self._start(event, command[0], command, content, {TEXT_VARIABLE: text})
         if urls:
             child = (sys.executable, "-m", "robust_train.runfolder.send_urls")
             message = {"urls": urls, "title": f"robust-train: {event}", "body": text}
-            self._start(event, child, message, {"PYTHONSAFEPATH": "1"})
+            self._start(event, "notify.urls", child, message, {"PYTHONSAFEPATH": "1"})
 
     def _start(
-        self, event: str, command: Sequence[str], given: Json, variables: Mapping[str, str]
+        self, event: str, what: str, command: Sequence[str], given: Json, more: Mapping[str, str]
     ) -> None:
-        what = command[0] if TEXT_VARIABLE in variables else "notify.urls"
-        environ = {key: value for key, value in os.environ.items() if key != URLS_VARIABLE}
+        delivery = _Delivery(f"({event}) not delivered by {what}", command, given, more)
+        self._deliveries.append(delivery)
         try:
-            errors = tempfile.TemporaryFile()  # noqa: SIM115 - read after the end of the child
-            with tempfile.TemporaryFile() as stdin:
-                stdin.write(json.dumps(given, ensure_ascii=False, default=str).encode())
+            delivery.start()
+        except RuntimeError:  # the interpreter is shutting down
+            delivery.run()
+
+    def _log_failures(self, *, over: bool = False) -> None:
+        """Log deliveries that have failed; those under way stay, unless all is over."""
+        for delivery in [one for one in self._deliveries if over or not one.is_alive()]:
+            self._deliveries.remove(delivery)
+            if delivery.problem:
+                self.has_failed = True
+                log.warning("notification %s: %s", delivery.name, delivery.problem)
+
+    def finish(self, seconds: float = _LAST_CHANCE_SECONDS) -> None:
+        """Wait a moment for what is being delivered, and end the rest; Ctrl-C ends it at once."""
+        until = time.monotonic() + seconds
+        for _ in range(2):
+            for delivery in self._deliveries:
+                delivery.until = min(delivery.until, until)
+            try:
+                for delivery in self._deliveries:
+                    delivery.join(until - time.monotonic() + _AFTER_KILL_SECONDS)
+                break
+            except KeyboardInterrupt:
+                until = time.monotonic()
+        self._log_failures(over=True)
+
+
+class _Delivery(threading.Thread):
+    """A process that delivers one notification; ``problem``: why it has not, empty once it has.
+
+    A thread, for starting a program may hang as well, as on a disk that does.
+    """
+
+    def __init__(
+        self, name: str, command: Sequence[str], given: Json, more: Mapping[str, str]
+    ) -> None:
+        super().__init__(name=name, daemon=True)
+        self.problem = "it took too long"
+        self.until = time.monotonic() + _LIMIT_SECONDS
+        environ = {key: value for key, value in os.environ.items() if key != URLS_VARIABLE}
+        self._command, self._environ = command, {**environ, **more}
+        self._given = json.dumps(given, default=str).encode()
+
+    def run(self) -> None:
+        """Deliver, until the time is over."""
+        try:
+            with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as errors:
+                stdin.write(self._given)
                 stdin.seek(0)
                 process = subprocess.Popen(
-                    command,
+                    self._command,
                     stdin=stdin,
                     stdout=subprocess.DEVNULL,
                     stderr=errors,
-                    env={**environ, **variables},
+                    env=self._environ,
                     start_new_session=True,
                 )
-        except OSError as error:
-            self._failed(event, what, error.strerror or "")
-            return
-        self._deliveries.append(_Delivery(event, what, process, errors))
-
-    def _reap(self) -> None:
-        """Log deliveries that have failed; those under way stay."""
-        for delivery in list(self._deliveries):
-            problem = delivery.problem(_LIMIT_SECONDS)
-            if problem is None:
-                continue
-            self._deliveries.remove(delivery)
-            if problem:
-                self._failed(delivery.event, delivery.what, problem)
-
-    def _failed(self, event: str, what: str, problem: str) -> None:
-        self.has_failed = True
-        log.warning("notification (%s) not delivered by %s: %s", event, what, problem)
-
-    def finish(self, seconds: float = _LAST_CHANCE_SECONDS) -> None:
-        """Wait a moment for what is being delivered, and end the rest."""
-        deadline = time.monotonic() + seconds
-        try:
-            while self._deliveries and time.monotonic() < deadline:
-                self._reap()
-                time.sleep(_POLL_SECONDS if self._deliveries else 0)
-        finally:
-            for delivery in self._deliveries:
-                delivery.started -= _LIMIT_SECONDS
-            self._reap()
-
-
-@dataclass
-class _Delivery:
-    """A child process that delivers ``event``."""
-
-    event: str
-    what: str
-    process: subprocess.Popen[bytes]
-    errors: IO[bytes]
-    started: float = field(default_factory=time.monotonic)
-
-    def problem(self, limit_seconds: float) -> str | None:
-        """Return why it failed, "" once it has delivered, None while it is at work."""
-        code = self.process.poll()
-        if code is None:
-            if time.monotonic() - self.started < limit_seconds:
-                return None
-            with contextlib.suppress(OSError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
-            self.errors.close()
-            return "it took too long"
-        self.errors.seek(0)
-        lines = self.errors.read().decode(errors="replace").strip().splitlines()
-        self.errors.close()
-        return "" if code == 0 else shortened(lines[-1] if lines else f"exit code {code}", 300)
+                while process.poll() is None and time.monotonic() < self.until:
+                    time.sleep(_POLL_SECONDS)
+                if process.returncode is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+                    return
+                errors.seek(max(errors.seek(0, os.SEEK_END) - _MOST_ERROR_BYTES, 0))
+                lines = errors.read().decode(errors="replace").strip().splitlines()
+            said = shortened(lines[-1], 300) if lines else f"exit code {process.returncode}"
+            self.problem = said if process.returncode else ""
+        except (OSError, ValueError) as error:
+            self.problem = getattr(error, "strerror", None) or str(error)

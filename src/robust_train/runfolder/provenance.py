@@ -12,7 +12,6 @@ import os
 import platform
 import re
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -20,8 +19,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from robust_train.events import Json
-from robust_train.files import replacing
-from robust_train.runfolder.notify import is_secret
+from robust_train.files import printed_by, replacing
+from robust_train.runfolder.notify import URLS_VARIABLE, is_secret
 from robust_train.values import Group
 
 log = logging.getLogger("robust_train")
@@ -36,10 +35,12 @@ _MATTERS = re.compile(
     r"(CUDA|NVIDIA|NCCL|GLOO|TORCH|PYTORCH|OMP|MKL|OPENBLAS|HF|TRANSFORMERS|SLURM|XLA|TRITON|"
     r"ROBUST_TRAIN)_\w+|PYTHON\w+|LD_LIBRARY_PATH|LD_PRELOAD|VIRTUAL_ENV|CONDA_DEFAULT_ENV"
 )
-_SECRET = re.compile(r"token|key|passw|pwd|secret|credential|auth|cookie|url", re.I)
+_SECRET = re.compile(r"token|key|pass|pwd|secret|credential|auth|cookie|url|jwt", re.I)
 _IN_URL = re.compile(r"(\w://)[^\s/@\"']+@")
 _LITERAL = re.compile(
-    r"((?:passw\w*|secret|token|api_?key)\w*[\"']?\s*[=:]\s*[\"'])[^\"'\s]{8,}(?=[\"'])", re.I
+    r"((?:passw|secret|token|api_?key)\w*[\"']?\s*[=:]\s*)"
+    r"(?:([\"'])[^\"'\s]{8,}[\"']|(?=[a-z_-]*\d)(?=\d*[a-z])[\w+/-]{8,}(?=[\s,}\]]|$))",
+    re.I | re.M,
 )
 
 
@@ -48,13 +49,14 @@ def public_command(words: Sequence[str]) -> list[str]:
     shown, hides_next = [], False
     for word in words:
         name, is_pair, _ = word.partition("=")
+        is_named = bool(_SECRET.search(name)) and (is_pair or word.startswith("-"))
         if hides_next and not word.startswith("-"):
             shown.append("…")
-        elif is_secret(word) or (is_pair and _SECRET.search(name)):
+        elif is_secret(word) or (is_pair and is_named):
             shown.append(f"{name}=…")
         else:
             shown.append(public_text(word))
-        hides_next = word.startswith("-") and not is_pair and bool(_SECRET.search(word))
+        hides_next = is_named and not is_pair
     return shown
 
 
@@ -64,17 +66,19 @@ def public_variables(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: public_text(environ[name]) for name in sorted(names)}
 
 
-def public_text(text: str) -> str:
-    """Return a text without the credentials of URLs, and without literals named like secrets."""
-    return _LITERAL.sub(r"\1…", _IN_URL.sub(r"\1…@", text))
+def public_text(text: str, urls: Sequence[str] = ()) -> str:
+    """Return a text without the URLs of notifications, credentials in URLs, and literals that are
+    named like secrets."""
+    for url in (*urls, *os.environ.get(URLS_VARIABLE, "").split()):
+        text = text.replace(url, "…")
+    return _LITERAL.sub(r"\1\2…\2", _IN_URL.sub(r"\1…@", text))
 
 
 class Provenance:
     """Writes the files of one launch in the background."""
 
-    def __init__(self, run_dir: Path, gpus: Group) -> None:
-        self._run_dir, self._cwd = run_dir, Path.cwd()
-        self._gpus = [{"name": gpu.name, "uuid": gpu.uuid} for gpu in gpus]
+    def __init__(self, run_dir: Path, gpus: Group, urls: Sequence[str] = ()) -> None:
+        self._run_dir, self._gpus, self._urls = run_dir, gpus, urls
         self._short: dict[str, Json] | None = None
         self._thread = threading.Thread(target=self._write, name="environment", daemon=True)
         self._thread.start()
@@ -86,62 +90,50 @@ class Provenance:
 
     def _write(self) -> None:
         try:
-            packages = _packages()
+            packages, cwd = _packages(), os.getcwd()
             content: dict[str, Json] = {
                 "schema": 1,
                 "time": time.time(),
                 "command": public_command(sys.orig_argv),
-                "cwd": str(self._cwd),
+                "cwd": cwd,
                 "host": socket.gethostname(),
                 "system": platform.platform(),
                 "python": platform.python_version(),
                 "executable": sys.executable,
                 "torch": packages.get("torch"),
                 "cuda": _cuda_of_torch(),
-                "driver": _driver(),
-                "gpus": self._gpus,
+                "driver": _found(r"Kernel Module\D*?([\d.]+)", "/proc/driver/nvidia/version"),
+                "gpus": [{"name": gpu.name, "uuid": gpu.uuid} for gpu in self._gpus],
                 "variables": public_variables(os.environ),
                 "packages": packages,
-                **self._git(),
             }
-            with replacing(self._run_dir / FILE) as temporary:
-                temporary.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+            content |= _changes(cwd, self._run_dir / DIFF_FILE, self._urls)
             short = {name: content[name] for name in _SHORT}
-            self._short = {**short, "gpus": [gpu["name"] for gpu in self._gpus]}
+            self._short = {**short, "gpus": [gpu.name for gpu in self._gpus]}
+            with replacing(self._run_dir / FILE) as temporary:
+                temporary.write_text(json.dumps(content, indent=1) + "\n")
         except Exception as error:  # a record is never worth a job
             log.info("no %s: %s: %s", FILE, type(error).__name__, error)
 
-    def _git(self) -> dict[str, Json]:
-        """Return commit and state of the working directory's repository; keep its changes."""
-        commit = _git(self._cwd, "rev-parse", "HEAD")
-        changes = commit and _git(self._cwd, "status", "--porcelain", "--untracked-files=no")
-        found: dict[str, Json] = {"git_commit": commit and commit.decode().strip()}
-        found["git_dirty"] = None if changes is None else bool(changes)
-        plain = ("diff", "--no-ext-diff", "--no-textconv", "HEAD")
-        diff = _git(self._cwd, *plain) if changes else None
-        path = self._run_dir / DIFF_FILE
-        path.unlink(missing_ok=True)  # of an earlier launch
-        if diff:
-            is_cut = len(diff) > _MOST_DIFF_BYTES
-            text = public_text(diff[:_MOST_DIFF_BYTES].decode(errors="replace"))
-            path.write_text(text + ("\n[cut at 1 MiB]\n" if is_cut else ""))
-        return found
+
+def _changes(cwd: str, path: Path, urls: Sequence[str]) -> dict[str, Json]:
+    """Return commit and state of the repository that ``cwd`` is in; keep its changes in a file."""
+    commit = _git(cwd, "rev-parse", "HEAD")
+    changes = commit and _git(cwd, "status", "--porcelain", "--untracked-files=no")
+    is_dirty = None if changes is None else bool(changes)
+    path.unlink(missing_ok=True)  # of an earlier launch
+    if is_dirty and (diff := _git(cwd, "diff", "--no-ext-diff", "--no-textconv", "HEAD")):
+        end = "\n[cut at 1 MiB]\n" if len(diff) > _MOST_DIFF_BYTES else ""
+        text = diff[:_MOST_DIFF_BYTES].decode(errors="replace")
+        path.write_text(public_text(text, urls) + end)
+    return {"git_commit": commit and commit.decode().strip(), "git_dirty": is_dirty}
 
 
-def _git(folder: Path, *arguments: str) -> bytes | None:
+def _git(folder: str, *arguments: str) -> bytes | None:
     """Return what git prints, of a repository that runs no program of its own; None if it fails."""
-    environ = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0"}
-    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        done = subprocess.run(
-            ["git", "-c", "core.fsmonitor=false", "-C", str(folder), *arguments],
-            capture_output=True,
-            stdin=subprocess.DEVNULL,
-            timeout=_GIT_SECONDS,
-            env=environ,
-            start_new_session=True,
-        )
-        return done.stdout if done.returncode == 0 else None
-    return None
+    command = ("git", "-c", "core.fsmonitor=false", "-C", folder, *arguments)
+    variables = {"GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0"}
+    return printed_by(command, _GIT_SECONDS, variables)
 
 
 def _packages() -> dict[str, str]:
@@ -155,16 +147,13 @@ def _packages() -> dict[str, str]:
 def _cuda_of_torch() -> str | None:
     """Return the CUDA version torch was built for, without importing torch."""
     spec = importlib.util.find_spec("torch")
-    if spec is None or spec.origin is None:
-        return None
-    text = Path(spec.origin).with_name("version.py").read_text()
-    found = re.search(r"^cuda\b[^=]*=\s*'([\d.]+)'", text, re.M)
-    return found and found[1]
+    file = Path(spec.origin if spec and spec.origin else "/").with_name("version.py")
+    return _found(r"^cuda\b[^=]*=\s*'([\d.]+)'", file)
 
 
-def _driver() -> str | None:
+def _found(pattern: str, file: str | Path) -> str | None:
+    """Return what a pattern finds in a file."""
     with contextlib.suppress(OSError):
-        text = Path("/proc/driver/nvidia/version").read_text()
-        found = re.search(r"Kernel Module\D*?([\d.]+)", text)
+        found = re.search(pattern, Path(file).read_text(), re.M)
         return found and found[1]
     return None

@@ -178,7 +178,7 @@ def choose_run(which: str | None, *, dead_too: bool = False) -> Run:
         if not here:
             raise NothingAlive("no run of yours is alive on this machine")
         if len(here) > 1:
-            listed = f"name one with --run: {_listed(here)}"
+            listed = f"name one: {_listed(here)}"
             raise NoLiveRun(f"{len(here)} runs of yours are alive; {listed}")
         return here[0]
     at_path = _run_at(Path(which).expanduser())
@@ -191,10 +191,11 @@ def choose_run(which: str | None, *, dead_too: bool = False) -> Run:
         return found[0]
     if found:
         listed = f"{_listed(found)}; name one by its id"
-        raise NoLiveRun(f"--run {which} means {len(found)} runs: {listed}")
+        raise NoLiveRun(f"{which} means {len(found)} runs: {listed}")
     listed = _listed([run for run in known if run.alive])
+    kind = "run" if dead_too else "live run"
     listed = f"alive are {listed}" if listed else "none is alive on this machine"
-    raise NoLiveRun(f"--run {which}: no live run of yours has that id, folder or pid; {listed}")
+    raise NoLiveRun(f"{which}: no {kind} of yours has that id, folder, name or pid; {listed}")
 
 
 def _run_at(path: Path) -> Run | None:
