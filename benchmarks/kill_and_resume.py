@@ -24,6 +24,7 @@ from hydra import compose, initialize_config_module
 
 from robust_train.events import CheckpointSaved, Event, TrainingStarted, UserEvent
 from robust_train.execution import at_hand
+from robust_train.execution.library_imports import libraries_of
 from robust_train.execution.process import ProcessExecutor
 from robust_train.execution.request import AttemptRequest
 from robust_train.execution.signals import SignalWatch
@@ -100,7 +101,7 @@ def job(run_dir: Path, epochs: int, workers: int, kills: int, seed: int) -> dict
     run_dir.mkdir(parents=True)
     rng = random.Random(seed)
     trainer = TrainerRef("kill_and_resume.tells_its_process")
-    executor = ProcessExecutor(trainer, cfg, run_dir, SignalWatch())
+    executor = ProcessExecutor(trainer, libraries_of(trainer), cfg, run_dir, SignalWatch())
     executor.prepare()
     checkpoint: Path | None = None
     killed = attempt = 0

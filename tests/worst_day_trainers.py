@@ -32,6 +32,8 @@ def final_weights() -> str:
 
 def _step(weights: int, step: int) -> int:
     time.sleep(0.02)
+    while Path(os.environ["READY_FILE"] + ".hold").exists():
+        time.sleep(0.02)
     print("x" * 2000, flush=True)
     if step == READY_STEP:
         Path(os.environ["READY_FILE"]).write_text(str(os.getpid()))

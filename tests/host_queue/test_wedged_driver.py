@@ -69,7 +69,7 @@ def test_a_driver_that_hangs_while_the_lock_is_held_is_given_up(host_with: HostW
     registry.close()
     assert [record.only for record in waiting] == [()], "no GPU is kept for it"
     host.machine.heal()
-    wait_until(lambda: "reserved by job" in sentence(head), "it sees the GPUs again")
+    wait_until(lambda: "taken, one job per GPU" in sentence(head), "it sees the GPUs again")
 
 
 def test_a_driver_that_hangs_for_all_stops_no_command_and_no_job(host_with: HostWith) -> None:

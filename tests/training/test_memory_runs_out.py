@@ -75,7 +75,7 @@ class Machine:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.images = write_image_folder(folder / "images", per_class=16)
+        self.images = write_image_folder(folder / "images", per_class=18)
 
     def attempt(
         self,
