@@ -38,6 +38,8 @@ def test_the_default_job_reads_real_digits_with_97_percent_or_more(world: World)
     assert "Memory - " not in ended.stdout, "memory.log_frequency is 0"
     assert "\r" not in ended.output, "no progress bar without a terminal"
     assert list((world.run_dir / "tensorboard").iterdir())
+    state = json.loads((world.run_dir / "state.json").read_text())
+    assert state["step"] == state["total_steps"] == ended.summary["attempts"][-1]["end_step"]
 
 
 @pytest.mark.slow

@@ -184,7 +184,9 @@ class RunFolder:
     def decided(self, attempt: Attempt, decision: Decision | None, checkpoint: Path | None) -> None:
         """An attempt has ended, and what comes next is known: answer what it has not answered."""
         reason = self.state.reason if decision is None else decision.reason
-        self._change(state="between attempts", reason=reason)
+        # the last figures of an attempt come less often than its steps
+        step = self.state.step if attempt.outcome.end_step is None else attempt.outcome.end_step
+        self._change(state="between attempts", reason=reason, step=step)
         for request in find_requests(self._run_dir, TAKEN):
             request.answer(_reply_after(request, attempt, decision, checkpoint))
 
