@@ -32,6 +32,7 @@ def job(folder: Path) -> tuple[float, list[float]]:
             "trainer._target_=trainers.first_line",
             "training.batch_size=256",
             "max_retries=10",
+            "reuse_known_batch=false",
             "allow_cpu_fallback=true",
             f"hydra.run.dir={run_dir}",
         ],
