@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -109,3 +110,14 @@ def test_an_action_waits_for_cuda():
     calls: list[int] = []
     compat.when_cuda_starts(torch, lambda: calls.append(1))
     assert calls == ([1] if torch.cuda.is_initialized() else [])
+
+
+def test_torchs_cuda_version_is_known_without_its_import():
+    assert compat.torch_cuda_version() == (torch.version.cuda or "none")
+
+
+def test_the_format_of_a_handler():
+    handler = logging.StreamHandler()
+    assert compat.format_of(handler) is None
+    handler.setFormatter(logging.Formatter("%(message)s!"))
+    assert compat.format_of(handler) == "%(message)s!"

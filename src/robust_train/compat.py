@@ -7,11 +7,14 @@ what it returns then. Nothing here imports torch: the module is an argument.
 from __future__ import annotations
 
 import atexit
+import importlib.util
 import logging
+import re
 import sys
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 
@@ -105,3 +108,17 @@ def run_exit_handlers() -> None:
 def format_of(handler: logging.Handler) -> str | None:
     """Return the format of a handler's lines, None for the default."""
     return getattr(handler.formatter, "_fmt", None)
+
+
+def torch_cuda_version() -> str | None:
+    """Return the CUDA version that torch was built for, ``none`` for a build without; None if that
+    is unknown. Read from its ``version.py``, for importing torch takes seconds."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    try:
+        text = Path(spec.origin).with_name("version.py").read_text()
+    except OSError:
+        return None
+    found = re.search(r"^cuda\b.*= *(?:'([\d.]+)'|None)", text, re.M)
+    return None if found is None else found[1] or "none"

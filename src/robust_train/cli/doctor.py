@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from robust_train.cli.output import EXIT_NOT_DONE, Parser, fail, print_json
+from robust_train.compat import torch_cuda_version
 from robust_train.config.schema import RobustConfig
 from robust_train.events import Json
 from robust_train.gpu.cuda_order import CudaOrderError, cuda_order
@@ -92,7 +92,7 @@ def _facts(inventory: Inventory) -> dict[str, Json]:
         "mask": os.environ.get(VARIABLE),
         "mask_warning": visible.warning,
         "packages": {name: _version(name) for name in _PACKAGES},
-        "torch_cuda": _torch_cuda(),
+        "torch_cuda": torch_cuda_version(),
         "python": platform.python_version(),
         "kernel": kernel,
         "wsl": "microsoft" in kernel.lower(),
@@ -109,16 +109,6 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _torch_cuda() -> str | None:
-    """Return the CUDA version that torch was built for, ``none``; None if that is unknown."""
-    try:
-        path = importlib.metadata.distribution("torch").locate_file("torch/version.py")
-        found = re.search(r"^cuda\b.*= *(?:'([\d.]+)'|None)", Path(str(path)).read_text(), re.M)
-    except (importlib.metadata.PackageNotFoundError, OSError):
-        return None
-    return None if found is None else found[1] or "none"
 
 
 def _cuda_order(inventory: Inventory) -> str | None:

@@ -52,7 +52,7 @@ def _row(run: Run) -> list[str]:
     reason = state.reason if state is not None and not run.alive else None
     cells = (
         run.id,
-        "interrupted" if run.status == DIED else run.status,
+        "interrupted" if about["state"] == DIED else about["state"],
         about.get("name"),
         (about.get("device") or "-") + ("" if run.is_here else f" on {about['host']}"),
         step_of(about),

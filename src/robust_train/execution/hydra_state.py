@@ -27,9 +27,9 @@ def logged_to_screen() -> Iterator[None]:
             yield
             return
         level, handler = logger.level, logging.StreamHandler(sys.stdout)
-        is_terminal = sys.stdout.isatty()
-        handler.setFormatter(_ShortLines() if is_terminal else logging.Formatter(HYDRAS_FORMAT))
+        handler.setFormatter(logging.Formatter(HYDRAS_FORMAT))
         logger.addHandler(handler)
+        shorten_lines_on_terminals()
         logger.setLevel(level or logging.INFO)
         try:
             yield

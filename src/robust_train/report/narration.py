@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 
 from robust_train.events import AttemptStarted, DeviceAcquired
-from robust_train.readable import duration, shortened
+from robust_train.readable import by_processes, duration, shortened
 from robust_train.readable import number as number_text
 from robust_train.runfolder.summary import Summary, attempts_table, gpu_memory_summary
 from robust_train.values import (
@@ -50,8 +50,7 @@ def announce(number: int, spec: AttemptSpec, *, is_searched: bool = False) -> No
         log.info("attempt %d on %s", number, where)
         return
     size = f"batch size {spec.batch_size} × accumulation {spec.gradient_accumulation_steps}"
-    processes = "" if spec.ranks == 1 else f" × {spec.ranks} processes"
-    chosen = "batch size auto" if is_searched else size + processes
+    chosen = "batch size auto" if is_searched else size + by_processes(spec.ranks)
     effective = spec.effective_batch_size
     log.info("attempt %d on %s: %s, effective batch size %d", number, where, chosen, effective)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from robust_train.execution.hydra_state import shorten_lines_on_terminals
 from robust_train.execution.live_area import LiveArea, live_area
 from robust_train.queue.wait import WaitStatus
-from robust_train.readable import as_clock, memory, number
+from robust_train.readable import as_clock, by_processes, changed, memory, number
 from robust_train.runfolder.state import RunState
 
 if TYPE_CHECKING:
@@ -87,11 +87,9 @@ def _where(state: RunState, pace: Pace, now: float) -> list[str]:
     parts += [f"attempt {state.attempt} on {'the CPU' if state.device == 'cpu' else state.device}"]
     if state.batch_size is None:
         return parts
-    size = str(state.batch_size)
-    if state.micro_batch is not None and state.micro_batch != state.batch_size:
-        size += f" → {state.micro_batch}"
-    ranks = f" × {state.ranks} processes" if (state.ranks or 1) > 1 else ""
-    return [*parts, f"micro-batch {size} × {state.gradient_accumulation_steps}{ranks}"]
+    size = changed(state.batch_size, state.micro_batch)
+    steps = f"{state.gradient_accumulation_steps}{by_processes(state.ranks)}"
+    return [*parts, f"micro-batch {size} × {steps}"]
 
 
 def _how_far(state: RunState, pace: Pace, now: float) -> list[str]:

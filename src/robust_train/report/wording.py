@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
-from robust_train.readable import duration, ordinal_word, percent
+from robust_train.readable import by_processes, duration, ordinal_word, percent
 from robust_train.report.attempts import UNFINISHED, AttemptStory
 from robust_train.report.series import Mark
 
@@ -88,8 +88,7 @@ def _setting(attempt: AttemptStory) -> str:
     if size is None:
         return "an unknown batch size"
     steps = f" × accumulation {accumulation}" if accumulation != 1 else ""
-    ranks = f" × {attempt.ranks} processes" if attempt.ranks != 1 else ""
-    return f"batch size {size}{steps}{ranks}"
+    return f"batch size {size}{steps}{by_processes(attempt.ranks)}"
 
 
 def _at(last: AttemptStory | None) -> str:

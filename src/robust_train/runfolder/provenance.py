@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import importlib.util
 import json
 import logging
 import os
@@ -18,6 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from robust_train.compat import torch_cuda_version
 from robust_train.events import Json
 from robust_train.files import printed_by, replacing
 from robust_train.runfolder.notify import URLS_VARIABLE, is_secret
@@ -91,6 +91,7 @@ class Provenance:
     def _write(self) -> None:
         try:
             packages, cwd = _packages(), os.getcwd()
+            cuda = torch_cuda_version()
             content: dict[str, Json] = {
                 "schema": 1,
                 "time": time.time(),
@@ -101,7 +102,7 @@ class Provenance:
                 "python": platform.python_version(),
                 "executable": sys.executable,
                 "torch": packages.get("torch"),
-                "cuda": _cuda_of_torch(),
+                "cuda": None if cuda == "none" else cuda,
                 "driver": _found(r"Kernel Module\D*?([\d.]+)", "/proc/driver/nvidia/version"),
                 "gpus": [{"name": gpu.name, "uuid": gpu.uuid} for gpu in self._gpus],
                 "variables": public_variables(os.environ),
@@ -142,13 +143,6 @@ def _packages() -> dict[str, str]:
         with contextlib.suppress(Exception):  # a broken one
             found.setdefault(distribution.metadata["Name"], distribution.version)
     return dict(sorted(found.items(), key=lambda pair: pair[0].lower()))
-
-
-def _cuda_of_torch() -> str | None:
-    """Return the CUDA version torch was built for, without importing torch."""
-    spec = importlib.util.find_spec("torch")
-    file = Path(spec.origin if spec and spec.origin else "/").with_name("version.py")
-    return _found(r"^cuda\b[^=]*=\s*'([\d.]+)'", file)
 
 
 def _found(pattern: str, file: str | Path) -> str | None:

@@ -13,7 +13,7 @@ from robust_train.errors import AttemptsExhausted, NoDevice, TrainerFailed
 from robust_train.events import Json, from_json
 from robust_train.files import replacing
 from robust_train.memory.stability import Stability
-from robust_train.readable import shortened
+from robust_train.readable import by_processes, changed, shortened
 from robust_train.runfolder.journal import strict_json
 from robust_train.values import GIB, MEMORY_FAILURES, Attempt, Clue, Decision, FailureKind, Outcome
 
@@ -204,7 +204,7 @@ def attempts_table(summary: Summary) -> str:
     for number, record in enumerate(summary.attempts, start=summary.first_attempt):
         spec, outcome = record.attempt.spec, record.attempt.outcome
         action = "" if record.decision is None else record.decision.action
-        where = spec.device + (f" × {spec.ranks} processes" if spec.ranks > 1 else "")
+        where = spec.device + by_processes(spec.ranks)
         seconds = f"{outcome.seconds:.1f} s"
         ending = ending_of(outcome, is_stop=action == "stopped")
         rows.append([str(number), where, *_sizes(record.attempt), seconds, action, ending])
@@ -219,9 +219,7 @@ def _sizes(attempt: Attempt) -> tuple[str, str, str, str]:
         steps = "-"
     if not spec.has_batch:
         return "-", "-", "-", steps
-    size = str(spec.batch_size)
-    if outcome.micro_batch not in (None, spec.batch_size):
-        size += f" → {outcome.micro_batch}"
+    size = changed(spec.batch_size, outcome.micro_batch)
     return size, str(spec.gradient_accumulation_steps), str(spec.effective_batch_size), steps
 
 
