@@ -67,9 +67,9 @@ def installed(wheel: Path, world: World) -> Path:
     return folder
 
 
-def _python(world: World, folder: Path, *words: str) -> None:
+def _run(world: World, folder: Path, *words: str | Path) -> str:
     process = subprocess.run(
-        [sys.executable, *words],
+        [str(word) for word in words],
         cwd=folder,
         env=world.environ,
         capture_output=True,
@@ -77,6 +77,11 @@ def _python(world: World, folder: Path, *words: str) -> None:
         check=False,
     )
     assert process.returncode == 0, process.stdout + process.stderr
+    return process.stdout
+
+
+def _python(world: World, folder: Path, *words: str | Path) -> str:
+    return _run(world, folder, sys.executable, *words)
 
 
 def test_another_hydra_project_builds_on_robust(installed: Path, world: World):
@@ -112,33 +117,22 @@ def test_what_is_published_passes_its_check_and_trains_in_an_empty_folder(
         pytest.importorskip(tool, reason="the extra [test]")
     world.environ.pop("PYTHONPATH")
 
-    def run(*words: str | Path, folder: Path = tmp_path) -> str:
-        process = subprocess.run(
-            [str(word) for word in words],
-            cwd=folder,
-            env=world.environ,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert process.returncode == 0, process.stdout + process.stderr
-        return process.stdout
-
-    run(sys.executable, "-m", "build", "-o", "dist", ROOT)
+    _python(world, tmp_path, "-m", "build", "-o", "dist", ROOT)
     wheel, sdist = sorted((tmp_path / "dist").iterdir(), key=lambda path: path.suffix != ".whl")
-    run(sys.executable, "-m", "twine", "check", "--strict", wheel, sdist)
-    run(sys.executable, "-m", "venv", "--without-pip", "fresh")
+    _python(world, tmp_path, "-m", "twine", "check", "--strict", wheel, sdist)
+    _python(world, tmp_path, "-m", "venv", "--without-pip", "fresh")
     (libraries,) = (tmp_path / "fresh" / "lib").glob("python*/site-packages")
     ours = [path for path in sys.path if path.endswith("site-packages")]
-    run(sys.executable, "-m", "pip", "--python", "fresh/bin/python", "install", "--no-deps", wheel)
+    pip = ("-m", "pip", "--python", "fresh/bin/python")
+    _python(world, tmp_path, *pip, "install", "--no-deps", wheel)
     (libraries / "dependencies.pth").write_text("\n".join(ours) + "\n")
     empty = tmp_path / "empty"
     empty.mkdir()
     command = tmp_path / "fresh" / "bin" / "robust-train"
     code = "import robust_train; print(robust_train.__file__, robust_train.__version__)"
-    where, version = run(command.with_name("python"), "-c", code, folder=empty).split()
+    where, version = _run(world, empty, command.with_name("python"), "-c", code).split()
     assert where.startswith(str(libraries))
     assert version in wheel.name
-    run(command, "train", folder=empty)
+    _run(world, empty, command, "train")
     (folder,) = empty.glob("outputs/*/*")
     assert json.loads((folder / "summary.json").read_text())["result"]["objective"] > 0.9

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
 import os
-import pty
 import shutil
-import struct
 import subprocess
 import sys
-import termios
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -20,6 +15,7 @@ from typing import Any
 
 import preloaded
 import warm
+from terminal_screen import run_on_a_terminal
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = ROOT / "tests"
@@ -153,25 +149,12 @@ class World:
 
     def run_in_terminal(self, *arguments: str, columns: int = 200) -> str:
         """Run a command in a terminal of its own to a successful end; what it showed."""
-        ours, theirs = pty.openpty()
-        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-        process = subprocess.Popen(
-            self.command(*arguments),
-            cwd=self.folder,
-            env={**self.environ, "TERM": "xterm", "COLUMNS": str(columns)},
-            stdin=theirs,
-            stdout=theirs,
-            stderr=theirs,
+        environ = {**self.environ, "TERM": "xterm", "COLUMNS": str(columns)}
+        code, written = run_on_a_terminal(
+            self.command(*arguments), columns, 24, environ, cwd=self.folder
         )
-        os.close(theirs)
-        shown = b""
-        with contextlib.suppress(OSError):  # EIO: the last writer is gone
-            while data := os.read(ours, 4096):
-                shown += data
-        os.close(ours)
-        text = shown.decode()
-        assert process.wait() == 0, text
-        return text
+        assert code == 0, written.decode()
+        return written.decode()
 
     def train(self, trainer: str, *arguments: str, **options: Any) -> Ended:
         """Run one of :mod:`trainers` under the launcher."""

@@ -6,17 +6,12 @@ The run trains the built-in model on the CPU, on a terminal, under a real limit 
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import os
-import pty
 import re
 import resource
-import struct
 import subprocess
 import sys
 import tempfile
-import termios
 from pathlib import Path
 
 from rich.console import Console
@@ -26,7 +21,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from terminal_screen import lines_shown  # noqa: E402
+from terminal_screen import lines_shown, run_on_a_terminal  # noqa: E402
 
 JOB = ("model.width=64", "training.batch_size=512", "training.epochs=12")
 COLUMNS = 100
@@ -42,23 +37,9 @@ def run(folder: Path, limit_mib: int) -> str:
 
     environ = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "2"}
     environ |= {"XDG_CACHE_HOME": str(folder.parents[1] / "cache"), "TERM": "xterm"}
-    reads, writes = pty.openpty()
-    fcntl.ioctl(writes, termios.TIOCSWINSZ, struct.pack("HHHH", 30, COLUMNS, 0, 0))
-    job = subprocess.Popen(
-        [sys.executable, str(ROOT / "train_robust.py"), *JOB, f"hydra.run.dir={folder}"],
-        env=environ,
-        stdin=writes,
-        stdout=writes,
-        stderr=writes,
-        preexec_fn=limited,
-    )
-    os.close(writes)
-    written = b""
-    with contextlib.suppress(OSError):  # EIO: the last writer is gone
-        while data := os.read(reads, 65536):
-            written += data
-    os.close(reads)
-    return written.decode(errors="replace") if job.wait() == 0 else ""
+    command = [sys.executable, str(ROOT / "train_robust.py"), *JOB, f"hydra.run.dir={folder}"]
+    code, written = run_on_a_terminal(command, COLUMNS, 30, environ, preexec_fn=limited)
+    return written.decode(errors="replace") if code == 0 else ""
 
 
 def picture(path: Path, written: str, scratch: str) -> None:
