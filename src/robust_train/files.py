@@ -10,10 +10,9 @@ import json
 import math
 import os
 import stat
-import subprocess
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
@@ -44,26 +43,6 @@ def replacing(path: Path, *, durable: bool = False) -> Iterator[Path]:
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
-
-
-def printed_by(
-    command: Sequence[str],
-    seconds: float,
-    variables: Mapping[str, str] = types.MappingProxyType({}),
-) -> bytes | None:
-    """Return what a command prints; None if it fails, or takes longer."""
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        return subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, **variables},
-            timeout=seconds,
-            start_new_session=True,
-            check=True,
-        ).stdout
-    return None
 
 
 def sync(path: Path) -> None:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotInTime
-from typing import Any, TypeVar
+from typing import Any, AnyStr, TypeVar
 
 log = logging.getLogger("robust_train")
 
@@ -127,16 +127,45 @@ def run_command(
         stderr=subprocess.PIPE,
         text=True,
     )
+    out, err = _output_of(child, command[0], limit_seconds, last_seconds)
+    return subprocess.CompletedProcess(command, child.returncode, out, err)
+
+
+def printed_by(
+    command: Sequence[str], limit_seconds: float, variables: Mapping[str, str] | None = None
+) -> bytes | None:
+    """Do :func:`run_command` for a program that may be missing; return what it prints.
+
+    None if it fails or takes longer. ``variables`` are set beside this process's environment.
+    """
     try:
-        out, err = child.communicate(timeout=limit_seconds)
+        child = subprocess.Popen(
+            command,
+            env={**os.environ, **(variables or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        out, _ = _output_of(child, command[0], limit_seconds, 1.0)
+    except (OSError, NoAnswer):
+        return None
+    return out if child.returncode == 0 else None
+
+
+def _output_of(
+    child: subprocess.Popen[AnyStr], name: str, limit_seconds: float, last_seconds: float
+) -> tuple[AnyStr, AnyStr]:
+    """Wait for a child; return what it printed."""
+    try:
+        return child.communicate(timeout=limit_seconds)
     except subprocess.TimeoutExpired:
         child.kill()
         try:
             child.communicate(timeout=last_seconds)
         except subprocess.TimeoutExpired:
-            log.warning("pid %d does not end after SIGKILL: it hangs in the driver", child.pid)
-        raise NoAnswer(f"{command[0]} has not ended after {limit_seconds:g} s") from None
+            log.warning("pid %d does not end after SIGKILL: it hangs in the kernel", child.pid)
+        raise NoAnswer(f"{name} has not ended after {limit_seconds:g} s") from None
     except BaseException:
         child.kill()
         raise
-    return subprocess.CompletedProcess(command, child.returncode, out, err)

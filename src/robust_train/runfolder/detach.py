@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from robust_train.files import printed_by
+from robust_train.gpu.bounded import printed_by
 from robust_train.gpu.processes import user_name
 
 OUTPUT_FILE = "detached.log"

@@ -19,7 +19,8 @@ from pathlib import Path
 
 from robust_train.compat import torch_cuda_version
 from robust_train.events import Json
-from robust_train.files import printed_by, replacing
+from robust_train.files import replacing
+from robust_train.gpu.bounded import printed_by
 from robust_train.runfolder.notify import URLS_VARIABLE, is_secret
 from robust_train.values import Group
 
