@@ -26,7 +26,7 @@ from terminal_screen import lines_shown, run_on_a_terminal  # noqa: E402
 JOB = ("model.width=64", "training.batch_size=512", "training.epochs=12")
 COLUMNS = 100
 _REDRAWN = "\r\x1b[2K"
-_LEFT_OUT = re.compile(r"NVIDIA driver|^[\w ,.-]*GPU access|mixed_precision|oneDNN|final clean-up")
+_LEFT_OUT = re.compile(r"NVIDIA driver|^[\w ,.-]*GPU access|mixed_precision|oneDNN")
 
 
 def run(folder: Path, limit_mib: int) -> str:

@@ -382,6 +382,8 @@ class Job:
             complete_job(self.run_dir)
         self.folder.ended(status, reason, exit_code)
         write_report(self.run_dir)
+        if exit_code == EXIT_BAD_CONFIG:  # the caller says why, in one line
+            return summary
         narration.show_attempts(summary)
         self._explain(summary)
         narration.conclude(summary, settings.how_to_go_on(self.cfg, self.run_dir))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -48,7 +47,6 @@ def test_epochs_milestones_and_the_final_clean_up_are_in_log_and_journal(
     assert returned == {key: cleared[key] for key in returned}
     assert returned["returned_bytes"] == max(returned["before_bytes"] - returned["after_bytes"], 0)
     assert returned["seconds"] > 0
-    assert re.search(r"final clean-up: \d+\.\d MiB returned \(resident: ", ended.output)
     epochs = [(e["epoch"], e["step"], e["metrics"]["val_loss"]) for e in events(ended, "epoch")]
     assert epochs == [(1, 3, 0.5), (2, 6, 0.25)]
     milestones = [event["milestone"] for event in events(ended, "memory")]
@@ -147,11 +145,10 @@ def test_the_samples_of_an_attempt_are_assessed_at_its_end(tmp_path: Path, caplo
     assert growing is not None
     assert growing.mib_per_100_steps == 100
     assert stable is not None
-    assert caplog.messages == [
-        "attempt 1: memory is growing (leak suspected: +100.0 MiB per 100 steps)",
-        "attempt 2: memory is stable",
-    ]
-    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
+    assert stable.kind == "stable"
+    [warning] = caplog.records
+    assert warning.levelname == "WARNING"
+    assert "attempt 1: memory is growing (leak suspected: +100.0" in warning.getMessage()
 
 
 @pytest.mark.slow
@@ -172,7 +169,6 @@ def test_a_healthy_run_is_stable(own_trainers: World):
     assert ended.returncode == 0, ended.output
     found = ended.attempts[0]["memory_stability"]
     assert found == {"kind": "stable", "sentence": "stable", "mib_per_100_steps": None}
-    assert "attempt 1: memory is stable" in ended.output
 
 
 def test_a_killed_attempt_is_judged_by_what_it_had_sampled(own_trainers: World):

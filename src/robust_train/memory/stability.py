@@ -46,9 +46,8 @@ def attempt_stability(run_dir: Path, attempt: int) -> Stability | None:
     if not samples:
         return None
     found = stability(samples)
-    # of a run of a few seconds it is no news
-    level = {"unknown": logging.DEBUG, "stable": logging.INFO}.get(found.kind, logging.WARNING)
-    log.log(level, "attempt %d: memory is %s", attempt, found.sentence)
+    if found.kind not in ("unknown", "stable"):  # no news: the summary has them
+        log.warning("attempt %d: memory is %s", attempt, found.sentence)
     return found
 
 

@@ -124,11 +124,9 @@ class AttemptMemory:
         if error is not None and not self._settings.clear_on_failure:
             return
         if error is None:
-            done = self._clear("end", thorough=True)
-        else:
-            # a more thorough look for what is left follows
-            done = self._clear("failure", thorough=False, error=error)
-        log.info("final clean-up: %s", _describe(done))
+            self._clear("end", thorough=True)
+        else:  # a more thorough look for what is left follows
+            self._clear("failure", thorough=False, error=error)
 
     def _set_up_cuda(self) -> None:
         """Set the limit as soon as torch is there, which may start CUDA later."""
