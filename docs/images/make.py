@@ -1,4 +1,6 @@
-"""Make the pictures of README from a real run: python docs/images/make.py (needs Chromium).
+"""Make the pictures of README and docs from real runs: python docs/images/make.py.
+
+Needs Chromium, nbconvert and ipykernel.
 
 The run trains the built-in model on the CPU, on a terminal, under a real limit of memory
 (RLIMIT_DATA) that half of the batch fits into and the whole does not.
@@ -25,6 +27,27 @@ from terminal_screen import lines_shown, run_on_a_terminal  # noqa: E402
 
 JOB = ("model.width=64", "training.batch_size=512", "training.epochs=12")
 COLUMNS = 100
+CELLS = (
+    """from robust_train import launch
+
+def train(cfg, run):
+    import torch
+
+    model = torch.nn.Linear(64, 10).to(cfg.device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(1, 31):
+        if cfg.training.batch_size > 64:
+            torch.empty(1 << 60)  # more than any machine has
+        x = torch.randn(cfg.training.batch_size, 64, device=cfg.device)
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        run.progress(step, total_steps=30, loss=loss.item())
+    return loss.item()""",
+    'summary = launch(train, {"training": {"batch_size": 128}})',
+    "summary.status, summary.result",
+)
 _REDRAWN = "\r\x1b[2K"
 _LEFT_OUT = re.compile(r"NVIDIA driver|^[\w ,.-]*GPU access|mixed_precision|oneDNN")
 
@@ -53,6 +76,37 @@ def picture(path: Path, written: str, scratch: str) -> None:
     console.save_svg(str(path), title="robust-train")
 
 
+def photograph(page: Path, name: str, size: tuple[int, int], scratch: str) -> None:
+    """Save what a browser window of that size shows of a page."""
+    subprocess.run(
+        [
+            *("chromium", "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"),
+            *(f"--window-size={size[0]},{size[1]}", f"--user-data-dir={scratch}/browser"),
+            *("--disable-background-networking", "--no-first-run", "--disable-sync"),
+            f"--screenshot={HERE / name}",
+            page.as_uri(),
+        ],
+        check=True,
+    )
+
+
+def notebook(scratch: str) -> None:
+    """Run a notebook whose trainer runs out of memory once, and take its picture."""
+    import nbformat
+    from nbconvert import HTMLExporter
+    from nbconvert.preprocessors import ExecutePreprocessor
+
+    cells = [nbformat.v4.new_code_cell(cell) for cell in CELLS]
+    page = nbformat.v4.new_notebook(cells=cells)
+    ExecutePreprocessor(resources={"metadata": {"path": scratch}}).preprocess(page)
+    for output in (output for cell in page.cells for output in cell.get("outputs", ())):
+        if "text" in output:
+            output["text"] = re.sub(rf"{scratch}/", "", output["text"])
+    file = Path(scratch) / "notebook.html"
+    file.write_text(HTMLExporter().from_notebook_node(page)[0])
+    photograph(file, "notebook.png", (1000, 900), scratch)
+
+
 def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         for number, limit_mib in enumerate(range(1100, 500, -50)):
@@ -66,16 +120,8 @@ def main() -> None:
         middle = written.index(_REDRAWN, written.index("checkpoint step", written.index("epoch 6")))
         picture(HERE / "training.svg", written[:middle], scratch)
         picture(HERE / "ended.svg", written, scratch)
-        subprocess.run(
-            [
-                *("chromium", "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"),
-                *("--window-size=1000,1400", f"--user-data-dir={scratch}/browser"),
-                *("--disable-background-networking", "--no-first-run", "--disable-sync"),
-                f"--screenshot={HERE / 'report.png'}",
-                (folder / "report.html").as_uri(),
-            ],
-            check=True,
-        )
+        photograph(folder / "report.html", "report.png", (1000, 1400), scratch)
+        notebook(scratch)
 
 
 if __name__ == "__main__":

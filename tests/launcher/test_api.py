@@ -6,7 +6,9 @@ import code
 import functools
 import io
 import json
+import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -27,6 +29,7 @@ from robust_train import (
     launch,
     launcher,
 )
+from robust_train.execution.hydra_state import logged_to_screen
 from robust_train.execution.trainer_ref import TrainerRef
 from robust_train.queue import devices
 from robust_train.run import Run
@@ -140,6 +143,15 @@ def test_a_function_of_a_notebook_runs_in_a_process_of_its_own(
     assert result[0] == 6
     assert result[1] != os.getpid()
     assert "printed by the trainer" in cell.text
+
+
+def test_in_a_cell_a_line_begins_with_the_time_of_day(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # pytest's own
+    monkeypatch.setattr(Cell, "__module__", "ipykernel.iostream")
+    monkeypatch.setattr(sys, "stdout", cell := Cell())
+    with logged_to_screen():
+        logging.getLogger("robust_train").info("hello")
+    assert re.fullmatch(r"\d\d:\d\d:\d\d hello\n", cell.text)
 
 
 def test_a_typo_in_the_configuration_is_one_line():

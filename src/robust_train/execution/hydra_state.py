@@ -67,8 +67,13 @@ class _ShortLines(logging.Formatter):
 
 
 def shorten_lines_on_terminals() -> None:
-    """Have log lines in Hydra's own format begin with the time of day only, on terminals."""
+    """Have log lines in Hydra's own format begin with the time of day only, where people read.
+
+    These are terminals and the cells of a notebook.
+    """
     for handler in log_handlers():
-        is_terminal = getattr(handler.stream, "isatty", lambda: False)()
-        if is_terminal and format_of(handler) == HYDRAS_FORMAT:
+        stream = handler.stream
+        is_cell = type(stream).__module__.startswith("ipykernel.")
+        is_read = is_cell or getattr(stream, "isatty", lambda: False)()
+        if is_read and format_of(handler) == HYDRAS_FORMAT:
             handler.setFormatter(_ShortLines())
