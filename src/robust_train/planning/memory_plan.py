@@ -15,22 +15,25 @@ from omegaconf import DictConfig
 from robust_train.config.batch import settle_batch_size
 from robust_train.config.schema import complete, validate
 from robust_train.errors import ConfigError
+from robust_train.gpu.allocation import allocated_by
 from robust_train.gpu.footprint import CACHE_FACTOR, CONTEXT_BYTES
-from robust_train.planning.fit import (
-    TYPICAL_SIZES,
-    WORKSPACE_BYTES,
-    Peak,
-    error_percent,
-    fits,
-    largest_batch,
-)
-from robust_train.planning.machine import GpuRoom, read_rooms
+from robust_train.gpu.inventory import read_inventory
+from robust_train.gpu.visible import visible_gpus
+from robust_train.planning import fit
+from robust_train.planning.fit import Peak
 from robust_train.planning.truth import ROOTS, Measured, Truth, find_truth
+from robust_train.queue.exclusions import mark_excluded, read_exclusions
+from robust_train.queue.queue_dir import QueueProblem, directory_for
+from robust_train.queue.queued_job import split
+from robust_train.queue.reservations import JobRegistry, LiveJob, boottime
+from robust_train.queue.scheduler import GpuReservation, WaitingJob, open_to
 from robust_train.settings import target_of
+from robust_train.values import MIB, GpuInfo
 
 SCHEMA = 1
 BUILT_IN = "robust_train.vision.trainer.train"
 _ROWS = 4
+_BEHIND_ALL = 10**15
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class PlannedSize:
         """Return the prediction's error, None where nothing was measured."""
         if self.measured is None:
             return None
-        return error_percent(self.peak.allocated_bytes, self.measured.peak_bytes)
+        return fit.error_percent(self.peak.allocated_bytes, self.measured.peak_bytes)
 
     def as_json(self) -> dict[str, object]:
         """Return the row in JSON's types."""
@@ -65,23 +68,22 @@ class PlannedSize:
 
 @dataclass(frozen=True)
 class GpuFit:
-    """A GPU and the largest micro-batches that fit there: now, and if it were empty."""
+    """A GPU as NVML reports it, what a new job can use there, and the largest micro-batches."""
 
-    room: GpuRoom
-    now: int | None
-    empty: int | None
+    gpu: GpuInfo
+    # free, less what others have reserved and not taken yet; 0 where no new job may start now
+    usable_bytes: int
+    why_not: str | None = None  # in that case the reason
+    now: int | None = None  # the largest micro-batch that fits now
+    empty: int | None = None  # the same if the GPU were empty
 
     def as_json(self) -> dict[str, object]:
         """Return the fit in JSON's types."""
-        gpu = self.room.gpu
+        names = ("index", "uuid", "name", "total_bytes", "free_bytes")
         return {
-            "index": gpu.index,
-            "uuid": gpu.uuid,
-            "name": gpu.name,
-            "total_bytes": gpu.total_bytes,
-            "free_bytes": gpu.free_bytes,
-            "usable_bytes": self.room.usable_bytes,
-            "why_not": self.room.why_not,
+            **{name: getattr(self.gpu, name) for name in names},
+            "usable_bytes": self.usable_bytes,
+            "why_not": self.why_not,
             "largest_batch_now": self.now,
             "largest_batch_empty": self.empty,
         }
@@ -89,31 +91,19 @@ class GpuFit:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What a job will need, and where it fits.
+    """What a job will need, and where it fits."""
 
-    Attributes:
-        model: as in ``model.name``.
-        dataset: as in ``dataset.name``.
-        precision: number format of the forward pass.
-        batch_size: the micro-batch that the config asks for.
-        rows: by micro-batch, smallest first.
-        gpus: of this machine.
-        problem: why there are none.
-        sizes: where there are none, the largest micro-batch for GPUs of common sizes (bytes).
-        truth: what earlier runs have measured.
-        seconds: that all this took, imports included.
-    """
-
-    model: str
-    dataset: str
-    precision: str
-    batch_size: int
-    rows: tuple[PlannedSize, ...]
-    gpus: tuple[GpuFit, ...]
-    problem: str | None
+    model: str  # as in `model.name`
+    dataset: str  # as in `dataset.name`
+    precision: str  # number format of the forward pass
+    batch_size: int  # the micro-batch that the config asks for
+    rows: tuple[PlannedSize, ...]  # by micro-batch, smallest first
+    gpus: tuple[GpuFit, ...]  # of this machine
+    problem: str | None  # why there are none
+    # where there are none, the largest micro-batch for GPUs of common sizes (bytes)
     sizes: Mapping[int, int | None]
-    truth: Truth
-    seconds: float
+    truth: Truth  # what earlier runs have measured
+    seconds: float  # that all this took, imports included
 
     @property
     def mean_error_percent(self) -> float | None:
@@ -123,25 +113,21 @@ class MemoryPlan:
 
     def as_json(self) -> dict[str, object]:
         """Return the plan in JSON's types; sizes are bytes."""
+        names = ("model", "dataset", "precision", "batch_size", "problem", "mean_error_percent")
         return {
             "schema": SCHEMA,
-            "model": self.model,
-            "dataset": self.dataset,
-            "precision": self.precision,
-            "batch_size": self.batch_size,
+            **{name: getattr(self, name) for name in names},
             "allowances": {
-                "cublas_bytes": WORKSPACE_BYTES,
+                "cublas_bytes": fit.WORKSPACE_BYTES,
                 "cache_factor": CACHE_FACTOR,
                 "context_bytes": CONTEXT_BYTES,
             },
             "rows": [row.as_json() for row in self.rows],
-            "gpus": [fit.as_json() for fit in self.gpus],
-            "problem": self.problem,
+            "gpus": [found.as_json() for found in self.gpus],
             "typical_gpus": [
                 {"total_bytes": size, "largest_batch": batch} for size, batch in self.sizes.items()
             ],
             "runs_on_cpu": self.truth.on_cpu,
-            "mean_error_percent": self.mean_error_percent,
             "seconds": round(self.seconds, 2),
         }
 
@@ -182,29 +168,27 @@ def plan_memory(
     predict = functools.lru_cache(maxsize=None)(StepPredictor(cfg).predict)
     truth = find_truth(cfg, map(Path, ROOTS if runs is None else runs))
     images = training_images(cfg.dataset)
-    rooms, problem = read_rooms(cfg, os.environ if environ is None else environ)
+    rooms, problem = _read_rooms(cfg, os.environ if environ is None else environ)
 
     def does_fit(peak: Peak, free_bytes: int, total_bytes: int) -> bool:
-        return fits(peak, free_bytes, total_bytes, cfg.memory.fraction)
+        return fit.fits(peak, free_bytes, total_bytes, cfg.memory.fraction)
 
-    def fit_on(free_bytes: int, total_bytes: int) -> int | None:
-        if not free_bytes:
-            return None
-        found = largest_batch(
+    def largest(free_bytes: int, total_bytes: int) -> int | None:
+        found = free_bytes and fit.largest_batch(
             lambda size: predict(size, accumulates=_accumulates(cfg, size)),
             lambda peak: does_fit(peak, free_bytes, total_bytes),
             near=cfg.training.batch_size,
         )
-        return None if found is None else min(found, images)
+        return min(found, images) if found else None
 
     def row(size: int, accumulates: bool) -> PlannedSize:
         peak = predict(size, accumulates=accumulates)
-        on = [r.gpu.index for r in rooms if does_fit(peak, r.usable_bytes, r.gpu.total_bytes)]
+        on = [gpu.index for gpu, usable, _ in rooms if does_fit(peak, usable, gpu.total_bytes)]
         return PlannedSize(peak, tuple(on), truth.of(size, accumulates))
 
-    def gpu_fit(room: GpuRoom) -> GpuFit:
-        total = room.gpu.total_bytes
-        return GpuFit(room, fit_on(room.usable_bytes, total), fit_on(total, total))
+    def gpu_fit(gpu: GpuInfo, usable: int, why_not: str | None) -> GpuFit:
+        total = gpu.total_bytes
+        return GpuFit(gpu, usable, why_not, largest(usable, total), largest(total, total))
 
     wanted = {(size, _accumulates(cfg, size)) for size in batch_sizes or _default_sizes(cfg)}
     wanted |= {(found.batch_size, found.accumulates) for found in truth.measured}
@@ -214,9 +198,9 @@ def plan_memory(
         precision="bfloat16" if cfg.training.mixed_precision else "float32",
         batch_size=cfg.training.batch_size,
         rows=tuple(row(size, accumulates) for size, accumulates in sorted(wanted)),
-        gpus=tuple(gpu_fit(room) for room in rooms),
+        gpus=tuple(gpu_fit(*room) for room in rooms),
         problem=problem,
-        sizes={} if rooms else {size: fit_on(size, size) for size in TYPICAL_SIZES},
+        sizes={} if rooms else {size: largest(size, size) for size in fit.TYPICAL_SIZES},
         truth=truth,
         seconds=time.monotonic() - started,
     )
@@ -235,3 +219,44 @@ def _default_sizes(cfg: DictConfig) -> list[int]:
     while len(sizes) < _ROWS and sizes[-1] // 2 >= cfg.min_batch_size:
         sizes.append(sizes[-1] // 2)
     return sizes
+
+
+def _read_rooms(
+    cfg: DictConfig, environ: Mapping[str, str]
+) -> tuple[list[tuple[GpuInfo, int, str | None]], str | None]:
+    """Return the GPUs for a job that starts now, with usable bytes and, for none of them, why; or
+    why there are no GPUs. ``environ``: whose CUDA_VISIBLE_DEVICES bounds the choice."""
+    visible = visible_gpus(read_inventory(processes=False), environ)
+    jobs: Sequence[LiveJob] = ()
+    gpus, path = visible.gpus, directory_for(cfg.gpu_queue_dir, environ)
+    if gpus and cfg.gpu_queue and allocated_by(environ) is None and path.exists():
+        try:
+            registry = JobRegistry(path)
+        except QueueProblem:
+            pass  # jobs go on without reservations there
+        else:
+            gpus, jobs = mark_excluded(gpus, read_exclusions(registry.directory)), registry.jobs()
+            registry.close()
+    waiting, reservations = split(jobs)
+    now, need = boottime(), cfg.min_gpu_memory_mb * MIB
+    uuids = frozenset(gpu.uuid for gpu in gpus)
+    me = WaitingJob("", _BEHIND_ALL, need, uuids, cfg.gpu_jobs_per_device, now)
+    usable = {gpu.uuid: gpu.free_bytes for gpu in open_to(me, waiting, reservations, gpus, now)}
+    rooms = [
+        (gpu, usable.get(gpu.uuid, 0), _why_not(gpu, need, reservations, gpu.uuid in usable))
+        for gpu in gpus
+    ]
+    return rooms, None if rooms else visible.why_none
+
+
+def _why_not(
+    gpu: GpuInfo, need: int, reservations: Sequence[GpuReservation], is_open: bool
+) -> str | None:
+    if is_open or gpu.unusable is not None:
+        return None if is_open else gpu.unusable
+    owners = [r.owner or r.id for r in reservations if r.gpu in (gpu.uuid, None)]
+    if owners:
+        return f"reserved by {'; '.join(owners)}"
+    if gpu.free_bytes < need:
+        return f"less than min_gpu_memory_mb={need // MIB} is free"
+    return "kept for jobs that came earlier"
