@@ -37,14 +37,10 @@ from robust_train.values import MEMORY_FAILURES, FailureKind
 
 
 class Ending:
-    """How this process ends.
-
-    Attributes:
-        code: exit code: that of the first job that did not complete, else 0.
-    """
+    """How this process ends."""
 
     def __init__(self) -> None:
-        self.code = 0
+        self.code = 0  # exit code: that of the first job that did not complete, else 0
         self._refusals: set[str] = set()
 
     def refuse(self, message: str) -> None:

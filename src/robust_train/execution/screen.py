@@ -39,15 +39,12 @@ class Screen:
 
     Args:
         descriptor: where to write; another file may be opened under its number later.
-
-    Attributes:
-        area: what is shown below all output; None: nothing.
     """
 
     def __init__(self, descriptor: int) -> None:
         status = os.fstat(descriptor)
         self.target = (status.st_dev, status.st_ino, status.st_rdev)
-        self.area: Area | None = None
+        self.area: Area | None = None  # what is shown below all output; None: nothing
         self._waiting = bytearray()
         self._dropped_bytes = 0
         self._is_gone = self._is_unread = False

@@ -58,15 +58,11 @@ class SignalWatch:
     """While active, turns a signal into :class:`JobInterrupted`, or hands it to a handler.
 
     Nothing is done outside the main thread, where Python allows no handlers.
-
-    Attributes:
-        received: the first signal that came, None before.
-        is_over: training has completed, so a signal that comes now changes nothing.
     """
 
     def __init__(self) -> None:
-        self.received: int | None = None
-        self.is_over = False
+        self.received: int | None = None  # the first signal that came, None before
+        self.is_over = False  # training has completed, so a signal that comes now changes nothing
         self._handler: Callable[[int], None] | None = None
         self._previous: dict[int, Any] = {}
         self._delivered: int | None = None

@@ -27,22 +27,15 @@ class Holder:
 
 @dataclass(frozen=True)
 class CudaProcess:
-    """A process that NVML lists as computing, and that exists under this number here.
-
-    Attributes:
-        uid: its real user, by whom signals go; ``user`` is the name.
-        started: seconds since boot, against reused ids.
-        gpus: NVML's indices of the GPUs that it is on.
-        used_bytes: its memory on all of them; None if the driver does not report it.
-    """
+    """A process that NVML lists as computing, and that exists under this number here."""
 
     pid: int
-    uid: int
+    uid: int  # its real user, by whom signals go; `user` is the name
     user: str
     command: str
-    started: float
-    gpus: tuple[int, ...]
-    used_bytes: int | None
+    started: float  # seconds since boot, against reused ids
+    gpus: tuple[int, ...]  # NVML's indices of the GPUs that it is on
+    used_bytes: int | None  # its memory on all of them; None if the driver does not report it
 
 
 @dataclass(frozen=True)

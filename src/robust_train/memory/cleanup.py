@@ -152,21 +152,15 @@ class StartingMemory:
 
 
 def release_and_check(
-    error: BaseException,
-    start: StartingMemory | None,
-    gradients: KeptGradients | None = None,
+    error: BaseException,  # what ended the try
+    start: StartingMemory | None,  # from before the first try; None skips the check
+    gradients: KeptGradients | None = None,  # from before the try; None for those of `start`
     *,
+    # False where nobody will show it again. An emptied frame still keeps its function, and with it
+    # the variables of a closure.
     keep_traceback: bool = True,
 ) -> str | None:
-    """Do :func:`release_memory`, restore the gradients, and return what is left as a sentence.
-
-    Args:
-        error: what ended the try.
-        start: from before the first try; None skips the check.
-        gradients: from before the try; None for those of ``start``.
-        keep_traceback: False where nobody will show it again. An emptied frame still keeps its
-            function, and with it the variables of a closure.
-    """
+    """Do :func:`release_memory`, restore the gradients, and return what is left as a sentence."""
     release_memory(error)
     if not keep_traceback:
         for current in _with_causes(error):

@@ -81,21 +81,15 @@ def _outcome(probe: Probe, limits: Limits) -> str:
 
 
 class Prober:
-    """One search, step by step: :meth:`begin`, a pass of that many samples, :meth:`end`.
-
-    Args:
-        sizes: to choose from, the smallest first.
-        meter: of the device.
-        reserve_bytes: that training will need beside what a pass shows.
-        step_bytes: that the optimizer takes for the time of a step, when the pass's activations
-            are gone: a size fits if both the pass and the step do.
-    """
+    """One search, step by step: :meth:`begin`, a pass of that many samples, :meth:`end`."""
 
     def __init__(
         self,
-        sizes: tuple[int, ...] | range,
-        meter: Meter,
-        reserve_bytes: int = 0,
+        sizes: tuple[int, ...] | range,  # to choose from, the smallest first
+        meter: Meter,  # of the device
+        reserve_bytes: int = 0,  # that training will need beside what a pass shows
+        # that the optimizer takes for the time of a step, when the pass's activations are gone: a
+        # size fits if both the pass and the step do
         step_bytes: int = 0,
     ):
         self._sizes = sizes

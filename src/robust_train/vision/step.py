@@ -138,18 +138,15 @@ def evaluate(
     *,
     precision: Precision,
     device: torch.device,
+    # called after each batch, and at least `rounds` times
     should_stop: Callable[[], bool] = lambda: False,
-    rounds: int = 0,
+    rounds: int = 0,  # batches of the rank that has most
 ) -> Score | None:
     """Score ``model`` and leave it in evaluation mode; None if ``should_stop`` returned true.
 
     Each of several ranks scores its share, and all get the score of the whole; ``model`` is without
     a wrapper, or the ranks would wait for each other in it. If memory runs out, the part that
     failed is scored again in smaller parts.
-
-    Args:
-        should_stop: called after each batch, and at least ``rounds`` times.
-        rounds: batches of the rank that has most.
     """
     model.eval()
     # loss, hits, samples
