@@ -371,11 +371,8 @@ _CLASSES: dict[str, type[Event]] = {
 
 
 def parse(data: object) -> Event:
-    """Return the event in one JSON object; keys that it does not know are ignored.
-
-    Raises:
-        MalformedEvent: it is no event of ours, or a field is missing or of another type.
-    """
+    """Return the event in one JSON object; keys that it does not know are ignored. Raises
+    MalformedEvent: it is no event of ours, or a field is missing or of another type."""
     if not isinstance(data, Mapping):
         raise MalformedEvent("not an object")
     found = _CLASSES.get(str(data.get("event")))

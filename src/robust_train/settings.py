@@ -280,11 +280,8 @@ def hydra_config() -> DictConfig | None:
 
 
 def run_folder(run_dir: str | Path | None) -> Path:
-    """The run folder, made if need be: the one given, Hydra's, or a new one.
-
-    Raises:
-        ConfigError: it cannot be made.
-    """
+    """The run folder, made if need be: the one given, Hydra's, or a new one. Raises ConfigError: it
+    cannot be made."""
     if run_dir is not None:
         path = Path(run_dir)
     elif HydraConfig.initialized():
@@ -310,11 +307,8 @@ def sweep_folder() -> Path | None:
 
 
 def take_notify_settings(cfg: DictConfig) -> NotifySettings:
-    """Return who is notified of what; the URLs, which may hold passwords, leave the config.
-
-    Raises:
-        ConfigError: it cannot be used.
-    """
+    """Return who is notified of what; the URLs, which may hold passwords, leave the config. Raises
+    ConfigError: it cannot be used."""
     environ = dict(os.environ)  # for this job alone: a program may call launch() again
     hide_urls(cfg, environ)
     urls = tuple(environ.get(URLS_VARIABLE, "").split())

@@ -69,11 +69,8 @@ def _in_a_process(uuid: str) -> tuple[bool, str]:
 
 
 def exercise(device: torch.device, free_bytes: int) -> dict[str, Json]:
-    """Compute on a device, ask for twice the memory that is free there, and go on with less.
-
-    Raises:
-        RuntimeError: a result is wrong, or memory never ran out.
-    """
+    """Compute on a device, ask for twice the memory that is free there, and go on with less. Raises
+    RuntimeError: a result is wrong, or memory never ran out."""
     import torch
 
     from robust_train.microbatch.oom_handler import adaptive_batch_training

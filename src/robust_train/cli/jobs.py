@@ -74,11 +74,8 @@ def plain_job(cfg: DictConfig) -> Any:
 
 
 def check(cfg: DictConfig) -> None:
-    """Refuse what can be seen without an attempt: a wrong trainer, data that are not there.
-
-    Raises:
-        ConfigError: with one line.
-    """
+    """Refuse what can be seen without an attempt: a wrong trainer, data that are not there. Raises
+    ConfigError: with one line."""
     try:
         target = target_of(cfg)
         data = cfg.dataset if target.startswith("robust_train.vision.") else {}

@@ -58,11 +58,8 @@ def add_which(parser: Parser, nargs: str = "?") -> None:
 
 
 def any_run(which: str | None) -> Run:
-    """Return the run that is meant, live or past; by default the live one, else the newest.
-
-    Raises:
-        NoLiveRun: none is meant, or more than one.
-    """
+    """Return the run that is meant, live or past; by default the live one, else the newest. Raises
+    NoLiveRun: none is meant, or more than one."""
     try:
         return choose_run(which, dead_too=True)
     except NothingAlive:

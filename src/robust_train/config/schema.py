@@ -279,10 +279,7 @@ def _short_name(job_name: str | None, model: str, dataset: str, trainer: str) ->
 
 def complete(cfg: Mapping[str, Any] | DictConfig) -> DictConfig:
     """Return ``cfg``, which has any part of the keys, over the defaults of :class:`RobustConfig`.
-
-    Raises:
-        ConfigError: a value is of the wrong type.
-    """
+    Raises ConfigError: a value is of the wrong type."""
     try:
         merged = OmegaConf.merge(open_root(RobustConfig), cfg)
     except OmegaConfBaseException as error:
@@ -303,11 +300,8 @@ def complete(cfg: Mapping[str, Any] | DictConfig) -> DictConfig:
 
 
 def validate(cfg: DictConfig) -> None:
-    """Check the ranges that types cannot express.
-
-    Raises:
-        ConfigError: with one line naming the key, its value and what is accepted.
-    """
+    """Check the ranges that types cannot express. Raises ConfigError: with one line naming the key,
+    its value and what is accepted."""
     _reject_near_misses(cfg)
     _resolve_all(cfg)
     missing = sorted(OmegaConf.missing_keys(cfg))

@@ -72,10 +72,8 @@ def kill_descendants(
 ) -> list[int]:
     """Kill and collect this process's descendants until none is left.
 
-    This process has to be a subreaper: a killed process leaves its own children to it.
-
-    Returns:
-        The processes that are still there.
+    This process has to be a subreaper: a killed process leaves its own children to it. Returns the
+    processes that are still there.
     """
     deadline = time.monotonic() + timeout_seconds
     quiet_since = time.monotonic()

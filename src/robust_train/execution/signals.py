@@ -95,11 +95,8 @@ class SignalWatch:
 
     @contextlib.contextmanager
     def handed_to(self, handler: Callable[[int], None]) -> Iterator[int]:
-        """Within this block signals call ``handler(signum)`` instead of raising.
-
-        Yields:
-            A descriptor that becomes readable when a signal came.
-        """
+        """Within this block signals call ``handler(signum)`` instead of raising. Yields a
+        descriptor that becomes readable when a signal came."""
         with wakeup_descriptor() as wakeup:
             self._handler = handler
             try:

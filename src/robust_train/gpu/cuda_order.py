@@ -24,9 +24,7 @@ def cuda_order(environ: Mapping[str, str]) -> tuple[str, ...]:
     """Return UUIDs (without ``GPU-`` or ``MIG-``) in CUDA's order with no mask set.
 
     A short-lived process starts CUDA's driver, once for each ``CUDA_DEVICE_ORDER`` in ``environ``.
-
-    Raises:
-        CudaOrderError: the driver is missing or refuses.
+    Raises CudaOrderError: the driver is missing or refuses.
     """
     answer = _ask_fresh_process(environ.get("CUDA_DEVICE_ORDER"))
     if isinstance(answer, str):

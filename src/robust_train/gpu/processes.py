@@ -116,11 +116,8 @@ def started_at(pid: int) -> float | None:
 
 
 def send_signal(pid: int, started: float, signum: signal.Signals) -> bool:
-    """Signal a process that is known by number and start; return False if it has ended.
-
-    Raises:
-        PermissionError: it is another user's.
-    """
+    """Signal a process that is known by number and start; return False if it has ended. Raises
+    PermissionError: it is another user's."""
     try:
         process = psutil.Process(pid)
         if not is_there(pid, started):

@@ -36,10 +36,7 @@ def device_index(device: str) -> int | None:
 
 def ordinal_of(device: Any) -> int | None:
     """Return CUDA's number of ``device``, :data:`HOST` for the CPU, None where none is named.
-
-    Raises:
-        ValueError: it names no device.
-    """
+    Raises ValueError: it names no device."""
     if device is None:
         return None
     if isinstance(device, int):
@@ -55,22 +52,16 @@ def ordinal_of(device: Any) -> int | None:
 
 
 def started_gpu(device: Any) -> tuple[Any, int] | None:
-    """Return torch and the number of ``device`` where that is a GPU and CUDA has started.
-
-    Raises:
-        ValueError: this process has no such device.
-    """
+    """Return torch and the number of ``device`` where that is a GPU and CUDA has started. Raises
+    ValueError: this process has no such device."""
     ordinal = ordinal_of(device)
     torch = None if ordinal == HOST else started_torch()
     return None if torch is None else (torch, gpu_number(torch, ordinal))
 
 
 def gpu_number(torch: Any, ordinal: int | None) -> int:
-    """Return ``ordinal``, or without one the GPU of :func:`busiest_gpu`.
-
-    Raises:
-        ValueError: this process has no such GPU.
-    """
+    """Return ``ordinal``, or without one the GPU of :func:`busiest_gpu`. Raises ValueError: this
+    process has no such GPU."""
     if ordinal is None:
         return busiest_gpu(torch)
     if ordinal >= torch.cuda.device_count():

@@ -57,11 +57,8 @@ class ReplicaFinder:
         )
 
     def of(self, models: Iterable[nn.Module]) -> list[Replica]:
-        """Return the replicas in ``models`` at any depth, and those that wrap one of them.
-
-        Raises:
-            UserError: a model that communicates in its passes in a way that cannot be put off.
-        """
+        """Return the replicas in ``models`` at any depth, and those that wrap one of them. Raises
+        UserError: a model that communicates in its passes in a way that cannot be put off."""
         found: dict[int, Replica] = {}
         for model in models:
             known = self._known.get(model)
@@ -111,10 +108,8 @@ def sum_gradients(
 ) -> Tensor:
     """Sum the ranks' gradients, each by its share in the items of all.
 
-    A parameter without a gradient on any rank keeps none, so that optimizers pass it over.
-
-    Returns:
-        The mean loss over all ranks' items.
+    A parameter without a gradient on any rank keeps none, so that optimizers pass it over. Returns
+    the mean loss over all ranks' items.
     """
     for parameter, is_wanted in zip(parameters, has_gradient, strict=True):
         if is_wanted and parameter.grad is None:

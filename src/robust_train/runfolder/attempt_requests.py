@@ -126,11 +126,8 @@ class AttemptRequests:
         return reply is not None
 
     def _reply(self, waiting: _Waiting) -> Reply | None:
-        """Do what is requested. None: not at this boundary yet; empty: answered later.
-
-        Raises:
-            Refused: this trainer cannot do it.
-        """
+        """Do what is requested. None: not at this boundary yet; empty: answered later. Raises
+        Refused: this trainer cannot do it."""
         request, verb = waiting.request, waiting.request.verb
         if verb == "figures":
             return {"answer": {"attempt_pid": os.getpid(), "memory": memory_in_use()}}

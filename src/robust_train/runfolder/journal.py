@@ -95,11 +95,8 @@ class Earlier:
 
 
 def read_earlier(path: Path) -> Earlier:
-    """Read what earlier launches have written to the same journal; torn lines are skipped.
-
-    Raises:
-        OSError: it cannot be read just now.
-    """
+    """Read what earlier launches have written to the same journal; torn lines are skipped. Raises
+    OSError: it cannot be read just now."""
     attempts, found = 0, {}
     if path.exists() and not (path.is_file() or path.is_dir()):
         return Earlier()  # a device or a pipe may have no end

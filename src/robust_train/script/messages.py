@@ -55,10 +55,7 @@ class OwnFailure:
 
 def parse(line: str) -> Event | Result | OwnFailure:
     """Return what one line reports; what has no other meaning is an event of the script's own.
-
-    Raises:
-        NotUnderstood: it is no message.
-    """
+    Raises NotUnderstood: it is no message."""
     if len(line) > _LARGEST_LINE:
         raise NotUnderstood(f"longer than {_LARGEST_LINE} characters")
     try:

@@ -47,11 +47,8 @@ _BEFORE = "checkpoints_before.json"
 
 
 def preload_modules(cfg: DictConfig) -> tuple[str, ...]:
-    """Return nothing to import early, but check the config before a device is chosen.
-
-    Raises:
-        ConfigError: there is nothing to run, or it cannot be found.
-    """
+    """Return nothing to import early, but check the config before a device is chosen. Raises
+    ConfigError: there is nothing to run, or it cannot be found."""
     CommandSettings.of(cfg)
     return ()
 

@@ -45,11 +45,8 @@ class JobRecord:
     reused: bool = False
 
     def write(self, folder: Path) -> None:
-        """Write the record into the job's run folder, whole or not at all.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Write the record into the job's run folder, whole or not at all. Raises OSError: it
+        cannot be written."""
         write_json(folder / FILE, {"schema": SCHEMA, **asdict(self)})
 
 
@@ -123,11 +120,7 @@ def read_json(path: Path) -> Json:
 
 
 def write_json(path: Path, content: Json) -> None:
-    """Write a file of JSON, whole or not at all.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write a file of JSON, whole or not at all. Raises OSError: it cannot be written."""
     text = json.dumps(strict_json(content), indent=2, ensure_ascii=False, default=str)
     with replacing(path) as temporary:
         temporary.write_text(text + "\n", encoding="utf-8")

@@ -123,11 +123,8 @@ def begin(config: DictConfig) -> None:
 
 
 def check_first_job(config: DictConfig) -> None:
-    """Check the configuration with the first value of each swept key.
-
-    Raises:
-        ConfigError: it cannot be used.
-    """
+    """Check the configuration with the first value of each swept key. Raises ConfigError: it cannot
+    be used."""
     overrides = []
     for override in OverridesParser.create().parse_overrides(list(config.hydra.overrides.task)):
         line = override.input_line
