@@ -20,11 +20,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from robust_train.batch.known import memory_settings
 from robust_train.config.schema import RobustConfig
 from robust_train.errors import ConfigError
-from robust_train.memory.allocator import (
-    exported_expandable_segments,
-    is_wsl,
-    use_expandable_segments,
-)
+from robust_train.memory import allocator
 from robust_train.policy.sizes import PolicySettings
 from robust_train.runfolder.detach import is_detached
 from robust_train.runfolder.notify import EVENTS, URLS_VARIABLE, NotifySettings, is_secret
@@ -91,8 +87,8 @@ def _owns_terminal() -> bool:
 
 def policy_settings(cfg: DictConfig, *, finds_batch_size: bool = False) -> PolicySettings:
     """The part of the config that decisions depend on."""
-    is_free = exported_expandable_segments(os.environ) is None
-    expandable_segments = use_expandable_segments(
+    is_free = allocator.exported_expandable_segments(os.environ) is None
+    expandable_segments = allocator.use_expandable_segments(
         cfg.memory.expandable_segments,
         os.environ,
         is_script=bool(OmegaConf.select(cfg, "trainer.argv")),
@@ -112,7 +108,7 @@ def policy_settings(cfg: DictConfig, *, finds_batch_size: bool = False) -> Polic
         min_gpu_memory_bytes=cfg.min_gpu_memory_mb * MIB,
         prefetch_factor=cfg.training.prefetch_factor,
         expandable_segments=expandable_segments,
-        may_use_expandable_segments=is_free and not is_wsl(),
+        may_use_expandable_segments=is_free and not allocator.is_wsl(),
         may_wait=cfg.wait_for_gpu,
         retry_pause_seconds=cfg.retry_pause_seconds,
         finds_batch_size=finds_batch_size,

@@ -13,11 +13,7 @@ from robust_train.cli import kill
 from robust_train.cli.machine_memory import print_machine_memory, read_machine_memory
 from robust_train.cli.output import EXIT_NOT_DONE, Parser, fail, print_json, print_table
 from robust_train.events import Json
-from robust_train.memory.allocator import (
-    VARIABLE,
-    allocator_settings,
-    exported_expandable_segments,
-)
+from robust_train.memory import allocator
 from robust_train.runfolder.client import ControlError, ask
 from robust_train.runfolder.runs import NoLiveRun, NothingAlive, Run, choose_run
 from robust_train.values import MIB
@@ -153,13 +149,13 @@ def _enable(*, as_json: bool) -> int:
 
     TensorFloat32 is left alone: it changes results and saves no memory.
     """
-    exported = exported_expandable_segments(os.environ)
-    settings = allocator_settings(os.environ, expandable_segments=True)
-    line = f"export {VARIABLE}={shlex.quote(settings)}"
+    exported = allocator.exported_expandable_segments(os.environ)
+    settings = allocator.allocator_settings(os.environ, expandable_segments=True)
+    line = f"export {allocator.VARIABLE}={shlex.quote(settings)}"
     if exported is not None:
-        line = f"# {VARIABLE} has expandable_segments:{exported} already, which stays"
+        line = f"# {allocator.VARIABLE} has expandable_segments:{exported} already, which stays"
     if as_json:
-        print_json({"variable": VARIABLE, "value": settings, "lines": [line]})
+        print_json({"variable": allocator.VARIABLE, "value": settings, "lines": [line]})
         return 0
     print(line)
     if sys.stdout.isatty():

@@ -15,12 +15,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from robust_train.compat import (
-    allocator_history_is_recorded,
-    dump_allocator_snapshot,
-    record_allocator_history,
-    when_cuda_starts,
-)
+from robust_train import compat
 from robust_train.events import OutOfMemory
 from robust_train.files import replacing
 from robust_train.memory.cuda import started_torch
@@ -51,9 +46,9 @@ def record_history_after_an_oom(run_dir: Path) -> None:
 
     def record() -> None:
         with contextlib.suppress(Exception):
-            record_allocator_history(torch, _ENTRIES_OF_A_RUN)
+            compat.record_allocator_history(torch, _ENTRIES_OF_A_RUN)
 
-    when_cuda_starts(torch, record)
+    compat.when_cuda_starts(torch, record)
 
 
 def write_out_of_memory(
@@ -129,10 +124,10 @@ def write_snapshot(run_dir: Path) -> tuple[list[Path], str]:
         return [tensors_path], f"{sentence}; {no_snapshot}"
     snapshot_path = run_dir / f"memory-snapshot-{number}.pickle"
     with replacing(snapshot_path) as path:
-        dump_allocator_snapshot(torch, str(path))
+        compat.dump_allocator_snapshot(torch, str(path))
     sentence += f"; torch's snapshot is in {snapshot_path}, for https://pytorch.org/memory_viz"
-    if not allocator_history_is_recorded(torch):
-        record_allocator_history(torch, _ENTRIES_ON_REQUEST)
+    if not compat.allocator_history_is_recorded(torch):
+        compat.record_allocator_history(torch, _ENTRIES_ON_REQUEST)
         sentence += (
             "; it shows what is allocated now; from here on the history is recorded, for the next "
             "snapshot"
@@ -146,7 +141,7 @@ def _dump_snapshot(path: Path) -> str | None:
     if torch is None:
         return None
     try:
-        dump_allocator_snapshot(torch, str(path))
+        compat.dump_allocator_snapshot(torch, str(path))
     except Exception as error:
         log.warning("no memory snapshot: %s", first_line(error))
         with contextlib.suppress(OSError):
