@@ -50,11 +50,7 @@ _EXTRAS = {
 }
 """Which of our extras brings an option that is not there."""
 
-_ACCEPTED = {
-    "Integer": "an integer",
-    "Float": "a number",
-    "bool": "true or false",
-}
+_ACCEPTED = {"Integer": "an integer", "Float": "a number", "bool": "true or false"}
 
 
 def explain(

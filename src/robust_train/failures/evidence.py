@@ -56,11 +56,7 @@ _FREE = _table(
 )
 _ALLOWED = _table(r"SIZE allowed;")
 _PREEMPTIVE = re.compile(r"preemptively rejected|exceed allowed memory", re.IGNORECASE)
-_TOTAL = _table(
-    r"SIZE total capacity",
-    r"total capaci?ty of SIZE",
-    r"max allowed: SIZE",
-)
+_TOTAL = _table(r"SIZE total capacity", r"total capaci?ty of SIZE", r"max allowed: SIZE")
 
 # whose allocator's statistics are those of torch
 _TORCH = frozenset({"torch", "cuda", "hip", "cublas", "cudnn", "cufft", "cusolver", "nccl", None})
@@ -111,8 +107,7 @@ def with_statistics(evidence: Evidence, text: str) -> Evidence:
     }
     filled = replace(evidence, **missing)
     return replace(
-        filled,
-        fragmented=_is_fragmented(filled.requested_bytes, filled.reserved_unallocated_bytes),
+        filled, fragmented=_is_fragmented(filled.requested_bytes, filled.reserved_unallocated_bytes)
     )
 
 

@@ -29,14 +29,7 @@ class MicroBatch:
     """One part of a batch. Use it as ``with micro:`` around all that is to be repeated."""
 
     def __init__(
-        self,
-        step: Step,
-        data: Any,
-        weight: float,
-        start: int,
-        stop: int,
-        *,
-        is_probe: bool = False,
+        self, step: Step, data: Any, weight: float, start: int, stop: int, *, is_probe: bool = False
     ) -> None:
         self.data = data  # the samples, in the structure of the batch
         self.start = start  # of the first sample in the batch

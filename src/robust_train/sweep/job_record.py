@@ -59,12 +59,7 @@ class Entry(enum.Enum):
 
 
 def decide(
-    record: JobRecord | None,
-    *,
-    completed: bool,
-    overrides: Sequence[str],
-    sweep: str,
-    resume: bool,
+    record: JobRecord | None, *, completed: bool, overrides: Sequence[str], sweep: str, resume: bool
 ) -> Entry:
     """Return what to do with a job with these ``overrides`` in this launch of the ``sweep``.
 

@@ -48,12 +48,7 @@ from robust_train.vision.step import (
     apply_gradients,
     evaluate,
 )
-from robust_train.vision.training_state import (
-    REQUIRED,
-    LossAverage,
-    TrainingState,
-    identity_of,
-)
+from robust_train.vision.training_state import REQUIRED, LossAverage, TrainingState, identity_of
 
 log = logging.getLogger("robust_train.vision")
 
