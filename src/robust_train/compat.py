@@ -37,9 +37,7 @@ def autograd_sequence_number(torch: Any) -> int | None:
 
 def clear_cublas_workspaces(torch: Any) -> None:
     """Return cuBLAS's workspaces (up to 32 MiB a stream) to the caching allocator, if possible.
-
-    Never between replays of a CUDA graph, which embeds their addresses (pytorch#193402).
-    """
+    Never between replays of a CUDA graph, which embeds their addresses (pytorch#193402)."""
     clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
     if clear is not None:
         clear()
@@ -91,10 +89,8 @@ def watch_optimizer_steps(on_step: Callable[[], None]) -> Callable[[], None] | N
 
 
 def run_exit_handlers() -> None:
-    """Do what an interpreter's normal exit does, for a process that ends by ``os._exit``.
-
-    It waits for threads that are no daemons, then calls what ``atexit`` has registered.
-    """
+    """Do what an interpreter's normal exit does, for a process that ends by ``os._exit``. It waits
+    for threads that are no daemons, then calls what ``atexit`` has registered."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
 

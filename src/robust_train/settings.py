@@ -328,9 +328,7 @@ def take_notify_settings(cfg: DictConfig) -> NotifySettings:
 
 def hide_urls(cfg: DictConfig, environ: MutableMapping[str, str] = os.environ) -> bool:
     """Move ``notify.urls`` out of the config, and of Hydra's part of it, into the environment.
-
-    Returns whether there was any.
-    """
+    Returns whether there was any."""
     given = OmegaConf.select(cfg, "notify.urls", throw_on_missing=False)
     if not given:
         return False

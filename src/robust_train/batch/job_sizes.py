@@ -52,9 +52,7 @@ class BatchSizes:
 
     def begin(self, spec: AttemptSpec) -> tuple[AttemptSpec, BatchSearch | None]:
         """Return what an attempt uses in place of ``spec``, and the search that it begins with.
-
-        Only the first attempt on a kind of device is changed: the policy's own choices stand.
-        """
+        Only the first attempt on a kind of device is changed: the policy's own choices stand."""
         self._found, self._ran_out = None, None
         self._settings = self._policy.for_ranks(spec.ranks)
         self._sizes = micro_batch_sizes(self._settings.share, self._settings.min_batch_size)

@@ -30,10 +30,8 @@ _PARTS = 8
 
 
 def probe(gpu: GpuInfo, queue_directory: Path | None) -> tuple[bool, str]:
-    """Probe a usable GPU that no job has; return whether it passed, and one line about it.
-
-    Without a ``queue_directory`` nothing is reserved.
-    """
+    """Probe a usable GPU that no job has; return whether it passed, and one line about it. Without
+    a ``queue_directory`` nothing is reserved."""
     queue = HostQueue(
         queue_directory,
         name="doctor --probe",

@@ -109,10 +109,8 @@ def _job(cfg: DictConfig, *, remedies: bool) -> Any:
 
 @contextlib.contextmanager
 def refused_in_one_line() -> Iterator[None]:
-    """Print what ``launch`` raises here: Hydra would put lines of its own around it.
-
-    In a sweep it is raised, so that the job counts as failed.
-    """
+    """Print what ``launch`` raises here: Hydra would put lines of its own around it. In a sweep it
+    is raised, so that the job counts as failed."""
     try:
         yield
     except Exception as error:
@@ -126,9 +124,7 @@ def refused_in_one_line() -> Iterator[None]:
 
 def exit_code_of_error(error: BaseException) -> int | None:
     """Return the exit code for what ``launch`` raised in a project's ``main``, after its reason.
-
-    None: it is none of ours.
-    """
+    None: it is none of ours."""
     if isinstance(error, errors.JobInterrupted):
         return error.exit_code
     # its own traceback, without the launcher's frames
@@ -151,10 +147,8 @@ def exit_code_of(summary: Summary) -> int:
 
 
 def print_failure(summary: Summary) -> None:
-    """Print why a job failed.
-
-    The trainer's traceback where it explains more than a sentence; else, or also, the reason.
-    """
+    """Print why a job failed. The trainer's traceback where it explains more than a sentence; else,
+    or also, the reason."""
     is_refusal = summary.status == "failed" and not summary.attempts
     if is_refusal or summary.status not in ("failed", "no_device"):
         return

@@ -36,11 +36,8 @@ _FIGURES = ("allocated", "reserved", "peak", "largest_free_block", "free")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``memory ACTION``; return the exit code.
-
-    0: done. 1: it could not be done: no live run, or the run refused, or a process is still there.
-    2: wrong usage. 130: Ctrl-C.
-    """
+    """Run ``memory ACTION``; return the exit code. 0: done. 1: it could not be done: no live run,
+    or the run refused, or a process is still there. 2: wrong usage. 130: Ctrl-C."""
     parser = _parser()
     arguments = parser.parse_args(argv)
     action = arguments.action
@@ -77,10 +74,8 @@ def cleanup(argv: Sequence[str] | None = None) -> int:
 def _request(
     command: str, action: str, arguments: argparse.Namespace, options: dict[str, Json]
 ) -> int:
-    """Have a live run carry out an action and print the answer; return the exit code.
-
-    ``cleanup`` also shows the machine's memory as it is after that.
-    """
+    """Have a live run carry out an action and print the answer; return the exit code. ``cleanup``
+    also shows the machine's memory as it is after that."""
     run = None
     try:
         found = choose_run(arguments.run)
@@ -119,10 +114,8 @@ def _mib(size: int | None) -> str:
 
 
 def _info(command: str, which: str | None, *, as_json: bool) -> int:
-    """Print the machine's memory, and a live run's own figures; return the exit code.
-
-    Where no run was named, none or several are no error: only the machine's part is printed.
-    """
+    """Print the machine's memory, and a live run's own figures; return the exit code. Where no run
+    was named, none or several are no error: only the machine's part is printed."""
     machine = read_machine_memory()
     run, answer = None, {}
     try:
@@ -145,10 +138,8 @@ def _info(command: str, which: str | None, *, as_json: bool) -> int:
 
 
 def _enable(*, as_json: bool) -> int:
-    """Print lines for POSIX shells: expandable segments for later programs.
-
-    TensorFloat32 is left alone: it changes results and saves no memory.
-    """
+    """Print lines for POSIX shells: expandable segments for later programs. TensorFloat32 is left
+    alone: it changes results and saves no memory."""
     exported = allocator.exported_expandable_segments(os.environ)
     settings = allocator.allocator_settings(os.environ, expandable_segments=True)
     line = f"export {allocator.VARIABLE}={shlex.quote(settings)}"

@@ -56,10 +56,8 @@ _ACCEPTED = {"Integer": "an integer", "Float": "a number", "bool": "true or fals
 def explain(
     error: BaseException, config_name: str, arguments: Sequence[str], config_path: str = OURS
 ) -> str:
-    """Return one line for the user about one of :data:`REFUSALS`.
-
-    ``config_name`` is this command's primary config; ``arguments`` is its command line.
-    """
+    """Return one line for the user about one of :data:`REFUSALS`. ``config_name`` is this command's
+    primary config; ``arguments`` is its command line."""
     compose_with = functools.partial(composed, config_path=config_path, config_name=config_name)
     chain = "\n".join(str(link) for link in _chain(error))
     overrides = [argument for argument in arguments if not argument.startswith("-")]

@@ -240,10 +240,8 @@ _DEVICE = re.compile(r"auto|cpu|cuda|cuda:\d+|GPU-[0-9a-fA-F-]+|MIG-\S+")
 
 
 def open_root(schema: type) -> DictConfig:
-    """Return a root with the typed keys of ``schema`` that accepts other keys beside them.
-
-    A dataclass as Hydra's root would reject a user's own top-level keys.
-    """
+    """Return a root with the typed keys of ``schema`` that accepts other keys beside them. A
+    dataclass as Hydra's root would reject a user's own top-level keys."""
     typed = OmegaConf.structured(schema)
     root = OmegaConf.create({})
     for name in typed:

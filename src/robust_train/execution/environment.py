@@ -47,10 +47,8 @@ _ALLOCATORS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALL
 
 
 def read_at_import(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that a library may read when it is imported.
-
-    Of the allocator's settings that is only ``backend``.
-    """
+    """Return the variables that a library may read when it is imported. Of the allocator's settings
+    that is only ``backend``."""
     read = {
         name: value
         for name, value in environ.items()

@@ -127,9 +127,7 @@ _screens: dict[int, Screen] = {}
 
 def screen_of(descriptor: int) -> Screen:
     """Return the screen for the file that is open under a descriptor now; OSError for none.
-
-    Descriptors of one terminal share it.
-    """
+    Descriptors of one terminal share it."""
     status = os.fstat(descriptor)
     target = (status.st_dev, status.st_ino, status.st_rdev)
     known = _screens.pop(descriptor, None)
@@ -144,10 +142,8 @@ def screen_of(descriptor: int) -> Screen:
 
 
 def show(descriptor: int, data: bytes, source: object = None) -> None:
-    """Write to one of our streams without waiting; nothing where it is closed.
-
-    ``source`` is who writes: nobody's unfinished line takes in what another one writes.
-    """
+    """Write to one of our streams without waiting; nothing where it is closed. ``source`` is who
+    writes: nobody's unfinished line takes in what another one writes."""
     with contextlib.suppress(OSError):
         screen = screen_of(descriptor)
         if screen.area is None:

@@ -28,9 +28,7 @@ _EXTRAS = frozenset({"accelerate", "lightning", "transformers"})
 
 class _Reached(BaseException):
     """A script without a guard has come to its own ``launch``: all that the trainer uses is there.
-
-    Derived from BaseException, so that the script's ``except Exception`` does not swallow it.
-    """
+    Derived from BaseException, so that the script's ``except Exception`` does not swallow it."""
 
 
 @dataclass(frozen=True)

@@ -35,9 +35,7 @@ class Votes:
 
     def look(self, flag: str, rank: int) -> int:
         """Count a look of ``rank``; return the number of the look at which the flag is due, or 0.
-
-        It stays due until it is raised anew.
-        """
+        It stays due until it is raised anew."""
         row = _FLAGS.index(flag) * self._row
         with self.locked():
             self._take_raised(flag, row)

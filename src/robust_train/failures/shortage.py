@@ -26,10 +26,8 @@ _SAID = "_robust_train_shortage"
 
 
 def shortage_at(exception: BaseException, *, ran_out_before: bool) -> str:
-    """Return what shows that memory was short, empty for no evidence.
-
-    The first answer for an exception stays: later the memory of its frames may be free again.
-    """
+    """Return what shows that memory was short, empty for no evidence. The first answer for an
+    exception stays: later the memory of its frames may be free again."""
     known = getattr(exception, _SAID, None)
     if isinstance(known, str):
         return known

@@ -128,10 +128,8 @@ def run_command(
 def printed_by(
     command: Sequence[str], limit_seconds: float, variables: Mapping[str, str] | None = None
 ) -> bytes | None:
-    """Do :func:`run_command` for a program that may be missing; return what it prints.
-
-    None if it fails or takes longer. ``variables`` are set beside this process's environment.
-    """
+    """Do :func:`run_command` for a program that may be missing; return what it prints. None if it
+    fails or takes longer. ``variables`` are set beside this process's environment."""
     try:
         child = subprocess.Popen(
             command,

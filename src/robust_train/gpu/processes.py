@@ -47,10 +47,8 @@ class CudaProcesses:
 
 
 def find_holders(gpus: Iterable[GpuInfo]) -> dict[int, Holder]:
-    """Return names for the known processes on ``gpus``, by process id.
-
-    NVML lists the host's ids; in a container the same number is another process, so there is none.
-    """
+    """Return names for the known processes on ``gpus``, by process id. NVML lists the host's ids;
+    in a container the same number is another process, so there is none."""
     if not sees_host_pids():
         return {}
     found = {}
@@ -65,11 +63,8 @@ def find_holders(gpus: Iterable[GpuInfo]) -> dict[int, Holder]:
 
 
 def list_cuda_processes(inventory: Inventory) -> CudaProcesses:
-    """Return who computes on the GPUs of ``inventory``.
-
-    In a container, where NVML may list the host's numbers, a process counts only if it has CUDA's
-    library loaded.
-    """
+    """Return who computes on the GPUs of ``inventory``. In a container, where NVML may list the
+    host's numbers, a process counts only if it has CUDA's library loaded."""
     on: dict[int, list[int]] = {}
     used: dict[int, int | None] = {}
     others: dict[int, str] = {}

@@ -48,9 +48,7 @@ class Visible:
 
     def ordinal(self, uuid: str) -> int | None:
         """Return the CUDA ordinal in a process with the same environment, None if there is none.
-
-        CUDA enumerates one slice at most, and no whole GPU beside a slice.
-        """
+        CUDA enumerates one slice at most, and no whole GPU beside a slice."""
         slices = [gpu.uuid for gpu in self.gpus if gpu.parent_uuid is not None]
         shown = slices[:1] or [gpu.uuid for gpu in self.gpus]
         return shown.index(uuid) if uuid in shown else None

@@ -20,10 +20,8 @@ class CgroupMount:
 
 
 def memory_folders(root: Path = Path("/")) -> list[Path]:
-    """Return the folders of the cgroups that account this process's memory, its own first.
-
-    In version 2 each counts what is below it as well; in version 1 only the first is known.
-    """
+    """Return the folders of the cgroups that account this process's memory, its own first. In
+    version 2 each counts what is below it as well; in version 1 only the first is known."""
     cgroups = parse_cgroups(_read(root / "proc/self/cgroup"))
     is_v2 = "memory" not in cgroups
     path = cgroups.get("" if is_v2 else "memory")

@@ -70,10 +70,8 @@ def gpu_number(torch: Any, ordinal: int | None) -> int:
 
 
 def busiest_gpu(torch: Any) -> int:
-    """Return the GPU on which this process holds most; CUDA's current one where it holds nothing.
-
-    A trainer may put its model on another GPU than the current one.
-    """
+    """Return the GPU on which this process holds most; CUDA's current one where it holds nothing. A
+    trainer may put its model on another GPU than the current one."""
     held = [torch.cuda.memory_reserved(index) for index in range(torch.cuda.device_count())]
     return held.index(max(held)) if any(held) else int(torch.cuda.current_device())
 
@@ -138,10 +136,8 @@ def _segment(entry: Mapping[str, Any]) -> Segment:
 
 
 def unused_blocks(segments: Iterable[Segment], index: int) -> tuple[int, int]:
-    """Return the largest unused block of a GPU, and the sum of all, in bytes.
-
-    Blocks in private pools (CUDA graphs) do not count: only their graph can use them.
-    """
+    """Return the largest unused block of a GPU, and the sum of all, in bytes. Blocks in private
+    pools (CUDA graphs) do not count: only their graph can use them."""
     shared = [s for s in segments if s.device == index and not s.is_private]
     sizes = [size for segment in shared for size in segment.unused]
     return max(sizes, default=0), sum(sizes)

@@ -156,9 +156,7 @@ def holders_of(items: Sequence[Any], ignore: Collection[int] = ()) -> list[str]:
 @dataclass(frozen=True, eq=False)
 class _Path:
     """How one gets to ``value``: by ``text`` (``table['kept'][0]``) from the variables ``where``.
-
-    ``attribute`` is the end of it from the last object with attributes on: ``Owner.value``.
-    """
+    ``attribute`` is the end of it from the last object with attributes on: ``Owner.value``."""
 
     value: Any
     text: str

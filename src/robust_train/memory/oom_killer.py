@@ -16,10 +16,8 @@ _KILL_COUNT = re.compile(r"^oom_kill (\d+)\s*$", re.MULTILINE)
 
 
 class OomKillWatch:
-    """Compare the kernel's counts with those of the moment when this was made.
-
-    Make one before the child is started. Holds no open file, and never raises.
-    """
+    """Compare the kernel's counts with those of the moment when this was made. Make one before the
+    child is started. Holds no open file, and never raises."""
 
     def __init__(self, root: Path = Path("/")) -> None:
         # v2: a cgroup without a memory controller is counted with the one above it

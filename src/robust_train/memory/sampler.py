@@ -55,10 +55,8 @@ def _not_while_forking() -> threading.Lock:
 
 
 class Sampler:
-    """Takes a sample every ``interval_seconds``, from :meth:`start` to :meth:`stop`.
-
-    Each sample is written as soon as it is taken, so that it is there however the process ends.
-    """
+    """Takes a sample every ``interval_seconds``, from :meth:`start` to :meth:`stop`. Each sample is
+    written as soon as it is taken, so that it is there however the process ends."""
 
     def __init__(
         self,

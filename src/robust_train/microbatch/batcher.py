@@ -340,10 +340,8 @@ class MicroBatches:
         record.exhausted(*where, failure, used, self._size.tried, error)
 
     def _restore(self, *, rewinds: bool) -> None:
-        """Go back to the step's start while an error is on its way, which must not be lost.
-
-        After a fault of the device every call that reaches it raises once more.
-        """
+        """Go back to the step's start while an error is on its way, which must not be lost. After a
+        fault of the device every call that reaches it raises once more."""
         if self._start is None:
             return
         try:

@@ -72,10 +72,8 @@ def meter_of(device: torch.device, share: float) -> Meter:
 
 
 def device_of(parameters: Iterable[torch.Tensor]) -> torch.device:
-    """Return the GPU that the parameters are on, or the first of their devices.
-
-    Without any: the current GPU where this process has started CUDA, else the CPU.
-    """
+    """Return the GPU that the parameters are on, or the first of their devices. Without any: the
+    current GPU where this process has started CUDA, else the CPU."""
     found = list(dict.fromkeys(parameter.device for parameter in parameters))
     is_on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     found.append(torch.device("cuda" if is_on_gpu else "cpu"))

@@ -187,10 +187,8 @@ class OOMHandler:
 
 
 class _Leaves:
-    """The tensors that may get gradients, looked for at most one percent of the time.
-
-    But in each of the first tries, since models are made, or completed, just before or in them.
-    """
+    """The tensors that may get gradients, looked for at most one percent of the time. But in each
+    of the first tries, since models are made, or completed, just before or in them."""
 
     def __init__(self) -> None:
         self._looks = 0

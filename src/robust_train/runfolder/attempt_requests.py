@@ -45,10 +45,8 @@ class _Waiting:
 
 
 class AttemptRequests:
-    """Takes and carries out the requests to one attempt; a context manager.
-
-    What is not answered when it is left stays ``.taken``: the launcher knows what comes next.
-    """
+    """Takes and carries out the requests to one attempt; a context manager. What is not answered
+    when it is left stays ``.taken``: the launcher knows what comes next."""
 
     def __init__(self, run: Run, run_dir: Path, tick: Callable[[], None] = lambda: None) -> None:
         self._run = run

@@ -23,10 +23,8 @@ _MOST_OWED = 100
 
 
 class Journal:
-    """Appends events to ``journal.jsonl``, which stays small however long a job runs.
-
-    A disk that is full or gone costs one warning; events that matter are written once it works.
-    """
+    """Appends events to ``journal.jsonl``, which stays small however long a job runs. A disk that
+    is full or gone costs one warning; events that matter are written once it works."""
 
     def __init__(self, path: Path, *, slack_bytes: int = 512 * 1024) -> None:
         self.path = path

@@ -37,9 +37,7 @@ _FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 @dataclass(frozen=True)
 class Holder:
     """The content of a lock: the launcher that holds it since ``since``, and its job's id.
-
-    ``process_started`` is the start time of process ``pid``, in seconds of the epoch.
-    """
+    ``process_started`` is the start time of process ``pid``, in seconds of the epoch."""
 
     host: str
     pid: int

@@ -91,9 +91,7 @@ def is_secret(word: str) -> bool:
 
 class Notifier:
     """Watches a job's state and notifies of what happens, where anybody is to be notified.
-
-    ``has_failed``: whether a delivery has.
-    """
+    ``has_failed``: whether a delivery has."""
 
     def __init__(self, settings: NotifySettings, run_dir: Path | None = None) -> None:
         self._settings, self.urls = settings, settings.urls
@@ -181,10 +179,8 @@ class Notifier:
 
 
 class _Delivery(threading.Thread):
-    """A process that delivers one notification; ``problem``: why it has not, empty once it has.
-
-    A thread, for starting a program may hang as well, as on a disk that does.
-    """
+    """A process that delivers one notification; ``problem``: why it has not, empty once it has. A
+    thread, for starting a program may hang as well, as on a disk that does."""
 
     def __init__(
         self, name: str, command: Sequence[str], given: Json, more: Mapping[str, str]

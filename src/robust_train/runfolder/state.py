@@ -140,10 +140,8 @@ def read_state(run_dir: Path) -> RunState | None:
 
 
 class StateFile:
-    """Keeps ``state.json``: written at once at a change of state, else once a second at most.
-
-    A disk that is full costs the file and not the job.
-    """
+    """Keeps ``state.json``: written at once at a change of state, else once a second at most. A
+    disk that is full costs the file and not the job."""
 
     def __init__(self, run_dir: Path, state: RunState) -> None:
         self.state = state

@@ -123,10 +123,8 @@ def _own_input() -> Iterator[int | None]:
 
 @contextlib.contextmanager
 def _woken_by_signals() -> Iterator[Callable[[float], None]]:
-    """Yield a function that sleeps, but not past a signal: SIGTERM, or a child's end.
-
-    Outside the main thread, where Python allows no handlers, it sleeps the whole time.
-    """
+    """Yield a function that sleeps, but not past a signal: SIGTERM, or a child's end. Outside the
+    main thread, where Python allows no handlers, it sleeps the whole time."""
     is_main = threading.current_thread() is threading.main_thread()
     with wakeup_descriptor() as wakeup:
         poll = select.poll()

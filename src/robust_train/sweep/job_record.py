@@ -62,9 +62,7 @@ def decide(
     record: JobRecord | None, *, completed: bool, overrides: Sequence[str], sweep: str, resume: bool
 ) -> Entry:
     """Return what to do with a job with these ``overrides`` in this launch of the ``sweep``.
-
-    ``record`` is that of an earlier job in the run folder; ``completed`` means that one.
-    """
+    ``record`` is that of an earlier job in the run folder; ``completed`` means that one."""
     if record is None:
         return Entry.RUN if resume else Entry.RUN_ANEW
     # whatever the order, and how they are resumed
@@ -90,10 +88,8 @@ def read_record(folder: Path) -> JobRecord | None:
 
 
 def set_aside(folder: Path) -> Path | None:
-    """Move what an earlier job left into ``earlier-<n>/``; None where it left nothing.
-
-    What Hydra has just put there for the new job stays: its ``.hydra`` folder and open log files.
-    """
+    """Move what an earlier job left into ``earlier-<n>/``; None where it left nothing. What Hydra
+    has just put there for the new job stays: its ``.hydra`` folder and open log files."""
     left = [item for item in folder.iterdir() if not _OF_THE_NEW_JOB.fullmatch(item.name)]
     if not left:
         return None

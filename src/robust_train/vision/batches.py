@@ -83,10 +83,8 @@ def in_order(samples: Sequence[int], micro_batch: int) -> list[Sequence[int]]:
 
 
 def read_in_parts(effective_batch: int) -> tuple[int, int]:
-    """Return (samples, reads) to read a step with while its micro-batch size is unknown.
-
-    Workers read ahead in such parts, so a large effective batch must not be a single one.
-    """
+    """Return (samples, reads) to read a step with while its micro-batch size is unknown. Workers
+    read ahead in such parts, so a large effective batch must not be a single one."""
     samples = max(n for n in range(1, _READ_AT_MOST + 1) if effective_batch % n == 0)
     if 4 * samples < min(_READ_AT_MOST, effective_batch):
         samples = effective_batch
@@ -105,11 +103,8 @@ class Loading:
     def batches(
         self, dataset: ImageDataset, micro_batches: Sequence[Sequence[int]], epoch: int
     ) -> Iterator[Batch]:
-        """Yield a batch on the host for each of ``micro_batches``, in order.
-
-        Workers end with the iterator, so those of training and of validation never hold memory at
-        the same time.
-        """
+        """Yield a batch on the host for each of ``micro_batches``, in order. Workers end with the
+        iterator, so those of training and of validation never hold memory at the same time."""
         loader: torch.utils.data.DataLoader[Any] = torch.utils.data.DataLoader(
             dataset,
             batch_sampler=[[(epoch, index) for index in chunk] for chunk in micro_batches],

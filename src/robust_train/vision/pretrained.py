@@ -29,9 +29,7 @@ _CONTAINERS = ("state_dict", "model", "model_state_dict")
 
 def build_backbone(cfg: Any, num_classes: int) -> nn.Module:
     """Build the timm model ``cfg.backbone`` for square RGB images of ``cfg.image_size`` pixels.
-
-    ``cfg.weights`` takes precedence over ``cfg.pretrained``; 0 classes give pooled features.
-    """
+    ``cfg.weights`` takes precedence over ``cfg.pretrained``; 0 classes give pooled features."""
     timm = require("timm", f"model={cfg.name}")
     published = _published(timm, cfg.backbone)
     options = {"num_classes": num_classes, "drop_rate": cfg.dropout}

@@ -13,10 +13,8 @@ from torch import nn
 def make_optimizer(
     parameters: Iterable[nn.Parameter], *, lr: float, weight_decay: float
 ) -> torch.optim.AdamW:
-    """Return AdamW (Loshchilov & Hutter 2017, arXiv:1711.05101) for the trained parameters.
-
-    Vectors (biases, norms' scales) do not decay.
-    """
+    """Return AdamW (Loshchilov & Hutter 2017, arXiv:1711.05101) for the trained parameters. Vectors
+    (biases, norms' scales) do not decay."""
     trained = [p for p in parameters if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},

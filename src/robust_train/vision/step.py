@@ -89,10 +89,8 @@ def apply_gradients(
     precision: Precision,
     max_grad_norm: float,
 ) -> bool:
-    """Clip (0: do not), step, and release the gradients; return whether it was a step.
-
-    It is none if fp16 gradients overflowed: the parameters are unchanged.
-    """
+    """Clip (0: do not), step, and release the gradients; return whether it was a step. It is none
+    if fp16 gradients overflowed: the parameters are unchanged."""
     scaler = precision.scaler
     if max_grad_norm > 0:
         scaler.unscale_(optimizer)
@@ -107,10 +105,8 @@ def apply_gradients(
 
 
 def _step_or_undo(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
-    """Step. If memory runs out, remove the optimizer's state that this step has created.
-
-    An optimizer creates its state in the first step, and would later take half of it for all.
-    """
+    """Step. If memory runs out, remove the optimizer's state that this step has created. An
+    optimizer creates its state in the first step, and would later take half of it for all."""
     known = set(optimizer.state)
     try:
         scaler.step(optimizer)
