@@ -22,6 +22,9 @@ class AttemptClock:
     Args:
         stop_grace_seconds: from a request to stop, or the report of the result, to the kill.
         stall_timeout_seconds: without progress for this long it is stalled; 0 for never.
+
+    Attributes:
+        is_stopping: a signal has asked the attempt to stop.
     """
 
     def __init__(self, stop_grace_seconds: float, stall_timeout_seconds: float) -> None:
@@ -30,7 +33,7 @@ class AttemptClock:
         self._stall_at: float | None = None
         self._kill_at: float | None = None
         self._gone_at: float | None = None
-        self.is_stopping = False  # a signal has asked the attempt to stop
+        self.is_stopping = False
 
     @property
     def is_set(self) -> bool:

@@ -69,11 +69,14 @@ class ForkServer:
 
     Args:
         libraries: what to import right away (see :class:`.fork_messages.Import`).
+
+    Attributes:
+        pump: takes what the server and its attempts print.
+        unsafe: libraries after whose import attempts must not be forked, and why.
     """
 
     def __init__(self, libraries: Sequence[str] = ()) -> None:
-        self.pump = OutputPump()  # takes what the server and its attempts print
-        # libraries after whose import attempts must not be forked, and why
+        self.pump = OutputPump()
         self.unsafe: dict[str, str] = {}
         self._control, control_there = multiprocessing.Pipe()
         self._events, events_there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
