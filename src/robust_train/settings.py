@@ -20,7 +20,11 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from robust_train.batch.known import memory_settings
 from robust_train.config.schema import RobustConfig
 from robust_train.errors import ConfigError
-from robust_train.memory import allocator
+from robust_train.memory.allocator import (
+    exported_expandable_segments,
+    is_wsl,
+    use_expandable_segments,
+)
 from robust_train.policy.sizes import PolicySettings
 from robust_train.runfolder.detach import is_detached
 from robust_train.runfolder.notify import EVENTS, URLS_VARIABLE, NotifySettings, is_secret
@@ -87,8 +91,8 @@ def _owns_terminal() -> bool:
 
 def policy_settings(cfg: DictConfig, *, finds_batch_size: bool = False) -> PolicySettings:
     """The part of the config that decisions depend on."""
-    is_free = allocator.exported_expandable_segments(os.environ) is None
-    expandable_segments = allocator.use_expandable_segments(
+    is_free = exported_expandable_segments(os.environ) is None
+    expandable_segments = use_expandable_segments(
         cfg.memory.expandable_segments,
         os.environ,
         is_script=bool(OmegaConf.select(cfg, "trainer.argv")),
@@ -108,7 +112,7 @@ def policy_settings(cfg: DictConfig, *, finds_batch_size: bool = False) -> Polic
         min_gpu_memory_bytes=cfg.min_gpu_memory_mb * MIB,
         prefetch_factor=cfg.training.prefetch_factor,
         expandable_segments=expandable_segments,
-        may_use_expandable_segments=is_free and not allocator.is_wsl(),
+        may_use_expandable_segments=is_free and not is_wsl(),
         may_wait=cfg.wait_for_gpu,
         retry_pause_seconds=cfg.retry_pause_seconds,
         finds_batch_size=finds_batch_size,
@@ -276,8 +280,11 @@ def hydra_config() -> DictConfig | None:
 
 
 def run_folder(run_dir: str | Path | None) -> Path:
-    """The run folder, made if need be: the one given, Hydra's, or a new one. Raises ConfigError: it
-    cannot be made."""
+    """The run folder, made if need be: the one given, Hydra's, or a new one.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
     if run_dir is not None:
         path = Path(run_dir)
     elif HydraConfig.initialized():
@@ -303,8 +310,11 @@ def sweep_folder() -> Path | None:
 
 
 def take_notify_settings(cfg: DictConfig) -> NotifySettings:
-    """Return who is notified of what; the URLs, which may hold passwords, leave the config. Raises
-    ConfigError: it cannot be used."""
+    """Return who is notified of what; the URLs, which may hold passwords, leave the config.
+
+    Raises:
+        ConfigError: it cannot be used.
+    """
     environ = dict(os.environ)  # for this job alone: a program may call launch() again
     hide_urls(cfg, environ)
     urls = tuple(environ.get(URLS_VARIABLE, "").split())
@@ -328,7 +338,9 @@ def take_notify_settings(cfg: DictConfig) -> NotifySettings:
 
 def hide_urls(cfg: DictConfig, environ: MutableMapping[str, str] = os.environ) -> bool:
     """Move ``notify.urls`` out of the config, and of Hydra's part of it, into the environment.
-    Returns whether there was any."""
+
+    Returns whether there was any.
+    """
     given = OmegaConf.select(cfg, "notify.urls", throw_on_missing=False)
     if not given:
         return False

@@ -13,8 +13,18 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from robust_train import errors
 from robust_train.config.schema import complete
+from robust_train.errors import (
+    EXIT_BAD_CONFIG,
+    EXIT_FAILED,
+    EXIT_NO_DEVICE,
+    AttemptsExhausted,
+    ConfigError,
+    JobInterrupted,
+    NoDevice,
+    TrainerFailed,
+    UserError,
+)
 from robust_train.execution.library_imports import libraries_of
 from robust_train.execution.trainer_ref import TrainerRef
 from robust_train.launcher import Job
@@ -27,10 +37,14 @@ from robust_train.values import MEMORY_FAILURES, FailureKind
 
 
 class Ending:
-    """How this process ends."""
+    """How this process ends.
+
+    Attributes:
+        code: exit code: that of the first job that did not complete, else 0.
+    """
 
     def __init__(self) -> None:
-        self.code = 0  # exit code: that of the first job that did not complete, else 0
+        self.code = 0
         self._refusals: set[str] = set()
 
     def refuse(self, message: str) -> None:
@@ -38,7 +52,7 @@ class Ending:
         if message not in self._refusals:
             self._refusals.add(message)
             print(message, file=sys.stderr)
-        self.note(errors.EXIT_BAD_CONFIG)
+        self.note(EXIT_BAD_CONFIG)
 
     def note(self, code: int) -> None:
         """Take one job's exit code into account."""
@@ -64,18 +78,21 @@ def plain_job(cfg: DictConfig) -> Any:
 
 
 def check(cfg: DictConfig) -> None:
-    """Refuse what can be seen without an attempt: a wrong trainer, data that are not there. Raises
-    ConfigError: with one line."""
+    """Refuse what can be seen without an attempt: a wrong trainer, data that are not there.
+
+    Raises:
+        ConfigError: with one line.
+    """
     try:
         target = target_of(cfg)
         data = cfg.dataset if target.startswith("robust_train.vision.") else {}
         name, root = data.get("name"), data.get("root")
         is_local = name == "image_folder" or (data.get("download") is False and name != "digits")
-    except (errors.ConfigError, OmegaConfBaseException):  # reported by the job, for any command
+    except (ConfigError, OmegaConfBaseException):  # reported by the job, for any command
         return
     libraries_of(TrainerRef(target))
     if root and is_local and not Path(root).expanduser().is_dir():
-        raise errors.ConfigError(f"dataset.root={root}: there is no such folder")
+        raise ConfigError(f"dataset.root={root}: there is no such folder")
 
 
 def _job(cfg: DictConfig, *, remedies: bool) -> Any:
@@ -85,18 +102,18 @@ def _job(cfg: DictConfig, *, remedies: bool) -> Any:
         return job.objective
     try:
         if job is not None and job.refusal is not None:
-            raise errors.ConfigError(job.refusal)
+            raise ConfigError(job.refusal)
         summary = Job(None, cfg, remedies=remedies, explain=print_failure).run()
         if summary.status == "completed":
             return summary.objective
         code = exit_code_of(summary)
         ending.note(code)
         current.job_ended(summary.status, code, reason=summary.reason)
-    except errors.ConfigError as error:
+    except ConfigError as error:
         # printed here, because Hydra puts lines of its own around what a job raises
         ending.refuse(str(error))
         current.job_refused(str(error))
-    except errors.JobInterrupted as error:
+    except JobInterrupted as error:
         current.job_interrupted(error, error.exit_code)
         folder = sweep_folder()
         if folder is None or not sweep_stop_requested(folder):
@@ -109,8 +126,10 @@ def _job(cfg: DictConfig, *, remedies: bool) -> Any:
 
 @contextlib.contextmanager
 def refused_in_one_line() -> Iterator[None]:
-    """Print what ``launch`` raises here: Hydra would put lines of its own around it. In a sweep it
-    is raised, so that the job counts as failed."""
+    """Print what ``launch`` raises here: Hydra would put lines of its own around it.
+
+    In a sweep it is raised, so that the job counts as failed.
+    """
     try:
         yield
     except Exception as error:
@@ -124,31 +143,32 @@ def refused_in_one_line() -> Iterator[None]:
 
 def exit_code_of_error(error: BaseException) -> int | None:
     """Return the exit code for what ``launch`` raised in a project's ``main``, after its reason.
-    None: it is none of ours."""
-    if isinstance(error, errors.JobInterrupted):
+
+    None: it is none of ours.
+    """
+    if isinstance(error, JobInterrupted):
         return error.exit_code
     # its own traceback, without the launcher's frames
-    shown = error.__cause__ if isinstance(error.__cause__, errors.TrainerFailed) else error
-    if not isinstance(
-        shown,
-        errors.ConfigError | errors.NoDevice | errors.AttemptsExhausted | errors.TrainerFailed,
-    ):
+    shown = error.__cause__ if isinstance(error.__cause__, TrainerFailed) else error
+    if not isinstance(shown, ConfigError | NoDevice | AttemptsExhausted | TrainerFailed):
         return None
-    print(f"{error if isinstance(error, errors.UserError) else shown}".rstrip(), file=sys.stderr)
-    if isinstance(shown, errors.ConfigError):
-        return errors.EXIT_BAD_CONFIG
-    return errors.EXIT_NO_DEVICE if isinstance(shown, errors.NoDevice) else errors.EXIT_FAILED
+    print(f"{error if isinstance(error, UserError) else shown}".rstrip(), file=sys.stderr)
+    if isinstance(shown, ConfigError):
+        return EXIT_BAD_CONFIG
+    return EXIT_NO_DEVICE if isinstance(shown, NoDevice) else EXIT_FAILED
 
 
 def exit_code_of(summary: Summary) -> int:
     """Return the exit code of a job that was not interrupted."""
-    codes = {"completed": 0, "no_device": errors.EXIT_NO_DEVICE}
-    return codes.get(summary.status, errors.EXIT_FAILED)
+    codes = {"completed": 0, "no_device": EXIT_NO_DEVICE}
+    return codes.get(summary.status, EXIT_FAILED)
 
 
 def print_failure(summary: Summary) -> None:
-    """Print why a job failed. The trainer's traceback where it explains more than a sentence; else,
-    or also, the reason."""
+    """Print why a job failed.
+
+    The trainer's traceback where it explains more than a sentence; else, or also, the reason.
+    """
     is_refusal = summary.status == "failed" and not summary.attempts
     if is_refusal or summary.status not in ("failed", "no_device"):
         return

@@ -162,10 +162,10 @@ def _about_truth(plan: MemoryPlan) -> str:
 
 
 def _gpu(fit: GpuFit) -> list[str]:
-    gpu = fit.gpu
-    sizes = (str(size // MIB) for size in (fit.usable_bytes, gpu.total_bytes))
+    gpu = fit.room.gpu
+    sizes = (str(size // MIB) for size in (fit.room.usable_bytes, gpu.total_bytes))
     largest = map(_largest, (fit.now, fit.empty))
-    return [str(gpu.index), gpu.name, *sizes, *largest, fit.why_not or "-"]
+    return [str(gpu.index), gpu.name, *sizes, *largest, fit.room.why_not or "-"]
 
 
 def _largest(batch: int | None) -> str:

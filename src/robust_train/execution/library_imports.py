@@ -33,8 +33,11 @@ _NAME_MAKERS |= {"exec", "eval", "setattr"}
 def find_trainer(
     trainer: str | Callable[..., Any], inline: bool
 ) -> tuple[TrainerRef, tuple[str, ...]]:
-    """Return how to load a trainer, and the libraries that its import imports. Raises ConfigError:
-    it certainly cannot be loaded."""
+    """Return how to load a trainer, and the libraries that its import imports.
+
+    Raises:
+        ConfigError: it certainly cannot be loaded.
+    """
     if inline and not isinstance(trainer, str):
         return TrainerRef("inline.trainer"), ()
     ref = TrainerRef.of(trainer)
@@ -44,8 +47,10 @@ def find_trainer(
 def libraries_of(ref: TrainerRef) -> tuple[str, ...]:
     """Return the libraries that importing the trainer imports, in the order of their import.
 
-    A name that is imported from a library may be a module or an attribute of one. Raises
-    ConfigError: there is no such module or function, or its import will certainly fail.
+    A name that is imported from a library may be a module or an attribute of one.
+
+    Raises:
+        ConfigError: there is no such module or function, or its import will certainly fail.
     """
     if ref.pickled is not None:
         return ("torch",) if "torch" in sys.modules else ()

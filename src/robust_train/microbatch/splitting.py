@@ -89,13 +89,15 @@ class Parts:
         samples: how many there are.
         split: in place of :func:`part_of`.
         count: of how many items the loss over some data is a mean; None for the samples.
+
+    Attributes:
+        items: of how many the loss over the whole batch is a mean.
     """
 
     def __init__(
         self, batch: Any, samples: int, *, split: Split | None = None, count: Count | None = None
     ) -> None:
         self.samples = samples
-        # of how many the loss over the whole batch is a mean
         self.items = float(samples if count is None else count(batch))
         self._batch = batch
         self._split = split

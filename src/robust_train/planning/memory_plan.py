@@ -15,25 +15,16 @@ from omegaconf import DictConfig
 from robust_train.config.batch import settle_batch_size
 from robust_train.config.schema import complete, validate
 from robust_train.errors import ConfigError
-from robust_train.gpu.allocation import allocated_by
 from robust_train.gpu.footprint import CACHE_FACTOR, CONTEXT_BYTES
-from robust_train.gpu.inventory import read_inventory
-from robust_train.gpu.visible import visible_gpus
 from robust_train.planning import fit
 from robust_train.planning.fit import Peak
+from robust_train.planning.machine import GpuRoom, read_rooms
 from robust_train.planning.truth import ROOTS, Measured, Truth, find_truth
-from robust_train.queue.exclusions import mark_excluded, read_exclusions
-from robust_train.queue.queue_dir import QueueProblem, directory_for
-from robust_train.queue.queued_job import split
-from robust_train.queue.reservations import JobRegistry, LiveJob, boottime
-from robust_train.queue.scheduler import GpuReservation, WaitingJob, open_to
 from robust_train.settings import target_of
-from robust_train.values import MIB, GpuInfo
 
 SCHEMA = 1
 BUILT_IN = "robust_train.vision.trainer.train"
 _ROWS = 4
-_BEHIND_ALL = 10**15
 
 
 @dataclass(frozen=True)
@@ -68,12 +59,9 @@ class PlannedSize:
 
 @dataclass(frozen=True)
 class GpuFit:
-    """A GPU as NVML reports it, what a new job can use there, and the largest micro-batches."""
+    """A GPU and the largest micro-batches that fit there."""
 
-    gpu: GpuInfo
-    # free, less what others have reserved and not taken yet; 0 where no new job may start now
-    usable_bytes: int
-    why_not: str | None = None  # in that case the reason
+    room: GpuRoom
     now: int | None = None  # the largest micro-batch that fits now
     empty: int | None = None  # the same if the GPU were empty
 
@@ -81,9 +69,9 @@ class GpuFit:
         """Return the fit in JSON's types."""
         names = ("index", "uuid", "name", "total_bytes", "free_bytes")
         return {
-            **{name: getattr(self.gpu, name) for name in names},
-            "usable_bytes": self.usable_bytes,
-            "why_not": self.why_not,
+            **{name: getattr(self.room.gpu, name) for name in names},
+            "usable_bytes": self.room.usable_bytes,
+            "why_not": self.room.why_not,
             "largest_batch_now": self.now,
             "largest_batch_empty": self.empty,
         }
@@ -168,7 +156,7 @@ def plan_memory(
     predict = functools.lru_cache(maxsize=None)(StepPredictor(cfg).predict)
     truth = find_truth(cfg, map(Path, ROOTS if runs is None else runs))
     images = training_images(cfg.dataset)
-    rooms, problem = _read_rooms(cfg, os.environ if environ is None else environ)
+    rooms, problem = read_rooms(cfg, os.environ if environ is None else environ)
 
     def does_fit(peak: Peak, free_bytes: int, total_bytes: int) -> bool:
         return fit.fits(peak, free_bytes, total_bytes, cfg.memory.fraction)
@@ -183,12 +171,12 @@ def plan_memory(
 
     def row(size: int, accumulates: bool) -> PlannedSize:
         peak = predict(size, accumulates=accumulates)
-        on = [gpu.index for gpu, usable, _ in rooms if does_fit(peak, usable, gpu.total_bytes)]
+        on = [r.gpu.index for r in rooms if does_fit(peak, r.usable_bytes, r.gpu.total_bytes)]
         return PlannedSize(peak, tuple(on), truth.of(size, accumulates))
 
-    def gpu_fit(gpu: GpuInfo, usable: int, why_not: str | None) -> GpuFit:
-        total = gpu.total_bytes
-        return GpuFit(gpu, usable, why_not, largest(usable, total), largest(total, total))
+    def gpu_fit(room: GpuRoom) -> GpuFit:
+        total = room.gpu.total_bytes
+        return GpuFit(room, largest(room.usable_bytes, total), largest(total, total))
 
     wanted = {(size, _accumulates(cfg, size)) for size in batch_sizes or _default_sizes(cfg)}
     wanted |= {(found.batch_size, found.accumulates) for found in truth.measured}
@@ -198,7 +186,7 @@ def plan_memory(
         precision="bfloat16" if cfg.training.mixed_precision else "float32",
         batch_size=cfg.training.batch_size,
         rows=tuple(row(size, accumulates) for size, accumulates in sorted(wanted)),
-        gpus=tuple(gpu_fit(*room) for room in rooms),
+        gpus=tuple(map(gpu_fit, rooms)),
         problem=problem,
         sizes={} if rooms else {size: largest(size, size) for size in fit.TYPICAL_SIZES},
         truth=truth,
@@ -219,44 +207,3 @@ def _default_sizes(cfg: DictConfig) -> list[int]:
     while len(sizes) < _ROWS and sizes[-1] // 2 >= cfg.min_batch_size:
         sizes.append(sizes[-1] // 2)
     return sizes
-
-
-def _read_rooms(
-    cfg: DictConfig, environ: Mapping[str, str]
-) -> tuple[list[tuple[GpuInfo, int, str | None]], str | None]:
-    """Return the GPUs for a job that starts now, with usable bytes and, for none of them, why; or
-    why there are no GPUs. ``environ``: whose CUDA_VISIBLE_DEVICES bounds the choice."""
-    visible = visible_gpus(read_inventory(processes=False), environ)
-    jobs: Sequence[LiveJob] = ()
-    gpus, path = visible.gpus, directory_for(cfg.gpu_queue_dir, environ)
-    if gpus and cfg.gpu_queue and allocated_by(environ) is None and path.exists():
-        try:
-            registry = JobRegistry(path)
-        except QueueProblem:
-            pass  # jobs go on without reservations there
-        else:
-            gpus, jobs = mark_excluded(gpus, read_exclusions(registry.directory)), registry.jobs()
-            registry.close()
-    waiting, reservations = split(jobs)
-    now, need = boottime(), cfg.min_gpu_memory_mb * MIB
-    uuids = frozenset(gpu.uuid for gpu in gpus)
-    me = WaitingJob("", _BEHIND_ALL, need, uuids, cfg.gpu_jobs_per_device, now)
-    usable = {gpu.uuid: gpu.free_bytes for gpu in open_to(me, waiting, reservations, gpus, now)}
-    rooms = [
-        (gpu, usable.get(gpu.uuid, 0), _why_not(gpu, need, reservations, gpu.uuid in usable))
-        for gpu in gpus
-    ]
-    return rooms, None if rooms else visible.why_none
-
-
-def _why_not(
-    gpu: GpuInfo, need: int, reservations: Sequence[GpuReservation], is_open: bool
-) -> str | None:
-    if is_open or gpu.unusable is not None:
-        return None if is_open else gpu.unusable
-    owners = [r.owner or r.id for r in reservations if r.gpu in (gpu.uuid, None)]
-    if owners:
-        return f"reserved by {'; '.join(owners)}"
-    if gpu.free_bytes < need:
-        return f"less than min_gpu_memory_mb={need // MIB} is free"
-    return "kept for jobs that came earlier"

@@ -75,8 +75,11 @@ def wait_until_readable(read: Callable[[], T], *, sleep: Callable[[float], None]
 
 def begin_job(run_dir: Path, *, resume: bool) -> Beginning:
     """Find out where a launch in ``run_dir`` begins, and write ``job.json``; ``resume``: go on with
-    the unfinished job of the folder, if there is one. Raises ConfigError: something of the folder
-    cannot be read or written, also after a while."""
+    the unfinished job of the folder, if there is one.
+
+    Raises:
+        ConfigError: something of the folder cannot be read or written, also after a while.
+    """
     folder = run_dir / "checkpoints"
     earlier = wait_until_readable(lambda: read_earlier(run_dir / "journal.jsonl"))
     job = wait_until_readable(lambda: read_identity(run_dir))

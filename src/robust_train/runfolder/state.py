@@ -10,7 +10,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
-from robust_train import events
+from robust_train.events import (
+    AttemptProcess,
+    AttemptStarted,
+    BatchSizeFound,
+    CheckpointSaved,
+    Event,
+    JobStarted,
+    Json,
+    MemoryReported,
+    MicroBatchChanged,
+    Progress,
+    TrainingStarted,
+    from_json,
+)
 from robust_train.files import parse_json, read_small, replacing
 from robust_train.runfolder.journal import strict_json
 
@@ -43,7 +56,7 @@ class RunState:
     earlier_ids: tuple[str, ...] = ()  # ids that the job had before
     job: str | None = None  # identity of the job through all its launches
     # `position`, `reason` and `seconds_left` while it waits for a GPU
-    waiting: Mapping[str, events.Json] | None = None
+    waiting: Mapping[str, Json] | None = None
     attempt: int | None = None  # number of the attempt, from 1; what follows is of it
     attempt_pid: int | None = None  # of rank 0
     # `cuda:<number>` as `nvidia-smi` counts, several with commas, or `cpu`
@@ -72,16 +85,16 @@ class RunState:
         """Whether the job has ended."""
         return self.state in FINAL
 
-    def as_json(self) -> dict[str, events.Json]:
+    def as_json(self) -> dict[str, Json]:
         """Return the content of ``state.json``."""
-        content: dict[str, events.Json] = strict_json(asdict(self))
+        content: dict[str, Json] = strict_json(asdict(self))
         return content
 
     @classmethod
     def parse(cls, data: bytes | str) -> RunState | None:
         """Return the state in the content of a file; None where that is not a state of ours."""
         try:
-            found = events.from_json(cls, parse_json(data))
+            found = from_json(cls, parse_json(data))
         except ValueError:  # MalformedEvent among them
             return None
         return found if found.schema == SCHEMA else None
@@ -92,34 +105,34 @@ _OF_AN_ATTEMPT = _NAMES[_NAMES.index("attempt_pid") : _NAMES.index("checkpoint")
 _WRITTEN_AT_ONCE = ("id", "state", "attempt", "attempt_pid", "checkpoint", "micro_batch")
 
 
-def with_attempt(state: RunState, number: int, started: events.AttemptStarted) -> RunState:
+def with_attempt(state: RunState, number: int, started: AttemptStarted) -> RunState:
     """Return the state at the start of attempt ``number``."""
-    fresh: dict[str, events.Json] = {name: getattr(started, name, None) for name in _OF_AN_ATTEMPT}
+    fresh: dict[str, Json] = {name: getattr(started, name, None) for name in _OF_AN_ATTEMPT}
     state = replace(state, state="running", waiting=None, attempt=number, reason=None, **fresh)
     return _with_effective_batch(state)
 
 
-def after_event(state: RunState, event: events.Event) -> RunState:
+def after_event(state: RunState, event: Event) -> RunState:
     """Return the state after one event of the attempt."""
-    if isinstance(event, events.Progress):
+    if isinstance(event, Progress):
         loss = event.metrics.get("loss", state.loss)
         total = event.total_steps if event.total_steps is not None else state.total_steps
         return replace(state, step=event.step, total_steps=total, loss=loss)
-    if isinstance(event, events.TrainingStarted):
+    if isinstance(event, TrainingStarted):
         return replace(state, step=event.step)
-    if isinstance(event, events.CheckpointSaved):
+    if isinstance(event, CheckpointSaved):
         return replace(state, checkpoint=event.path, checkpoint_step=event.step)
-    if isinstance(event, events.MemoryReported) and event.rank is None:
+    if isinstance(event, MemoryReported) and event.rank is None:
         return replace(state, memory=event.figures)
-    if isinstance(event, events.MicroBatchChanged) and event.training:
+    if isinstance(event, MicroBatchChanged) and event.training:
         return replace(state, micro_batch=event.after)
-    if isinstance(event, events.BatchSizeFound) and event.batch_size is not None:
+    if isinstance(event, BatchSizeFound) and event.batch_size is not None:
         steps = event.gradient_accumulation_steps or state.gradient_accumulation_steps
         found = replace(state, batch_size=event.batch_size, gradient_accumulation_steps=steps)
         return _with_effective_batch(found)
-    if isinstance(event, events.JobStarted):
+    if isinstance(event, JobStarted):
         return replace(state, job=event.job)
-    if isinstance(event, events.AttemptProcess):
+    if isinstance(event, AttemptProcess):
         return replace(state, attempt_pid=event.pid)
     return state
 
@@ -140,8 +153,10 @@ def read_state(run_dir: Path) -> RunState | None:
 
 
 class StateFile:
-    """Keeps ``state.json``: written at once at a change of state, else once a second at most. A
-    disk that is full costs the file and not the job."""
+    """Keeps ``state.json``: written at once at a change of state, else once a second at most.
+
+    A disk that is full costs the file and not the job.
+    """
 
     def __init__(self, run_dir: Path, state: RunState) -> None:
         self.state = state
