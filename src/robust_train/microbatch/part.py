@@ -26,19 +26,37 @@ class Step(Protocol):
 
 
 class MicroBatch:
-    """One part of a batch. Use it as ``with micro:`` around all that is to be repeated."""
+    """One part of a batch. Use it as ``with micro:`` around all that is to be repeated.
+
+    Attributes:
+        data: the samples, in the structure of the batch.
+        start: of the first sample in the batch.
+        stop: of the sample after the last one.
+        done: the body went through; False after memory ran out in it.
+        is_probe: it is only measured, and nothing of it is left afterwards.
+        since: autograd's number when the body began.
+        failure: why memory ran out in it, None where it did not.
+        size: most samples in a part when it did.
+    """
 
     def __init__(
-        self, step: Step, data: Any, weight: float, start: int, stop: int, *, is_probe: bool = False
+        self,
+        step: Step,
+        data: Any,
+        weight: float,
+        start: int,
+        stop: int,
+        *,
+        is_probe: bool = False,
     ) -> None:
-        self.data = data  # the samples, in the structure of the batch
-        self.start = start  # of the first sample in the batch
-        self.stop = stop  # of the sample after the last one
-        self.done = False  # the body went through; False after memory ran out in it
-        self.is_probe = is_probe  # it is only measured, and nothing of it is left afterwards
-        self.since: int | None = None  # autograd's number when the body began
-        self.failure: Failure | None = None  # why memory ran out in it, None where it did not
-        self.size = stop - start  # most samples in a part when it did
+        self.data = data
+        self.start = start
+        self.stop = stop
+        self.done = False
+        self.is_probe = is_probe
+        self.since: int | None = None
+        self.failure: Failure | None = None
+        self.size = stop - start
         self._step = step
         self._weight = weight
         self._is_weighted = False
