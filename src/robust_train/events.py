@@ -22,10 +22,8 @@ Metrics = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Event:
-    """Base of all events. ``name`` is the event's name in JSON.
-
-    ``may_be_dropped``: losing one of these costs a point in a curve and nothing else, so it is
-    dropped rather than hold training up.
+    """Base of all events. ``name`` is the event's name in JSON. ``may_be_dropped``: losing one of
+    these costs a point in a curve and nothing else, so it is dropped rather than hold training up.
     """
 
     name: ClassVar[str] = ""
@@ -123,11 +121,9 @@ class MemoryHeld(Event):
 
 @dataclass(frozen=True)
 class MicroBatchChanged(Event):
-    """The micro-batch size changed inside an attempt, in training or in evaluation.
-
-    ``kind`` is the failure's where memory ran out, None where a larger size is tried again or
-    somebody asked for it.
-    """
+    """The micro-batch size changed inside an attempt, in training or in evaluation. ``kind`` is the
+    failure's where memory ran out, None where a larger size is tried again or somebody asked for
+    it."""
 
     name = "micro_batch_changed"
     step: int
@@ -164,7 +160,6 @@ class MicroBatchExhausted(Event):
 @dataclass(frozen=True)
 class BatchSizeFound(Event):
     """Probes before training found the largest micro-batch; None if not even the smallest fits.
-
     ``search`` describes the probes (see :class:`robust_train.microbatch.probing.FoundBatchSize`).
     """
 

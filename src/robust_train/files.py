@@ -27,11 +27,9 @@ _LARGEST = 2**1023  # of the integers that are floats, too
 
 @contextlib.contextmanager
 def replacing(path: Path, *, durable: bool = False) -> Iterator[Path]:
-    """Yield a path beside ``path`` to write to; when the block is left, that becomes ``path``.
-
-    If the block raises, or the renaming does, nothing of it stays and what was there is untouched.
-    ``durable``: the new content survives a power cut once the block is left.
-    """
+    """Yield a path beside ``path`` to write to; when the block is left, that becomes ``path``. If
+    the block raises, or the renaming does, nothing of it stays and what was there is untouched.
+    ``durable``: the new content survives a power cut once the block is left."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield temporary

@@ -74,11 +74,9 @@ def output_of(
     follow: bool = False,
     last_bytes: int | None = None,
 ) -> Iterator[bytes]:
-    """Yield what an attempt has printed; None: the last one, and with ``follow`` those after it.
-
-    Of a job that goes on only whole lines: its log may still take back the last one.
-    ``last_bytes``: begin so many bytes before the end, at most.
-    """
+    """Yield what an attempt has printed; None: the last one, and with ``follow`` those after it. Of
+    a job that goes on only whole lines: its log may still take back the last one. ``last_bytes``:
+    begin so many bytes before the end, at most."""
     number, position, ends_line = attempt, 0, True
     while True:
         run = runs.read_run(run_dir)  # before the file: what is written at the end is not missed

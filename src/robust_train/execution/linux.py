@@ -70,11 +70,9 @@ def kill_descendants(
     # moment later
     quiet_seconds: float = 0.0,
 ) -> list[int]:
-    """Kill and collect this process's descendants until none is left.
-
-    This process has to be a subreaper: a killed process leaves its own children to it. Returns the
-    processes that are still there.
-    """
+    """Kill and collect this process's descendants until none is left. This process has to be a
+    subreaper: a killed process leaves its own children to it. Returns the processes that are still
+    there."""
     deadline = time.monotonic() + timeout_seconds
     quiet_since = time.monotonic()
     pause = 0.002

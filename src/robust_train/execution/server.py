@@ -154,11 +154,9 @@ class _Server:
 
 
 def _import_one(name: str) -> None:
-    """Import a module, or nothing if it is an attribute of one.
-
-    What fails will fail in the attempt as well, and is reported there. Raises ConfigError: a limit
-    of this process leaves no room for it.
-    """
+    """Import a module, or nothing if it is an attribute of one. What fails will fail in the attempt
+    as well, and is reported there. Raises ConfigError: a limit of this process leaves no room for
+    it."""
     parent, _, attribute = name.rpartition(".")
     try:
         if not hasattr(sys.modules.get(parent), attribute):

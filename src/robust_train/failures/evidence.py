@@ -63,11 +63,9 @@ _TORCH = frozenset({"torch", "cuda", "hip", "cublas", "cudnn", "cufft", "cusolve
 
 
 def read_evidence(text: str, match: Match) -> Evidence:
-    """Return the figures in a message; ``text`` is on one line.
-
-    torch asks the driver only below ``memory.fraction``: if more was free than was requested, or
-    it rejects "preemptively" (since 2.15), the process reached its own limit.
-    """
+    """Return the figures in a message; ``text`` is on one line. torch asks the driver only below
+    ``memory.fraction``: if more was free than was requested, or it rejects "preemptively" (since
+    2.15), the process reached its own limit."""
     requested = _first(_REQUESTED, text)
     allocated = _first(_ALLOCATED, text)
     unused = _first(_UNUSED, text)

@@ -62,11 +62,9 @@ def no_room_to_import(module: str, error: BaseException | None) -> str | None:
 
 
 def do_without_onednn(failure: Failure) -> None:
-    """Turn oneDNN off in this process after a failure of its own for lack of memory.
-
-    Its compiler (Xbyak) keeps the first failed allocation for the rest of the thread: every later
-    primitive fails too, however much memory there is. torch's own kernels take its place.
-    """
+    """Turn oneDNN off in this process after a failure of its own for lack of memory. Its compiler
+    (Xbyak) keeps the first failed allocation for the rest of the thread: every later primitive
+    fails too, however much memory there is. torch's own kernels take its place."""
     torch = sys.modules.get("torch")
     if failure.evidence.clue != Clue.UNCLEAR or torch is None:
         return

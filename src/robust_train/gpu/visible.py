@@ -55,11 +55,9 @@ class Visible:
 
 
 def visible_gpus(inventory: Inventory, environ: Mapping[str, str]) -> Visible:
-    """Return the part of ``inventory`` that CUDA_VISIBLE_DEVICES in ``environ`` leaves to us.
-
-    A GPU that CUDA counts but NVML could not read keeps its number, as one that is unusable. With
-    several models CUDA's order is asked for in a short process, once.
-    """
+    """Return the part of ``inventory`` that CUDA_VISIBLE_DEVICES in ``environ`` leaves to us. A GPU
+    that CUDA counts but NVML could not read keeps its number, as one that is unusable. With several
+    models CUDA's order is asked for in a short process, once."""
     mask = environ.get(VARIABLE)
     if not inventory.answered:
         hidden = mask is not None and _hides_all(mask)

@@ -61,11 +61,9 @@ def parse_mounts(text: str) -> list[CgroupMount]:
 
 
 def _below(path: str, root: str) -> PurePosixPath | None:
-    """Return a cgroup's path below the part that is mounted; None if it is outside of it.
-
-    In a container either may be named as the machine or as the container sees it; with a cgroup
-    namespace both are mostly ``/``. A path with ``..`` leads out of the namespace.
-    """
+    """Return a cgroup's path below the part that is mounted; None if it is outside of it. In a
+    container either may be named as the machine or as the container sees it; with a cgroup
+    namespace both are mostly ``/``. A path with ``..`` leads out of the namespace."""
     own, mounted = PurePosixPath(path), PurePosixPath(root)
     if ".." in (*own.parts, *mounted.parts) or not own.is_relative_to(mounted):
         return None

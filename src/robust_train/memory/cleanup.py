@@ -87,11 +87,9 @@ def return_memory(*, thorough: bool = True, workspaces: bool = False) -> None:
 
 
 class KeptGradients:
-    """Gradients as they are now, to go back to after a failed try: the same tensors and values.
-
-    A try may add to a gradient or set it to zero, so its values are copied; on the host where the
-    device has no room for that.
-    """
+    """Gradients as they are now, to go back to after a failed try: the same tensors and values. A
+    try may add to a gradient or set it to zero, so its values are copied; on the host where the
+    device has no room for that."""
 
     def __init__(self, tensors: Iterable[Any]) -> None:
         self._kept = {
@@ -119,11 +117,9 @@ def leaf_tensors() -> list[Any]:
 
 
 class StartingMemory:
-    """What tensors hold before the first try, to compare with before each later one.
-
-    On a GPU as the caching allocator counts, on the CPU as the storages of all tensors that Python
-    knows. ``gradients`` are those of this moment, where they are kept already.
-    """
+    """What tensors hold before the first try, to compare with before each later one. On a GPU as
+    the caching allocator counts, on the CPU as the storages of all tensors that Python knows.
+    ``gradients`` are those of this moment, where they are kept already."""
 
     def __init__(self, gradients: KeptGradients | None = None) -> None:
         self.gradients = KeptGradients(leaf_tensors()) if gradients is None else gradients

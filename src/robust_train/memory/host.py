@@ -77,11 +77,9 @@ def resident_bytes(process: psutil.Process | None = None) -> tuple[int, int]:
 
 
 def resident_bytes_of_tree(process: psutil.Process) -> tuple[int, int]:
-    """Return :func:`resident_bytes` of a process and its descendants.
-
-    Pages of files count once, as those of the process that has most. Pages that a fork still shares
-    with its parent count for both: only a walk through all of them could separate them.
-    """
+    """Return :func:`resident_bytes` of a process and its descendants. Pages of files count once, as
+    those of the process that has most. Pages that a fork still shares with its parent count for
+    both: only a walk through all of them could separate them."""
     own, shared = 0, 0
     for member in (process, *process.children(recursive=True)):
         with contextlib.suppress(psutil.Error):

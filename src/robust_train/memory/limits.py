@@ -84,11 +84,9 @@ def set_memory_fraction(fraction: float = 0.8, device: Any = None) -> MemoryLimi
 
 
 def limit_when_cuda_starts(fraction: float, index: int | None) -> bool:
-    """Let this process's caching allocator hold at most this share of a GPU's memory.
-
-    Takes effect when torch starts CUDA, and does not start it; a limit that is refused is logged.
-    ``index`` is None for the CPU. Returns False where torch is not imported yet.
-    """
+    """Let this process's caching allocator hold at most this share of a GPU's memory. Takes effect
+    when torch starts CUDA, and does not start it; a limit that is refused is logged. ``index`` is
+    None for the CPU. Returns False where torch is not imported yet."""
     if index is None:
         if fraction != MemoryConfig.fraction:
             log.info("memory.fraction=%g: has no effect on the CPU", fraction)

@@ -30,10 +30,8 @@ class OomKillWatch:
 
     def killed(self) -> bool | None:
         """Return whether the OOM killer has taken a process of this process's cgroup since then.
-
         None where nothing can be read, or where some process on the machine was killed and it is
-        unknown which.
-        """
+        unknown which."""
         now = _count(self._counter)
         if self._before is not None and now is not None:
             return now > self._before

@@ -31,11 +31,9 @@ _STOP_SECONDS = 2.0
 
 @functools.lru_cache(maxsize=1)
 def _not_while_forking() -> threading.Lock:
-    """Return a lock that is held during each sample and during each fork.
-
-    A data-loader worker is a copy of this process at one moment, locks of NVML's library included;
-    one that was taken by the sampler's thread would never be released there.
-    """
+    """Return a lock that is held during each sample and during each fork. A data-loader worker is a
+    copy of this process at one moment, locks of NVML's library included; one that was taken by the
+    sampler's thread would never be released there."""
     lock = threading.Lock()
     was_taken = False
 

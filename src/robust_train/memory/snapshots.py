@@ -35,11 +35,9 @@ _ENTRIES_ON_REQUEST = 100_000
 
 
 def record_history_after_an_oom(run_dir: Path) -> None:
-    """Record where GPU memory is allocated from now on, if it has run out in this run folder.
-
-    It costs 2 µs for each allocation and free (torch's documentation): too much for a run that may
-    never need it. Recording begins when CUDA starts.
-    """
+    """Record where GPU memory is allocated from now on, if it has run out in this run folder. It
+    costs 2 µs for each allocation and free (torch's documentation): too much for a run that may
+    never need it. Recording begins when CUDA starts."""
     torch = sys.modules.get("torch")
     if torch is None or next(run_dir.glob("oom-attempt-*.json"), None) is None:
         return
@@ -54,11 +52,9 @@ def record_history_after_an_oom(run_dir: Path) -> None:
 def write_out_of_memory(
     run_dir: Path, *, attempt: int, step: int | None, failure: Failure
 ) -> OutOfMemory | None:
-    """Write ``oom-attempt-<n>.json`` and ``.pickle``, and log the three largest tensors.
-
-    Returns the event for the journal, None where nothing could be written. Never raises: what
-    happens here must not hide why it is called. ``step`` is the last one that was reported.
-    """
+    """Write ``oom-attempt-<n>.json`` and ``.pickle``, and log the three largest tensors. Returns
+    the event for the journal, None where nothing could be written. Never raises: what happens here
+    must not hide why it is called. ``step`` is the last one that was reported."""
     try:
         return _write_out_of_memory(run_dir, attempt, step, failure)
     except Exception as error:
@@ -106,11 +102,9 @@ def _write_out_of_memory(
 
 
 def write_snapshot(run_dir: Path) -> tuple[list[Path], str]:
-    """Write the next ``memory-tensors-<n>.json`` and ``memory-snapshot-<n>.pickle``.
-
-    The first snapshot of an attempt also starts recording the history. Returns the files, and a
-    sentence for people. Raises OSError where a file cannot be written.
-    """
+    """Write the next ``memory-tensors-<n>.json`` and ``memory-snapshot-<n>.pickle``. The first
+    snapshot of an attempt also starts recording the history. Returns the files, and a sentence for
+    people. Raises OSError where a file cannot be written."""
     number = 1
     while (tensors_path := run_dir / f"memory-tensors-{number}.json").exists():
         number += 1

@@ -40,11 +40,9 @@ class GpuMeter:
 
 
 class HostMeter:
-    """This process's anonymous memory: without the files that are mapped into it.
-
-    Where the kernel does not let the peak be reset it is that of all that went before: too much at
-    worst, since larger sizes are tried after smaller ones.
-    """
+    """This process's anonymous memory: without the files that are mapped into it. Where the kernel
+    does not let the peak be reset it is that of all that went before: too much at worst, since
+    larger sizes are tried after smaller ones."""
 
     def begin(self) -> int:
         return_memory(thorough=False)

@@ -157,11 +157,9 @@ class Splits(Protocol):
 def probe_parts(
     search: BatchSearch, batches: Splits, start: StepStart
 ) -> Generator[MicroBatch, None, FoundBatchSize | None]:
-    """Yield parts of a step's batch to measure; return what was found.
-
-    Gradients, buffers and generators go back to the step's start after each, as they do when memory
-    has run out. None where it cannot be found out (several processes or devices).
-    """
+    """Yield parts of a step's batch to measure; return what was found. Gradients, buffers and
+    generators go back to the step's start after each, as they do when memory has run out. None
+    where it cannot be found out (several processes or devices)."""
     prober = _prober_for(search, batches.samples, list(start.parameters()))
     if prober is None:
         return None

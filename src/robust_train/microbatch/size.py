@@ -19,11 +19,9 @@ class SizeState(TypedDict, total=False):
 
 
 class MicroBatchSize:
-    """The size in use, and what is known about others. Samples throughout.
-
-    It shrinks as the launcher's does: at most half, at least ``min_batch_size``, a divisor of the
-    effective batch where there is one.
-    """
+    """The size in use, and what is known about others. Samples throughout. It shrinks as the
+    launcher's does: at most half, at least ``min_batch_size``, a divisor of the effective batch
+    where there is one."""
 
     def __init__(
         self,

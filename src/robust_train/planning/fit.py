@@ -53,11 +53,9 @@ def fits(peak: Peak, free_bytes: int, total_bytes: int, fraction: float) -> bool
 def largest_batch(
     predict: Callable[[int], Peak], does_fit: Callable[[Peak], bool], near: int
 ) -> int | None:
-    """Return the largest micro-batch that fits, None where a single sample does not.
-
-    Predicts ``near`` first; the line through the last two predictions gives the next size to try,
-    and where lines lead nowhere, halves do. The answer and the next size are predicted themselves.
-    """
+    """Return the largest micro-batch that fits, None where a single sample does not. Predicts
+    ``near`` first; the line through the last two predictions gives the next size to try, and where
+    lines lead nowhere, halves do. The answer and the next size are predicted themselves."""
     tried: list[Peak] = []
     low, high, guess = 0, LARGEST_BATCH + 1, near
     while high - low > 1:

@@ -124,11 +124,9 @@ class StepPredictor:
             apply_gradients(model, self._optimizer, precision=precision, max_grad_norm=clip)
 
     def _watch(self) -> None:
-        """Label activations and gradients, and let modules compute as on a GPU.
-
-        Every module has its hooks, not the model alone: a backward pass recomputes single modules,
-        and torch runs it without the modes for functions.
-        """
+        """Label activations and gradients, and let modules compute as on a GPU. Every module has
+        its hooks, not the model alone: a backward pass recomputes single modules, and torch runs it
+        without the modes for functions."""
         tracker = self._tracker
         open_modes: list[ExitStack] = []
 

@@ -44,11 +44,9 @@ class Truth:
 
 
 def find_truth(cfg: DictConfig, roots: Iterable[Path]) -> Truth:
-    """Find runs of the same model, data shape and precision, in ``roots`` at any depth.
-
-    Attempts that ran out of memory, had no second step, changed their micro-batch, or were one of
-    several ranks (which also hold what they send each other) do not count.
-    """
+    """Find runs of the same model, data shape and precision, in ``roots`` at any depth. Attempts
+    that ran out of memory, had no second step, changed their micro-batch, or were one of several
+    ranks (which also hold what they send each other) do not count."""
     wanted = memory_settings(cfg)
     measured: list[Measured] = []
     on_cpu = 0

@@ -66,11 +66,8 @@ class Holder:
 
 class RunLock:
     """Holds a run folder's lock for job id ``job`` until :meth:`release`, or until every holder has
-    ended.
-
-    ``hold``: descriptors that an attempt and all it starts keep open; none if the disk cannot lock.
-    Raises ConfigError: a live job holds it. Nothing was written.
-    """
+    ended. ``hold``: descriptors that an attempt and all it starts keep open; none if the disk
+    cannot lock. Raises ConfigError: a live job holds it. Nothing was written."""
 
     def __init__(self, run_dir: Path, job: str) -> None:
         self.hold: tuple[int, ...] = ()

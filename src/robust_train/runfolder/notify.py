@@ -49,11 +49,9 @@ class NotifySettings:
 
 
 def news(before: RunState, after: RunState, now: float, waiting_seconds: float) -> str | None:
-    """Return the event that a change of a job's state is; None where nobody is notified.
-
-    ``before`` is the state at the last look; of a job that waited, its ``waiting`` stays until it
-    has a device.
-    """
+    """Return the event that a change of a job's state is; None where nobody is notified. ``before``
+    is the state at the last look; of a job that waited, its ``waiting`` stays until it has a
+    device."""
     if before.is_final:
         return None
     if after.is_final:

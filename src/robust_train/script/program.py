@@ -25,12 +25,9 @@ log = logging.getLogger("robust_train")
 
 
 class Program:
-    """A running script.
-
-    It stays in the process group of its attempt. Orphans of what it starts become children of this
-    process (a subreaper), however far they have detached themselves. Raises ConfigError: it cannot
-    be started.
-    """
+    """A running script. It stays in the process group of its attempt. Orphans of what it starts
+    become children of this process (a subreaper), however far they have detached themselves. Raises
+    ConfigError: it cannot be started."""
 
     def __init__(self, argv: Sequence[str], environ: Mapping[str, str], cwd: Path) -> None:
         become_subreaper()

@@ -51,11 +51,9 @@ class BatchPlan:
         return torch.randperm(self.num_samples, generator=generator).tolist()
 
     def steps(self, epoch: int, start: int = 0) -> Iterator[list[Sequence[int]]]:
-        """Yield this rank's micro-batches of each optimizer step from sample ``start`` on.
-
-        A step's samples and their order depend on the effective batch alone. In an epoch's last
-        step a rank may have none.
-        """
+        """Yield this rank's micro-batches of each optimizer step from sample ``start`` on. A step's
+        samples and their order depend on the effective batch alone. In an epoch's last step a rank
+        may have none."""
         order = self.order(epoch)
         for first in range(start, self.num_samples, self.effective_batch):
             group = share_of(order[first : first + self.effective_batch], self.rank, self.ranks)
@@ -130,11 +128,9 @@ def _prepare_worker(worker: int) -> None:
 
 
 class StepSamples:
-    """The samples of one optimizer step, read when needed and kept on the host until it is done.
-
-    So a step can be repeated after memory ran out on the device. ``sizes`` are those of the step's
-    next ``batches``.
-    """
+    """The samples of one optimizer step, read when needed and kept on the host until it is done. So
+    a step can be repeated after memory ran out on the device. ``sizes`` are those of the step's
+    next ``batches``."""
 
     def __init__(self, batches: Iterator[Batch], sizes: Sequence[int]) -> None:
         self._batches = batches

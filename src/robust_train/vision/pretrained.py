@@ -117,10 +117,8 @@ def _check_hub(backbone: str, repository: str | None) -> None:
 
 def load_weights(model: nn.Module, path: Path, *, heads: Collection[str]) -> None:
     """Load a ``.safetensors`` file or a state dict by ``torch.save``, bare or under a key such as
-    ``model`` (this trainer's own ``final.pt``), converted as timm does.
-
-    A classifier (``heads``) for another number of classes is left out; everything else must fit.
-    """
+    ``model`` (this trainer's own ``final.pt``), converted as timm does. A classifier (``heads``)
+    for another number of classes is left out; everything else must fit."""
     key = f"model.weights={path}"
     found = _read(path)
     convert = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)

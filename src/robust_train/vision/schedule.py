@@ -25,11 +25,9 @@ def make_optimizer(
 
 @dataclass(frozen=True)
 class CosineSchedule:
-    """Linear warm-up, then half a cosine to zero (Loshchilov & Hutter 2016, arXiv:1608.03983).
-
-    A function of the samples seen, without state: a resume continues it, also with another number
-    of samples in a step. ``warmup_fraction`` is of the ``total_samples`` of all epochs.
-    """
+    """Linear warm-up, then half a cosine to zero (Loshchilov & Hutter 2016, arXiv:1608.03983). A
+    function of the samples seen, without state: a resume continues it, also with another number of
+    samples in a step. ``warmup_fraction`` is of the ``total_samples`` of all epochs."""
 
     peak: float
     total_samples: int

@@ -22,11 +22,9 @@ log = logging.getLogger("robust_train.vision")
 
 
 class Precision:
-    """The number format of a run; ``dtype`` overrides the choice.
-
-    bfloat16 if the GPU computes in it, else float16 with loss scaling (Micikevicius et al. 2017,
-    arXiv:1710.03740). On the CPU float32: most CPUs emulate bfloat16, slower.
-    """
+    """The number format of a run; ``dtype`` overrides the choice. bfloat16 if the GPU computes in
+    it, else float16 with loss scaling (Micikevicius et al. 2017, arXiv:1710.03740). On the CPU
+    float32: most CPUs emulate bfloat16, slower."""
 
     def __init__(
         self, device: torch.device, *, mixed: bool, dtype: torch.dtype | None = None
@@ -65,11 +63,9 @@ def accumulate_gradients(
     precision: Precision,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """Add the gradient of the mean loss over a step's samples to the parameters' ``.grad``.
-
-    Each micro-batch counts by its share of the samples. If memory runs out, the step is repeated
-    with smaller parts. Return the mean loss over the samples, on ``device``, detached.
-    """
+    """Add the gradient of the mean loss over a step's samples to the parameters' ``.grad``. Each
+    micro-batch counts by its share of the samples. If memory runs out, the step is repeated with
+    smaller parts. Return the mean loss over the samples, on ``device``, detached."""
     for micro in parts:
         with micro:
             images_BCHW, labels_B = to_device(micro.data, device)
