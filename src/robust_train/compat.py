@@ -37,9 +37,7 @@ def autograd_sequence_number(torch: Any) -> int | None:
 
 def clear_cublas_workspaces(torch: Any) -> None:
     """Return cuBLAS's workspaces (up to 32 MiB a stream) to the caching allocator, if possible.
-
-    Never between replays of a CUDA graph, which embeds their addresses (pytorch#193402).
-    """
+    Never between replays of a CUDA graph, which embeds their addresses (pytorch#193402)."""
     clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
     if clear is not None:
         clear()
@@ -52,11 +50,8 @@ def has_context(torch: Any, index: int) -> bool:
 
 
 def set_allocator_settings(torch: Any, settings: str) -> None:
-    """Apply settings to CUDA's caching allocator in this process.
-
-    Raises:
-        RuntimeError, ValueError: torch refuses them.
-    """
+    """Apply settings to CUDA's caching allocator in this process. Raises RuntimeError, ValueError:
+    torch refuses them."""
     # torch 2.10 and later; before that the function of CUDA's own
     apply = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     (apply or torch._C._cuda_cudaCachingAllocator_set_allocator_settings)(settings)
@@ -78,12 +73,9 @@ def dump_allocator_snapshot(torch: Any, path: str) -> None:
 
 
 def watch_optimizer_steps(on_step: Callable[[], None]) -> Callable[[], None] | None:
-    """Have ``on_step`` called after every step of every torch optimizer of this process.
-
-    Returns:
-        What ends that; None where torch is not loaded, or others have hooks there: adding to them
-        while another thread goes through them would raise over there.
-    """
+    """Have ``on_step`` called after every step of every torch optimizer of this process. Returns
+    what ends that; None where torch is not loaded, or others have hooks there: adding to them while
+    another thread goes through them would raise over there."""
     optimizer = sys.modules.get("torch.optim.optimizer")
     register = getattr(optimizer, "register_optimizer_step_post_hook", None)
     if register is None or getattr(optimizer, "_global_optimizer_post_hooks", True):
@@ -97,10 +89,8 @@ def watch_optimizer_steps(on_step: Callable[[], None]) -> Callable[[], None] | N
 
 
 def run_exit_handlers() -> None:
-    """Do what an interpreter's normal exit does, for a process that ends by ``os._exit``.
-
-    It waits for threads that are no daemons, then calls what ``atexit`` has registered.
-    """
+    """Do what an interpreter's normal exit does, for a process that ends by ``os._exit``. It waits
+    for threads that are no daemons, then calls what ``atexit`` has registered."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
 

@@ -27,11 +27,9 @@ _LARGEST = 2**1023  # of the integers that are floats, too
 
 @contextlib.contextmanager
 def replacing(path: Path, *, durable: bool = False) -> Iterator[Path]:
-    """Yield a path beside ``path`` to write to; when the block is left, that becomes ``path``.
-
-    If the block raises, or the renaming does, nothing of it stays and what was there is untouched.
-    ``durable``: the new content survives a power cut once the block is left.
-    """
+    """Yield a path beside ``path`` to write to; when the block is left, that becomes ``path``. If
+    the block raises, or the renaming does, nothing of it stays and what was there is untouched.
+    ``durable``: the new content survives a power cut once the block is left."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield temporary
@@ -100,12 +98,9 @@ def open_or_make(path: Path | str, mode: int, dir_fd: int | None = None) -> int:
 
 
 def read_small(path: Path, most_bytes: int) -> tuple[bytes, int]:
-    """Return content and owner of a file that anybody may have put there.
-
-    Raises:
-        OSError: it cannot be read. ELOOP for a symbolic link, EINVAL for what is no regular file
-            or has more than ``most_bytes``.
-    """
+    """Return content and owner of a file that anybody may have put there. Raises OSError: it cannot
+    be read. ELOOP for a symbolic link, EINVAL for what is no regular file or has more than
+    ``most_bytes``."""
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         status = os.fstat(fd)
@@ -119,11 +114,8 @@ def read_small(path: Path, most_bytes: int) -> tuple[bytes, int]:
 
 
 def parse_json(data: bytes | str) -> Json:
-    """Return JSON that anybody may have written, its text without control characters.
-
-    Raises:
-        ValueError: it is no JSON, nested too deeply, or has a number that is not finite.
-    """
+    """Return JSON that anybody may have written, its text without control characters. Raises
+    ValueError: it is no JSON, nested too deeply, or has a number that is not finite."""
     try:
         return printable(json.loads(data))
     except RecursionError as error:
@@ -148,11 +140,8 @@ class MalformedEvent(ValueError):
 
 
 def from_json(cls: type[T], data: object) -> T:
-    """Return the frozen dataclass ``cls`` from one JSON object; unknown keys are ignored.
-
-    Raises:
-        MalformedEvent: a field is missing or of another type.
-    """
+    """Return the frozen dataclass ``cls`` from one JSON object; unknown keys are ignored. Raises
+    MalformedEvent: a field is missing or of another type."""
     if not isinstance(data, Mapping):
         raise MalformedEvent("not an object")
     found: T = _build(cls, data, cls.__name__)

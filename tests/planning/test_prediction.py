@@ -9,9 +9,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from training_config import config
 
-from robust_train.planning.as_on_cuda import AsOnCuda, FakeTracker
 from robust_train.planning.prediction import StepPredictor
-from robust_train.planning.tracker import GRADIENTS, OPTIMIZER, WEIGHTS
+from robust_train.planning.tracker import (
+    GRADIENTS,
+    OPTIMIZER,
+    WEIGHTS,
+    AsOnCuda,
+    StorageTracker,
+)
 
 TINY = ("dataset=flowers102", "model.backbone=test_vit", "model.pretrained=false")
 SMALL = (*TINY, "model.image_size=32")
@@ -101,7 +106,7 @@ def test_what_saves_memory_is_seen_to_save_it() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_attention_on_a_gpu_never_makes_the_matrix_of_length_by_length(dtype: torch.dtype) -> None:
     heads, length, head = 4, 1024, 64
-    with FakeTensorMode(), FakeTracker(on_cuda=True) as tracker, AsOnCuda():
+    with FakeTensorMode(), StorageTracker(on_cuda=True) as tracker, AsOnCuda():
         x = torch.empty(1, heads, length, head, dtype=dtype, requires_grad=True)
         functional.scaled_dot_product_attention(x, x, x).sum().backward()
     assert tracker.peak < heads * length * length * x.element_size()
@@ -109,7 +114,7 @@ def test_attention_on_a_gpu_never_makes_the_matrix_of_length_by_length(dtype: to
 
 
 def test_under_autocast_norms_are_in_float32_on_a_gpu_and_masks_of_dropout_are_bytes() -> None:
-    with FakeTensorMode(), FakeTracker(on_cuda=True) as tracker, AsOnCuda():
+    with FakeTensorMode(), StorageTracker(on_cuda=True) as tracker, AsOnCuda():
         x = torch.empty(64, 512, requires_grad=True)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             half = functional.linear(x, torch.empty(512, 512))
@@ -121,7 +126,7 @@ def test_under_autocast_norms_are_in_float32_on_a_gpu_and_masks_of_dropout_are_b
 
 
 def test_a_convolution_in_half_precision_turns_its_images_round_on_a_gpu() -> None:
-    with FakeTensorMode(), FakeTracker(on_cuda=True) as tracker, AsOnCuda():
+    with FakeTensorMode(), StorageTracker(on_cuda=True) as tracker, AsOnCuda():
         images = torch.empty(2, 8, 32, 32, dtype=torch.bfloat16)
         kernel = torch.empty(8, 8, 3, 3, dtype=torch.bfloat16)
         turned = images.to(memory_format=torch.channels_last)

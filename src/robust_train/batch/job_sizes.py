@@ -12,15 +12,9 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from robust_train import events
 from robust_train.batch.known import Fact, Known, KnownBatches, cache_directory, memory_key
 from robust_train.batch.search import BatchSearch, micro_batch_sizes
-from robust_train.events import (
-    BatchSizeFound,
-    Event,
-    KnownBatchUsed,
-    MicroBatchChanged,
-    MicroBatchExhausted,
-)
 from robust_train.memory.host import read_host_memory
 from robust_train.policy.remedies import NOTABLE_BYTES
 from robust_train.policy.sizes import PolicySettings, with_accumulation
@@ -41,7 +35,7 @@ class BatchSizes:
         policy: PolicySettings,  # what decisions depend on
         # sizes that earlier launches of this run folder found, by memory_key
         found: Mapping[str, int],
-        record: Callable[[Event], None],  # writes an event to the journal
+        record: Callable[[events.Event], None],  # writes an event to the journal
     ) -> None:
         self._batch = batch
         self._policy = policy
@@ -53,14 +47,12 @@ class BatchSizes:
         self._sizes: tuple[int, ...] = ()
         self._begun: set[str] = set()
         self._key = ""
-        self._found: BatchSizeFound | None = None
+        self._found: events.BatchSizeFound | None = None
         self._ran_out: int | None = None
 
     def begin(self, spec: AttemptSpec) -> tuple[AttemptSpec, BatchSearch | None]:
         """Return what an attempt uses in place of ``spec``, and the search that it begins with.
-
-        Only the first attempt on a kind of device is changed: the policy's own choices stand.
-        """
+        Only the first attempt on a kind of device is changed: the policy's own choices stand."""
         self._found, self._ran_out = None, None
         self._settings = self._policy.for_ranks(spec.ranks)
         self._sizes = micro_batch_sizes(self._settings.share, self._settings.min_batch_size)
@@ -76,13 +68,13 @@ class BatchSizes:
             return self._less_than_known_to_run_out(spec, known), None
         return self._to_be_found(spec, known)
 
-    def on_event(self, event: Event) -> None:
+    def on_event(self, event: events.Event) -> None:
         """Remember what an attempt's event teaches about sizes."""
-        if isinstance(event, BatchSizeFound):
+        if isinstance(event, events.BatchSizeFound):
             self._found = event
         # a change that somebody asked for has no kind; validation's needs are its own
         elif (
-            isinstance(event, (MicroBatchChanged, MicroBatchExhausted))
+            isinstance(event, (events.MicroBatchChanged, events.MicroBatchExhausted))
             and event.kind is not None
             and event.training
         ):
@@ -164,7 +156,7 @@ class BatchSizes:
             reason,
             self._policy.effective_batch_size,
         )
-        self._record(KnownBatchUsed(size, reason))
+        self._record(events.KnownBatchUsed(size, reason))
         return self._at(spec, size)
 
     def _at(self, spec: AttemptSpec, size: int) -> AttemptSpec:

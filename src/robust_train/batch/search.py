@@ -52,10 +52,8 @@ class Probe:
 
 def micro_batch_sizes(effective_batch_size: int, min_batch_size: int) -> tuple[int, ...]:
     """Return the divisors of the effective batch from ``min_batch_size`` on, the smallest first.
-
     With them accumulation makes up the effective batch exactly. Where they are too far apart, the
-    sizes that the policy would halve to are there as well.
-    """
+    sizes that the policy would halve to are there as well."""
     least = min(min_batch_size, effective_batch_size)
     settings = PolicySettings(batch_size=effective_batch_size, min_batch_size=least)
     halved = {size for size, _ in sizes(settings)}

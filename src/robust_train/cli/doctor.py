@@ -31,11 +31,8 @@ _PACKAGES = ("robust-train", "torch", "nvidia-ml-py", "psutil")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print what was found; return the exit code.
-
-    0: some GPU can be used and so can the queue directory, and no probe failed. 1: otherwise, or
-    there was nothing to clear.
-    """
+    """Print what was found; return the exit code. 0: some GPU can be used and so can the queue
+    directory, and no probe failed. 1: otherwise, or there was nothing to clear."""
     parser = Parser(
         prog="robust-train doctor",
         description="For each GPU usable or why not; driver, mask, queue directory, excluded GPUs, "

@@ -24,10 +24,8 @@ _CONFIGS = "pkg://robust_train.configs"
 
 
 def open_robust(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run a job, or with ``-m`` a sweep, under the launcher: ``train_robust.py``.
-
-    ``arguments`` are those of ``robust-train train``, which is the same from any folder.
-    """
+    """Run a job, or with ``-m`` a sweep, under the launcher: ``train_robust.py``. ``arguments`` are
+    those of ``robust-train train``, which is the same from any folder."""
     if arguments is not None:
         sys.argv = ["robust-train train", *arguments]  # Hydra reads it there
     _end_quietly_at_signals()
@@ -117,10 +115,8 @@ def _end_quietly_at_signals() -> None:
 def _open(
     task: Callable[[Any], Any], config_name: str, *, config_path: str = _CONFIGS, name: str = ""
 ) -> int:
-    """Compose the config and run the job or sweep; return the exit code.
-
-    ``name`` is that of our own command, empty for a project's.
-    """
+    """Compose the config and run the job or sweep; return the exit code. ``name`` is that of our
+    own command, empty for a project's."""
     if name and {"--help", "-h"} & set(sys.argv[1:]):
         return _help(name)
     import hydra

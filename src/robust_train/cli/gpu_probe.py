@@ -30,10 +30,8 @@ _PARTS = 8
 
 
 def probe(gpu: GpuInfo, queue_directory: Path | None) -> tuple[bool, str]:
-    """Probe a usable GPU that no job has; return whether it passed, and one line about it.
-
-    Without a ``queue_directory`` nothing is reserved.
-    """
+    """Probe a usable GPU that no job has; return whether it passed, and one line about it. Without
+    a ``queue_directory`` nothing is reserved."""
     queue = HostQueue(
         queue_directory,
         name="doctor --probe",
@@ -69,11 +67,8 @@ def _in_a_process(uuid: str) -> tuple[bool, str]:
 
 
 def exercise(device: torch.device, free_bytes: int) -> dict[str, Json]:
-    """Compute on a device, ask for twice the memory that is free there, and go on with less.
-
-    Raises:
-        RuntimeError: a result is wrong, or memory never ran out.
-    """
+    """Compute on a device, ask for twice the memory that is free there, and go on with less. Raises
+    RuntimeError: a result is wrong, or memory never ran out."""
     import torch
 
     from robust_train.microbatch.oom_handler import adaptive_batch_training

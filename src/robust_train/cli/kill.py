@@ -125,10 +125,8 @@ def end_all(
     processes: Sequence[CudaProcess], *, grace_seconds: float, last_seconds: float
 ) -> list[Ending]:
     """Send SIGTERM to all, and SIGKILL to those that are still there when the grace is over; then
-    wait ``last_seconds``, for a process in the driver may need a while.
-
-    Never signals a process that has only inherited the number, however long ago it was listed.
-    """
+    wait ``last_seconds``, for a process in the driver may need a while. Never signals a process
+    that has only inherited the number, however long ago it was listed."""
     how = {process: _send(process, signal.SIGTERM, "ended") for process in processes}
     asked = [process for process in processes if how[process] == "ended"]
     stubborn = _still_there(asked, grace_seconds)

@@ -31,11 +31,8 @@ About = dict[str, Json]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Carry the command out; return the exit code.
-
-    0: done (``status`` also for a run that has ended or died). 1: there is no such run, or it does
-    not do it, or not yet.
-    """
+    """Carry the command out; return the exit code. 0: done (``status`` also for a run that has
+    ended or died). 1: there is no such run, or it does not do it, or not yet."""
     arguments = _parser().parse_args(argv)
     verb = arguments.command
     if verb == "list":

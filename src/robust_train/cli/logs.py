@@ -9,14 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from robust_train.cli.output import Parser, fail
-from robust_train.runfolder.runs import (
-    NoLiveRun,
-    NothingAlive,
-    Run,
-    choose_run,
-    find_runs,
-    read_run,
-)
+from robust_train.runfolder import runs
 
 POLL_SECONDS = 0.3
 _CHUNK_BYTES = 1 << 20
@@ -35,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         run = any_run(arguments.which)
-    except NoLiveRun as problem:
+    except runs.NoLiveRun as problem:
         return fail("logs", str(problem))
     follows, attempt = arguments.follow and run.alive, arguments.attempt
     numbers = attempts_in(run.run_dir)
@@ -57,16 +50,13 @@ def add_which(parser: Parser, nargs: str = "?") -> None:
     parser.add_argument("which", nargs=nargs, metavar="RUN", help=which)
 
 
-def any_run(which: str | None) -> Run:
-    """Return the run that is meant, live or past; by default the live one, else the newest.
-
-    Raises:
-        NoLiveRun: none is meant, or more than one.
-    """
+def any_run(which: str | None) -> runs.Run:
+    """Return the run that is meant, live or past; by default the live one, else the newest. Raises
+    NoLiveRun: none is meant, or more than one."""
     try:
-        return choose_run(which, dead_too=True)
-    except NothingAlive:
-        if not (known := find_runs()):
+        return runs.choose_run(which, dead_too=True)
+    except runs.NothingAlive:
+        if not (known := runs.find_runs()):
             raise
         return known[-1]
 
@@ -84,14 +74,12 @@ def output_of(
     follow: bool = False,
     last_bytes: int | None = None,
 ) -> Iterator[bytes]:
-    """Yield what an attempt has printed; None: the last one, and with ``follow`` those after it.
-
-    Of a job that goes on only whole lines: its log may still take back the last one.
-    ``last_bytes``: begin so many bytes before the end, at most.
-    """
+    """Yield what an attempt has printed; None: the last one, and with ``follow`` those after it. Of
+    a job that goes on only whole lines: its log may still take back the last one. ``last_bytes``:
+    begin so many bytes before the end, at most."""
     number, position, ends_line = attempt, 0, True
     while True:
-        run = read_run(run_dir)  # before the file: what is written at the end is not missed
+        run = runs.read_run(run_dir)  # before the file: what is written at the end is not missed
         goes_on = follow and run is not None and run.alive
         numbers = attempts_in(run_dir)
         if number is None and numbers:

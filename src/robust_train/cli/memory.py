@@ -13,11 +13,7 @@ from robust_train.cli import kill
 from robust_train.cli.machine_memory import print_machine_memory, read_machine_memory
 from robust_train.cli.output import EXIT_NOT_DONE, Parser, fail, print_json, print_table
 from robust_train.events import Json
-from robust_train.memory.allocator import (
-    VARIABLE,
-    allocator_settings,
-    exported_expandable_segments,
-)
+from robust_train.memory import allocator
 from robust_train.runfolder.client import ControlError, ask
 from robust_train.runfolder.runs import NoLiveRun, NothingAlive, Run, choose_run
 from robust_train.values import MIB
@@ -40,11 +36,8 @@ _FIGURES = ("allocated", "reserved", "peak", "largest_free_block", "free")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``memory ACTION``; return the exit code.
-
-    0: done. 1: it could not be done: no live run, or the run refused, or a process is still there.
-    2: wrong usage. 130: Ctrl-C.
-    """
+    """Run ``memory ACTION``; return the exit code. 0: done. 1: it could not be done: no live run,
+    or the run refused, or a process is still there. 2: wrong usage. 130: Ctrl-C."""
     parser = _parser()
     arguments = parser.parse_args(argv)
     action = arguments.action
@@ -81,10 +74,8 @@ def cleanup(argv: Sequence[str] | None = None) -> int:
 def _request(
     command: str, action: str, arguments: argparse.Namespace, options: dict[str, Json]
 ) -> int:
-    """Have a live run carry out an action and print the answer; return the exit code.
-
-    ``cleanup`` also shows the machine's memory as it is after that.
-    """
+    """Have a live run carry out an action and print the answer; return the exit code. ``cleanup``
+    also shows the machine's memory as it is after that."""
     run = None
     try:
         found = choose_run(arguments.run)
@@ -123,10 +114,8 @@ def _mib(size: int | None) -> str:
 
 
 def _info(command: str, which: str | None, *, as_json: bool) -> int:
-    """Print the machine's memory, and a live run's own figures; return the exit code.
-
-    Where no run was named, none or several are no error: only the machine's part is printed.
-    """
+    """Print the machine's memory, and a live run's own figures; return the exit code. Where no run
+    was named, none or several are no error: only the machine's part is printed."""
     machine = read_machine_memory()
     run, answer = None, {}
     try:
@@ -149,17 +138,15 @@ def _info(command: str, which: str | None, *, as_json: bool) -> int:
 
 
 def _enable(*, as_json: bool) -> int:
-    """Print lines for POSIX shells: expandable segments for later programs.
-
-    TensorFloat32 is left alone: it changes results and saves no memory.
-    """
-    exported = exported_expandable_segments(os.environ)
-    settings = allocator_settings(os.environ, expandable_segments=True)
-    line = f"export {VARIABLE}={shlex.quote(settings)}"
+    """Print lines for POSIX shells: expandable segments for later programs. TensorFloat32 is left
+    alone: it changes results and saves no memory."""
+    exported = allocator.exported_expandable_segments(os.environ)
+    settings = allocator.allocator_settings(os.environ, expandable_segments=True)
+    line = f"export {allocator.VARIABLE}={shlex.quote(settings)}"
     if exported is not None:
-        line = f"# {VARIABLE} has expandable_segments:{exported} already, which stays"
+        line = f"# {allocator.VARIABLE} has expandable_segments:{exported} already, which stays"
     if as_json:
-        print_json({"variable": VARIABLE, "value": settings, "lines": [line]})
+        print_json({"variable": allocator.VARIABLE, "value": settings, "lines": [line]})
         return 0
     print(line)
     if sys.stdout.isatty():

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Sequence
 
 from robust_train.cli.output import EXIT_NOT_DONE, Parser, fail
-from robust_train.errors import EXIT_BAD_CONFIG, ConfigError
+from robust_train.errors import EXIT_BAD_CONFIG
 from robust_train.gpu.processes import user_name
 from robust_train.runfolder.notify import URLS_VARIABLE, Notifier
 
@@ -23,16 +23,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=keys)
     overrides = parser.parse_args(argv).overrides
 
-    from hydra import compose, initialize_config_module
-
-    from robust_train.config.refusals import REFUSALS, explain
+    from robust_train.config.refusals import REFUSALS, composed, explain
     from robust_train.settings import take_notify_settings
 
     try:
-        with initialize_config_module("robust_train.configs", version_base="1.3"):
-            settings = take_notify_settings(compose("robust", overrides=overrides))
-    except ConfigError as error:
-        return fail("notify test", str(error), code=EXIT_BAD_CONFIG)
+        settings = take_notify_settings(composed(overrides))
     except REFUSALS as error:
         problem = explain(error, "robust", overrides)
         return fail("notify test", problem, code=EXIT_BAD_CONFIG)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import logging
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -79,9 +78,9 @@ def _folder(text: str) -> Path:
 
 
 def _plan(arguments: argparse.Namespace) -> MemoryPlan:
-    from hydra import compose, initialize_config_module
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
+    from robust_train.config.refusals import composed
     from robust_train.errors import ConfigError
     from robust_train.planning.memory_plan import plan_memory
 
@@ -91,40 +90,30 @@ def _plan(arguments: argparse.Namespace) -> MemoryPlan:
                 f"{override.input_line}: one value at a time; --batch-sizes 8,16 is for several "
                 "micro-batches"
             )
-
-    with initialize_config_module("robust_train.configs", version_base="1.3"):
-        cfg = compose("robust", overrides=list(arguments.overrides))
-    environ = dict(os.environ)
-    with _quiet_and_without_gpus():
-        return plan_memory(
-            cfg, batch_sizes=arguments.batch_sizes, runs=arguments.runs, environ=environ
-        )
-
-
-@contextlib.contextmanager
-def _quiet_and_without_gpus() -> Iterator[None]:
-    """Hide GPUs from torch, which must not start CUDA here, and what the model's builder logs."""
-    log, visible = logging.getLogger("robust_train"), os.environ.get(VARIABLE)
+    cfg, environ = composed(arguments.overrides), dict(os.environ)
+    log = logging.getLogger("robust_train")
     level = log.level
-    log.setLevel(logging.WARNING)
-    os.environ[VARIABLE] = ""
+    log.setLevel(logging.WARNING)  # what the model's builder logs is not for here
+    os.environ[VARIABLE] = ""  # torch must not start CUDA here
     try:
-        yield
+        sizes, runs = arguments.batch_sizes, arguments.runs
+        return plan_memory(cfg, batch_sizes=sizes, runs=runs, environ=environ)
     finally:
         log.setLevel(level)
-        if visible is None:
-            del os.environ[VARIABLE]
-        else:
-            os.environ[VARIABLE] = visible
+        os.environ.pop(VARIABLE)
+        os.environ.update(environ)
 
 
 def _show(plan: MemoryPlan) -> None:
-    print(f"{plan.model} on {plan.dataset}, {_precision(plan.precision)}; sizes in MiB")
-    print_table(
-        ("batch", "accumulates", "tensors", "allocated", "on the GPU", *_last_columns(plan)),
-        [_row(row, plan) for row in plan.rows],
-        {"batch", "tensors", "allocated", "on the GPU", "measured", "error"},
-    )
+    # both halves are two bytes
+    note = " (float16 takes the same)" if plan.precision == "bfloat16" else ""
+    print(f"{plan.model} on {plan.dataset}, {plan.precision}{note}; sizes in MiB")
+    rows = [_row(row) for row in plan.rows]
+    shown = [name for name in rows[0] if name != "fits now on GPU" or plan.gpus]
+    if not plan.truth.measured:
+        shown = [name for name in shown if name not in ("measured", "error")]
+    right = set(shown) - {"accumulates", "fits now on GPU"}
+    print_table(shown, [[row[name] for name in shown] for row in rows], right)
     asked = next((r for r in plan.rows if r.peak.batch_size == plan.batch_size), plan.rows[0])
     parts = ", ".join(f"{name} {size / MIB:.1f}" for name, size in asked.peak.parts.items() if size)
     print(f"at the peak with batch {asked.peak.batch_size}: {parts}")
@@ -132,50 +121,29 @@ def _show(plan: MemoryPlan) -> None:
         "allocated: tensors and cuBLAS (64 MiB); on the GPU: a tenth more for the allocator's "
         "cache, and a CUDA context (512 MiB)"
     )
-    print(_about_truth(plan))
-    print()
+    print(f"{_about_truth(plan)}\n")
     if plan.gpus:
-        print_table(
-            ("GPU", "name", "usable", "total", "largest batch now", "if it were empty", "note"),
-            [_gpu(fit) for fit in plan.gpus],
-            {"GPU", "usable", "total", "largest batch now", "if it were empty"},
-        )
+        columns = ("GPU", "name", "usable", "total", "largest batch now", "if it were empty")
+        print_table((*columns, "note"), [_gpu(fit) for fit in plan.gpus], {*columns} - {"name"})
     else:
         print(f"{plan.problem}: no GPU to fit it to; the largest batch on one that is empty:")
-        print_table(
-            [f"{size // GIB} GB" for size in plan.sizes],
-            [[_largest(batch) for batch in plan.sizes.values()]],
-            {f"{size // GIB} GB" for size in plan.sizes},
-        )
+        sizes = [f"{size // GIB} GB" for size in plan.sizes]
+        print_table(sizes, [[_largest(batch) for batch in plan.sizes.values()]], sizes)
     print(f"planned in {plan.seconds:.1f} s")
 
 
-def _precision(name: str) -> str:
-    # both halves are two bytes
-    return "bfloat16 (float16 takes the same)" if name == "bfloat16" else name
-
-
-def _last_columns(plan: MemoryPlan) -> tuple[str, ...]:
-    fit = ("fits now on GPU",) if plan.gpus else ()
-    return (*fit, "measured", "error") if plan.truth.measured else fit
-
-
-def _row(row: PlannedSize, plan: MemoryPlan) -> list[str]:
-    peak = row.peak
-    cells = [
-        str(peak.batch_size),
-        "yes" if peak.accumulates else "no",
-        f"{peak.tensors_bytes / MIB:.0f}",
-        f"{peak.allocated_bytes / MIB:.0f}",
-        f"{peak.gpu_bytes / MIB:.0f}",
-    ]
-    if plan.gpus:
-        cells.append(", ".join(map(str, row.fits_on)) or "none")
-    if plan.truth.measured:
-        measured, error = row.measured, row.error_percent
-        cells.append("-" if measured is None else f"{measured.peak_bytes / MIB:.0f}")
-        cells.append("-" if error is None else f"{error:+.1f} %")
-    return cells
+def _row(row: PlannedSize) -> dict[str, str]:
+    peak, measured, error = row.peak, row.measured, row.error_percent
+    return {
+        "batch": str(peak.batch_size),
+        "accumulates": "yes" if peak.accumulates else "no",
+        "tensors": f"{peak.tensors_bytes / MIB:.0f}",
+        "allocated": f"{peak.allocated_bytes / MIB:.0f}",
+        "on the GPU": f"{peak.gpu_bytes / MIB:.0f}",
+        "fits now on GPU": ", ".join(map(str, row.fits_on)) or "none",
+        "measured": "-" if measured is None else f"{measured.peak_bytes / MIB:.0f}",
+        "error": "-" if error is None else f"{error:+.1f} %",
+    }
 
 
 def _about_truth(plan: MemoryPlan) -> str:
@@ -186,29 +154,19 @@ def _about_truth(plan: MemoryPlan) -> str:
         return (
             f"measured: by earlier runs, {rows}; the prediction is off by {error:.1f} % on average"
         )
-    note = ""
-    if plan.truth.on_cpu:
-        runs = "1 was" if plan.truth.on_cpu == 1 else f"{plan.truth.on_cpu} were"
+    note, count = "", plan.truth.on_cpu
+    if count:
+        runs = "1 was" if count == 1 else f"{count} were"
         note = f" ({runs} on the CPU, where only whole processes are measured)"
     return f"measured: no earlier run of this job on a GPU was found{note}"
 
 
 def _gpu(fit: GpuFit) -> list[str]:
     gpu = fit.room.gpu
-    return [
-        str(gpu.index),
-        gpu.name,
-        str(fit.room.usable_bytes // MIB),
-        str(gpu.total_bytes // MIB),
-        _largest(fit.now),
-        _largest(fit.empty),
-        fit.room.why_not or "-",
-    ]
+    sizes = (str(size // MIB) for size in (fit.room.usable_bytes, gpu.total_bytes))
+    largest = map(_largest, (fit.now, fit.empty))
+    return [str(gpu.index), gpu.name, *sizes, *largest, fit.room.why_not or "-"]
 
 
 def _largest(batch: int | None) -> str:
-    from robust_train.planning.fit import LARGEST_BATCH
-
-    if batch is None:
-        return "none"
-    return f"{batch}+" if batch == LARGEST_BATCH else str(batch)
+    return "none" if batch is None else str(batch)

@@ -34,11 +34,8 @@ _PATIENCE_SECONDS = 2.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table or cancel a job; return the exit code.
-
-    0: done, also where there is no job. 1: the job to cancel is not there or not the caller's.
-    2: the queue directory cannot be used.
-    """
+    """Print the table or cancel a job; return the exit code. 0: done, also where there is no job.
+    1: the job to cancel is not there or not the caller's. 2: the queue directory cannot be used."""
     parser = Parser(
         prog="robust-train queue",
         description="Jobs on this host: those that run, with their GPUs, and those that wait, with "

@@ -17,10 +17,8 @@ from robust_train.sweep.page import is_sweep, sweep_page, sweep_story_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the report, or print the data behind it; return the exit code.
-
-    0: done. 1: the report could not be written. 2: PATH is no run folder and no sweep folder.
-    """
+    """Write the report, or print the data behind it; return the exit code. 0: done. 1: the report
+    could not be written. 2: PATH is no run folder and no sweep folder."""
     parser = Parser(
         prog="robust-train report",
         description="Make report.html of a run or a sweep from its journals: while it runs, after "

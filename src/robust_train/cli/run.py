@@ -164,14 +164,13 @@ def name_of(program: Sequence[str]) -> str:
 
 
 def _run(overrides: Sequence[str], texts: dict[str, Json], run_dir: Path | None) -> int:
-    from hydra import compose, initialize_config_module
     from omegaconf import OmegaConf
 
     from robust_train.cli.jobs import exit_code_of, print_failure
     from robust_train.config.batch import settle_batch_size
-    from robust_train.config.refusals import REFUSALS, explain
+    from robust_train.config.refusals import REFUSALS, composed, explain
     from robust_train.config.schema import validate
-    from robust_train.errors import ConfigError, JobInterrupted
+    from robust_train.errors import JobInterrupted
     from robust_train.launcher import Job
     from robust_train.runfolder import detach
     from robust_train.runfolder.notify import is_secret
@@ -179,8 +178,7 @@ def _run(overrides: Sequence[str], texts: dict[str, Json], run_dir: Path | None)
     from robust_train.settings import hide_urls, run_folder
 
     try:
-        with initialize_config_module("robust_train.configs", version_base="1.3"):
-            cfg = compose("robust", overrides=list(overrides))
+        cfg = composed(overrides)
         for key, value in texts.items():
             OmegaConf.update(cfg, key, value)
         checked = cfg.copy()
@@ -197,9 +195,6 @@ def _run(overrides: Sequence[str], texts: dict[str, Json], run_dir: Path | None)
         shown = [override for override in overrides if not is_secret(override)]
         _keep_config(folder, OmegaConf.to_yaml(cfg), shown)
         return exit_code_of(Job(None, cfg, folder, explain=print_failure).run())
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return EXIT_BAD_CONFIG
     except JobInterrupted as error:
         return error.exit_code
     except REFUSALS as error:

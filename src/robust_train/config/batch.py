@@ -15,12 +15,8 @@ def settle_batch_size(cfg: DictConfig) -> bool:
 
     With ``auto`` the micro-batch begins as each rank's share of ``training.effective_batch_size``,
     without accumulation. A number beside an effective batch gets the accumulation that it needs.
-
-    Returns:
-        Whether the micro-batch is to be found.
-
-    Raises:
-        ConfigError: one line with the key, its value and what is accepted.
+    Returns whether the micro-batch is to be found. Raises ConfigError: one line with the key, its
+    value and what is accepted.
     """
     training = cfg.training
     chosen = training.batch_size

@@ -11,11 +11,8 @@ _DISTRIBUTIONS = {"sklearn": "scikit-learn", "PIL": "pillow"}
 
 
 def require(module: str, key: str, *, extra: str = "vision") -> Any:
-    """Return ``module``, imported; ``key`` is the override that needs it, for the error.
-
-    Raises:
-        ConfigError: it is not installed; names the ``extra`` of ours that brings it.
-    """
+    """Return ``module``, imported; ``key`` is the override that needs it, for the error. Raises
+    ConfigError: it is not installed; names the ``extra`` of ours that brings it."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

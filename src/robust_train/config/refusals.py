@@ -50,21 +50,15 @@ _EXTRAS = {
 }
 """Which of our extras brings an option that is not there."""
 
-_ACCEPTED = {
-    "Integer": "an integer",
-    "Float": "a number",
-    "bool": "true or false",
-}
+_ACCEPTED = {"Integer": "an integer", "Float": "a number", "bool": "true or false"}
 
 
 def explain(
     error: BaseException, config_name: str, arguments: Sequence[str], config_path: str = OURS
 ) -> str:
-    """Return one line for the user about one of :data:`REFUSALS`.
-
-    ``config_name`` is this command's primary config; ``arguments`` is its command line.
-    """
-    compose_with = functools.partial(_compose, config_path, config_name)
+    """Return one line for the user about one of :data:`REFUSALS`. ``config_name`` is this command's
+    primary config; ``arguments`` is its command line."""
+    compose_with = functools.partial(composed, config_path=config_path, config_name=config_name)
     chain = "\n".join(str(link) for link in _chain(error))
     overrides = [argument for argument in arguments if not argument.startswith("-")]
     if isinstance(error, ConfigError):
@@ -161,14 +155,15 @@ def _did_you_mean(name: str, names: Sequence[str], cutoff: float = 0.6) -> str:
     return f" (did you mean {close[0]}?)" if close else ""
 
 
-def _compose(config_path: str, config_name: str, overrides: Sequence[str]) -> DictConfig:
+def composed(
+    overrides: Sequence[str], config_path: str = OURS, config_name: str = "robust"
+) -> DictConfig:
+    """Return a config with overrides, by default that of ``train_robust.py``."""
     GlobalHydra.instance().clear()
     module = config_path.removeprefix("pkg://")
-    with (
-        initialize_config_module(module, version_base="1.3")
-        if module != config_path
-        else initialize_config_dir(config_path, version_base="1.3")
-    ):
+    is_module = module != config_path
+    start = initialize_config_module if is_module else initialize_config_dir
+    with start(module, version_base="1.3"):
         return compose(config_name, overrides=list(overrides))
 
 

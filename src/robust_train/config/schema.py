@@ -240,10 +240,8 @@ _DEVICE = re.compile(r"auto|cpu|cuda|cuda:\d+|GPU-[0-9a-fA-F-]+|MIG-\S+")
 
 
 def open_root(schema: type) -> DictConfig:
-    """Return a root with the typed keys of ``schema`` that accepts other keys beside them.
-
-    A dataclass as Hydra's root would reject a user's own top-level keys.
-    """
+    """Return a root with the typed keys of ``schema`` that accepts other keys beside them. A
+    dataclass as Hydra's root would reject a user's own top-level keys."""
     typed = OmegaConf.structured(schema)
     root = OmegaConf.create({})
     for name in typed:
@@ -279,10 +277,7 @@ def _short_name(job_name: str | None, model: str, dataset: str, trainer: str) ->
 
 def complete(cfg: Mapping[str, Any] | DictConfig) -> DictConfig:
     """Return ``cfg``, which has any part of the keys, over the defaults of :class:`RobustConfig`.
-
-    Raises:
-        ConfigError: a value is of the wrong type.
-    """
+    Raises ConfigError: a value is of the wrong type."""
     try:
         merged = OmegaConf.merge(open_root(RobustConfig), cfg)
     except OmegaConfBaseException as error:
@@ -303,11 +298,8 @@ def complete(cfg: Mapping[str, Any] | DictConfig) -> DictConfig:
 
 
 def validate(cfg: DictConfig) -> None:
-    """Check the ranges that types cannot express.
-
-    Raises:
-        ConfigError: with one line naming the key, its value and what is accepted.
-    """
+    """Check the ranges that types cannot express. Raises ConfigError: with one line naming the key,
+    its value and what is accepted."""
     _reject_near_misses(cfg)
     _resolve_all(cfg)
     missing = sorted(OmegaConf.missing_keys(cfg))

@@ -163,11 +163,9 @@ class OutputPump:
 
 
 class AttemptLog:
-    """What an attempt prints, as a terminal shows it in the end.
-
-    Progress bars rewrite their line by carriage return, perhaps for weeks: only the last state of a
-    line is kept, in memory as in the file.
-    """
+    """What an attempt prints, as a terminal shows it in the end. Progress bars rewrite their line
+    by carriage return, perhaps for weeks: only the last state of a line is kept, in memory as in
+    the file."""
 
     def __init__(self, file: FileIO) -> None:
         self._file = file

@@ -10,21 +10,15 @@ from robust_train.values import Group
 
 
 def attempt_environment(
-    environ: Mapping[str, str],
-    gpus: Group,
+    environ: Mapping[str, str],  # the launcher's environment
+    gpus: Group,  # the GPUs of the attempt, empty for the CPU
     *,
-    expandable_segments: bool,
+    expandable_segments: bool,  # for the allocator; what the user has exported takes precedence
+    # number the GPUs, for programs that read integers; UUIDs otherwise, and where NVML and CUDA may
+    # count differently
     by_index: bool = False,
 ) -> dict[str, str]:
-    """Return the launcher's environment, with these GPUs (or none) visible.
-
-    Args:
-        environ: the launcher's environment.
-        gpus: the GPUs of the attempt, empty for the CPU.
-        expandable_segments: for the allocator; what the user has exported takes precedence.
-        by_index: number the GPUs, for programs that read integers; UUIDs otherwise, and where
-            NVML and CUDA may count differently.
-    """
+    """Return the launcher's environment, with these GPUs (or none) visible."""
     return {
         **environ,
         "CUDA_VISIBLE_DEVICES": mask_for(gpus, by_index=by_index),
@@ -53,10 +47,8 @@ _ALLOCATORS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALL
 
 
 def read_at_import(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that a library may read when it is imported.
-
-    Of the allocator's settings that is only ``backend``.
-    """
+    """Return the variables that a library may read when it is imported. Of the allocator's settings
+    that is only ``backend``."""
     read = {
         name: value
         for name, value in environ.items()

@@ -63,24 +63,16 @@ def collect(pid: int) -> bool:
 
 
 def kill_descendants(
-    is_ours: Callable[[psutil.Process], bool] = lambda process: True,
+    is_ours: Callable[[psutil.Process], bool] = lambda process: True,  # which descendants are meant
     *,
-    timeout_seconds: float = _KILL_SECONDS,
+    timeout_seconds: float = _KILL_SECONDS,  # a process may hang in the kernel
+    # for this long there must be none: a process that is just dying leaves its own children a
+    # moment later
     quiet_seconds: float = 0.0,
 ) -> list[int]:
-    """Kill and collect this process's descendants until none is left.
-
-    This process has to be a subreaper: a killed process leaves its own children to it.
-
-    Args:
-        is_ours: which descendants are meant.
-        timeout_seconds: a process may hang in the kernel.
-        quiet_seconds: for this long there must be none: a process that is just dying leaves its
-            own children a moment later.
-
-    Returns:
-        The processes that are still there.
-    """
+    """Kill and collect this process's descendants until none is left. This process has to be a
+    subreaper: a killed process leaves its own children to it. Returns the processes that are still
+    there."""
     deadline = time.monotonic() + timeout_seconds
     quiet_since = time.monotonic()
     pause = 0.002

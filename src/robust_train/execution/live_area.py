@@ -33,11 +33,9 @@ _UNFINISHED_CODE = re.compile(r"\x1b(?:[ -/]{0,9}|\[[ -?]{0,99}|\][^\x07\x1b]{0,
 
 
 class Rows:
-    """The end of what one writer has written: the lines that it may still rewrite.
-
-    Progress bars move the cursor up to the bars above; as many lines as they ever moved are kept
-    back, and one from the first bar on.
-    """
+    """The end of what one writer has written: the lines that it may still rewrite. Progress bars
+    move the cursor up to the bars above; as many lines as they ever moved are kept back, and one
+    from the first bar on."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")

@@ -39,15 +39,12 @@ class Screen:
 
     Args:
         descriptor: where to write; another file may be opened under its number later.
-
-    Attributes:
-        area: what is shown below all output; None: nothing.
     """
 
     def __init__(self, descriptor: int) -> None:
         status = os.fstat(descriptor)
         self.target = (status.st_dev, status.st_ino, status.st_rdev)
-        self.area: Area | None = None
+        self.area: Area | None = None  # what is shown below all output; None: nothing
         self._waiting = bytearray()
         self._dropped_bytes = 0
         self._is_gone = self._is_unread = False
@@ -130,9 +127,7 @@ _screens: dict[int, Screen] = {}
 
 def screen_of(descriptor: int) -> Screen:
     """Return the screen for the file that is open under a descriptor now; OSError for none.
-
-    Descriptors of one terminal share it.
-    """
+    Descriptors of one terminal share it."""
     status = os.fstat(descriptor)
     target = (status.st_dev, status.st_ino, status.st_rdev)
     known = _screens.pop(descriptor, None)
@@ -147,10 +142,8 @@ def screen_of(descriptor: int) -> Screen:
 
 
 def show(descriptor: int, data: bytes, source: object = None) -> None:
-    """Write to one of our streams without waiting; nothing where it is closed.
-
-    ``source`` is who writes: nobody's unfinished line takes in what another one writes.
-    """
+    """Write to one of our streams without waiting; nothing where it is closed. ``source`` is who
+    writes: nobody's unfinished line takes in what another one writes."""
     with contextlib.suppress(OSError):
         screen = screen_of(descriptor)
         if screen.area is None:

@@ -22,40 +22,28 @@ from typing import NoReturn
 
 from robust_train.compat import run_exit_handlers
 from robust_train.errors import ConfigError
+from robust_train.execution import linux, signals
 from robust_train.execution.attempt_output import flush_output
 from robust_train.execution.fork_guard import ForkGuard
 from robust_train.execution.fork_messages import Exited, Import, Imported, receive_descriptors
 from robust_train.execution.hydra_state import adopt_hydra
-from robust_train.execution.linux import (
-    JOB_MARKER,
-    become_subreaper,
-    kill_descendants,
-    signal_at_parents_death,
-)
 from robust_train.execution.request import AttemptRequest
 from robust_train.execution.runner import new_run, run_attempt, stop_on_signals
-from robust_train.execution.signals import (
-    DUMP_STACKS,
-    ORPHAN_GRACE_SECONDS,
-    STOP_SIGNALS,
-    stop_signal,
-    wakeup_descriptor,
-)
 from robust_train.execution.wire import EventSender
 from robust_train.failures.shortage import no_room_to_import
 
 
 def main() -> None:
     """Serve one launcher, which has started this process with the stop signals blocked."""
-    handled = [one for one in STOP_SIGNALS if signal.getsignal(one) != signal.SIG_IGN]
+    handled = [one for one in signals.STOP_SIGNALS if signal.getsignal(one) != signal.SIG_IGN]
     for signum in handled:
         signal.signal(signum, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.STOP_SIGNALS)
     control, events = (int(number) for number in sys.argv[1:3])
     sys.argv[:] = sys.argv[3:]  # the launcher's: a script may parse them where it is imported
     for descriptor in (control, events):
         os.set_inheritable(descriptor, False)
-    become_subreaper()
+    linux.become_subreaper()
     _Server(Connection(control), socket.socket(fileno=events), handled).serve()
     os._exit(0)  # taking torch down in good order takes time, and nobody needs it
 
@@ -75,7 +63,7 @@ class _Server:
     def serve(self) -> None:
         """Serve until the launcher is gone."""
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        with wakeup_descriptor() as wakeup, contextlib.suppress(EOFError, ConnectionError):
+        with signals.wakeup_descriptor() as wakeup, contextlib.suppress(EOFError, ConnectionError):
             while True:
                 ready = wait([self._control, wakeup])
                 with contextlib.suppress(BlockingIOError):
@@ -88,9 +76,9 @@ class _Server:
     def _handle(self, message: object) -> None:
         if isinstance(message, Import):
             # an import may take for ever, and a launcher that has died is not seen meanwhile
-            signal_at_parents_death(signal.SIGKILL)
+            linux.signal_at_parents_death(signal.SIGKILL)
             imported = self._import(message)
-            signal_at_parents_death(0)
+            linux.signal_at_parents_death(0)
             self._control.send(imported)
         elif isinstance(message, AttemptRequest):
             hold = receive_descriptors(self._control)
@@ -127,14 +115,14 @@ class _Server:
     def _fork(self, request: AttemptRequest) -> None:
         server = os.getpid()
         # a signal that comes before the attempt's own handlers must not be lost
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, signals.STOP_SIGNALS)
         pid = os.fork()
         if pid == 0:
             signal.set_wakeup_fd(-1)
             for signum in (signal.SIGCHLD, *self._handled):
                 signal.signal(signum, signal.SIG_DFL)
             os.setpgid(0, 0)
-            signal_at_parents_death(signal.SIGKILL)
+            linux.signal_at_parents_death(signal.SIGKILL)
             if os.getppid() != server:
                 os._exit(1)
             self._control.close()
@@ -151,28 +139,24 @@ class _Server:
                     return
                 if pid == self._child:
                     self._child = None
-                    kill_descendants()
+                    linux.kill_descendants()
                     code = os.waitstatus_to_exitcode(status)
                     self._control.send(Exited(pid, code, usage.ru_maxrss * 1024))
 
     def _end_orphan(self) -> None:
         """The launcher is gone: let the attempt save what it can, then end it."""
         if self._child is not None:
-            os.kill(self._child, stop_signal(os.environ))
-            deadline = time.monotonic() + ORPHAN_GRACE_SECONDS
+            os.kill(self._child, signals.stop_signal(os.environ))
+            deadline = time.monotonic() + signals.ORPHAN_GRACE_SECONDS
             while time.monotonic() < deadline and not os.waitpid(self._child, os.WNOHANG)[0]:
                 time.sleep(0.02)
-        kill_descendants()
+        linux.kill_descendants()
 
 
 def _import_one(name: str) -> None:
-    """Import a module, or nothing if it is an attribute of one.
-
-    What fails will fail in the attempt as well, and is reported there.
-
-    Raises:
-        ConfigError: a limit of this process leaves no room for it.
-    """
+    """Import a module, or nothing if it is an attribute of one. What fails will fail in the attempt
+    as well, and is reported there. Raises ConfigError: a limit of this process leaves no room for
+    it."""
     parent, _, attribute = name.rpartition(".")
     try:
         if not hasattr(sys.modules.get(parent), attribute):
@@ -190,16 +174,16 @@ def _write_stacks(request: AttemptRequest) -> None:
         faulthandler.enable()
         return
     faulthandler.enable(stacks)
-    faulthandler.register(DUMP_STACKS, file=stacks)
+    faulthandler.register(signals.DUMP_STACKS, file=stacks)
 
 
 def _be_attempt(request: AttemptRequest, send: EventSender) -> NoReturn:
     """Run the attempt in this process, which was forked for it."""
     status = 1
     try:
-        marker = os.environ.get(JOB_MARKER, "")
+        marker = os.environ.get(linux.JOB_MARKER, "")
         os.environ.clear()
-        os.environ.update({**request.environ, JOB_MARKER: marker})
+        os.environ.update({**request.environ, linux.JOB_MARKER: marker})
         os.chdir(request.cwd)
         _write_stacks(request)
         adopt_hydra(request.hydra_cfg)

@@ -38,10 +38,8 @@ def stop_signal(environ: Mapping[str, str]) -> signal.Signals:
 
 @contextlib.contextmanager
 def wakeup_descriptor() -> Iterator[int]:
-    """Yield a descriptor that becomes readable when a signal with a handler comes.
-
-    Never outside the main thread, where Python allows no handlers.
-    """
+    """Yield a descriptor that becomes readable when a signal with a handler comes. Never outside
+    the main thread, where Python allows no handlers."""
     read_end, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     is_main = threading.current_thread() is threading.main_thread()
     old = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False) if is_main else -1
@@ -55,18 +53,12 @@ def wakeup_descriptor() -> Iterator[int]:
 
 
 class SignalWatch:
-    """While active, turns a signal into :class:`JobInterrupted`, or hands it to a handler.
-
-    Nothing is done outside the main thread, where Python allows no handlers.
-
-    Attributes:
-        received: the first signal that came, None before.
-        is_over: training has completed, so a signal that comes now changes nothing.
-    """
+    """While active, turns a signal into :class:`JobInterrupted`, or hands it to a handler. Nothing
+    is done outside the main thread, where Python allows no handlers."""
 
     def __init__(self) -> None:
-        self.received: int | None = None
-        self.is_over = False
+        self.received: int | None = None  # the first signal that came, None before
+        self.is_over = False  # training has completed, so a signal that comes now changes nothing
         self._handler: Callable[[int], None] | None = None
         self._previous: dict[int, Any] = {}
         self._delivered: int | None = None
@@ -99,11 +91,8 @@ class SignalWatch:
 
     @contextlib.contextmanager
     def handed_to(self, handler: Callable[[int], None]) -> Iterator[int]:
-        """Within this block signals call ``handler(signum)`` instead of raising.
-
-        Yields:
-            A descriptor that becomes readable when a signal came.
-        """
+        """Within this block signals call ``handler(signum)`` instead of raising. Yields a
+        descriptor that becomes readable when a signal came."""
         with wakeup_descriptor() as wakeup:
             self._handler = handler
             try:
@@ -117,9 +106,7 @@ class SignalWatch:
 
     def pass_on(self) -> None:
         """Call whoever had handled the signal before us, now that the checkpoint is written.
-
-        Submitit's handler puts the job back into the queue and ends the process.
-        """
+        Submitit's handler puts the job back into the queue and ends the process."""
         previous = self._previous.get(self.received) if self.received is not None else None
         if self.received in WARNING_SIGNALS and callable(previous):
             previous(self.received, None)

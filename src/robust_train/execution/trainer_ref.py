@@ -28,9 +28,7 @@ _EXTRAS = frozenset({"accelerate", "lightning", "transformers"})
 
 class _Reached(BaseException):
     """A script without a guard has come to its own ``launch``: all that the trainer uses is there.
-
-    Derived from BaseException, so that the script's ``except Exception`` does not swallow it.
-    """
+    Derived from BaseException, so that the script's ``except Exception`` does not swallow it."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +43,8 @@ class TrainerRef:
 
     @classmethod
     def of(cls, trainer: str | Callable[..., Any]) -> TrainerRef:
-        """Return the reference for a dotted path or a callable.
-
-        Raises:
-            ConfigError: the callable can neither be found by name nor pickled.
-        """
+        """Return the reference for a dotted path or a callable. Raises ConfigError: the callable
+        can neither be found by name nor pickled."""
         if isinstance(trainer, str):
             return cls(trainer)
         module, name = (str(getattr(trainer, key, "")) for key in ("__module__", "__qualname__"))
@@ -66,11 +61,8 @@ class TrainerRef:
         return self.path.startswith("robust_train.")
 
     def load(self) -> Callable[..., Any]:
-        """Import the trainer.
-
-        Raises:
-            ConfigError: it cannot be imported or is not callable; one line that gives the reason.
-        """
+        """Import the trainer. Raises ConfigError: it cannot be imported or is not callable; one
+        line that gives the reason."""
         if self.pickled is not None:
             return self._unpickled(self.pickled)
         if self.main_file is not None and MAIN_MODULE not in sys.modules:

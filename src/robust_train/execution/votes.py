@@ -35,9 +35,7 @@ class Votes:
 
     def look(self, flag: str, rank: int) -> int:
         """Count a look of ``rank``; return the number of the look at which the flag is due, or 0.
-
-        It stays due until it is raised anew.
-        """
+        It stays due until it is raised anew."""
         row = _FLAGS.index(flag) * self._row
         with self.locked():
             self._take_raised(flag, row)
@@ -47,10 +45,8 @@ class Votes:
             return due if due and self._words[mine] >= due else 0
 
     def raise_flag(self, flag: str) -> None:
-        """Have all ranks see ``flag``.
-
-        What ends the attempt stays due for good. A checkpoint that some have still to see is not
-        due again: those that have seen it would see it a second time.
+        """Have all ranks see ``flag``. What ends the attempt stays due for good. A checkpoint that
+        some have still to see is not due again: those that have seen it would see it a second time.
         """
         self._words[_FLAGS.index(flag) * self._row] = 1
 

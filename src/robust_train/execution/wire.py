@@ -28,11 +28,9 @@ _MOST_WAITING_BYTES = 64 * 1024**2
 
 
 class EventSender:
-    """Sends an attempt's events; the trainer never waits for a launcher that does not read.
-
-    Where the socket is full, progress is dropped and everything else is kept until the next event
-    or :meth:`flush`; beyond 64 MiB only the attempt's end. A launcher that is gone is ignored.
-    """
+    """Sends an attempt's events; the trainer never waits for a launcher that does not read. Where
+    the socket is full, progress is dropped and everything else is kept until the next event or
+    :meth:`flush`; beyond 64 MiB only the attempt's end. A launcher that is gone is ignored."""
 
     def __init__(self, channel: socket.socket) -> None:
         channel.setblocking(False)

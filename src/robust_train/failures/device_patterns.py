@@ -2,44 +2,26 @@
 
 from __future__ import annotations
 
-from robust_train.failures.patterns import (
-    BUG,
-    COMM,
-    DEVICE_FAULT,
-    DEVICE_UNAVAILABLE,
-    INTERRUPTED,
-    Pattern,
-    types_named,
-    words,
-)
+from robust_train.failures.patterns import Pattern, types_named, words
 from robust_train.values import Clue
 
+# fmt: off
 DEVICES: tuple[Pattern, ...] = (
     # --- a device that fails ---
-    words(
-        DEVICE_FAULT,
-        "cuda",
+    words("device_fault", "cuda",
         r"uncorrectable (?:ECC|NVLink) error|ECC_UNCORRECTABLE|ECCUncorrectable|double[- ]bit ECC",
         r"NVLINK_UNCORRECTABLE|NvlinkUncorrectable|CUDA error: Nvlink|over nvlink or a hardware",
         r"GPU is lost|GPU_IS_LOST|fallen off the bus",
         # 13, 31, 43 and 45 are a program's errors (docs.nvidia.com/deploy/xid-errors)
         r"\bXid\b ?(?:\(|\d|error|\[)(?!.{0,40}\b(?:13|31|43|45)\b)",
-        r"Unable to determine the device handle for GPU",
-        clue=Clue.HARDWARE,
-    ),
-    words(
-        DEVICE_FAULT,
-        "cuda",
+        r"Unable to determine the device handle for GPU", clue=Clue.HARDWARE),
+    words("device_fault", "cuda",
         # virtual memory management, which expandable segments need (pytorch#192330, #112957)
         r"CUDA driver error: (?!out of memory|invalid device ordinal|initialization)\w",
         r"CUDA error: operation not supported(?! on)",
         r"cudaErrorNotSupported|CUDA_ERROR_NOT_SUPPORTED",
-        r"INTERNAL ASSERT FAILED at .{0,80}driver_api\.cpp",
-        clue=Clue.DRIVER,
-    ),
-    words(
-        DEVICE_FAULT,
-        "cuda",
+        r"INTERNAL ASSERT FAILED at .{0,80}driver_api\.cpp", clue=Clue.DRIVER),
+    words("device_fault", "cuda",
         r"\bXid\b ?(?:\(|\d|error|\[)",
         r"illegal memory access|ILLEGAL_ADDRESS|IllegalAddress",
         r"unspecified launch failure|\bLAUNCH_FAILED\b|ERROR_LAUNCH_FAILED|LaunchFailure",
@@ -54,43 +36,28 @@ DEVICES: tuple[Pattern, ...] = (
         r"CUDA_ERROR_UNKNOWN|cudaErrorUnknown|HIP error: (?:unknown error|an illegal)",
         r"CUDA_ERROR_CONTAINED|cudaErrorContained|TENSOR_MEMORY_LEAK|cudaErrorTensorMemoryLeak",
         r"\[7(?:00|02|1[4-9])\] Call to cu\w+ results in",  # numba has no names for these
-        r"external device has been (?:lost|removed)|CUDA_ERROR_EXTERNAL_DEVICE",
-    ),
-    words(
-        DEVICE_FAULT,
-        "rocm",
+        r"external device has been (?:lost|removed)|CUDA_ERROR_EXTERNAL_DEVICE"),
+    words("device_fault", "rocm",
         r"Memory access fault by GPU|HSA_STATUS_ERROR_(?:EXCEPTION|MEMORY_FAULT|MEMORY_APERTURE)",
-        r"amdgpu.{0,60}ring \w+ timeout|GPU (?:reset|hang)\b|HW Exception by GPU",
-    ),
-    words(DEVICE_FAULT, "xpu", r"ERROR_DEVICE_LOST|\bDEVICE_LOST\b"),
-    words(DEVICE_FAULT, "mps", r"kIOGPUCommandBufferCallbackError(?!OutOfMemory)\w+"),
-    words(
-        DEVICE_FAULT,
-        "cublas",
-        r"(?:CU|HIP)BLAS_STATUS_(?:EXECUTION_FAILED|INTERNAL_ERROR|MAPPING_ERROR)",
-    ),
-    words(
-        DEVICE_FAULT,
-        "cudnn",
-        r"CUDNN_STATUS_(?:EXECUTION_FAILED|INTERNAL_ERROR|MAPPING_ERROR)",
-    ),
-    words(DEVICE_FAULT, "cusolver", r"CUSOLVER_STATUS_EXECUTION_FAILED"),
-    words(DEVICE_FAULT, "cufft", r"CUFFT_EXEC_FAILED"),
+        r"amdgpu.{0,60}ring \w+ timeout|GPU (?:reset|hang)\b|HW Exception by GPU"),
+    words("device_fault", "xpu", r"ERROR_DEVICE_LOST|\bDEVICE_LOST\b"),
+    words("device_fault", "mps", r"kIOGPUCommandBufferCallbackError(?!OutOfMemory)\w+"),
+    words("device_fault", "cublas",
+        r"(?:CU|HIP)BLAS_STATUS_(?:EXECUTION_FAILED|INTERNAL_ERROR|MAPPING_ERROR)"),
+    words("device_fault", "cudnn",
+        r"CUDNN_STATUS_(?:EXECUTION_FAILED|INTERNAL_ERROR|MAPPING_ERROR)"),
+    words("device_fault", "cusolver", r"CUSOLVER_STATUS_EXECUTION_FAILED"),
+    words("device_fault", "cufft", r"CUFFT_EXEC_FAILED"),
     # --- a device that is not available ---
-    words(
-        DEVICE_UNAVAILABLE,
-        "cuda",
+    words("device_unavailable", "cuda",
         r"devices?(?:\(s\))? (?:is/are|are|is) busy or unavailable",
         r"DEVICE_UNAVAILABLE|cudaErrorDevicesUnavailable|DEVICE_NOT_AVAILABLE",
         r"exclusive-thread device already in use|DeviceAlreadyInUse",
         r"MPS (?:client failed to connect|server is not ready)|cudaErrorMps\w+|CUDA_ERROR_MPS_\w+",
         r"between the MPS server and the MPS client failed|MPS client has been terminated",
         r"required to (?:create MPS client|support device connections) have been exhausted",
-        clue=Clue.BUSY,
-    ),
-    words(
-        DEVICE_UNAVAILABLE,
-        "cuda",
+        clue=Clue.BUSY),
+    words("device_unavailable", "cuda",
         r"invalid device ordinal|CUDA_ERROR_INVALID_DEVICE\b|cudaErrorInvalidDevice\b",
         r"no (?:CUDA|ROCm|HIP)-capable device|CUDA_ERROR_NO_DEVICE|(?:cuda|hip)ErrorNoDevice",
         r"No (?:CUDA|HIP|ROCm) GPUs are available|No XPU devices? (?:is|are) available",
@@ -120,15 +87,14 @@ DEVICES: tuple[Pattern, ...] = (
         r"(?<!_)\b(?:CUDA|MPS|XPU|ROCm) (?:is )?not available\b",
         r"Unable to find code object for all current devices",
         r"driver shutting down|operation not supported on this OS",
-        r"Cannot access accelerator device when none is available",
-    ),
+        r"Cannot access accelerator device when none is available"),
 )
+# fmt: on
 
+# fmt: off
 NETWORK: tuple[Pattern, ...] = (
     # --- peers ---
-    words(
-        COMM,
-        "nccl",
+    words("comm", "nccl",
         r"Watchdog caught collective operation timeout|collective operation timeout",
         r"ncclSystemError|ncclRemoteError|ncclInternalError|ncclUnhandledCudaError|ncclInProgress",
         r"\bNCCL\b.{0,200}(?:unhandled (?:system|cuda) error|timed? ?out|timeout|aborted|remote "
@@ -138,26 +104,17 @@ NETWORK: tuple[Pattern, ...] = (
         r"Heartbeat monitor timed out|detected by watchdog at work|dump signal due to a collective",
         r"watchdog thread terminated with exception|NCCL communicator encountered error",
         r"remote error detected from rank|Proxy Call to rank \d+ failed|socketPollConnect",
-        r"NET/(?:IB|Socket).{0,200}(?:error|fail|timed out|closed)|\bIBV_WC_\w+",
-    ),
-    words(
-        COMM,
-        "gloo",
+        r"NET/(?:IB|Socket).{0,200}(?:error|fail|timed out|closed)|\bIBV_WC_\w+"),
+    words("comm", "gloo",
         r"\bgloo\b.{0,300}(?:connect|timed out|timeout|closed|reset|refused|broken pipe|read error"
         r"|write error|no route|unreachable|bind|resolve)",
         r"Timed out waiting \d+ ?ms for (?:send|recv) operation",
         r"timed out after \d+ ?ms waiting for (?:send|recv)",
         r"Application timeout caused pair closure|monitoredBarrier",
-        r"connectFullMesh|Connect timeout \[",
-    ),
-    words(
-        COMM,
-        "hccl",
-        r"\bHCCL\b.{0,200}(?:time[d ]? ?out|connect|remote)|Notify register times out",
-    ),
-    words(
-        COMM,
-        "torch.distributed",
+        r"connectFullMesh|Connect timeout \["),
+    words("comm", "hccl",
+        r"\bHCCL\b.{0,200}(?:time[d ]? ?out|connect|remote)|Notify register times out"),
+    words("comm", "torch.distributed",
         r"client socket has (?:timed out|failed)|server socket has failed",
         r"Timed out (?:after \d+ seconds )?waiting for (?:clients|workers)|\d+ clients joined",
         r"\b(?:TCPStore|c10d|store|rendezvous)\b.{0,160}(?:time[d ]? ?out|broken pipe"
@@ -169,20 +126,14 @@ NETWORK: tuple[Pattern, ...] = (
         r"RPC ran for more than set timeout",
         r"Connection (?:closed|reset) by (?:remote )?peer|Connection reset by",
         r"peer closed connection|connection was forcibly closed by the remote host",
-        r"\[Errno (?:101|104|110|111|113)\]|EADDRINUSE|Address already in use",
-    ),
-    types_named(
-        COMM,
-        "torch.distributed",
+        r"\[Errno (?:101|104|110|111|113)\]|EADDRINUSE|Address already in use"),
+    types_named("comm", "torch.distributed",
         "DistNetworkError DistStoreError DistBackendError RendezvousConnectionError "
         "RendezvousTimeoutError RendezvousClosedError ConnectionResetError "
-        "ConnectionRefusedError ConnectionAbortedError HorovodInternalError",
-    ),
+        "ConnectionRefusedError ConnectionAbortedError HorovodInternalError"),
     # --- weights and data that could not be fetched ---
-    words(BUG, "http", r"NameResolutionError|certificate verify failed|OfflineModeIsEnabled"),
-    words(
-        COMM,
-        "http",
+    words("bug", "http", r"NameResolutionError|certificate verify failed|OfflineModeIsEnabled"),
+    words("comm", "http",
         r"\b(?:408|5\d\d) (?:Server|Client) Error\b|Server error '5\d\d|HTTP Error 5\d\d",
         r"\b5\d\d, message=|\b5\d\d (?:GET|HEAD) https?://|\(50\d\) when calling the \w+ oper",
         r"\b50\d (?:Bad Gateway|Gateway Time-?out|Service (?:Temporarily )?Unavailable)",
@@ -195,26 +146,18 @@ NETWORK: tuple[Pattern, ...] = (
         r"Remote end closed connection|Server (?:has )?disconnected|Connection aborted",
         r"UNEXPECTED_EOF_WHILE_READING|Timeout on reading data from socket",
         r"Couldn't reach .{0,200}\(\w*(?:Timeout|Error)|We couldn't connect to 'https?://",
-        r"read timeout on endpoint url|Could not connect to the endpoint URL",
-        clue=Clue.DOWNLOAD,
-    ),
-    types_named(
-        COMM,
-        "http",
+        r"read timeout on endpoint url|Could not connect to the endpoint URL", clue=Clue.DOWNLOAD),
+    types_named("comm", "http",
         "ReadTimeout ConnectTimeout PoolTimeout ReadTimeoutError ConnectTimeoutError "
         "ChunkedEncodingError IncompleteRead RemoteDisconnected RemoteProtocolError "
         "ContentTooShortError ServerDisconnectedError ServerTimeoutError ClientPayloadError "
-        "FSTimeoutError",
-        clue=Clue.DOWNLOAD,
-    ),
+        "FSTimeoutError", clue=Clue.DOWNLOAD),
     # --- stopped, as text ---
-    words(
-        INTERRUPTED,
-        None,
+    words("interrupted", None,
         r"^(?:\w+\.)*KeyboardInterrupt\b",
         r"\bgot signal: (?:1|2|10|12|15)\b|Received (?:1|2|15) death signal",
         r"terminated with signal SIG(?:KILL|TERM|INT|HUP|USR[12])",
         r"Signal (?:9|15|2) \(SIG\w+\) received by PID",
-        r"DUE TO (?:TIME LIMIT|PREEMPTION)|\(state: (?:PREEMPTED|TIMEOUT|CANCELLED)",
-    ),
+        r"DUE TO (?:TIME LIMIT|PREEMPTION)|\(state: (?:PREEMPTED|TIMEOUT|CANCELLED)"),
 )
+# fmt: on

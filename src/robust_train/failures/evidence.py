@@ -56,22 +56,16 @@ _FREE = _table(
 )
 _ALLOWED = _table(r"SIZE allowed;")
 _PREEMPTIVE = re.compile(r"preemptively rejected|exceed allowed memory", re.IGNORECASE)
-_TOTAL = _table(
-    r"SIZE total capacity",
-    r"total capaci?ty of SIZE",
-    r"max allowed: SIZE",
-)
+_TOTAL = _table(r"SIZE total capacity", r"total capaci?ty of SIZE", r"max allowed: SIZE")
 
 # whose allocator's statistics are those of torch
 _TORCH = frozenset({"torch", "cuda", "hip", "cublas", "cudnn", "cufft", "cusolver", "nccl", None})
 
 
 def read_evidence(text: str, match: Match) -> Evidence:
-    """Return the figures in a message; ``text`` is on one line.
-
-    torch asks the driver only below ``memory.fraction``: if more was free than was requested, or
-    it rejects "preemptively" (since 2.15), the process reached its own limit.
-    """
+    """Return the figures in a message; ``text`` is on one line. torch asks the driver only below
+    ``memory.fraction``: if more was free than was requested, or it rejects "preemptively" (since
+    2.15), the process reached its own limit."""
     requested = _first(_REQUESTED, text)
     allocated = _first(_ALLOCATED, text)
     unused = _first(_UNUSED, text)
@@ -111,8 +105,7 @@ def with_statistics(evidence: Evidence, text: str) -> Evidence:
     }
     filled = replace(evidence, **missing)
     return replace(
-        filled,
-        fragmented=_is_fragmented(filled.requested_bytes, filled.reserved_unallocated_bytes),
+        filled, fragmented=_is_fragmented(filled.requested_bytes, filled.reserved_unallocated_bytes)
     )
 
 

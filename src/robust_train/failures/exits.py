@@ -94,9 +94,7 @@ def _reported_in(
     output: str, lines: Sequence[str], native: bool
 ) -> tuple[ErrorReport, Match] | None:
     """Return what the output shows as the end: a traceback, C++'s last words, or the last lines.
-
-    Where there is a traceback, it alone counts: what was logged before may have been overcome.
-    """
+    Where there is a traceback, it alone counts: what was logged before may have been overcome."""
     has_traceback = "Traceback (most recent call last)" in output
     if not native and not has_traceback:
         last = next(reports_in(next((line for line in reversed(lines) if line.strip()), "")))

@@ -2,84 +2,53 @@
 
 from __future__ import annotations
 
-from robust_train.failures.patterns import (
-    BUG,
-    COMM,
-    INTERRUPTED,
-    WORKER_DEATH,
-    Pattern,
-    types_named,
-    words,
-)
+from robust_train.failures.patterns import Pattern, types_named, words
 from robust_train.values import Clue
 
+# fmt: off
 BEFORE_MEMORY: tuple[Pattern, ...] = (
     # --- asked to stop ---
-    types_named(
-        INTERRUPTED,
-        None,
-        "KeyboardInterrupt CancelledError SignalException TaskCancelledError SIGTERMException",
-    ),
+    types_named("interrupted", None,
+        "KeyboardInterrupt CancelledError SignalException TaskCancelledError SIGTERMException"),
     # --- a program with an error in it, whatever its message ---
-    types_named(BUG, None, "OutOfResources"),  # Triton: a tile too big for the chip
+    types_named("bug", None, "OutOfResources"),  # Triton: a tile too big for the chip
     # --- NCCL's segments in /dev/shm: before bugs and workers, whose words it uses ---
-    words(
-        COMM,
-        "nccl",
+    words("comm", "nccl",
         r"NCCL.{0,600}(?:/dev/shm/nccl-|shared memory segment)|/dev/shm/nccl-|\bnccl-shm-\w+",
-        r"NCCL WARN Call to posix_fallocate failed",
-        clue=Clue.SHARED_MEMORY,
-    ),
+        r"NCCL WARN Call to posix_fallocate failed", clue=Clue.SHARED_MEMORY),
     # --- sounds like memory and is a bug ---
-    words(
-        BUG,
-        "triton",
+    words("bug", "triton",
         # on-chip memory of one multiprocessor: the same at every batch size
         r"out of resources?: (?:shared memory|threads|registers|tensor memory|barriers)",
-        r"out of memory in memory space (?:vmem|smem|sflag)",
-    ),
-    words(
-        BUG,
-        "cuda",
+        r"out of memory in memory space (?:vmem|smem|sflag)"),
+    words("bug", "cuda",
         # nearly always a label or an index out of range; the process is poisoned
         r"device-side assert",
         r"cudaErrorAssert|CUDA_ERROR_ASSERT|hipErrorAssert",
         r"Assertion `[^`']+['`] failed",
         # fork after CUDA was started, in the data loader mostly
         r"Cannot re-initialize CUDA in forked subprocess",
-        r"DataLoader worker process \d+.*initialization error",
-    ),
-    words(
-        BUG,
-        "torch",
+        r"DataLoader worker process \d+.*initialization error"),
+    words("bug", "torch",
         # a size that was computed wrongly, not one that is too big
         r"called with negative number",
         r"calculation overflowed|multiplication overflow",
         r"invalid memory size -- maybe an overflow",
         r"negative dimension",
-        r"more than 1 ?EB\b|\d ?E(?:i?B)?\b for an array with shape",
-    ),
-    words(BUG, None, r"in static TLS block"),  # glibc's loader, an order of imports
-    words(
-        BUG,
-        "nccl",
+        r"more than 1 ?EB\b|\d ?E(?:i?B)?\b for an array with shape"),
+    words("bug", None, r"in static TLS block"),  # glibc's loader, an order of imports
+    words("bug", "nccl",
         # the two that NCCL's own documentation calls errors of the program
         r"ncclInvalidUsage|ncclInvalidArgument|Duplicate GPU detected",
         r"NCCL.{0,200}invalid (?:usage|argument)",
         r"Detected mismatch between collectives",
-        r"op\.preamble\.length <= op\.nbytes",  # gloo: tensors of different sizes
-    ),
-    words(
-        BUG,
-        "grpc",
+        r"op\.preamble\.length <= op\.nbytes"),  # gloo: tensors of different sizes
+    words("bug", "grpc",
         # gRPC and web services: the status of a message too long or of a quota
         r"(?:Received|Sent) message larger than max",
-        r"RESOURCE[_ ]?EXHAUSTED.*\b(?:quota|rate limit|requests per|tokens per|429)\b",
-    ),
+        r"RESOURCE[_ ]?EXHAUSTED.*\b(?:quota|rate limit|requests per|tokens per|429)\b"),
     # --- data-loader and pool workers ---
-    words(
-        WORKER_DEATH,
-        "torch",
+    words("worker_death", "torch",
         r"DataLoader workers? \(pids?(?:\(s\))? [^)]*\) (?:is killed by|exited unexpectedly)",
         r"DataLoader (?:worker|process).{0,200} is killed by signal",  # Paddle
         # each batch from a worker is an open file here: fewer workers need fewer
@@ -96,11 +65,8 @@ BEFORE_MEMORY: tuple[Pattern, ...] = (
         r"(?:shm_open|shared memory|SharedMemory|shm).{0,60}No space left on device",
         r"No space left on device: '/?(?:psm|torch|pym|mp|sem)[-_]",
         r"DataLoader timed out after|Pin memory thread exited unexpectedly",
-        r"Too many open files: '/?(?:dev/shm|tmp/pymp|torch_)",
-    ),
-    words(
-        WORKER_DEATH,
-        "multiprocessing",
+        r"Too many open files: '/?(?:dev/shm|tmp/pymp|torch_)"),
+    words("worker_death", "multiprocessing",
         r"process in the process pool was terminated abruptly",
         r"child process terminated abruptly",
         r"worker process managed by the executor was unexpectedly terminated",
@@ -109,14 +75,11 @@ BEFORE_MEMORY: tuple[Pattern, ...] = (
         r"subprocesses has abruptly died",  # datasets
         r"background workers? .{0,20}6 feet under",
         r"DataLoader \d+ workers? exit unexpectedly",  # Paddle
-        r"Worker process (?:died|crashed) unexpectedly|worker died unexpectedly",
-    ),
-    words(BUG, None, r"Disk quota exceeded|Too many open files"),
-    words(BUG, "multiprocessing", r"failed to un-?serialize"),  # loky: an object it cannot pickle
-    types_named(
-        WORKER_DEATH,
-        "multiprocessing",
+        r"Worker process (?:died|crashed) unexpectedly|worker died unexpectedly"),
+    words("bug", None, r"Disk quota exceeded|Too many open files"),
+    words("bug", "multiprocessing", r"failed to un-?serialize"),  # loky: an object it cannot pickle
+    types_named("worker_death", "multiprocessing",
         "BrokenProcessPool TerminatedWorkerError WorkerLostError KilledWorker "
-        "WorkerCrashedError ActorDiedError RayActorError",
-    ),
+        "WorkerCrashedError ActorDiedError RayActorError"),
 )
+# fmt: on

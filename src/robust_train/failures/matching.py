@@ -32,10 +32,8 @@ _PRIORITY = (
 
 
 def match(report: ErrorReport) -> Match | None:
-    """Return what a report is, None where no row matches, which is a bug by default.
-
-    A match of the kind ``bug`` is one that no cause behind the exception can change.
-    """
+    """Return what a report is, None where no row matches, which is a bug by default. A match of the
+    kind ``bug`` is one that no cause behind the exception can change."""
     if report.is_programming_error:
         if report.types[:1] == ("ValueError",) and NOT_ENOUGH_FOR_VLLM.matches(report):
             return NOT_ENOUGH_FOR_VLLM.match

@@ -8,15 +8,6 @@ from dataclasses import dataclass
 from robust_train.failures.error_reports import ErrorReport
 from robust_train.values import FailureKind
 
-BUG = FailureKind.BUG
-DEVICE_OOM = FailureKind.DEVICE_OOM
-HOST_OOM = FailureKind.HOST_OOM
-WORKER_DEATH = FailureKind.WORKER_DEATH
-DEVICE_FAULT = FailureKind.DEVICE_FAULT
-DEVICE_UNAVAILABLE = FailureKind.DEVICE_UNAVAILABLE
-COMM = FailureKind.COMM
-INTERRUPTED = FailureKind.INTERRUPTED
-
 
 @dataclass(frozen=True)
 class Match:
@@ -45,16 +36,12 @@ class Pattern:
         return self.words is not None and self.words.search(report.text) is not None
 
 
-def words(
-    kind: FailureKind, library: str | None, *alternatives: str, clue: str | None = None
-) -> Pattern:
+def words(kind: str, library: str | None, *alternatives: str, clue: str | None = None) -> Pattern:
     """Return a row for messages in which one of these patterns is found, in any case."""
     found = re.compile("|".join(alternatives), re.IGNORECASE)
-    return Pattern(Match(kind, library, clue), found)
+    return Pattern(Match(FailureKind(kind), library, clue), found)
 
 
-def types_named(
-    kind: FailureKind, library: str | None, names: str, clue: str | None = None
-) -> Pattern:
+def types_named(kind: str, library: str | None, names: str, clue: str | None = None) -> Pattern:
     """Return a row for exceptions of a class with one of these names, or derived from one."""
-    return Pattern(Match(kind, library, clue), types=frozenset(names.split()))
+    return Pattern(Match(FailureKind(kind), library, clue), types=frozenset(names.split()))

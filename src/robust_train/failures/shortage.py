@@ -26,10 +26,8 @@ _SAID = "_robust_train_shortage"
 
 
 def shortage_at(exception: BaseException, *, ran_out_before: bool) -> str:
-    """Return what shows that memory was short, empty for no evidence.
-
-    The first answer for an exception stays: later the memory of its frames may be free again.
-    """
+    """Return what shows that memory was short, empty for no evidence. The first answer for an
+    exception stays: later the memory of its frames may be free again."""
     known = getattr(exception, _SAID, None)
     if isinstance(known, str):
         return known
@@ -64,11 +62,9 @@ def no_room_to_import(module: str, error: BaseException | None) -> str | None:
 
 
 def do_without_onednn(failure: Failure) -> None:
-    """Turn oneDNN off in this process after a failure of its own for lack of memory.
-
-    Its compiler (Xbyak) keeps the first failed allocation for the rest of the thread: every later
-    primitive fails too, however much memory there is. torch's own kernels take its place.
-    """
+    """Turn oneDNN off in this process after a failure of its own for lack of memory. Its compiler
+    (Xbyak) keeps the first failed allocation for the rest of the thread: every later primitive
+    fails too, however much memory there is. torch's own kernels take its place."""
     torch = sys.modules.get("torch")
     if failure.evidence.clue != Clue.UNCLEAR or torch is None:
         return

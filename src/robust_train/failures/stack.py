@@ -80,10 +80,8 @@ def native_stack_in(output: str) -> NativeStack | None:
 
 
 def memory_clue(stack: str) -> str | None:
-    """Return whether memory ran out in an import, or while a model was made, loaded or moved.
-
-    A lazy import inside a step is a matter of the step.
-    """
+    """Return whether memory ran out in an import, or while a model was made, loaded or moved. A
+    lazy import inside a step is a matter of the step."""
     if _IS_IN_A_STEP.search(stack):
         return None
     # Python removes importlib's own frames from most tracebacks

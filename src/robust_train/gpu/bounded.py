@@ -99,21 +99,15 @@ def ask(call: Callable[[], _T], limit_seconds: float) -> _T:
 
 
 def run_command(
-    command: Sequence[str],
-    limit_seconds: float,
-    environ: Mapping[str, str] | None = None,
+    command: Sequence[str],  # its standard input is empty
+    limit_seconds: float,  # after that it is killed
+    environ: Mapping[str, str] | None = None,  # its whole environment; None: this process's
     *,
-    last_seconds: float = 1.0,
+    last_seconds: float = 1.0,  # how long a killed child may take to end
 ) -> subprocess.CompletedProcess[str]:
     """Run a command that may hang in the driver; return its exit code and output.
 
     Unlike ``subprocess.run`` it leaves a child behind that SIGKILL does not end.
-
-    Args:
-        command: its standard input is empty.
-        limit_seconds: after that it is killed.
-        environ: its whole environment; None: this process's.
-        last_seconds: how long a killed child may take to end.
 
     Raises:
         NoAnswer: it took too long.
@@ -134,10 +128,8 @@ def run_command(
 def printed_by(
     command: Sequence[str], limit_seconds: float, variables: Mapping[str, str] | None = None
 ) -> bytes | None:
-    """Do :func:`run_command` for a program that may be missing; return what it prints.
-
-    None if it fails or takes longer. ``variables`` are set beside this process's environment.
-    """
+    """Do :func:`run_command` for a program that may be missing; return what it prints. None if it
+    fails or takes longer. ``variables`` are set beside this process's environment."""
     try:
         child = subprocess.Popen(
             command,

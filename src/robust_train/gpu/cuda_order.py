@@ -21,13 +21,9 @@ class CudaOrderError(RuntimeError):
 
 
 def cuda_order(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return UUIDs (without ``GPU-`` or ``MIG-``) in CUDA's order with no mask set.
-
-    A short-lived process starts CUDA's driver, once for each ``CUDA_DEVICE_ORDER`` in ``environ``.
-
-    Raises:
-        CudaOrderError: the driver is missing or refuses.
-    """
+    """Return UUIDs (without ``GPU-`` or ``MIG-``) in CUDA's order with no mask set. A short-lived
+    process starts CUDA's driver, once for each ``CUDA_DEVICE_ORDER`` in ``environ``. Raises
+    CudaOrderError: the driver is missing or refuses."""
     answer = _ask_fresh_process(environ.get("CUDA_DEVICE_ORDER"))
     if isinstance(answer, str):
         raise CudaOrderError(answer)
@@ -56,10 +52,8 @@ def _ask_fresh_process(device_order: str | None) -> tuple[str, ...] | str:
 
 def order_in_this_process() -> tuple[str, ...] | None:
     """Return UUIDs (without ``GPU-`` or ``MIG-``) by CUDA ordinal; None if CUDA has not started.
-
     Does not start CUDA: before ``cuInit`` the driver answers ``CUDA_ERROR_NOT_INITIALIZED``.
-    ``torch.cuda.is_initialized()`` would not do: ``is_available()`` may start the driver.
-    """
+    ``torch.cuda.is_initialized()`` would not do: ``is_available()`` may start the driver."""
     try:
         driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
     except OSError:

@@ -23,9 +23,7 @@ _PLAUSIBLE = range(64 * MIB, 8 * GIB)
 
 def footprint(allocated_bytes: int, gpu_name: str | None = None) -> int:
     """Return what NVML shows for a process whose tensors take ``allocated_bytes`` at their peak.
-
-    ``gpu_name`` is the GPU's model, where earlier jobs have measured their contexts.
-    """
+    ``gpu_name`` is the GPU's model, where earlier jobs have measured their contexts."""
     learned = None if gpu_name is None else learned_context_bytes(gpu_name)
     return int(allocated_bytes * CACHE_FACTOR) + (learned or CONTEXT_BYTES)
 

@@ -125,10 +125,8 @@ def optional(nvml: Any, call: Callable[..., _T], *arguments: Any) -> _T | None:
 
 
 def memory_info(nvml: Any, handle: Any) -> Any:
-    """Return memory by version 2 of the call, which does not count the driver's own as used.
-
-    Else by version 1: some drivers have the symbol of version 2 and refuse it (seen on WSL).
-    """
+    """Return memory by version 2 of the call, which does not count the driver's own as used. Else
+    by version 1: some drivers have the symbol of version 2 and refuse it (seen on WSL)."""
     try:
         return nvml.nvmlDeviceGetMemoryInfo(handle, nvml.nvmlMemory_v2)
     except nvml.NVMLError:

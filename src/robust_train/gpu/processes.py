@@ -27,22 +27,15 @@ class Holder:
 
 @dataclass(frozen=True)
 class CudaProcess:
-    """A process that NVML lists as computing, and that exists under this number here.
-
-    Attributes:
-        uid: its real user, by whom signals go; ``user`` is the name.
-        started: seconds since boot, against reused ids.
-        gpus: NVML's indices of the GPUs that it is on.
-        used_bytes: its memory on all of them; None if the driver does not report it.
-    """
+    """A process that NVML lists as computing, and that exists under this number here."""
 
     pid: int
-    uid: int
+    uid: int  # its real user, by whom signals go; `user` is the name
     user: str
     command: str
-    started: float
-    gpus: tuple[int, ...]
-    used_bytes: int | None
+    started: float  # seconds since boot, against reused ids
+    gpus: tuple[int, ...]  # NVML's indices of the GPUs that it is on
+    used_bytes: int | None  # its memory on all of them; None if the driver does not report it
 
 
 @dataclass(frozen=True)
@@ -54,10 +47,8 @@ class CudaProcesses:
 
 
 def find_holders(gpus: Iterable[GpuInfo]) -> dict[int, Holder]:
-    """Return names for the known processes on ``gpus``, by process id.
-
-    NVML lists the host's ids; in a container the same number is another process, so there is none.
-    """
+    """Return names for the known processes on ``gpus``, by process id. NVML lists the host's ids;
+    in a container the same number is another process, so there is none."""
     if not sees_host_pids():
         return {}
     found = {}
@@ -72,11 +63,8 @@ def find_holders(gpus: Iterable[GpuInfo]) -> dict[int, Holder]:
 
 
 def list_cuda_processes(inventory: Inventory) -> CudaProcesses:
-    """Return who computes on the GPUs of ``inventory``.
-
-    In a container, where NVML may list the host's numbers, a process counts only if it has CUDA's
-    library loaded.
-    """
+    """Return who computes on the GPUs of ``inventory``. In a container, where NVML may list the
+    host's numbers, a process counts only if it has CUDA's library loaded."""
     on: dict[int, list[int]] = {}
     used: dict[int, int | None] = {}
     others: dict[int, str] = {}
@@ -123,11 +111,8 @@ def started_at(pid: int) -> float | None:
 
 
 def send_signal(pid: int, started: float, signum: signal.Signals) -> bool:
-    """Signal a process that is known by number and start; return False if it has ended.
-
-    Raises:
-        PermissionError: it is another user's.
-    """
+    """Signal a process that is known by number and start; return False if it has ended. Raises
+    PermissionError: it is another user's."""
     try:
         process = psutil.Process(pid)
         if not is_there(pid, started):

@@ -10,10 +10,8 @@ from robust_train.values import GpuInfo, GpuProcess, Group
 
 
 def rank(gpus: Sequence[GpuInfo], min_bytes: int) -> list[GpuInfo]:
-    """Return the GPUs that a job needing ``min_bytes`` could start on now, best first.
-
-    Most free memory comes first, then the least busy (unknown last), then the lowest PCI address.
-    """
+    """Return the GPUs that a job needing ``min_bytes`` could start on now, best first. Most free
+    memory comes first, then the least busy (unknown last), then the lowest PCI address."""
     suitable = [gpu for gpu in gpus if gpu.unusable is None and gpu.free_bytes >= min_bytes]
     return sorted(suitable, key=lambda gpu: (-gpu.free_bytes, *tie_breaker(gpu)))
 
@@ -25,10 +23,8 @@ def tie_breaker(gpu: GpuInfo) -> tuple[int, str, str]:
 
 
 def choose_group(gpus: Sequence[GpuInfo], count: int) -> Group:
-    """Return ``count`` of the GPUs, which are best first; none if there are too few.
-
-    They are of one model if there are enough of it: a group is as slow as its slowest GPU.
-    """
+    """Return ``count`` of the GPUs, which are best first; none if there are too few. They are of
+    one model if there are enough of it: a group is as slow as its slowest GPU."""
     alike: dict[tuple[str, int], list[GpuInfo]] = {}
     for gpu in gpus:
         group = alike.setdefault((gpu.name, gpu.total_bytes), [])

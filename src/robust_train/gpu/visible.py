@@ -48,20 +48,16 @@ class Visible:
 
     def ordinal(self, uuid: str) -> int | None:
         """Return the CUDA ordinal in a process with the same environment, None if there is none.
-
-        CUDA enumerates one slice at most, and no whole GPU beside a slice.
-        """
+        CUDA enumerates one slice at most, and no whole GPU beside a slice."""
         slices = [gpu.uuid for gpu in self.gpus if gpu.parent_uuid is not None]
         shown = slices[:1] or [gpu.uuid for gpu in self.gpus]
         return shown.index(uuid) if uuid in shown else None
 
 
 def visible_gpus(inventory: Inventory, environ: Mapping[str, str]) -> Visible:
-    """Return the part of ``inventory`` that CUDA_VISIBLE_DEVICES in ``environ`` leaves to us.
-
-    A GPU that CUDA counts but NVML could not read keeps its number, as one that is unusable. With
-    several models CUDA's order is asked for in a short process, once.
-    """
+    """Return the part of ``inventory`` that CUDA_VISIBLE_DEVICES in ``environ`` leaves to us. A GPU
+    that CUDA counts but NVML could not read keeps its number, as one that is unusable. With several
+    models CUDA's order is asked for in a short process, once."""
     mask = environ.get(VARIABLE)
     if not inventory.answered:
         hidden = mask is not None and _hides_all(mask)

@@ -47,10 +47,8 @@ def is_wsl(kernel: str | None = None) -> bool:
 
 
 def allocator_settings(environ: Mapping[str, str], *, expandable_segments: bool) -> str:
-    """Return the variable's value: what the user exports under either name, then our setting.
-
-    An exported setting of expandable segments stays.
-    """
+    """Return the variable's value: what the user exports under either name, then our setting. An
+    exported setting of expandable segments stays."""
     exported = _exported(environ)
     if exported_expandable_segments(environ) is not None:
         return exported

@@ -20,10 +20,8 @@ class CgroupMount:
 
 
 def memory_folders(root: Path = Path("/")) -> list[Path]:
-    """Return the folders of the cgroups that account this process's memory, its own first.
-
-    In version 2 each counts what is below it as well; in version 1 only the first is known.
-    """
+    """Return the folders of the cgroups that account this process's memory, its own first. In
+    version 2 each counts what is below it as well; in version 1 only the first is known."""
     cgroups = parse_cgroups(_read(root / "proc/self/cgroup"))
     is_v2 = "memory" not in cgroups
     path = cgroups.get("" if is_v2 else "memory")
@@ -63,11 +61,9 @@ def parse_mounts(text: str) -> list[CgroupMount]:
 
 
 def _below(path: str, root: str) -> PurePosixPath | None:
-    """Return a cgroup's path below the part that is mounted; None if it is outside of it.
-
-    In a container either may be named as the machine or as the container sees it; with a cgroup
-    namespace both are mostly ``/``. A path with ``..`` leads out of the namespace.
-    """
+    """Return a cgroup's path below the part that is mounted; None if it is outside of it. In a
+    container either may be named as the machine or as the container sees it; with a cgroup
+    namespace both are mostly ``/``. A path with ``..`` leads out of the namespace."""
     own, mounted = PurePosixPath(path), PurePosixPath(root)
     if ".." in (*own.parts, *mounted.parts) or not own.is_relative_to(mounted):
         return None

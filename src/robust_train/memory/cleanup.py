@@ -87,11 +87,9 @@ def return_memory(*, thorough: bool = True, workspaces: bool = False) -> None:
 
 
 class KeptGradients:
-    """Gradients as they are now, to go back to after a failed try: the same tensors and values.
-
-    A try may add to a gradient or set it to zero, so its values are copied; on the host where the
-    device has no room for that.
-    """
+    """Gradients as they are now, to go back to after a failed try: the same tensors and values. A
+    try may add to a gradient or set it to zero, so its values are copied; on the host where the
+    device has no room for that."""
 
     def __init__(self, tensors: Iterable[Any]) -> None:
         self._kept = {
@@ -119,11 +117,9 @@ def leaf_tensors() -> list[Any]:
 
 
 class StartingMemory:
-    """What tensors hold before the first try, to compare with before each later one.
-
-    On a GPU as the caching allocator counts, on the CPU as the storages of all tensors that Python
-    knows. ``gradients`` are those of this moment, where they are kept already.
-    """
+    """What tensors hold before the first try, to compare with before each later one. On a GPU as
+    the caching allocator counts, on the CPU as the storages of all tensors that Python knows.
+    ``gradients`` are those of this moment, where they are kept already."""
 
     def __init__(self, gradients: KeptGradients | None = None) -> None:
         self.gradients = KeptGradients(leaf_tensors()) if gradients is None else gradients
@@ -152,21 +148,15 @@ class StartingMemory:
 
 
 def release_and_check(
-    error: BaseException,
-    start: StartingMemory | None,
-    gradients: KeptGradients | None = None,
+    error: BaseException,  # what ended the try
+    start: StartingMemory | None,  # from before the first try; None skips the check
+    gradients: KeptGradients | None = None,  # from before the try; None for those of `start`
     *,
+    # False where nobody will show it again. An emptied frame still keeps its function, and with it
+    # the variables of a closure.
     keep_traceback: bool = True,
 ) -> str | None:
-    """Do :func:`release_memory`, restore the gradients, and return what is left as a sentence.
-
-    Args:
-        error: what ended the try.
-        start: from before the first try; None skips the check.
-        gradients: from before the try; None for those of ``start``.
-        keep_traceback: False where nobody will show it again. An emptied frame still keeps its
-            function, and with it the variables of a closure.
-    """
+    """Do :func:`release_memory`, restore the gradients, and return what is left as a sentence."""
     release_memory(error)
     if not keep_traceback:
         for current in _with_causes(error):

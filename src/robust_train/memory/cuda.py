@@ -36,10 +36,7 @@ def device_index(device: str) -> int | None:
 
 def ordinal_of(device: Any) -> int | None:
     """Return CUDA's number of ``device``, :data:`HOST` for the CPU, None where none is named.
-
-    Raises:
-        ValueError: it names no device.
-    """
+    Raises ValueError: it names no device."""
     if device is None:
         return None
     if isinstance(device, int):
@@ -55,22 +52,16 @@ def ordinal_of(device: Any) -> int | None:
 
 
 def started_gpu(device: Any) -> tuple[Any, int] | None:
-    """Return torch and the number of ``device`` where that is a GPU and CUDA has started.
-
-    Raises:
-        ValueError: this process has no such device.
-    """
+    """Return torch and the number of ``device`` where that is a GPU and CUDA has started. Raises
+    ValueError: this process has no such device."""
     ordinal = ordinal_of(device)
     torch = None if ordinal == HOST else started_torch()
     return None if torch is None else (torch, gpu_number(torch, ordinal))
 
 
 def gpu_number(torch: Any, ordinal: int | None) -> int:
-    """Return ``ordinal``, or without one the GPU of :func:`busiest_gpu`.
-
-    Raises:
-        ValueError: this process has no such GPU.
-    """
+    """Return ``ordinal``, or without one the GPU of :func:`busiest_gpu`. Raises ValueError: this
+    process has no such GPU."""
     if ordinal is None:
         return busiest_gpu(torch)
     if ordinal >= torch.cuda.device_count():
@@ -79,10 +70,8 @@ def gpu_number(torch: Any, ordinal: int | None) -> int:
 
 
 def busiest_gpu(torch: Any) -> int:
-    """Return the GPU on which this process holds most; CUDA's current one where it holds nothing.
-
-    A trainer may put its model on another GPU than the current one.
-    """
+    """Return the GPU on which this process holds most; CUDA's current one where it holds nothing. A
+    trainer may put its model on another GPU than the current one."""
     held = [torch.cuda.memory_reserved(index) for index in range(torch.cuda.device_count())]
     return held.index(max(held)) if any(held) else int(torch.cuda.current_device())
 
@@ -147,10 +136,8 @@ def _segment(entry: Mapping[str, Any]) -> Segment:
 
 
 def unused_blocks(segments: Iterable[Segment], index: int) -> tuple[int, int]:
-    """Return the largest unused block of a GPU, and the sum of all, in bytes.
-
-    Blocks in private pools (CUDA graphs) do not count: only their graph can use them.
-    """
+    """Return the largest unused block of a GPU, and the sum of all, in bytes. Blocks in private
+    pools (CUDA graphs) do not count: only their graph can use them."""
     shared = [s for s in segments if s.device == index and not s.is_private]
     sizes = [size for segment in shared for size in segment.unused]
     return max(sizes, default=0), sum(sizes)

@@ -7,9 +7,10 @@ import gc
 import inspect
 import re
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import CellType, FrameType, FunctionType
+from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
 from robust_train.memory.cuda import started_torch
@@ -20,8 +21,8 @@ StorageKey = tuple[str, int]
 
 # a module's weight is found in its table, a person knows it as an attribute
 _MODULE_TABLES = re.compile(r"\._(?:parameters|buffers|modules)\['(\w+)'\]")
-_DEPTH = 8
-_MOST_PATHS = 40  # of one object, at each depth
+_IS_A_LIBRARYS = re.compile(r"[/\\](?:(?:site|dist)-packages|lib[/\\]python3[.\d]*)[/\\]|<frozen")
+_MOST_PATHS = 200_000
 
 
 def live_objects(base: Any) -> list[Any]:
@@ -112,7 +113,7 @@ def largest(
     candidates = sorted(by_storage.values(), key=lambda tensor: -tensor.untyped_storage().nbytes())
     by_storage.clear()
     chosen = candidates[:top]
-    owners = holders_of(chosen, {id(tensors), id(candidates)})
+    owners = holders_of(chosen, {id(tensors), id(candidates), id(by_storage)})
     return [
         HeldTensor(
             bytes=tensor.untyped_storage().nbytes(),
@@ -133,109 +134,102 @@ def holder_of(item: Any) -> str:
 
 
 def holders_of(items: Sequence[Any], ignore: Collection[int] = ()) -> list[str]:
-    """Do :func:`holder_of` for several objects, with one pass over Python's objects a level."""
-    names: dict[int, str] = {}
-    attributes: dict[int, str] = {}
-    ends = dict.fromkeys(range(len(items)), "no Python object")
-    seen = {(number, one) for number in ends for one in (*ignore, id(items), id(items[number]))}
-    paths = [_Path(number, item) for number, item in enumerate(items)]
-    # breadth first: the shortest path to a name is the one that a person recognises
-    for _ in range(_DEPTH):
-        _look_into_running_functions(paths, names)
-        paths = [path for path in paths if path.item not in names]
-        if not paths:
+    """Do :func:`holder_of` for several objects at once; ``ignore``: ids of what holds them here."""
+    wanted, names = {id(item) for item in items}, {}
+    seen = {id(items), *ignore}
+    # breadth first: the shortest path from a name is the one that a person recognises
+    paths = deque(_variables())
+    for _ in range(_MOST_PATHS):
+        if not paths or not wanted:
             break
-        paths = _go_up(paths, names, attributes, seen)
-        for path in reversed(paths):
-            ends[path.item] = f"a {type(path.owner).__name__}"
-    return [_owner(names.get(n), attributes.get(n, ""), end) for n, end in ends.items()]
+        path = paths.popleft()
+        if id(path.value) in wanted:
+            wanted.remove(id(path.value))
+            names[id(path.value)] = str(path)
+        elif id(path.value) not in seen and gc.is_tracked(path.value):
+            seen.add(id(path.value))
+            paths.extend(path.further())
+    paths.clear()
+    return [names.get(id(item)) or _kind_of_holder(item, {id(items), *ignore}) for item in items]
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class _Path:
-    """How one gets from ``owner`` to an item: ``text`` is ``.cache['kept'][0]``.
+    """How one gets to ``value``: by ``text`` (``table['kept'][0]``) from the variables ``where``.
+    ``attribute`` is the end of it from the last object with attributes on: ``Owner.value``."""
 
-    ``key`` and ``below`` are the last step and the text without it.
-    """
+    value: Any
+    text: str
+    where: str
+    attribute: str = ""
 
-    item: int
-    owner: Any
-    text: str = ""
-    key: Any = None
-    below: str = ""
+    def __str__(self) -> str:
+        attribute = f", in {self.attribute}" if self.attribute else ""
+        return _MODULE_TABLES.sub(r".\1", f"{self.text} ({self.where}){attribute}")
 
-    def above(self, owner: Any, text: str, key: Any = None) -> _Path:
-        return _Path(self.item, owner, text + self.text, key, self.text)
+    def to(self, value: Any, step: str) -> _Path:
+        """Return the path one step further."""
+        attribute = self.attribute and self.attribute + step
+        return _Path(value, self.text + step, self.where, attribute)
+
+    def further(self) -> Iterator[_Path]:
+        """Yield the paths to all that ``value`` refers to."""
+        value = self.value
+        if isinstance(value, dict):
+            for key, one in list(value.items()):  # other threads may write meanwhile
+                yield self.to(one, f"[{_shown(key)}]")
+        elif isinstance(value, (list, tuple)):
+            for index, one in enumerate(value):
+                yield self.to(one, f"[{index}]")
+        elif isinstance(value, FunctionType):
+            for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+                with contextlib.suppress(ValueError):  # not assigned yet
+                    yield _Path(cell.cell_contents, name, f"closure of {value.__qualname__}")
+        elif not isinstance(value, (type, ModuleType, FrameType)):
+            attributes = _attributes(value)
+            for name, one in list(attributes.items()):
+                step = f".{name}"
+                yield _Path(one, self.text + step, self.where, type(value).__name__ + step)
+            for one in gc.get_referents(value):  # in slots, in sets, of bound methods
+                if one is not attributes:
+                    yield self.to(one, "")
 
 
-def _owner(name: str | None, attribute: str, end: str) -> str:
-    if name is None:
-        return attribute or end
-    return _MODULE_TABLES.sub(r".\1", f"{name}, in {attribute}" if attribute else name)
-
-
-def _go_up(
-    paths: list[_Path],
-    names: dict[int, str],
-    attributes: dict[int, str],
-    seen: set[tuple[int, int]],
-) -> list[_Path]:
-    """Return the paths from those that refer to the owners; finished ones get their names."""
-    by_target: dict[int, list[_Path]] = {}
-    for path in paths:
-        by_target.setdefault(id(path.owner), []).append(path)
-    own = {id(paths), *map(id, paths), *(id(vars(path)) for path in paths)}
-    above: list[_Path] = []
-    counts: dict[int, int] = {}
-    for referrer in gc.get_referrers(*[found[0].owner for found in by_target.values()]):
-        if id(referrer) in own:
-            continue
-        targets = {id(target) for target in gc.get_referents(referrer)} & by_target.keys()
-        for path in [path for target in targets for path in by_target[target]]:
-            if path.item in names or (path.item, id(referrer)) in seen:
+def _variables() -> Iterator[_Path]:
+    """Yield the variables of running and of failed functions, then the user's modules'."""
+    frames = [frame for top in sys._current_frames().values() for frame in _stack(top)]
+    # whoever keeps the exception of a failed function keeps its frame
+    frames += [item for item in gc.get_objects() if type(item) is FrameType]
+    try:
+        for frame in frames:
+            code = frame.f_code
+            # a module's or class's body has no variables of its own
+            if _is_ours(frame.f_globals) or not code.co_flags & inspect.CO_OPTIMIZED:
                 continue
-            further = _step(referrer, path)
-            if isinstance(further, str):
-                names[path.item] = further
-            elif further is not None and counts.get(path.item, 0) < _MOST_PATHS:
-                above.append(further)
-                counts[path.item] = counts.get(path.item, 0) + 1
-                seen.add((path.item, id(referrer)))
-                if further.text.startswith("."):
-                    named = f"{type(referrer).__name__}{further.text}"
-                    attributes.setdefault(path.item, named)
-    return above
+            where = f"local variable of {code.co_name}, {code.co_filename}:{frame.f_lineno}"
+            variables = frame.f_locals
+            yield from [_Path(value, name, where) for name, value in list(variables.items())]
+            if sys.version_info < (3, 13):
+                # the frame keeps this copy, and with it all that the function drops later
+                variables.clear()
+    finally:
+        # a frame that a running function of ours refers to would keep that function's variables
+        frame = None  # type: ignore[assignment]
+        frames.clear()
+    for name, module in list(sys.modules.items()):
+        if not _IS_A_LIBRARYS.search(getattr(module, "__file__", None) or "<frozen"):
+            content = vars(module)
+            if not _is_ours(content):
+                for key, value in list(content.items()):
+                    yield _Path(value, key, f"global of module {name}")
 
 
-def _step(referrer: Any, path: _Path) -> _Path | str | None:
-    """Return the path from ``referrer``, or a finished name; None where it leads nowhere."""
-    target = path.owner
-    if isinstance(referrer, FrameType):
-        # of a failed function: whoever keeps the exception keeps its variables
-        return None if _is_own(referrer) else _variable(referrer, path)
-    if isinstance(referrer, dict):
-        key = _key_of(referrer, target)
-        module = sys.modules.get(str(referrer.get("__name__", "")))
-        if key is not None and module is not None and vars(module) is referrer:
-            return f"{key}{path.text} (global of module {module.__name__})"
-        return None if key is None else path.above(referrer, f"[{_shown(key)}]", key)
-    if isinstance(referrer, (list, tuple)):
-        index = next((i for i, value in enumerate(referrer) if value is target), None)
-        return None if index is None else path.above(referrer, f"[{index}]", index)
-    if isinstance(referrer, FunctionType):
-        if referrer.__closure__ is not target:
-            return None
-        name = referrer.__code__.co_freevars[path.key]
-        return f"{name}{path.below} (closure of {referrer.__qualname__})"
-    if isinstance(referrer, CellType):
-        return path.above(referrer, "")
-    if isinstance(referrer, type):
-        return None
-    attributes = _attributes(referrer)
-    if attributes is target:
-        return _Path(path.item, referrer, f".{path.key}{path.below}")
-    name = _key_of(attributes, target)
-    return path.above(referrer, "" if name is None else f".{name}")
+def _kind_of_holder(item: Any, ignore: Collection[int]) -> str:
+    """Describe an object that holds an item and leads to no name."""
+    for referrer in gc.get_referrers(item):
+        if id(referrer) not in ignore and not isinstance(referrer, FrameType):
+            return f"a {type(referrer).__name__}"
+    return "no Python object"
 
 
 def _shown(key: Any) -> str:
@@ -243,71 +237,19 @@ def _shown(key: Any) -> str:
     return repr(key) if isinstance(key, (str, int, float, bool)) else type(key).__name__
 
 
-def _look_into_running_functions(paths: list[_Path], names: dict[int, str]) -> None:
-    """Name the items whose paths begin in variables, which the collector does not know."""
-    owners = {id(path.owner) for path in paths}
-    frames = [frame for top in sys._current_frames().values() for frame in _stack(top)]
-    try:
-        for frame in frames:
-            variables = _variables(frame)
-            if not owners.isdisjoint(map(id, variables.values())):
-                for path in paths:
-                    name = _key_of(variables, path.owner)
-                    if name is not None:
-                        names.setdefault(path.item, _described(frame, f"{name}{path.text}"))
-            _clear_copy(variables)
-    finally:
-        # a frame that a running function of ours refers to would keep that function's variables
-        frame = None  # type: ignore[assignment]
-        frames.clear()
-
-
-def _stack(top: FrameType | None) -> list[FrameType]:
-    """Return the frames from ``top`` on, without this package's own."""
-    frames = []
+def _stack(top: FrameType | None) -> Iterator[FrameType]:
     while top is not None:
-        if not _is_own(top):
-            frames.append(top)
+        yield top
         top = top.f_back
-    return frames
 
 
-def _variable(frame: FrameType, path: _Path) -> str | None:
-    variables = _variables(frame)
-    name = _key_of(variables, path.owner)
-    _clear_copy(variables)
-    return None if name is None else _described(frame, f"{name}{path.text}")
-
-
-def _described(frame: FrameType, text: str) -> str:
-    code = frame.f_code
-    return f"{text} (local variable of {code.co_name}, {code.co_filename}:{frame.f_lineno})"
-
-
-def _is_own(frame: FrameType) -> bool:
-    """Return whether a frame is the launcher's; the built-in trainer counts as a user."""
-    module = str(frame.f_globals.get("__name__", ""))
+def _is_ours(variables: Mapping[str, Any]) -> bool:
+    """Return whether a module is the launcher's; the built-in trainer counts as a user."""
+    module = str(variables.get("__name__", ""))
     return module.startswith("robust_train.") and not module.startswith("robust_train.vision.")
-
-
-def _variables(frame: FrameType) -> dict[str, Any]:
-    if not frame.f_code.co_flags & inspect.CO_OPTIMIZED:
-        return {}  # a module's or class's body: its dictionary is known to the collector
-    return frame.f_locals
-
-
-def _clear_copy(variables: dict[str, Any]) -> None:
-    if sys.version_info < (3, 13):
-        # the frame keeps this copy, and with it all that the function drops later
-        variables.clear()
 
 
 def _attributes(owner: Any) -> dict[str, Any]:
     with contextlib.suppress(Exception):
         return object.__getattribute__(owner, "__dict__")  # type: ignore[no-any-return]
     return {}
-
-
-def _key_of(mapping: Any, target: Any) -> Any:
-    # a copy: other threads may write meanwhile
-    return next((key for key, value in list(mapping.items()) if value is target), None)

@@ -42,9 +42,7 @@ def read_host_memory() -> HostMemory:
 
 def own_memory(status: Path = Path("/proc/self/status")) -> dict[str, int]:
     """Return this process's sizes as ``/proc/self/status`` names them: ``VmRSS``, ``VmHWM`` …
-
-    psutil has neither the peak nor what of the resident memory is anonymous.
-    """
+    psutil has neither the peak nor what of the resident memory is anonymous."""
     sizes = {}
     for line in status.read_text(errors="replace").splitlines():
         key, _, value = line.partition(":")
@@ -72,20 +70,16 @@ def process_limits() -> list[tuple[int, str, str]]:
 
 
 def resident_bytes(process: psutil.Process | None = None) -> tuple[int, int]:
-    """Return what of a process is in RAM, and what of that is its own; by default this one's.
-
-    Not its own are pages of files and memory shared with other processes.
-    """
+    """Return what of a process is in RAM, and what of that is its own; by default this one's. Not
+    its own are pages of files and memory shared with other processes."""
     memory = (process or psutil.Process()).memory_info()
     return memory.rss, memory.rss - memory.shared
 
 
 def resident_bytes_of_tree(process: psutil.Process) -> tuple[int, int]:
-    """Return :func:`resident_bytes` of a process and its descendants.
-
-    Pages of files count once, as those of the process that has most. Pages that a fork still shares
-    with its parent count for both: only a walk through all of them could separate them.
-    """
+    """Return :func:`resident_bytes` of a process and its descendants. Pages of files count once, as
+    those of the process that has most. Pages that a fork still shares with its parent count for
+    both: only a walk through all of them could separate them."""
     own, shared = 0, 0
     for member in (process, *process.children(recursive=True)):
         with contextlib.suppress(psutil.Error):
@@ -101,10 +95,8 @@ def largest_resident() -> int:
 
 
 def reset_peak(clear_refs: Path = Path("/proc/self/clear_refs")) -> bool:
-    """Let the peak of resident memory start anew; return False where the kernel refuses.
-
-    Writing 5 there is described in proc(5); it needs Linux 4.0 and CONFIG_PROC_PAGE_MONITOR.
-    """
+    """Let the peak of resident memory start anew; return False where the kernel refuses. Writing 5
+    there is described in proc(5); it needs Linux 4.0 and CONFIG_PROC_PAGE_MONITOR."""
     try:
         clear_refs.write_text("5")
     except OSError:
@@ -113,10 +105,8 @@ def reset_peak(clear_refs: Path = Path("/proc/self/clear_refs")) -> bool:
 
 
 def cgroup_rooms(root: Path = Path("/")) -> list[tuple[int, int]]:
-    """Return limit and rest of it, for every cgroup above this process that has a limit.
-
-    The inactive page cache counts as usage there and gives way when memory is requested.
-    """
+    """Return limit and rest of it, for every cgroup above this process that has a limit. The
+    inactive page cache counts as usage there and gives way when memory is requested."""
     rooms = []
     for folder in memory_folders(root):
         for limit_file, usage_file, cached in (

@@ -11,12 +11,7 @@ from typing import Any
 
 from robust_train.compat import set_allocator_settings, when_cuda_starts
 from robust_train.config.schema import MemoryConfig
-from robust_train.memory.allocator import (
-    VARIABLE,
-    allocator_settings,
-    exported_expandable_segments,
-    is_wsl,
-)
+from robust_train.memory import allocator
 from robust_train.memory.cuda import HOST, gpu_number, ordinal_of, usable_torch
 from robust_train.memory.host import read_host_memory
 from robust_train.readable import first_line
@@ -89,11 +84,9 @@ def set_memory_fraction(fraction: float = 0.8, device: Any = None) -> MemoryLimi
 
 
 def limit_when_cuda_starts(fraction: float, index: int | None) -> bool:
-    """Let this process's caching allocator hold at most this share of a GPU's memory.
-
-    Takes effect when torch starts CUDA, and does not start it; a limit that is refused is logged.
-    ``index`` is None for the CPU. Returns False where torch is not imported yet.
-    """
+    """Let this process's caching allocator hold at most this share of a GPU's memory. Takes effect
+    when torch starts CUDA, and does not start it; a limit that is refused is logged. ``index`` is
+    None for the CPU. Returns False where torch is not imported yet."""
     if index is None:
         if fraction != MemoryConfig.fraction:
             log.info("memory.fraction=%g: has no effect on the CPU", fraction)
@@ -127,16 +120,16 @@ def enable_memory_efficient_settings(
             elsewhere torch goes on as before), as convolutions do by default: faster, at 10 bits of
             mantissa. It saves no memory.
     """
-    exported = exported_expandable_segments(os.environ)
-    settings = allocator_settings(os.environ, expandable_segments=True)
-    is_possible = exported is None and not is_wsl()
+    exported = allocator.exported_expandable_segments(os.environ)
+    settings = allocator.allocator_settings(os.environ, expandable_segments=True)
+    is_possible = exported is None and not allocator.is_wsl()
     if is_possible:
-        os.environ[VARIABLE] = settings
-        done = [f"{VARIABLE}={settings} for programs started from here"]
+        os.environ[allocator.VARIABLE] = settings
+        done = [f"{allocator.VARIABLE}={settings} for programs started from here"]
     elif exported is None:
         done = ["no expandable segments: WSL's driver has none"]
     else:
-        done = [f"{VARIABLE} has expandable_segments:{exported} already, which stays"]
+        done = [f"{allocator.VARIABLE} has expandable_segments:{exported} already, which stays"]
     torch = usable_torch()
     if torch is None:
         done.append("no CUDA in this process: nothing else to set")

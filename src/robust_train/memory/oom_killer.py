@@ -16,10 +16,8 @@ _KILL_COUNT = re.compile(r"^oom_kill (\d+)\s*$", re.MULTILINE)
 
 
 class OomKillWatch:
-    """Compare the kernel's counts with those of the moment when this was made.
-
-    Make one before the child is started. Holds no open file, and never raises.
-    """
+    """Compare the kernel's counts with those of the moment when this was made. Make one before the
+    child is started. Holds no open file, and never raises."""
 
     def __init__(self, root: Path = Path("/")) -> None:
         # v2: a cgroup without a memory controller is counted with the one above it
@@ -32,10 +30,8 @@ class OomKillWatch:
 
     def killed(self) -> bool | None:
         """Return whether the OOM killer has taken a process of this process's cgroup since then.
-
         None where nothing can be read, or where some process on the machine was killed and it is
-        unknown which.
-        """
+        unknown which."""
         now = _count(self._counter)
         if self._before is not None and now is not None:
             return now > self._before

@@ -57,9 +57,7 @@ class BackOff:
 
 class Cost:
     """The time that clearing costs, in seconds: its own, and taking the memory again.
-
-    ``cudaMalloc`` waits for the GPU, so memory that a step has to take again makes it longer.
-    """
+    ``cudaMalloc`` waits for the GPU, so memory that a step has to take again makes it longer."""
 
     def __init__(self) -> None:
         self._last = 0.0

@@ -31,11 +31,9 @@ _STOP_SECONDS = 2.0
 
 @functools.lru_cache(maxsize=1)
 def _not_while_forking() -> threading.Lock:
-    """Return a lock that is held during each sample and during each fork.
-
-    A data-loader worker is a copy of this process at one moment, locks of NVML's library included;
-    one that was taken by the sampler's thread would never be released there.
-    """
+    """Return a lock that is held during each sample and during each fork. A data-loader worker is a
+    copy of this process at one moment, locks of NVML's library included; one that was taken by the
+    sampler's thread would never be released there."""
     lock = threading.Lock()
     was_taken = False
 
@@ -55,30 +53,20 @@ def _not_while_forking() -> threading.Lock:
 
 
 class Sampler:
-    """Takes a sample every ``interval_seconds``, from :meth:`start` to :meth:`stop`.
-
-    Each sample is written as soon as it is taken, so that it is there however the process ends.
-
-    Args:
-        run_dir: where the file belongs; samples of earlier attempts in it are kept.
-        attempt: number of the attempt.
-        device: what the attempt trains on, in this process's own numbering.
-        interval_seconds: see above.
-        step: returns the last optimizer step that was reported.
-        limits: how many samples are kept.
-        whole_tree: all that this process has started counts, as where a script trains.
-        cost_share: of the time, which samples may take: longer pauses follow expensive ones.
-    """
+    """Takes a sample every ``interval_seconds``, from :meth:`start` to :meth:`stop`. Each sample is
+    written as soon as it is taken, so that it is there however the process ends."""
 
     def __init__(
         self,
-        run_dir: Path,
-        attempt: int,
-        device: str,
-        interval_seconds: float,
-        step: Callable[[], int | None],
-        limits: Limits | None = None,
+        run_dir: Path,  # where the file belongs; samples of earlier attempts in it are kept
+        attempt: int,  # number of the attempt
+        device: str,  # what the attempt trains on, in this process's own numbering
+        interval_seconds: float,  # see above
+        step: Callable[[], int | None],  # returns the last optimizer step that was reported
+        limits: Limits | None = None,  # how many samples are kept
+        # all that this process has started counts, as where a script trains
         whole_tree: bool = False,
+        # of the time, which samples may take: longer pauses follow expensive ones
         cost_share: float = _COST_SHARE,
     ) -> None:
         self._file = SampleFile(run_dir / FILE_NAME, limits or Limits())

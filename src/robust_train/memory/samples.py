@@ -102,11 +102,9 @@ def thinned(samples: Sequence[Numbered], limits: Limits) -> list[Numbered]:
 
 
 class SampleFile:
-    """The file, of bounded size: earlier attempts' samples, then this one's.
-
-    A disk that is full or gone must not end a training run: the first failure is warned about, and
-    the file is made whole once there is room again.
-    """
+    """The file, of bounded size: earlier attempts' samples, then this one's. A disk that is full or
+    gone must not end a training run: the first failure is warned about, and the file is made whole
+    once there is room again."""
 
     def __init__(self, path: Path, limits: Limits) -> None:
         self._path = path

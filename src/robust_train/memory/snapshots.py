@@ -15,12 +15,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from robust_train.compat import (
-    allocator_history_is_recorded,
-    dump_allocator_snapshot,
-    record_allocator_history,
-    when_cuda_starts,
-)
+from robust_train import compat
 from robust_train.events import OutOfMemory
 from robust_train.files import replacing
 from robust_train.memory.cuda import started_torch
@@ -40,30 +35,26 @@ _ENTRIES_ON_REQUEST = 100_000
 
 
 def record_history_after_an_oom(run_dir: Path) -> None:
-    """Record where GPU memory is allocated from now on, if it has run out in this run folder.
-
-    It costs 2 µs for each allocation and free (torch's documentation): too much for a run that may
-    never need it. Recording begins when CUDA starts.
-    """
+    """Record where GPU memory is allocated from now on, if it has run out in this run folder. It
+    costs 2 µs for each allocation and free (torch's documentation): too much for a run that may
+    never need it. Recording begins when CUDA starts."""
     torch = sys.modules.get("torch")
     if torch is None or next(run_dir.glob("oom-attempt-*.json"), None) is None:
         return
 
     def record() -> None:
         with contextlib.suppress(Exception):
-            record_allocator_history(torch, _ENTRIES_OF_A_RUN)
+            compat.record_allocator_history(torch, _ENTRIES_OF_A_RUN)
 
-    when_cuda_starts(torch, record)
+    compat.when_cuda_starts(torch, record)
 
 
 def write_out_of_memory(
     run_dir: Path, *, attempt: int, step: int | None, failure: Failure
 ) -> OutOfMemory | None:
-    """Write ``oom-attempt-<n>.json`` and ``.pickle``, and log the three largest tensors.
-
-    Returns the event for the journal, None where nothing could be written. Never raises: what
-    happens here must not hide why it is called. ``step`` is the last one that was reported.
-    """
+    """Write ``oom-attempt-<n>.json`` and ``.pickle``, and log the three largest tensors. Returns
+    the event for the journal, None where nothing could be written. Never raises: what happens here
+    must not hide why it is called. ``step`` is the last one that was reported."""
     try:
         return _write_out_of_memory(run_dir, attempt, step, failure)
     except Exception as error:
@@ -111,11 +102,9 @@ def _write_out_of_memory(
 
 
 def write_snapshot(run_dir: Path) -> tuple[list[Path], str]:
-    """Write the next ``memory-tensors-<n>.json`` and ``memory-snapshot-<n>.pickle``.
-
-    The first snapshot of an attempt also starts recording the history. Returns the files, and a
-    sentence for people. Raises OSError where a file cannot be written.
-    """
+    """Write the next ``memory-tensors-<n>.json`` and ``memory-snapshot-<n>.pickle``. The first
+    snapshot of an attempt also starts recording the history. Returns the files, and a sentence for
+    people. Raises OSError where a file cannot be written."""
     number = 1
     while (tensors_path := run_dir / f"memory-tensors-{number}.json").exists():
         number += 1
@@ -129,10 +118,10 @@ def write_snapshot(run_dir: Path) -> tuple[list[Path], str]:
         return [tensors_path], f"{sentence}; {no_snapshot}"
     snapshot_path = run_dir / f"memory-snapshot-{number}.pickle"
     with replacing(snapshot_path) as path:
-        dump_allocator_snapshot(torch, str(path))
+        compat.dump_allocator_snapshot(torch, str(path))
     sentence += f"; torch's snapshot is in {snapshot_path}, for https://pytorch.org/memory_viz"
-    if not allocator_history_is_recorded(torch):
-        record_allocator_history(torch, _ENTRIES_ON_REQUEST)
+    if not compat.allocator_history_is_recorded(torch):
+        compat.record_allocator_history(torch, _ENTRIES_ON_REQUEST)
         sentence += (
             "; it shows what is allocated now; from here on the history is recorded, for the next "
             "snapshot"
@@ -146,7 +135,7 @@ def _dump_snapshot(path: Path) -> str | None:
     if torch is None:
         return None
     try:
-        dump_allocator_snapshot(torch, str(path))
+        compat.dump_allocator_snapshot(torch, str(path))
     except Exception as error:
         log.warning("no memory snapshot: %s", first_line(error))
         with contextlib.suppress(OSError):

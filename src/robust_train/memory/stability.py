@@ -95,10 +95,8 @@ def _growing(slope: float, kind: str, what: str) -> Stability:
 
 
 def _floors(samples: Sequence[Sample], value: Callable[[Sample], int | None]) -> list[_Point]:
-    """Return step and value of the least of each window of steps after the warm-up.
-
-    Empty where the samples are too few.
-    """
+    """Return step and value of the least of each window of steps after the warm-up. Empty where the
+    samples are too few."""
     known: list[_Point] = []
     for sample in samples:
         size = value(sample)

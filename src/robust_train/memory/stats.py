@@ -14,13 +14,7 @@ from typing import IO, Any
 from robust_train.compat import has_context
 from robust_train.gpu.inventory import read_inventory
 from robust_train.gpu.visible import visible_gpus
-from robust_train.memory.cuda import (
-    HOST,
-    memory_segments,
-    ordinal_of,
-    started_gpu,
-    unused_blocks,
-)
+from robust_train.memory import cuda
 from robust_train.memory.host import read_host_memory
 from robust_train.values import MIB
 
@@ -105,11 +99,11 @@ def get_gpu_memory_stats(device: Any = None) -> MemoryStats:
     Raises:
         ValueError: there is no such device.
     """
-    gpu = started_gpu(device)
+    gpu = cuda.started_gpu(device)
     if gpu is not None:
         return _of_cuda(*gpu)
-    ordinal = ordinal_of(device)
-    if ordinal == HOST:
+    ordinal = cuda.ordinal_of(device)
+    if ordinal == cuda.HOST:
         return _of_host("")
     return _of_nvml(ordinal or 0) or _of_host("no CUDA in this process")
 
@@ -146,8 +140,8 @@ def log_gpu_memory_stats(prefix: str = "", device: Any = None) -> MemoryStats:
 def _of_cuda(torch: Any, ordinal: int) -> MemoryStats:
     figures = torch.cuda.memory_stats(ordinal)
     free, total = _room(torch, ordinal)
-    segments = memory_segments(torch)
-    largest, unused = (None, None) if segments is None else unused_blocks(segments, ordinal)
+    segments = cuda.memory_segments(torch)
+    largest, unused = (None, None) if segments is None else cuda.unused_blocks(segments, ordinal)
     return MemoryStats(
         device=f"cuda:{ordinal}",
         allocated=figures.get("allocated_bytes.all.current", 0),

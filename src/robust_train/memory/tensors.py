@@ -103,10 +103,8 @@ def _copy(tensor: Any) -> Any:
 
 def copy_with_gaps(tensor: Any) -> Any:
     """Copy a strided tensor with gaps or repeated elements to the host, with no copy on its device.
-
     The stretch of memory that the tensor lies in is copied as it is, and the tensor's own elements
-    are picked out of it on the host.
-    """
+    are picked out of it on the host."""
     torch = sys.modules["torch"]
     strides = tensor.stride()
     span = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, strides, strict=True))

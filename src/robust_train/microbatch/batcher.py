@@ -94,12 +94,22 @@ class MicroBatcher:
 
     def micro_batches(
         self,
+        # tensors, arrays or lists in any nesting of tuples, mappings and dataclasses, all with one
+        # sample per index of their first dimension
         batch: Any,
+        # what gets gradients: a module or several. None: every module and optimizer in this
+        # process, which are looked for once.
         model: Models = None,
         *,
+        # an optimizer step: memory running out in any part repeats all of it. False for validation
+        # under `torch.no_grad()`: only the part that failed is repeated.
         training: bool = True,
+        # of how many items the loss over some data is a mean, where these are not the samples; for
+        # a sum `lambda data: 1`
         count: splitting.Count | None = None,
+        # number of samples of such a batch, where it cannot be seen
         length: splitting.Length | None = None,
+        # `split(batch, start, stop)`, where the batch cannot be sliced
         split: splitting.Split | None = None,
     ) -> MicroBatches:
         """Return the parts of ``batch``, to loop over::
@@ -108,18 +118,6 @@ class MicroBatcher:
                 with micro:
                     x, y = micro.data
                     micro.backward(criterion(model(x), y))
-
-        Args:
-            batch: tensors, arrays or lists in any nesting of tuples, mappings and dataclasses, all
-                with one sample per index of their first dimension.
-            model: what gets gradients: a module or several. None: every module and optimizer in
-                this process, which are looked for once.
-            training: an optimizer step: memory running out in any part repeats all of it. False
-                for validation under ``torch.no_grad()``: only the part that failed is repeated.
-            count: of how many items the loss over some data is a mean, where these are not the
-                samples; for a sum ``lambda data: 1``.
-            length: number of samples of such a batch, where it cannot be seen.
-            split: ``split(batch, start, stop)``, where the batch cannot be sliced.
 
         Raises:
             TypeError, ValueError: the number of samples cannot be seen.
@@ -162,13 +160,7 @@ class MicroBatcher:
 
 
 class MicroBatches:
-    """The parts of one batch: loop over it once.
-
-    Attributes:
-        samples: in the whole batch.
-        repeats: how often the step has started over (training) or a part was repeated.
-        kept: what the bodies gave to :meth:`MicroBatch.keep`, each sample's once, in their order.
-    """
+    """The parts of one batch: loop over it once."""
 
     def __init__(
         self,
@@ -178,8 +170,9 @@ class MicroBatches:
         model: Models,
         training: bool,
     ) -> None:
-        self.samples = parts.samples
-        self.repeats = 0
+        self.samples = parts.samples  # in the whole batch
+        self.repeats = 0  # how often the step has started over (training) or a part was repeated
+        # what the bodies gave to :meth:`MicroBatch.keep`, each sample's once, in their order
         self.kept: list[Any] = []
         self._batcher = batcher
         self._size = size
@@ -347,10 +340,8 @@ class MicroBatches:
         record.exhausted(*where, failure, used, self._size.tried, error)
 
     def _restore(self, *, rewinds: bool) -> None:
-        """Go back to the step's start while an error is on its way, which must not be lost.
-
-        After a fault of the device every call that reaches it raises once more.
-        """
+        """Go back to the step's start while an error is on its way, which must not be lost. After a
+        fault of the device every call that reaches it raises once more."""
         if self._start is None:
             return
         try:

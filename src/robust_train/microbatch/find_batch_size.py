@@ -13,13 +13,8 @@ from robust_train.compat import autograd_sequence_number
 from robust_train.errors import AttemptsExhausted
 from robust_train.failures import classify_failure
 from robust_train.memory.cleanup import clear_frames
+from robust_train.microbatch import probing
 from robust_train.microbatch.meters import device_of, meter_of
-from robust_train.microbatch.probing import (
-    FoundBatchSize,
-    Prober,
-    optimizer_state_bytes,
-    optimizer_step_bytes,
-)
 from robust_train.microbatch.rewind import Models, StepStart, Watch, cut_graphs
 from robust_train.values import MEMORY_FAILURES
 
@@ -36,7 +31,7 @@ def find_batch_size(
     effective_batch_size: int | None = None,
     reserve_bytes: int = 0,
     memory_fraction: float = 1.0,
-) -> FoundBatchSize:
+) -> probing.FoundBatchSize:
     """Find the largest batch that fits, in at most four tries::
 
         def try_batch(size):
@@ -75,10 +70,10 @@ def find_batch_size(
     parameters = list(start.parameters())
     step_bytes = 0
     if model is not None:
-        reserve_bytes += optimizer_state_bytes(parameters)
-        step_bytes = optimizer_step_bytes(parameters)
+        reserve_bytes += probing.optimizer_state_bytes(parameters)
+        step_bytes = probing.optimizer_step_bytes(parameters)
     where = torch.device(device) if device is not None else device_of(parameters)
-    prober = Prober(sizes, meter_of(where, memory_fraction), reserve_bytes, step_bytes)
+    prober = probing.Prober(sizes, meter_of(where, memory_fraction), reserve_bytes, step_bytes)
     try:
         start.make_gradients()
         while (size := prober.begin()) is not None:

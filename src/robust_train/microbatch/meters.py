@@ -40,11 +40,9 @@ class GpuMeter:
 
 
 class HostMeter:
-    """This process's anonymous memory: without the files that are mapped into it.
-
-    Where the kernel does not let the peak be reset it is that of all that went before: too much at
-    worst, since larger sizes are tried after smaller ones.
-    """
+    """This process's anonymous memory: without the files that are mapped into it. Where the kernel
+    does not let the peak be reset it is that of all that went before: too much at worst, since
+    larger sizes are tried after smaller ones."""
 
     def begin(self) -> int:
         return_memory(thorough=False)
@@ -72,10 +70,8 @@ def meter_of(device: torch.device, share: float) -> Meter:
 
 
 def device_of(parameters: Iterable[torch.Tensor]) -> torch.device:
-    """Return the GPU that the parameters are on, or the first of their devices.
-
-    Without any: the current GPU where this process has started CUDA, else the CPU.
-    """
+    """Return the GPU that the parameters are on, or the first of their devices. Without any: the
+    current GPU where this process has started CUDA, else the CPU."""
     found = list(dict.fromkeys(parameter.device for parameter in parameters))
     is_on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     found.append(torch.device("cuda" if is_on_gpu else "cpu"))

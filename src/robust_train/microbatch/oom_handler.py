@@ -17,12 +17,7 @@ from typing import Any, TypeVar, overload
 from robust_train.errors import AttemptsExhausted
 from robust_train.failures import classify_failure
 from robust_train.failures.shortage import do_without_onednn
-from robust_train.memory.cleanup import (
-    KeptGradients,
-    StartingMemory,
-    leaf_tensors,
-    release_and_check,
-)
+from robust_train.memory import cleanup
 from robust_train.policy.decide import decide, first_attempt
 from robust_train.policy.sizes import PolicySettings
 from robust_train.values import MEMORY_FAILURES, Attempt, Clue, GiveUp, Outcome
@@ -109,11 +104,11 @@ class OOMHandler:
         self._leaves = _leaves or _Leaves()
         self.start_try()
         # with no gradients of its own: those of the try are restored
-        self._start = StartingMemory(KeptGradients(())) if check_memory else None
+        self._start = cleanup.StartingMemory(cleanup.KeptGradients(())) if check_memory else None
 
     def start_try(self) -> None:
         """Keep the gradients as they are now, for :meth:`handle` to go back to."""
-        self._gradients = KeptGradients(self._leaves.now())
+        self._gradients = cleanup.KeptGradients(self._leaves.now())
 
     @property
     def batch_size(self) -> int:
@@ -138,7 +133,7 @@ class OOMHandler:
         failure = classify_failure(error)
         if failure.kind not in MEMORY_FAILURES:
             return False
-        left = release_and_check(error, self._start, self._gradients)
+        left = cleanup.release_and_check(error, self._start, self._gradients)
         do_without_onednn(failure)
         self._history += (Attempt(self._spec, Outcome(failure)),)
         decision = decide(self._settings, self._history, ())
@@ -192,10 +187,8 @@ class OOMHandler:
 
 
 class _Leaves:
-    """The tensors that may get gradients, looked for at most one percent of the time.
-
-    But in each of the first tries, since models are made, or completed, just before or in them.
-    """
+    """The tensors that may get gradients, looked for at most one percent of the time. But in each
+    of the first tries, since models are made, or completed, just before or in them."""
 
     def __init__(self) -> None:
         self._looks = 0
@@ -211,7 +204,7 @@ class _Leaves:
         if self.is_due:
             self._looks += 1
             started = time.monotonic()
-            self._found = [weakref.ref(tensor) for tensor in leaf_tensors()]
+            self._found = [weakref.ref(tensor) for tensor in cleanup.leaf_tensors()]
             now = time.monotonic()
             self._next_look = now + (now - started) / _CHECK_SHARE
         return [tensor for reference in self._found if (tensor := reference()) is not None]

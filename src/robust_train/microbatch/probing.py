@@ -81,21 +81,15 @@ def _outcome(probe: Probe, limits: Limits) -> str:
 
 
 class Prober:
-    """One search, step by step: :meth:`begin`, a pass of that many samples, :meth:`end`.
-
-    Args:
-        sizes: to choose from, the smallest first.
-        meter: of the device.
-        reserve_bytes: that training will need beside what a pass shows.
-        step_bytes: that the optimizer takes for the time of a step, when the pass's activations
-            are gone: a size fits if both the pass and the step do.
-    """
+    """One search, step by step: :meth:`begin`, a pass of that many samples, :meth:`end`."""
 
     def __init__(
         self,
-        sizes: tuple[int, ...] | range,
-        meter: Meter,
-        reserve_bytes: int = 0,
+        sizes: tuple[int, ...] | range,  # to choose from, the smallest first
+        meter: Meter,  # of the device
+        reserve_bytes: int = 0,  # that training will need beside what a pass shows
+        # that the optimizer takes for the time of a step, when the pass's activations are gone: a
+        # size fits if both the pass and the step do
         step_bytes: int = 0,
     ):
         self._sizes = sizes
@@ -163,11 +157,9 @@ class Splits(Protocol):
 def probe_parts(
     search: BatchSearch, batches: Splits, start: StepStart
 ) -> Generator[MicroBatch, None, FoundBatchSize | None]:
-    """Yield parts of a step's batch to measure; return what was found.
-
-    Gradients, buffers and generators go back to the step's start after each, as they do when memory
-    has run out. None where it cannot be found out (several processes or devices).
-    """
+    """Yield parts of a step's batch to measure; return what was found. Gradients, buffers and
+    generators go back to the step's start after each, as they do when memory has run out. None
+    where it cannot be found out (several processes or devices)."""
     prober = _prober_for(search, batches.samples, list(start.parameters()))
     if prober is None:
         return None

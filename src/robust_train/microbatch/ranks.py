@@ -144,11 +144,8 @@ def here() -> Ranks | None:
 
 
 class SharedStep:
-    """One optimizer step of all ranks; of this process alone where there are no others.
-
-    Raises:
-        UserError: a model that cannot be split here.
-    """
+    """One optimizer step of all ranks; of this process alone where there are no others. Raises
+    UserError: a model that cannot be split here."""
 
     def __init__(self, models: Iterable[nn.Module] = ()) -> None:
         self._group = here()

@@ -24,11 +24,9 @@ _WITHOUT = "or do without run.micro_batches: then an attempt is repeated in plac
 
 
 class Replicated(nn.Module):
-    """A model that is the same on every rank; ``micro_batches`` sums its gradients.
-
-    Weights and buffers of rank 0 are sent once. Beside DistributedDataParallel it needs no
-    buckets, which are a copy of all gradients.
-    """
+    """A model that is the same on every rank; ``micro_batches`` sums its gradients. Weights and
+    buffers of rank 0 are sent once. Beside DistributedDataParallel it needs no buckets, which are a
+    copy of all gradients."""
 
     broadcast_buffers = True
     parameters_to_ignore: frozenset[str] = frozenset()
@@ -57,11 +55,8 @@ class ReplicaFinder:
         )
 
     def of(self, models: Iterable[nn.Module]) -> list[Replica]:
-        """Return the replicas in ``models`` at any depth, and those that wrap one of them.
-
-        Raises:
-            UserError: a model that communicates in its passes in a way that cannot be put off.
-        """
+        """Return the replicas in ``models`` at any depth, and those that wrap one of them. Raises
+        UserError: a model that communicates in its passes in a way that cannot be put off."""
         found: dict[int, Replica] = {}
         for model in models:
             known = self._known.get(model)
@@ -109,13 +104,9 @@ def sum_gradients(
     loss: Tensor | None,  # this rank's mean loss, None without one
     group: dist.ProcessGroup,  # the ranks
 ) -> Tensor:
-    """Sum the ranks' gradients, each by its share in the items of all.
-
-    A parameter without a gradient on any rank keeps none, so that optimizers pass it over.
-
-    Returns:
-        The mean loss over all ranks' items.
-    """
+    """Sum the ranks' gradients, each by its share in the items of all. A parameter without a
+    gradient on any rank keeps none, so that optimizers pass it over. Returns the mean loss over all
+    ranks' items."""
     for parameter, is_wanted in zip(parameters, has_gradient, strict=True):
         if is_wanted and parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)

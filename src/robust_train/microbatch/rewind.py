@@ -248,10 +248,8 @@ def cut_graphs(since: int | None) -> None:
 
 @torch.no_grad()
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy each source into its target: one kernel for all of a device and number format.
-
-    A list of mixed formats would take torch's slow path, a kernel for each tensor.
-    """
+    """Copy each source into its target: one kernel for all of a device and number format. A list of
+    mixed formats would take torch's slow path, a kernel for each tensor."""
     groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):
         key = target.device, target.dtype, source.device, source.dtype

@@ -52,11 +52,9 @@ def restore_rng(state: Mapping[str, Any], device: torch.device) -> None:
 
 
 class GeneratorStates:
-    """The states at this moment, to go back to within this process.
-
-    Taken before every optimizer step, so nothing is converted. Of all GPUs, whichever the model is
-    on: a generator's state lies on the host, and reading it makes no CUDA context.
-    """
+    """The states at this moment, to go back to within this process. Taken before every optimizer
+    step, so nothing is converted. Of all GPUs, whichever the model is on: a generator's state lies
+    on the host, and reading it makes no CUDA context."""
 
     def __init__(self) -> None:
         self._python = random.getstate()

@@ -19,25 +19,19 @@ class SizeState(TypedDict, total=False):
 
 
 class MicroBatchSize:
-    """The size in use, and what is known about others. Samples throughout.
-
-    It shrinks as the launcher's does: at most half, at least ``min_batch_size``, a divisor of the
-    effective batch where there is one.
-
-    Args:
-        batch_size: to begin with; None for as many as the first batch has.
-        min_batch_size: never less.
-        gradient_accumulation_steps: for the effective batch, whose divisors are preferred.
-        regrow_after_steps: steps without running out of memory after which the next larger size
-            is tried; each failure of a size doubles its wait. None or 0: never.
-    """
+    """The size in use, and what is known about others. Samples throughout. It shrinks as the
+    launcher's does: at most half, at least ``min_batch_size``, a divisor of the effective batch
+    where there is one."""
 
     def __init__(
         self,
-        batch_size: int | None,
+        batch_size: int | None,  # to begin with; None for as many as the first batch has
         *,
-        min_batch_size: int = 1,
+        min_batch_size: int = 1,  # never less
+        # for the effective batch, whose divisors are preferred
         gradient_accumulation_steps: int = 1,
+        # steps without running out of memory after which the next larger size is tried; each
+        # failure of a size doubles its wait. None or 0: never.
         regrow_after_steps: int | None = None,
     ) -> None:
         self.current = batch_size

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 from robust_train.gpu.footprint import CACHE_FACTOR, footprint
 from robust_train.values import GIB, MIB
@@ -52,47 +53,30 @@ def fits(peak: Peak, free_bytes: int, total_bytes: int, fraction: float) -> bool
 def largest_batch(
     predict: Callable[[int], Peak], does_fit: Callable[[Peak], bool], near: int
 ) -> int | None:
-    """Return the largest micro-batch that fits, None where a single sample does not.
-
-    The line through two predictions gives the next size to try; where lines lead nowhere, halves
-    do. The answer was predicted itself. The next size does not fit by a prediction of its own, or
-    because memory is convex in the batch: it grows at least as fast as below the answer.
-
-    Args:
-        predict: the peak of a size; called about three times.
-        does_fit: whether a peak fits.
-        near: where to begin. Memory is convex from there on, and below it, where steps accumulate.
-    """
+    """Return the largest micro-batch that fits, None where a single sample does not. Predicts
+    ``near`` first; the line through the last two predictions gives the next size to try, and where
+    lines lead nowhere, halves do. The answer and the next size are predicted themselves."""
     tried: list[Peak] = []
     low, high, guess = 0, LARGEST_BATCH + 1, near
     while high - low > 1:
         peak = predict(guess)
-        if does_fit(peak):
-            low = guess
-        else:
-            high = guess
-        if guess < near or high > near:  # what is tried from now on is on the same side
-            tried.append(peak)
-        below = sorted((p for p in tried if p.batch_size <= low), key=lambda p: p.batch_size)
-        if len(below) > 1 and not does_fit(_on_line(below[-2], below[-1], low + 1)):
-            break
+        low, high = (guess, high) if does_fit(peak) else (low, guess)
+        tried.append(peak)
         guess = (low + high) // 2 if high <= LARGEST_BATCH else 2 * low
         if 1 < len(tried) <= _MOST_BY_LINE:
-            one, other = tried[-2:]
-            sizes = range(low + 1, high)
-            fitting = bisect_left(sizes, True, key=lambda n: not does_fit(_on_line(one, other, n)))
-            guess = max(low + fitting, low + 1)
+            fits_on_line = partial(_fits_on_line, tried[-2], tried[-1], does_fit)
+            guess = bisect_left(range(high), True, low + 1, key=lambda n: not fits_on_line(n)) - 1
         guess = min(max(guess, low + 1), high - 1)
     return low or None
 
 
-def _on_line(one: Peak, other: Peak, size: int) -> Peak:
-    """Return the peak of ``size`` on the line through two others, rounded up to a byte."""
+def _fits_on_line(one: Peak, other: Peak, does_fit: Callable[[Peak], bool], size: int) -> bool:
+    """Return whether ``size`` fits by the line through two peaks, rounded up to a byte."""
     rise = (other.tensors_bytes - one.tensors_bytes) * (size - other.batch_size)
     run = other.batch_size - one.batch_size
     if run < 0:
         rise, run = -rise, -run
-    return replace(other, tensors_bytes=other.tensors_bytes - (-rise // run))
+    return does_fit(replace(other, tensors_bytes=other.tensors_bytes - (-rise // run)))
 
 
 def error_percent(predicted: int, measured: int) -> float:

@@ -16,14 +16,8 @@ from robust_train.config.batch import settle_batch_size
 from robust_train.config.schema import complete, validate
 from robust_train.errors import ConfigError
 from robust_train.gpu.footprint import CACHE_FACTOR, CONTEXT_BYTES
-from robust_train.planning.fit import (
-    TYPICAL_SIZES,
-    WORKSPACE_BYTES,
-    Peak,
-    error_percent,
-    fits,
-    largest_batch,
-)
+from robust_train.planning import fit
+from robust_train.planning.fit import Peak
 from robust_train.planning.machine import GpuRoom, read_rooms
 from robust_train.planning.truth import ROOTS, Measured, Truth, find_truth
 from robust_train.settings import target_of
@@ -47,7 +41,7 @@ class PlannedSize:
         """Return the prediction's error, None where nothing was measured."""
         if self.measured is None:
             return None
-        return error_percent(self.peak.allocated_bytes, self.measured.peak_bytes)
+        return fit.error_percent(self.peak.allocated_bytes, self.measured.peak_bytes)
 
     def as_json(self) -> dict[str, object]:
         """Return the row in JSON's types."""
@@ -65,21 +59,17 @@ class PlannedSize:
 
 @dataclass(frozen=True)
 class GpuFit:
-    """A GPU and the largest micro-batches that fit there: now, and if it were empty."""
+    """A GPU and the largest micro-batches that fit there."""
 
     room: GpuRoom
-    now: int | None
-    empty: int | None
+    now: int | None = None  # the largest micro-batch that fits now
+    empty: int | None = None  # the same if the GPU were empty
 
     def as_json(self) -> dict[str, object]:
         """Return the fit in JSON's types."""
-        gpu = self.room.gpu
+        names = ("index", "uuid", "name", "total_bytes", "free_bytes")
         return {
-            "index": gpu.index,
-            "uuid": gpu.uuid,
-            "name": gpu.name,
-            "total_bytes": gpu.total_bytes,
-            "free_bytes": gpu.free_bytes,
+            **{name: getattr(self.room.gpu, name) for name in names},
             "usable_bytes": self.room.usable_bytes,
             "why_not": self.room.why_not,
             "largest_batch_now": self.now,
@@ -89,31 +79,19 @@ class GpuFit:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What a job will need, and where it fits.
+    """What a job will need, and where it fits."""
 
-    Attributes:
-        model: as in ``model.name``.
-        dataset: as in ``dataset.name``.
-        precision: number format of the forward pass.
-        batch_size: the micro-batch that the config asks for.
-        rows: by micro-batch, smallest first.
-        gpus: of this machine.
-        problem: why there are none.
-        sizes: where there are none, the largest micro-batch for GPUs of common sizes (bytes).
-        truth: what earlier runs have measured.
-        seconds: that all this took, imports included.
-    """
-
-    model: str
-    dataset: str
-    precision: str
-    batch_size: int
-    rows: tuple[PlannedSize, ...]
-    gpus: tuple[GpuFit, ...]
-    problem: str | None
+    model: str  # as in `model.name`
+    dataset: str  # as in `dataset.name`
+    precision: str  # number format of the forward pass
+    batch_size: int  # the micro-batch that the config asks for
+    rows: tuple[PlannedSize, ...]  # by micro-batch, smallest first
+    gpus: tuple[GpuFit, ...]  # of this machine
+    problem: str | None  # why there are none
+    # where there are none, the largest micro-batch for GPUs of common sizes (bytes)
     sizes: Mapping[int, int | None]
-    truth: Truth
-    seconds: float
+    truth: Truth  # what earlier runs have measured
+    seconds: float  # that all this took, imports included
 
     @property
     def mean_error_percent(self) -> float | None:
@@ -123,25 +101,21 @@ class MemoryPlan:
 
     def as_json(self) -> dict[str, object]:
         """Return the plan in JSON's types; sizes are bytes."""
+        names = ("model", "dataset", "precision", "batch_size", "problem", "mean_error_percent")
         return {
             "schema": SCHEMA,
-            "model": self.model,
-            "dataset": self.dataset,
-            "precision": self.precision,
-            "batch_size": self.batch_size,
+            **{name: getattr(self, name) for name in names},
             "allowances": {
-                "cublas_bytes": WORKSPACE_BYTES,
+                "cublas_bytes": fit.WORKSPACE_BYTES,
                 "cache_factor": CACHE_FACTOR,
                 "context_bytes": CONTEXT_BYTES,
             },
             "rows": [row.as_json() for row in self.rows],
-            "gpus": [fit.as_json() for fit in self.gpus],
-            "problem": self.problem,
+            "gpus": [found.as_json() for found in self.gpus],
             "typical_gpus": [
                 {"total_bytes": size, "largest_batch": batch} for size, batch in self.sizes.items()
             ],
             "runs_on_cpu": self.truth.on_cpu,
-            "mean_error_percent": self.mean_error_percent,
             "seconds": round(self.seconds, 2),
         }
 
@@ -185,17 +159,15 @@ def plan_memory(
     rooms, problem = read_rooms(cfg, os.environ if environ is None else environ)
 
     def does_fit(peak: Peak, free_bytes: int, total_bytes: int) -> bool:
-        return fits(peak, free_bytes, total_bytes, cfg.memory.fraction)
+        return fit.fits(peak, free_bytes, total_bytes, cfg.memory.fraction)
 
-    def fit_on(free_bytes: int, total_bytes: int) -> int | None:
-        if not free_bytes:
-            return None
-        found = largest_batch(
+    def largest(free_bytes: int, total_bytes: int) -> int | None:
+        found = free_bytes and fit.largest_batch(
             lambda size: predict(size, accumulates=_accumulates(cfg, size)),
             lambda peak: does_fit(peak, free_bytes, total_bytes),
             near=cfg.training.batch_size,
         )
-        return None if found is None else min(found, images)
+        return min(found, images) if found else None
 
     def row(size: int, accumulates: bool) -> PlannedSize:
         peak = predict(size, accumulates=accumulates)
@@ -204,7 +176,7 @@ def plan_memory(
 
     def gpu_fit(room: GpuRoom) -> GpuFit:
         total = room.gpu.total_bytes
-        return GpuFit(room, fit_on(room.usable_bytes, total), fit_on(total, total))
+        return GpuFit(room, largest(room.usable_bytes, total), largest(total, total))
 
     wanted = {(size, _accumulates(cfg, size)) for size in batch_sizes or _default_sizes(cfg)}
     wanted |= {(found.batch_size, found.accumulates) for found in truth.measured}
@@ -214,9 +186,9 @@ def plan_memory(
         precision="bfloat16" if cfg.training.mixed_precision else "float32",
         batch_size=cfg.training.batch_size,
         rows=tuple(row(size, accumulates) for size, accumulates in sorted(wanted)),
-        gpus=tuple(gpu_fit(room) for room in rooms),
+        gpus=tuple(map(gpu_fit, rooms)),
         problem=problem,
-        sizes={} if rooms else {size: fit_on(size, size) for size in TYPICAL_SIZES},
+        sizes={} if rooms else {size: largest(size, size) for size in fit.TYPICAL_SIZES},
         truth=truth,
         seconds=time.monotonic() - started,
     )

@@ -16,24 +16,20 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from robust_train.errors import ConfigError
 from robust_train.microbatch.batcher import MicroBatcher
-from robust_train.planning.as_on_cuda import AsOnCuda, FakeTracker
 from robust_train.planning.fit import Peak
 from robust_train.planning.tracker import (
     ACTIVATIONS,
     GRADIENTS,
     OPTIMIZER,
     WEIGHTS,
+    AsOnCuda,
     StorageTracker,
 )
+from robust_train.readable import first_line
+from robust_train.vision import models
 from robust_train.vision.batches import Batch
 from robust_train.vision.datasets import shape_of_data
 from robust_train.vision.images import ImageSpec
-from robust_train.vision.models import (
-    BuiltModel,
-    build_model,
-    enable_gradient_checkpointing,
-    set_train_mode,
-)
 from robust_train.vision.prepare import check_config
 from robust_train.vision.schedule import make_optimizer
 from robust_train.vision.step import Precision, accumulate_gradients, apply_gradients
@@ -58,23 +54,22 @@ class StepPredictor:
         self._cfg = cfg
         self._on_cuda = device == "cuda"
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self._tracker = FakeTracker(on_cuda=self._on_cuda)
+        self._tracker = StorageTracker(on_cuda=self._on_cuda)
         built = _build(cfg)
         self._images, self._model = built.images, built.module
         training = cfg.training
         mixed = self._on_cuda and training.mixed_precision
-        self._precision = Precision(
-            _CPU, mixed=False, dtype=torch.bfloat16 if mixed else torch.float32
-        )
+        dtype = torch.bfloat16 if mixed else torch.float32
+        self._precision = Precision(_CPU, mixed=False, dtype=dtype)
         if training.gradient_checkpointing:
-            enable_gradient_checkpointing(self._model)
+            models.enable_gradient_checkpointing(self._model)
         with self._fake, self._tracker:
             _replace_by_fakes(self._model, self._fake)
             self._optimizer = make_optimizer(
                 self._model.parameters(), lr=training.lr, weight_decay=training.weight_decay
             )
-        self._tracker.label(self._model.state_dict(keep_vars=True).values(), WEIGHTS)
-        self._tracker.label(self._model.buffers(), WEIGHTS)
+        weights = (*self._model.state_dict(keep_vars=True).values(), *self._model.buffers())
+        self._tracker.label(weights, WEIGHTS)
         if self._on_cuda:
             for group in self._optimizer.param_groups:
                 # torch's own choice on a GPU, which it does not make for fake tensors
@@ -95,51 +90,43 @@ class StepPredictor:
         """
         try:
             if not self._is_warm:
-                # the optimizer makes its state
+                # the optimizer makes its state; the step's number in it is on the host
                 self._step(_WARM_UP, 1)
-                states = self._optimizer.state.values()
-                # without the step's number, which is on the host
-                tensors = (
-                    t for s in states for t in s.values() if isinstance(t, Tensor) and t.ndim
-                )
+                states = (t for s in self._optimizer.state.values() for t in s.values())
+                tensors = [t for t in states if isinstance(t, Tensor) and t.ndim]
                 self._tracker.label(tensors, OPTIMIZER)
                 self._is_warm = True
             self._tracker.reset_peak()
             self._step(batch_size, 2 if accumulates else 1)
         except (ValueError, RuntimeError) as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise ConfigError(
                 f"model.name={self._cfg.model.name}: a step with {batch_size} samples cannot be "
-                f"done with fake tensors ({reason})"
+                f"done with fake tensors ({first_line(error)})"
             ) from error
         return Peak(batch_size, accumulates, self._tracker.peak, dict(self._tracker.at_peak))
 
     def _step(self, batch_size: int, parts: int) -> None:
-        training = self._cfg.training
+        model, training = self._model, self._cfg.training
         samples = _FakeSamples(batch_size * parts, self._images, self._tracker)
         with self._fake, self._tracker:
-            set_train_mode(self._model)
-            batcher = MicroBatcher(batch_size)
+            models.set_train_mode(model)
+            micro_batches = MicroBatcher(batch_size).micro_batches(
+                samples, model, length=len, split=_FakeSamples.part
+            )
             accumulate_gradients(
-                self._model,
-                batcher.micro_batches(samples, self._model, length=len, split=_FakeSamples.part),
+                model,
+                micro_batches,
                 device=_CPU,
                 precision=self._precision,
                 label_smoothing=training.label_smoothing,
             )
-            apply_gradients(
-                self._model,
-                self._optimizer,
-                precision=self._precision,
-                max_grad_norm=training.max_grad_norm,
-            )
+            clip, precision = training.max_grad_norm, self._precision
+            apply_gradients(model, self._optimizer, precision=precision, max_grad_norm=clip)
 
     def _watch(self) -> None:
-        """Label activations and gradients, and let modules compute as on a GPU.
-
-        Every module has its hooks, not the model alone: a backward pass recomputes single modules,
-        and torch runs it without the modes for functions.
-        """
+        """Label activations and gradients, and let modules compute as on a GPU. Every module has
+        its hooks, not the model alone: a backward pass recomputes single modules, and torch runs it
+        without the modes for functions."""
         tracker = self._tracker
         open_modes: list[ExitStack] = []
 
@@ -162,9 +149,7 @@ class StepPredictor:
             module.register_forward_hook(leave, always_call=True)
         for parameter in self._model.parameters():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                    note_gradient
-                )
+                parameter.register_post_accumulate_grad_hook(note_gradient)  # type: ignore[no-untyped-call]
 
 
 class _FakeSamples:
@@ -185,12 +170,12 @@ class _FakeSamples:
             return images_BCHW, torch.empty(count, dtype=torch.long)
 
 
-def _build(cfg: DictConfig) -> BuiltModel:
+def _build(cfg: DictConfig) -> models.BuiltModel:
     """Build the trainer's model with random weights: none are read or fetched."""
     model = OmegaConf.merge(cfg.model, {"weights": None})
     if "pretrained" in model:
         model.pretrained = False
-    return build_model(model, shape_of_data(cfg.dataset))
+    return models.build_model(model, shape_of_data(cfg.dataset))
 
 
 def _replace_by_fakes(model: nn.Module, mode: FakeTensorMode) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from robust_train.batch.known import memory_settings
-from robust_train.runfolder.summary import AttemptSummary, read_summary
+from robust_train.runfolder.summary import read_summary
 
 ROOTS = ("outputs", "multirun")
 """Where Hydra puts run folders, relative to where the command runs."""
@@ -31,10 +31,8 @@ class Measured:
 
 @dataclass(frozen=True)
 class Truth:
-    """Peaks on GPUs, newest first, and the number of attempts on the CPU.
-
-    Figures of the CPU are those of a whole process and say nothing about a GPU.
-    """
+    """Peaks on GPUs, newest first, and the number of attempts on the CPU, whose figures are those
+    of a whole process and show nothing of a GPU."""
 
     measured: tuple[Measured, ...] = ()
     on_cpu: int = 0
@@ -46,27 +44,25 @@ class Truth:
 
 
 def find_truth(cfg: DictConfig, roots: Iterable[Path]) -> Truth:
-    """Find runs of the same model, data shape and precision, in ``roots`` at any depth."""
+    """Find runs of the same model, data shape and precision, in ``roots`` at any depth. Attempts
+    that ran out of memory, had no second step, changed their micro-batch, or were one of several
+    ranks (which also hold what they send each other) do not count."""
     wanted = memory_settings(cfg)
     measured: list[Measured] = []
     on_cpu = 0
     for folder in _run_folders(roots):
-        if not _is_of(folder, wanted) or _has_split_steps(folder / "journal.jsonl"):
-            continue
         summary = read_summary(folder)
-        for attempt in () if summary is None else summary.attempts:
-            if not attempt.gpu_uuids:
-                on_cpu += 1
-            elif _is_measurement(attempt):
-                measured.append(
-                    Measured(
-                        batch_size=attempt.batch_size or 0,
-                        accumulates=attempt.gradient_accumulation_steps != 1,
-                        peak_bytes=attempt.peak_memory_bytes or 0,
-                        run_dir=folder,
-                        time=(folder / "summary.json").stat().st_mtime,
-                    )
-                )
+        if summary is None or not _is_of(folder, wanted):
+            continue
+        time = (folder / "summary.json").stat().st_mtime
+        for one in summary.attempts:
+            peak, size = one.peak_memory_bytes, one.batch_size
+            on_cpu += not one.gpu_uuids
+            is_whole = one.outcome in ("completed", "interrupted") and one.ranks == 1
+            steps = (one.end_step or 0) - one.start_step
+            if one.gpu_uuids and is_whole and steps >= _LEAST_STEPS and peak and size:
+                accumulates = one.gradient_accumulation_steps != 1
+                measured.append(Measured(size, accumulates, peak, folder, time))
     return Truth(tuple(sorted(measured, key=lambda m: -m.time)), on_cpu)
 
 
@@ -82,26 +78,10 @@ def _run_folders(roots: Iterable[Path]) -> Iterator[Path]:
 def _is_of(folder: Path, wanted: object) -> bool:
     try:
         cfg = OmegaConf.load(folder / ".hydra" / "config.yaml")
-        return isinstance(cfg, DictConfig) and memory_settings(cfg) == wanted
+        if not isinstance(cfg, DictConfig) or memory_settings(cfg) != wanted:
+            return False
+        journal = folder / "journal.jsonl"
+        has_journal = journal.exists()
+        return not has_journal or b'"micro_batch_changed"' not in journal.read_bytes()
     except Exception:  # whatever is wrong with a file of the past, it is none to compare with
-        return False
-
-
-def _is_measurement(attempt: AttemptSummary) -> bool:
-    """Return False for one that ran out of memory, had no second step, or was one of several ranks,
-    which also hold what they send each other."""
-    steps = (attempt.end_step or 0) - attempt.start_step
-    return (
-        attempt.outcome in ("completed", "interrupted")
-        and steps >= _LEAST_STEPS
-        and attempt.ranks == 1
-        and bool(attempt.peak_memory_bytes and attempt.batch_size)
-    )
-
-
-def _has_split_steps(journal: Path) -> bool:
-    """Return whether micro-batches got smaller inside an attempt: its peak is of several sizes."""
-    try:
-        return '"micro_batch_changed"' in journal.read_text(encoding="utf-8", errors="replace")
-    except OSError:
         return False

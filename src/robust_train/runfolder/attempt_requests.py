@@ -45,10 +45,8 @@ class _Waiting:
 
 
 class AttemptRequests:
-    """Takes and carries out the requests to one attempt; a context manager.
-
-    What is not answered when it is left stays ``.taken``: the launcher knows what comes next.
-    """
+    """Takes and carries out the requests to one attempt; a context manager. What is not answered
+    when it is left stays ``.taken``: the launcher knows what comes next."""
 
     def __init__(self, run: Run, run_dir: Path, tick: Callable[[], None] = lambda: None) -> None:
         self._run = run
@@ -126,11 +124,8 @@ class AttemptRequests:
         return reply is not None
 
     def _reply(self, waiting: _Waiting) -> Reply | None:
-        """Do what is requested. None: not at this boundary yet; empty: answered later.
-
-        Raises:
-            Refused: this trainer cannot do it.
-        """
+        """Do what is requested. None: not at this boundary yet; empty: answered later. Raises
+        Refused: this trainer cannot do it."""
         request, verb = waiting.request, waiting.request.verb
         if verb == "figures":
             return {"answer": {"attempt_pid": os.getpid(), "memory": memory_in_use()}}

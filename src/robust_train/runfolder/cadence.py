@@ -121,22 +121,17 @@ class SaveClock:
 
 
 class Saving:
-    """When attempt number ``attempt`` of a job saves, and what it has saved.
-
-    Attributes:
-        folder: where checkpoints belong.
-        job: identity of the job, the same for all of its attempts; empty without a launcher; None
-            where nobody would resume and so no manifest is written.
-        plan: how often to save; to be set from the config before the first save.
-    """
+    """When attempt number ``attempt`` of a job saves, and what it has saved."""
 
     def __init__(self, run_dir: Path, attempt: int) -> None:
-        self.folder = run_dir / "checkpoints"
+        self.folder = run_dir / "checkpoints"  # where checkpoints belong
         identity = wait_until_readable(lambda: read_identity(run_dir))
+        # identity of the job, the same for all of its attempts; empty without a launcher; None
+        # where nobody would resume and so no manifest is written
         self.job: str | None = "" if identity is None else identity.id
         self._attempt = attempt
         self._job_started = None if identity is None else identity.started
-        self.plan = SavePlan()
+        self.plan = SavePlan()  # how often to save; to be set from the config before the first save
 
     @cached_property
     def clock(self) -> SaveClock:

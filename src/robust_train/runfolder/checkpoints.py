@@ -45,11 +45,8 @@ class CheckpointFolder:
         self._writing: tuple[int, Future[None]] | None = None
 
     def save(self, content: Content, step: int) -> Path:
-        """Save and report a checkpoint, then remove the ones that are too many.
-
-        Raises:
-            CheckpointError: it could not be written; the earlier ones are untouched.
-        """
+        """Save and report a checkpoint, then remove the ones that are too many. Raises
+        CheckpointError: it could not be written; the earlier ones are untouched."""
         self.report_written(wait=True)
         write_atomically(content, self._path(step))
         return self._report(step)
@@ -151,10 +148,8 @@ def write_atomically(content: Content, path: Path) -> None:
     """``torch.save`` such that ``path`` is at every moment absent, the old file or the new one,
     also after a power cut.
 
-    Tensors on a GPU are copied to the host one at a time while they are written.
-
-    Raises:
-        CheckpointError: no space, no permission, too large …; nothing of the attempt is left.
+    Tensors on a GPU are copied to the host one at a time while they are written. Raises
+    CheckpointError: no space, no permission, too large …; nothing of the attempt is left.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -57,10 +57,8 @@ class RunFolder:
     """Holds the lock, keeps the state and takes the requests of one launch; a context manager.
 
     Whatever is wrong with the disk, the job goes on, after one warning. ``token`` is the part of
-    the job's id that it has from the start; ``show`` is given the state twice a second.
-
-    Raises:
-        ConfigError: a live job holds the folder. Nothing in it was written.
+    the job's id that it has from the start; ``show`` is given the state twice a second. Raises
+    ConfigError: a live job holds the folder. Nothing in it was written.
     """
 
     def __init__(

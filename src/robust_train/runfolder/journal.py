@@ -23,10 +23,8 @@ _MOST_OWED = 100
 
 
 class Journal:
-    """Appends events to ``journal.jsonl``, which stays small however long a job runs.
-
-    A disk that is full or gone costs one warning; events that matter are written once it works.
-    """
+    """Appends events to ``journal.jsonl``, which stays small however long a job runs. A disk that
+    is full or gone costs one warning; events that matter are written once it works."""
 
     def __init__(self, path: Path, *, slack_bytes: int = 512 * 1024) -> None:
         self.path = path
@@ -95,11 +93,8 @@ class Earlier:
 
 
 def read_earlier(path: Path) -> Earlier:
-    """Read what earlier launches have written to the same journal; torn lines are skipped.
-
-    Raises:
-        OSError: it cannot be read just now.
-    """
+    """Read what earlier launches have written to the same journal; torn lines are skipped. Raises
+    OSError: it cannot be read just now."""
     attempts, found = 0, {}
     if path.exists() and not (path.is_file() or path.is_dir()):
         return Earlier()  # a device or a pipe may have no end

@@ -37,9 +37,7 @@ _FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 @dataclass(frozen=True)
 class Holder:
     """The content of a lock: the launcher that holds it since ``since``, and its job's id.
-
-    ``process_started`` is the start time of process ``pid``, in seconds of the epoch.
-    """
+    ``process_started`` is the start time of process ``pid``, in seconds of the epoch."""
 
     host: str
     pid: int
@@ -67,14 +65,9 @@ class Holder:
 
 
 class RunLock:
-    """Holds a run folder's lock for job id ``job`` until :meth:`release`, or until every holder
-    has ended.
-
-    Raises:
-        ConfigError: a live job holds it. Nothing was written.
-
-    ``hold``: descriptors that an attempt and all it starts keep open; none if the disk cannot lock.
-    """
+    """Holds a run folder's lock for job id ``job`` until :meth:`release`, or until every holder has
+    ended. ``hold``: descriptors that an attempt and all it starts keep open; none if the disk
+    cannot lock. Raises ConfigError: a live job holds it. Nothing was written."""
 
     def __init__(self, run_dir: Path, job: str) -> None:
         self.hold: tuple[int, ...] = ()

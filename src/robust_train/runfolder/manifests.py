@@ -59,10 +59,8 @@ def record_checkpoint(
     folder: Path, path: Path, *, job: str, attempt: int, step: int | None, seconds: float | None
 ) -> None:
     """Write the manifest of a complete checkpoint, once the checkpoint itself is on the disk.
-
     ``path`` is in ``folder``, the run's folder of checkpoints, or anywhere else. Raises OSError if
-    it is not there, or the manifest cannot be written.
-    """
+    it is not there, or the manifest cannot be written."""
     path = path.absolute()
     _sync_all(path)
     manifest = Manifest(job, attempt, step, round(time.time(), 6), path, *_size(path), seconds)

@@ -49,11 +49,9 @@ class NotifySettings:
 
 
 def news(before: RunState, after: RunState, now: float, waiting_seconds: float) -> str | None:
-    """Return the event that a change of a job's state is; None where nobody is notified.
-
-    ``before`` is the state at the last look; of a job that waited, its ``waiting`` stays until it
-    has a device.
-    """
+    """Return the event that a change of a job's state is; None where nobody is notified. ``before``
+    is the state at the last look; of a job that waited, its ``waiting`` stays until it has a
+    device."""
     if before.is_final:
         return None
     if after.is_final:
@@ -91,9 +89,7 @@ def is_secret(word: str) -> bool:
 
 class Notifier:
     """Watches a job's state and notifies of what happens, where anybody is to be notified.
-
-    ``has_failed``: whether a delivery has.
-    """
+    ``has_failed``: whether a delivery has."""
 
     def __init__(self, settings: NotifySettings, run_dir: Path | None = None) -> None:
         self._settings, self.urls = settings, settings.urls
@@ -181,10 +177,8 @@ class Notifier:
 
 
 class _Delivery(threading.Thread):
-    """A process that delivers one notification; ``problem``: why it has not, empty once it has.
-
-    A thread, for starting a program may hang as well, as on a disk that does.
-    """
+    """A process that delivers one notification; ``problem``: why it has not, empty once it has. A
+    thread, for starting a program may hang as well, as on a disk that does."""
 
     def __init__(
         self, name: str, command: Sequence[str], given: Json, more: Mapping[str, str]

@@ -44,11 +44,8 @@ class Line:
 
 
 def thin(path: Path, limits: Limits | None = None) -> None:
-    """Remove from a journal what is more than ``limits`` allow, in one step.
-
-    Raises:
-        OSError: it cannot be read or written; the journal is as it was.
-    """
+    """Remove from a journal what is more than ``limits`` allow, in one step. Raises OSError: it
+    cannot be read or written; the journal is as it was."""
     limits = limits or Limits()
     surplus: set[int] = set()
     for stream in _streams(path).values():

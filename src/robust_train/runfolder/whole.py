@@ -27,10 +27,7 @@ def whole_by_form(path: Path) -> bool | None:
 
     Zip files (what ``torch.save`` and ``numpy.savez`` write) have their directory at the end,
     safetensors their length at the beginning. Of other forms only an empty file is known to be
-    torn. A folder is whole if everything in it is.
-
-    Raises:
-        OSError: it cannot be read.
+    torn. A folder is whole if everything in it is. Raises OSError: it cannot be read.
     """
     if not path.is_dir():
         return _file_by_form(path, if_empty=False)

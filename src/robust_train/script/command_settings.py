@@ -28,11 +28,8 @@ class CommandSettings:
 
     @classmethod
     def of(cls, cfg: Mapping[Any, Any]) -> CommandSettings:
-        """Read a composed config.
-
-        Raises:
-            ConfigError: there is nothing to run, or it cannot be found.
-        """
+        """Read a composed config. Raises ConfigError: there is nothing to run, or it cannot be
+        found."""
         trainer = cfg["trainer"]
         if OmegaConf.is_config(trainer):
             trainer = OmegaConf.to_container(trainer, resolve=True)

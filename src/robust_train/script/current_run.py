@@ -32,13 +32,7 @@ ReportLine = Callable[[dict[str, Json]], None]
 
 
 class ScriptRun(Run):
-    """A :class:`~robust_train.Run` for a script.
-
-    Attributes:
-        batch_size: micro-batch of this attempt, None without the launcher.
-        gradient_accumulation_steps: micro-batches per optimizer step, None without the launcher.
-        device: ``cuda:0`` or ``cpu``, None without the launcher.
-    """
+    """A :class:`~robust_train.Run` for a script."""
 
     def __init__(self, environ: Mapping[str, str], report_line: ReportLine | None) -> None:
         checkpoint = value_from(environ, "checkpoint")
@@ -58,9 +52,11 @@ class ScriptRun(Run):
             {"training": {name: value_from(environ, name) for name in names}}
         )
         self._report_line = report_line or (lambda line: None)
+        # micro-batch of this attempt, None without the launcher
         self.batch_size = _number(environ, "batch_size")
+        # micro-batches per optimizer step, None without the launcher
         self.gradient_accumulation_steps = _number(environ, "gradient_accumulation_steps")
-        self.device = value_from(environ, "device")
+        self.device = value_from(environ, "device")  # `cuda:0` or `cpu`, None without the launcher
         self.micro_batch_plan = MicroBatchPlan(
             batch_size=self.batch_size,
             gradient_accumulation_steps=self.gradient_accumulation_steps or 1,

@@ -13,15 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from robust_train.events import (
-    CheckpointSaved,
-    Event,
-    Json,
-    MalformedEvent,
-    Progress,
-    TrainingStarted,
-    UserEvent,
-)
+from robust_train import events
 from robust_train.events import parse as parse_event
 from robust_train.execution.linux import release_blocks
 from robust_train.values import FailureKind
@@ -42,7 +34,7 @@ class NotUnderstood(ValueError):
 class Result:
     """The job's result."""
 
-    value: Json
+    value: events.Json
 
 
 @dataclass(frozen=True)
@@ -53,12 +45,9 @@ class OwnFailure:
     message: str
 
 
-def parse(line: str) -> Event | Result | OwnFailure:
+def parse(line: str) -> events.Event | Result | OwnFailure:
     """Return what one line reports; what has no other meaning is an event of the script's own.
-
-    Raises:
-        NotUnderstood: it is no message.
-    """
+    Raises NotUnderstood: it is no message."""
     if len(line) > _LARGEST_LINE:
         raise NotUnderstood(f"longer than {_LARGEST_LINE} characters")
     try:
@@ -71,14 +60,14 @@ def parse(line: str) -> Event | Result | OwnFailure:
     fields = {key: value for key, value in data.items() if key not in _ADDED_FIELDS}
     if name == "progress":
         total = _count(fields, "total_steps", name) if fields.get("total_steps") else None
-        return Progress(_count(fields, "step", name), total, _metrics(fields))
+        return events.Progress(_count(fields, "step", name), total, _metrics(fields))
     if name in ("started", "training_started"):
-        return TrainingStarted(_count(fields, "step", name))
+        return events.TrainingStarted(_count(fields, "step", name))
     if name == "checkpoint":
         path, step = fields.get("path"), fields.get("step")
         if not (isinstance(path, str) and path):
             raise NotUnderstood("checkpoint needs path, a string")
-        return CheckpointSaved(path, step if type(step) is int else None)
+        return events.CheckpointSaved(path, step if type(step) is int else None)
     if name == "result":
         if "value" not in fields:
             raise NotUnderstood("result needs value")
@@ -90,15 +79,15 @@ def parse(line: str) -> Event | Result | OwnFailure:
         message = str(fields.get("message", "reported by the script"))
         return OwnFailure(FailureKind(fields["kind"]), message)
     if name in _OF_A_RUN:
-        with contextlib.suppress(MalformedEvent):
+        with contextlib.suppress(events.MalformedEvent):
             return parse_event({"event": name, **fields})
     if name == "user" and isinstance(fields.get("event_name"), str):
         own = fields.get("fields")
-        return UserEvent(fields["event_name"], own if isinstance(own, dict) else {})
-    return UserEvent(name, fields)
+        return events.UserEvent(fields["event_name"], own if isinstance(own, dict) else {})
+    return events.UserEvent(name, fields)
 
 
-def _metrics(fields: Mapping[str, Json]) -> dict[str, float]:
+def _metrics(fields: Mapping[str, events.Json]) -> dict[str, float]:
     nested = fields.get("metrics")
     given = {**fields, **(nested if isinstance(nested, Mapping) else {})}
     return {
@@ -108,7 +97,7 @@ def _metrics(fields: Mapping[str, Json]) -> dict[str, float]:
     }
 
 
-def _count(fields: Mapping[str, Json], key: str, event: str) -> int:
+def _count(fields: Mapping[str, events.Json], key: str, event: str) -> int:
     value = fields.get(key)
     if type(value) is not int or value < 0:
         raise NotUnderstood(f"{event}: {key} must be an integer of 0 or more")

@@ -33,9 +33,7 @@ class ScriptValues:
 
     def fill(self, text: str) -> str:
         """Replace the placeholders in ``text``; other braces (JSON, shell) stay as they are.
-
-        ``{$}`` is a dollar sign: in a config ``${…}`` is an interpolation.
-        """
+        ``{$}`` is a dollar sign: in a config ``${…}`` is an interpolation."""
         values = {**asdict(self), "$": "$"}
         return _PLACEHOLDER.sub(lambda m: str(values.get(m[1], m[0])), text)
 

@@ -25,14 +25,9 @@ log = logging.getLogger("robust_train")
 
 
 class Program:
-    """A running script.
-
-    It stays in the process group of its attempt. Orphans of what it starts become children of this
-    process (a subreaper), however far they have detached themselves.
-
-    Raises:
-        ConfigError: it cannot be started.
-    """
+    """A running script. It stays in the process group of its attempt. Orphans of what it starts
+    become children of this process (a subreaper), however far they have detached themselves. Raises
+    ConfigError: it cannot be started."""
 
     def __init__(self, argv: Sequence[str], environ: Mapping[str, str], cwd: Path) -> None:
         become_subreaper()
@@ -125,10 +120,8 @@ def _own_input() -> Iterator[int | None]:
 
 @contextlib.contextmanager
 def _woken_by_signals() -> Iterator[Callable[[float], None]]:
-    """Yield a function that sleeps, but not past a signal: SIGTERM, or a child's end.
-
-    Outside the main thread, where Python allows no handlers, it sleeps the whole time.
-    """
+    """Yield a function that sleeps, but not past a signal: SIGTERM, or a child's end. Outside the
+    main thread, where Python allows no handlers, it sleeps the whole time."""
     is_main = threading.current_thread() is threading.main_thread()
     with wakeup_descriptor() as wakeup:
         poll = select.poll()

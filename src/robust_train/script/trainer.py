@@ -47,11 +47,8 @@ _BEFORE = "checkpoints_before.json"
 
 
 def preload_modules(cfg: DictConfig) -> tuple[str, ...]:
-    """Return nothing to import early, but check the config before a device is chosen.
-
-    Raises:
-        ConfigError: there is nothing to run, or it cannot be found.
-    """
+    """Return nothing to import early, but check the config before a device is chosen. Raises
+    ConfigError: there is nothing to run, or it cannot be found."""
     CommandSettings.of(cfg)
     return ()
 
@@ -95,21 +92,15 @@ def train(cfg: DictConfig, run: Run) -> Json:
 
 
 class _Attempt:
-    """What is seen of a script while it runs.
-
-    Attributes:
-        events: the file for its messages.
-        result: the one that it reported, None so far.
-        failure: why it is about to fail, if it reported that.
-    """
+    """What is seen of a script while it runs."""
 
     def __init__(
         self, run: Run, cwd: Path, watch: CheckpointWatch | None, checkpoint: Path | None
     ) -> None:
-        self.events = run.run_dir / f"attempt-{run.attempt}.events"
+        self.events = run.run_dir / f"attempt-{run.attempt}.events"  # the file for its messages
         self.events.write_bytes(b"")
-        self.result: Json = None
-        self.failure: OwnFailure | None = None
+        self.result: Json = None  # the one that it reported, None so far
+        self.failure: OwnFailure | None = None  # why it is about to fail, if it reported that
         self._run = run
         self._cwd = cwd
         self._watch = watch

@@ -37,18 +37,9 @@ from robust_train.execution.signals import SignalWatch
 from robust_train.runfolder.requests import sweep_stop_requested
 from robust_train.runfolder.state import read_state
 from robust_train.runfolder.summary import read_summary
-from robust_train.sweep import current, session
+from robust_train.sweep import current, job_record, session
 from robust_train.sweep.capacity import count_cpus, count_gpus, jobs_at_once
 from robust_train.sweep.job_process import JobProcess
-from robust_train.sweep.job_record import (
-    COMPLETED,
-    NOT_STARTED,
-    REFUSED,
-    STARTED,
-    Entry,
-    JobRecord,
-    read_record,
-)
 from robust_train.sweep.live_table import LiveRow, LiveTable
 from robust_train.sweep.plugins_of_others import no_objective
 from robust_train.sweep.rows import SweepRow, ending_of_process, read_row
@@ -124,7 +115,7 @@ class GpuQueue:
         ]
         self._pending.extend(self._jobs)
         for job in self._jobs:
-            self._plan(job, NOT_STARTED)
+            self._plan(job, job_record.NOT_STARTED)
         slots = jobs_at_once(
             self._n_jobs,
             jobs=len(self._jobs),
@@ -161,14 +152,14 @@ class GpuQueue:
         if any(job.folder == other.folder for other in self._jobs if other is not job):
             # two jobs in one folder would write over each other
             reason = f"{job.folder} is another job's; hydra.sweep.subdir must differ between jobs"
-            self._plan(job, REFUSED, exit_code=EXIT_BAD_CONFIG, reason=reason)
+            self._plan(job, job_record.REFUSED, exit_code=EXIT_BAD_CONFIG, reason=reason)
             table.show_line(f"job {job.number} refused: {reason}", level=logging.ERROR)
-            job.folder, job.status = None, REFUSED
+            job.folder, job.status = None, job_record.REFUSED
             return
         entry, record = current.plan(job.config, job.folder)
-        if entry is Entry.REUSE:
+        if entry is job_record.Entry.REUSE:
             current.reuse(record, job.folder)
-            job.status = COMPLETED
+            job.status = job_record.COMPLETED
             job.result = self._return(job, record.objective)
             return
         log_path = job.folder / LOG_FILE
@@ -220,7 +211,7 @@ class GpuQueue:
         assert job.process is not None
         assert job.folder is not None
         row = self._settled(job, job.folder, job.process.returncode or 0)
-        completed = row.status == COMPLETED
+        completed = row.status == job_record.COMPLETED
         job.status = row.status
         job.result = self._return(
             job, row.result if completed else no_objective(self._config.hydra)
@@ -234,9 +225,9 @@ class GpuQueue:
         """Return the row of a job that has ended, and record its end if the job could not."""
         assert job.config is not None
         own = current.identity(job.config)
-        record = read_record(folder)
+        record = job_record.read_record(folder)
         is_own = record is not None and record.sweep == own.sweep
-        has_ended = record is not None and record.status != STARTED
+        has_ended = record is not None and record.status != job_record.STARTED
         if not is_own or not (has_ended or read_summary(folder) is not None):
             with contextlib.suppress(OSError):
                 ending_of_process(own, returncode).write(folder)
@@ -291,7 +282,7 @@ class GpuQueue:
         """List the job in the sweep's table even if it never leaves anything in a folder."""
         if (sweep := session.current_sweep()) is not None:
             overrides = tuple(filter_overrides(job.overrides))
-            sweep.planned[job.number] = JobRecord(
+            sweep.planned[job.number] = job_record.JobRecord(
                 sweep.id, job.number, overrides, status, exit_code, reason=reason
             )
 

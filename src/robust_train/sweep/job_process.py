@@ -58,12 +58,7 @@ class JobProcess:
         return self.returncode
 
     def _be_the_job(
-        self,
-        work: Work,
-        log_path: Path,
-        detach: Callable[[], None],
-        parent: int,
-        blocked: set[Any],
+        self, work: Work, log_path: Path, detach: Callable[[], None], parent: int, blocked: set[Any]
     ) -> None:
         """Run in the child; never returns."""
         code = 1

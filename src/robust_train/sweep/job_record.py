@@ -45,11 +45,8 @@ class JobRecord:
     reused: bool = False
 
     def write(self, folder: Path) -> None:
-        """Write the record into the job's run folder, whole or not at all.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Write the record into the job's run folder, whole or not at all. Raises OSError: it
+        cannot be written."""
         write_json(folder / FILE, {"schema": SCHEMA, **asdict(self)})
 
 
@@ -62,17 +59,10 @@ class Entry(enum.Enum):
 
 
 def decide(
-    record: JobRecord | None,
-    *,
-    completed: bool,
-    overrides: Sequence[str],
-    sweep: str,
-    resume: bool,
+    record: JobRecord | None, *, completed: bool, overrides: Sequence[str], sweep: str, resume: bool
 ) -> Entry:
     """Return what to do with a job with these ``overrides`` in this launch of the ``sweep``.
-
-    ``record`` is that of an earlier job in the run folder; ``completed`` means that one.
-    """
+    ``record`` is that of an earlier job in the run folder; ``completed`` means that one."""
     if record is None:
         return Entry.RUN if resume else Entry.RUN_ANEW
     # whatever the order, and how they are resumed
@@ -98,10 +88,8 @@ def read_record(folder: Path) -> JobRecord | None:
 
 
 def set_aside(folder: Path) -> Path | None:
-    """Move what an earlier job left into ``earlier-<n>/``; None where it left nothing.
-
-    What Hydra has just put there for the new job stays: its ``.hydra`` folder and open log files.
-    """
+    """Move what an earlier job left into ``earlier-<n>/``; None where it left nothing. What Hydra
+    has just put there for the new job stays: its ``.hydra`` folder and open log files."""
     left = [item for item in folder.iterdir() if not _OF_THE_NEW_JOB.fullmatch(item.name)]
     if not left:
         return None
@@ -123,11 +111,7 @@ def read_json(path: Path) -> Json:
 
 
 def write_json(path: Path, content: Json) -> None:
-    """Write a file of JSON, whole or not at all.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write a file of JSON, whole or not at all. Raises OSError: it cannot be written."""
     text = json.dumps(strict_json(content), indent=2, ensure_ascii=False, default=str)
     with replacing(path) as temporary:
         temporary.write_text(text + "\n", encoding="utf-8")

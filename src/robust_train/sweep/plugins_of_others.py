@@ -16,11 +16,9 @@ _MASK = "CUDA_VISIBLE_DEVICES"
 
 
 def no_objective(hydra: Any) -> float | None:
-    """Return what a sweeper gets for a job without objective: NaN, or None for Optuna's plugin.
-
-    The plugin up to 1.3 reports the NaN of a failed trial to Optuna as well, which ends the search.
-    With None the trial fails and the search goes on. ``hydra`` is that part of the job's config.
-    """
+    """Return what a sweeper gets for a job without objective: NaN, or None for Optuna's plugin. The
+    plugin up to 1.3 reports the NaN of a failed trial to Optuna as well, which ends the search.
+    With None the trial fails and the search goes on. ``hydra`` is that part of the job's config."""
     sweeper = hydra.get("sweeper") or {}
     return None if str(sweeper.get("_target_")).startswith(_OPTUNA_PLUGIN) else math.nan
 

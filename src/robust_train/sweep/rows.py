@@ -60,9 +60,7 @@ def row_of(
     overrides: Sequence[str] = (),
 ) -> SweepRow:
     """Return the row of one job from its record and its ``summary.json``, where there are any.
-
-    ``overrides`` count where there is no record.
-    """
+    ``overrides`` count where there is no record."""
     ended = None if record is None or record.status == STARTED else record
     source = ended or summary
     status = DIED if source is None else source.status
@@ -117,10 +115,8 @@ def read_row(folder: Path) -> SweepRow:
 
 
 def read_rows(sweep_folder: Path, sweep: str, since_ns: int) -> list[SweepRow]:
-    """Return the rows of the jobs of this launch of a sweep; the folder may hold others.
-
-    A job without a record belongs to it if Hydra wrote its folder later than ``since_ns``.
-    """
+    """Return the rows of the jobs of this launch of a sweep; the folder may hold others. A job
+    without a record belongs to it if Hydra wrote its folder later than ``since_ns``."""
     rows = []
     for folder in job_folders(sweep_folder):
         record = read_record(folder)

@@ -72,10 +72,8 @@ def current_sweep() -> Sweep | None:
 
 
 def door_is_open(check: Callable[[DictConfig], None] | None = None) -> None:
-    """Declare that one of our commands sets this program's exit code.
-
-    ``check`` raises ConfigError for a job that shall not start.
-    """
+    """Declare that one of our commands sets this program's exit code. ``check`` raises ConfigError
+    for a job that shall not start."""
     global _has_door, _check
     _has_door, _check = True, check
 
@@ -123,11 +121,8 @@ def begin(config: DictConfig) -> None:
 
 
 def check_first_job(config: DictConfig) -> None:
-    """Check the configuration with the first value of each swept key.
-
-    Raises:
-        ConfigError: it cannot be used.
-    """
+    """Check the configuration with the first value of each swept key. Raises ConfigError: it cannot
+    be used."""
     overrides = []
     for override in OverridesParser.create().parse_overrides(list(config.hydra.overrides.task)):
         line = override.input_line
@@ -165,10 +160,8 @@ def _lock(folder: Path, sweep: str) -> RunLock:
 
 
 def finish() -> int:
-    """Show the table and write the files, once; return the exit code that the jobs ask for.
-
-    Safe to call again, and where there was no sweep.
-    """
+    """Show the table and write the files, once; return the exit code that the jobs ask for. Safe to
+    call again, and where there was no sweep."""
     global _sweep
     sweep, _sweep = _sweep, None
     if sweep is None or sweep.pid != os.getpid():

@@ -51,11 +51,9 @@ class BatchPlan:
         return torch.randperm(self.num_samples, generator=generator).tolist()
 
     def steps(self, epoch: int, start: int = 0) -> Iterator[list[Sequence[int]]]:
-        """Yield this rank's micro-batches of each optimizer step from sample ``start`` on.
-
-        A step's samples and their order depend on the effective batch alone. In an epoch's last
-        step a rank may have none.
-        """
+        """Yield this rank's micro-batches of each optimizer step from sample ``start`` on. A step's
+        samples and their order depend on the effective batch alone. In an epoch's last step a rank
+        may have none."""
         order = self.order(epoch)
         for first in range(start, self.num_samples, self.effective_batch):
             group = share_of(order[first : first + self.effective_batch], self.rank, self.ranks)
@@ -83,10 +81,8 @@ def in_order(samples: Sequence[int], micro_batch: int) -> list[Sequence[int]]:
 
 
 def read_in_parts(effective_batch: int) -> tuple[int, int]:
-    """Return (samples, reads) to read a step with while its micro-batch size is unknown.
-
-    Workers read ahead in such parts, so a large effective batch must not be a single one.
-    """
+    """Return (samples, reads) to read a step with while its micro-batch size is unknown. Workers
+    read ahead in such parts, so a large effective batch must not be a single one."""
     samples = max(n for n in range(1, _READ_AT_MOST + 1) if effective_batch % n == 0)
     if 4 * samples < min(_READ_AT_MOST, effective_batch):
         samples = effective_batch
@@ -105,11 +101,8 @@ class Loading:
     def batches(
         self, dataset: ImageDataset, micro_batches: Sequence[Sequence[int]], epoch: int
     ) -> Iterator[Batch]:
-        """Yield a batch on the host for each of ``micro_batches``, in order.
-
-        Workers end with the iterator, so those of training and of validation never hold memory at
-        the same time.
-        """
+        """Yield a batch on the host for each of ``micro_batches``, in order. Workers end with the
+        iterator, so those of training and of validation never hold memory at the same time."""
         loader: torch.utils.data.DataLoader[Any] = torch.utils.data.DataLoader(
             dataset,
             batch_sampler=[[(epoch, index) for index in chunk] for chunk in micro_batches],
@@ -135,11 +128,9 @@ def _prepare_worker(worker: int) -> None:
 
 
 class StepSamples:
-    """The samples of one optimizer step, read when needed and kept on the host until it is done.
-
-    So a step can be repeated after memory ran out on the device. ``sizes`` are those of the step's
-    next ``batches``.
-    """
+    """The samples of one optimizer step, read when needed and kept on the host until it is done. So
+    a step can be repeated after memory ran out on the device. ``sizes`` are those of the step's
+    next ``batches``."""
 
     def __init__(self, batches: Iterator[Batch], sizes: Sequence[int]) -> None:
         self._batches = batches

@@ -38,11 +38,8 @@ class DigitImages:
 
 
 def open_digits(cfg: Any) -> Splits:
-    """Open the 1,797 scanned digits of 8×8 pixels inside scikit-learn.
-
-    Four fifths are for training, a tenth for validation, a tenth for the test, with the same share
-    of every digit.
-    """
+    """Open the 1,797 scanned digits of 8×8 pixels inside scikit-learn. Four fifths are for
+    training, a tenth for validation, a tenth for the test, with the same share of every digit."""
     require("PIL.Image", "dataset=digits")
     bunch = require("sklearn.datasets", "dataset=digits").load_digits()
     scaled = (bunch.images * (255 / _DIGITS_WHITE)).round().astype("uint8")

@@ -36,11 +36,9 @@ class ImageSpec:
 
 
 class ImageDataset(torch.utils.data.Dataset[Any]):
-    """A split as the tensors a model takes.
-
-    Keys are (epoch, index): a sample's augmentation depends on these and the seed alone, not on
-    workers or micro-batches. ``augment`` is one of :data:`AUGMENTATIONS`.
-    """
+    """A split as the tensors a model takes. Keys are (epoch, index): a sample's augmentation
+    depends on these and the seed alone, not on workers or micro-batches. ``augment`` is one of
+    :data:`AUGMENTATIONS`."""
 
     def __init__(
         self, source: ImageSource, spec: ImageSpec, *, augment: str = "none", seed: int = 0

@@ -153,9 +153,7 @@ class LinearProbe(nn.Module):
 
 def add_lora(module: nn.Module, cfg: Any) -> nn.Module:
     """Add low-rank adapters (Hu et al. 2021, arXiv:2106.09685) by peft in ``cfg.target_modules``.
-
-    The classifier is trained as well; everything else is frozen.
-    """
+    The classifier is trained as well; everything else is frozen."""
     peft = require("peft", "model=lora")
     heads = classifier_names(module)
     layers = [
@@ -211,10 +209,8 @@ def count_parameters(module: nn.Module) -> tuple[int, int]:
 
 
 def trained_state(module: nn.Module) -> dict[str, Tensor]:
-    """Return the part of the state dict that training changes, sharing its memory.
-
-    Of a frozen backbone with an adapter or a head these alone; of a model trained as a whole all.
-    """
+    """Return the part of the state dict that training changes, sharing its memory. Of a frozen
+    backbone with an adapter or a head these alone; of a model trained as a whole all."""
     trained: set[str] = set()
     for prefix, layer in module.named_modules():
         own = dict(layer.named_parameters(prefix, recurse=False))

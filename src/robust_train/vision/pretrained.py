@@ -29,9 +29,7 @@ _CONTAINERS = ("state_dict", "model", "model_state_dict")
 
 def build_backbone(cfg: Any, num_classes: int) -> nn.Module:
     """Build the timm model ``cfg.backbone`` for square RGB images of ``cfg.image_size`` pixels.
-
-    ``cfg.weights`` takes precedence over ``cfg.pretrained``; 0 classes give pooled features.
-    """
+    ``cfg.weights`` takes precedence over ``cfg.pretrained``; 0 classes give pooled features."""
     timm = require("timm", f"model={cfg.name}")
     published = _published(timm, cfg.backbone)
     options = {"num_classes": num_classes, "drop_rate": cfg.dropout}
@@ -119,10 +117,8 @@ def _check_hub(backbone: str, repository: str | None) -> None:
 
 def load_weights(model: nn.Module, path: Path, *, heads: Collection[str]) -> None:
     """Load a ``.safetensors`` file or a state dict by ``torch.save``, bare or under a key such as
-    ``model`` (this trainer's own ``final.pt``), converted as timm does.
-
-    A classifier (``heads``) for another number of classes is left out; everything else must fit.
-    """
+    ``model`` (this trainer's own ``final.pt``), converted as timm does. A classifier (``heads``)
+    for another number of classes is left out; everything else must fit."""
     key = f"model.weights={path}"
     found = _read(path)
     convert = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)

@@ -125,10 +125,8 @@ def _fetched(
     cfg: Any, name: str, expected: Sequence[str], *, url: str, get: Callable[[Path], None]
 ) -> Path:
     """Return the data set's folder, ``cfg.root / name`` or ``cfg.root``; fetch it if absent.
-
     ``get`` downloads from ``url`` into a root and verifies the checksum; ``expected`` are names in
-    the folder.
-    """
+    the folder."""
     require("PIL.Image", f"dataset={cfg.name}")
     root = Path(cfg.root).expanduser()
 

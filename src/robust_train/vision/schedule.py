@@ -13,10 +13,8 @@ from torch import nn
 def make_optimizer(
     parameters: Iterable[nn.Parameter], *, lr: float, weight_decay: float
 ) -> torch.optim.AdamW:
-    """Return AdamW (Loshchilov & Hutter 2017, arXiv:1711.05101) for the trained parameters.
-
-    Vectors (biases, norms' scales) do not decay.
-    """
+    """Return AdamW (Loshchilov & Hutter 2017, arXiv:1711.05101) for the trained parameters. Vectors
+    (biases, norms' scales) do not decay."""
     trained = [p for p in parameters if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
@@ -27,11 +25,9 @@ def make_optimizer(
 
 @dataclass(frozen=True)
 class CosineSchedule:
-    """Linear warm-up, then half a cosine to zero (Loshchilov & Hutter 2016, arXiv:1608.03983).
-
-    A function of the samples seen, without state: a resume continues it, also with another number
-    of samples in a step. ``warmup_fraction`` is of the ``total_samples`` of all epochs.
-    """
+    """Linear warm-up, then half a cosine to zero (Loshchilov & Hutter 2016, arXiv:1608.03983). A
+    function of the samples seen, without state: a resume continues it, also with another number of
+    samples in a step. ``warmup_fraction`` is of the ``total_samples`` of all epochs."""
 
     peak: float
     total_samples: int

@@ -85,11 +85,9 @@ def with_validation(train: ImageSource, test: ImageSource, shape: Shape) -> Spli
 
 
 def stratified_split(source: ImageSource, fraction: float) -> tuple[Part, Part]:
-    """Split images into two parts, the second with the same share of every class.
-
-    A class keeps at least one image in the first part; a class of two or more gives at least one
-    to the second. The split depends on the labels alone.
-    """
+    """Split images into two parts, the second with the same share of every class. A class keeps at
+    least one image in the first part; a class of two or more gives at least one to the second. The
+    split depends on the labels alone."""
     labels = source.labels
     generator = torch.Generator().manual_seed(_SPLIT_SEED)
     first: list[int] = []

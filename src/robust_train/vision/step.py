@@ -22,11 +22,9 @@ log = logging.getLogger("robust_train.vision")
 
 
 class Precision:
-    """The number format of a run; ``dtype`` overrides the choice.
-
-    bfloat16 if the GPU computes in it, else float16 with loss scaling (Micikevicius et al. 2017,
-    arXiv:1710.03740). On the CPU float32: most CPUs emulate bfloat16, slower.
-    """
+    """The number format of a run; ``dtype`` overrides the choice. bfloat16 if the GPU computes in
+    it, else float16 with loss scaling (Micikevicius et al. 2017, arXiv:1710.03740). On the CPU
+    float32: most CPUs emulate bfloat16, slower."""
 
     def __init__(
         self, device: torch.device, *, mixed: bool, dtype: torch.dtype | None = None
@@ -65,11 +63,9 @@ def accumulate_gradients(
     precision: Precision,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """Add the gradient of the mean loss over a step's samples to the parameters' ``.grad``.
-
-    Each micro-batch counts by its share of the samples. If memory runs out, the step is repeated
-    with smaller parts. Return the mean loss over the samples, on ``device``, detached.
-    """
+    """Add the gradient of the mean loss over a step's samples to the parameters' ``.grad``. Each
+    micro-batch counts by its share of the samples. If memory runs out, the step is repeated with
+    smaller parts. Return the mean loss over the samples, on ``device``, detached."""
     for micro in parts:
         with micro:
             images_BCHW, labels_B = to_device(micro.data, device)
@@ -89,10 +85,8 @@ def apply_gradients(
     precision: Precision,
     max_grad_norm: float,
 ) -> bool:
-    """Clip (0: do not), step, and release the gradients; return whether it was a step.
-
-    It is none if fp16 gradients overflowed: the parameters are unchanged.
-    """
+    """Clip (0: do not), step, and release the gradients; return whether it was a step. It is none
+    if fp16 gradients overflowed: the parameters are unchanged."""
     scaler = precision.scaler
     if max_grad_norm > 0:
         scaler.unscale_(optimizer)
@@ -107,10 +101,8 @@ def apply_gradients(
 
 
 def _step_or_undo(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
-    """Step. If memory runs out, remove the optimizer's state that this step has created.
-
-    An optimizer creates its state in the first step, and would later take half of it for all.
-    """
+    """Step. If memory runs out, remove the optimizer's state that this step has created. An
+    optimizer creates its state in the first step, and would later take half of it for all."""
     known = set(optimizer.state)
     try:
         scaler.step(optimizer)
@@ -138,18 +130,15 @@ def evaluate(
     *,
     precision: Precision,
     device: torch.device,
+    # called after each batch, and at least `rounds` times
     should_stop: Callable[[], bool] = lambda: False,
-    rounds: int = 0,
+    rounds: int = 0,  # batches of the rank that has most
 ) -> Score | None:
     """Score ``model`` and leave it in evaluation mode; None if ``should_stop`` returned true.
 
     Each of several ranks scores its share, and all get the score of the whole; ``model`` is without
     a wrapper, or the ranks would wait for each other in it. If memory runs out, the part that
     failed is scored again in smaller parts.
-
-    Args:
-        should_stop: called after each batch, and at least ``rounds`` times.
-        rounds: batches of the rank that has most.
     """
     model.eval()
     # loss, hits, samples

@@ -23,14 +23,10 @@ from robust_train.failures import classify_failure
 from robust_train.microbatch.replicas import Replicated
 from robust_train.microbatch.rng import seed_everything, seed_rank
 from robust_train.run import MicroBatchPlan, Run
+from robust_train.runfolder import checkpoints
 from robust_train.runfolder.cadence import SavePlan
-from robust_train.runfolder.checkpoints import (
-    CheckpointError,
-    CheckpointFolder,
-    read_newest,
-    write_atomically,
-)
 from robust_train.values import MEMORY_FAILURES
+from robust_train.vision import models
 from robust_train.vision.batches import (
     BatchPlan,
     Loading,
@@ -41,13 +37,6 @@ from robust_train.vision.batches import (
 )
 from robust_train.vision.datasets import open_data
 from robust_train.vision.images import ImageDataset
-from robust_train.vision.models import (
-    build_model,
-    count_parameters,
-    enable_gradient_checkpointing,
-    set_train_mode,
-    trained_state,
-)
 from robust_train.vision.prepare import check_config, preload_modules
 from robust_train.vision.reporting import Reporter, checked_loss
 from robust_train.vision.schedule import CosineSchedule, make_optimizer
@@ -59,12 +48,7 @@ from robust_train.vision.step import (
     apply_gradients,
     evaluate,
 )
-from robust_train.vision.training_state import (
-    REQUIRED,
-    LossAverage,
-    TrainingState,
-    identity_of,
-)
+from robust_train.vision.training_state import REQUIRED, LossAverage, TrainingState, identity_of
 
 log = logging.getLogger("robust_train.vision")
 
@@ -127,7 +111,7 @@ class Training:
         run.saving.plan = SavePlan.of(cfg)
         training = cfg.training
         self.splits = open_data(cfg.dataset)
-        built = build_model(cfg.model, self.splits.shape)
+        built = models.build_model(cfg.model, self.splits.shape)
         self.images = built.images
         self.train_set = ImageDataset(
             self.splits.train, built.images, augment=cfg.dataset.augment, seed=training.seed
@@ -148,14 +132,14 @@ class Training:
         self.schedule = CosineSchedule(training.lr, total_samples, training.warmup_fraction)
         self.state = self._prepare(built.module)
         self.model: nn.Module = self.state.model
-        self.folder = CheckpointFolder(run, keep=training.keep_checkpoints)
+        self.folder = checkpoints.CheckpointFolder(run, keep=training.keep_checkpoints)
         self.has_checkpoint = run.resume_checkpoint is not None
         self.score: Score | None = None  # of the last validation
 
     def _prepare(self, module: nn.Module) -> TrainingState:
         """Move the model to the device and create optimizer and number format."""
         cfg, run = self.cfg, self.run
-        trained, total = count_parameters(module)
+        trained, total = models.count_parameters(module)
         log.info("model: %s, %d of %d parameters are trained", cfg.model.name, trained, total)
         effective, images = self.plan.effective_batch, self.plan.num_samples
         log.info("Effective batch size: %d", effective)
@@ -166,7 +150,7 @@ class Training:
                 effective,
                 images,
             )
-        if cfg.training.gradient_checkpointing and not enable_gradient_checkpointing(module):
+        if cfg.training.gradient_checkpointing and not models.enable_gradient_checkpointing(module):
             log.warning("training.gradient_checkpointing: this model has none, it has no effect")
         model = module.to(self.device)
         run.record_memory(f"model moved to {self.device}")
@@ -189,7 +173,7 @@ class Training:
         if run.is_main:
             self.folder.remove_leftovers()
         if run.resume_checkpoint is not None:
-            found = read_newest(Path(run.resume_checkpoint), REQUIRED)
+            found = checkpoints.read_newest(Path(run.resume_checkpoint), REQUIRED)
             if found is None:
                 log.warning("no checkpoint is intact: training starts from the beginning")
             else:
@@ -228,7 +212,7 @@ class Training:
     def _train_epoch(self) -> None:
         """Train the epoch's steps from the current position on."""
         state, position = self.state, self.state.position
-        set_train_mode(state.model)
+        models.set_train_mode(state.model)
         steps = list(self.plan.steps(position.epoch, position.samples))
         chunks = list(itertools.chain.from_iterable(steps))
         batches = self.loading.batches(self.train_set, chunks, position.epoch)
@@ -322,7 +306,7 @@ class Training:
         """Write a checkpoint; if that fails, train on."""
         try:
             write()
-        except CheckpointError as error:
+        except checkpoints.CheckpointError as error:
             log.warning("checkpoint: %s; training goes on, earlier ones are kept", error)
             self.run.checkpoint_failed(str(error))
 
@@ -333,7 +317,7 @@ class Training:
         test = self._evaluate(splits.test)
         accuracy, path = test.accuracy, self.run.checkpoint_dir / FINAL_NAME
         weights = {
-            "model": trained_state(self.state.model),
+            "model": models.trained_state(self.state.model),
             "config": OmegaConf.to_container(self.cfg, resolve=True),
             "num_classes": splits.shape.num_classes,
             "test_accuracy": accuracy,
@@ -341,8 +325,8 @@ class Training:
         log.info("Test accuracy: %.2f %%", 100 * accuracy)
         try:
             if self.run.is_main:
-                write_atomically(weights, path)
-        except CheckpointError as error:
+                checkpoints.write_atomically(weights, path)
+        except checkpoints.CheckpointError as error:
             raise UserError(
                 f"{error}; training is complete, its weights are not saved: make room and repeat "
                 f"the command with hydra.run.dir={self.run.run_dir}"
