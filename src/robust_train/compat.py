@@ -131,14 +131,14 @@ def noted_collectives(before: Callable[..., None]) -> tuple[Any, Any]:
     class NotedAllGather(own.DefaultAllGather):
         def __call__(
             self, output_tensor: Any, input_tensor: Any, group: Any, async_op: Any = False
-        ):  # type: ignore[no-untyped-def]
+        ) -> Any:
             before(True, output_tensor, input_tensor, group, None)
             return super().__call__(output_tensor, input_tensor, group, async_op)
 
     class NotedReduceScatter(own.DefaultReduceScatter):
         def __call__(
             self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: Any = False
-        ):  # type: ignore[no-untyped-def]
+        ) -> Any:
             before(False, output_tensor, input_tensor, group, op)
             return super().__call__(output_tensor, input_tensor, group, op, async_op)
 

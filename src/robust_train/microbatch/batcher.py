@@ -241,7 +241,7 @@ class MicroBatches:
         return self._must_repeat(shared, failed)
 
     def _sharded_parts(self, shared: SharedStep) -> Generator[MicroBatch, None, bool]:
-        """Yield as many parts as the other ranks do; all agree after each, since it communicates."""
+        """Yield as many parts as the other ranks do; all agree after each of them."""
         waiting = self._bounds(0)
         most, self._factor = shared.plan(len(waiting), self._parts.items)
         for _ in range(most):
