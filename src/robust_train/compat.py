@@ -112,3 +112,37 @@ def torch_cuda_version() -> str | None:
         return None
     found = re.search(r"^cuda\b.*= *(?:'([\d.]+)'|None)", text, re.M)
     return None if found is None else found[1] or "none"
+
+
+def noted_collectives(before: Callable[..., None]) -> tuple[Any, Any]:
+    """Return FSDP2's own all-gather and reduce-scatter, preceded by ``before(is_gather, …)``."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as own
+
+    class NotedAllGather(own.DefaultAllGather):
+        def __call__(
+            self, output_tensor: Any, input_tensor: Any, group: Any, async_op: Any = False
+        ) -> Any:
+            before(True, output_tensor, input_tensor, group, None)
+            return super().__call__(output_tensor, input_tensor, group, async_op)
+
+    class NotedReduceScatter(own.DefaultReduceScatter):
+        def __call__(
+            self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: Any = False
+        ) -> Any:
+            before(False, output_tensor, input_tensor, group, op)
+            return super().__call__(output_tensor, input_tensor, group, op, async_op)
+
+    return NotedAllGather(), NotedReduceScatter()
+
+
+def sharding_has_begun(module: Any) -> bool:
+    """Return whether a module sharded by FSDP2 has begun a pass: before, nothing can be reset."""
+    return module._get_fsdp_state()._is_root is not None
+
+
+def has_own_collectives(module: Any) -> bool:
+    """Return whether a module sharded by FSDP2 has collectives of the user's."""
+    groups = module._get_fsdp_state()._fsdp_param_groups
+    used = {type(c).__name__ for g in groups for c in (g._all_gather_comm, g._reduce_scatter_comm)}
+    ours = {"NotedAllGather", "NotedReduceScatter"}
+    return not used <= {"DefaultAllGather", "DefaultReduceScatter", *ours}

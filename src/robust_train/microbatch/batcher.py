@@ -22,9 +22,10 @@ from robust_train.memory.cleanup import clear_frames, return_memory
 from robust_train.microbatch import record, splitting
 from robust_train.microbatch.part import MicroBatch
 from robust_train.microbatch.probing import probe_parts
-from robust_train.microbatch.ranks import SharedStep, ran_out_elsewhere
+from robust_train.microbatch.ranks import SharedStep, is_sharded, ran_out_elsewhere
 from robust_train.microbatch.rewind import Models, StepStart, Watch, cut_graphs
 from robust_train.microbatch.rng import GeneratorStates
+from robust_train.microbatch.sharded import RanOutElsewhere
 from robust_train.microbatch.size import MicroBatchSize, SizeState
 from robust_train.readable import first_line
 from robust_train.values import MEMORY_FAILURES, Failure, FailureKind
@@ -184,6 +185,7 @@ class MicroBatches:
         self._start: StepStart | None = None
         self._shared: SharedStep | None = None
         self._host_ran_out = False
+        self._factor: float | None = None  # what weights are times, of a sharded model
 
     @property
     def loss(self) -> Tensor:
@@ -192,21 +194,20 @@ class MicroBatches:
 
     def __iter__(self) -> Iterator[MicroBatch]:
         self._number = self._batcher.step_number(begins=self._is_training)
-        return self._step() if self._is_training else self._once_each()
+        is_repeated_whole = self._is_training or is_sharded(self._batcher.watch, self._model)
+        return self._step() if is_repeated_whole else self._once_each()
 
     def _step(self) -> Iterator[MicroBatch]:
         """The main path: all parts, again and finer until they go through on every rank."""
         self._start = start = StepStart(self._batcher.watch, self._model)
         try:
             self._shared = shared = SharedStep(start.models)
-            yield from self._batcher.probe(self, start)
+            if not shared.is_sharded:
+                yield from self._batcher.probe(self, start)
             with shared.without_collectives():
-                while True:
-                    failed = yield from self._all_parts()
-                    if failed is not None:
-                        self._recover(failed)
-                    if not self._must_repeat(shared, failed):
-                        break
+                parts = self._sharded_parts if shared.is_sharded else self._all_parts
+                while (yield from parts(shared)):
+                    shared.reset()
                     start.rewind()
                     self.forget()
             self._loss = shared.sum_gradients(self._loss)
@@ -220,16 +221,37 @@ class MicroBatches:
             reason = "memory has sufficed for long enough to try the larger size again"
             record.changed(self._batcher.on_event, self._number, *grown, reason)
 
-    def _all_parts(self) -> Generator[MicroBatch, None, MicroBatch | None]:
-        """Yield the parts, up to the one in which memory runs out, if any; return that one."""
-        waiting = self._bounds(0)
-        while waiting:
+    def _all_parts(self, shared: SharedStep) -> Generator[MicroBatch, None, bool]:
+        """Yield the parts, up to one in which memory runs out; return whether all are repeated."""
+        waiting, failed = self._bounds(0), None
+        while waiting and failed is None:
             micro = self._next(waiting)
             yield micro
             micro.must_have_been_used()
-            if micro.failure is not None:
-                return micro
-        return None
+            failed = micro if micro.failure is not None else None
+        if failed is not None:
+            self._recover(failed)
+        return self._must_repeat(shared, failed)
+
+    def _sharded_parts(self, shared: SharedStep) -> Generator[MicroBatch, None, bool]:
+        """Yield as many parts as the other ranks do; all agree after each of them."""
+        waiting = self._bounds(0)
+        most, self._factor = shared.plan(len(waiting), self._parts.items)
+        for _ in range(most):
+            micro = self._next(waiting) if waiting else self._without_weight()
+            shared.begin_part(training=self._is_training)
+            yield micro
+            micro.must_have_been_used()
+            failed = micro if micro.failure is not None else None
+            if failed is not None:
+                self._recover(failed)
+            elif not micro.done:
+                cut_graphs(micro.since)
+            if micro.done or failed is not None:
+                shared.end_part(ran_out=failed is not None)
+            if self._must_repeat(shared, failed):
+                return True
+        return False
 
     def _must_repeat(self, shared: SharedStep, failed: MicroBatch | None) -> bool:
         """Return whether the step has to start over, here or on another rank."""
@@ -264,7 +286,15 @@ class MicroBatches:
 
     def _next(self, waiting: deque[tuple[int, int]]) -> MicroBatch:
         start, stop = waiting.popleft()
-        return MicroBatch(self, *self._parts.part(start, stop), start, stop)
+        data, weight = self._parts.part(start, stop)
+        if self._factor is None:
+            return MicroBatch(self, data, weight, start, stop)
+        return MicroBatch(self, data, weight * self._factor, start, stop, is_sharded=True)
+
+    def _without_weight(self) -> MicroBatch:
+        """A part of a rank that has no more of its own while another one has."""
+        data, _ = self._parts.part(0, min(1, self.samples))
+        return MicroBatch(self, data, 0.0, 0, 0, is_sharded=True)
 
     def _recover(self, failed: MicroBatch) -> None:
         """Free what the failed pass holds. The ``with`` is over: nobody has its exception now."""
@@ -306,6 +336,9 @@ class MicroBatches:
 
     def part_failed(self, micro: MicroBatch, error: Exception) -> bool:
         """Return whether the step is repeated for this failure; else put all in order for it."""
+        if isinstance(error, RanOutElsewhere):
+            clear_frames(error)
+            return True
         failure = classify_failure(error, host_memory_ran_out=self._host_ran_out)
         self._host_ran_out |= failure.kind is FailureKind.HOST_OOM
         if failure.kind not in MEMORY_FAILURES:
@@ -329,6 +362,10 @@ class MicroBatches:
 
     def _give_up(self, error: Exception, failure: Failure, used: int) -> None:
         """Leave model and generators as they were before the step, and report what was tried."""
+        if self._shared is not None and self._shared.is_sharded:
+            clear_frames(error)
+            return_memory(thorough=True)
+            self._shared.end_part(ran_out=True)
         self._restore(rewinds=True)
         if self._shared is not None:
             items = self._parts.items
@@ -346,6 +383,8 @@ class MicroBatches:
             return
         try:
             if rewinds:
+                if self._shared is not None:
+                    self._shared.reset()
                 self._start.rewind()
             self._start.end()
         except Exception as error:

@@ -48,6 +48,7 @@ class MicroBatch:
         stop: int,
         *,
         is_probe: bool = False,
+        is_sharded: bool = False,
     ) -> None:
         self.data = data
         self.start = start
@@ -59,6 +60,7 @@ class MicroBatch:
         self.size = stop - start
         self._step = step
         self._weight = weight
+        self._is_sharded = is_sharded
         self._is_weighted = False
         self._loss: Tensor | None = None
         self._kept: list[Any] = []
@@ -84,6 +86,8 @@ class MicroBatch:
         weight = self.weight
         # a mean over nothing is no number, whatever it is multiplied by
         if not weight:
+            if self._is_sharded:  # the other ranks wait for this one's share
+                torch.autograd.backward(loss, torch.zeros_like(loss))
             return
         share = loss if weight == 1.0 else loss * weight
         torch.autograd.backward(share if scaler is None else scaler.scale(share))
@@ -104,7 +108,8 @@ class MicroBatch:
             if not (self._is_weighted or self.start or self.is_probe):
                 self._step.must_have_no_gradients()
             self.done = True
-            self._step.part_done(self._loss, self._kept)
+            # a part without samples of its own is there for the other ranks
+            self._step.part_done(self._loss, self._kept if len(self) else [])
             return False
         if not isinstance(error, Exception):
             self._step.leave()

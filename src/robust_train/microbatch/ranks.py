@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from robust_train.microbatch import replicas
+from robust_train.microbatch import replicas, sharded
 from robust_train.microbatch.replicas import Replica, ReplicaFinder
+from robust_train.microbatch.rewind import Models, Watch
 from robust_train.microbatch.size import MicroBatchSize
 from robust_train.values import Failure, FailureKind
 
@@ -118,6 +119,20 @@ class Ranks:
         is_on_host = dist.get_backend() == "gloo"
         self._group: Any = None if is_on_host else dist.new_group(backend="gloo")
         self.replicas = ReplicaFinder()
+        self.ledger = sharded.Ledger(self.vote)
+
+    def vote(self, ran_out: bool) -> bool:
+        """Return whether memory ran out on any rank. All ranks have to call it."""
+        vote = torch.tensor([float(ran_out)], device="cpu")
+        dist.all_reduce(vote, dist.ReduceOp.MAX, group=self._group)
+        return bool(vote.item())
+
+    def most_and_sum(self, parts: int, items: float) -> tuple[int, float]:
+        """Return the most parts of any rank and the items of all. All ranks have to call it."""
+        rows = torch.zeros(self.size, 2, dtype=torch.float64, device="cpu")
+        rows[self.rank] = torch.tensor([parts, items], dtype=torch.float64, device="cpu")
+        dist.all_reduce(rows, group=self._group)
+        return int(rows[:, 0].max()), float(rows[:, 1].sum())
 
     def exchange(self, report: RankReport) -> Agreement:
         """Send this rank's report and receive the others'. All ranks have to call it."""
@@ -143,6 +158,12 @@ def here() -> Ranks | None:
     return _here
 
 
+def is_sharded(watch: Watch, models: Models) -> bool:
+    """Return whether FSDP2 has sharded one of the models over several ranks."""
+    group = here()
+    return group is not None and bool(group.ledger.roots_in(watch.resolve(models)[0]))
+
+
 class SharedStep:
     """One optimizer step of all ranks; of this process alone where there are no others. Raises
     UserError: a model that cannot be split here."""
@@ -150,11 +171,42 @@ class SharedStep:
     def __init__(self, models: Iterable[nn.Module] = ()) -> None:
         self._group = here()
         self._replicas: list[Replica] = []
+        self._roots: tuple[Any, ...] = ()
         if self._group is not None:
-            self._replicas = self._group.replicas.of(models)
+            models = list(models)
+            self._roots = self._group.ledger.roots_in(models)
+            self._replicas = self._group.replicas.of(models) if not self._roots else []
         self._parameters = replicas.shared_parameters(self._replicas)
         self._agreement: Agreement | None = None
         self._items = 0.0
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the passes gather weights, so that no rank may leave a part half-way."""
+        return bool(self._roots)
+
+    def plan(self, parts: int, items: float) -> tuple[int, float]:
+        """Return how many parts all ranks of a sharded model run, and what their weights are times.
+
+        FSDP takes the mean of the ranks' gradients, whatever their shares in the items are.
+        """
+        assert self._group is not None
+        most, of_all = self._group.most_and_sum(parts, items)
+        return most, items * self._group.size / of_all if of_all else 0.0
+
+    def begin_part(self, *, training: bool) -> None:
+        """Begin a part whose passes may communicate."""
+        if self._group is not None and self._roots:
+            self._group.ledger.begin_part(self._roots, training=training)
+
+    def end_part(self, *, ran_out: bool) -> None:
+        """Reach its end together with the other ranks; see :meth:`.sharded.Ledger.end_part`."""
+        if self._group is not None and self._roots:
+            self._group.ledger.end_part(ran_out=ran_out)
+
+    def reset(self) -> None:
+        """Put sharded models in order after a part that was left half-way."""
+        sharded.reset(self._roots)
 
     def without_collectives(self) -> AbstractContextManager[None]:
         """Let the models' passes send nothing within this block."""
@@ -187,6 +239,8 @@ class SharedStep:
     def sum_gradients(self, loss: Tensor | None) -> Tensor | None:
         """Make one gradient for all; return the mean loss over all ranks' samples."""
         agreed = self._agreement
+        if self._roots:  # the gradients are summed already
+            return sharded.mean_loss(self._roots, loss)
         if agreed is None or not self._parameters or not agreed.items:
             return loss
         share, group = self._items / agreed.items, self._replicas[0].process_group

@@ -1,0 +1,255 @@
+"""Two processes that train a model sharded by FSDP2 over gloo: prints what each has seen.
+
+Usage: group_of_sharded_ranks.py FOLDER few|thorough
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from group_of_ranks import lift_limit, limit_memory, of_forks
+from torch import nn
+from torch.distributed._composable import checkpoint
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+
+from robust_train.errors import UserError
+from robust_train.microbatch.batcher import MicroBatcher
+
+SHARES = (slice(0, 8), slice(8, 13))
+"""Uneven on purpose: with parts of two samples rank 1 has one part less."""
+
+WIDE = 1 << 20
+"""Numbers of one sample in a block, for a moment: 4 MiB, and the same again."""
+BF16, F32 = torch.bfloat16, torch.float32
+
+
+class OwnAllGather(DefaultAllGather):
+    pass
+
+
+class Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, block):
+        ctx.block = block
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.block.must_fit("backward", len(gradient))
+        return gradient, None
+
+
+class Block(nn.Module):
+    """Runs out of memory where it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(16, 64), nn.Linear(64, 16)
+        self.bomb: str | None = None  # where it runs out
+        self.most = 2  # samples that fit
+        self.is_once = False
+        self.activation = 16
+
+    def must_fit(self, where: str, samples: int) -> None:
+        if self.bomb == where and samples > self.most:
+            self.bomb = None if self.is_once else where
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    def forward(self, x):
+        self.must_fit("forward", len(x))
+        hidden = self.narrow(torch.relu(self.wide(x))).repeat(1, self.activation // 16) * 2
+        return x + Backward.apply(hidden[:, :16], self)
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 16), *(Block() for _ in range(3)), nn.Linear(16, 3))
+
+
+def sharded(mesh, **options) -> nn.Sequential:
+    model = network()
+    for part in model:
+        if isinstance(part, Block):
+            fully_shard(part, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def data() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(13, 4, generator=generator), torch.randn(13, 3, generator=generator)
+
+
+def step(batcher: MicroBatcher, model: nn.Module, mine: slice):
+    x, y = data()
+    parts = batcher.micro_batches((x[mine], y[mine]), model)
+    for micro in parts:
+        with micro:
+            inputs, wanted = micro.data
+            micro.backward(nn.functional.mse_loss(model(inputs).float(), wanted))
+    return parts
+
+
+def validate(batcher: MicroBatcher, model: nn.Module, mine: slice) -> torch.Tensor:
+    parts = batcher.micro_batches(data()[0][mine], model, training=False)
+    for micro in parts:
+        with micro, torch.no_grad():
+            micro.keep(model(micro.data))
+    return torch.cat(parts.kept)
+
+
+def gradients_of_one() -> dict[str, torch.Tensor]:
+    model = network()
+    x, y = data()
+    nn.functional.mse_loss(model(x), y).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def every_place(rank: int, mesh, is_thorough: bool) -> list[dict[str, object]]:
+    """Memory runs out once in each place, on each rank, in the first step and in a later one."""
+    expected, seen = gradients_of_one(), []
+    places = list(itertools.product((True, False), ("forward", "backward"), (1, 3), (0, 1), (0, 1)))
+    # each value of each of them, and each pair of the last two
+    few = [place for n, place in enumerate(places) if n % 8 in (n // 8, 7 - n // 8)]
+    for reshards, where, block, bad, when in places if is_thorough else few:
+        model = sharded(mesh, reshard_after_forward=reshards)
+        batcher = MicroBatcher(batch_size=4)
+        x = data()[0][SHARES[rank]]
+        with torch.no_grad():
+            outputs = network()(x)
+        repeats = []
+        for number in range(3):
+            model[block].bomb = where if rank == bad and number == when else None
+            parts = step(batcher, model, SHARES[rank])
+            repeats.append(parts.repeats)
+            worst = max(
+                (parameter.grad.full_tensor() - expected[name]).abs().max().item()
+                for name, parameter in model.named_parameters()
+            )
+            loss = parts.loss.item()
+            model.zero_grad()
+        model[block].bomb = "forward" if rank == bad else None
+        kept = validate(batcher, model, SHARES[rank])
+        seen.append(
+            {
+                "place": f"{where} of block {block} on rank {bad} in step {when}, {reshards}",
+                "repeats": repeats,
+                "expected": [int(number == when) for number in range(3)],
+                "worst": worst,
+                "loss": loss,
+                "size": batcher.size,
+                "validation": (kept - outputs).abs().max().item(),
+            }
+        )
+    return seen
+
+
+def differs_at_the_same_split(rank: int, mesh, kind: str) -> float:
+    """How far a step that is repeated at the same size is from one that is not."""
+
+    def train(fails: bool) -> torch.Tensor:
+        options = {"mp_policy": MixedPrecisionPolicy(BF16, F32)} if kind == "bf16" else {}
+        model = sharded(mesh, **options)
+        if kind == "checkpointing":
+            for part in model[1:4]:
+                checkpoint(part)
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        batcher = MicroBatcher(batch_size=4, min_batch_size=4)
+        batcher._training.smaller_than = lambda failed: 4
+        for number in range(3):
+            if fails and rank == 1 and number == 1:
+                model[2].bomb, model[2].is_once = "backward", True
+            assert step(batcher, model, SHARES[rank]).repeats == int(fails and number == 1)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        return torch.cat([p.full_tensor().detach().flatten() for p in model.parameters()])
+
+    return (train(False) - train(True)).abs().max().item()
+
+
+def short_of_memory(rank: int, mesh) -> list[object]:
+    model = sharded(mesh)
+    for part in model:
+        if isinstance(part, Block):
+            part.activation = WIDE
+    batcher = MicroBatcher()
+    if rank == 1:
+        limit_memory(28)
+    parts = step(batcher, model, SHARES[rank])
+    lift_limit()
+    expected = network()
+    for part in expected:
+        if isinstance(part, Block):
+            part.activation = WIDE
+    x, y = data()
+    nn.functional.mse_loss(expected(x), y).backward()
+    wanted = dict(expected.named_parameters())
+    worst = max(
+        (parameter.grad.full_tensor() - wanted[name].grad).abs().max().item()
+        for name, parameter in model.named_parameters()
+    )
+    return [parts.repeats, batcher.size, worst]
+
+
+def exhausted(rank: int, mesh) -> list[object]:
+    model = sharded(mesh)
+    model[2].bomb, model[2].most = ("backward" if rank == 0 else None), 0
+    try:
+        step(MicroBatcher(batch_size=4, min_batch_size=2), model, SHARES[rank])
+    except Exception as error:
+        has_gradients = any(parameter.grad is not None for parameter in model.parameters())
+        heard = getattr(error, "heard_of_rank", None)
+        return [heard, getattr(error, "others_know", None), has_gradients]
+    return []
+
+
+def refused(model: nn.Module) -> str:
+    try:
+        next(iter(MicroBatcher().micro_batches(data(), model)))
+    except UserError as error:
+        return str(error)
+    return "not refused"
+
+
+def refusals(mesh) -> dict[str, str]:
+    own, other = sharded(mesh), network()
+    own[1].set_custom_all_gather(DefaultAllGather())
+    own[2].set_custom_all_gather(OwnAllGather())
+    fully_shard(other[1], mesh=mesh)
+    both = init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "shards"))
+    hybrid = fully_shard(network(), mesh=both)
+    return {"own": refused(own), "in part": refused(other), "hybrid": refused(hybrid)}
+
+
+def be_rank(rank: int, folder: str, is_thorough: bool) -> dict[str, object]:
+    store = dist.FileStore(f"{folder}/store", 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    seen = {
+        "places": every_place(rank, mesh, is_thorough),
+        "at the same split": {
+            kind: differs_at_the_same_split(rank, mesh, kind)
+            for kind in ("plain", "checkpointing", "bf16")
+        },
+        "short_of_memory": short_of_memory(rank, mesh),
+        "exhausted": exhausted(rank, mesh),
+        "refused": refusals(mesh),
+    }
+    dist.destroy_process_group()
+    return seen
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    gc.freeze()  # each failure walks the heap
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    is_thorough = sys.argv[2] == "thorough"
+    print(json.dumps(of_forks(2, lambda rank: be_rank(rank, sys.argv[1], is_thorough))))

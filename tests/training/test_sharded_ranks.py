@@ -1,0 +1,85 @@
+"""A model sharded by FSDP2 whose memory runs out on one of two ranks: real gloo groups."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import preloaded
+
+
+def seen_by_ranks(folder: Path, how: str) -> list[dict[str, Any]]:
+    program = Path(__file__).with_name("group_of_sharded_ranks.py").read_text()
+    ended = preloaded.run(program, str(folder), how, cwd=Path(__file__).parent)
+    assert ended.returncode == 0, ended.stderr
+    seen = json.loads(ended.stdout)
+    assert all(seen), ended.stderr
+    return seen
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return seen_by_ranks(tmp_path_factory.mktemp("ranks"), "few")
+
+
+def must_give_the_gradients_of_one_process(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        for place in rank["places"]:
+            assert place["repeats"] == place["expected"], place
+            assert place["worst"] < 1e-6, place
+            assert place["validation"] < 1e-6, place
+            assert place["loss"] == pytest.approx(rank["places"][0]["loss"], abs=1e-6)
+            assert place["size"] == 2, place
+
+
+def test_a_step_is_repeated_wherever_memory_runs_out(ranks: list[dict[str, Any]]):
+    assert len(ranks[0]["places"]) == 8
+    must_give_the_gradients_of_one_process(ranks)
+
+
+@pytest.mark.slow
+def test_a_step_is_repeated_in_every_place(tmp_path: Path):
+    ranks = seen_by_ranks(tmp_path, "thorough")
+    assert len(ranks[0]["places"]) == 32
+    must_give_the_gradients_of_one_process(ranks)
+
+
+@pytest.mark.parametrize("kind", ["plain", "checkpointing", "bf16"])
+def test_a_step_that_is_repeated_at_the_same_split_is_the_same_to_the_bit(
+    ranks: list[dict[str, Any]], kind: str
+):
+    assert [rank["at the same split"][kind] for rank in ranks] == [0.0, 0.0]
+
+
+def test_real_memory_that_runs_out_on_one_rank_splits_the_step_of_both(
+    ranks: list[dict[str, Any]],
+):
+    for repeats, size, worst in (rank["short_of_memory"] for rank in ranks):
+        assert repeats == 1
+        assert size < 5
+        assert worst < 1e-6
+
+
+def test_where_one_rank_cannot_go_on_both_end(ranks: list[dict[str, Any]]):
+    assert [rank["exhausted"] for rank in ranks] == [[None, True, False], [0, True, False]]
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        ("own", "collectives of its own"),
+        ("in part", "is not sharded, beside parameters that are"),
+        ("hybrid", "hybrid sharding or tensor parallelism"),
+    ],
+)
+def test_what_cannot_be_repeated_is_refused_in_a_line(
+    ranks: list[dict[str, Any]], model: str, reason: str
+):
+    for rank in ranks:
+        line = rank["refused"][model]
+        assert line.startswith("run.micro_batches: ")
+        assert reason in line
+        assert "or do without run.micro_batches" in line
