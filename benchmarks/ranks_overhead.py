@@ -1,7 +1,7 @@
-"""What agreeing on memory costs a step that several processes share: DistributedDataParallel's own
-step against one with ``run.micro_batches``, side by side.
+"""What agreeing on memory costs a step that several processes share: the wrapper's own step
+(DistributedDataParallel, or FSDP2) against one with ``run.micro_batches``, side by side.
 
-Run: python benchmarks/ranks_overhead.py [--ranks 2] [--steps 100]   (gloo, on the CPU)
+Run: python benchmarks/ranks_overhead.py [--sharded] [--ranks 2] [--steps 100]   (gloo, on the CPU)
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from micro_batch_overhead import small_cnn, steps_to_compare
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from robust_train.microbatch import ranks
@@ -26,7 +27,14 @@ def be_rank(rank: int, chosen: argparse.Namespace, port: int) -> None:
     store = dist.TCPStore("127.0.0.1", port, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=chosen.ranks)
     torch.manual_seed(0)
-    model = DistributedDataParallel(small_cnn())
+    model = small_cnn()
+    if chosen.sharded:
+        for part in model:
+            if any(True for _ in part.parameters()):
+                fully_shard(part)
+        fully_shard(model)
+    else:
+        model = DistributedDataParallel(model)
     plain, split, _ = steps_to_compare(model, torch.randn(64, 3, 32, 32), torch.randint(10, (64,)))
     group = ranks.here()
     assert group is not None
@@ -55,6 +63,7 @@ def be_rank(rank: int, chosen: argparse.Namespace, port: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sharded", action="store_true", help="FSDP2")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=100)
     chosen = parser.parse_args()
