@@ -39,7 +39,7 @@ def _rule(key: str, given: Any, is_script: bool) -> RetryRule:
     rule = {name: value for name, value in given.items() if value is not None}
     if not set(_CONDITIONS).intersection(rule):
         raise ConfigError(f"{key}: needs one of {', '.join(_CONDITIONS)}, as in {_EXAMPLE}")
-    then = rule.get("then")
+    then = rule.get("then", "…")
     if then not in _ACTIONS:
         raise ConfigError(f"{key}.then={then}: no such action{_meant(then, _ACTIONS)}")
     for name, most in (("exit_code", 255), ("times", None)):
