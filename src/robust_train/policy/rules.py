@@ -79,7 +79,8 @@ def _fits(rule: RetryRule, outcome: Outcome) -> bool:
     if rule.exception is not None and rule.exception not in names:
         return False
     texts = (failure.message, outcome.traceback or "", outcome.output)
-    return rule.message is None or re.search(rule.message, "\n".join(texts)) is not None
+    text = "\n".join(texts)
+    return rule.message is None or re.search(rule.message, text, re.MULTILINE) is not None
 
 
 def _can(rule: RetryRule, context: FailureContext) -> bool:
