@@ -149,11 +149,11 @@ def test_an_allocator_that_empties_its_cache_step_after_step_is_a_warning(
     counts = iter([5, 6, 6, 7, 8, 9, 10, 11])
     cfg = {"memory": {"sample_interval_ms": 0}, "shrink_before_oom": shrinks}
     run.memory_keeper = AttemptMemory(run, cfg, read_alloc_retries=lambda: next(counts))
-    sizes = []
+    sizes, model = [], nn.Linear(1, 1)
     for step in range(1, 9):
-        for micro in run.micro_batches(torch.zeros(16, 1), nn.Linear(1, 1)):
+        for micro in run.micro_batches(torch.zeros(16, 1), model):
             with micro:
-                micro.backward(micro.data.sum())
+                micro.backward(model(micro.data).mean())
         sizes.append(run.micro_batcher.size)
         run.progress(step)
     warned = [event for event in reported if isinstance(event, MemoryTight)]
