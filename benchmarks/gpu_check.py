@@ -40,7 +40,9 @@ from robust_train.gpu.inventory import read_inventory  # noqa: E402
 from robust_train.gpu.visible import visible_gpus  # noqa: E402
 from robust_train.memory.allocator import VARIABLE, allocator_settings  # noqa: E402
 from robust_train.memory.cleanup import return_memory  # noqa: E402
+from robust_train.memory.cuda import alloc_retries  # noqa: E402
 from robust_train.memory.in_use import memory_in_use  # noqa: E402
+from robust_train.memory.pacing import AllocRetries  # noqa: E402
 from robust_train.memory.sampler import Sampler  # noqa: E402
 from robust_train.microbatch.batcher import MicroBatcher  # noqa: E402
 from robust_train.microbatch.oom_handler import retry_on_oom  # noqa: E402
@@ -299,6 +301,16 @@ def probe_fraction() -> Checks:
     del held
 
 
+def probe_tight() -> Checks:
+    """The allocator's own clearings are counted by step."""
+    limit_to(4 * GIB)
+    retries = AllocRetries()
+    for half_gib in (4, 5, 6, 7):  # what is cached of the last step is too small and in the way
+        torch.empty(half_gib * GIB // 2, dtype=torch.uint8, device="cuda")
+        retries = retries.after_step(alloc_retries() or 0)
+    yield equal("steps in a row that emptied the cache", 3, retries.steps)
+
+
 def probe_sticky() -> Checks:
     x = torch.ones(9, device="cuda")
     try:
@@ -508,6 +520,7 @@ PROBES: dict[str, tuple[Callable[[], Checks], int]] = {
     "retry": (probe_retry, 60),
     "optimizer": (probe_optimizer, 60),
     "fraction": (probe_fraction, 60),
+    "tight": (probe_tight, 60),
     "sticky": (probe_sticky, 60),
     "graph": (probe_graph, 60),
     "buffers": (probe_buffers, 60),

@@ -26,6 +26,7 @@ GROUPS = {
     "training": (schema.TrainingConfig,),
     "memory": (schema.MemoryConfig,),
     "notify": (schema.NotifyConfig,),
+    "retry": (schema.RetryConfig,),
 }
 
 

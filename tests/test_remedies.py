@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from robust_train.policy.context import FailureContext
 from robust_train.policy.decide import decide, decide_on_request, first_attempt
 from robust_train.policy.sizes import PolicySettings
 from robust_train.policy.unhealthy import excluded_after
@@ -438,6 +439,8 @@ def test_any_series_of_failures_ends_keeps_the_effective_batch_and_takes_the_cpu
         effective = settings.effective_batch_size
         if effective % spec.batch_size == 0:
             assert spec.effective_batch_size == effective
+        if FailureContext(settings, history, gpus).since_progress[0] is history[-1]:
+            visited = visited[-1:]  # the tries are renewed, of devices too
         if spec.device_key != visited[-1]:
             assert spec.device_key not in visited
             visited.append(spec.device_key)
@@ -525,8 +528,13 @@ def test_a_killed_attempt_goes_on_where_it_was_until_max_retries_bring_it_no_fur
 
 @pytest.mark.parametrize(
     "further",
-    [{"saved_step": 7, "saves": 1}, {"saves": 2}, {"start_step": 7}],
-    ids=["a later checkpoint", "two checkpoints without a step", "a later start"],
+    [
+        {"saved_step": 7, "saves": 1},
+        {"saves": 2, "checkpoint": "last.pt"},
+        {"saves": 1, "checkpoint": "epoch-2.pt"},
+        {"start_step": 7},
+    ],
+    ids=["a later checkpoint", "two without a step", "one under a new name", "a later start"],
 )
 @pytest.mark.parametrize(
     ("kind", "evidence", "gpus"),
@@ -540,7 +548,7 @@ def test_a_checkpoint_beyond_the_last_failure_renews_all_tries(kind, evidence, g
     settings = replace(SETTINGS, allow_cpu_fallback=False)
     spec = first_attempt(settings, (gpu(0, 20),))
     once = failed(spec, kind, evidence, end_step=9)
-    saved = failed(spec, kind, evidence, end_step=5, saved_step=3, saves=1)
+    saved = failed(spec, kind, evidence, end_step=5, saved_step=3, saves=1, checkpoint="last.pt")
     gets_further = failed(spec, kind, evidence, end_step=9, **further)
     # the same checkpoint again is no progress, and neither are steps that no checkpoint has
     assert isinstance(decide(settings, (saved, saved, once, once), gpus), GiveUp)
@@ -564,6 +572,97 @@ def test_after_progress_memory_may_run_out_max_retries_times_again():
     assert after(taken_once, taken_once, settings=settings).action != "wait"
     taken_later = replace(taken_once, outcome=replace(taken_once.outcome, saved_step=8, saves=1))
     assert after(taken_once, taken_later, settings=settings).action == "wait"
+
+
+@pytest.mark.parametrize(
+    ("kind", "evidence"),
+    [
+        (FailureKind.DEVICE_FAULT, None),
+        (FailureKind.DEVICE_UNAVAILABLE, None),
+        (FailureKind.DEVICE_OOM, None),
+    ],
+)
+def test_after_progress_a_gpu_that_was_left_is_tried_again(kind, evidence):
+    settings = replace(SETTINGS, max_retries=0, min_batch_size=64)
+    one, two = gpu(0, 20), gpu(1, 20)
+    first, second = first_attempt(settings, (one,)), first_attempt(settings, (two,))
+    left = failed(first, kind, evidence, end_step=3)
+    again = failed(second, kind, evidence, end_step=5)
+    assert after(left, again, gpus=(one, two), settings=settings).action == "cpu_fallback"
+    further = replace(again, outcome=replace(again.outcome, saved_step=4, saves=1))
+    retry = after(left, further, gpus=(one, replace(two, free_bytes=0)), settings=settings)
+    assert (retry.action, retry.spec.device) == ("switch_gpu", "cuda:0")
+
+
+def test_a_gpu_whose_hardware_failed_is_not_returned_to_whatever_came_after():
+    first, second = first_attempt(SETTINGS, (gpu(0, 20),)), first_attempt(SETTINGS, (gpu(1, 20),))
+    ill = Evidence(clue=Clue.HARDWARE)
+    left = failed(first, FailureKind.DEVICE_FAULT, ill, end_step=3)
+    also = failed(second, FailureKind.DEVICE_FAULT, ill, end_step=500, saved_step=400, saves=1)
+    assert after(left, also, gpus=(gpu(0, 20), gpu(1, 20))).action == "cpu_fallback"
+
+
+def test_a_fault_at_the_start_in_another_week_on_another_gpu_is_no_proof_against_the_program():
+    first, second = first_attempt(SETTINGS, (gpu(0, 20),)), first_attempt(SETTINGS, (gpu(1, 20),))
+    at_start = failed(first, FailureKind.DEVICE_FAULT)
+    trained = failed(second, FailureKind.COMM, end_step=900, saved_step=890, saves=1)
+    later = failed(second, FailureKind.DEVICE_FAULT)
+    both = (gpu(0, 20), gpu(1, 20))
+    assert after(at_start, trained, later, gpus=both).spec == second
+    assert isinstance(decide(SETTINGS, (at_start, later), both), GiveUp)
+
+
+@pytest.mark.parametrize(
+    "kind", [FailureKind.DEVICE_OOM, FailureKind.HOST_OOM, FailureKind.WORKER_DEATH]
+)
+def test_what_a_leak_ends_at_the_smallest_size_is_started_again_as_long_as_it_gets_further(kind):
+    settings = replace(SETTINGS, min_batch_size=64, num_workers=0, allow_cpu_fallback=False)
+    spec = first_attempt(settings, (gpu(0, 20),))
+    history: tuple[Attempt, ...] = ()
+    for week in range(1, 9):
+        at = {"start_step": 100 * week - 100, "saved_step": 100 * week, "saves": 1}
+        history += (failed(spec, kind, end_step=100 * week, **at),)
+        retry = after(*history, settings=settings)
+        assert (retry.action, retry.spec) == ("retry", spec)
+    same = failed(spec, kind, start_step=800, end_step=800)
+    assert isinstance(decide(settings, (*history, same), ()), GiveUp)
+
+
+# --- gradient checkpointing ---
+
+
+def test_the_smallest_batch_is_tried_with_gradient_checkpointing_before_another_device():
+    settings = replace(SETTINGS, may_checkpoint_gradients=True)
+    first = first_attempt(settings, (gpu(0, 20),))
+    gpus = (gpu(1, 40), gpu(0, 20))
+    history = (failed(replace(first, batch_size=8), FailureKind.DEVICE_OOM, end_step=3),)
+    retry = after(*history, gpus=gpus, settings=settings)
+    assert retry.action == "gradient_checkpointing"
+    assert (retry.spec.device, retry.spec.batch_size) == ("cuda:0", 8)
+    assert (retry.spec.gradient_checkpointing, retry.spec.effective_batch_size) == (True, 64)
+    assert "third more time" in retry.reason
+    history += (failed(retry.spec, FailureKind.DEVICE_OOM, end_step=3),)
+    assert after(*history, gpus=gpus, settings=settings).action == "switch_gpu"
+    on_cpu = after(*history, settings=settings)
+    assert (on_cpu.action, on_cpu.spec.gradient_checkpointing) == ("cpu_fallback", False)
+    # where max_retries ends the halving, the smallest size that may be used
+    few = replace(settings, max_retries=1)
+    half = replace(first, batch_size=32, gradient_accumulation_steps=2)
+    history = tuple(failed(spec, FailureKind.DEVICE_OOM, end_step=3) for spec in (first, half))
+    assert after(*history, settings=few).spec.batch_size == 8
+
+
+def test_gradient_checkpointing_saves_host_memory_of_jobs_on_the_cpu_alone():
+    settings = replace(SETTINGS, may_checkpoint_gradients=True, num_workers=0, min_batch_size=64)
+    for gpus, action in (((), "gradient_checkpointing"), ((gpu(0, 20),), None)):
+        failure = failed(first_attempt(settings, gpus), FailureKind.HOST_OOM, end_step=3)
+        decision = decide(settings, (failure,), gpus)
+        assert action == (decision.action if isinstance(decision, Retry) else None)
+
+
+def test_a_trainer_that_heeds_no_gradient_checkpointing_is_spared_the_try():
+    spec = replace(first_attempt(SETTINGS, (gpu(0, 20),)), batch_size=8)
+    assert after(failed(spec, FailureKind.DEVICE_OOM, end_step=3)).action == "cpu_fallback"
 
 
 def test_attempts_that_stopped_because_the_user_asked_use_up_no_try_of_a_killed_one():

@@ -10,11 +10,20 @@ WARNING_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 EXIT_FAILED = 1
 EXIT_BAD_CONFIG = 2
 EXIT_NO_DEVICE = 75
-"""Exit codes of a job; the last is EX_TEMPFAIL of sysexits.h."""
+EXIT_NO_PROGRESS = 76
+"""Exit codes of a job; 75 is EX_TEMPFAIL of sysexits.h."""
 
 
 class ConfigError(ValueError):
     """The user's configuration cannot be used. The message names key, value and remedy."""
+
+    exit_code = EXIT_BAD_CONFIG
+
+
+class NoProgress(ConfigError):
+    """Launches in a row of the run folder have saved no new checkpoint; nothing was started."""
+
+    exit_code = EXIT_NO_PROGRESS
 
 
 class UserError(RuntimeError):

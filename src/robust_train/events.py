@@ -172,6 +172,16 @@ class BatchSizeFound(Event):
 
 
 @dataclass(frozen=True)
+class MemoryTight(Event):
+    """In two steps in a row torch's allocator emptied its cache to find room (once an attempt)."""
+
+    name = "memory_tight"
+    step: int
+    alloc_retries: int
+    rank: int | None = None
+
+
+@dataclass(frozen=True)
 class OutOfMemory(Event):
     """What filled the memory when it ran out was written to files of the run folder."""
 
@@ -258,6 +268,7 @@ class Failed(Event):
     stopped_for: str | None = None  # what it was asked to stop for, so that another attempt goes on
     others_know: bool = False  # the other ranks end by themselves
     caused_by_rank: int | None = None  # the failure is that of another rank, which is known
+    exceptions: tuple[str, ...] = ()  # dotted names of the exception's class and its bases
 
 
 @dataclass(frozen=True)
@@ -318,6 +329,7 @@ class AttemptStarted(Event):
     num_workers: int = 0
     prefetch_factor: int = 2
     expandable_segments: bool = True
+    gradient_checkpointing: bool = False
     resume_checkpoint: str | None = None
 
 

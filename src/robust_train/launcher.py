@@ -19,9 +19,10 @@ from omegaconf import DictConfig, OmegaConf
 from robust_train import settings
 from robust_train.batch.job_sizes import BatchSizes
 from robust_train.batch.search import BatchSearch
+from robust_train.command_line import how_to_go_on, resume_command
 from robust_train.config.batch import settle_batch_size
 from robust_train.config.schema import complete, validate
-from robust_train.errors import EXIT_BAD_CONFIG, ConfigError, JobInterrupted, NoDevice
+from robust_train.errors import ConfigError, JobInterrupted, NoDevice, NoProgress
 from robust_train.events import (
     AttemptEnded,
     CheckpointSaved,
@@ -41,6 +42,7 @@ from robust_train.execution.trainer_ref import end_import_at_launch
 from robust_train.failures.advice import with_fitting_advice
 from robust_train.memory.stability import attempt_stability
 from robust_train.policy.decide import concluded, decide, decide_on_request, first_attempt
+from robust_train.policy.rules import with_gpu_at_fault
 from robust_train.queue import devices
 from robust_train.queue.wait import NoGpu, WaitStatus
 from robust_train.report import narration
@@ -84,7 +86,7 @@ def launch(
         The summary of a completed job; ``summary.result`` is what the trainer returned.
 
     Raises:
-        ConfigError: config or trainer cannot be used, or a live job holds the run folder.
+        ConfigError: config, trainer or run folder cannot be used; NoProgress: see there.
         NoDevice: no device in time, and the CPU is not allowed.
         AttemptsExhausted: memory ran out on every device that may be used.
         TrainerFailed: the trainer failed otherwise; or its own exception.
@@ -123,22 +125,22 @@ class Job:
         validate(cfg)
         self.trainer = trainer or settings.target_of(cfg)
         self.settings = settings.launcher_settings(cfg)
-        self.policy = settings.policy_settings(cfg, finds_batch_size=is_auto)
-        self.trainer_ref, self.libraries = find_trainer(self.trainer, self.settings.runs_inline)
+        found = find_trainer(self.trainer, self.settings.runs_inline)
+        self.trainer_ref, self.libraries, heeds = found
+        self.policy = settings.policy_settings(cfg, finds_batch_size=is_auto, can_checkpoint=heeds)
         self.run_dir = settings.run_folder(run_dir)
         self.signals = SignalWatch()
         self.wanted = settings.device_settings(cfg, self.run_dir)
         self.live = LiveStatus(is_wanted=self.settings.owns_terminal)
         about = (self.run_dir, self.wanted.job_name, self.signals)
-        resume = settings.resume_command(cfg, self.run_dir)
+        resume = resume_command(cfg, self.run_dir)
         notifier = Notifier(settings.take_notify_settings(cfg), self.run_dir)
         self.folder = RunFolder(*about, settings.sweep_folder(), resume, self.live.show, notifier)
         self.journal = Journal(self.run_dir / "journal.jsonl")
         self.records: list[AttemptRecord] = []
         self.checkpoint: Path | None = None
-        self.wait_seconds = 0.0
+        self.wait_seconds, self._started = 0.0, time.monotonic()
         self._has_remedies, self._explain = remedies, explain
-        self._started = time.monotonic()
 
     def run(self) -> Summary:
         """Run the job to its end and write ``summary.json``.
@@ -158,7 +160,8 @@ class Job:
                 self.signals.pass_on()
                 raise
             except ConfigError as error:
-                self._end("failed", str(error), exit_code=EXIT_BAD_CONFIG)
+                if not isinstance(error, NoProgress):  # what the last launch left stays
+                    self._end("failed", str(error), exit_code=error.exit_code)
                 raise
             except Exception as error:
                 self._end("failed", f"error in the launcher: {type(error).__name__}: {error}")
@@ -166,7 +169,8 @@ class Job:
 
     def _begin(self) -> None:
         """Find the unfinished job on the disk, or begin a new one."""
-        self.beginning = begin_job(self.run_dir, resume=self.settings.resume)
+        resume, most = self.settings.resume, self.settings.max_launches
+        self.beginning = begin_job(self.run_dir, resume=resume, max_launches=most)
         self.checkpoint = self.beginning.checkpoint
         self.batch_sizes = BatchSizes(
             settings.batch_settings(self.cfg, self.trainer),
@@ -310,6 +314,9 @@ class Job:
         )
         hold = (*self.devices.hold, *self.folder.hold)
         outcome = self.executor.run(request, self._on_event, hold=hold, tick=self.folder.tick)
+        if self._has_remedies and self.signals.received is None:
+            earlier = tuple(record.attempt for record in self.records)
+            outcome = with_gpu_at_fault(self.policy, earlier, Attempt(spec, outcome)).outcome
         # in this process its memory does not come back
         free_after = self.devices.ended(spec.gpus, outcome, free_before if own_process else ())
         trainer = (spec.num_workers, self.settings.is_script, self.policy.reports_start)
@@ -386,7 +393,7 @@ class Job:
             return summary
         narration.show_attempts(summary)
         self._explain(summary)
-        narration.conclude(summary, settings.how_to_go_on(self.cfg, self.run_dir))
+        narration.conclude(summary, how_to_go_on(self.cfg, self.run_dir))
         return summary
 
 

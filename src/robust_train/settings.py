@@ -18,6 +18,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from robust_train.batch.known import memory_settings
+from robust_train.command_line import command
+from robust_train.config.retry_rules import retry_rules
 from robust_train.config.schema import RobustConfig
 from robust_train.errors import ConfigError
 from robust_train.memory.allocator import (
@@ -41,6 +43,7 @@ class LauncherSettings:
     """What the launcher itself goes by."""
 
     resume: bool  # go on with the unfinished job that the run folder holds
+    max_launches: int  # of a job, in a row, that save no new checkpoint; 0: any number
     runs_inline: bool  # attempts run in the launcher's process
     is_script: bool  # the trainer is a program of the user's
     # it prints to a terminal that nobody else draws on: no debugger, no other job
@@ -62,6 +65,7 @@ def launcher_settings(cfg: DictConfig) -> LauncherSettings:
     names = cfg.cuda_visible_devices
     return LauncherSettings(
         resume=cfg.resume,
+        max_launches=cfg.max_launches,
         runs_inline=cfg.isolation == "none",
         is_script=is_script,
         owns_terminal=cfg.isolation != "none" and _owns_terminal(),
@@ -77,7 +81,12 @@ def _has_batch(cfg: DictConfig) -> bool:
     training = cfg.training
     if argv is None or (training.batch_size, training.gradient_accumulation_steps) != (1, 1):
         return True
-    return bool(placeholders_in(" ".join(map(str, argv))) & {"batch_size"})
+    return "batch_size" in _placeholders(cfg)
+
+
+def _placeholders(cfg: DictConfig) -> set[str]:
+    argv = OmegaConf.select(cfg, "trainer.argv") or ()
+    return placeholders_in(" ".join(map(str, argv)))
 
 
 def _owns_terminal() -> bool:
@@ -89,13 +98,20 @@ def _owns_terminal() -> bool:
     return str(HydraConfig.get().launcher.get("_target_")).endswith(".BasicLauncher")
 
 
-def policy_settings(cfg: DictConfig, *, finds_batch_size: bool = False) -> PolicySettings:
-    """The part of the config that decisions depend on."""
+def policy_settings(
+    cfg: DictConfig, *, finds_batch_size: bool = False, can_checkpoint: bool = False
+) -> PolicySettings:
+    """The part of the config that decisions depend on.
+
+    ``can_checkpoint``: the trainer's source reads ``training.gradient_checkpointing``.
+    """
+    is_script = bool(OmegaConf.select(cfg, "trainer.argv"))
+    can_checkpoint |= _is_built_in(cfg) or "gradient_checkpointing" in _placeholders(cfg)
     is_free = exported_expandable_segments(os.environ) is None
     expandable_segments = use_expandable_segments(
         cfg.memory.expandable_segments,
         os.environ,
-        is_script=bool(OmegaConf.select(cfg, "trainer.argv")),
+        is_script=is_script,
         gpus=cfg.num_gpus,
     )
     return PolicySettings(
@@ -118,6 +134,9 @@ def policy_settings(cfg: DictConfig, *, finds_batch_size: bool = False) -> Polic
         finds_batch_size=finds_batch_size,
         reports_start=_is_built_in(cfg),
         has_batch=_has_batch(cfg),
+        gradient_checkpointing=cfg.training.gradient_checkpointing,
+        may_checkpoint_gradients=cfg.allow_gradient_checkpointing and can_checkpoint,
+        rules=retry_rules(cfg, is_script=is_script),
     )
 
 
@@ -224,6 +243,7 @@ def attempt_config(cfg: DictConfig, spec: AttemptSpec, device: str) -> DictConfi
         cfg.training.gradient_accumulation_steps = spec.gradient_accumulation_steps
         cfg.training.num_workers = spec.num_workers
         cfg.training.prefetch_factor = spec.prefetch_factor
+        cfg.training.gradient_checkpointing = spec.gradient_checkpointing
     OmegaConf.resolve(cfg)
     return cfg
 
@@ -256,8 +276,8 @@ def about_job(cfg: DictConfig, run_dir: Path) -> dict[str, str]:
         if _is_built_in(cfg) or any(one.startswith(group) for one in overrides):
             about[group] = str(OmegaConf.select(cfg, f"{group}.name") or "")
     # of `python -c` the command is a whole program
-    command = shlex.join(_command())[:_LONGEST_COMMAND]
-    about |= {"overrides": shlex.join(overrides), "command": command}
+    whole = shlex.join(command())[:_LONGEST_COMMAND]
+    about |= {"overrides": shlex.join(overrides), "command": whole}
     return {key: value for key, value in about.items() if value}
 
 
@@ -356,41 +376,3 @@ def hide_urls(cfg: DictConfig, environ: MutableMapping[str, str] = os.environ) -
             name = str(cfg.hydra.job.override_dirname).replace(line, "notify")
             cfg.hydra.job.override_dirname = name
     return True
-
-
-def this_command(key: str, folder: Path) -> str:
-    """The command of this process with a folder for ``key``."""
-    words = [word for word in _command() if not word.startswith(f"{key}=")]
-    return shlex.join([*words, f"{key}={folder}"])
-
-
-def resume_command(cfg: DictConfig, run_dir: Path) -> str | None:
-    """The command of :func:`how_to_go_on`, for any working directory; None with resume=false."""
-    command = how_to_go_on(cfg, run_dir)
-    if command is None or command.startswith("launch("):
-        return command
-    cwd = HydraConfig.get().runtime.cwd if HydraConfig.initialized() else os.getcwd()
-    return f"cd {shlex.quote(str(cwd))} && {command}"
-
-
-def how_to_go_on(cfg: DictConfig, run_dir: Path) -> str | None:
-    """The command that goes on with an unfinished job; None for one of a sweep, or resume=false."""
-    if not cfg.resume:
-        return None
-    words = _command()
-    if HydraConfig.initialized():
-        if HydraConfig.get().mode == RunMode.MULTIRUN:
-            return None
-        return this_command("hydra.run.dir", run_dir)
-    if "--" in words and "run" in words[: words.index("--")]:
-        split = words.index("--")
-        if not any(word.startswith("--run-dir") for word in words[:split]):
-            words[split:split] = ["--run-dir", str(run_dir)]
-    else:
-        return f"launch(…, run_dir={str(run_dir)!r})"
-    return shlex.join(words)
-
-
-def _command() -> list[str]:
-    """The command line of this process, without the URLs of notifications."""
-    return [word for word in sys.orig_argv if not is_secret(word)]

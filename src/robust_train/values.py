@@ -166,6 +166,7 @@ class AttemptSpec:
     prefetch_factor: int = 2  # batches that each worker prepares ahead
     expandable_segments: bool = True  # the CUDA allocator's setting against fragmentation
     has_batch: bool = True  # False for a script that is given no batch size; it is 1 then
+    gradient_checkpointing: bool = False  # activations are recomputed in the backward pass
 
     @property
     def effective_batch_size(self) -> int:
@@ -211,6 +212,7 @@ class Outcome:
     # step of its last checkpoint, None if it has none or no step is known
     saved_step: int | None = None
     saves: int = 0  # how many checkpoints it reported
+    checkpoint: str | None = None  # the path of the last one
     peak_memory_bytes: int | None = None  # of the device, or of the process where it ran on the CPU
     # device memory at the end (`allocated`, `reserved`, `max_allocated`), bytes; of several ranks
     # that of the one with the highest peak
@@ -228,6 +230,9 @@ class Outcome:
     # what it was asked to stop for, so that another attempt can go on; else None
     stopped_for: str | None = None
     traceback: str | None = None  # the trainer's own traceback as text, None where there is none
+    exit_code: int | None = None  # a script's, as shells have it (128 + signal)
+    exceptions: tuple[str, ...] = ()  # dotted names of the trainer's exception and its bases
+    output: str = field(default="", compare=False, repr=False)  # the end of what it printed
     # the exception itself where it could be carried over, else None
     error: BaseException | None = field(default=None, compare=False)
 
@@ -256,6 +261,17 @@ class Attempt:
 
     spec: AttemptSpec
     outcome: Outcome
+
+
+@dataclass(frozen=True)
+class RetryRule:
+    """One of the user's own rules: what to do after a failure to which all it names applies."""
+
+    then: str  # `retry`, `stop`, `exclude_gpu` or `smaller_batch`
+    exit_code: int | None = None  # of a script
+    message: str | None = None  # pattern that is found in message, traceback or output
+    exception: str | None = None  # class, or dotted name of one, as `except` has it
+    times: int | None = None  # at most, without progress in between; None: `max_retries`
 
 
 @dataclass(frozen=True)

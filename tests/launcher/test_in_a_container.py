@@ -73,4 +73,5 @@ def test_what_is_not_repeated_is_what_readme_says_cannot_be_mended() -> None:
     codes = dict(re.findall(r"^\| (\d+) \| (.+) \|$", readme, re.MULTILINE))
     assert "trainer failed" in codes["1"]
     assert "configuration" in codes["2"]
-    assert fatal["values"] == [1, 2]
+    assert "do not requeue" in codes["76"]
+    assert fatal["values"] == [1, 2, 76]

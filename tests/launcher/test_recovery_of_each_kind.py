@@ -269,6 +269,61 @@ def test_an_unfinished_job_is_left_alone_if_the_user_says_so(world: World):
     assert again.summary["result"]["resume_checkpoint"] is None
 
 
+def test_a_job_that_never_comes_to_a_checkpoint_is_refused_in_the_end(world: World):
+    """Preempted by SIGTERM, then killed without a word: the next launch has a code of its own."""
+    ready = world.folder / "ready"
+    world.environ["READY_FILE"] = str(ready)
+    command = ("trainer._target_=trainers.never_looks_whether_to_stop", "max_launches=2")
+    for signum, code in ((signal.SIGTERM, 143), (signal.SIGKILL, -9)):
+        process = world.start(*command)
+        wait_until(lambda: ready.exists() and ready.read_text(), "the trainer runs")
+        process.send_signal(signum)
+        assert world.end(process).returncode == code
+        ready.unlink()
+    ended = world.run(*command)
+    assert ended.returncode == 76, ended.output
+    assert ended.stderr.count("\n") == 1
+    assert "2 launches in a row have saved no new checkpoint" in ended.stderr
+    assert "max_launches=0" in ended.stderr
+    assert not ready.exists(), "nothing was started"
+    state = json.loads((world.run_dir / "state.json").read_text())
+    assert (state["state"], state["exit_code"]) == ("failed", 76)
+    again = world.train("uses_run", "max_launches=0")
+    assert again.returncode == 0, again.output
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_the_users_rules_come_before_ours_and_a_gpu_they_blame_is_excluded(script: Script):
+    rules = "retry.rules=[{exception: RuntimeError, message: lost my disk, then: retry, times: 1}"
+    rules += ",{message: 'Xid 79', then: exclude_gpu}]"
+    ended = script.run("4 I lost my disk", "9 Xid 79 here", overrides=(rules,))
+    assert ended.returncode == 0, ended.output
+    assert actions(ended) == ["retry", "switch_gpu", "none"]
+    assert [given["gpu"] for given in script.given] == [A, A, B]
+    assert f"{A} is excluded for 30 min for all jobs of this host" in ended.output
+    first, second, _ = ended.attempts
+    assert "retry.rules[0] (1 of 1)" in first["reason"]
+    assert "retry.rules[1] (1 of 3): exclude_gpu" in second["reason"]
+
+
+def test_the_smallest_batch_fits_with_gradient_checkpointing_and_gradients_are_the_same(
+    world: World,
+):
+    """Real limits of memory; the trainer says by its source that it heeds the key."""
+    world.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
+    target = "trainer._target_=checkpointing_trainers.within_a_limit"
+    batch = ("training.batch_size=8", "min_batch_size=8", "training.num_workers=0")
+    ended = world.run(target, *batch)
+    assert ended.returncode == 0, ended.output
+    assert [a["outcome"] for a in ended.attempts] == ["host_oom", "completed"]
+    assert actions(ended) == ["gradient_checkpointing", "none"]
+    assert "8 with gradient checkpointing: the same gradients" in ended.attempts[0]["reason"]
+    result = ended.summary["result"]
+    assert result["short_of_memory"] == result["at_ease"]
+    assert result["checkpointed"] is True
+    assert world.run(target, *batch, "allow_gradient_checkpointing=false").returncode == 1
+
+
 def test_a_preempted_job_is_requeued_by_submitit_and_goes_on(
     world: World, monkeypatch: pytest.MonkeyPatch
 ):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from robust_train.memory.pacing import BackOff, Cost
+from robust_train.memory.pacing import AllocRetries, BackOff, Cost
 from robust_train.values import GIB
 
 
@@ -86,3 +86,12 @@ def test_a_step_after_a_clearing_is_no_measure_of_the_usual_one():
     cost.step_done(5.1)
     assert not cost.is_affordable(311.0)
     assert cost.is_affordable(311.2)
+
+
+def test_memory_is_tight_when_two_steps_in_a_row_had_to_empty_the_cache():
+    counts = [7, 7, 8, 8, 9, 11, 12, 12]  # what was before the first step is not the step's
+    state, tight = AllocRetries(), []
+    for count in counts:
+        state = state.after_step(count)
+        tight.append(state.is_tight)
+    assert tight == [False, False, False, False, False, True, True, False]

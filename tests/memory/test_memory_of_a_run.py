@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from memory_world import ON_CPU, run
+from torch import nn
 
-from robust_train.events import Event
+from robust_train.events import Event, MemoryTight
 from robust_train.memory.samples import FILE_NAME, Sample, encode
 from robust_train.memory.stability import attempt_stability
 from robust_train.memory.steering import AttemptMemory
-from robust_train.run import Run
+from robust_train.run import MicroBatchPlan, Run
 from robust_train.values import MIB
 from world import Ended, World
 
@@ -133,6 +135,30 @@ def test_nothing_is_written_down_for_a_bug_or_where_it_is_turned_off(
         raise error
     assert [path.name for path in tmp_path.glob("oom-*")] == files
     assert len(reported) == len(files)
+
+
+@pytest.mark.parametrize("shrinks", [False, True])
+def test_an_allocator_that_empties_its_cache_step_after_step_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, shrinks: bool
+):
+    reported: list[Event] = []
+    run = Run(run_dir=tmp_path, report=reported.append)
+    run.micro_batch_plan = MicroBatchPlan(batch_size=16, min_batch_size=2)
+    counts = iter([5, 6, 6, 7, 8, 9, 10, 11])
+    cfg = {"memory": {"sample_interval_ms": 0}, "shrink_before_oom": shrinks}
+    run.memory_keeper = AttemptMemory(run, cfg, read_alloc_retries=lambda: next(counts))
+    sizes, model = [], nn.Linear(1, 1)
+    for step in range(1, 9):
+        for micro in run.micro_batches(torch.zeros(16, 1), model):
+            with micro:
+                micro.backward(model(micro.data).mean())
+        sizes.append(run.micro_batcher.size)
+        run.progress(step)
+    warned = [event for event in reported if isinstance(event, MemoryTight)]
+    assert [(event.step, event.alloc_retries) for event in warned] == [(5, 8)], "once an attempt"
+    assert sum("nearly out" in message for message in caplog.messages) == 1
+    # two more such steps before the size after that
+    assert sizes == ([16] * 5 + [8] * 2 + [4] if shrinks else [16] * 8)
 
 
 def test_the_samples_of_an_attempt_are_assessed_at_its_end(tmp_path: Path, caplog):

@@ -91,6 +91,8 @@ class BatchSizes:
         elif outcome.failure is not None and outcome.failure.kind not in MEMORY_FAILURES:
             self._begun.discard(self._key)  # it failed before it came to that
         fitted, too_large = self._facts(spec, outcome)
+        if spec.gradient_checkpointing != self._policy.gradient_checkpointing:
+            fitted = too_large = None  # these are sizes of the job as it was asked for
         if fitted is not None or too_large is not None:
             device = "cpu" if spec.gpu is None else spec.gpu.name
             known = self._store.read(self._key).at(time.time(), None).learn(fitted, too_large)

@@ -15,7 +15,6 @@ from omegaconf.errors import OmegaConfBaseException
 
 from robust_train.config.schema import complete
 from robust_train.errors import (
-    EXIT_BAD_CONFIG,
     EXIT_FAILED,
     EXIT_NO_DEVICE,
     AttemptsExhausted,
@@ -47,12 +46,13 @@ class Ending:
         self.code = 0
         self._refusals: set[str] = set()
 
-    def refuse(self, message: str) -> None:
+    def refuse(self, error: ConfigError) -> None:
         """Print why a job was refused; jobs of a sweep that share the mistake print it once."""
+        message = str(error)
         if message not in self._refusals:
             self._refusals.add(message)
             print(message, file=sys.stderr)
-        self.note(EXIT_BAD_CONFIG)
+        self.note(error.exit_code)
 
     def note(self, code: int) -> None:
         """Take one job's exit code into account."""
@@ -111,8 +111,8 @@ def _job(cfg: DictConfig, *, remedies: bool) -> Any:
         current.job_ended(summary.status, code, reason=summary.reason)
     except ConfigError as error:
         # printed here, because Hydra puts lines of its own around what a job raises
-        ending.refuse(str(error))
-        current.job_refused(str(error))
+        ending.refuse(error)
+        current.job_refused(str(error), error.exit_code)
     except JobInterrupted as error:
         current.job_interrupted(error, error.exit_code)
         folder = sweep_folder()
@@ -154,7 +154,7 @@ def exit_code_of_error(error: BaseException) -> int | None:
         return None
     print(f"{error if isinstance(error, UserError) else shown}".rstrip(), file=sys.stderr)
     if isinstance(shown, ConfigError):
-        return EXIT_BAD_CONFIG
+        return shown.exit_code
     return EXIT_NO_DEVICE if isinstance(shown, NoDevice) else EXIT_FAILED
 
 

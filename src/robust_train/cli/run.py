@@ -30,7 +30,7 @@ placeholders in the program's arguments, the resume arguments and the checkpoint
 The script has the same in environment variables: ROBUST_TRAIN_BATCH_SIZE and so on.
 
 exit codes: 0 completed, 1 the script failed, 2 cannot be run as asked, 75 no device in time,
-129/130/143 stopped by SIGHUP, Ctrl-C, SIGTERM
+76 three launches without progress, 129/130/143 stopped by SIGHUP, Ctrl-C, SIGTERM
 """
 
 

@@ -27,7 +27,7 @@ _FULL_KEY = re.compile(r"full_key: (\S+)")
 _WRONG_TYPE = re.compile(
     r"Value '(.*?)' (?:of type '\w+' could not be converted to|is not a valid) (\w+)", re.DOTALL
 )
-_NO_LIST = re.compile(r"Invalid value assigned: \w+ is not a ListConfig")
+_NO_LIST = re.compile(r"Invalid value assigned: \w+ is not a ListConfig|merge \w+ with ListConfig")
 _UNKNOWN_OPTION = re.compile(r"Could not find '([^']+)/([^'/]+)'")
 _OPTIONS = re.compile(r"Available options in '[^']+':\n((?:\t.*\n?)+)")
 

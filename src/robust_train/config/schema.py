@@ -108,6 +108,13 @@ class NotifyConfig:
 
 
 @dataclass
+class RetryConfig:
+    """``retry``: what the user knows about failures; see retry_rules.py."""
+
+    rules: list[Any] = field(default_factory=list)
+
+
+@dataclass
 class CnnConfig:
     """``model=cnn``: a small convolutional network, trained from scratch."""
 
@@ -223,6 +230,10 @@ class RobustConfig(PlainConfig):
     cuda_visible_devices: str = field(default="auto", metadata=_choices("auto", "uuid", "index"))
     min_batch_size: int = _in(FROM_1, 4)
     max_retries: int = _in(FROM_0, 3)
+    max_launches: int = _in(FROM_0, 3)
+    retry: RetryConfig = field(default_factory=RetryConfig)
+    allow_gradient_checkpointing: bool = True
+    shrink_before_oom: bool = False
     allow_cpu_fallback: bool = True
     preserve_effective_batch_size: bool = True
     reuse_known_batch: bool = True

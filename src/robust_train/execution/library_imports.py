@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib.util
+import re
 import site
 import sys
 import sysconfig
@@ -25,6 +26,7 @@ PRELOAD = "preload_modules"
 _KINDS_OF_NAMES = ("name", "asname", "id", "attr")
 _IMPORTS = (ast.Import, ast.ImportFrom)
 _MOST_MODULES = 1000
+_READS_CHECKPOINTING = re.compile(rb"training\W{1,4}gradient_checkpointing\b")
 _PATH_CHANGERS = (b"sys.path", b"sys.meta_path", b"sys.modules", b"addsitedir")
 _NAME_MAKERS = frozenset({"*", "__getattr__", "__dict__", "globals", "locals", "vars", "modules"})
 _NAME_MAKERS |= {"exec", "eval", "setattr"}
@@ -32,16 +34,18 @@ _NAME_MAKERS |= {"exec", "eval", "setattr"}
 
 def find_trainer(
     trainer: str | Callable[..., Any], inline: bool
-) -> tuple[TrainerRef, tuple[str, ...]]:
-    """Return how to load a trainer, and the libraries that its import imports.
+) -> tuple[TrainerRef, tuple[str, ...], bool]:
+    """Return how to load a trainer, the libraries that its import imports, and whether it heeds
+    ``training.gradient_checkpointing``: its source reads that key, or it uses our integration.
 
     Raises:
         ConfigError: it certainly cannot be loaded.
     """
     if inline and not isinstance(trainer, str):
-        return TrainerRef("inline.trainer"), ()
+        return TrainerRef("inline.trainer"), (), False
     ref = TrainerRef.of(trainer)
-    return ref, libraries_of(ref)
+    libraries, reads_key = _read(ref)
+    return ref, libraries, reads_key or "robust_train.integrations.transformers" in libraries
 
 
 def libraries_of(ref: TrainerRef) -> tuple[str, ...]:
@@ -52,11 +56,15 @@ def libraries_of(ref: TrainerRef) -> tuple[str, ...]:
     Raises:
         ConfigError: there is no such module or function, or its import will certainly fail.
     """
+    return _read(ref)[0]
+
+
+def _read(ref: TrainerRef) -> tuple[tuple[str, ...], bool]:
     if ref.pickled is not None:
-        return ("torch",) if "torch" in sys.modules else ()
+        return ("torch",) if "torch" in sys.modules else (), False
     reader = _Reader(ref)
     reader.read_trainer()
-    return tuple(reader.found)
+    return tuple(reader.found), reader.reads_checkpointing
 
 
 class _Reader:
@@ -64,6 +72,7 @@ class _Reader:
 
     def __init__(self, ref: TrainerRef) -> None:
         self.found: dict[str, None] = {}
+        self.reads_checkpointing = False
         self._ref = ref
         self._seen: set[str] = set()
         self._path_is_changed = False
@@ -109,6 +118,7 @@ class _Reader:
             problem = f"{type(error).__name__}: {text}"
             raise self._ref.cannot_be_imported(problem, f"{file}, line {line}") from None
         self._path_is_changed |= any(word in source for word in _PATH_CHANGERS)
+        self.reads_checkpointing |= bool(_READS_CHECKPOINTING.search(source))
         package = name if file.name == "__init__.py" else name.rpartition(".")[0]
         for node, is_sure in (*_imports(tree.body, certain), *_first_imports(tree, called)):
             where = f"{file}, line {node.lineno}"

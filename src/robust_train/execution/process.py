@@ -134,6 +134,7 @@ class ProcessExecutor:
             max_resident_bytes=exited.max_resident_bytes,
             error=_unpickled(progress.ending),
         )
+        outcome = replace(outcome, output=tail)
         if exited.stalled and failure is not None and not was_stopped:
             failure = _stalled(request, has_stacks=bool(stacks))
             return replace(outcome, failure=failure, traceback=stacks or None)

@@ -32,6 +32,7 @@ class AttemptProgress:
     began_training: bool = False
     saved_step: int | None = None
     saves: int = 0
+    checkpoint: str | None = None
     memory: Mapping[str, int] = field(default_factory=dict)
     micro_batch: int | None = None
     memory_cleared: MemoryCleared | None = None
@@ -55,7 +56,8 @@ class AttemptProgress:
                 return replace(self, end_step=event.step)
             case CheckpointSaved():
                 step = self.end_step if event.step is None else event.step
-                return replace(self, saved_step=step, saves=self.saves + 1)
+                saves, path = self.saves + 1, event.path
+                return replace(self, saved_step=step, saves=saves, checkpoint=path)
             case MemoryReported(rank=None):
                 return replace(self, memory={**self.memory, **event.figures})
             case MicroBatchChanged(training=True):
@@ -87,6 +89,7 @@ class AttemptProgress:
         failed = self.ending if isinstance(self.ending, Failed) else None
         on_gpu = "max_allocated" in self.memory
         resident = max_resident_bytes or self.memory.get("max_resident")
+        code = None if self.script_ended is None else self.script_ended.returncode
         returned = None if self.memory_cleared is None else self.memory_cleared.as_json()
         return Outcome(
             failure=failure,
@@ -97,6 +100,7 @@ class AttemptProgress:
             began_training=self.began_training,
             saved_step=self.saved_step,
             saves=self.saves,
+            checkpoint=self.checkpoint,
             peak_memory_bytes=self.memory["max_allocated"] if on_gpu else resident,
             memory=dict(self.memory) if on_gpu else None,
             memory_returned=returned
@@ -104,5 +108,7 @@ class AttemptProgress:
             micro_batch=self.micro_batch,
             stopped_for=failed.stopped_for if failed else None,
             traceback=failed.traceback if failed else None,
+            exit_code=None if code is None else code if code >= 0 else 128 - code,
+            exceptions=failed.exceptions if failed else (),
             error=error,
         )

@@ -155,6 +155,7 @@ def _failed(failure: Failure, error: BaseException) -> Failed:
         error=_pickled(error),
         others_know=bool(getattr(error, "others_know", False)),
         caused_by_rank=getattr(error, "heard_of_rank", None),
+        exceptions=tuple(f"{cls.__module__}.{cls.__qualname__}" for cls in type(error).__mro__),
     )
 
 

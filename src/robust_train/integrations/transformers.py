@@ -90,6 +90,7 @@ def fit(trainer: Any, *, cfg: DictConfig, run: Run, metric: str | None = None) -
     _check(trainer.args, cfg)
     if run.stop_requested:
         raise Interrupted("stopped before the first step")
+    _checkpoint_gradients(trainer, cfg)
     callback = RobustCallback(cfg, run)
     trainer.add_callback(callback)
     checkpoint = trainer.args.resume_from_checkpoint
@@ -237,6 +238,18 @@ def _check(args: Any, cfg: DictConfig) -> None:
     for name, why in refused.items():
         if getattr(args, name, False):
             raise UserError(f"TrainingArguments: {name}=True: {why}; leave it out")
+
+
+def _checkpoint_gradients(trainer: Any, cfg: DictConfig) -> None:
+    """Turn it on where this attempt wants it and the model can; the arguments' own value stays."""
+    if not cfg.training.gradient_checkpointing:
+        return
+    if not getattr(trainer.model, "supports_gradient_checkpointing", False):
+        log.warning("training.gradient_checkpointing: this model has none, it has no effect")
+        return
+    for name in ("activation_checkpointing", "gradient_checkpointing"):
+        if hasattr(trainer.args, name):
+            setattr(trainer.args, name, True)
 
 
 def _marked(checkpoint: Path) -> int | None:

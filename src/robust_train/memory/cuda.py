@@ -104,6 +104,18 @@ def cached_on(index: int | None) -> Cached | None:
         return None
 
 
+def alloc_retries() -> int | None:
+    """Return how often the allocator has emptied its cache to find room; None without CUDA."""
+    torch = started_torch()
+    if torch is None:
+        return None
+    try:
+        figures = map(torch.cuda.memory_stats_as_nested_dict, range(torch.cuda.device_count()))
+        return sum(int(found.get("num_alloc_retries", 0)) for found in figures)
+    except RuntimeError:  # after a fault
+        return None
+
+
 @dataclass(frozen=True)
 class Segment:
     """A stretch of GPU memory that the allocator holds, and the sizes of its unused blocks."""

@@ -1,9 +1,12 @@
-"""When emptying the CUDA cache during training pays, and is not too soon for what it costs.
+"""When emptying the CUDA cache during training pays, and is not too soon for what it costs; and
+when the allocator's own clearings show that memory is nearly out.
 
 Decisions only: nothing here reads a clock or the memory.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 _CAME_BACK = 0.5
 _LONGEST_GAP = 100_000
@@ -85,3 +88,24 @@ class Cost:
         elif self._usual_step is not None:
             self._last += max(now - began - self._usual_step, 0.0)
         self.was_cleared = False
+
+
+_MOST_STEPS_IN_A_ROW = 2
+
+
+@dataclass(frozen=True)
+class AllocRetries:
+    """Steps in a row in which the allocator had to empty its cache; ``total`` counts how often."""
+
+    total: int | None = None
+    steps: int = 0
+
+    @property
+    def is_tight(self) -> bool:
+        """Whether that is a warning of running out of memory."""
+        return self.steps >= _MOST_STEPS_IN_A_ROW
+
+    def after_step(self, total: int) -> AllocRetries:
+        """Return it after another step; what was before the first one seen does not count."""
+        has_retried = self.total is not None and total > self.total
+        return AllocRetries(total, self.steps + 1 if has_retried else 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from types import TracebackType
 from typing import Any
@@ -13,13 +13,20 @@ from typing import Any
 import psutil
 
 from robust_train.config.schema import MemoryConfig
-from robust_train.events import MemoryCleared
+from robust_train.events import MemoryCleared, MemoryTight
 from robust_train.failures import classify_failure
 from robust_train.memory.cleanup import release_memory, return_memory
-from robust_train.memory.cuda import Cached, busiest_gpu, cached_on, device_index, started_torch
+from robust_train.memory.cuda import (
+    Cached,
+    alloc_retries,
+    busiest_gpu,
+    cached_on,
+    device_index,
+    started_torch,
+)
 from robust_train.memory.host import resident_bytes
 from robust_train.memory.limits import limit_when_cuda_starts
-from robust_train.memory.pacing import BackOff, Cost
+from robust_train.memory.pacing import AllocRetries, BackOff, Cost
 from robust_train.memory.sampler import Sampler
 from robust_train.memory.snapshots import record_history_after_an_oom, write_out_of_memory
 from robust_train.run import Run
@@ -35,8 +42,17 @@ class AttemptMemory:
     ``cfg`` is the attempt's config: ``device`` and the keys under ``memory``.
     """
 
-    def __init__(self, run: Run, cfg: Mapping[Any, Any]) -> None:
+    def __init__(
+        self,
+        run: Run,
+        cfg: Mapping[Any, Any],
+        read_alloc_retries: Callable[[], int | None] = alloc_retries,
+    ) -> None:
         self._run = run
+        self._read_alloc_retries = read_alloc_retries
+        self._alloc_retries = AllocRetries()
+        self._has_warned = False
+        self._shrinks = bool(cfg.get("shrink_before_oom"))
         device = str(cfg.get("device") or "cpu")
         self._index = device_index(device)
         self._settings = settings = settings_of(cfg)
@@ -95,6 +111,7 @@ class AttemptMemory:
         self._cost.step_done(time.monotonic())
         if not self._is_set_up:
             self._set_up_cuda()
+        self._watch_allocator(step)
         every = self._settings.log_frequency
         if every:
             if self._next_log is not None and step >= self._next_log:
@@ -127,6 +144,28 @@ class AttemptMemory:
             self._clear("end", thorough=True)
         else:  # a more thorough look for what is left follows
             self._clear("failure", thorough=False, error=error)
+
+    def _watch_allocator(self, step: int) -> None:
+        """Warn, once, where steps in a row had to empty the cache; shrink where that is wanted."""
+        total = self._read_alloc_retries()
+        if total is None:
+            return
+        self._alloc_retries = self._alloc_retries.after_step(total)
+        if not self._alloc_retries.is_tight:
+            return
+        if not self._has_warned:
+            self._has_warned = True
+            hint = "" if self._shrinks else "; shrink_before_oom=true takes a smaller micro-batch"
+            log.warning(
+                "step %d: GPU memory is nearly out: in two steps in a row torch emptied its cache "
+                "to find room, which is slow%s",
+                step,
+                hint,
+            )
+            self._run.report(MemoryTight(step, total))
+        if self._shrinks and self._run.splits_batches:
+            self._run.micro_batcher.shrink("memory is nearly out (shrink_before_oom)")
+            self._alloc_retries = AllocRetries(total)
 
     def _set_up_cuda(self) -> None:
         """Set the limit as soon as torch is there, which may start CUDA later."""

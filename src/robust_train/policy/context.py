@@ -89,22 +89,35 @@ class FailureContext:
 
     @property
     def tried_devices(self) -> frozenset[str]:
-        """UUIDs of the GPUs that have had an attempt, and ``cpu`` if it has."""
-        return frozenset(key for a in self.history for key in uuids(a.spec.gpus) or ("cpu",))
+        """UUIDs of the GPUs that have had an attempt since progress, and ``cpu`` if it has."""
+        return frozenset(key for a in self.since_progress for key in uuids(a.spec.gpus) or ("cpu",))
 
     @property
     def since_progress(self) -> tuple[Attempt, ...]:
         """The attempts from the last one whose checkpoints came to a later step than before.
 
-        Without steps the first checkpoint may be what the attempt resumed from, a second counts.
+        Without steps a second checkpoint counts, and one under a new name: what is written over
+        once may be what the attempt resumed from.
         """
         furthest, begins_at = -1, 0
+        names: set[str | None] = {None}
         for number, attempt in enumerate(self.history):
             outcome = attempt.outcome
             step = max(outcome.start_step, outcome.saved_step or 0)
-            if step > furthest or (outcome.saved_step is None and outcome.saves > 1):
+            is_new = outcome.saves > 1 or outcome.checkpoint not in names
+            if step > furthest or (outcome.saved_step is None and is_new):
                 furthest, begins_at = max(step, furthest), number
+            names.add(outcome.checkpoint)
         return self.history[begins_at:]
+
+    @property
+    def got_further(self) -> bool:
+        """Whether the attempt itself saved a checkpoint beyond all that was before it."""
+        outcome = self.attempt.outcome
+        has_saved = (outcome.saved_step or 0) > outcome.start_step
+        if outcome.saved_step is None:
+            has_saved = outcome.saves > 1 or (outcome.saves == 1 and len(self.history) > 1)
+        return has_saved and len(self.since_progress) == 1
 
     @property
     def smaller_batches_tried_here(self) -> int:
@@ -124,8 +137,12 @@ class FailureContext:
         return sum(failure is not None and failure.kind is self.failure.kind for failure in own)
 
     def earlier_at_same_step(self) -> Iterable[Attempt]:
-        """The attempts before that failed in the same way at the same step."""
-        for earlier in self.history[:-1]:
+        """The attempts before that failed in the same way at the same step.
+
+        Before the first step: since progress, for each attempt may fail there once in a while.
+        """
+        is_at_start = self.attempt.outcome.end_step is None
+        for earlier in (self.since_progress if is_at_start else self.history)[:-1]:
             outcome = earlier.outcome
             if outcome.failure is None or outcome.failure.kind is not self.failure.kind:
                 continue
@@ -140,14 +157,18 @@ class FailureContext:
         left: set[str] = set()
         seen: set[tuple[tuple[str, ...], int | None]] = set()
         no_progress = self.failures_without_progress > self.settings.max_retries
-        for attempt in self.history:
+        progress_at = len(self.history) - len(self.since_progress)
+        for number, attempt in enumerate(self.history):
             failure, here = attempt.outcome.failure, uuids(failed_gpus(attempt))
             if failure is None or failure.kind is not FailureKind.DEVICE_FAULT:
                 continue
             step = (here, attempt.outcome.end_step)
-            if no_progress or step in seen or is_hardware_fault(failure.evidence):
+            is_recent = number >= progress_at
+            is_again = step in seen or (is_recent and no_progress)
+            if is_again or is_hardware_fault(failure.evidence):
                 left.update(here)
-            seen.add(step)
+            if is_recent or attempt.outcome.end_step is not None:
+                seen.add(step)
         return frozenset(left)
 
     def new_in(self, group: Group) -> Group:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from robust_train.policy import remedies
+from robust_train.policy import last_remedies, remedies
 from robust_train.policy.context import FailureContext
 from robust_train.policy.remedies import Rule
+from robust_train.policy.rules import by_users_rule
 from robust_train.policy.sizes import PolicySettings
 from robust_train.values import (
     MEMORY_FAILURES,
@@ -29,24 +30,31 @@ REMEDIES: dict[FailureKind, tuple[Rule, ...]] = {
         remedies.room_taken_by_others,
         remedies.expandable_segments,
         remedies.halve_batch,
+        last_remedies.checkpoint_gradients,
         remedies.switch_gpu,
         remedies.second_opinion,
-        remedies.cpu_fallback,
+        last_remedies.again_after_progress,
+        last_remedies.cpu_fallback,
     ),
-    FailureKind.HOST_OOM: (remedies.fewer_workers, remedies.halve_batch),
-    FailureKind.WORKER_DEATH: (remedies.fewer_workers,),
+    FailureKind.HOST_OOM: (
+        remedies.fewer_workers,
+        remedies.halve_batch,
+        last_remedies.checkpoint_gradients,
+        last_remedies.again_after_progress,
+    ),
+    FailureKind.WORKER_DEATH: (remedies.fewer_workers, last_remedies.again_after_progress),
     FailureKind.DEVICE_FAULT: (
         remedies.without_expandable_segments,
         remedies.same_gpu_again,
         remedies.other_gpu,
         remedies.wait_for_other_gpu,
-        remedies.cpu_fallback,
+        last_remedies.cpu_fallback,
     ),
     FailureKind.DEVICE_UNAVAILABLE: (
         remedies.busy_gpu_again,
         remedies.other_gpu,
         remedies.wait_for_turn,
-        remedies.cpu_fallback,
+        last_remedies.cpu_fallback,
     ),
     FailureKind.COMM: (remedies.same_again,),
     FailureKind.INTERRUPTED: (remedies.killed_again,),
@@ -62,6 +70,7 @@ def first_attempt(settings: PolicySettings, gpus: Group) -> AttemptSpec:
         ranks=settings.ranks,
         batch_size=settings.batch_size,
         gradient_accumulation_steps=settings.gradient_accumulation_steps,
+        gradient_checkpointing=settings.gradient_checkpointing,
         num_workers=settings.num_workers,
         prefetch_factor=settings.prefetch_factor,
         expandable_segments=settings.expandable_segments,
@@ -81,6 +90,9 @@ def decide(
     A retry that has to wait for room carries in ``otherwise`` what to do if the wait is in vain.
     """
     context = FailureContext(settings, history, gpus, held)
+    ruled = by_users_rule(context)
+    if ruled is not None:
+        return ruled
     if context.failure.kind is FailureKind.DEVICE_FAULT:
         not_the_device = remedies.same_fault_elsewhere(context)
         if not_the_device is not None:

@@ -41,7 +41,7 @@ def room_taken_by_others(context: FailureContext) -> Retry | None:
         return None
     needed = context.attempt.outcome.gpu_free_before_bytes
     assert needed is not None
-    why = f"{_what_failed(context)}, but others took {taken // MIB} MiB of it meanwhile"
+    why = f"{what_failed(context)}, but others took {taken // MIB} MiB of it meanwhile"
     offers = [gpu for gpu in _untried(context) if gpu.free_bytes >= needed]
     group = exchanged(context.last.gpus, context.failed_gpus, offers)
     if group is not None:
@@ -64,7 +64,7 @@ def expandable_segments(context: FailureContext) -> Retry | None:
         return None
     unused = (context.evidence.reserved_unallocated_bytes or 0) // MIB
     reason = (
-        f"{_what_failed(context)} with {unused} MiB reserved but unused: fragmentation; same batch "
+        f"{what_failed(context)} with {unused} MiB reserved but unused: fragmentation; same batch "
         "with expandable segments"
     )
     return Retry(replace(last, expandable_segments=True), "expandable_segments", reason)
@@ -76,7 +76,7 @@ def fewer_workers(context: FailureContext) -> Retry | None:
     if last.num_workers == 0 or context.evidence.clue in (Clue.IMPORT, Clue.MODEL):
         return None
     workers, prefetch = last.num_workers // 2, max(last.prefetch_factor // 2, 1)
-    reason = f"{_what_failed(context)}: {last.num_workers} → {workers} data-loader workers"
+    reason = f"{what_failed(context)}: {last.num_workers} → {workers} data-loader workers"
     if workers and prefetch != last.prefetch_factor:
         reason += f", {last.prefetch_factor} → {prefetch} batches ahead"
     spec = replace(last, num_workers=workers, prefetch_factor=prefetch)
@@ -93,7 +93,7 @@ def halve_batch(context: FailureContext) -> Retry | None:
     is_last = context.smaller_batches_tried_here >= settings.max_retries
     if is_last and not settings.finds_batch_size:
         return None
-    return _halved(context, "halve_batch", f"{_what_failed(context)}: micro-batch ")
+    return halved(context, "halve_batch", f"{what_failed(context)}: micro-batch ")
 
 
 def halve_batch_on_request(context: FailureContext) -> Retry:
@@ -102,7 +102,7 @@ def halve_batch_on_request(context: FailureContext) -> Retry:
     if context.last.batch_size <= context.settings.min_batch_size:
         size = context.last.batch_size
         return Retry(context.last, action, f"{why}micro-batch {size} is the smallest already")
-    return _halved(context, action, f"{why}micro-batch ")
+    return halved(context, action, f"{why}micro-batch ")
 
 
 def switch_gpu(context: FailureContext) -> Retry | None:
@@ -118,12 +118,12 @@ def switch_gpu(context: FailureContext) -> Retry | None:
         return None
     offered = min(gpu.free_bytes for gpu in group)
     batch_size, accumulation = _size_that_should_fit(context, had=had, offered=offered)
-    spec = _sized(replace(context.last, gpus=group), batch_size, accumulation)
+    spec = sized(replace(context.last, gpus=group), batch_size, accumulation)
     reason = (
-        f"{_what_failed(context)} at micro-batch {context.last.batch_size}; {spec.device} has "
+        f"{what_failed(context)} at micro-batch {context.last.batch_size}; {spec.device} has "
         f"{offered // MIB} MiB free ({had // MIB} were free on {device_name(context.failed_gpus)})"
     )
-    return Retry(spec, "switch_gpu", reason, _effective_batch_warning(context.settings, spec))
+    return Retry(spec, "switch_gpu", reason, effective_batch_warning(context.settings, spec))
 
 
 def second_opinion(context: FailureContext) -> Retry | None:
@@ -140,7 +140,7 @@ def second_opinion(context: FailureContext) -> Retry | None:
     if not group:
         return None
     reason = (
-        f"{_what_failed(context)} at micro-batch {context.last.batch_size}: same size once on "
+        f"{what_failed(context)} at micro-batch {context.last.batch_size}: same size once on "
         f"{device_name(context.new_in(group))}, which has about as much memory free, before the CPU"
     )
     return Retry(replace(context.last, gpus=group), "switch_gpu", reason)
@@ -157,7 +157,7 @@ def without_expandable_segments(context: FailureContext) -> Retry | None:
     if not context.settings.may_use_expandable_segments or context.evidence.clue != Clue.DRIVER:
         return None
     reason = (
-        f"{_what_failed(context)} before the first step: the same again without expandable "
+        f"{what_failed(context)} before the first step: the same again without expandable "
         "segments, which this driver may not support"
     )
     return Retry(replace(last, expandable_segments=False), "no_expandable_segments", reason)
@@ -168,7 +168,7 @@ def same_gpu_again(context: FailureContext) -> Retry | None:
     if not context.gpus_are_available or context.faulty().intersection(uuids(context.failed_gpus)):
         return None
     where = device_name(context.failed_gpus)
-    reason = f"{_what_failed(context)}: a new process on {where}"
+    reason = f"{what_failed(context)}: a new process on {where}"
     return Retry(context.last, "retry", reason)
 
 
@@ -177,7 +177,7 @@ def other_gpu(context: FailureContext) -> Retry | None:
     group = exchanged(context.last.gpus, context.failed_gpus, _untried(context))
     if not group:
         return None
-    reason = f"{_what_failed(context)}: same batch on {device_name(context.new_in(group))}"
+    reason = f"{what_failed(context)}: same batch on {device_name(context.new_in(group))}"
     return Retry(replace(context.last, gpus=group), "switch_gpu", reason)
 
 
@@ -189,7 +189,7 @@ def wait_for_other_gpu(context: FailureContext) -> Retry | None:
         return None
     if not settings.may_wait or not settings.may_switch_gpu:
         return None
-    reason = f"{_what_failed(context)}: same batch on the next GPU that becomes free"
+    reason = f"{what_failed(context)}: same batch on the next GPU that becomes free"
     room = Room((), settings.min_gpu_memory_bytes, exclude=tuple(sorted(faulty)))
     return Retry(context.last, "wait", reason, room=room)
 
@@ -208,7 +208,7 @@ def wait_for_turn(context: FailureContext) -> Retry | None:
         return None
     if context.failures_without_progress > settings.max_retries:
         return None
-    what = _what_failed(context)
+    what = what_failed(context)
     reason = f"{what}, and somebody else has it: same batch on the next available GPU"
     room = Room(() if settings.may_switch_gpu else ours, settings.min_gpu_memory_bytes)
     return Retry(context.last, "wait", reason, room=room)
@@ -220,7 +220,7 @@ def same_again(context: FailureContext) -> Retry | None:
     if failures > context.settings.max_retries:
         return None
     pause = context.settings.retry_pause_seconds * 2 ** (failures - 1)
-    reason = f"{_what_failed(context)}: the same again in {pause:g} s"
+    reason = f"{what_failed(context)}: the same again in {pause:g} s"
     return Retry(context.last, "retry", reason, pause_seconds=pause)
 
 
@@ -231,22 +231,8 @@ def killed_again(context: FailureContext) -> Retry | None:
     if context.failures_without_progress > context.settings.max_retries:
         return None
     where = device_name(context.last.gpus)
-    reason = f"{_what_failed(context)}: the same again on {where} from the last checkpoint"
+    reason = f"{what_failed(context)}: the same again on {where} from the last checkpoint"
     return Retry(context.last, "retry", reason)
-
-
-def cpu_fallback(context: FailureContext) -> Retry | None:
-    """The CPU at the requested batch, once, where the user allows it."""
-    if not context.settings.allow_cpu_fallback or "cpu" in context.tried_devices:
-        return None
-    settings = context.settings.for_ranks(context.settings.cpu_ranks)
-    spec = replace(context.last, gpus=(), ranks=settings.ranks)
-    spec = _sized(spec, settings.batch_size, settings.gradient_accumulation_steps)
-    why = f"{_what_failed(context)} and no other GPU is available: on the CPU"
-    if context.failure.kind is FailureKind.DEVICE_OOM:
-        size = context.last.batch_size
-        why = f"{_what_failed(context)} at micro-batch {size} and no GPU has more to offer"
-    return Retry(spec, "cpu_fallback", why)
 
 
 def same_fault_elsewhere(context: FailureContext) -> str | None:
@@ -270,13 +256,14 @@ def same_fault_elsewhere(context: FailureContext) -> str | None:
 
 
 def _untried(context: FailureContext) -> list[GpuInfo]:
-    """GPUs that could be taken now and have had no attempt, best first."""
+    """GPUs that could be taken now and have had no attempt since progress, best first."""
     if not context.settings.may_switch_gpu:
         return []
+    left = context.tried_devices | context.faulty()
     return [
         gpu
         for gpu in context.gpus
-        if gpu.uuid not in context.tried_devices
+        if gpu.uuid not in left
         and gpu.unusable is None
         and gpu.free_bytes >= context.settings.min_gpu_memory_bytes
     ]
@@ -332,20 +319,23 @@ def _size_that_should_fit(context: FailureContext, *, had: int, offered: int) ->
     return largest_up_to(context.sizes, at_most)
 
 
-def _halved(context: FailureContext, action: str, why: str) -> Retry:
+def halved(context: FailureContext, action: str, why: str) -> Retry:
+    """Return the retry with the next smaller micro-batch; its reason begins with ``why``."""
     last = context.last
     batch_size, accumulation = next_smaller(context.sizes, last.batch_size)
-    spec = _sized(last, batch_size, accumulation)
+    spec = sized(last, batch_size, accumulation)
     before = last.gradient_accumulation_steps
     reason = f"{why}{last.batch_size} → {batch_size}, accumulation {before} → {accumulation}"
-    return Retry(spec, action, reason, _effective_batch_warning(context.settings, spec))
+    return Retry(spec, action, reason, effective_batch_warning(context.settings, spec))
 
 
-def _sized(spec: AttemptSpec, batch_size: int, accumulation: int) -> AttemptSpec:
+def sized(spec: AttemptSpec, batch_size: int, accumulation: int) -> AttemptSpec:
+    """Return ``spec`` with another split of the batch."""
     return replace(spec, batch_size=batch_size, gradient_accumulation_steps=accumulation)
 
 
-def _effective_batch_warning(settings: PolicySettings, spec: AttemptSpec) -> str | None:
+def effective_batch_warning(settings: PolicySettings, spec: AttemptSpec) -> str | None:
+    """Return a sentence where the effective batch is no longer the requested one."""
     wanted = settings.effective_batch_size
     if spec.effective_batch_size == wanted:
         return None
@@ -360,7 +350,8 @@ def _effective_batch_warning(settings: PolicySettings, spec: AttemptSpec) -> str
     )
 
 
-def _what_failed(context: FailureContext) -> str:
+def what_failed(context: FailureContext) -> str:
+    """Return what failed and where, for the beginning of a reason."""
     failure, device = context.failure, device_name(context.failed_gpus)
     rank = "" if failure.rank is None else f" (rank {failure.rank})"
     if failure.kind is FailureKind.DEVICE_OOM:

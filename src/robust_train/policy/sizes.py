@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from robust_train.values import RetryRule
+
 
 @dataclass(frozen=True)
 class PolicySettings:
@@ -33,6 +35,10 @@ class PolicySettings:
     finds_batch_size: bool = False
     reports_start: bool = False  # the trainer is known to report when training begins
     has_batch: bool = True  # the trainer is given a batch size
+    gradient_checkpointing: bool = False  # what the user asked for
+    # whether it may be turned on: the trainer heeds it, and the user allows it
+    may_checkpoint_gradients: bool = False
+    rules: tuple[RetryRule, ...] = ()  # the user's own, in order
 
     @property
     def effective_batch_size(self) -> int:

@@ -33,6 +33,7 @@ def started(spec: AttemptSpec, resume_checkpoint: Path | None) -> AttemptStarted
         num_workers=spec.num_workers,
         prefetch_factor=spec.prefetch_factor,
         expandable_segments=spec.expandable_segments,
+        gradient_checkpointing=spec.gradient_checkpointing,
         resume_checkpoint=None if resume_checkpoint is None else str(resume_checkpoint),
     )
 
@@ -51,6 +52,8 @@ def announce(number: int, spec: AttemptSpec, *, is_searched: bool = False) -> No
         return
     size = f"batch size {spec.batch_size} × accumulation {spec.gradient_accumulation_steps}"
     chosen = "batch size auto" if is_searched else size + by_processes(spec.ranks)
+    if spec.gradient_checkpointing:
+        chosen += ", gradient checkpointing"
     effective = spec.effective_batch_size
     log.info("attempt %d on %s: %s, effective batch size %d", number, where, chosen, effective)
 

@@ -13,11 +13,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from robust_train.errors import EXIT_FAILED, EXIT_NO_DEVICE, JobInterrupted
+from robust_train.errors import (
+    EXIT_BAD_CONFIG,
+    EXIT_FAILED,
+    EXIT_NO_DEVICE,
+    ConfigError,
+    JobInterrupted,
+)
 from robust_train.events import AttemptStarted, Event, Json
 from robust_train.gpu.processes import user_name
 from robust_train.queue.wait import WaitStatus
 from robust_train.runfolder import detach, runs
+from robust_train.runfolder.identity import count_launch
 from robust_train.runfolder.lock import RunLock
 from robust_train.runfolder.notify import Notifier, NotifySettings
 from robust_train.runfolder.provenance import Provenance
@@ -83,6 +90,7 @@ class RunFolder:
         where = (str(run_dir), os.getpid(), socket.gethostname(), user_name(os.geteuid()))
         state = RunState(job_id, name, *where, now, now, resume_command=resume_command)
         self._file = StateFile(run_dir, state)
+        self._is_counted = self._was_asked_to_stop = False
         self._next_poll = 0.0
 
     @property
@@ -118,6 +126,8 @@ class RunFolder:
             if isinstance(error, KeyboardInterrupt):
                 interruption = JobInterrupted(self._signals.received or signal.SIGINT)
                 self.ended("interrupted", str(interruption), interruption.exit_code)
+            elif isinstance(error, ConfigError):
+                self.ended("failed", str(error), error.exit_code)
             else:
                 self.ended("failed", f"{type(error).__name__}: {error}")
         for request in (*find_requests(self._run_dir, TAKEN), *find_requests(self._run_dir)):
@@ -170,7 +180,10 @@ class RunFolder:
         self._change(state="starting", waiting=None)
 
     def attempt_starts(self, number: int, started: AttemptStarted) -> None:
-        """Attempt ``number`` starts."""
+        """Attempt ``number`` starts; with the first one the launch counts."""
+        if not self._is_counted:
+            self._is_counted = True
+            count_launch(self._run_dir, 1)
         self._update(lambda state: with_attempt(state, number, started))
         self._detach()
 
@@ -191,7 +204,18 @@ class RunFolder:
     def ended(self, status: str, reason: str | None, exit_code: int | None = None) -> None:
         """The job has ended; ``status`` and ``reason`` as ``summary.json`` has them."""
         code = _EXIT_CODES.get(status) if exit_code is None else exit_code
+        if self._is_counted and (code == EXIT_BAD_CONFIG or self._is_users_stop(status)):
+            self._is_counted = False
+            count_launch(self._run_dir, -1)
         self._change(state=status, reason=reason, exit_code=code, waiting=None)
+
+    def _is_users_stop(self, status: str) -> bool:
+        """Whether a person has ended the job, by all that is known, and not a scheduler."""
+        sweep, signum = self._sweep_folder, self._signals.received
+        if status != "interrupted":
+            return False
+        is_asked = self._was_asked_to_stop or (sweep is not None and sweep_stop_requested(sweep))
+        return is_asked or signum in (None, signal.SIGINT, signal.SIGHUP)
 
     def _detach(self) -> None:
         state = self.state
@@ -223,7 +247,7 @@ class RunFolder:
         if problem is not None:
             request.answer({"error": problem})
             return
-        before = self.state.state
+        before, self._was_asked_to_stop = self.state.state, True
         self._change(state="stopping")
         answer = {"before": before, "after": "stopping", "signal": "SIGTERM", "exit_code": 143}
         request.answer({"answer": answer})

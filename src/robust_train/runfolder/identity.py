@@ -13,16 +13,18 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from robust_train.errors import ConfigError
+from robust_train.errors import ConfigError, NoProgress
 from robust_train.events import from_json
 from robust_train.files import replacing, sync
+from robust_train.readable import shortened
 from robust_train.runfolder.journal import read_earlier
-from robust_train.runfolder.manifests import newest_checkpoint, read_manifests
+from robust_train.runfolder.manifests import Manifest, newest_checkpoint, read_manifests
+from robust_train.runfolder.summary import read_summary
 
 log = logging.getLogger("robust_train")
 
@@ -41,6 +43,10 @@ class Identity:
     started: float
     completed: float | None = None
     cleared: bool = True
+    # in a row, that began an attempt and saved no checkpoint beyond `reached`
+    launches: int = 0
+    # step of the newest checkpoint when the last launch began, or time of one without a step
+    reached: float | None = None
 
 
 @dataclass(frozen=True)
@@ -73,12 +79,13 @@ def wait_until_readable(read: Callable[[], T], *, sleep: Callable[[float], None]
         sleep(pause)
 
 
-def begin_job(run_dir: Path, *, resume: bool) -> Beginning:
+def begin_job(run_dir: Path, *, resume: bool, max_launches: int = 0) -> Beginning:
     """Find out where a launch in ``run_dir`` begins, and write ``job.json``; ``resume``: go on with
     the unfinished job of the folder, if there is one.
 
     Raises:
         ConfigError: something of the folder cannot be read or written, also after a while.
+        NoProgress: the last ``max_launches`` have saved no new checkpoint; 0: whatever they did.
     """
     folder = run_dir / "checkpoints"
     earlier = wait_until_readable(lambda: read_earlier(run_dir / "journal.jsonl"))
@@ -91,11 +98,35 @@ def begin_job(run_dir: Path, *, resume: bool) -> Beginning:
                 sync(parent)
     if not job.cleared:
         _set_aside(folder)
-        _write(run_dir, replace(job, cleared=True))
-    checkpoint = resume_from(run_dir, job.id)
+        job = replace(job, cleared=True)
+        _write(run_dir, job)
     known = wait_until_readable(lambda: read_manifests(folder))
+    _check_progress(run_dir, job, known, max_launches)
+    checkpoint = resume_from(run_dir, job.id)
     numbers = [manifest.attempt for manifest in known]
     return Beginning(job.id, max(earlier.attempts, *numbers, 0), earlier.found, checkpoint)
+
+
+def _check_progress(
+    run_dir: Path, job: Identity, known: Sequence[Manifest], max_launches: int
+) -> None:
+    """Begin to count launches anew after a new checkpoint, or where they may be any number."""
+    own = [manifest for manifest in known if manifest.job == job.id]
+    newest = max(own, key=lambda one: one.order, default=None)
+    reached = None
+    if newest is not None:
+        reached = newest.time if newest.step is None else float(newest.step)
+    if reached != job.reached or not max_launches:
+        if job.launches or reached != job.reached:
+            _write(run_dir, replace(job, launches=0, reached=reached))
+    elif job.launches >= max_launches:
+        last = read_summary(run_dir)
+        reason = None if last is None else last.reason
+        why = f" (the last: {shortened(reason, 160)})" if reason else ""
+        raise NoProgress(
+            f"{job.launches} launches in a row have saved no new checkpoint in {run_dir}{why}; "
+            "nothing was started: mend the cause and repeat the command with max_launches=0"
+        )
 
 
 def resume_from(
@@ -121,10 +152,19 @@ def resume_from(
 
 def complete_job(run_dir: Path) -> None:
     """Record that the job has completed: the next launch in its folder begins a new one."""
+    _change(run_dir, lambda job: replace(job, completed=time.time()))
+
+
+def count_launch(run_dir: Path, by: int) -> None:
+    """Count a launch that begins its first attempt, or (-1) one that is not to count after all."""
+    _change(run_dir, lambda job: replace(job, launches=max(job.launches + by, 0)))
+
+
+def _change(run_dir: Path, change: Callable[[Identity], Identity]) -> None:
     try:
         identity = read_identity(run_dir)
         if identity is not None:
-            _write(run_dir, replace(identity, completed=time.time()))
+            _write(run_dir, change(identity))
     except (OSError, ConfigError) as error:
         log.warning("%s", error)
 

@@ -30,6 +30,7 @@ class ScriptValues:
     run_dir: str  # the job's run folder
     checkpoint_every_minutes: str = "auto"  # longest time without a checkpoint, or `auto`
     checkpoint_every_steps: int = 0  # most optimizer steps without one; 0: any number
+    gradient_checkpointing: str = "false"  # `true`: recompute activations to save memory
 
     def fill(self, text: str) -> str:
         """Replace the placeholders in ``text``; other braces (JSON, shell) stay as they are.

@@ -173,6 +173,7 @@ def _values(cfg: DictConfig, run: Run, checkpoint: Path | None = None) -> Script
         run_dir=str(run.run_dir),
         checkpoint_every_minutes=str(training.get("checkpoint_every_minutes") or AUTO),
         checkpoint_every_steps=training.get("checkpoint_every_steps") or 0,
+        gradient_checkpointing=str(bool(training.get("gradient_checkpointing"))).lower(),
     )
 
 

@@ -181,9 +181,9 @@ def job_ended(
         _current.ended(status, exit_code, reason=reason, objective=objective)
 
 
-def job_refused(reason: str) -> None:
-    """Record that the job's configuration cannot be used."""
-    job_ended(REFUSED, 2, reason=reason)
+def job_refused(reason: str, exit_code: int) -> None:
+    """Record that the job's configuration cannot be used, or that it is not started again."""
+    job_ended(REFUSED, exit_code, reason=reason)
 
 
 def job_interrupted(error: BaseException, exit_code: int) -> None:

@@ -1,0 +1,104 @@
+"""Launches of a run folder that bring no new checkpoint: counted, and in the end refused."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from live_folder import open_folder
+
+from robust_train.errors import ConfigError, NoProgress
+from robust_train.events import AttemptStarted
+from robust_train.runfolder.identity import begin_job, complete_job, count_launch
+from robust_train.runfolder.manifests import record_checkpoint
+from robust_train.runfolder.requests import REQUESTS
+
+
+def launch(run_dir: Path, *, saves: int | None = None, most: int = 3) -> str:
+    """A launch that begins an attempt; ``saves``: the step of the checkpoint that it saves."""
+    job = begin_job(run_dir, resume=True, max_launches=most).job
+    count_launch(run_dir, 1)
+    if saves is not None:
+        path = run_dir / "checkpoints" / "last.pt"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(str(saves))
+        record_checkpoint(path.parent, path, job=job, attempt=1, step=saves, seconds=None)
+    return job
+
+
+def launches(run_dir: Path) -> int:
+    return json.loads((run_dir / "job.json").read_text())["launches"]
+
+
+def test_after_three_launches_in_a_row_without_a_new_checkpoint_the_next_is_refused(tmp_path: Path):
+    launch(tmp_path, saves=5)
+    for saves in (None, 5, None):  # the same step again is no progress
+        launch(tmp_path, saves=saves)
+    content = {"schema": 2, "status": "failed", "reason": "ValueError: a bug", "attempts": []}
+    (tmp_path / "summary.json").write_text(json.dumps(content))
+    for _ in range(2):
+        with pytest.raises(NoProgress) as refused:
+            launch(tmp_path)
+        assert refused.value.exit_code == 76
+    message = str(refused.value)
+    assert "3 launches in a row" in message
+    assert "ValueError: a bug" in message
+    assert "max_launches=0" in message
+    assert "\n" not in message
+    launch(tmp_path, most=0)
+    assert launches(tmp_path) == 1, "counted anew"
+
+
+def test_a_new_checkpoint_or_a_completed_job_begins_the_count_anew(tmp_path: Path):
+    first = launch(tmp_path)
+    launch(tmp_path)
+    launch(tmp_path, saves=5)
+    for _ in range(3):
+        assert launch(tmp_path) == first
+    complete_job(tmp_path)
+    assert launch(tmp_path) != first
+    assert launches(tmp_path) == 1
+
+
+def test_a_job_file_of_an_earlier_version_has_had_no_launch(tmp_path: Path):
+    (tmp_path / "job.json").write_text(json.dumps({"id": "a", "started": 1.0}))
+    assert launch(tmp_path, most=1) == "a"
+
+
+@pytest.mark.parametrize(
+    ("how", "counts"),
+    [
+        (signal.SIGINT, 0),
+        (signal.SIGHUP, 0),
+        ("run stop", 0),
+        (ConfigError("refused by the trainer"), 0),
+        (signal.SIGTERM, 1),  # preempted
+        (signal.SIGUSR1, 1),
+        ("failed", 1),
+        (RuntimeError("in the launcher"), 1),
+    ],
+    ids=str,
+)
+def test_who_ended_a_launch_decides_whether_it_counts(tmp_path: Path, how: object, counts: int):
+    begin_job(tmp_path, resume=True)
+    ends = (KeyboardInterrupt, ConfigError, RuntimeError)
+    with contextlib.suppress(*ends), open_folder(tmp_path) as folder:
+        for number in (1, 2):
+            folder.attempt_starts(number, AttemptStarted("cpu"))
+        assert launches(tmp_path) == 1
+        if isinstance(how, signal.Signals):
+            os.kill(os.getpid(), how)
+        elif isinstance(how, Exception):
+            raise how
+        elif how == "failed":
+            folder.ended("failed", "a reason")
+        else:
+            request = tmp_path / REQUESTS / "1.json"
+            request.write_text('{"verb": "stop", "options": {}}')
+            while True:
+                folder.tick()
+    assert launches(tmp_path) == counts

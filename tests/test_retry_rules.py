@@ -1,0 +1,151 @@
+"""``retry.rules``: the user's own rules, before the remedies."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from robust_train.config.retry_rules import retry_rules
+from robust_train.config.schema import complete
+from robust_train.errors import ConfigError
+from robust_train.policy.decide import decide, first_attempt
+from robust_train.policy.rules import with_gpu_at_fault
+from robust_train.policy.sizes import PolicySettings
+from robust_train.policy.unhealthy import excluded_after
+from robust_train.values import (
+    GIB,
+    Attempt,
+    Decision,
+    Failure,
+    FailureKind,
+    GiveUp,
+    GpuInfo,
+    Outcome,
+    Retry,
+    RetryRule,
+)
+
+GPUS = tuple(
+    GpuInfo(f"GPU-{i}", "A100", i, f"0000:0{i}:00.0", 80 * GIB, 20 * GIB, 0) for i in range(2)
+)
+
+
+def settings_with(*rules: RetryRule) -> PolicySettings:
+    return PolicySettings(batch_size=64, min_batch_size=16, rules=rules)
+
+
+def failed(settings: PolicySettings, **outcome: object) -> Attempt:
+    kind = outcome.pop("kind", FailureKind.BUG)
+    failure = Failure(kind, "ValueError: the loss is nan")
+    return Attempt(first_attempt(settings, GPUS[:1]), Outcome(failure, **outcome))
+
+
+def decided(settings: PolicySettings, *history: Attempt) -> Decision:
+    return decide(settings, history, GPUS)
+
+
+def test_a_bug_that_the_user_knows_is_tried_again_so_often_without_progress():
+    settings = settings_with(RetryRule("retry", message="loss is nan", times=2))
+    attempt = failed(settings, end_step=5)
+    pauses = []
+    for tries in (1, 2):
+        retry = decided(settings, *[attempt] * tries)
+        assert isinstance(retry, Retry)
+        assert (retry.action, retry.spec) == ("retry", attempt.spec)
+        assert f"retry.rules[0] ({tries} of 2)" in retry.reason
+        pauses.append(retry.pause_seconds)
+    assert pauses == [10, 20]
+    assert isinstance(decided(settings, *[attempt] * 3), GiveUp)
+    further = replace(attempt, outcome=replace(attempt.outcome, saved_step=4, saves=1))
+    assert isinstance(decided(settings, attempt, attempt, further), Retry)
+
+
+@pytest.mark.parametrize(
+    ("rule", "outcome"),
+    [
+        (RetryRule("stop", exit_code=7), {"exit_code": 7}),
+        (
+            RetryRule("stop", message=r"^Xid \(PCI.*\): 79"),
+            {"output": "a\nXid (PCI:1): 79, gone\nb"},
+        ),
+        (RetryRule("stop", message="in the reader"), {"traceback": "File x, in the reader"}),
+        (RetryRule("stop", exception="OSError"), {"exceptions": ("a.Lost", "builtins.OSError")}),
+        (RetryRule("stop", exception="a.Lost"), {"exceptions": ("a.Lost", "builtins.OSError")}),
+        (RetryRule("stop", exit_code=7, message="nan"), {"exit_code": 7}),
+    ],
+)
+def test_a_rule_fits_by_all_that_it_names(rule: RetryRule, outcome: dict[str, object]):
+    settings = settings_with(rule)
+    memory = {"kind": FailureKind.DEVICE_OOM, "end_step": 3}
+    decision = decided(settings, failed(settings, **memory, **outcome))
+    assert isinstance(decision, GiveUp)
+    assert decision.reason.endswith("retry.rules[0]: stop")
+    other = {name: (0 if name == "exit_code" else type(value)()) for name, value in outcome.items()}
+    retry = decided(settings, failed(settings, **memory, **other))
+    assert isinstance(retry, Retry)
+    assert retry.action == "halve_batch"
+
+
+def test_a_smaller_batch_down_to_the_smallest_and_then_the_next_rule():
+    settings = settings_with(
+        RetryRule("smaller_batch", exit_code=9), RetryRule("retry", message="nan")
+    )
+    attempt = failed(settings, exit_code=9)
+    retry = decided(settings, attempt)
+    assert isinstance(retry, Retry)
+    assert (retry.action, retry.spec.batch_size) == ("halve_batch", 32)
+    assert retry.spec.effective_batch_size == 64
+    at_least = replace(attempt, spec=replace(attempt.spec, batch_size=16))
+    assert "retry.rules[1]" in decided(settings, at_least).reason
+
+
+def test_a_gpu_that_the_user_blames_is_excluded_and_left_like_one_whose_hardware_failed():
+    settings = settings_with(RetryRule("exclude_gpu", message="nan", times=1))
+    attempt = with_gpu_at_fault(settings, (), failed(settings, end_step=3))
+    assert set(excluded_after(attempt.outcome.failure, GPUS[:1], (1,))) == {"GPU-0"}
+    retry = decided(settings, attempt)
+    assert isinstance(retry, Retry)
+    assert (retry.action, retry.spec.device) == ("switch_gpu", "cuda:1")
+    assert "retry.rules[0] (1 of 1): exclude_gpu" in retry.reason
+    second = failed(settings, end_step=4)
+    assert with_gpu_at_fault(settings, (attempt,), second) == second, "once was wanted"
+    on_cpu = replace(second, spec=first_attempt(settings, ()))
+    assert with_gpu_at_fault(settings, (), on_cpu) == on_cpu
+
+
+def test_what_was_stopped_on_request_is_no_failure():
+    settings = settings_with(RetryRule("exclude_gpu", message="."))
+    attempt = failed(settings, stopped_for="halve_batch")
+    assert with_gpu_at_fault(settings, (), attempt) == attempt
+
+
+@pytest.mark.parametrize(
+    ("rule", "words"),
+    [
+        ({"mesage": "x", "then": "retry"}, ["retry.rules[0].mesage", "did you mean message?"]),
+        ({"exception": "X"}, ["retry.rules[0].then", "retry, stop, exclude_gpu, smaller_batch"]),
+        ({"exception": "X", "then": "retri"}, ["then=retri", "did you mean retry?"]),
+        ({"then": "retry"}, ["retry.rules[0]", "exit_code, message, exception"]),
+        ({"message": "a(", "then": "stop"}, ["retry.rules[0].message=a(", "unterminated"]),
+        ({"message": 3, "then": "stop"}, ["retry.rules[0].message=3", "string"]),
+        ({"exception": "X", "then": "retry", "times": 0}, ["retry.rules[0].times=0", "1 or more"]),
+        ({"exception": "X", "then": "stop", "times": 2}, ["retry.rules[0].times", "then=stop"]),
+        ({"exit_code": 1, "then": "stop"}, ["retry.rules[0].exit_code", "use exception"]),
+        ("retry", ["retry.rules[0]=retry", "mapping"]),
+    ],
+)
+def test_a_rule_that_cannot_be_used_is_refused_in_a_line(rule: object, words: list[str]):
+    with pytest.raises(ConfigError) as refused:
+        retry_rules(complete({"retry": {"rules": [rule]}}), is_script=False)
+    assert "\n" not in str(refused.value)
+    for word in words:
+        assert word in str(refused.value)
+
+
+def test_a_script_has_exit_codes_and_no_exceptions():
+    rules = complete({"retry": {"rules": [{"exit_code": 7, "then": "retry", "times": 5}]}})
+    assert retry_rules(rules, is_script=True) == (RetryRule("retry", exit_code=7, times=5),)
+    for rule in ({"exception": "X", "then": "stop"}, {"exit_code": 256, "then": "stop"}):
+        with pytest.raises(ConfigError, match=r"retry.rules\[0\].ex"):
+            retry_rules(complete({"retry": {"rules": [rule]}}), is_script=True)
