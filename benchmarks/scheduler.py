@@ -21,7 +21,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from robust_train.queue import scheduler
-from robust_train.queue.scheduler import GpuReservation, WaitingJob, plan
+from robust_train.queue.order import GpuReservation, WaitingJob
+from robust_train.queue.scheduler import plan
 from robust_train.values import MIB, GpuInfo
 
 TOTAL = 40000

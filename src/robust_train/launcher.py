@@ -309,7 +309,13 @@ class Job:
             search=search,
         )
         hold = (*self.devices.hold, *self.folder.hold)
-        outcome = self.executor.run(request, self._on_event, hold=hold, tick=self.folder.tick)
+
+        def tick() -> None:
+            self.folder.tick()
+            if own_process:
+                self.devices.tick()
+
+        outcome = self.executor.run(request, self._on_event, hold=hold, tick=tick)
         # in this process its memory does not come back
         free_after = self.devices.ended(spec.gpus, outcome, free_before if own_process else ())
         trainer = (spec.num_workers, self.settings.is_script, self.policy.reports_start)

@@ -193,6 +193,7 @@ def test_a_running_job_keeps_its_own_gpus_while_somebody_holds_the_queue_lock(
     fcntl.flock(registry.directory.fd, fcntl.LOCK_EX)
     assert job.open_gpus() == (A,), "or its next attempt would run on the CPU"
     fcntl.flock(registry.directory.fd, fcntl.LOCK_UN)
+    monkeypatch.undo()
     job.release()
 
 

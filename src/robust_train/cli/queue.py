@@ -17,12 +17,15 @@ from robust_train.events import Json
 from robust_train.gpu.inventory import read_inventory
 from robust_train.gpu.processes import send_signal, user_name
 from robust_train.queue.exclusions import mark_excluded, read_exclusions
+from robust_train.queue.order import why_overtaken
 from robust_train.queue.queue_dir import QueueProblem, directory_for
 from robust_train.queue.queued_job import as_waiting, split
 from robust_train.queue.reasons import describe, why_waiting
 from robust_train.queue.records import JobRecord, JobState, printable
 from robust_train.queue.reservations import JobRegistry, LiveJob, RegistryBusy, boottime
+from robust_train.queue.rules import read_rules, running
 from robust_train.queue.scheduler import plan
+from robust_train.queue.usage import read_usage, recent_hours, week_hours
 from robust_train.readable import as_clock, shortened
 from robust_train.runfolder.runs import find_live_runs
 from robust_train.values import MIB, GpuInfo
@@ -46,6 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_json()
     parser.add_argument("--verbose", action="store_true", help="who has how much of each GPU")
+    parser.add_argument("--usage", action="store_true", help="GPU-hours by user, of seven days")
     parser.add_argument("--dir", help="the queue directory, as gpu_queue_dir")
     commands = parser.add_subparsers(dest="command")
     cancel = commands.add_parser("cancel", help="ask one of your own jobs to stop (SIGTERM)")
@@ -61,6 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = [] if registry is None else _living(registry)
         if arguments.command == "cancel":
             return _cancel(found, arguments.id)
+        if arguments.usage:
+            return _show_usage(registry, found, as_json=arguments.json)
         jobs, gpus = ([], []) if registry is None or not found else _describe(registry, found)
         excluded = [] if registry is None else read_exclusions(registry.directory)
     finally:
@@ -76,6 +82,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(_nobody(path))
     now = boottime()
     lines = [f"job {job['id']}: {job['reason']}" for job in jobs if job["reason"]]
+    lines += [
+        f"job {job['id']}: GPU {gpu['index']} has been idle for {as_clock(gpu['idle_seconds'])}"
+        for job in jobs
+        for gpu in job.get("gpus", ())
+        if gpu["idle_seconds"] is not None
+    ]
     lines += gpus if arguments.verbose else ()
     lines += [f"{item.uuid}: {item.sentence(now)}" for item in excluded]
     for line in lines:
@@ -115,27 +127,57 @@ def _describe(
         print(f"warning: {inventory.problem}", file=sys.stderr)
     gpus = mark_excluded(inventory.gpus, read_exclusions(registry.directory))
     waiting, reservations = split(found)
-    queue = [job.id for job in sorted(waiting, key=lambda job: job.order)]
+    rules = read_rules(registry.directory, found)
     now = boottime()
-    decided = plan(waiting, reservations, gpus, now)
+    decided = plan(waiting, reservations, gpus, now, rules)
     jobs: list[dict[str, Json]] = []
     for job in found:
         record = job.record
         if record is None:
-            why = "its record cannot be read, so it may have any GPU"
-            about = {"owner_uid": job.owner, "reason": why}
+            shut = "its record cannot be read, so it may have any GPU"
+            about = {"owner_uid": job.owner, "reason": shut}
             jobs.append({"id": job.id, "state": "unreadable", **about})
             continue
         position = reason = None
         if record.state is JobState.WAITING:
-            position = queue.index(record.id) + 1
-            me = as_waiting(record)
+            me = as_waiting(record, job.owner)
+            position = decided.order.index(me) + 1
             reason = why_waiting(me, reservations, gpus, decided)
             if record.id in decided.groups:
                 reason = "a GPU is free for it"
+            elif why := why_overtaken(me, decided.order, reservations, rules):
+                reason = f"{why}; {reason}"
         about = _as_json(record, now, gpus)
         jobs.append(about | {"position": position, "reason": reason})
+    jobs.sort(key=lambda job: job.get("position") or 0)
     return jobs, describe(reservations, gpus)
+
+
+def _show_usage(registry: JobRegistry | None, found: Sequence[LiveJob], *, as_json: bool) -> int:
+    """Print how much GPU time each user had, most first."""
+    now, jobs = boottime(), running(found)
+    usage = {} if registry is None else read_usage(registry.directory, jobs, now)
+    users: list[dict[str, Json]] = [
+        {
+            "uid": uid,
+            "user": user_name(uid),
+            "gpus": len({gpu for owner, record in jobs if owner == uid for gpu in record.gpus}),
+            "recent_gpu_hours": round(recent_hours(hours, now), 2),
+            "gpu_hours": round(week_hours(hours, now), 2),
+        }
+        for uid, hours in usage.items()
+    ]
+    users.sort(key=lambda user: (-user["gpu_hours"], user["uid"]))
+    days = min(now / 86400, 7.0)
+    if as_json:
+        print_json({"days": round(days, 3), "users": users})
+    elif users:
+        columns = ("user", "GPUs now", "GPU-hours lately", f"GPU-hours in {days:.1f} days")
+        rows = [[str(value) for key, value in user.items() if key != "uid"] for user in users]
+        print_table(columns, rows, frozenset(columns[1:]))
+    else:
+        print("nobody has used a GPU through the queue in the last seven days")
+    return 0
 
 
 def _as_json(record: JobRecord, now: float, gpus: Sequence[GpuInfo]) -> dict[str, Json]:
@@ -152,7 +194,12 @@ def _as_json(record: JobRecord, now: float, gpus: Sequence[GpuInfo]) -> dict[str
         "num_gpus": record.count,
         "jobs_per_device": record.jobs_per_device,
         "gpus": [
-            {"uuid": uuid, "index": indexes.get(uuid), "taken_bytes": taken_bytes}
+            {
+                "uuid": uuid,
+                "index": indexes.get(uuid),
+                "taken_bytes": taken_bytes,
+                "idle_seconds": record.idle().get(uuid),
+            }
             for uuid, taken_bytes in zip(record.gpus, record.taken_bytes, strict=True)
         ],
         "seconds_in_state": round(max(now - record.since, 0.0), 1),
