@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.command == "cancel":
             return _cancel(found, arguments.id)
         if arguments.usage:
-            return _show_usage(registry, found, as_json=arguments.json)
+            return _print_usage(_usage(registry, found), as_json=arguments.json)
         jobs, gpus = ([], []) if registry is None or not found else _describe(registry, found)
         excluded = [] if registry is None else read_exclusions(registry.directory)
     finally:
@@ -82,12 +82,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(_nobody(path))
     now = boottime()
     lines = [f"job {job['id']}: {job['reason']}" for job in jobs if job["reason"]]
-    lines += [
-        f"job {job['id']}: GPU {gpu['index']} has been idle for {as_clock(gpu['idle_seconds'])}"
-        for job in jobs
-        for gpu in job.get("gpus", ())
-        if gpu["idle_seconds"] is not None
-    ]
     lines += gpus if arguments.verbose else ()
     lines += [f"{item.uuid}: {item.sentence(now)}" for item in excluded]
     for line in lines:
@@ -147,14 +141,16 @@ def _describe(
                 reason = "a GPU is free for it"
             elif why := why_overtaken(me, decided.order, reservations, rules):
                 reason = f"{why}; {reason}"
+        elif idle := record.idle():
+            reason = f"{len(idle)} of its GPUs idle for {as_clock(max(idle.values()))}"
         about = _as_json(record, now, gpus)
         jobs.append(about | {"position": position, "reason": reason})
     jobs.sort(key=lambda job: job.get("position") or 0)
     return jobs, describe(reservations, gpus)
 
 
-def _show_usage(registry: JobRegistry | None, found: Sequence[LiveJob], *, as_json: bool) -> int:
-    """Print how much GPU time each user had, most first."""
+def _usage(registry: JobRegistry | None, found: Sequence[LiveJob]) -> list[dict[str, Json]]:
+    """Return how much GPU time each user had, most first."""
     now, jobs = boottime(), running(found)
     usage = {} if registry is None else read_usage(registry.directory, jobs, now)
     users: list[dict[str, Json]] = [
@@ -162,21 +158,23 @@ def _show_usage(registry: JobRegistry | None, found: Sequence[LiveJob], *, as_js
             "uid": uid,
             "user": user_name(uid),
             "gpus": len({gpu for owner, record in jobs if owner == uid for gpu in record.gpus}),
-            "recent_gpu_hours": round(recent_hours(hours, now), 2),
+            "recent_gpu_hours": recent_hours(hours, now),
             "gpu_hours": round(week_hours(hours, now), 2),
         }
         for uid, hours in usage.items()
     ]
-    users.sort(key=lambda user: (-user["gpu_hours"], user["uid"]))
-    days = min(now / 86400, 7.0)
+    return sorted(users, key=lambda user: (-user["gpu_hours"], user["uid"]))
+
+
+def _print_usage(users: list[dict[str, Json]], *, as_json: bool) -> int:
+    columns = ("user", "GPUs now", "GPU-hours, recent", "GPU-hours, 7 days")
+    rows = [[str(value) for key, value in user.items() if key != "uid"] for user in users]
     if as_json:
-        print_json({"days": round(days, 3), "users": users})
-    elif users:
-        columns = ("user", "GPUs now", "GPU-hours lately", f"GPU-hours in {days:.1f} days")
-        rows = [[str(value) for key, value in user.items() if key != "uid"] for user in users]
-        print_table(columns, rows, frozenset(columns[1:]))
+        print_json({"users": users})
+    elif rows:
+        print_table(columns, rows, columns[1:])
     else:
-        print("nobody has used a GPU through the queue in the last seven days")
+        print("nobody has had a GPU through the queue since this machine was started")
     return 0
 
 
@@ -194,12 +192,8 @@ def _as_json(record: JobRecord, now: float, gpus: Sequence[GpuInfo]) -> dict[str
         "num_gpus": record.count,
         "jobs_per_device": record.jobs_per_device,
         "gpus": [
-            {
-                "uuid": uuid,
-                "index": indexes.get(uuid),
-                "taken_bytes": taken_bytes,
-                "idle_seconds": record.idle().get(uuid),
-            }
+            {"uuid": uuid, "index": indexes.get(uuid), "taken_bytes": taken_bytes}
+            | {"idle_seconds": record.idle().get(uuid)}
             for uuid, taken_bytes in zip(record.gpus, record.taken_bytes, strict=True)
         ],
         "seconds_in_state": round(max(now - record.since, 0.0), 1),

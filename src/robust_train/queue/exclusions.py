@@ -6,16 +6,14 @@ nobody's file can exclude a GPU for ever.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from robust_train.gpu.processes import user_name
-from robust_train.queue.queue_dir import QueueDir, QueueProblem, open_queue_dir
+from robust_train.queue.queue_dir import QueueDir
 from robust_train.queue.records import printable
 from robust_train.queue.reservations import boottime
 from robust_train.values import GpuInfo
@@ -57,15 +55,6 @@ def read_exclusions(directory: QueueDir) -> list[Exclusion]:
         if 0 <= now - since < SECONDS:  # and not so for NaN
             found.append(Exclusion(name.split(".")[1], reason, since, user_name(status.st_uid)))
     return found
-
-
-def exclusions_at(path: Path) -> list[Exclusion]:
-    """Return the GPUs excluded by the queue directory at ``path``; none if it cannot be used."""
-    with contextlib.suppress(QueueProblem):
-        if path.exists():
-            with contextlib.closing(open_queue_dir(path)) as directory:
-                return read_exclusions(directory)
-    return []
 
 
 def exclude(directory: QueueDir, uuid: str, reason: str) -> bool:

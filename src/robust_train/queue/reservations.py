@@ -192,6 +192,19 @@ class JobRegistry:
         return Reservation(self, replace(record, ticket=ticket, queued_at=now, since=now))
 
 
+@contextlib.contextmanager
+def existing_registry(path: Path) -> Iterator[JobRegistry | None]:
+    """Open the jobs of the queue directory at ``path``; None if it cannot be used."""
+    registry = None
+    with contextlib.suppress(QueueProblem):
+        registry = JobRegistry(path) if path.exists() else None
+    try:
+        yield registry
+    finally:
+        if registry is not None:
+            registry.close()
+
+
 class Reservation:
     """This job's own record file: its queue position, and later its reservation on its GPUs.
 

@@ -52,7 +52,7 @@ def add_usage(directory: QueueDir, record: JobRecord, until: float) -> None:
             hours = dict(_decode(read_small(fd, LIMIT_BYTES)))
             _add(hours, _uncharged(record, until).items())
             kept = [(hour, round(hours[hour], 1)) for hour in sorted(hours)[-WEEK:]]
-            os.pwrite(fd, sealed(kept), 0)
+            os.ftruncate(fd, os.pwrite(fd, sealed(kept), 0))
         finally:
             os.close(fd)
 
