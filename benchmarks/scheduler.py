@@ -7,6 +7,11 @@ comparison. Utilisation is claimed memory × time over the memory of the machine
 arrival; the packing bound is what the jobs could use at most, were memory one pool. Three rounds:
 one job a GPU, up to eight, and one a GPU where every fourth job needs 2, 4 or 8 GPUs at once.
 
+Then a small user beside a big one on 8 GPUs, over 20 random days: waits with the fair order and
+first come, first served. The big one starts a sweep of 64 jobs (half an hour to eight hours each)
+in the morning; the small one a job of about an hour every two hours, and in a second round one of
+four GPUs. ``--users`` runs this part alone.
+
 Run: python benchmarks/scheduler.py [--jobs 10000] [--gpus 512] [--load 1.1] [--doubles-every 300]
 """
 
@@ -21,7 +26,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from robust_train.queue import scheduler
-from robust_train.queue.scheduler import GpuReservation, WaitingJob, plan
+from robust_train.queue.order import GpuReservation, QueueRules, WaitingJob
+from robust_train.queue.scheduler import plan
+from robust_train.queue.usage import recent_hours
 from robust_train.values import MIB, GpuInfo
 
 TOTAL = 40000
@@ -36,6 +43,7 @@ class Job:
     need: int
     seconds: float
     count: int = 1
+    user: int = 0
 
     @property
     def memory(self) -> int:
@@ -141,6 +149,104 @@ def simulate(jobs: Sequence[Job], gpus: int, per_device: int, *, passing: bool) 
     }
 
 
+BIG, SMALL = 1, 2
+HOUR = 3600.0
+
+
+def a_day(seed: int, count: int) -> list[Job]:
+    """Return a sweep of 64 jobs and, from nine on, a job of the small user every two hours."""
+    rng = random.Random(seed)
+    jobs = []
+    for _ in range(64):
+        seconds = min(max(rng.lognormvariate(8.9, 0.7), HOUR / 2), 8 * HOUR)
+        jobs.append((rng.uniform(0, 60), seconds, BIG, 1))
+    for start in range(8):
+        at = HOUR + 2 * HOUR * start + rng.uniform(0, HOUR)
+        jobs.append((at, rng.uniform(0.5, 1.5) * HOUR, SMALL, count))
+    return [
+        Job(n, at, 30000, seconds, gpus, user)
+        for n, (at, seconds, user, gpus) in enumerate(sorted(jobs))
+    ]
+
+
+def waits_of_users(
+    jobs: Sequence[Job], gpus: int, order: str
+) -> tuple[dict[int, list[float]], float]:
+    """Run the jobs; return each user's waits, and when the last one ended."""
+    machine = [
+        GpuInfo(f"GPU-{n}", "A100", n, f"{n:08x}", TOTAL * MIB, TOTAL * MIB, 0) for n in range(gpus)
+    ]
+    everywhere = frozenset(gpu.uuid for gpu in machine)
+    events = [(job.arrives, 0, job.number) for job in jobs]
+    heapq.heapify(events)
+    waiting: dict[str, WaitingJob] = {}
+    running: dict[str, list[GpuReservation]] = {}
+    waits: dict[int, list[float]] = {BIG: [], SMALL: []}
+    hours: dict[int, dict[int, float]] = {BIG: {}, SMALL: {}}
+    before = now = 0.0
+    while events:
+        now, kind, number = heapq.heappop(events)
+        for mine in running.values():  # what each user has had since the last event
+            had, hour = hours[mine[0].user], int(now // HOUR)
+            had[hour] = had.get(hour, 0.0) + len(mine) * (now - before)
+        before, job = now, jobs[number]
+        if kind == 0:
+            size, about = job.need * MIB, (job.count, job.user, str(job.user))
+            waiting[str(number)] = WaitingJob(str(number), number, size, everywhere, 1, now, *about)
+        else:
+            del running[str(number)]
+        holdings = [holding for mine in running.values() for holding in mine]
+        busy = {holding.gpu for holding in holdings}
+        free = [
+            replace(gpu, free_bytes=gpu.free_bytes - (gpu.uuid in busy) * 30000 * MIB)
+            for gpu in machine
+        ]
+        used = {user: recent_hours(had, now) for user, had in hours.items()}
+        decided = plan(waiting.values(), holdings, free, now, QueueRules(order, used=used))
+        for waiter in (w for w in decided.order if w.id in decided.groups):
+            one = jobs[int(waiter.id)]
+            del waiting[waiter.id]
+            group = decided.groups[waiter.id]
+            running[waiter.id] = [
+                GpuReservation(
+                    *(waiter.id, gpu.uuid, waiter.need_bytes, waiter.need_bytes),
+                    since=now,
+                    ticket=waiter.ticket,
+                    user=waiter.user,
+                )
+                for gpu in group
+            ]
+            waits[one.user].append(now - one.arrives)
+            heapq.heappush(events, (now + one.seconds, 1, one.number))
+            for user in waits:  # as a waiting job counts for itself who overtakes it
+                own = min(
+                    (w for w in waiting.values() if w.user == user), key=_ticket, default=None
+                )
+                if own is not None and user != waiter.user and own.ticket < waiter.ticket:
+                    waiting[own.id] = replace(own, overtaken=own.overtaken + 1)
+    return waits, now
+
+
+def _ticket(job: WaitingJob) -> int:
+    return job.ticket
+
+
+def compare_users() -> None:
+    print("| small user's jobs | order | small user waits | big user waits | all done after |")
+    print("|---|---|---|---|---|")
+    for count in (1, 4):
+        for order in ("fair", "fifo"):
+            days = [waits_of_users(a_day(seed, count), 8, order) for seed in range(20)]
+            cells = []
+            for user in (SMALL, BIG):
+                waits = [wait / 60 for found, _ in days for wait in found[user]]
+                middle, longest = statistics.median(waits), max(waits)
+                cells.append(f"{middle:.0f} min, longest {longest:.0f} min")
+            end = statistics.mean(end for _, end in days) / HOUR
+            gpus = f"{count} GPU{'s' * (count > 1)}"
+            print(f"| of {gpus} | {order} | {' | '.join(cells)} | {end:.1f} h |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--jobs", type=int, default=10000)
@@ -152,7 +258,11 @@ def main() -> None:
         default=scheduler._DOUBLES_EVERY_SECONDS,
         help="seconds after which twice as many GPUs are held back for the head of the line",
     )
+    parser.add_argument("--users", action="store_true", help="the two users alone")
     arguments = parser.parse_args()
+    if arguments.users:
+        compare_users()
+        return
     scheduler._DOUBLES_EVERY_SECONDS = arguments.doubles_every
     for per_device, counts in ((1, (1,)), (8, (1,)), (1, (1,) * 9 + (2, 4, 8))):
         jobs = workload(arguments.jobs, arguments.gpus, arguments.load, per_device, counts)
@@ -172,6 +282,7 @@ def main() -> None:
             f"  mean wait ÷ strict order's: {_ratio(ours['mean_wait'], fifo['mean_wait'])}; "
             f"longest: {_ratio(ours['longest_wait'], fifo['longest_wait'])}"
         )
+    compare_users()
 
 
 def _ratio(ours: float, fifo: float) -> str:

@@ -313,7 +313,13 @@ class Job:
             search=search,
         )
         hold = (*self.devices.hold, *self.folder.hold)
-        outcome = self.executor.run(request, self._on_event, hold=hold, tick=self.folder.tick)
+
+        def tick() -> None:
+            self.folder.tick()
+            if own_process:
+                self.devices.tick()
+
+        outcome = self.executor.run(request, self._on_event, hold=hold, tick=tick)
         if self._has_remedies and self.signals.received is None:
             earlier = tuple(record.attempt for record in self.records)
             outcome = with_gpu_at_fault(self.policy, earlier, Attempt(spec, outcome)).outcome

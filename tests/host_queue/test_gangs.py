@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from robust_train.gpu.select import choose_group
+from robust_train.queue.order import GpuReservation, WaitingJob
 from robust_train.queue.reasons import why_waiting
-from robust_train.queue.scheduler import GpuReservation, Plan, WaitingJob, open_to, plan
+from robust_train.queue.scheduler import Plan, open_to, plan
 from robust_train.values import MIB, GpuInfo
 
 UUIDS = tuple(f"GPU-{letter}" for letter in "abcdefgh")

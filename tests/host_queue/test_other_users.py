@@ -14,6 +14,7 @@ import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partialmethod
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,10 @@ from robust_train.cli.gpu_probe import exercise
 from robust_train.gpu.visible import Visible
 from robust_train.queue.host_queue import HostQueue
 from robust_train.queue.queue_dir import boot_name, tmpfiles_line
-from robust_train.queue.records import LAST_TICKET, JobRecord, JobState, decode, encode
+from robust_train.queue.queued_job import QueuedJob
+from robust_train.queue.records import LAST_TICKET, JobRecord, JobState, decode, encode, sealed
 from robust_train.queue.reservations import JobRegistry, Reservation, new_record
+from robust_train.queue.usage import HOUR, add_usage, read_usage
 from robust_train.queue.wait import GpuRequest, NoGpu
 from robust_train.values import MIB, GpuInfo
 from simulated_nvml import Gpu
@@ -193,6 +196,7 @@ def test_a_running_job_keeps_its_own_gpus_while_somebody_holds_the_queue_lock(
     fcntl.flock(registry.directory.fd, fcntl.LOCK_EX)
     assert job.open_gpus() == (A,), "or its next attempt would run on the CPU"
     fcntl.flock(registry.directory.fd, fcntl.LOCK_UN)
+    monkeypatch.undo()
     job.release()
 
 
@@ -419,3 +423,57 @@ def test_a_probe_leaves_a_gpu_alone_that_a_job_has_and_fails_without_cuda(
     assert results[other][0] is False
     assert "torch finds no GPU" in results[other][1]
     assert len(host.job_files()) == 1
+
+
+@needs_root
+def test_another_user_writes_neither_my_usage_nor_takes_it_away(
+    base: Path, registry: JobRegistry
+) -> None:
+    charge = replace(RECORD.on(["GPU-a"]), charged_at=100 * HOUR)
+    add_usage(registry.directory, charge, 101 * HOUR)
+    (mine,) = registry.directory.path.glob("usage.*")
+
+    def attack() -> None:
+        with pytest.raises(PermissionError):
+            mine.unlink()
+        with pytest.raises(PermissionError):
+            mine.write_bytes(b"")
+        (registry.directory.path / "usage.bbbbbb").write_bytes(sealed([[100, 1e6]]))
+
+    with as_nobody(attack):
+        usage = read_usage(registry.directory, (), 101 * HOUR)
+        assert usage[0][100] == HOUR
+        assert usage[NOBODY] == {100: 1e6}, "it counts for who wrote it"
+
+
+@needs_root
+def test_a_job_of_a_user_who_holds_nothing_goes_before_the_next_of_one_who_does(
+    base: Path, registry: JobRegistry, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = replace(A, uuid="GPU-b", index=1)
+
+    def act() -> None:
+        theirs = JobRegistry(base)
+        record = replace(new_record("small", "/", 4000 * MIB, 1), only=("GPU-a", "GPU-b"))
+        with theirs.locked():
+            act.__dict__["kept"] = theirs.enter(record, theirs.jobs())
+
+    running = queue_of(base)
+    request = GpuRequest(4000 * MIB, wait=False)
+    assert running.wait(request, lambda status: None, lambda seconds, wake=None: None)
+    sweep = QueuedJob(registry, new_record("sweep", "/", 4000 * MIB, 1))
+    with registry.locked():
+        sweep.reservation = registry.enter(new_record("sweep", "/", 4000 * MIB, 1), registry.jobs())
+    with as_nobody(act):
+        free = Visible((A, other), (A, other))
+        found = sweep.poll(lambda: free, lambda gpu: True)
+        assert not found.gpus, "the free one is nobody's"
+        assert found.position == 2
+        assert queue.main(["--dir", str(base)]) == 0
+        printed = capsys.readouterr().out
+        assert "goes first: nobody holds or is next for 0 GPUs, root for 1; " in printed
+        rows = [line.split()[:2] for line in printed.splitlines()[1:4]]
+        assert [position for _, position in rows] == ["-", "1", "2"]
+        (base / "queue.yaml").write_text("order: fifo")
+        assert sweep.poll(lambda: free, lambda gpu: True).gpus[0].uuid == "GPU-b"
+    running.release()

@@ -9,17 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from robust_train.gpu.processes import Holder
+from robust_train.queue.order import GpuReservation, WaitingJob
 from robust_train.queue.reasons import LONGEST, describe, why_waiting
-from robust_train.queue.scheduler import (
-    GpuReservation,
-    Plan,
-    Untaken,
-    WaitingJob,
-    open_to,
-    plan,
-    to_pass_over,
-    untaken,
-)
+from robust_train.queue.scheduler import Plan, Untaken, open_to, plan, to_pass_over, untaken
 from robust_train.values import MIB, GpuInfo, GpuProcess
 
 A, B, C = "GPU-a", "GPU-b", "GPU-c"

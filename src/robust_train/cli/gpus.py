@@ -12,8 +12,11 @@ from robust_train.cli.output import Parser, print_json, print_table
 from robust_train.events import Json
 from robust_train.gpu.inventory import read_inventory
 from robust_train.gpu.visible import VARIABLE, visible_gpus
-from robust_train.queue.exclusions import exclusions_at, mark_excluded
+from robust_train.queue.exclusions import mark_excluded, read_exclusions
 from robust_train.queue.queue_dir import directory_for
+from robust_train.queue.reservations import existing_registry
+from robust_train.queue.rules import running
+from robust_train.readable import as_clock
 from robust_train.values import MIB
 
 COLUMNS = (
@@ -33,11 +36,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_json()
     arguments = parser.parse_args(argv)
     inventory = read_inventory()
-    excluded = exclusions_at(directory_for(None, os.environ))
-    inventory = replace(inventory, gpus=mark_excluded(inventory.gpus, excluded))
+    idle: dict[str, int] = {}
+    with existing_registry(directory_for(None, os.environ)) as registry:
+        if registry is not None:
+            excluded = read_exclusions(registry.directory)
+            inventory = replace(inventory, gpus=mark_excluded(inventory.gpus, excluded))
+            for _, record in running(registry.jobs()):
+                idle |= record.idle()
     visible = visible_gpus(inventory, os.environ)
     shown = {gpu.uuid for gpu in visible.gpus}
-    gpus = [gpu | {"visible": gpu["uuid"] in shown} for gpu in gpus_as_json(inventory)]
+    gpus = [
+        gpu | {"visible": gpu["uuid"] in shown, "idle_seconds": idle.get(gpu["uuid"])}
+        for gpu in gpus_as_json(inventory)
+    ]
     if arguments.json:
         print_json(
             {
@@ -70,6 +81,9 @@ def _row(gpu: dict[str, Json]) -> list[str]:
     notes = (
         None if gpu["visible"] else f"hidden by {VARIABLE}",
         gpu["unusable"],
+        None
+        if gpu["idle_seconds"] is None
+        else f"idle for {as_clock(gpu['idle_seconds'])} under its job (robust-train queue)",
         "shares the host's memory" if gpu["unified_memory"] else None,
         None if gpu["parent_uuid"] is None else f"slice of GPU {gpu['index']}",
     )

@@ -17,12 +17,15 @@ from robust_train.events import Json
 from robust_train.gpu.inventory import read_inventory
 from robust_train.gpu.processes import send_signal, user_name
 from robust_train.queue.exclusions import mark_excluded, read_exclusions
+from robust_train.queue.order import why_overtaken
 from robust_train.queue.queue_dir import QueueProblem, directory_for
 from robust_train.queue.queued_job import as_waiting, split
 from robust_train.queue.reasons import describe, why_waiting
 from robust_train.queue.records import JobRecord, JobState, printable
 from robust_train.queue.reservations import JobRegistry, LiveJob, RegistryBusy, boottime
+from robust_train.queue.rules import read_rules, running
 from robust_train.queue.scheduler import plan
+from robust_train.queue.usage import read_usage, recent_hours, week_hours
 from robust_train.readable import as_clock, shortened
 from robust_train.runfolder.runs import find_live_runs
 from robust_train.values import MIB, GpuInfo
@@ -43,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_json()
     parser.add_argument("--verbose", action="store_true", help="who has how much of each GPU")
+    parser.add_argument("--usage", action="store_true", help="GPU-hours by user, of seven days")
     parser.add_argument("--dir", help="the queue directory, as gpu_queue_dir")
     commands = parser.add_subparsers(dest="command")
     cancel = commands.add_parser("cancel", help="ask one of your own jobs to stop (SIGTERM)")
@@ -58,6 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = [] if registry is None else _living(registry)
         if arguments.command == "cancel":
             return _cancel(found, arguments.id)
+        if arguments.usage:
+            return _print_usage(_usage(registry, found), as_json=arguments.json)
         jobs, gpus = ([], []) if registry is None or not found else _describe(registry, found)
         excluded = [] if registry is None else read_exclusions(registry.directory)
     finally:
@@ -112,27 +118,61 @@ def _describe(
         print(f"warning: {inventory.problem}", file=sys.stderr)
     gpus = mark_excluded(inventory.gpus, read_exclusions(registry.directory))
     waiting, reservations = split(found)
-    queue = [job.id for job in sorted(waiting, key=lambda job: job.order)]
+    rules = read_rules(registry.directory, found)
     now = boottime()
-    decided = plan(waiting, reservations, gpus, now)
+    decided = plan(waiting, reservations, gpus, now, rules)
     jobs: list[dict[str, Json]] = []
     for job in found:
         record = job.record
         if record is None:
-            why = "its record cannot be read, so it may have any GPU"
-            about = {"owner_uid": job.owner, "reason": why}
+            shut = "its record cannot be read, so it may have any GPU"
+            about = {"owner_uid": job.owner, "reason": shut}
             jobs.append({"id": job.id, "state": "unreadable", **about})
             continue
         position = reason = None
         if record.state is JobState.WAITING:
-            position = queue.index(record.id) + 1
-            me = as_waiting(record)
+            me = as_waiting(record, job.owner)
+            position = decided.order.index(me) + 1
             reason = why_waiting(me, reservations, gpus, decided)
             if record.id in decided.groups:
                 reason = "a GPU is free for it"
+            elif why := why_overtaken(me, decided.order, reservations, rules):
+                reason = f"{why}; {reason}"
+        elif idle := record.idle():
+            reason = f"{len(idle)} of its GPUs idle for {as_clock(max(idle.values()))}"
         about = _as_json(record, now, gpus)
         jobs.append(about | {"position": position, "reason": reason})
+    jobs.sort(key=lambda job: job.get("position") or 0)
     return jobs, describe(reservations, gpus)
+
+
+def _usage(registry: JobRegistry | None, found: Sequence[LiveJob]) -> list[dict[str, Json]]:
+    """Return how much GPU time each user had, most first."""
+    now, jobs = boottime(), running(found)
+    usage = {} if registry is None else read_usage(registry.directory, jobs, now)
+    users: list[dict[str, Json]] = [
+        {
+            "uid": uid,
+            "user": user_name(uid),
+            "gpus": len({gpu for owner, record in jobs if owner == uid for gpu in record.gpus}),
+            "recent_gpu_hours": recent_hours(hours, now),
+            "gpu_hours": round(week_hours(hours, now), 2),
+        }
+        for uid, hours in usage.items()
+    ]
+    return sorted(users, key=lambda user: (-user["gpu_hours"], user["uid"]))
+
+
+def _print_usage(users: list[dict[str, Json]], *, as_json: bool) -> int:
+    columns = ("user", "GPUs now", "GPU-hours, recent", "GPU-hours, 7 days")
+    rows = [[str(value) for key, value in user.items() if key != "uid"] for user in users]
+    if as_json:
+        print_json({"users": users})
+    elif rows:
+        print_table(columns, rows, columns[1:])
+    else:
+        print("nobody has had a GPU through the queue since this machine was started")
+    return 0
 
 
 def _as_json(record: JobRecord, now: float, gpus: Sequence[GpuInfo]) -> dict[str, Json]:
@@ -150,6 +190,7 @@ def _as_json(record: JobRecord, now: float, gpus: Sequence[GpuInfo]) -> dict[str
         "jobs_per_device": record.jobs_per_device,
         "gpus": [
             {"uuid": uuid, "index": indexes.get(uuid), "taken_bytes": taken_bytes}
+            | {"idle_seconds": record.idle().get(uuid)}
             for uuid, taken_bytes in zip(record.gpus, record.taken_bytes, strict=True)
         ],
         "seconds_in_state": round(max(now - record.since, 0.0), 1),

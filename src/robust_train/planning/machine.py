@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,10 +12,12 @@ from robust_train.gpu.allocation import allocated_by
 from robust_train.gpu.inventory import read_inventory
 from robust_train.gpu.visible import visible_gpus
 from robust_train.queue.exclusions import mark_excluded, read_exclusions
-from robust_train.queue.queue_dir import QueueProblem, directory_for
+from robust_train.queue.order import GpuReservation, QueueRules, WaitingJob
+from robust_train.queue.queue_dir import directory_for
 from robust_train.queue.queued_job import split
-from robust_train.queue.reservations import JobRegistry, boottime
-from robust_train.queue.scheduler import GpuReservation, WaitingJob, open_to
+from robust_train.queue.reservations import boottime, existing_registry
+from robust_train.queue.rules import read_rules
+from robust_train.queue.scheduler import open_to
 from robust_train.values import MIB, GpuInfo
 
 _BEHIND_ALL = 10**15
@@ -44,17 +47,19 @@ def read_rooms(
     gpus: Sequence[GpuInfo] = visible.gpus
     waiting: Sequence[WaitingJob] = ()
     reservations: Sequence[GpuReservation] = ()
-    registry = _registry(cfg, environ) if gpus else None
-    if registry is not None:
-        try:
+    rules = QueueRules()
+    queues = cfg.gpu_queue and gpus and allocated_by(environ) is None
+    with existing_registry(directory_for(cfg.gpu_queue_dir, environ)) as registry:
+        if registry is not None and queues:
             gpus = mark_excluded(visible.gpus, read_exclusions(registry.directory))
-            waiting, reservations = split(registry.jobs())
-        finally:
-            registry.close()
+            jobs = registry.jobs()
+            waiting, reservations = split(jobs)
+            rules = read_rules(registry.directory, jobs)
     now = boottime()
     need, uuids = cfg.min_gpu_memory_mb * MIB, frozenset(gpu.uuid for gpu in gpus)
-    me = WaitingJob("", _BEHIND_ALL, need, uuids, cfg.gpu_jobs_per_device, now)
-    usable = {gpu.uuid: gpu.free_bytes for gpu in open_to(me, waiting, reservations, gpus, now)}
+    me = WaitingJob("", _BEHIND_ALL, need, uuids, cfg.gpu_jobs_per_device, now, user=os.geteuid())
+    found = open_to(me, waiting, reservations, gpus, now, rules)
+    usable = {gpu.uuid: gpu.free_bytes for gpu in found}
     rooms = tuple(
         GpuRoom(gpu, usable[gpu.uuid])
         if gpu.uuid in usable
@@ -62,16 +67,6 @@ def read_rooms(
         for gpu in gpus
     )
     return rooms, None if rooms else visible.why_none
-
-
-def _registry(cfg: DictConfig, environ: Mapping[str, str]) -> JobRegistry | None:
-    if not cfg.gpu_queue or allocated_by(environ) is not None:
-        return None
-    path = directory_for(cfg.gpu_queue_dir, environ)
-    try:
-        return JobRegistry(path) if path.exists() else None
-    except QueueProblem:
-        return None  # jobs go on without reservations there
 
 
 def _why_not(gpu: GpuInfo, need: int, reservations: Sequence[GpuReservation]) -> str:

@@ -155,6 +155,10 @@ class Devices:
             if rank > 0:  # rank 0's peak is in the outcome, and more exact
                 self._other_ranks_bytes = max(self._other_ranks_bytes, event.reserved)
 
+    def tick(self) -> None:
+        """Note what an attempt in another process uses; to be called often."""
+        self._queue.tick()
+
     def ended(self, group: Group, outcome: Outcome, free_before: FreeBytes) -> FreeBytes:
         """Note that an attempt's processes are gone, and let its memory come back if it failed.
 

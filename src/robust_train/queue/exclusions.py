@@ -6,16 +6,14 @@ nobody's file can exclude a GPU for ever.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from robust_train.gpu.processes import user_name
-from robust_train.queue.queue_dir import QueueDir, QueueProblem, open_queue_dir, read_small
+from robust_train.queue.queue_dir import QueueDir
 from robust_train.queue.records import printable
 from robust_train.queue.reservations import boottime
 from robust_train.values import GpuInfo
@@ -47,32 +45,16 @@ class Exclusion:
 def read_exclusions(directory: QueueDir) -> list[Exclusion]:
     """Return the GPUs that are excluded now; unreadable and old files do not count."""
     found, now = [], boottime()
-    for name in directory.names():
-        parts = _FILE.fullmatch(name)
-        fd = None if parts is None else directory.open(name)
-        if parts is None or fd is None:
-            continue
+    for name, status, data in directory.files(_FILE, _LIMIT_BYTES):
         try:
-            values = json.loads(read_small(fd, _LIMIT_BYTES))
+            values = json.loads(data)
             reason = printable(str(values["reason"]), _MOST_TEXT)
             since = float(values["since"])
-            by = user_name(os.fstat(fd).st_uid)
         except (ValueError, TypeError, KeyError, RecursionError, OverflowError):
             continue
-        finally:
-            os.close(fd)
         if 0 <= now - since < SECONDS:  # and not so for NaN
-            found.append(Exclusion(parts[1], reason, since, by))
+            found.append(Exclusion(name.split(".")[1], reason, since, user_name(status.st_uid)))
     return found
-
-
-def exclusions_at(path: Path) -> list[Exclusion]:
-    """Return the GPUs excluded by the queue directory at ``path``; none if it cannot be used."""
-    with contextlib.suppress(QueueProblem):
-        if path.exists():
-            with contextlib.closing(open_queue_dir(path)) as directory:
-                return read_exclusions(directory)
-    return []
 
 
 def exclude(directory: QueueDir, uuid: str, reason: str) -> bool:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
+from robust_train.gpu.nvml_session import close_session
 from robust_train.gpu.processes import user_name
 from robust_train.gpu.visible import Visible
 from robust_train.queue.exclusions import SECONDS, exclude, mark_excluded, read_exclusions
@@ -21,12 +22,14 @@ from robust_train.queue.queue_dir import QueueProblem
 from robust_train.queue.queued_job import QueuedJob, as_waiting, split
 from robust_train.queue.records import JobRecord, JobState
 from robust_train.queue.reservations import (
+    CHARGE_SECONDS,
     JobRegistry,
     RegistryBusy,
     Reservation,
     boottime,
     new_record,
 )
+from robust_train.queue.rules import read_rules
 from robust_train.queue.scheduler import open_to
 from robust_train.queue.wait import GpuRequest, NoGpu, WaitStatus, wait_for_gpu
 from robust_train.values import GpuInfo, Group
@@ -34,6 +37,7 @@ from robust_train.values import GpuInfo, Group
 log = logging.getLogger("robust_train")
 
 _REPORT_SECONDS = 1.0
+_LOOK_SECONDS = 60.0
 
 
 class Sleep(Protocol):
@@ -74,6 +78,8 @@ class HostQueue:
         self._read_machine = read
         self._registry: JobRegistry | None = None
         self._reservation: Reservation | None = None
+        self._busy_at: dict[str, float] = {}
+        self._next_look = self._next_charge = 0.0
 
     @property
     def hold(self) -> int | None:
@@ -163,8 +169,32 @@ class HostQueue:
             record = self._reservation.record
             self._try_to_update(record.on(record.gpus, state=JobState.DRAINING))
 
+    def tick(self) -> None:
+        """Note now and then what an attempt has used, and when its GPUs were busy.
+
+        Not in the attempt's own process, whose NVML session would end with ours.
+        """
+        if self._reservation is None:
+            return
+        now, record, busy_at = boottime(), self._reservation.record, self._busy_at
+        if now >= self._next_look:
+            self._next_look = now + _LOOK_SECONDS
+            # one that does not report its utilisation counts as busy
+            self._busy_at = {
+                gpu.uuid: busy_at.get(gpu.uuid, now) if gpu.utilization_percent == 0 else now
+                for gpu in self.read().gpus
+                if gpu.uuid in record.gpus
+            }
+            close_session()
+        if now >= self._next_charge:
+            self._next_charge = now + CHARGE_SECONDS
+            seen = tuple(self._busy_at.get(uuid, now) for uuid in record.gpus)
+            self._try_to_update(replace(record, busy_at=seen))
+
     def release(self) -> None:
         """Release everything; living processes of an attempt keep its GPUs."""
+        if self._reservation is not None:
+            self._try_to_update(self._reservation.record)  # charges the user
         reservation, self._reservation = self._reservation, None
         if reservation is not None:
             reservation.release()
@@ -237,15 +267,17 @@ class HostQueue:
         need_bytes: int,
     ) -> tuple[GpuInfo, ...]:
         record = reservation.record
-        waiting, reservations = split(registry.jobs(sweep=True), without=record.id)
+        jobs = registry.jobs(sweep=True)
+        waiting, reservations = split(jobs, without=record.id)
+        rules = read_rules(registry.directory, jobs)
         usable = frozenset(gpu.uuid for gpu in visible.gpus)
-        me = replace(as_waiting(record), need_bytes=need_bytes, only=usable)
+        me = replace(as_waiting(record, os.geteuid()), need_bytes=need_bytes, only=usable)
         gpus, now = visible.machine or visible.gpus, boottime()
-        found = open_to(me, waiting, reservations, gpus, now)
+        found = open_to(me, waiting, reservations, gpus, now, rules)
         readable = [other for other in reservations if other.gpu is not None]
         if len(readable) < len(reservations):  # shuts all GPUs but those that are ours already
             mine = replace(me, only=usable & set(record.gpus))
-            found += open_to(mine, waiting, readable, gpus, now)
+            found += open_to(mine, waiting, readable, gpus, now, rules)
         return found
 
     def _try_to_update(self, record: JobRecord) -> None:

@@ -11,7 +11,7 @@ import fcntl
 import os
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,10 +59,10 @@ class QueueDir:
         """Return the names in it, in no order."""
         return os.listdir(self.fd)
 
-    def open(self, name: str) -> int | None:
+    def open(self, name: str, access: int = os.O_RDONLY) -> int | None:
         """Return a descriptor of a plain file, for reading; None if there is none."""
         # O_NONBLOCK: a FIFO planted under the name must not block the open
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+        flags = access | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
         try:
             fd = os.open(name, flags, dir_fd=self.fd)
         except OSError:
@@ -71,6 +71,19 @@ class QueueDir:
             return fd
         os.close(fd)
         return None
+
+    def files(
+        self, pattern: re.Pattern[str], limit_bytes: int = 32768
+    ) -> Iterator[tuple[str, os.stat_result, bytes]]:
+        """Yield name, status and content of the plain files with such names."""
+        for name in self.names():
+            fd = self.open(name) if pattern.fullmatch(name) else None
+            if fd is not None:
+                try:
+                    found = name, os.fstat(fd), read_small(fd, limit_bytes)
+                finally:
+                    os.close(fd)
+                yield found
 
     def create(self, name: str, mode: int) -> int:
         """Return a descriptor of a new file, for reading and writing.

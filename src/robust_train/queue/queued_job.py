@@ -8,6 +8,7 @@ answered lately; a job that waits for it reports no usable GPU, and so delays no
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from robust_train.gpu.nvml_session import known_session
 from robust_train.gpu.processes import user_name
 from robust_train.gpu.visible import Visible
 from robust_train.queue.inotify import Watch
+from robust_train.queue.order import GpuReservation, QueueRules, WaitingJob, queue_order
 from robust_train.queue.reasons import why_waiting
 from robust_train.queue.records import JobRecord, JobState
 from robust_train.queue.reservations import (
@@ -26,15 +28,8 @@ from robust_train.queue.reservations import (
     Reservation,
     boottime,
 )
-from robust_train.queue.scheduler import (
-    GpuReservation,
-    Plan,
-    Untaken,
-    WaitingJob,
-    plan,
-    to_pass_over,
-    untaken,
-)
+from robust_train.queue.rules import read_rules
+from robust_train.queue.scheduler import Plan, Untaken, plan, to_pass_over, untaken
 from robust_train.values import GpuInfo, Group
 
 _LOCK_SECONDS = 2.0
@@ -83,6 +78,7 @@ class QueuedJob:
         self._watch: Watch | None = None  # from the first poll in vain on: to close one takes 10 ms
         self._answered_at = -math.inf
         self._untaken: Untaken = {}
+        self._later: set[str] | None = None
         self._polled_at = -math.inf
         self._position = 1
         self._settle_until = 0.0
@@ -158,14 +154,17 @@ class QueuedJob:
         me = self._enter(jobs)
         gpus = visible.machine or visible.gpus
         usable = tuple(gpu.uuid for gpu in visible.gpus if may_use(gpu))
-        record = replace(me.record, only=usable)
-        mine = as_waiting(record)
-        others, reservations = split(jobs, without=record.id)
-        ahead = sum(job.order < mine.order for job in others)
+        others, reservations = split(jobs, without=me.record.id)
+        mine = as_waiting(me.record, os.geteuid())
+        overtaken = self._overtakers(mine, others, reservations)
+        record = replace(me.record, only=usable, overtaken=overtaken)
+        mine = as_waiting(record, mine.user)
+        rules = read_rules(self._directory, jobs)
         if not visible.answered:
             me.update(record)
-            return PollResult(position=ahead + 1, obstacles=visible.problem or "")
-        decided = self._plan([*others, mine], reservations, gpus, record.id)
+            ordered = queue_order([*others, mine], reservations, rules)
+            return PollResult(position=ordered.index(mine) + 1, obstacles=visible.problem or "")
+        decided = self._plan([*others, mine], reservations, gpus, record.id, rules)
         granted = decided.groups.get(record.id)
         if granted is not None:
             me.update(record.on([gpu.uuid for gpu in granted]))
@@ -173,9 +172,9 @@ class QueuedJob:
         me.update(record)
         in_the_way = any(r.gpu is None or r.gpu in mine.only for r in reservations)
         return PollResult(
-            position=ahead + 1,
+            position=decided.order.index(mine) + 1,
             obstacles=why_waiting(mine, reservations, gpus, decided),
-            strangers_only=ahead == 0 and not in_the_way,
+            strangers_only=decided.order[0] == mine and not in_the_way,
         )
 
     def _plan(
@@ -184,16 +183,28 @@ class QueuedJob:
         reservations: Sequence[GpuReservation],
         gpus: Sequence[GpuInfo],
         my_id: str,
+        rules: QueueRules,
     ) -> Plan:
         """Plan without those who do not take their GPUs; note who does not take them now."""
         now = boottime()
-        decided = everybody = plan(waiting, reservations, gpus, now)
+        decided = everybody = plan(waiting, reservations, gpus, now, rules)
         skipped = to_pass_over(self._untaken, now) & everybody.groups.keys()
         if skipped:
-            decided = plan([w for w in waiting if w.id not in skipped], reservations, gpus, now)
+            present = [w for w in waiting if w.id not in skipped]
+            decided = plan(present, reservations, gpus, now, rules)
         granted = (everybody.groups.keys() | decided.groups.keys()) - {my_id}
         self._untaken = untaken(self._untaken, granted, now)
         return decided
+
+    def _overtakers(
+        self, me: WaitingJob, waiting: Sequence[WaitingJob], running: Sequence[GpuReservation]
+    ) -> int:
+        """Return how many later jobs of others have started while this was its user's first."""
+        later = {r.id for r in running if r.gpu and r.user != me.user and r.ticket > me.ticket}
+        is_first = not any(job.user == me.user and job.order < me.order for job in waiting)
+        new = set() if self._later is None or not is_first else later - self._later
+        self._later = later if is_first else None
+        return me.overtaken + len(new)
 
     def _note(self, visible: Visible) -> bool:
         self._answered_at = time.monotonic() if visible.answered else -math.inf
@@ -229,20 +240,20 @@ def split(
         if record is None:
             reservations.append(GpuReservation(job.id, None, 0, owner=user_name(job.owner)))
         elif record.state is JobState.WAITING:
-            waiting.append(as_waiting(record))
+            waiting.append(as_waiting(record, job.owner))
         else:
-            reservations += _as_reservations(record)
+            reservations += _as_reservations(record, job.owner)
     return waiting, reservations
 
 
-def as_waiting(record: JobRecord) -> WaitingJob:
-    """Return a job for the scheduler, as one that needs GPUs."""
+def as_waiting(record: JobRecord, user: int) -> WaitingJob:
+    """Return a job for the scheduler, as one that needs GPUs; ``user`` owns its file."""
     need, only = record.reserved_bytes, frozenset(record.only)
-    per_device, count = record.jobs_per_device, record.count
-    return WaitingJob(record.id, record.ticket, need, only, per_device, record.queued_at, count)
+    per_device, about = record.jobs_per_device, (record.count, user, record.user, record.overtaken)
+    return WaitingJob(record.id, record.ticket, need, only, per_device, record.queued_at, *about)
 
 
-def _as_reservations(record: JobRecord) -> list[GpuReservation]:
+def _as_reservations(record: JobRecord, user: int) -> list[GpuReservation]:
     return [
         GpuReservation(
             id=record.id,
@@ -254,6 +265,7 @@ def _as_reservations(record: JobRecord) -> list[GpuReservation]:
             draining=record.state is JobState.DRAINING,
             owner=f"{record.name}, {record.user}",
             ticket=record.ticket,
+            user=user,
         )
         for gpu, taken_bytes in zip(record.gpus, record.taken_bytes, strict=True)
     ]

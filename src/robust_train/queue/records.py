@@ -11,11 +11,15 @@ import json
 import re
 import zlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
+from typing import Any
+
+from robust_train.files import from_json
 
 LIMIT_BYTES = 32768
 LAST_TICKET = 10**15 - 1
+IDLE_SECONDS = 3600
 _PAGE_BYTES = 4096
 _MOST_TEXT = 300
 _MOST_GPUS = 256
@@ -30,6 +34,7 @@ _RANGES = {
     "reserved_bytes": (0, 2**50),
     "count": (1, _MOST_GPUS),
     "jobs_per_device": (1, 2**20),
+    "overtaken": (0, 2**31 - 1),
 }
 
 
@@ -56,6 +61,9 @@ class JobRecord:
         taken_bytes: least that its attempt has allocated on each of them; None where unknown.
         queued_at: when it came, in seconds since boot (CLOCK_BOOTTIME).
         since: when it came into this state.
+        charged_at: until then its GPU time is in its user's usage file.
+        busy_at: when each of its GPUs was last seen busy; none where nobody looks.
+        overtaken: later jobs of others that started while it was its user's first waiting job.
     """
 
     id: str
@@ -75,6 +83,9 @@ class JobRecord:
     taken_bytes: tuple[int | None, ...] = ()
     queued_at: float = 0.0
     since: float = 0.0
+    charged_at: float = 0.0
+    busy_at: tuple[float, ...] = ()
+    overtaken: int = 0
 
     def on(
         self, gpus: Sequence[str], reserved_bytes: int | None = None, state: JobState | None = None
@@ -85,8 +96,14 @@ class JobRecord:
             state=state or (JobState.RUNNING if gpus else JobState.WAITING),
             gpus=tuple(gpus),
             taken_bytes=(None,) * len(gpus),
+            busy_at=(),
             reserved_bytes=self.reserved_bytes if reserved_bytes is None else reserved_bytes,
         )
+
+    def idle(self) -> dict[str, int]:
+        """Return for how many seconds GPUs of it have been idle, where that is over an hour."""
+        times = zip(self.gpus, (self.charged_at - at for at in self.busy_at), strict=False)
+        return {uuid: int(seconds) for uuid, seconds in times if seconds >= IDLE_SECONDS}
 
 
 def encode(record: JobRecord) -> bytes:
@@ -94,6 +111,11 @@ def encode(record: JobRecord) -> bytes:
     values = asdict(record) | {"state": record.state.value}
     for key in ("user", "name", "run_dir"):
         values[key] = values[key][:_MOST_TEXT]
+    return sealed(values)
+
+
+def sealed(values: Any) -> bytes:
+    """Return JSON as the content of a file that is replaced in place."""
     line = json.dumps(values, separators=(",", ":")).encode()
     content = f"{zlib.crc32(line):08x} ".encode() + line
     pages = -(-(len(content) + 1) // _PAGE_BYTES)
@@ -103,14 +125,20 @@ def encode(record: JobRecord) -> bytes:
 @functools.lru_cache(maxsize=256)  # most records are the same at the next poll
 def decode(data: bytes) -> JobRecord | None:
     """Return the record in a file's content; None for anything else."""
-    line = data[_CHECKSUM:].rstrip()
     try:
-        if int(data[: _CHECKSUM - 1], 16) != zlib.crc32(line):
-            return None
-        values = json.loads(line)
-        return _checked({name: values[name] for name in _NAMES})
+        values = unsealed(data)
+        # a record of the version before lacks it; one of a later version may have more
+        return _checked(from_json(JobRecord, {"charged_at": values["since"]} | values))
     except (ValueError, TypeError, KeyError, RecursionError, OverflowError):
         return None
+
+
+def unsealed(data: bytes) -> Any:
+    """Return the JSON in a file's content; ValueError or RecursionError: it is damaged."""
+    line = data[_CHECKSUM:].rstrip()
+    if int(data[: _CHECKSUM - 1], 16) != zlib.crc32(line):
+        raise ValueError
+    return json.loads(line)
 
 
 def printable(text: str, most: int = _MOST_TEXT) -> str:
@@ -119,57 +147,23 @@ def printable(text: str, most: int = _MOST_TEXT) -> str:
     return "".join(c if c.isprintable() else "?" for c in line)[:most]
 
 
-_NAMES = tuple(item.name for item in fields(JobRecord))
-
-
-def _checked(given: dict[str, object]) -> JobRecord:
-    record = JobRecord(
-        id=_text(given["id"]),
-        state=JobState(given["state"]),
-        user=_text(given["user"]),
-        name=_text(given["name"]),
-        run_dir=_text(given["run_dir"]),
-        only=_uuids(given["only"]),
-        gpus=_uuids(given["gpus"]),
-        taken_bytes=_sizes(given["taken_bytes"]),
-        started=_seconds(given["started"]),
-        queued_at=_seconds(given["queued_at"]),
-        since=_seconds(given["since"]),
-        **{name: _integer(given[name], *limits) for name, limits in _RANGES.items()},
-    )
+def _checked(record: JobRecord) -> JobRecord:
+    """Return the record if every value of it is possible; its types are right."""
+    integers = all(low <= getattr(record, name) <= high for name, (low, high) in _RANGES.items())
+    times = (record.started, record.queued_at, record.since, record.charged_at, *record.busy_at)
+    uuids, sizes = (*record.only, *record.gpus), (size or 0 for size in record.taken_bytes)
+    texts = {name: getattr(record, name) for name in ("id", "user", "name", "run_dir")}
+    if not (
+        integers
+        and all(0 <= time < _LATEST_SECONDS for time in times)  # and not so for NaN
+        and all(0 <= size <= 2**50 for size in sizes)
+        and all(_UUID.fullmatch(uuid) for uuid in uuids)
+        and all(len(text) <= _MOST_TEXT for text in texts.values())
+        and max(len(record.only), len(record.gpus)) <= _MOST_GPUS
+    ):
+        raise ValueError("a value that cannot be")
     needed = 0 if record.state is JobState.WAITING else record.count
     if not len(record.gpus) == len(set(record.gpus)) == len(record.taken_bytes) == needed:
         raise ValueError("a job has all its GPUs unless it waits, and then none")
-    return record
-
-
-def _integer(value: object, least: int, most: int) -> int:
-    if type(value) is not int or not least <= value <= most:
-        raise ValueError
-    return value
-
-
-def _seconds(value: object) -> float:
-    if type(value) not in (int, float) or not 0 <= value < _LATEST_SECONDS:  # type: ignore[operator]
-        raise ValueError
-    return float(value)  # type: ignore[arg-type]
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str) or len(value) > _MOST_TEXT:
-        raise ValueError
-    return printable(value)
-
-
-def _uuids(value: object) -> tuple[str, ...]:
-    if not isinstance(value, list) or len(value) > _MOST_GPUS:
-        raise ValueError
-    if not all(isinstance(uuid, str) and _UUID.fullmatch(uuid) for uuid in value):
-        raise ValueError
-    return tuple(value)
-
-
-def _sizes(value: object) -> tuple[int | None, ...]:
-    if not isinstance(value, list):
-        raise TypeError
-    return tuple(None if size is None else _integer(size, 0, 2**50) for size in value)
+    shown: dict[str, Any] = {name: printable(text) for name, text in texts.items()}
+    return replace(record, **shown)

@@ -37,8 +37,11 @@ from robust_train.queue.records import (
     decode,
     encode,
 )
+from robust_train.queue.usage import add_usage
 
 PREFIX = "job."
+CHARGE_SECONDS = 600.0
+"""A running job adds its GPU time to its user's this often."""
 _JOB_FILE = re.compile(r"job\.(\d{1,15})\.([0-9a-f]{6})", re.ASCII)
 _LOCK_SECONDS = 10.0
 _SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.0005, 0.02
@@ -134,7 +137,7 @@ class JobRegistry:
             try:
                 if not _is_locked(fd):
                     if sweep:
-                        self.directory.remove(name)
+                        self._remove_dead(name, fd)
                     continue
                 status, record = os.fstat(fd), decode(read_small(fd, LIMIT_BYTES))
             finally:
@@ -146,6 +149,13 @@ class JobRegistry:
             if record is not None or status.st_ino not in by_inode:
                 by_inode[status.st_ino] = LiveJob(name, ticket, job_id, status.st_uid, record)
         return sorted(by_inode.values(), key=lambda job: (job.ticket, job.id))
+
+    def _remove_dead(self, name: str, fd: int) -> None:
+        """Remove a dead job's record, and charge this user for a killed launcher of its own."""
+        record, is_mine = decode(read_small(fd, LIMIT_BYTES)), os.fstat(fd).st_uid == os.geteuid()
+        if self.directory.remove(name) and is_mine and record is not None:
+            # nobody knows when the last of its processes ended
+            add_usage(self.directory, record, min(boottime(), record.charged_at + CHARGE_SECONDS))
 
     def is_alive(self, name: str) -> bool:
         """Whether somebody holds the lock of a job's record."""
@@ -182,6 +192,19 @@ class JobRegistry:
         return Reservation(self, replace(record, ticket=ticket, queued_at=now, since=now))
 
 
+@contextlib.contextmanager
+def existing_registry(path: Path) -> Iterator[JobRegistry | None]:
+    """Open the jobs of the queue directory at ``path``; None if it cannot be used."""
+    registry = None
+    with contextlib.suppress(QueueProblem):
+        registry = JobRegistry(path) if path.exists() else None
+    try:
+        yield registry
+    finally:
+        if registry is not None:
+            registry.close()
+
+
 class Reservation:
     """This job's own record file: its queue position, and later its reservation on its GPUs.
 
@@ -199,6 +222,8 @@ class Reservation:
     def update(self, record: JobRecord) -> None:
         """Replace the record, under the same ticket; only under the queue lock.
 
+        The GPU time until now is added to the user's.
+
         Raises:
             QueueProblem: it cannot be written; the old record and its lock still stand.
         """
@@ -206,6 +231,10 @@ class Reservation:
             return
         if record.state is not self.record.state:
             record = replace(record, since=boottime())
+        if record.gpus or self.record.gpus:
+            now = boottime()
+            add_usage(self._registry.directory, self.record, now)
+            record = replace(record, charged_at=now)
         record = replace(record, id=self.record.id, ticket=self.record.ticket)
         if not self.is_in_place():
             self._make_anew(record)

@@ -1,7 +1,8 @@
 """Which job gets which GPU now: one pure function over queue, reservations and GPUs.
 
-First come, first served. GPUs are kept for the first job that none suits; others may overtake it
-elsewhere. ``docs/decisions/0006-a-reservation-is-a-lock.md`` gives the rules and their reasons.
+Jobs are served in the order of :mod:`robust_train.queue.fairness`. GPUs are kept for the first that
+none suits; others may overtake it elsewhere. ``docs/decisions/0006-a-reservation-is-a-lock.md``
+gives the rules and their reasons.
 """
 
 from __future__ import annotations
@@ -11,47 +12,19 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from robust_train.gpu.select import choose_group, could_ever_fit, tie_breaker
+from robust_train.queue.order import (
+    DEFAULT_RULES,
+    GpuReservation,
+    QueueRules,
+    WaitingJob,
+    held_gpus,
+    queue_order,
+)
 from robust_train.values import GpuInfo, Group
 
 _DOUBLES_EVERY_SECONDS = 300.0
 _TAKE_SECONDS = 5.0
 _UNSEEN_SECONDS = 3.0
-
-
-@dataclass(frozen=True)
-class WaitingJob:
-    """A job that needs ``need_bytes`` on each of ``count`` GPUs; fields as in ``JobRecord``."""
-
-    id: str
-    ticket: int
-    need_bytes: int
-    only: frozenset[str]
-    jobs_per_device: int = 1
-    queued_at: float = 0.0
-    count: int = 1
-
-    @property
-    def order(self) -> tuple[int, float, str]:
-        """Jobs sort by this; lower goes first."""
-        return self.ticket, self.queued_at, self.id
-
-
-@dataclass(frozen=True)
-class GpuReservation:
-    """A job's reservation on one of its GPUs; fields as in ``JobRecord``.
-
-    ``gpu`` is None if the record cannot be read; ``owner`` is for people: ``lora_flowers102, ada``.
-    """
-
-    id: str
-    gpu: str | None
-    reserved_bytes: int
-    taken_bytes: int | None = None
-    jobs_per_device: int = 1
-    since: float = 0.0
-    draining: bool = False
-    owner: str = ""
-    ticket: int = 0
 
 
 @dataclass(frozen=True)
@@ -62,11 +35,17 @@ class Plan:
         groups: by job id all the GPUs that a job gets, best first; ``free_bytes`` as usable.
         first: the first job in the queue that gets nothing now.
         kept: UUIDs of the GPUs kept for it, the one that suits it soonest in front.
+        capped: jobs that get nothing because of ``max_gpus_per_user``.
+        order: all waiting jobs, as they are served.
+        rules: by which they are ordered.
     """
 
     groups: Mapping[str, Group] = field(default_factory=dict)
     first: str | None = None
     kept: tuple[str, ...] = ()
+    capped: frozenset[str] = frozenset()
+    order: tuple[WaitingJob, ...] = ()
+    rules: QueueRules = DEFAULT_RULES
 
 
 def plan(
@@ -74,20 +53,24 @@ def plan(
     reservations: Sequence[GpuReservation],
     gpus: Sequence[GpuInfo],
     now: float = 0.0,
+    rules: QueueRules = DEFAULT_RULES,
 ) -> Plan:
     """Decide who gets which GPU now.
 
     Args:
-        waiting: the queue, in any order; tickets decide.
+        waiting: the queue, in any order.
         reservations: of all jobs.
         gpus: the machine at this moment; unusable ones are not granted.
         now: seconds, on the clock of ``queued_at``.
+        rules: how the queue is ordered.
     """
-    planner = _Planner(reservations, gpus, now)
-    for job in sorted(waiting, key=lambda job: job.order):
+    planner = _Planner(reservations, gpus, now, rules)
+    ordered = queue_order(waiting, reservations, rules)
+    for job in ordered:
         planner.serve(job)
     first = None if planner.first is None else planner.first.id
-    return Plan(planner.groups, first, planner.kept)
+    capped = frozenset(planner.capped)
+    return Plan(planner.groups, first, planner.kept, capped, tuple(ordered), rules)
 
 
 def open_to(
@@ -96,15 +79,18 @@ def open_to(
     reservations: Sequence[GpuReservation],
     gpus: Sequence[GpuInfo],
     now: float = 0.0,
+    rules: QueueRules = DEFAULT_RULES,
 ) -> tuple[GpuInfo, ...]:
     """Return the GPUs that a job may take now, after the jobs before it; ``free_bytes`` as usable.
 
     A job of several GPUs may take any of them. ``reservations`` are those of the other jobs.
     """
-    planner = _Planner(reservations, gpus, now)
-    for job in sorted(waiting, key=lambda job: job.order):
-        if job.id != me.id and job.order < me.order:
-            planner.serve(job)
+    planner = _Planner(reservations, gpus, now, rules)
+    others = (job for job in waiting if job.id != me.id)
+    for job in queue_order([*others, me], reservations, rules):
+        if job.id == me.id:
+            break
+        planner.serve(job)
     return tuple(state.as_gpu() for state in planner.suitable(me))
 
 
@@ -205,9 +191,16 @@ class _Planner:
     """Serves one job after the other; the GPUs of one are not there for the next."""
 
     def __init__(
-        self, reservations: Sequence[GpuReservation], gpus: Sequence[GpuInfo], now: float
+        self,
+        reservations: Sequence[GpuReservation],
+        gpus: Sequence[GpuInfo],
+        now: float,
+        rules: QueueRules,
     ) -> None:
         self._now = now
+        self._most = rules.max_gpus_per_user
+        self._held = held_gpus(reservations)
+        self.capped: list[str] = []
         self._states = gpu_states(reservations, gpus)
         self.groups: dict[str, Group] = {}
         self.first: WaitingJob | None = None
@@ -219,6 +212,9 @@ class _Planner:
             self.groups[job.id] = tuple(state.as_gpu() for state in group)
             for state in group:
                 state.take(job)
+            self._held.setdefault(job.user, set()).update(state.gpu.uuid for state in group)
+        elif self._is_capped(job):
+            self.capped.append(job.id)
         elif self.first is None:
             self.first = job
             self.kept = self._keep(job)
@@ -226,11 +222,19 @@ class _Planner:
     def suitable(self, job: WaitingJob) -> list[GpuState]:
         """Return the GPUs that it may have now, best first."""
         open_states = (s for s in self._states.values() if s.gpu.uuid not in self.kept)
+        if self._is_capped(job):  # it may share those that its user holds
+            held = self._held.get(job.user, ())
+            open_states = (state for state in open_states if state.gpu.uuid in held)
         fullest = 1 if job.jobs_per_device > 1 else -1  # a tight fit leaves room for large jobs
         return sorted(
             (state for state in open_states if state.suits(job)),
             key=lambda s: (self._first_could(s), fullest * s.usable, tie_breaker(s.gpu)),
         )
+
+    def _is_capped(self, job: WaitingJob) -> bool:
+        """Whether it would have more GPUs than its user may hold."""
+        held = len(self._held.get(job.user, ()))
+        return self._most is not None and held + job.count > self._most
 
     def _choose(self, job: WaitingJob) -> Sequence[GpuState]:
         """Return all the GPUs that it needs, or none."""

@@ -21,9 +21,10 @@ from robust_train.gpu.select import (
     rank,
 )
 from robust_train.gpu.visible import Visible
+from robust_train.queue.order import WaitingJob
 from robust_train.queue.queued_job import PollResult, QueuedJob
 from robust_train.queue.reasons import LONGEST, why_waiting
-from robust_train.queue.scheduler import Plan, WaitingJob
+from robust_train.queue.scheduler import Plan
 from robust_train.readable import as_clock, mib, ordinal, shortened
 from robust_train.values import MIB, GpuInfo, Group
 

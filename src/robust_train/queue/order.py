@@ -1,0 +1,134 @@
+"""The order of the queue: who waits, who has what, and who goes first. Pure.
+
+The user who holds fewer GPUs goes first, then the one who used fewer lately; a user's own jobs go
+in the order in which they came. Jobs ahead count as if they had their GPUs.
+``docs/decisions/0013-fair-among-users.md`` proves that overtaking is bounded.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+MOST_OVERTAKEN = 8
+"""So many later jobs of others start before a user's first waiting job; then it is due."""
+
+
+@dataclass(frozen=True)
+class WaitingJob:
+    """A job that needs ``need_bytes`` on each of ``count`` GPUs; fields as in ``JobRecord``.
+
+    ``user`` owns the record's file, which cannot be made up; ``owner`` is for people.
+    """
+
+    id: str
+    ticket: int
+    need_bytes: int
+    only: frozenset[str]
+    jobs_per_device: int = 1
+    queued_at: float = 0.0
+    count: int = 1
+    user: int = 0
+    owner: str = ""
+    overtaken: int = 0
+
+    @property
+    def order(self) -> tuple[int, float, str]:
+        """First come, first served; lower goes first."""
+        return self.ticket, self.queued_at, self.id
+
+
+@dataclass(frozen=True)
+class GpuReservation:
+    """A job's reservation on one of its GPUs; fields as in ``JobRecord``.
+
+    ``gpu`` is None if the record cannot be read; ``owner`` is for people: ``lora_flowers102, ada``.
+    """
+
+    id: str
+    gpu: str | None
+    reserved_bytes: int
+    taken_bytes: int | None = None
+    jobs_per_device: int = 1
+    since: float = 0.0
+    draining: bool = False
+    owner: str = ""
+    ticket: int = 0
+    user: int = 0
+
+
+@dataclass(frozen=True)
+class QueueRules:
+    """``order``: fair or fifo; ``used``: GPU-hours that each user had lately."""
+
+    order: str = "fair"
+    max_gpus_per_user: int | None = None
+    used: Mapping[int, float] = field(default_factory=dict)
+
+
+DEFAULT_RULES = QueueRules()
+
+
+def queue_order(
+    waiting: Iterable[WaitingJob], reservations: Iterable[GpuReservation], rules: QueueRules
+) -> list[WaitingJob]:
+    """Return the waiting jobs in the order in which they are served."""
+    by_ticket = sorted(waiting, key=lambda job: job.order)
+    if rules.order == "fifo":
+        return by_ticket
+    queues: dict[int, deque[WaitingJob]] = {}
+    for job in by_ticket:
+        queues.setdefault(job.user, deque()).append(job)
+    has = {user: len(gpus) for user, gpus in held_gpus(reservations).items()}
+    left = {user: MOST_OVERTAKEN - queue[0].overtaken for user, queue in queues.items()}
+    ordered = []
+    while queues:
+        heads = {user: queue[0].order for user, queue in queues.items()}
+        user = min(heads, key=lambda u: (has.get(u, 0), rules.used.get(u, 0.0), heads[u]))
+        due = [u for u in heads if left[u] <= 0 and heads[u] < heads[user]]
+        user = min(due, key=lambda u: heads[u], default=user)
+        for other in heads:
+            left[other] -= heads[other] < heads[user]
+        job = queues[user].popleft()
+        ordered.append(job)
+        has[user] = has.get(user, 0) + job.count
+        if queues[user]:
+            left[user] = MOST_OVERTAKEN - queues[user][0].overtaken
+        else:
+            del queues[user]
+    return ordered
+
+
+def held_gpus(reservations: Iterable[GpuReservation]) -> dict[int, set[str]]:
+    """Return the UUIDs of the GPUs that each user holds."""
+    held: dict[int, set[str]] = {}
+    for reservation in reservations:
+        if reservation.gpu is not None:
+            held.setdefault(reservation.user, set()).add(reservation.gpu)
+    return held
+
+
+def why_overtaken(
+    job: WaitingJob,
+    ordered: Sequence[WaitingJob],
+    reservations: Iterable[GpuReservation],
+    rules: QueueRules,
+) -> str | None:
+    """Return why a later job of another user goes before this one; None if none does."""
+    has = {user: len(gpus) for user, gpus in held_gpus(reservations).items()}
+    for other in ordered[: ordered.index(job)]:
+        theirs, mine = has.get(other.user, 0), has.get(job.user, 0)
+        if other.user == job.user or other.order < job.order:
+            has[other.user] = theirs + other.count
+            continue
+        if theirs > mine:
+            why = f"it was overtaken {MOST_OVERTAKEN} times"
+        elif theirs < mine:
+            gpus = f"{theirs} GPU{'s' * (theirs != 1)}"
+            why = f"{other.owner} holds or is next for {gpus}, {job.owner} for {mine}"
+        else:
+            used = [f"{rules.used.get(user, 0.0):.1f}" for user in (other.user, job.user)]
+            why = f"{other.owner} used {used[0]} GPU-hours lately, {job.owner} {used[1]}"
+        return f"job {other.id} of {other.owner} goes first: {why}"
+    return None
