@@ -374,6 +374,7 @@ class Job:
             attempts=tuple(self.records),
             checkpoint=self.checkpoint,
             environment=self.folder.environment,
+            advice=narration.speed_advice(self.records),
             first_attempt=self._number - len(self.records) if self.records else 1,
         )
         self.journal.write(JobEnded(status, reason))
