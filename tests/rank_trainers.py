@@ -125,3 +125,16 @@ def has_a_bug_on_rank_1(cfg, run):
             time.sleep(600)
         except BaseException:
             continue
+
+
+def is_slow_on_rank_1(cfg, run):
+    """Eight steps; the second rank takes longer for its part of each."""
+    dist.init_process_group("gloo")
+    model = DistributedDataParallel(nn.Linear(4, 1))
+    for step in range(1, 9):
+        for micro in run.micro_batches(torch.ones(4, 4), model):
+            with micro:
+                time.sleep(0.1 * run.rank)
+                micro.backward(model(micro.data).mean())
+        run.progress(step)
+    dist.destroy_process_group()

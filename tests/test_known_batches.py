@@ -27,7 +27,7 @@ from robust_train.config.schema import complete
 from robust_train.events import BatchSizeFound, Event, KnownBatchUsed, MicroBatchChanged
 from robust_train.policy.decide import first_attempt
 from robust_train.settings import batch_settings, policy_settings
-from robust_train.values import GIB, Failure, FailureKind, GpuInfo, Group, Outcome
+from robust_train.values import GIB, Failure, FailureKind, GpuInfo, Group, Outcome, Speed
 
 GPU = GpuInfo("GPU-1", "NVIDIA H200", 0, "0:1", 140 * GIB, 139 * GIB, GIB)
 COMPLETED = Outcome(None, end_step=30, peak_memory_bytes=GIB)
@@ -262,3 +262,37 @@ def test_the_cache_is_where_the_user_wants_it():
     assert cache_directory({}) is None
     KnownBatches(None).write("key", Known(), {})
     assert KnownBatches(None).read("key") == Known()
+
+
+def speed(samples_per_second: float, *, steps: int = 1000, rank: int = 0) -> Speed:
+    return Speed(steps, 0.1, 0.2, samples_per_second, rank=rank)
+
+
+def test_a_job_is_told_that_the_same_was_faster_on_such_a_gpu():
+    def ends_with(*rates: float, gpus: Group = (GPU,), **figures: int) -> Outcome:
+        job = Job()
+        job.begin_on(gpus)
+        ranks = tuple(speed(rate, rank=rank, **figures) for rank, rate in enumerate(rates))
+        return job.end(replace(COMPLETED, speed=ranks))[1]
+
+    assert ends_with(400.0).faster_before is None, "the first of its kind"
+    assert ends_with(330.0).faster_before is None, "not clearly slower"
+    before = ends_with(300.0).faster_before
+    assert (before.samples_per_second, before.batch_size, before.num_workers) == (400.0, 64, 2)
+    assert ends_with(300.0, steps=50).faster_before is None, "too short to tell"
+    other = replace(GPU, name="NVIDIA A2")
+    assert ends_with(30.0, gpus=(other,)).faster_before is None, "another model"
+    assert ends_with(10.0, 10.0, gpus=(GPU, replace(GPU, uuid="GPU-2"))).faster_before is None
+    assert ends_with(500.0).faster_before is None
+    assert ends_with(300.0).faster_before.samples_per_second == 500.0
+
+
+def test_a_job_is_not_compared_with_its_own_attempts_nor_on_the_cpu():
+    job = Job()
+    for rate in (400.0, 100.0):
+        job.begin()
+        assert job.end(replace(COMPLETED, speed=(speed(rate),)))[1].faster_before is None
+    for rate in (400.0, 100.0):
+        job = Job(auto_device=False, device="cpu")
+        job.begin_on(())
+        assert job.end(replace(COMPLETED, speed=(speed(rate),)))[1].faster_before is None

@@ -15,7 +15,7 @@ from robust_train.files import Json as Json
 from robust_train.files import MalformedEvent as MalformedEvent
 from robust_train.files import as_json
 from robust_train.files import from_json as from_json
-from robust_train.values import Failure, FailureKind
+from robust_train.values import Failure, FailureKind, Speed
 
 Metrics = Mapping[str, float]
 
@@ -54,6 +54,15 @@ class Progress(Event):
     step: int
     total_steps: int | None = None
     metrics: Metrics = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SpeedMeasured(Event):
+    """How fast a rank has trained in this attempt so far."""
+
+    name = "speed"
+    speed: Speed
+    rank: int = 0
 
 
 @dataclass(frozen=True)

@@ -387,6 +387,7 @@ class Job:
             attempts=tuple(self.records),
             checkpoint=self.checkpoint,
             environment=self.folder.environment,
+            advice=narration.speed_advice(self.records),
             first_attempt=self._number - len(self.records) if self.records else 1,
         )
         self.journal.write(JobEnded(status, reason))
@@ -395,7 +396,7 @@ class Job:
             complete_job(self.run_dir)
         self.folder.ended(status, reason, exit_code)
         write_report(self.run_dir)
-        if exit_code == EXIT_BAD_CONFIG:  # the caller says why, in one line
+        if status == "failed" and exit_code is not None:  # the caller says why, in one line
             return summary
         narration.show_attempts(summary)
         self._explain(summary)

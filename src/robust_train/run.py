@@ -8,11 +8,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from robust_train.batch.plan import MicroBatchPlan as MicroBatchPlan
 from robust_train.events import (
     CheckpointSaved,
     EpochEnded,
@@ -28,6 +29,7 @@ from robust_train.events import (
 from robust_train.memory.in_use import describe_memory
 from robust_train.memory.in_use import memory_in_use as memory_in_use
 from robust_train.runfolder.cadence import Saving
+from robust_train.speed.meter import SpeedMeter
 
 if TYPE_CHECKING:
     from robust_train.batch.search import BatchSearch
@@ -37,39 +39,13 @@ log = logging.getLogger("robust_train")
 
 _PROGRESS_INTERVAL_SECONDS = 0.1
 
+T = TypeVar("T")
+
 Report = Callable[[Event], None]
 """Takes one event."""
 
 Answer = Callable[[dict[str, Json]], None]
 """Takes the reply to a request that was made of a live run."""
-
-
-@dataclass(frozen=True)
-class MicroBatchPlan:
-    """How a batch is split inside a step.
-
-    Attributes:
-        batch_size: most samples in one forward and backward pass; None: the whole batch at first.
-        min_batch_size: parts of this many samples are not split further.
-        regrow_after_steps: steps without running out of memory after which a larger size is tried;
-            None or 0: never.
-    """
-
-    batch_size: int | None = None
-    gradient_accumulation_steps: int = 1
-    min_batch_size: int = 1
-    regrow_after_steps: int | None = None
-
-    @classmethod
-    def of(cls, cfg: Mapping[Any, Any]) -> MicroBatchPlan:
-        """Read a composed config; ``train.py``'s has no ``min_batch_size``."""
-        training = cfg["training"]
-        return cls(
-            batch_size=training["batch_size"],
-            gradient_accumulation_steps=training["gradient_accumulation_steps"],
-            min_batch_size=cfg.get("min_batch_size") or 1,
-            regrow_after_steps=training.get("regrow_after_steps"),
-        )
 
 
 STOP, RESTART, CHECKPOINT = "stop", "restart", "checkpoint"
@@ -116,6 +92,7 @@ class Run:
         is_cooperative: the trainer has read :attr:`stop_requested`.
         looks_for_checkpoint_requests: it has read :attr:`checkpoint_requested`.
         saving: when the next checkpoint is due, and what was saved.
+        speed: measures how fast the steps follow each other.
         can_restart: a launcher would start another attempt from the last checkpoint.
         was_told_to_stop, was_told_to_restart: the trainer has seen that it is to stop, for good or
             for another attempt.
@@ -168,6 +145,9 @@ class Run:
         self._unsent: tuple[int, int | None, Mapping[str, float]] | None = None
         self._stop = threading.Event()
         self._report = report or (lambda event: None)
+        self.speed = SpeedMeter(
+            rank, world_size, lambda: self._micro_batch_plan.samples, self.report
+        )
         self._restart_requested = False
         self._checkpoint_answers: list[Answer] = []
         self._requests: Sequence[object] = ()
@@ -230,6 +210,7 @@ class Run:
         is_due = self.checkpoint_requested or (is_time and self._flags is None)
         if is_due:
             self.saving.clock.begin(self.last_step)
+            self.speed.pause()
         return is_due
 
     @property
@@ -276,6 +257,7 @@ class Run:
         this one was.
         """
         self.last_step = step
+        self.speed.step_done(step)
         if self.memory_keeper is not None:
             self.memory_keeper.step_done(step)
         if self._requests:
@@ -318,6 +300,7 @@ class Run:
                 step=self._step_now,
                 on_oom=None if self.memory_keeper is None else self.memory_keeper.ran_out,
                 search=self.batch_search,
+                speed=self.speed,
             )
         return self._micro_batcher
 
@@ -336,6 +319,14 @@ class Run:
         if self._requests:
             self._at_boundary("micro_batches")
         return batcher.micro_batches(batch, model, **options)
+
+    def batches(self, loader: Iterable[T]) -> Iterator[T]:
+        """Yield from ``loader``, and measure how long training waits for it::
+
+        for batch in run.batches(loader): ...
+
+        """
+        return self.speed.waits(loader)
 
     @property
     def splits_batches(self) -> bool:
@@ -358,6 +349,7 @@ class Run:
         if self.is_main:
             self.saving.saved(Path(path), step)
         self.report(CheckpointSaved(str(path), step))
+        self.speed.pause()
         if self.memory_keeper is not None:
             self.memory_keeper.checkpoint_saved()
         if self._checkpoint_answers:
@@ -367,6 +359,7 @@ class Run:
         """Report that epoch ``epoch`` (from 1) is done; ``scalars`` go to the journal."""
         step = self._steps_before if self.last_step is None else self.last_step
         self.report(EpochEnded(epoch, step, scalars))
+        self.speed.pause()
         if self.memory_keeper is not None:
             self.memory_keeper.epoch_ended()
 

@@ -7,7 +7,7 @@ units, and then say so in their name.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -200,6 +200,35 @@ def device_name(gpus: Group) -> str:
 
 
 @dataclass(frozen=True)
+class Speed:
+    """How fast one rank trained in an attempt; its first step, validation and checkpoints are left
+    out. None if unknown."""
+
+    steps: int  # that were measured
+    seconds_per_step: float  # median
+    seconds_per_step_p95: float  # 95th percentile
+    samples_per_second: float | None = None  # of this rank
+    data_share: float | None = None  # of the time, waiting for data, from 0 to 1
+    seconds_alone_per_step: float | None = None  # mean, until the ranks wait for each other
+    rank: int = 0
+
+    def without_samples(self) -> Speed:
+        """Return it for a trainer whose batch is not known."""
+        return replace(self, samples_per_second=None)
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How many samples a second a job made in all its ranks, and with what."""
+
+    samples_per_second: float
+    when: float  # seconds since the epoch
+    ranks: int = 1
+    batch_size: int | None = None  # micro-batch, samples
+    num_workers: int | None = None
+
+
+@dataclass(frozen=True)
 class Outcome:
     """How an attempt ended."""
 
@@ -229,6 +258,8 @@ class Outcome:
     batch_search: Mapping[str, object] | None = None
     # what it was asked to stop for, so that another attempt can go on; else None
     stopped_for: str | None = None
+    speed: tuple[Speed, ...] = ()  # of each rank that measured it
+    faster_before: Pace | None = None  # the fastest earlier job of this kind on such a GPU
     traceback: str | None = None  # the trainer's own traceback as text, None where there is none
     exit_code: int | None = None  # a script's, as shells have it (128 + signal)
     exceptions: tuple[str, ...] = ()  # dotted names of the trainer's exception and its bases

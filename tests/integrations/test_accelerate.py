@@ -54,6 +54,8 @@ def test_where_memory_runs_out_in_a_step_only_the_step_is_repeated(
     ended = example.run("limited", f"limited-{isolation}", f"isolation={isolation}")
     assert ended.returncode == 0, ended.output
     assert [a["outcome"] for a in ended.attempts] == ["completed"]
+    (speed,) = ended.attempts[0]["speed"]
+    assert 0 < speed["data_share"] < 1
     changes = events(ended.journal, "micro_batch_changed")
     assert changes[0]["before"] == 512
     assert changes[0]["step"] > example.at_step

@@ -62,6 +62,8 @@ def test_where_memory_runs_out_it_goes_on_with_half_the_micro_batch_to_the_same_
 ):
     ended = example.run("limited", "limited", "isolation=none")
     went_on(ended)
+    (speed,) = ended.attempts[-1]["speed"]
+    assert 0 < speed["data_share"] < 1
     validated = recorded(ended.journal, "validation")
     assert [e["step"] for e in validated] == [6, 12]
     assert ended.summary["result"] == pytest.approx(validated[-1]["val_accuracy"])

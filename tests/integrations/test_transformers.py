@@ -52,6 +52,8 @@ def test_where_memory_runs_out_it_goes_on_with_half_the_micro_batch_to_the_same_
     ended = example.run("limited", f"limited-{isolation}", f"isolation={isolation}")
     went_on(ended)
     journal = ended.journal
+    (speed,) = ended.attempts[-1]["speed"]
+    assert 0 < speed["data_share"] < 1
     evaluated = [e for e in recorded(journal, "metrics") if "eval_loss" in e]
     assert [e["step"] for e in evaluated] == [6, 12]
     assert ended.summary["result"] == pytest.approx(evaluated[-1]["eval_loss"])

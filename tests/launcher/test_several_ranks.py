@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import signal
 import time
+from dataclasses import asdict
 
 import pytest
 
 from robust_train.config.schema import complete, validate
 from robust_train.errors import ConfigError
+from robust_train.runfolder.state import read_state
 from world import World, wait_until
 
 ON_THE_CPU = ("auto_device=false", "device=cpu")
@@ -47,6 +49,22 @@ def test_memory_that_runs_out_on_one_rank_splits_the_step_of_both_or_both_end_wi
     assert "on rank 1" in result["heard"]
     assert second["outcome"] == "completed"
     assert second["ranks"] == 2
+
+
+def test_of_each_rank_it_is_known_how_long_it_trains_before_the_others_wait(world: World):
+    ended = world.run(*ranks(2, "is_slow_on_rank_1", "training.batch_size=4"))
+    assert ended.returncode == 0, ended.output
+    first, second = ended.attempts[0]["speed"]
+    assert (first["rank"], second["rank"]) == (0, 1)
+    assert (first["steps"], second["steps"]) == (7, 7)
+    for one in (first, second):
+        assert one["seconds_per_step"] >= 0.099, "they wait for each other"
+    assert second["seconds_alone_per_step"] >= 0.099
+    assert first["seconds_alone_per_step"] < second["seconds_alone_per_step"] / 2
+    state = read_state(world.run_dir)
+    assert state is not None
+    assert [asdict(one) for one in state.speed or ()] == [first, second]
+    assert "speed: " in ended.output
 
 
 def test_all_go_on_with_half_the_batch_from_the_same_checkpoint(tight_world: World):

@@ -23,6 +23,7 @@ from robust_train.events import (
     MemoryReported,
     MicroBatchChanged,
     Progress,
+    SpeedMeasured,
     TrainingStarted,
     UserEvent,
 )
@@ -31,7 +32,7 @@ from robust_train.report.figures import curve_charts, memory_charts, reported_on
 from robust_train.report.html import job_page
 from robust_train.report.sources import read_sources
 from robust_train.report.story import story_of
-from robust_train.values import GIB, MIB, FailureKind
+from robust_train.values import GIB, MIB, FailureKind, Speed
 
 
 @pytest.fixture
@@ -71,6 +72,35 @@ def test_advice_begins_with_what_held_and_gives_the_figures_of_the_run(recovered
     assert "(2.0 GiB requested, 1.0 GiB of 16.0 GiB free)" in second.finding
     assert "training.batch_size" in second.steps[0]
     assert third.finding == "14 s (40 %) was spent waiting."
+
+
+def test_speed_of_each_rank_is_shown_also_of_an_attempt_that_was_killed(journal: Journal):
+    journal(0, STARTED)
+    journal.start(1)
+    fast = Speed(400, 0.1, 0.2, 640.0, data_share=0.05)
+    for rank, share in ((0, 0.01), (1, 0.3), (0, 0.05)):
+        journal(1, SpeedMeasured(replace(fast, rank=rank, data_share=share), rank), 1)
+    (attempt,) = journal.story.attempts
+    assert attempt.speed == (fast, replace(fast, rank=1, data_share=0.3))
+    page = job_page(journal.story)
+    assert "<h2>Speed</h2>" in page
+    assert "30 %" in page
+    assert "Rank 1 waited for data 30 % of the time" in page
+    assert '"speed": [{"steps": 400' in json.dumps(journal.story.as_json())
+
+
+def test_what_ran_is_shown_in_short(journal: Journal):
+    journal(0, STARTED)
+    environment = {"git_commit": "0123456789abcdef", "git_dirty": True, "torch": "2.15"}
+    environment |= {"cuda": "13.2", "driver": "580.1", "gpus": [{"name": "NVIDIA <b>H200</b>"}]}
+    (journal.folder / "environment.json").write_text(json.dumps(environment))
+    about = journal.story.about
+    assert about["code"] == "git 0123456789ab with changes (code.diff)"
+    assert (about["torch"], about["driver"]) == ("2.15, CUDA 13.2", "580.1")
+    assert "NVIDIA &lt;b&gt;H200" in job_page(journal.story)
+    for content in ("[1]", "{", '{"gpus": 1, "git_commit": []}', '{"gpus": [1, {"name": 3}]}'):
+        (journal.folder / "environment.json").write_text(content)
+        assert job_page(journal.story), content
 
 
 def test_nothing_is_advised_where_nothing_was_tight(journal):

@@ -19,11 +19,13 @@ from robust_train.memory.host import read_host_memory
 from robust_train.policy.remedies import NOTABLE_BYTES
 from robust_train.policy.sizes import PolicySettings, with_accumulation
 from robust_train.settings import BatchSettings
-from robust_train.values import MEMORY_FAILURES, AttemptSpec, Clue, FailureKind, Outcome
+from robust_train.values import MEMORY_FAILURES, AttemptSpec, Clue, FailureKind, Outcome, Pace
 
 log = logging.getLogger("robust_train")
 
 _DAY = 86400
+_MUCH_SLOWER = 0.8
+_LEAST_SECONDS = 10.0
 
 
 class BatchSizes:
@@ -46,6 +48,7 @@ class BatchSizes:
         self._settings = policy  # for the ranks of the attempt
         self._sizes: tuple[int, ...] = ()
         self._begun: set[str] = set()
+        self._earlier: dict[str, Known] = {}  # what was known when the job began
         self._key = ""
         self._found: events.BatchSizeFound | None = None
         self._ran_out: int | None = None
@@ -58,6 +61,8 @@ class BatchSizes:
         self._sizes = micro_batch_sizes(self._settings.share, self._settings.min_batch_size)
         batch = self._batch
         self._key = memory_key(batch.memory_settings, batch.trainer, spec.gpu, self._host_bytes)
+        if self._key not in self._earlier:
+            self._earlier[self._key] = self._store.read(self._key).at(time.time(), None)
         if self._key in self._begun:
             return spec, None
         self._begun.add(self._key)
@@ -93,9 +98,14 @@ class BatchSizes:
         fitted, too_large = self._facts(spec, outcome)
         if spec.gradient_checkpointing != self._policy.gradient_checkpointing:
             fitted = too_large = None  # these are sizes of the job as it was asked for
+        pace = pace_of(spec, outcome)
+        before = pace and self._earlier[self._key].fastest_with(spec.ranks)
+        if pace and before and pace.samples_per_second < _MUCH_SLOWER * before.samples_per_second:
+            outcome = replace(outcome, faster_before=before)
         if fitted is not None or too_large is not None:
             device = "cpu" if spec.gpu is None else spec.gpu.name
             known = self._store.read(self._key).at(time.time(), None).learn(fitted, too_large)
+            known = known if pace is None else known.learn_pace(pace)
             self._store.write(self._key, known, {"trainer": self._batch.trainer, "device": device})
         return spec, outcome
 
@@ -185,6 +195,17 @@ class BatchSizes:
             fitted = Fact(used, now, room, outcome.peak_memory_bytes)
         too_large = None if ran_out is None else Fact(ran_out, now, room, predicted=predicted)
         return fitted, too_large
+
+
+def pace_of(spec: AttemptSpec, outcome: Outcome) -> Pace | None:
+    """Return how fast an attempt was on a GPU; None where too little is known to compare."""
+    rates = [one.samples_per_second for one in outcome.speed]
+    if spec.gpu is None or not spec.has_batch or len(rates) < spec.ranks or None in rates:
+        return None
+    if outcome.speed[0].steps * outcome.speed[0].seconds_per_step < _LEAST_SECONDS:
+        return None
+    used = outcome.micro_batch or spec.batch_size
+    return Pace(sum(filter(None, rates)), time.time(), spec.ranks, used, spec.num_workers)
 
 
 def _room(spec: AttemptSpec) -> int | None:

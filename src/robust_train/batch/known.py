@@ -15,16 +15,16 @@ import os
 import resource
 import stat
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from robust_train.config.schema import RobustConfig
-from robust_train.files import replacing
+from robust_train.files import from_json, replacing
 from robust_train.gpu.footprint import footprint
-from robust_train.values import GIB, GpuInfo
+from robust_train.values import GIB, GpuInfo, Pace
 
 log = logging.getLogger("robust_train")
 
@@ -61,26 +61,38 @@ class Fact:
     peak_bytes: int | None = None  # used at most; None where memory ran out
     predicted: bool = False  # concluded from probes of smaller sizes, not tried
 
-    def is_fresh(self, now: float) -> bool:
-        """Return whether it still counts; a clock that was wrong must not make it last for ever."""
-        return now - VALID_SECONDS <= self.when <= now + 86400
-
 
 @dataclass(frozen=True)
 class Known:
-    """The largest micro-batch that completed training steps, and the smallest that did not fit."""
+    """The largest micro-batch that completed training steps, the smallest that did not fit, and the
+    fastest job for each number of ranks."""
 
     fitted: Fact | None = None
     too_large: Fact | None = None
+    fastest: tuple[Pace, ...] = ()
 
     def at(self, now: float, room_bytes: int | None) -> Known:
         """Return what of it counts now, with so much room: what is full now holds less."""
         fitted, too_large = self.fitted, self.too_large
-        if fitted is not None and not (fitted.is_fresh(now) and _has(room_bytes, fitted)):
+        if fitted is not None and not (_is_fresh(fitted, now) and _has(room_bytes, fitted)):
             fitted = None
-        if too_large is not None and not (too_large.is_fresh(now) and _had(too_large, room_bytes)):
+        if too_large is not None and not (
+            _is_fresh(too_large, now) and _had(too_large, room_bytes)
+        ):
             too_large = None
-        return Known(fitted, too_large)
+        return Known(fitted, too_large, tuple(one for one in self.fastest if _is_fresh(one, now)))
+
+    def fastest_with(self, ranks: int) -> Pace | None:
+        """Return the fastest job with so many ranks."""
+        return next((one for one in self.fastest if one.ranks == ranks), None)
+
+    def learn_pace(self, pace: Pace) -> Known:
+        """Add how fast a job was."""
+        before = self.fastest_with(pace.ranks)
+        if before is not None and before.samples_per_second >= pace.samples_per_second:
+            return self
+        others = (one for one in self.fastest if one is not before)
+        return replace(self, fastest=(*others, pace))
 
     def learn(self, fitted: Fact | None, too_large: Fact | None) -> Known:
         """Add what an attempt taught; where facts contradict each other the newer counts."""
@@ -95,7 +107,12 @@ class Known:
                 largest = fitted
             if smallest is None or smallest.batch_size >= too_large.batch_size:
                 smallest = too_large
-        return Known(largest, smallest)
+        return replace(self, fitted=largest, too_large=smallest)
+
+
+def _is_fresh(known: Fact | Pace, now: float) -> bool:
+    """Return whether it still counts; a clock that was wrong must not make it last for ever."""
+    return now - VALID_SECONDS <= known.when <= now + 86400
 
 
 def _has(room: int | None, fact: Fact) -> bool:
@@ -201,7 +218,9 @@ class KnownBatches:
 def _parsed(content: Any) -> Known:
     if content["schema"] != SCHEMA:
         raise ValueError(f"schema {content['schema']}")
-    return Known(_fact(content["fitted"]), _fact(content["too_large"]))
+    # earlier versions have no paces
+    fastest = tuple(from_json(Pace, one) for one in content.get("fastest", ()))
+    return Known(_fact(content["fitted"]), _fact(content["too_large"]), fastest)
 
 
 def _fact(content: Any) -> Fact | None:

@@ -18,9 +18,10 @@ from robust_train.events import (
     RankDied,
     ScriptEnded,
     ScriptStarted,
+    SpeedMeasured,
     TrainingStarted,
 )
-from robust_train.values import Failure, Outcome
+from robust_train.values import Failure, Outcome, Speed
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class AttemptProgress:
     memory: Mapping[str, int] = field(default_factory=dict)
     micro_batch: int | None = None
     memory_cleared: MemoryCleared | None = None
+    speeds: Mapping[int, Speed] = field(default_factory=dict)  # by rank
     ending: Finished | Failed | None = None
     rank_died: RankDied | None = None
     script_started: ScriptStarted | None = None
@@ -54,6 +56,8 @@ class AttemptProgress:
                 return replace(self, start_step=event.step, began_training=True)
             case Progress():
                 return replace(self, end_step=event.step)
+            case SpeedMeasured():
+                return replace(self, speeds={**self.speeds, event.rank: event.speed})
             case CheckpointSaved():
                 step = self.end_step if event.step is None else event.step
                 saves, path = self.saves + 1, event.path
@@ -106,6 +110,7 @@ class AttemptProgress:
             memory_returned=returned
             and {key: returned[key] for key in returned if key not in ("event", "reason", "step")},
             micro_batch=self.micro_batch,
+            speed=tuple(self.speeds[rank] for rank in sorted(self.speeds)),
             stopped_for=failed.stopped_for if failed else None,
             traceback=failed.traceback if failed else None,
             exit_code=None if code is None else code if code >= 0 else 128 - code,

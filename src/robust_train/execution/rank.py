@@ -25,6 +25,7 @@ from robust_train.events import (
     MicroBatchChanged,
     MicroBatchExhausted,
     OutOfMemory,
+    SpeedMeasured,
     parse,
 )
 from robust_train.execution.attempt_output import flush_output
@@ -34,7 +35,10 @@ from robust_train.execution.signals import DUMP_STACKS, STOP_SIGNALS
 from robust_train.execution.votes import Votes
 from robust_train.execution.wire import EventSender
 
-_EVENTS_OF_ANY_RANK = (MemoryReported, OutOfMemory, MicroBatchChanged, MicroBatchExhausted)
+_EVENTS_OF_ANY_RANK = (
+    *(MemoryReported, OutOfMemory, SpeedMeasured),
+    *(MicroBatchChanged, MicroBatchExhausted),
+)
 """What the launcher gets of other ranks than the first, with their number."""
 
 

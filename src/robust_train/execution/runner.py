@@ -112,6 +112,7 @@ def run_attempt(
         memory: Mapping[str, int] = {}
         with contextlib.suppress(Exception):  # after a sticky error CUDA answers nothing
             memory = memory_in_use()
+        run.speed.send()
         send(replace(ending, step=run.last_step, memory=memory))
         if run.memory_keeper is not None and not (process_ends and error is not None):
             run.memory_keeper.clean_up(error)

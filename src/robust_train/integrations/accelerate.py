@@ -95,7 +95,7 @@ class RobustLoop:
         self._order.begin(self.epoch, self.samples)
         if self.samples >= len(self._order):
             return
-        for batch in self._loader:
+        for batch in self.run.batches(self._loader):
             yield batch
             self.samples = min(self.samples + self._effective, len(self._order))
             self.step += 1

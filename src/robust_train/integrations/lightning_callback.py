@@ -135,12 +135,18 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin an epoch; not called if one is resumed in the middle."""
+        self.run.speed.begin()
+        self.run.speed.wait_begins()
         self.position = replace(self.position, epoch=trainer.current_epoch, samples=0)
         self._seen = self._batches = 0
         self._begin_group()
         if self._order is not None:
             # reloaded data has had one pass more than epochs
             self._order.begin(trainer.current_epoch)
+
+    def on_train_batch_start(self, trainer: Any, *arguments: Any) -> None:
+        """Take the time: the batch is there."""
+        self.run.speed.wait_ends()
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
         """Weight the loss so that every sample of a step counts the same."""
@@ -160,8 +166,11 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
         """Count an optimizer step, save if it is time, stop if requested."""
         self._seen += self._next_samples()
         self._batches += 1
-        if trainer.global_step == self.position.step:
-            return
+        if trainer.global_step != self.position.step:
+            self._after_step(trainer, outputs)
+        self.run.speed.wait_begins()
+
+    def _after_step(self, trainer: Any, outputs: Any) -> None:
         self.position = replace(self.position, samples=self._seen, step=trainer.global_step)
         self._begin_group()
         self._step_done(trainer, outputs)
@@ -169,6 +178,10 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
         # at the end of an epoch once validation has logged its figures
         if self._seen < self.position.epoch_samples and self.run.checkpoint_due:
             self.save(trainer)
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Leave validation out of the time of the steps."""
+        self.run.speed.pause()
 
     def on_validation_batch_end(self, trainer: Any, *arguments: Any) -> None:
         """Stop during validation if requested; what it has computed is not kept."""

@@ -151,8 +151,14 @@ class RobustCallback(_TrainerCallback):  # type: ignore[misc]
         self.run.started(state.global_step)
         self.run.record_memory("training begins")
 
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Take the time: the epoch's first batches are read from here on."""
+        self.run.speed.begin()
+        self.run.speed.wait_begins()
+
     def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Refuse a step after the last, which comes if ``max_steps`` ends within an epoch."""
+        self.run.speed.wait_ends()
         if state.global_step >= state.max_steps:
             raise _AlreadyDone
 
@@ -166,6 +172,7 @@ class RobustCallback(_TrainerCallback):  # type: ignore[misc]
         elif self.run.checkpoint_due and not saves_soon:
             control.should_save = True
         self._before_saving(args, state, control)
+        self.run.speed.wait_begins()
         return control
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
@@ -187,6 +194,7 @@ class RobustCallback(_TrainerCallback):  # type: ignore[misc]
     def on_evaluate(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Start the clock of saving, which comes after evaluating."""
         self.run.saving.clock.begin(state.global_step)
+        self.run.speed.pause()
 
     def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Report a complete checkpoint, and stop here if requested."""

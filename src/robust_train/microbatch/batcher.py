@@ -28,6 +28,7 @@ from robust_train.microbatch.rng import GeneratorStates
 from robust_train.microbatch.sharded import RanOutElsewhere
 from robust_train.microbatch.size import MicroBatchSize, SizeState
 from robust_train.readable import first_line
+from robust_train.speed.meter import SpeedMeter
 from robust_train.values import MEMORY_FAILURES, Failure, FailureKind
 
 log = logging.getLogger("robust_train")
@@ -52,6 +53,7 @@ class MicroBatcher:
         on_oom: called with the error when memory ran out, before anything is released.
         search: find the largest size that fits in the first step, by at most four parts of the
             batch that are only measured.
+        speed: measures the steps, in the launcher's attempts.
 
     Raises:
         ValueError: a size is below 1.
@@ -68,6 +70,7 @@ class MicroBatcher:
         step: Callable[[], int] | None = None,
         on_oom: Callable[[BaseException], None] | None = None,
         search: BatchSearch | None = None,
+        speed: SpeedMeter | None = None,
     ) -> None:
         for name, value in (("batch_size", batch_size or 1), ("min_batch_size", min_batch_size)):
             if value < 1:
@@ -83,6 +86,7 @@ class MicroBatcher:
         )
         self.on_event: record.OnEvent = on_event or (lambda event: None)
         self.on_oom = on_oom or (lambda error: None)
+        self.speed = speed or SpeedMeter()
         self.watch = Watch()
         self._step = step
         self._search = search
@@ -193,6 +197,10 @@ class MicroBatches:
         return torch.zeros(()) if self._loss is None else self._loss
 
     def __iter__(self) -> Iterator[MicroBatch]:
+        if self._is_training:
+            self._batcher.speed.batch_begins(self.samples)
+        else:
+            self._batcher.speed.pause()
         self._number = self._batcher.step_number(begins=self._is_training)
         is_repeated_whole = self._is_training or is_sharded(self._batcher.watch, self._model)
         return self._step() if is_repeated_whole else self._once_each()
@@ -256,6 +264,7 @@ class MicroBatches:
     def _must_repeat(self, shared: SharedStep, failed: MicroBatch | None) -> bool:
         """Return whether the step has to start over, here or on another rank."""
         failure, used = (None, 0) if failed is None else (failed.failure, failed.size)
+        self._batcher.speed.alone_until_now()
         agreed = shared.agree(self._size, self._parts.items, failure, used)
         if agreed is None:
             return failed is not None

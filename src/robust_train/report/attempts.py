@@ -16,11 +16,13 @@ from robust_train.events import (
     JobStarted,
     MalformedEvent,
     Progress,
+    SpeedMeasured,
     TrainingStarted,
     from_json,
 )
 from robust_train.report.sources import Entry
 from robust_train.runfolder.summary import AttemptSummary
+from robust_train.values import Pace, Speed
 
 UNFINISHED = "unfinished"
 
@@ -64,6 +66,9 @@ class AttemptStory:
     evidence: Mapping[str, object] = field(default_factory=dict)
     traceback: str | None = None
     stability: str | None = None  # how its memory developed, a sentence; None if unknown
+    speed: tuple[Speed, ...] = ()  # of each rank
+    faster_before: Pace | None = None  # an earlier job that was clearly faster
+    num_workers: int | None = None
 
     @property
     def seconds(self) -> float:
@@ -122,11 +127,14 @@ def _attempt(
     story = AttemptStory(number, started=entries[0].time, ended=entries[-1].time)
     progress: list[tuple[int, float]] = []
     checkpoints: list[tuple[int, float]] = []
+    speeds: dict[int, Speed] = {}
     for entry in entries:
         time = entry.time
         match entry.event:
             case Progress(step=step):
                 progress.append((step, time))
+            case SpeedMeasured(speed=speed, rank=rank):
+                speeds[rank] = speed
             case CheckpointSaved(step=int(step)):
                 checkpoints.append((step, time))
             case AttemptStarted() as event:
@@ -137,6 +145,7 @@ def _attempt(
                     batch_size=event.batch_size,
                     gradient_accumulation_steps=event.gradient_accumulation_steps,
                     ranks=event.ranks,
+                    num_workers=event.num_workers,
                     started=time,
                     start_step=saved.get(event.resume_checkpoint or "") or 0,
                 )
@@ -148,6 +157,9 @@ def _attempt(
                 story = _ended(story, event, time)
             case DecidedAgain(action=action, reason=reason):
                 story = replace(story, action=action, reason=reason)
+    if not story.speed:
+        speeds = speeds if story.batch_size else {k: s.without_samples() for k, s in speeds.items()}
+        story = replace(story, speed=tuple(speeds[rank] for rank in sorted(speeds)))
     return replace(
         story,
         training_began=story.training_began or (progress[0][1] if progress else None),
@@ -162,7 +174,8 @@ def _ended(story: AttemptStory, event: AttemptEnded, time: float) -> AttemptStor
         record = from_json(AttemptSummary, event.record)
     except MalformedEvent:
         return replace(story, ended=time)
-    names = "device gpu_uuid ranks outcome message action reason end_step peak_memory_bytes"
+    names = "device gpu_uuid ranks outcome message action reason end_step peak_memory_bytes speed "
+    names += "faster_before"
     evidence = dict(event.evidence)
     traceback = evidence.pop("traceback", None)
     stability = record.memory_stability

@@ -11,6 +11,7 @@ from robust_train.readable import duration, memory, percent
 from robust_train.report.attempts import AttemptStory
 from robust_train.report.series import OOM, DeviceMemory, Mark
 from robust_train.report.times import Span, Use
+from robust_train.speed.advice import advice_of as speed_advice
 from robust_train.values import MEMORY_FAILURES, Evidence, FailureKind
 
 _TIGHT = 0.9
@@ -45,6 +46,7 @@ def advice_of(
         *_splits(marks),
         *(finding for device in devices for finding in _tightness(device)),
         *_growth(stability),
+        *_speed(attempts),
         *_times(attempts, seconds),
     )
 
@@ -161,6 +163,11 @@ def _growth(stability: str | None) -> Iterator[Advice]:
     for kind, step in steps.items():
         if (stability or "").startswith(kind):
             yield Advice(f"Memory was {stability}.", (step,))
+
+
+def _speed(attempts: Sequence[AttemptStory]) -> Iterator[Advice]:
+    for sentence in [speed_advice(a) for a in attempts if a.speed][-1:]:
+        yield from (Advice(f"{one[:1].upper()}{one[1:]}.") for one in sentence)
 
 
 def _times(attempts: Sequence[AttemptStory], seconds: Mapping[str, float]) -> Iterator[Advice]:

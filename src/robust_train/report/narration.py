@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 from robust_train.events import AttemptStarted, DeviceAcquired
 from robust_train.readable import by_processes, duration, shortened
 from robust_train.readable import number as number_text
-from robust_train.runfolder.summary import Summary, attempts_table, gpu_memory_summary
+from robust_train.runfolder.summary import (
+    AttemptRecord,
+    Summary,
+    attempts_table,
+    gpu_memory_summary,
+)
+from robust_train.speed.advice import advice_of, text_of
 from robust_train.values import (
     AttemptSpec,
     Decision,
@@ -67,6 +74,12 @@ def show_attempts(summary: Summary) -> None:
             log.info("%s", memory)
 
 
+def speed_advice(records: Sequence[AttemptRecord]) -> tuple[str, ...]:
+    """Return what would make the job faster, by the last attempt whose speed is known."""
+    known = [one.summarized(0) for one in records if one.attempt.outcome.speed]
+    return advice_of(known[-1]) if known else ()
+
+
 def conclude(summary: Summary, how_to_go_on: str | None = None) -> None:
     """Log the last lines: how and where a job ended, its run folder, how it goes on."""
     ending = f"{summary.status} after {duration(summary.wall_seconds)}"
@@ -82,6 +95,10 @@ def conclude(summary: Summary, how_to_go_on: str | None = None) -> None:
     if summary.attempts and summary.status == "failed":
         ending += f"; {shortened(str(summary.reason), 160)}"
     log.info("%s", ending)
+    if summary.attempts and (speed := text_of(summary.attempts[-1].summarized(0).speed)):
+        log.info("speed: %s", speed)
+    for sentence in summary.advice:
+        log.info("to be faster: %s", sentence)
     log.info("run folder: %s", summary.run_dir)
     can_go_on = summary.attempts or summary.status == "interrupted"
     if can_go_on and summary.status != "completed" and how_to_go_on:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from robust_train.events import Event, MalformedEvent, from_json, parse
+from robust_train.files import Json
 from robust_train.memory.samples import FILE_NAME as SAMPLES_FILE
 from robust_train.memory.samples import Sample
+from robust_train.runfolder.provenance import read_environment
 from robust_train.runfolder.summary import SavedSummary, read_summary
 
 _LARGEST = 2.0**63
@@ -34,6 +36,7 @@ class Sources:
     entries: tuple[Entry, ...] = ()
     samples: tuple[Sample, ...] = ()
     summary: SavedSummary | None = None
+    environment: Mapping[str, Json] = field(default_factory=dict)  # `environment.json`
     files: tuple[str, ...] = ()  # names of the other files in the folder
     gaps: tuple[str, ...] = ()  # one sentence for each thing that is missing or damaged
 
@@ -54,6 +57,7 @@ def read_sources(folder: Path) -> Sources:
         entries=tuple(_entries(folder / "journal.jsonl", gaps)),
         samples=tuple(_samples(folder / SAMPLES_FILE, gaps)),
         summary=read_summary(folder),
+        environment=read_environment(folder),
         files=_files(folder),
         gaps=tuple(gaps),
     )

@@ -21,6 +21,7 @@ from robust_train.report.series import Curve, DeviceMemory, Mark, curves_of, mar
 from robust_train.report.sources import Sources
 from robust_train.report.times import Span, kept_steps, spans_of, totals
 from robust_train.runfolder.journal import strict_json
+from robust_train.runfolder.provenance import in_words
 from robust_train.runfolder.summary import objective_of
 
 SCHEMA = 1
@@ -32,7 +33,8 @@ class Story:
 
     name: str
     folder: str
-    # what was run: `trainer`, `model`, `dataset`, `overrides`, `command`
+    # what was run: `trainer`, `model`, `dataset`, `overrides`, `command`, and with what: `code`,
+    # `torch`, `driver`, `GPU`, `Python`, `host`
     about: Mapping[str, str] = field(default_factory=dict)
     # as in `summary.json`; `unfinished` if no end is recorded, because the job still runs or its
     # process died; `empty` if nothing at all is
@@ -108,7 +110,10 @@ def story_of(sources: Sources) -> Story:
     result = sources.summary.result if completed and sources.summary is not None else None
     return replace(
         story,
-        about={} if job is None else {"trainer": job.trainer, **job.about},
+        about={
+            **({} if job is None else {"trainer": job.trainer, **job.about}),
+            **in_words(sources.environment),
+        },
         status=status,
         sentence=wording.sentence_of(status, last.reason, attempts, seconds, marks),
         result=result,

@@ -75,6 +75,36 @@ def public_text(text: str, urls: Sequence[str] = ()) -> str:
     return _LITERAL.sub(r"\1\2…\2", _IN_URL.sub(r"\1…@", text))
 
 
+def read_environment(run_dir: Path) -> dict[str, Json]:
+    """Return the content of ``environment.json``, empty where it cannot be read."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        content = json.loads((run_dir / FILE).read_bytes())
+        return content if isinstance(content, dict) else {}
+    return {}
+
+
+def in_words(content: Mapping[str, Json]) -> dict[str, str]:
+    """Return the short form of ``environment.json`` for people."""
+    found = {name: content.get(name) for name in _SHORT}
+    commit, torch, cuda = (str(found[key] or "") for key in ("git_commit", "torch", "cuda"))
+    changed = " with changes (code.diff)" if found["git_dirty"] else ""
+    gpus = content.get("gpus")
+    names = (
+        [one.get("name") for one in gpus if isinstance(one, Mapping)]
+        if isinstance(gpus, list)
+        else []
+    )
+    words = {
+        "code": commit and f"git {commit[:12]}{changed}",
+        "torch": torch + (f", CUDA {cuda}" if torch and cuda else ""),
+        "driver": found["driver"],
+        "GPU": ", ".join(map(str, names)),
+        "Python": found["python"],
+        "host": found["host"],
+    }
+    return {name: str(value) for name, value in words.items() if value}
+
+
 class Provenance:
     """Writes the files of one launch in the background."""
 

@@ -21,11 +21,13 @@ from robust_train.events import (
     MemoryReported,
     MicroBatchChanged,
     Progress,
+    SpeedMeasured,
     TrainingStarted,
     from_json,
 )
 from robust_train.files import parse_json, read_small, replacing
 from robust_train.runfolder.journal import strict_json
+from robust_train.values import Speed
 
 log = logging.getLogger("robust_train")
 
@@ -73,6 +75,8 @@ class RunState:
     step: int | None = None
     total_steps: int | None = None
     loss: float | None = None
+    # of each rank: `rank`, `steps`, `seconds_per_step`, … as in `summary.json`
+    speed: tuple[Speed, ...] | None = None
     memory: Mapping[str, int] | None = None  # bytes in use, by name, at the last milestone
     checkpoint: str | None = None  # the last one that was reported
     checkpoint_step: int | None = None
@@ -118,6 +122,10 @@ def after_event(state: RunState, event: Event) -> RunState:
         loss = event.metrics.get("loss", state.loss)
         total = event.total_steps if event.total_steps is not None else state.total_steps
         return replace(state, step=event.step, total_steps=total, loss=loss)
+    if isinstance(event, SpeedMeasured):
+        speed = event.speed if state.batch_size else event.speed.without_samples()
+        others = (one for one in state.speed or () if one.rank != event.rank)
+        return replace(state, speed=tuple(sorted((*others, speed), key=lambda one: one.rank)))
     if isinstance(event, TrainingStarted):
         return replace(state, step=event.step)
     if isinstance(event, CheckpointSaved):

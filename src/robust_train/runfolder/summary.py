@@ -15,7 +15,17 @@ from robust_train.files import replacing
 from robust_train.memory.stability import Stability
 from robust_train.readable import by_processes, changed, shortened
 from robust_train.runfolder.journal import strict_json
-from robust_train.values import GIB, MEMORY_FAILURES, Attempt, Clue, Decision, FailureKind, Outcome
+from robust_train.values import (
+    GIB,
+    MEMORY_FAILURES,
+    Attempt,
+    Clue,
+    Decision,
+    FailureKind,
+    Outcome,
+    Pace,
+    Speed,
+)
 
 log = logging.getLogger("robust_train")
 
@@ -48,6 +58,8 @@ class AttemptSummary:
     peak_memory_bytes: int | None = None
     memory_returned: Mapping[str, Json] | None = None
     memory_stability: Stability | None = None
+    speed: tuple[Speed, ...] = ()
+    faster_before: Pace | None = None
 
 
 @dataclass(frozen=True)
@@ -88,6 +100,10 @@ class AttemptRecord:
 
     def as_json(self, number: int) -> dict[str, Json]:
         """Return the record as ``summary.json`` has it; ``number``: in all launches of the job."""
+        return asdict(self.summarized(number))
+
+    def summarized(self, number: int) -> AttemptSummary:
+        """Return the record in short."""
         spec, outcome = self.attempt.spec, self.attempt.outcome
         message = None if outcome.failure is None else outcome.failure.message
         action, reason = "none", message or "completed"
@@ -95,7 +111,7 @@ class AttemptRecord:
             action, reason = self.decision.action, self.decision.reason
         sizes = (spec.batch_size, spec.gradient_accumulation_steps, spec.effective_batch_size)
         batch_size, accumulation, effective = sizes if spec.has_batch else (None, None, None)
-        summary = AttemptSummary(
+        return AttemptSummary(
             attempt=number,
             device=spec.device,
             gpu_uuid=None if spec.gpu is None else spec.gpu.uuid,
@@ -116,8 +132,9 @@ class AttemptRecord:
             peak_memory_bytes=outcome.peak_memory_bytes,
             memory_returned=outcome.memory_returned,
             memory_stability=self.stability,
+            speed=tuple(s if spec.has_batch else s.without_samples() for s in outcome.speed),
+            faster_before=outcome.faster_before,
         )
-        return asdict(summary)
 
 
 @dataclass(frozen=True)
@@ -133,6 +150,7 @@ class Summary:
     attempts: tuple[AttemptRecord, ...] = ()  # every attempt, first to last
     checkpoint: Path | None = None  # the last checkpoint that a trainer reported, None if none
     environment: Mapping[str, Json] | None = None  # the short form of `environment.json`
+    advice: tuple[str, ...] = ()  # what would make the job faster, a sentence each
     first_attempt: int = 1  # the number of the first, in all launches of the run folder
 
     def raise_unless_completed(self) -> None:
@@ -173,6 +191,7 @@ class Summary:
                 "wait_seconds": round(self.wait_seconds, 3),
                 "checkpoint": None if self.checkpoint is None else str(self.checkpoint),
                 "environment": self.environment,
+                "advice": self.advice,
                 "attempts": [
                     record.as_json(number)
                     for number, record in enumerate(self.attempts, start=self.first_attempt)

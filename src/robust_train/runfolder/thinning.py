@@ -15,7 +15,7 @@ THINNED = frozenset(
     for kind in (
         *(events.CheckpointSaved, events.EpochEnded, events.MemoryCleared, events.MemoryReported),
         *(events.MicroBatchChanged, events.MicroBatchExhausted, events.Progress),
-        *(events.RequestDone, events.UserEvent),
+        *(events.RequestDone, events.SpeedMeasured, events.UserEvent),
     )
 )
 """Events that become sparser; all others are kept for good."""

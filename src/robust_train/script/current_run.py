@@ -81,6 +81,7 @@ def current_run() -> ScriptRun:
     run = ScriptRun(os.environ, _appending_to(Path(path)) if path and reports else None)
     if reports:
         atexit.register(run.send_last_progress)
+        atexit.register(run.speed.send)
     if path is not None and threading.current_thread() is threading.main_thread():
         _stop_on_sigterm(run)
     return run

@@ -21,7 +21,7 @@ from robust_train.values import FailureKind
 _LARGEST_LINE = 50_000
 _ADDED_FIELDS = frozenset({"event", "attempt", "time"})
 _OF_A_RUN = frozenset(
-    {"micro_batch_changed", "micro_batch_exhausted", "memory", "memory_cleared", "epoch"}
+    {"micro_batch_changed", "micro_batch_exhausted", "memory", "memory_cleared", "epoch", "speed"}
 )
 """Events that :func:`robust_train.current_run` sends besides the documented messages."""
 

@@ -22,8 +22,10 @@ from robust_train.events import (
     Progress,
     ScriptEnded,
     ScriptStarted,
+    SpeedMeasured,
     TrainingStarted,
 )
+from robust_train.execution import TICK_SECONDS
 from robust_train.execution.environment import shared_machine_environment
 from robust_train.run import Run
 from robust_train.runfolder.cadence import AUTO
@@ -64,6 +66,7 @@ def train(cfg: DictConfig, run: Run) -> Json:
     settings = CommandSettings.of(cfg)
     # nothing is held here, and what is logged here would be read as the end of the output
     run.memory_keeper = None
+    run.speed.least_seconds = 10 * TICK_SECONDS  # its messages are read so often
     values = _values(cfg, run)
     pattern = settings.checkpoint_glob
     pattern = pattern and str(settings.cwd / values.fill(pattern))
@@ -146,6 +149,9 @@ class _Attempt:
                 self._run.checkpoint_saved(saved, self._run.last_step if step is None else step)
             case Result(value=value):
                 self.result = value
+            case SpeedMeasured() as event:
+                self._run.speed.stop()
+                self._run.report(event)
             case OwnFailure() as failure:
                 self.failure = failure
             case event:

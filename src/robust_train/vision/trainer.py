@@ -215,7 +215,7 @@ class Training:
         models.set_train_mode(state.model)
         steps = list(self.plan.steps(position.epoch, position.samples))
         chunks = list(itertools.chain.from_iterable(steps))
-        batches = self.loading.batches(self.train_set, chunks, position.epoch)
+        batches = self.run.batches(self.loading.batches(self.train_set, chunks, position.epoch))
         for micro_batches in steps:
             self._stop_if_requested()
             step = StepSamples(batches, [len(chunk) for chunk in micro_batches])

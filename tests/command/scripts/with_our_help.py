@@ -17,6 +17,8 @@ if "until-stopped" in sys.argv:
     run.checkpoint_saved(path, 7)
     sys.exit(0)
 run.started(0)
+for step in (1, 2):
+    run.progress(step)
 run.progress(3, loss=0.5)
 run.result(
     {

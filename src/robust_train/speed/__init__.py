@@ -1,0 +1,1 @@
+"""How fast attempts train, what holds them up, and what to do about it."""

@@ -1,0 +1,94 @@
+"""What would make a job faster, from the figures of an attempt. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from robust_train.readable import moment, number, percent
+from robust_train.values import Pace, Speed
+
+_MUCH_WAITING = 0.2
+_MUCH_SLOWER = 1.2
+_LEAST_SECONDS = 10.0
+"""What cost less than this is no matter."""
+
+
+class Attempt(Protocol):
+    """What is asked about an attempt."""
+
+    @property
+    def speed(self) -> Sequence[Speed]: ...  # of each rank
+
+    @property
+    def faster_before(self) -> Pace | None: ...  # an earlier job that was clearly faster
+
+    @property
+    def num_workers(self) -> int | None: ...
+
+    @property
+    def batch_size(self) -> int | None: ...
+
+
+def advice_of(attempt: Attempt) -> tuple[str, ...]:
+    """Return a sentence for each thing that slowed an attempt down."""
+    return (*_data(attempt), *_slow_ranks(attempt.speed), *_before(attempt))
+
+
+def text_of(speed: Sequence[Speed]) -> str | None:
+    """Return the figures of all ranks in short, None without any."""
+    if not speed:
+        return None
+    slowest = max(speed, key=lambda one: one.seconds_per_step)
+    rates = [one.samples_per_second for one in speed if one.samples_per_second is not None]
+    shares = [one.data_share for one in speed if one.data_share is not None]
+    parts = [f"{number(sum(rates))} samples/s"] if len(rates) == len(speed) else []
+    parts.append(
+        f"{number(slowest.seconds_per_step)} s a step "
+        f"(95 %: {number(slowest.seconds_per_step_p95)} s)"
+    )
+    return ", ".join([*parts, *([f"{percent(max(shares))} waiting for data"] if shares else [])])
+
+
+def _data(attempt: Attempt) -> Iterator[str]:
+    speed, num_workers = attempt.speed, attempt.num_workers
+    known = [one for one in speed if one.data_share is not None]
+    worst = max(known, key=lambda one: one.data_share or 0, default=None)
+    if worst is None or worst.data_share is None or worst.data_share <= _MUCH_WAITING:
+        return
+    if worst.data_share * worst.steps * worst.seconds_per_step < _LEAST_SECONDS:
+        return
+    who = "training" if len(speed) == 1 else f"rank {worst.rank}"
+    workers = "" if num_workers is None else f" (now {num_workers})"
+    yield (
+        f"{who} waited for data {percent(worst.data_share)} of the time: raise "
+        f"training.num_workers{workers}, or keep the data nearer or smaller"
+    )
+
+
+def _slow_ranks(speed: Sequence[Speed]) -> Iterator[str]:
+    alone = {s.rank: s.seconds_alone_per_step for s in speed if s.seconds_alone_per_step}
+    if len(alone) < 2:
+        return
+    slow = max(alone, key=lambda rank: alone[rank])
+    usual = statistics.median(seconds for rank, seconds in alone.items() if rank != slow)
+    lost = (alone[slow] - usual) * min(one.steps for one in speed)
+    if alone[slow] > _MUCH_SLOWER * usual and lost >= _LEAST_SECONDS:
+        yield (
+            f"rank {slow} is slow: {number(alone[slow])} s a step until the ranks meet, the others "
+            f"{number(usual)} s; robust-train gpus shows who else is on its GPU"
+        )
+
+
+def _before(attempt: Attempt) -> Iterator[str]:
+    before = attempt.faster_before
+    if before is None:
+        return
+    now = sum(one.samples_per_second or 0 for one in attempt.speed)
+    workers = f", {before.num_workers} workers" if before.num_workers else ""
+    yield (
+        f"the same job made {number(before.samples_per_second)} samples/s on this GPU model at "
+        f"{moment(before.when)} (micro-batch {before.batch_size}{workers}), now {number(now)} "
+        f"(micro-batch {attempt.batch_size}): see who else uses GPU, processors and disk"
+    )

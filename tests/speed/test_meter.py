@@ -1,0 +1,234 @@
+"""What is measured of each step: on a clock of the test's own, and over real steps."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from robust_train.events import SpeedMeasured
+from robust_train.run import MicroBatchPlan, Run
+from robust_train.speed import meter as module
+from robust_train.speed.meter import Histogram, SpeedMeter
+
+
+class Clock:
+    """A host's clock, and a GPU that computes what is queued, one thing after the other."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.gpu_free_at = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def queue(self, seconds: float) -> None:
+        """Have the GPU compute for so long, without waiting for it."""
+        self.gpu_free_at = max(self.gpu_free_at, self.now) + seconds
+
+    def synchronize(self) -> None:
+        self.now = max(self.now, self.gpu_free_at)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def gpu(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> type:
+    class FakeEvent:
+        fails = False
+
+        def __init__(self, *, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            if FakeEvent.fails:
+                raise RuntimeError("CUDA error: an illegal memory access was encountered")
+            self.at = max(clock.now, clock.gpu_free_at)
+
+        def query(self) -> bool:
+            return clock.now >= self.at
+
+        def elapsed_time(self, later: FakeEvent) -> float:
+            assert self.query(), "CUDA raises otherwise"
+            assert later.query(), "likewise"
+            return 1000 * (later.at - self.at)
+
+    torch = type("torch", (), {"cuda": type("cuda", (), {"Event": FakeEvent})})
+    monkeypatch.setattr(module, "started_torch", lambda: torch)
+    return FakeEvent
+
+
+@given(st.lists(st.floats(1e-5, 1e5), min_size=1, max_size=300))
+def test_quantiles_are_at_most_1_percent_off_and_memory_is_bounded(durations: list[float]):
+    histogram = Histogram()
+    for seconds in durations:
+        histogram.add(seconds)
+    for share in (0.5, 0.95):
+        exact = sorted(durations)[math.ceil(share * len(durations)) - 1]
+        assert histogram.quantile(share) == pytest.approx(exact, rel=0.0101)
+    assert histogram.sum == pytest.approx(sum(durations))
+    assert 0 < histogram.sum_without_peaks() <= sum(durations) * 1.011
+    assert len(histogram._counts) < 1300
+
+
+def test_a_trainer_that_only_reports_progress(clock: Clock):
+    meter = SpeedMeter(samples=lambda: 32)
+    durations = [5.0, *[0.1] * 50, *[0.2] * 3, *[0.4] * 6]  # the first step warms up
+    for step, seconds in enumerate(durations, start=1):
+        clock.now += seconds
+        meter.step_done(step)
+    speed = meter.speed()
+    assert speed.steps == len(durations) - 1
+    assert speed.seconds_per_step == pytest.approx(0.1, rel=0.01)
+    assert speed.seconds_per_step_p95 == pytest.approx(0.4, rel=0.01)
+    assert speed.samples_per_second == pytest.approx(32 * 59 / sum(durations[1:]), rel=0.01)
+    assert (speed.data_share, speed.seconds_alone_per_step) == (None, None), "absent, not 0"
+
+
+def test_before_the_second_step_nothing_is_known(clock: Clock):
+    meter = SpeedMeter()
+    meter.step_done(1)
+    assert meter.speed() is None
+    clock.now += 1
+    meter.step_done(2)
+    assert meter.speed().samples_per_second is None, "the batch is not known"
+
+
+def test_steps_that_are_reported_in_groups_count_one_by_one(clock: Clock):
+    meter = SpeedMeter(samples=lambda: 1)
+    for step in (10, 20, 40):
+        meter.step_done(step)
+        clock.now += step / 10
+    assert meter.speed().steps == 30
+    assert meter.speed().seconds_per_step == pytest.approx(0.1, rel=0.01)
+
+
+@pytest.mark.parametrize("explicit", [True, False])
+def test_the_share_of_waiting_for_data(clock: Clock, explicit: bool):
+    meter = SpeedMeter()
+
+    def loader():
+        for _ in range(40):
+            clock.now += 0.3
+            yield 8
+
+    batches = meter.waits(loader()) if explicit else loader()
+    for step, samples in enumerate(batches, start=1):
+        meter.batch_begins(samples)
+        clock.now += 0.1
+        meter.step_done(step)
+    speed = meter.speed()
+    assert speed.data_share == pytest.approx(0.75, rel=0.02)
+    assert speed.samples_per_second == pytest.approx(8 / 0.4, rel=0.01)
+
+
+def test_a_validation_that_nobody_reports_is_no_wait_for_data(clock: Clock):
+    meter = SpeedMeter()
+    for step in range(1, 101):
+        clock.now += 0.01 + (50.0 if step % 25 == 0 else 0.0)
+        meter.batch_begins(4)
+        clock.now += 0.09
+        meter.step_done(step)
+    assert meter.speed().data_share == pytest.approx(0.1, rel=0.05)
+    assert meter.speed().samples_per_second == pytest.approx(40, rel=0.05)
+
+
+def test_checkpoints_validation_and_ends_of_epochs_are_left_out(clock: Clock, tmp_path):
+    run = Run(run_dir=tmp_path)
+    run.micro_batch_plan = MicroBatchPlan(batch_size=4, gradient_accumulation_steps=2)
+    for step in range(1, 31):
+        clock.now += 0.1
+        run.progress(step)
+        if step % 3 == 0:
+            clock.now += 30
+            run.epoch_ended(step)
+        elif step % 4 == 0:
+            clock.now += 30
+            run.checkpoint_saved(tmp_path / "x", step)
+        elif step % 5 == 0:
+            clock.now += 30
+            run.micro_batcher.micro_batches([1, 2], training=False).__iter__()
+    speed = run.speed.speed()
+    assert speed.seconds_per_step_p95 == pytest.approx(0.1, rel=0.01)
+    assert speed.samples_per_second == pytest.approx(80, rel=0.01)
+    assert speed.steps < 29
+
+
+def test_the_first_batch_of_an_epoch_counts_where_the_loader_is_known(clock: Clock, tmp_path):
+    run, step = Run(run_dir=tmp_path), itertools.count(1)
+
+    def loader():
+        clock.now += 1.0  # its workers start
+        yield from range(10)
+
+    for epoch in range(3):
+        for _ in run.batches(loader()):
+            clock.now += 0.1
+            run.progress(next(step))
+        clock.now += 500
+        run.epoch_ended(epoch)
+    speed = run.speed.speed()
+    assert speed.steps == 29
+    assert speed.data_share == pytest.approx(2 / (2 + 2.9), rel=0.01)
+
+
+def test_a_wait_during_which_the_gpu_computes_is_none(clock: Clock, gpu: type):
+    meter = SpeedMeter(samples=lambda: 1)
+    for step in range(1, 31):
+        meter.wait_begins()
+        clock.now += 0.8  # the host waits for data
+        meter.wait_ends()
+        clock.queue(1.0)  # and the GPU computes all the time
+        meter.step_done(step)
+    clock.synchronize()
+    meter.send()
+    speed = meter.speed()
+    assert speed.seconds_per_step == pytest.approx(1.0, rel=0.01)
+    assert speed.data_share == pytest.approx(0.0, abs=0.01)
+
+
+def test_a_wait_with_an_idle_gpu_is_one(clock: Clock, gpu: type):
+    meter = SpeedMeter(samples=lambda: 1)
+    for step in range(1, 31):
+        meter.wait_begins()
+        clock.now += 1.0
+        meter.wait_ends()
+        clock.queue(0.6)
+        meter.step_done(step)
+    clock.synchronize()
+    assert meter.send() is None
+    assert meter.speed().seconds_per_step == pytest.approx(1.0, rel=0.01)
+    assert meter.speed().data_share == pytest.approx(0.4, rel=0.02)
+
+
+def test_a_gpu_that_fails_costs_the_figures_and_nothing_else(clock: Clock, gpu: type):
+    meter = SpeedMeter()
+    meter.step_done(1)
+    gpu.fails = True
+    meter.wait_begins()
+    meter.wait_ends()
+    meter.batch_begins(4)
+    meter.step_done(2)
+    meter.send()
+    gpu.fails = False
+    meter.step_done(3)
+    assert meter.speed() is None
+
+
+def test_the_figures_are_sent_ever_more_seldom(clock: Clock):
+    sent: list[SpeedMeasured] = []
+    meter = SpeedMeter(3, 4, report=sent.append)
+    for step in range(1, 36_001):
+        meter.step_done(step)
+        clock.now += 0.1
+    assert 100 < len(sent) < 140, "an hour"
+    assert {event.rank for event in sent} == {3}
+    assert sent[0].speed.steps < 20, "after a second"
