@@ -28,10 +28,15 @@ class Pulse:
     longest: float = 0.0  # pause between two reports, of the job's earlier attempts too
 
     def after_progress(self) -> Pulse:
-        """Return the pulse with a report of progress now."""
-        since = self.begun if self.reported is None else self.reported
-        longest = max(self.longest, self.now - since)
-        return replace(self, reported=self.now, alive=self.now, longest=longest)
+        """Return the pulse with a report of progress now.
+
+        The time up to the first is the limit at least: it may be an epoch, or the start alone.
+        """
+        if self.reported is None:
+            pause = (self.now - self.begun) / _LONGEST_PAUSES
+        else:
+            pause = self.now - self.reported
+        return replace(self, reported=self.now, alive=self.now, longest=max(self.longest, pause))
 
 
 @dataclass(frozen=True)

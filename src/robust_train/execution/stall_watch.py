@@ -121,7 +121,7 @@ class StallWatch:
         self._ticked = now
 
     def _look(self, limit_seconds: float) -> None:
-        every = min(_LOOK_SECONDS, limit_seconds / 20)
+        every = min(limit_seconds / 20, max(_LOOK_SECONDS, limit_seconds / 100))
         self._next_look = self._ticked + every
         before, now = self._glance, self._take_glance()
         self._glance = now
