@@ -272,8 +272,7 @@ class Failed(Event):
     memory: Mapping[str, int] = field(default_factory=dict)  # figures of MemoryReported
     traceback: str | None = None  # the trainer's own, as text; None for a mistake of the user's
     config_error: str | None = None  # the message where the configuration cannot be used
-    # the exception, pickled, in base64; None where it cannot be carried over
-    error: str | None = None
+    error: str | None = None  # the exception, pickled, in base64, where it can be carried over
     stopped_for: str | None = None  # what it was asked to stop for, so that another attempt goes on
     others_know: bool = False  # the other ranks end by themselves
     caused_by_rank: int | None = None  # the failure is that of another rank, which is known
@@ -340,6 +339,23 @@ class AttemptStarted(Event):
     expandable_segments: bool = True
     gradient_checkpointing: bool = False
     resume_checkpoint: str | None = None
+
+
+@dataclass(frozen=True)
+class PauseLearned(Event):
+    """The longest pause between two reports of progress so far, from which the limit follows."""
+
+    name = "pause_learned"
+    seconds: float
+
+
+@dataclass(frozen=True)
+class NoProgress(Event):
+    """The attempt shows no progress for ``seconds``, half of ``limit_seconds``."""
+
+    name = "no_progress"
+    seconds: float
+    limit_seconds: float
 
 
 @dataclass(frozen=True)

@@ -311,6 +311,7 @@ class Job:
             run_dir=self.run_dir,
             checkpoint=self.checkpoint,
             search=search,
+            longest_pause=self.folder.state.longest_pause or 0.0,
         )
         hold = (*self.devices.hold, *self.folder.hold)
 

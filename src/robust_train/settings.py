@@ -49,8 +49,8 @@ class LauncherSettings:
     # it prints to a terminal that nobody else draws on: no debugger, no other job
     owns_terminal: bool
     gpus_by_index: bool  # an attempt is given indices in `CUDA_VISIBLE_DEVICES`, not UUIDs
-    # without progress for so long an attempt counts as hanging; 0: never
-    stall_timeout_seconds: float
+    # without progress for so long an attempt counts as hanging; 0: never, None: as is learned
+    stall_timeout_seconds: float | None
     stop_grace_seconds: float  # from a request to stop until the attempt is killed
 
 
@@ -62,7 +62,7 @@ def launcher_settings(cfg: DictConfig) -> LauncherSettings:
             "the program with nohup, or use robust-train run --detach -- PROGRAM"
         )
     is_script = bool(OmegaConf.select(cfg, "trainer.argv"))
-    names = cfg.cuda_visible_devices
+    names, stalls = cfg.cuda_visible_devices, cfg.stall_timeout_minutes
     return LauncherSettings(
         resume=cfg.resume,
         max_launches=cfg.max_launches,
@@ -70,7 +70,7 @@ def launcher_settings(cfg: DictConfig) -> LauncherSettings:
         is_script=is_script,
         owns_terminal=cfg.isolation != "none" and _owns_terminal(),
         gpus_by_index=names == "index" or (names == "auto" and is_script),
-        stall_timeout_seconds=60 * cfg.stall_timeout_minutes,
+        stall_timeout_seconds=None if stalls in (None, "auto") else 60 * float(stalls),
         stop_grace_seconds=cfg.stop_grace_seconds,
     )
 

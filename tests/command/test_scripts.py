@@ -202,13 +202,13 @@ def test_a_script_that_reports_progress_and_then_hangs_is_ended_and_tried_again(
         "echo {$}{$} >> pids; [ {attempt} = 2 ] || exec sleep 1000"
     )
     ended = scripts.train(
-        ["sh", "-c", code], "stall_timeout_minutes=0.02", "retry_pause_seconds=0.1"
+        ["sh", "-c", code], "stall_timeout_minutes=0.05", "retry_pause_seconds=0.1"
     )
     assert ended.returncode == 0, ended.output
     assert [a["outcome"] for a in ended.attempts] == ["comm", "completed"]
     assert "stalled" in ended.attempts[0]["message"]
     assert "trainer.py" not in ended.output
-    assert not list(scripts.run_dir.glob("*.stacks"))
+    assert "(sleep 1000, sleeping)" in (scripts.run_dir / "attempt-1.stacks").read_text()
     assert not any(is_running(int(pid)) for pid in (scripts.folder / "pids").read_text().split())
 
 

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 from robust_train import ConfigError, launch
 from robust_train.cli.main import main
-from robust_train.events import Stalled
+from robust_train.events import NoProgress, Stalled
 from robust_train.runfolder import notify
 from robust_train.runfolder.notify import Notifier, NotifySettings, is_secret, news, sentence
 from robust_train.runfolder.state import RunState
@@ -76,11 +76,14 @@ def test_a_program_gets_json_and_a_line_once_for_each_thing_that_is_asked_for(tm
     for state in (NEW, WAITING, replace(WAITING, updated=5.0)):
         notifier.look(state)
         notifier.finish()
+    notifier.on_event(NoProgress(300.0, 600.0), replace(ON_CPU, attempt=3))
+    notifier.finish()
     notifier.on_event(Stalled(600.0), replace(ON_CPU, attempt=3))
     notifier.look(replace(NEW, state="failed"))
     notifier.finish()
     lines = (tmp_path / "told").read_text().splitlines()
-    waiting, line, stalled, last = json.loads(lines[0]), lines[1], json.loads(lines[2]), lines[3]
+    waiting, line, stalled, last = json.loads(lines[0]), lines[1], json.loads(lines[4]), lines[5]
+    assert "no progress for 5 min in attempt 3, which is ended after 10 min" in lines[3]
     assert (waiting["event"], waiting["job"], waiting["text"]) == ("waiting", "lora", line)
     assert (stalled["event"], stalled["attempt"]) == ("stalled", 3)
     assert "no progress in attempt 3" in last

@@ -239,7 +239,8 @@ class RobustConfig(PlainConfig):
     reuse_known_batch: bool = True
     isolation: str = field(default="process", metadata=_choices("process", "none"))
     stop_grace_seconds: float = _in(FROM_0, 20.0)
-    stall_timeout_minutes: float = _in(FROM_0, 0.0)
+    # minutes or auto
+    stall_timeout_minutes: Any = field(default="auto", metadata=_range(FROM_0, off="auto"))
     retry_pause_seconds: float = _in(FROM_0, 10.0)
     resume: bool = True
     notify: NotifyConfig = field(default_factory=NotifyConfig)
@@ -373,7 +374,9 @@ def _check_fields(cfg: DictConfig, schema: type, prefix: str) -> None:
         try:
             number = float(value)
         except (TypeError, ValueError):
-            raise ConfigError(f"{key}={value}: accepted is a number") from None
+            off = item.metadata["off"]
+            auto = f" or {off}" if isinstance(off, str) else ""
+            raise ConfigError(f"{key}={value}: accepted is a number{auto}") from None
         if not accepted.has(number):  # NaN is in no range
             raise ConfigError(f"{key}={number:g}: must be {accepted.words}")
 

@@ -41,7 +41,10 @@ def shared_machine_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 # what an attempt can still change after libraries were imported, and what none of them reads
-_NOT_READ_AT_IMPORT = ("HYDRA_", "ROBUST_TRAIN_", "NCCL_", "CUBLAS_", "SLURM_", "SUBMITIT_")
+_NOT_READ_AT_IMPORT = (
+    *("HYDRA_", "ROBUST_TRAIN_", "NCCL_", "TORCH_NCCL_", "TORCH_FR_", "CUBLAS_"),
+    *("SLURM_", "SUBMITIT_"),
+)
 _SET_FOR_EACH_ATTEMPT = frozenset({"CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "COLUMNS", "LINES"})
 _ALLOCATORS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 

@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection
 
 from omegaconf import DictConfig
 
+from robust_train.execution.stall import Standstill
 from robust_train.execution.trainer_ref import TrainerRef
 
 _MOST_DESCRIPTORS = 8
@@ -46,7 +47,7 @@ class Exited:
     pid: int | None  # its process id, None where the fork server died
     returncode: int  # as subprocess has it
     max_resident_bytes: int = 0  # the process's peak resident memory
-    stalled: bool = False  # it was killed because it made no progress
+    stalled: Standstill | None = None  # it was killed because it hung
 
 
 def send_descriptors(connection: Connection, descriptors: Sequence[int]) -> None:

@@ -37,6 +37,9 @@ from robust_train.execution.signals import (
     SignalWatch,
     stop_signal,
 )
+from robust_train.execution.stall import Standstill
+from robust_train.execution.stall_stacks import dump_stacks
+from robust_train.execution.stall_watch import StallWatch
 from robust_train.execution.trainer_ref import TrainerRef
 from robust_train.execution.wire import read_events
 
@@ -171,8 +174,10 @@ class ForkServer:
         Raises:
             ServerDied: the server's process ended under the attempt.
         """
-        clock = AttemptClock(request.stop_grace_seconds, request.stall_timeout_seconds)
-        forked = stop_sent = stalled = False
+        clock = AttemptClock(request.stop_grace_seconds)
+        watch = StallWatch(request, self._process.pid, on_event)
+        stalled: Standstill | None = None
+        forked = stop_sent = False
         unanswered: list[int] = []
 
         def send_stop() -> None:
@@ -205,11 +210,13 @@ class ForkServer:
                 # messages before events and output: what the child sent before it ended is then
                 # already there when its end is known
                 ended = [m for m in self._messages() if isinstance(m, Exited)]
-                self.pump.move()
+                if self.pump.move():
+                    watch.on_output()
                 # at its end all; before, a burst must hold up neither signals nor requests
                 is_over = bool(ended) or clock.gives_up
                 for event in read_events(self._events, None if is_over else _MOST_EVENTS):
                     clock.on_event(event)
+                    watch.on_event(event)
                     on_event(event)
                 if ended or clock.gives_up:
                     self._is_running = False
@@ -220,9 +227,10 @@ class ForkServer:
                     self._is_stuck = True
                     log.warning("the attempt's process hangs in the kernel; it is left behind")
                     return Exited(None, -signal.SIGKILL, stalled=stalled)
-                if clock.stalls_now():
-                    stalled = True
-                    self._send(int(DUMP_STACKS))
+                if not clock.is_set and (stalled := watch.poll()) is not None:
+                    clock.kill_in(dump_stacks(request, self._process.pid))
+                    if not request.runs_script:
+                        self._send(int(DUMP_STACKS))
                 show_waiting()
                 tick()
 

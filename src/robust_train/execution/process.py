@@ -22,16 +22,18 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from robust_train.errors import ConfigError
 from robust_train.events import Event, Failed, Finished, ScriptStarted, Stalled
 from robust_train.execution import at_hand
+from robust_train.execution.flight_recorder import remove_pipes
 from robust_train.execution.fork_messages import Exited
 from robust_train.execution.fork_server import ForkServer, ServerDied
 from robust_train.execution.library_imports import PRELOAD
 from robust_train.execution.progress import AttemptProgress
 from robust_train.execution.request import AttemptRequest
 from robust_train.execution.signals import SignalWatch
+from robust_train.execution.stall import Standstill
 from robust_train.execution.trainer_ref import TrainerRef
 from robust_train.failures import classify_exit
 from robust_train.failures.shortage import no_room_to_import
-from robust_train.failures.stack import native_stack_in
+from robust_train.failures.stack import native_stack_in, where_it_stands
 from robust_train.memory.oom_killer import OomKillWatch
 from robust_train.script.ending import last_words, script_failure
 from robust_train.values import Evidence, Failure, FailureKind, Outcome
@@ -121,11 +123,12 @@ class ProcessExecutor:
         if isinstance(progress.ending, Failed) and progress.ending.config_error:
             raise ConfigError(progress.ending.config_error)
         runs_script = progress.script_started is not None
-        stacks = _stacks(request, keep=not runs_script)
-        if exited.stalled:
-            on_event(Stalled(request.stall_timeout_seconds, stacks))
+        remove_pipes(request.run_dir, request.attempt)
+        stacks = _stacks(request, keep=not runs_script or exited.stalled is not None)
+        if exited.stalled is not None:
+            on_event(Stalled(round(exited.stalled.seconds, 1), stacks))
         was_stopped = self._signals.received is not None
-        crash = None if exited.stalled else native_stack_in(stacks or tail)
+        crash = None if exited.stalled is not None else native_stack_in(stacks or tail)
         printed = tail if crash is None or not stacks else f"{tail}\n{crash}"
         failure = failure_of(progress, exited, printed, was_stopped, oom_kills.killed)
         outcome = progress.outcome(
@@ -135,8 +138,8 @@ class ProcessExecutor:
             error=_unpickled(progress.ending),
         )
         outcome = replace(outcome, output=tail)
-        if exited.stalled and failure is not None and not was_stopped:
-            failure = _stalled(request, has_stacks=bool(stacks))
+        if exited.stalled is not None and failure is not None and not was_stopped:
+            failure = _stalled(request, exited.stalled, stacks)
             return replace(outcome, failure=failure, traceback=stacks or None)
         if runs_script and failure is not None:
             return replace(outcome, traceback=last_words(tail, log_path.name), error=None)
@@ -244,13 +247,13 @@ def failure_of(
     return death(exited.pid, exited.returncode)
 
 
-def _stalled(request: AttemptRequest, *, has_stacks: bool) -> Failure:
-    minutes = request.stall_timeout_seconds / 60
+def _stalled(request: AttemptRequest, stands: Standstill, stacks: str) -> Failure:
+    where = where_it_stands(stacks)
     return Failure(
         FailureKind.COMM,
-        f"stalled: no progress for {minutes:g} min (stall_timeout_minutes)",
+        f"stalled: {stands.what} (stall_timeout_minutes){where and '; '}{where}",
         Evidence(library="robust_train"),
-        (f"see what the threads were doing in {request.stacks_file}",) if has_stacks else (),
+        (f"see what the threads were doing in {request.stacks_file}",) if stacks else (),
     )
 
 

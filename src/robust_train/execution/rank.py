@@ -144,7 +144,7 @@ def _set_up(rank: int, request: AttemptRequest) -> None:
         # the same lines of every rank would hide what differs
         for handler in logging.getLogger().handlers:
             handler.addFilter(lambda record: _mark(rank, record))
-    if request.stall_timeout_seconds > 0:
+    with contextlib.suppress(OSError):  # a full disk, perhaps
         faulthandler.register(DUMP_STACKS, file=request.stacks_file.open("a"))
     torch = sys.modules["torch"]
     if str(request.cfg.device).startswith("cuda"):

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from types import FrameType
 
+import psutil
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from robust_train.events import Event, Failed, RankDied
@@ -34,6 +35,7 @@ _POLL_SECONDS = 0.05
 _LAST_REPORT_SECONDS = 1.0
 """Time of the others after a failure: for a report of their own that explains more."""
 _AFTER_KILL_SECONDS = 5.0
+_STACKS_SECONDS = 0.3
 
 
 def run_ranks(request: AttemptRequest, send: EventSender) -> int:
@@ -78,7 +80,8 @@ class _Group:
                 master_listen_fd=listener.detach(),
                 use_libuv=False,  # before torch 2.6 that takes no open socket
             )
-        self._pass_signals_on(stacks=request.stall_timeout_seconds > 0)
+        self._stacks_file = request.stacks_file
+        self._pass_signals_on()
 
     def run(self) -> list[RankEnd]:
         """Wait until all ranks have ended; the first failure limits the time of the others."""
@@ -122,7 +125,24 @@ class _Group:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signum)
 
-    def _pass_signals_on(self, *, stacks: bool) -> None:
+    def _dump_stacks(self) -> None:
+        """Have the ranks write their stacks into one file, one after the other."""
+        for rank, pid in enumerate(self._pids):
+            if rank in self._dead:
+                continue
+            with contextlib.suppress(OSError, psutil.Error):
+                heading = f"rank {rank} (process {pid}, {psutil.Process(pid).status()})\n"
+                with self._stacks_file.open("a") as file:
+                    file.write(heading)
+                size = self._stacks_file.stat().st_size
+                os.kill(pid, DUMP_STACKS)
+                until = time.monotonic() + _STACKS_SECONDS
+                # a stopped one writes nothing
+                while self._stacks_file.stat().st_size == size and time.monotonic() < until:
+                    time.sleep(_STACKS_SECONDS / 10)
+                time.sleep(_STACKS_SECONDS / 10)
+
+    def _pass_signals_on(self) -> None:
         """Pass signals on; until now they were blocked, as they are in a new rank."""
 
         def stop(signum: int, frame: FrameType | None) -> None:
@@ -133,9 +153,8 @@ class _Group:
             if signal.getsignal(signum) != signal.SIG_IGN:
                 signal.signal(signum, stop)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-        if stacks:
-            faulthandler.unregister(DUMP_STACKS)
-            signal.signal(DUMP_STACKS, lambda signum, frame: self._signal(signum))
+        faulthandler.unregister(DUMP_STACKS)
+        signal.signal(DUMP_STACKS, lambda signum, frame: self._dump_stacks())
 
 
 def _ending(ends: Sequence[RankEnd]) -> tuple[Event, int]:

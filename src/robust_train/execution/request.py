@@ -6,9 +6,10 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from robust_train.batch.search import BatchSearch
+from robust_train.execution import flight_recorder
 from robust_train.execution.environment import attempt_environment
 from robust_train.execution.trainer_ref import TrainerRef
 from robust_train.settings import LauncherSettings, attempt_config, hydra_config
@@ -29,16 +30,28 @@ class AttemptRequest:
     resume_checkpoint: Path | None
     environ: dict[str, str]  # the whole environment of the attempt's process
     cwd: str
-    # an attempt without progress for this long is ended; 0 for never
-    stall_timeout_seconds: float = 0.0
+    # an attempt without progress for this long is ended; 0 for never, None for what is learned
+    stall_timeout_seconds: float | None = 0.0
+    longest_pause: float = 0.0  # between two reports in the job so far, seconds
+    gpu_uuids: tuple[str, ...] = ()
     ranks: int = 1  # processes that run the trainer together
     stop_grace_seconds: float = 20.0  # time for a last checkpoint
     batch_search: BatchSearch | None = None  # the micro-batch is to be found before training
     has_live_status: bool = False  # the launcher shows steps and loss on a terminal
 
     @property
+    def runs_script(self) -> bool:
+        """Whether the trainer is a program of the user's."""
+        return OmegaConf.select(self.cfg, "trainer.argv") is not None
+
+    @property
+    def is_supervised(self) -> bool:
+        """Whether the attempt's own process only supervises those that train."""
+        return self.ranks > 1 or self.runs_script
+
+    @property
     def stacks_file(self) -> Path:
-        """Where the attempt writes what its threads are doing, when it stalls."""
+        """What the threads of the attempt's processes are doing when it stalls."""
         return self.run_dir / f"attempt-{self.attempt}.stacks"
 
 
@@ -53,8 +66,17 @@ def request_for(
     run_dir: Path,
     checkpoint: Path | None,  # what it resumes from
     search: BatchSearch | None,  # the search for its micro-batch, None where the size is known
+    longest_pause: float,  # between two reports in the job so far, seconds
 ) -> AttemptRequest:
     """Return the request for an attempt of a job with config ``cfg``."""
+    environ = attempt_environment(
+        os.environ,
+        spec.gpus,
+        expandable_segments=spec.expandable_segments,
+        by_index=settings.gpus_by_index,
+    )
+    if settings.stall_timeout_seconds != 0 and len(spec.gpus) > 1:
+        environ |= flight_recorder.settings(environ, run_dir, number)
     return AttemptRequest(
         trainer=trainer,
         cfg=attempt_config(cfg, spec, device),
@@ -62,14 +84,11 @@ def request_for(
         attempt=number,
         run_dir=run_dir,
         resume_checkpoint=checkpoint,
-        environ=attempt_environment(
-            os.environ,
-            spec.gpus,
-            expandable_segments=spec.expandable_segments,
-            by_index=settings.gpus_by_index,
-        ),
+        environ=environ,
         cwd=os.getcwd(),
         stall_timeout_seconds=settings.stall_timeout_seconds,
+        longest_pause=longest_pause,
+        gpu_uuids=tuple(gpu.uuid for gpu in spec.gpus),
         # a script starts its processes itself
         ranks=1 if settings.is_script else spec.ranks,
         stop_grace_seconds=settings.stop_grace_seconds,

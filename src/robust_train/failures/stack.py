@@ -8,6 +8,7 @@ import traceback
 from dataclasses import dataclass
 
 from robust_train.failures.patterns import Match
+from robust_train.readable import shortened
 from robust_train.values import MEMORY_FAILURES, Clue, FailureKind
 
 _MAIN = ", in <module>"
@@ -27,6 +28,13 @@ _IN_WORKER = re.compile(r"\bCaught \w*(?:Error|Exception) in DataLoader worker p
 _CRASHED_THREAD = re.compile(r"^Current thread .*:\n(?P<frames>(?:  .*(?:\n|$))*)", re.MULTILINE)
 _IS_A_LIBRARYS = re.compile(r"[/\\](?:(?:site|dist)-packages|lib[/\\]python3[.\d]*)[/\\]|<frozen")
 _IS_OF_THE_RUNNER = re.compile(r"[/\\]robust_train[/\\]execution[/\\]")
+_IS_OURS = re.compile(r"[/\\]robust_train[/\\](?:execution|memory|microbatch|runfolder)[/\\]")
+_OF_A_PROCESS = re.compile(r"^(?=(?:rank|process) \d+ \()", re.MULTILINE)
+_RANK = re.compile(r"^rank (?P<rank>\d+) \(process (?P<pid>\d+), (?P<status>.*)\)$", re.MULTILINE)
+_PROCESS = re.compile(r"^process (?P<pid>\d+) \(.*, (?P<status>[\w-]+)\)$", re.MULTILINE)
+_THREAD = re.compile(r"^((?:Current thread|Thread) .*):\n((?:  File .*(?:\n|$))*)", re.MULTILINE)
+_FRAME = re.compile(r'\s*File "(?:.*/)?(?P<file>[^"/]*)", line (?P<line>\d+) in (?P<function>.*)')
+_MOST_SHOWN = 300
 _OPEN_FILES = re.compile(r"Too many open files", re.IGNORECASE)
 
 
@@ -77,6 +85,44 @@ def native_stack_in(output: str) -> NativeStack | None:
     frames = [line.strip() for line in thread["frames"].splitlines()] if thread else []
     users = itertools.takewhile(lambda frame: not _IS_OF_THE_RUNNER.search(frame), frames)
     return NativeStack(text.partition("\n")[0].strip(), tuple(users))
+
+
+def where_it_stands(stacks: str) -> str:
+    """Return the innermost frames that are no library's in the stacks of an attempt that hangs.
+
+    ``stacks`` is what faulthandler writes, of each of several processes under a heading. Processes
+    that are stopped come first. Where no process has such a frame, the headings are returned.
+    """
+    ranks = {match["pid"]: f"rank {match['rank']} " for match in _RANK.finditer(stacks)}
+    stopped: dict[str, str] = {}
+    others: dict[str, str] = {}
+    for section in _OF_A_PROCESS.split(stacks):
+        frame = _own_frame(section)
+        heading = _RANK.match(section) or _PROCESS.match(section)
+        pid = "" if heading is None else heading["pid"]
+        if heading is not None and heading["status"] in ("stopped", "tracing-stop"):
+            stopped[pid] = stopped.get(pid) or f"is stopped by a signal{frame and ' '}{frame}"
+        elif frame:
+            others[pid] = frame
+    found = [
+        f"{ranks.get(pid) or (pid and f'process {pid} ')}{where}"
+        for pid, where in (stopped | others).items()
+    ]
+    headings = (line for line in stacks.splitlines() if _PROCESS.match(line))
+    return shortened("; ".join(found or headings), _MOST_SHOWN)
+
+
+def _own_frame(section: str) -> str:
+    """Return the innermost frame of the trainer's: the main thread's, else another's."""
+    threads = [(match[1], match[2].splitlines()) for match in _THREAD.finditer(section)]
+    # faulthandler writes the main thread last
+    threads.sort(key=lambda thread: "Current" in thread[0] or "MainThread" in thread[0])
+    for _, frames in reversed(threads):
+        for frame in itertools.takewhile(lambda line: not _IS_OF_THE_RUNNER.search(line), frames):
+            is_own = not (_IS_A_LIBRARYS.search(frame) or _IS_OURS.search(frame))
+            if is_own and (at := _FRAME.match(frame)):
+                return f"at {at['file']}:{at['line']} in {at['function']}"
+    return ""
 
 
 def memory_clue(stack: str) -> str | None:

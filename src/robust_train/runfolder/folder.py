@@ -38,7 +38,7 @@ from robust_train.runfolder.requests import (
     open_requests,
     sweep_stop_requested,
 )
-from robust_train.runfolder.state import RunState, StateFile, after_event, with_attempt
+from robust_train.runfolder.state import RunState, StateFile, after_event, read_state, with_attempt
 from robust_train.values import Attempt, AttemptSpec, Decision, Group, Retry
 
 log = logging.getLogger("robust_train")
@@ -89,6 +89,8 @@ class RunFolder:
         self._lock = RunLock(run_dir, job_id)
         where = (str(run_dir), os.getpid(), socket.gethostname(), user_name(os.geteuid()))
         state = RunState(job_id, name, *where, now, now, resume_command=resume_command)
+        if (before := read_state(run_dir)) is not None:
+            state = replace(state, job=before.job, longest_pause=before.longest_pause)
         self._file = StateFile(run_dir, state)
         self._is_counted = self._was_asked_to_stop = False
         self._next_poll = 0.0

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from robust_train.events import Event, Json, Stalled
+from robust_train.events import Event, Json, NoProgress, Stalled
 from robust_train.files import printable
 from robust_train.readable import duration, shortened
 from robust_train.runfolder.journal import strict_json
@@ -77,7 +77,7 @@ def sentence(event: str, state: RunState, result: Json, now: float) -> str:
         why = shortened(str((state.waiting or {}).get("reason", "")), 300)
         return f"{job} has waited {duration(max(now - state.since, 0.0))}: {why}"
     if event == "stalled":
-        return f"{job} makes no progress in attempt {state.attempt}: the attempt is ended"
+        return f"{job} made no progress in attempt {state.attempt}: the attempt is ended"
     what = "was interrupted" if event == "interrupted" else "failed"
     return f"{job} {what} after {spent}: {reason or state.state}"
 
@@ -117,17 +117,22 @@ class Notifier:
             self._log_failures()
 
     def on_event(self, event: Event, state: RunState) -> None:
-        """Notify of an attempt that stands still."""
-        if isinstance(event, Stalled):
+        """Notify of an attempt that stands still, at half of its time and at its end."""
+        if isinstance(event, (NoProgress, Stalled)):
+            text = None
+            if isinstance(event, NoProgress):
+                text = f"{state.name} on {state.host} shows no progress for "
+                text += f"{duration(event.seconds)} in attempt {state.attempt}, "
+                text += f"which is ended after {duration(event.limit_seconds)}"
             with self._lock:
-                self._tell("stalled", state, time.time())
+                self._tell("stalled", state, time.time(), text)
 
-    def _tell(self, event: str, state: RunState, now: float) -> None:
+    def _tell(self, event: str, state: RunState, now: float, text: str | None = None) -> None:
         summary = read_summary(self._run_dir) if event == "completed" and self._run_dir else None
         result = None if summary is None else summary.objective
         about = {name: getattr(state, name) for name in _FIELDS.split()}
         about |= {"job": state.name, "result": result, "seconds": round(now - state.started, 1)}
-        self.send(event, sentence(event, state, result, now), about)
+        self.send(event, text or sentence(event, state, result, now), about)
 
     def send(self, event: str, text: str, about: Mapping[str, Json]) -> None:
         """Begin to deliver a notification, if its event is asked for."""

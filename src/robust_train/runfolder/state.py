@@ -20,6 +20,7 @@ from robust_train.events import (
     Json,
     MemoryReported,
     MicroBatchChanged,
+    PauseLearned,
     Progress,
     SpeedMeasured,
     TrainingStarted,
@@ -80,6 +81,7 @@ class RunState:
     memory: Mapping[str, int] | None = None  # bytes in use, by name, at the last milestone
     checkpoint: str | None = None  # the last one that was reported
     checkpoint_step: int | None = None
+    longest_pause: float | None = None  # between two reports of progress, seconds
     reason: str | None = None  # why the last attempt, or the job, ended
     exit_code: int | None = None  # of the job that ended
     resume_command: str | None = None  # what goes on with the job after it was interrupted
@@ -138,8 +140,12 @@ def after_event(state: RunState, event: Event) -> RunState:
         steps = event.gradient_accumulation_steps or state.gradient_accumulation_steps
         found = replace(state, batch_size=event.batch_size, gradient_accumulation_steps=steps)
         return _with_effective_batch(found)
+    if isinstance(event, PauseLearned):
+        return replace(state, longest_pause=event.seconds)
     if isinstance(event, JobStarted):
-        return replace(state, job=event.job)
+        # what another job in this folder has taught does not count
+        pause = state.longest_pause if state.job == event.job else None
+        return replace(state, job=event.job, longest_pause=pause)
     if isinstance(event, AttemptProcess):
         return replace(state, attempt_pid=event.pid)
     return state

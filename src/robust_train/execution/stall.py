@@ -1,0 +1,90 @@
+"""Whether an attempt hangs: a pure rule over the signs of life that :mod:`.stall_watch` sees."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from robust_train.readable import duration
+
+SHORTEST_SECONDS = 600.0
+STARTUP_SECONDS = 1800.0
+_LONGEST_PAUSES = 5.0
+_BUSY_TIMES = 12.0
+WARNING_SHARE = 0.5
+
+
+@dataclass(frozen=True)
+class Pulse:
+    """Signs of life of an attempt, in seconds on a clock that stands still while it is suspended.
+
+    A report of progress counts from the first optimizer step on. Output, CPU time, a busy GPU and
+    any event are signs of life as well.
+    """
+
+    now: float = 0.0
+    begun: float = 0.0  # training; until that is reported the attempt
+    reported: float | None = None  # the last progress, None before the first
+    alive: float = 0.0  # the last sign of life
+    longest: float = 0.0  # pause between two reports, of the job's earlier attempts too
+
+    def after_progress(self) -> Pulse:
+        """Return the pulse with a report of progress now.
+
+        The time up to the first is the limit at least: it may be an epoch, or the start alone.
+        """
+        if self.reported is None:
+            pause = (self.now - self.begun) / _LONGEST_PAUSES
+        else:
+            pause = self.now - self.reported
+        return replace(self, reported=self.now, alive=self.now, longest=max(self.longest, pause))
+
+
+@dataclass(frozen=True)
+class Standstill:
+    """For how long an attempt stands still, and how long it may; seconds."""
+
+    seconds: float
+    limit_seconds: float
+    before_progress: bool  # it has not reported any
+
+    @property
+    def share(self) -> float:
+        """Share of the limit that is used up: from 1 on the attempt hangs."""
+        return self.seconds / self.limit_seconds
+
+    @property
+    def what(self) -> str:
+        """What has been missing, and for how long."""
+        if self.before_progress:
+            return f"no progress, output, CPU time or GPU use for {duration(self.seconds)}"
+        return f"no progress for {duration(self.seconds)}"
+
+
+def standstill(limit_seconds: float | None, pulse: Pulse) -> Standstill | None:
+    """Return how an attempt stands.
+
+    Before the first progress only silence counts, since scripts report none and a start may take
+    long. With a limit that is learned, an attempt that computes or prints has twelve times as long:
+    evaluation may be slower than all that was learned.
+
+    Args:
+        limit_seconds: what the user demands; 0 for never, None for what the job's pauses teach.
+        pulse: what is known.
+    """
+    if limit_seconds == 0:
+        return None
+    learned = max(SHORTEST_SECONDS, _LONGEST_PAUSES * pulse.longest)
+    silent = pulse.now - pulse.alive
+    if pulse.reported is None:
+        return Standstill(silent, limit_seconds or max(STARTUP_SECONDS, learned), True)
+    quiet = pulse.now - pulse.reported
+    if limit_seconds is not None:
+        return Standstill(quiet, limit_seconds, False)
+    if silent * _BUSY_TIMES >= quiet:
+        return Standstill(silent, learned, False)
+    return Standstill(quiet, _BUSY_TIMES * learned, False)
+
+
+def worth_keeping(longest: float, known: float) -> bool:
+    """Return whether a longest pause changes the limit, and enough for a line on the disk."""
+    return longest > max(1.25 * known, SHORTEST_SECONDS / _LONGEST_PAUSES)

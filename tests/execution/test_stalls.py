@@ -1,0 +1,331 @@
+"""When an attempt counts as hanging, and what is said of where it stands."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from robust_train.config.schema import complete
+from robust_train.events import (
+    Event,
+    JobStarted,
+    MemoryReported,
+    NoProgress,
+    PauseLearned,
+    Progress,
+    TrainingStarted,
+)
+from robust_train.execution import flight_recorder, stall_watch
+from robust_train.execution.request import AttemptRequest
+from robust_train.execution.signals import SignalWatch
+from robust_train.execution.stall import (
+    SHORTEST_SECONDS,
+    STARTUP_SECONDS,
+    Pulse,
+    Standstill,
+    standstill,
+)
+from robust_train.execution.stall_watch import StallWatch
+from robust_train.execution.trainer_ref import TrainerRef
+from robust_train.failures.stack import where_it_stands
+from robust_train.runfolder.folder import RunFolder
+
+times = st.floats(0, 1e6)
+
+
+@st.composite
+def pulses(draw: st.DrawFn) -> Pulse:
+    now = draw(times)
+    reported = draw(st.none() | st.floats(0, now))
+    alive = draw(st.floats(reported or 0, now))
+    return Pulse(now, 0.0, reported, alive, draw(st.floats(0, 1e4)))
+
+
+def share(limit: float | None, pulse: Pulse) -> float:
+    stands = standstill(limit, pulse)
+    assert stands is not None
+    return stands.share
+
+
+@given(pulses())
+def test_zero_is_never(pulse: Pulse):
+    assert standstill(0, pulse) is None
+
+
+@given(pulses(), st.floats(1, 1e5))
+def test_a_number_counts_from_the_last_progress_or_before_it_from_the_last_sign_of_life(
+    pulse: Pulse, limit: float
+):
+    since = pulse.alive if pulse.reported is None else pulse.reported
+    assert (share(limit, pulse) >= 1) == ((pulse.now - since) / limit >= 1)
+
+
+@given(pulses())
+def test_a_learned_limit_is_ten_minutes_of_silence_at_least_and_half_an_hour_at_the_start(
+    pulse: Pulse,
+):
+    stands = standstill(None, pulse)
+    assert stands is not None
+    least = STARTUP_SECONDS if pulse.reported is None else SHORTEST_SECONDS
+    assert stands.limit_seconds >= max(least, 5 * pulse.longest)
+    if stands.share >= 1 and pulse.now - pulse.alive < least:
+        assert pulse.reported is not None
+        assert pulse.now - pulse.reported >= 12 * max(least, 5 * pulse.longest)
+
+
+@given(pulses(), st.none() | st.floats(1, 1e5), st.floats(0, 1))
+def test_a_later_sign_of_life_never_brings_the_end_nearer(
+    pulse: Pulse, limit: float | None, part: float
+):
+    later = replace(pulse, alive=pulse.alive + part * (pulse.now - pulse.alive))
+    assert share(limit, later) <= share(limit, pulse)
+
+
+@given(pulses(), st.none() | st.floats(1, 1e5))
+def test_after_progress_all_of_the_time_is_left_and_nothing_learned_is_lost(
+    pulse: Pulse, limit: float | None
+):
+    after = pulse.after_progress()
+    assert share(limit, after) == 0
+    assert after.longest >= pulse.longest
+
+
+@given(st.lists(st.floats(0.1, 4.99), max_size=30), st.floats(1, 590))
+def test_a_job_is_left_alone_while_no_pause_is_five_times_the_longest_before(
+    factors: list[float], first: float
+):
+    """Evaluation and checkpoints are such pauses."""
+    pulse = replace(Pulse(), now=first).after_progress()
+    for factor in factors:
+        pulse = replace(pulse, now=pulse.now + factor * pulse.longest)
+        assert share(None, pulse) < 1
+        pulse = pulse.after_progress()
+
+
+class Clock:
+    """A clock that a test moves."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class Watched:
+    """Processes that sleep, under a shell in place of the fork server, and who watches them.
+
+    Four seconds pass between two polls.
+    """
+
+    def __init__(self, folder: Path, clock: Clock, limit: float | None, longest: float) -> None:
+        code = "sleep 1000 & echo $!; sleep 1000 & echo $!; wait"
+        self.server = subprocess.Popen(["sh", "-c", code], stdout=subprocess.PIPE, text=True)
+        assert self.server.stdout is not None
+        self.pids = [int(self.server.stdout.readline()) for _ in range(2)]
+        self.events: list[Event] = []
+        request = AttemptRequest(
+            trainer=TrainerRef("trainers.any"),
+            cfg=complete({}),
+            hydra_cfg=None,
+            attempt=1,
+            run_dir=folder,
+            resume_checkpoint=None,
+            environ={},
+            cwd="/",
+            stall_timeout_seconds=limit,
+            longest_pause=longest,
+        )
+        self.watch = StallWatch(request, self.server.pid, self.events.append)
+        self._clock = clock
+
+    def signal(self, signum: int, *pids: int) -> None:
+        for pid in pids:
+            os.kill(pid, signum)
+            wanted = "T" if signum == signal.SIGSTOP else "S"
+            while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != wanted:
+                pass
+
+    def wait(self, seconds: float, *, printing: bool = False) -> Standstill | None:
+        """Return how it stands when it hangs, None if it does not within these seconds."""
+        until = self._clock.now + seconds
+        while self._clock.now < until:
+            self._clock.now += 4.0
+            if printing:
+                self.watch.on_output()
+            if (stands := self.watch.poll()) is not None:
+                return stands
+        return None
+
+    def close(self) -> None:
+        for pid in self.pids:
+            os.kill(pid, signal.SIGKILL)
+        self.server.communicate()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(stall_watch, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def watched(tmp_path: Path, clock: Clock) -> Iterator[Watched]:
+    watched = Watched(tmp_path, clock, None, 0.0)
+    yield watched
+    watched.close()
+
+
+def test_silence_is_a_hang_after_ten_minutes_or_before_progress_after_thirty(watched: Watched):
+    assert watched.wait(1750) is None
+    assert [type(event) for event in watched.events] == [NoProgress], "at half of the time, once"
+    watched.watch.on_event(TrainingStarted(0))
+    watched.watch.on_event(Progress(1))
+    assert watched.wait(590) is None
+    stands = watched.wait(100)
+    assert stands is not None
+    assert stands.what.startswith("no progress for 10 min")
+    assert [type(event) for event in watched.events] == [NoProgress, NoProgress]
+
+
+def test_who_prints_has_time_for_a_long_evaluation(watched: Watched):
+    watched.watch.on_event(TrainingStarted(0))
+    watched.watch.on_event(Progress(1))
+    assert watched.wait(7100, printing=True) is None
+    assert watched.wait(200, printing=True) is not None
+
+
+def test_what_a_thread_may_send_is_no_progress(watched: Watched):
+    watched.watch.on_event(Progress(1))
+    assert watched.wait(590) is None
+    watched.watch.on_event(MemoryReported("on request", resident=1))
+    assert watched.wait(590) is None
+    assert watched.wait(100) is not None
+
+
+def test_a_suspended_attempt_does_not_hang_but_one_of_which_a_part_is_stopped_does(
+    watched: Watched,
+):
+    watched.watch.on_event(Progress(1))
+    watched.signal(signal.SIGSTOP, *watched.pids)
+    assert watched.wait(2000) is None
+    watched.signal(signal.SIGCONT, watched.pids[0])
+    stands = watched.wait(700, printing=True)
+    assert stands is not None, "what the others print is no sign of life then"
+    assert stands.seconds < 700
+
+
+def test_time_in_which_the_launcher_was_suspended_does_not_count(watched: Watched, clock: Clock):
+    watched.watch.on_event(Progress(1))
+    for _ in range(3):
+        clock.now += 86_400.0
+        assert watched.watch.poll() is None
+    assert watched.wait(500) is None
+
+
+def test_a_long_pause_is_learned_and_counts_in_the_next_launch_of_the_job(
+    watched: Watched, tmp_path: Path
+):
+    watched.watch.on_event(Progress(1))
+    assert watched.wait(400) is None
+    watched.watch.on_event(Progress(2))
+    learned = watched.events[-1]
+    assert isinstance(learned, PauseLearned)
+    assert learned.seconds >= 400
+    assert watched.wait(1990) is None
+    assert watched.wait(100) is not None
+
+    started = JobStarted(str(tmp_path), "trainer", "c0ffee")
+    with RunFolder(tmp_path, "a job", SignalWatch()) as folder:
+        folder.on_event(started)
+        folder.on_event(learned)
+    with RunFolder(tmp_path, "a job", SignalWatch()) as folder:
+        folder.on_event(started)
+        assert folder.state.longest_pause == learned.seconds
+        folder.on_event(replace(started, job="another"))
+        assert folder.state.longest_pause is None
+
+
+def test_a_job_that_reports_epochs_has_the_time_of_the_first_for_each(watched: Watched):
+    assert watched.wait(4000, printing=True) is None
+    watched.watch.on_event(Progress(1))
+    assert watched.wait(3990) is None
+    assert watched.wait(100) is not None
+
+
+def test_a_pause_of_earlier_attempts_counts_from_the_start(tmp_path: Path, clock: Clock):
+    watched = Watched(tmp_path, clock, None, 1000.0)
+    try:
+        watched.watch.on_event(Progress(1))
+        assert watched.wait(4900) is None
+        assert watched.wait(200) is not None
+    finally:
+        watched.close()
+
+
+STACKS = """\
+process 12 (python train.py, stopped)
+Thread 12 MainThread (most recent call first):
+  File "/home/u/train.py", line 33 in train
+  File "/repo/src/robust_train/execution/runner.py", line 136 in call_trainer
+
+process 14 (python worker, sleeping)
+Thread 14 MainThread (most recent call first):
+  File "/usr/lib/python3.11/selectors.py", line 415 in select
+
+rank 0 (process 11, sleeping)
+Thread 0x00 (most recent call first):
+  File "/home/u/logger.py", line 9 in beat
+
+Current thread 0x01 (most recent call first):
+  File "/venv/lib/python3.11/site-packages/torch/distributed/x.py", line 4 in all_reduce
+  File "/home/u/train.py", line 35 in reduce
+  File "/repo/src/robust_train/execution/runner.py", line 136 in call_trainer
+rank 1 (process 12, stopped)
+"""
+
+
+@pytest.mark.parametrize(
+    ("stacks", "where"),
+    [
+        (
+            STACKS,
+            "rank 1 is stopped by a signal at train.py:33 in train; "
+            "rank 0 at train.py:35 in reduce",
+        ),
+        ("process 7 (sleep 9, sleeping)\n\n", "process 7 (sleep 9, sleeping)"),
+        (
+            'Current thread 0x1 (most recent call first):\n  File "a.py", line 1 in f\n',
+            "at a.py:1 in f",
+        ),
+        ("", ""),
+    ],
+)
+def test_the_innermost_frames_that_are_no_librarys_are_named(stacks: str, where: str):
+    assert where_it_stands(stacks) == where
+
+
+def test_ranks_that_read_their_pipe_are_asked_for_the_flight_recorders_dump(tmp_path: Path):
+    settings = flight_recorder.settings({}, tmp_path, 3)
+    stem = settings["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"]
+    assert not list(tmp_path.iterdir())
+    for rank in range(2):
+        os.mkfifo(f"{stem}{rank}.pipe")
+    reader = os.open(f"{stem}1.pipe", os.O_RDONLY | os.O_NONBLOCK)
+    assert flight_recorder.request_dumps(tmp_path, 3) == 1
+    assert os.read(reader, 128)
+    os.close(reader)
+    flight_recorder.remove_pipes(tmp_path, 3)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_the_user_has_set_of_the_flight_recorder_stays(tmp_path: Path):
+    assert flight_recorder.settings({"TORCH_FR_DUMP_TEMP_FILE": "/x"}, tmp_path, 1) == {}
