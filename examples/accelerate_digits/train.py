@@ -39,9 +39,9 @@ def network(width, dropout):
     )
 
 
-def accuracy(model, loader, run):
-    """Share of the samples that are recognised."""
-    model.eval()
+def accuracy(accelerator, model, loader, run):
+    """Share of the samples that are recognised, by all processes together."""
+    model = accelerator.unwrap_model(model).eval()
     right = total = 0
     with torch.no_grad():
         for batch in loader:
@@ -51,6 +51,8 @@ def accuracy(model, loader, run):
                     images, labels = micro.data
                     micro.keep((model(images).argmax(1) == labels).sum().item())
             right, total = right + sum(parts.kept), total + parts.samples
+    counts = torch.tensor([right, total], device=accelerator.device)
+    right, total = accelerator.reduce(counts).tolist()
     return right / total
 
 
@@ -88,4 +90,4 @@ def train(cfg, run):
             optimizer.step()
             optimizer.zero_grad()
     loop.save()
-    return accuracy(model, validation, run)
+    return accuracy(accelerator, model, validation, run)

@@ -12,6 +12,8 @@ import integration_trainers
 from robust_train.run import MicroBatchPlan, Run
 from world import Ended, World
 
+TWO_RANKS = ("num_gpus=2", "auto_device=false", "device=cpu")
+
 # tensors come and go with the limit of memory in the open, not kept by malloc for later
 NO_HOARDING = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from jobs import Example, events, stopped_and_resumed
+from jobs import TWO_RANKS, Example, events, stopped_and_resumed
 from omegaconf import OmegaConf
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -60,6 +60,18 @@ def test_where_memory_runs_out_in_a_step_only_the_step_is_repeated(
     assert changes[0]["before"] == 512
     assert changes[0]["step"] > example.at_step
     assert "allocate memory" in changes[0]["reason"]
+    same_weights(example.run_here(monkeypatch), ended.journal)
+
+
+@pytest.mark.slow
+def test_memory_that_runs_out_on_one_of_two_ranks_repeats_the_step_of_both(
+    example: Example, monkeypatch: pytest.MonkeyPatch
+):
+    ended = example.run("limited", "ranks", *TWO_RANKS, "training.batch_size=256")
+    assert ended.returncode == 0, ended.output
+    assert [(a["outcome"], a["ranks"]) for a in ended.attempts] == [("completed", 2)]
+    changes = events(ended.journal, "micro_batch_changed")
+    assert (changes[0]["before"], changes[0]["rank"]) == (256, 1)
     same_weights(example.run_here(monkeypatch), ended.journal)
 
 

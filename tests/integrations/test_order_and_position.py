@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
 
 from robust_train.errors import UserError
-from robust_train.integrations.lightning_position import ResumePosition, loops_at, share_of_step
+from robust_train.integrations.lightning_position import ResumePosition, loops_at
 from robust_train.integrations.sample_order import SampleOrder, take_over
+from robust_train.integrations.step_shares import StepShares
 
 COUNTERS = {"ready": 0, "started": 0, "processed": 0, "completed": 0}
 
@@ -56,7 +57,7 @@ def test_a_loaders_workers_draw_the_same_numbers_in_a_resumed_epoch():
     def numbers(noise: int, epoch: int) -> list[float]:
         torch.manual_seed(noise)
         loader = DataLoader(_Random(), 2, shuffle=True, num_workers=2)
-        take_over(loader, name="loader", batch_size=2, multiple=2, seed=1).begin(epoch)
+        take_over(loader, name="loader", shares=StepShares(2), seed=1).begin(epoch)
         return torch.cat(list(loader)).tolist()
 
     assert numbers(1, 3) == numbers(2, 3)
@@ -87,36 +88,70 @@ class _Endless(torch.utils.data.IterableDataset):
 )
 def test_a_loader_that_nobody_can_go_on_with_is_refused_in_one_line(loader, said: str):
     with pytest.raises(UserError, match=said) as refused:
-        take_over(loader, name="train_dataloader", batch_size=4, multiple=4, seed=0)
+        take_over(loader, name="train_dataloader", shares=StepShares(4), seed=0)
     assert str(refused.value).startswith("train_dataloader: ")
     assert "\n" not in str(refused.value)
 
 
-@given(
-    epoch_samples=st.integers(1, 500),
-    micro_batch=st.integers(1, 20),
-    accumulation=st.integers(1, 8),
-    behind=st.integers(0, 100),
-)
-def test_every_sample_of_a_step_counts_the_same(epoch_samples, micro_batch, accumulation, behind):
-    start = behind * micro_batch * accumulation
-    if start >= epoch_samples:
-        return
-    left = epoch_samples - start
-    step = min(micro_batch * accumulation, left)
-    parts = [min(micro_batch, step - i) for i in range(0, step, micro_batch)]
-    for samples in parts:
-        share = share_of_step(
-            samples,
-            group=accumulation,
-            micro_batch=micro_batch,
-            accumulation=accumulation,
-            left=left,
-        )
-        # Lightning divides the mean over the part by the accumulation
-        assert share / accumulation / samples == pytest.approx(1 / step)
-        if len(parts) == accumulation and step == micro_batch * accumulation:
-            assert share == 1
+SPLITS = {
+    "length": st.integers(1, 200),
+    "micro_batch": st.integers(1, 6),
+    "accumulation": st.integers(1, 4),
+    "ranks": st.integers(1, 4),
+}
+
+
+@given(**SPLITS)
+def test_a_step_has_the_same_samples_however_it_is_split(length, micro_batch, accumulation, ranks):
+    whole = StepShares(micro_batch * accumulation * ranks)
+    shares = [StepShares(micro_batch, accumulation, rank, ranks) for rank in range(ranks)]
+    assert list(shares[0].steps(length)) == list(whole.steps(length))
+    for step in whole.steps(length):
+        own = [one.own(step) for one in shares]
+        assert set().union(*own) == set(step)
+        # all ranks come to their collectives equally often
+        assert len({-(-len(mine) // micro_batch) for mine in own}) == 1
+    orders = [SampleOrder(range(length), seed=1, shares=one) for one in shares]
+    assert {len(order) - len(list(order)) for order in orders} == {0}
+
+
+@given(**SPLITS)
+def test_every_sample_of_a_step_counts_the_same(length, micro_batch, accumulation, ranks):
+    for step in StepShares(micro_batch * accumulation * ranks).steps(length):
+        counted = dict.fromkeys(step, 0.0)
+        for rank in range(ranks):
+            shares = StepShares(micro_batch, accumulation, rank, ranks)
+            mine = shares.own(step)
+            for number, start in enumerate(range(0, len(mine), micro_batch)):
+                part = mine[start : start + micro_batch]
+                weight = shares.weight(step, number)
+                for sample in part:
+                    # the framework divides by the accumulation and averages over the ranks
+                    counted[sample] += weight / accumulation / ranks / len(part)
+                if len(step) == shares.effective:
+                    assert weight == 1
+        assert list(counted.values()) == pytest.approx([1 / len(step)] * len(step))
+
+
+@given(**SPLITS, start=st.integers(0, 200))
+def test_after_another_effective_batch_size_steps_end_where_the_framework_ends_them(
+    length, micro_batch, accumulation, ranks, start
+):
+    shares = StepShares(micro_batch, accumulation, 0, ranks)
+    start = min(start, length)
+    steps = list(shares.steps(length, start))
+    assert [sample for step in steps for sample in step] == list(range(start, length))
+    position = ResumePosition(samples=start, epoch_samples=length)
+    done = position.batches_done(shares.at_once)
+    for step in steps[:-1]:
+        done += shares.micro_batches(step)
+        assert done % accumulation == 0
+
+
+def test_an_order_is_the_same_with_a_generator_that_somebody_else_has_added():
+    plain = SampleOrder(RandomSampler(range(50)), seed=7)
+    added = SampleOrder(RandomSampler(range(50), generator=torch.Generator()), seed=7)
+    assert list(plain) == list(added)
 
 
 @given(

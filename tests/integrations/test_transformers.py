@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from jobs import Example, events, recorded, stopped_and_resumed, went_on
+from jobs import TWO_RANKS, Example, events, recorded, stopped_and_resumed, went_on
 from omegaconf import OmegaConf
 
 from robust_train.errors import UserError
@@ -63,6 +63,18 @@ def test_where_memory_runs_out_it_goes_on_with_half_the_micro_batch_to_the_same_
     assert {"training begins", "first step done"} <= milestones
     for name, weight in weights(example.run_here(monkeypatch)).items():
         torch.testing.assert_close(weights(journal)[name], weight, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_two_ranks_stop_at_the_same_step_and_go_on_where_memory_runs_out_on_one(
+    example: Example, monkeypatch: pytest.MonkeyPatch
+):
+    ended = stopped_and_resumed(example, "limited", 4, *TWO_RANKS, "training.batch_size=64")
+    went_on(ended)
+    assert {a["ranks"] for a in ended.attempts} == {2}
+    assert "(rank 1)" in ended.attempts[0]["reason"]
+    for name, weight in weights(example.run_here(monkeypatch)).items():
+        torch.testing.assert_close(weights(ended.journal)[name], weight, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -10,8 +10,6 @@ import json
 import os
 import resource
 import sys
-import traceback
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -20,6 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from training_world import config, write_image_folder
 
+from forked_ranks import of_forks, of_ranks
 from robust_train.errors import Interrupted, UserError
 from robust_train.microbatch.batcher import MicroBatcher
 from robust_train.run import Run
@@ -260,40 +259,9 @@ def built_in(folder: Path, rank: int, ranks: int, resume: Path | None, stop_at: 
     }
 
 
-def of_forks(ranks: int, work: Callable[[int], object]) -> list[object]:
-    """What ``work(rank)`` returns in a fork for each rank."""
-    pipes = []
-    for rank in range(ranks):
-        read_end, write_end = os.pipe()
-        if os.fork() == 0:
-            try:
-                with os.fdopen(write_end, "w") as file:
-                    json.dump(work(rank), file)
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                os._exit(0)
-        os.close(write_end)
-        pipes.append(read_end)
-    return [json.loads(os.fdopen(pipe).read() or "null") for pipe in pipes]
-
-
 def attempt(folder: Path, ranks: int, *, resume: Path | None = None, stop_at: int | None = None):
-    """An attempt of the built-in trainer with so many ranks, set up as the elastic agent does."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    os.environ |= {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "WORLD_SIZE": str(ranks),
-    }
-
-    def be(rank: int) -> object:
-        os.environ["RANK"] = str(rank)
-        return built_in(folder, rank, ranks, resume, stop_at)
-
-    return of_forks(ranks, be)
+    """An attempt of the built-in trainer with so many ranks, set up as the launcher does."""
+    return of_ranks(ranks, lambda rank: built_in(folder, rank, ranks, resume, stop_at))
 
 
 def main() -> None:

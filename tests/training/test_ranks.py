@@ -16,7 +16,8 @@ import preloaded
 from robust_train.microbatch.ranks import RankReport, State, agree
 from robust_train.microbatch.replicas import ReplicaFinder, Replicated
 from robust_train.microbatch.size import MicroBatchSize
-from robust_train.vision.batches import BatchPlan, share_of
+from robust_train.microbatch.splitting import share_of
+from robust_train.vision.batches import BatchPlan
 
 
 @pytest.fixture(scope="module")

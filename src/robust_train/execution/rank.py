@@ -136,6 +136,8 @@ def _set_environment(rank: int, request: AttemptRequest, port: int) -> None:
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     # all ranks are on this host: no look-up of its name, which may have no address
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if (lightning := sys.modules.get("lightning_utilities.core.rank_zero")) is not None:
+        lightning.rank_zero_only.rank = rank  # read when it was imported, before there was a rank
 
 
 def _set_up(rank: int, request: AttemptRequest) -> None:
@@ -151,7 +153,9 @@ def _set_up(rank: int, request: AttemptRequest) -> None:
         # for trainers that say just "cuda"
         when_cuda_starts(torch, lambda: torch.cuda.set_device(rank))
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // request.ranks))
+        threads = max(1, len(os.sched_getaffinity(0)) // request.ranks)
+        torch.set_num_threads(threads)
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # accelerate would set another number
 
 
 def _mark(rank: int, record: logging.LogRecord) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,16 @@ from omegaconf import DictConfig
 
 from robust_train.config.extras import require
 from robust_train.errors import Interrupted, UserError
-from robust_train.integrations.attempt import Steps, effective_batch_size, refuse_ranks
+from robust_train.integrations.attempt import Steps, effective_batch_size, of_all_ranks
 from robust_train.integrations.sample_order import take_over
+from robust_train.integrations.step_shares import StepShares
 from robust_train.microbatch.batcher import MicroBatches
+from robust_train.microbatch.splitting import part_of
 from robust_train.run import Run
 
-require("accelerate", "robust_train.integrations.accelerate", extra="accelerate")
+_NEEDED_BY = "robust_train.integrations.accelerate"
+require("accelerate", _NEEDED_BY, extra="accelerate")
+_loaders = require("accelerate.data_loader", _NEEDED_BY, extra="accelerate")
 
 log = logging.getLogger("robust_train.integrations")
 
@@ -34,7 +38,7 @@ class RobustLoop:
     that ``Accelerator.save_state`` saves and the position in the data.
 
     Args:
-        accelerator: has one process and no accumulation of its own.
+        accelerator: has the attempt's processes and no accumulation of its own.
         model: the prepared model.
         loader: training samples in batches of :func:`effective_batch_size`.
         cfg: the trainer function's config.
@@ -47,8 +51,7 @@ class RobustLoop:
     def __init__(
         self, accelerator: Any, model: Any, loader: Any, *, cfg: DictConfig, run: Run
     ) -> None:
-        refuse_ranks(run, "accelerate")
-        _check(accelerator)
+        _check(accelerator, run)
         if (its_log := logging.getLogger("accelerate")).level == logging.NOTSET:
             its_log.setLevel(logging.WARNING)  # it has twelve lines for a checkpoint, we one
         self.accelerator = accelerator
@@ -60,10 +63,12 @@ class RobustLoop:
         self._order = take_over(
             loader,
             name="loader",
-            batch_size=self._effective,
-            multiple=self._effective,
+            shares=StepShares(self._effective),
             seed=cfg.training.seed,
         )
+        if run.world_size > 1:
+            _divide(loader)
+        self._has_samples = True
         self._cfg = cfg.training
         self._steps = Steps(cfg, run)
         self._saved_step: int | None = None
@@ -77,7 +82,7 @@ class RobustLoop:
         """Yield the epochs that are left, from 0; an earlier attempt may have begun the first."""
         if self.run.resume_checkpoint is not None:
             self.accelerator.load_state(str(self.run.resume_checkpoint))
-        self._total = count * -(-len(self._order) // self._effective)
+        self._total = count * -(-self._order.samples // self._effective)
         self.run.started(self.step)
         self.run.record_memory("training begins")
         while self.epoch < count:
@@ -93,16 +98,31 @@ class RobustLoop:
             Interrupted: a stop was requested; a checkpoint was saved.
         """
         self._order.begin(self.epoch, self.samples)
-        if self.samples >= len(self._order):
+        if self.samples >= self._order.samples:
             return
-        for batch in self.run.batches(self._loader):
+        for batch in self.run.batches(self._own_batches()):
             yield batch
-            self.samples = min(self.samples + self._effective, len(self._order))
+            self.samples = min(self.samples + self._effective, self._order.samples)
             self.step += 1
             self._step_done()
 
+    def _own_batches(self) -> Iterator[Any]:
+        """Yield this rank's share of each step; it may have no samples in an epoch's last one."""
+        left = -(-(self._order.samples - self.samples) // self._effective)
+        for batch in self._loader:
+            yield batch
+            left -= 1
+        if left:
+            loader, first = self._loader, self._order.first()
+            batch = loader.collate_fn([loader.dataset[first]])
+            self._has_samples = False
+            yield part_of(_loaders.send_to_device(batch, self.accelerator.device), 0, 0)
+            self._has_samples = True
+
     def micro_batches(self, batch: Any, **options: Any) -> MicroBatches:
         """Call ``run.micro_batches`` for this loop's model."""
+        if not self._has_samples:
+            options["length"] = lambda batch: 0
         self._parts = self.run.micro_batches(batch, self.model, **options)
         return self._parts
 
@@ -114,20 +134,27 @@ class RobustLoop:
         """
         path = self.run.checkpoint_dir / f"{_SAVED}{self.step:08d}"
         unfinished = path.with_name(f".{path.name}.tmp")
-        if path.exists() and self._saved_step == self.step:
+        is_there = path.exists() and self._saved_step == self.step
+        if self.run.is_main and not is_there:
+            for leftover in (unfinished, path):
+                shutil.rmtree(leftover, ignore_errors=True)
+        if of_all_ranks(is_there)[0]:
             return path
-        for leftover in (unfinished, path):
-            shutil.rmtree(leftover, ignore_errors=True)
-        try:
-            self.accelerator.save_state(str(unfinished))
-            unfinished.rename(path)
-        except OSError as error:
-            log.warning("checkpoint: %s; training goes on, earlier ones are kept", error)
-            self.run.checkpoint_failed(str(error))
+        problem = _problem_of(lambda: self.accelerator.save_state(str(unfinished)))
+        # once every rank has written its files
+        problem = next(filter(None, of_all_ranks(problem)), None)
+        if problem is None and self.run.is_main:
+            problem = _problem_of(lambda: unfinished.rename(path))
+        problem = of_all_ranks(problem)[0]
+        if problem is not None:
+            if self.run.is_main:
+                log.warning("checkpoint: %s; training goes on, earlier ones are kept", problem)
+            self.run.checkpoint_failed(problem)
             return None
         self._saved_step = self.step
         self.run.checkpoint_saved(path, self.step)
-        self.run.saving.rotate(f"{_SAVED}*", self._cfg.keep_checkpoints)
+        if self.run.is_main:
+            self.run.saving.rotate(f"{_SAVED}*", self._cfg.keep_checkpoints)
         return path
 
     def state_dict(self) -> dict[str, object]:
@@ -158,11 +185,32 @@ class RobustLoop:
             self.save()
 
 
-def _check(accelerator: Any) -> None:
-    if accelerator.num_processes != 1:
+def _problem_of(write: Callable[[], object]) -> str | None:
+    """Return why writing failed, None if it did not."""
+    try:
+        write()
+    except OSError as error:
+        return str(error)
+    return None
+
+
+def _divide(loader: Any) -> None:
+    """Have accelerate divide each batch of a prepared loader among the ranks."""
+    shard = getattr(loader, "batch_sampler", None)
+    if not isinstance(shard, _loaders.BatchSamplerShard):
         raise UserError(
-            f"Accelerator: has {accelerator.num_processes} processes; an attempt has one: start "
-            "it with train_robust.py, not with accelerate launch"
+            "loader: is not divided among the ranks; pass it to accelerator.prepare, without "
+            "dispatch_batches"
+        )
+    shard.split_batches, shard.even_batches = True, False
+
+
+def _check(accelerator: Any, run: Run) -> None:
+    if accelerator.num_processes != run.world_size:
+        raise UserError(
+            f"Accelerator: has {accelerator.num_processes} processes, but this attempt has "
+            f"{run.world_size}: start it with train_robust.py num_gpus=…, not with accelerate "
+            "launch"
         )
     if accelerator.gradient_accumulation_steps != 1:
         raise UserError(

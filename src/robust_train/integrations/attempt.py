@@ -1,31 +1,30 @@
-"""What the integrations share: one process, the steps that an attempt sends, the job's result."""
+"""What the integrations share: what ranks agree on, the steps that are sent, the job's result."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from robust_train.errors import UserError
 from robust_train.failures import classify_failure
+from robust_train.microbatch.ranks import here
 from robust_train.run import Run
 from robust_train.runfolder.cadence import SavePlan
 from robust_train.values import MEMORY_FAILURES
 
 
-def refuse_ranks(run: Run, framework: str) -> None:
-    """Raise `UserError` if there are several ranks: each would train by itself."""
-    if run.world_size > 1:
-        raise UserError(
-            f"num_gpus={run.world_size}: {framework} trains on one GPU under the launcher; use "
-            "num_gpus=1, or a loop of your own with run.micro_batches and DistributedDataParallel"
-        )
-
-
 def effective_batch_size(cfg: DictConfig) -> int:
     """Return the samples in an optimizer step, however they are split."""
-    return int(cfg.training.batch_size * cfg.training.gradient_accumulation_steps)
+    ranks = OmegaConf.select(cfg, "num_gpus") or 1
+    return int(cfg.training.batch_size * cfg.training.gradient_accumulation_steps * ranks)
+
+
+def of_all_ranks(value: Any) -> list[Any]:
+    """Return every rank's value, by rank, when all have called this; without ranks its own."""
+    ranks = here()
+    return [value] if ranks is None else ranks.gather(value)
 
 
 class Steps:

@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 
 from robust_train.config.extras import require
 from robust_train.errors import Interrupted, UserError
-from robust_train.integrations.attempt import refuse_ranks, result_of
+from robust_train.integrations.attempt import result_of
 from robust_train.integrations.lightning_callback import RobustCallback, Stopped, logged
 from robust_train.run import Run
 
@@ -33,15 +33,19 @@ __all__ = ["RobustCallback", "fit", "trainer_arguments"]
 
 
 def trainer_arguments(cfg: DictConfig, run: Run) -> dict[str, Any]:
-    """Return arguments for ``Trainer``: the attempt's device and the run folder."""
-    refuse_ranks(run, "Lightning")
+    """Return arguments for ``Trainer``: the attempt's devices and the run folder."""
     device = torch.device(cfg.device)
-    on_gpu = device.type == "cuda"
-    return {
-        "accelerator": "gpu" if on_gpu else "cpu",
-        "devices": [device.index or 0] if on_gpu else 1,
+    arguments: dict[str, Any] = {
+        "accelerator": "gpu" if device.type == "cuda" else "cpu",
+        "devices": run.world_size,
         "default_root_dir": str(run.run_dir),
     }
+    if run.world_size > 1:
+        # fit gives each rank its samples of every step
+        arguments |= {"strategy": "ddp", "use_distributed_sampler": False}
+    elif device.type == "cuda":
+        arguments["devices"] = [device.index or 0]
+    return arguments
 
 
 def fit(
@@ -57,7 +61,8 @@ def fit(
     """Run ``trainer.fit`` as an attempt: resume from the last checkpoint, stop on request.
 
     Args:
-        trainer: a ``lightning.Trainer`` for one device; ``accumulate_grad_batches`` is set here.
+        trainer: a ``lightning.Trainer``, made with :func:`trainer_arguments`;
+            ``accumulate_grad_batches`` is set here.
         model: the ``LightningModule``, with automatic optimization.
         data: a ``LightningDataModule``, whose ``batch_size`` (attribute or hyperparameter) is set
             here, or a ``DataLoader`` made with ``cfg.training.batch_size``.
@@ -69,8 +74,7 @@ def fit(
         UserError: trainer, model or data cannot keep the effective batch.
         Interrupted: a stop was requested; a checkpoint was saved.
     """
-    refuse_ranks(run, "Lightning")
-    _check(trainer, model, cfg)
+    _check(trainer, model, cfg, run)
     if run.stop_requested:
         raise Interrupted("stopped before the first step")
     trainer.accumulate_grad_batches = cfg.training.gradient_accumulation_steps
@@ -97,12 +101,12 @@ def fit(
     return _result(trainer, model, data, metric, options.get("val_dataloaders"))
 
 
-def _check(trainer: Any, model: Any, cfg: DictConfig) -> None:
+def _check(trainer: Any, model: Any, cfg: DictConfig, run: Run) -> None:
     accumulation = cfg.training.gradient_accumulation_steps
-    if trainer.world_size != 1:
+    if trainer.world_size != run.world_size:
         raise UserError(
-            f"Trainer: uses {trainer.world_size} devices; an attempt has one: devices=1, or "
-            "Trainer(**trainer_arguments(cfg, run))"
+            f"Trainer: uses {trainer.world_size} devices, but this attempt has {run.world_size}: "
+            "Trainer(**trainer_arguments(cfg, run)), and num_gpus=… for more"
         )
     if not model.automatic_optimization:
         raise UserError(

@@ -15,13 +15,10 @@ from omegaconf import DictConfig
 
 from robust_train.config.extras import require
 from robust_train.errors import UserError
-from robust_train.integrations.attempt import Steps, effective_batch_size, log_out_of_memory
-from robust_train.integrations.lightning_position import (
-    ResumePosition,
-    loops_at,
-    share_of_step,
-)
+from robust_train.integrations.attempt import Steps, log_out_of_memory, of_all_ranks
+from robust_train.integrations.lightning_position import ResumePosition, loops_at
 from robust_train.integrations.sample_order import SampleOrder, take_over
+from robust_train.integrations.step_shares import StepShares
 from robust_train.microbatch.rng import capture_rng, restore_rng
 from robust_train.run import Run
 
@@ -46,15 +43,16 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
         self.run = run
         self.micro_batch: int = cfg.training.batch_size
         self.accumulation: int = cfg.training.gradient_accumulation_steps
+        self.shares = StepShares(self.micro_batch, self.accumulation, run.rank, run.world_size)
         self.position = ResumePosition()
         self._order: SampleOrder | None = None
         self._cfg = cfg
         self._steps = Steps(cfg, run)
         self._restored: Any = None
         self._saved_step: int | None = None
-        self._batches = 0  # of this epoch, done
-        self._seen = 0  # samples of this epoch, the step in progress included
-        self._group = self.accumulation  # micro-batches in the step in progress
+        self._is_saving = False
+        self._step = range(0)  # samples of the step in progress, by their place in the epoch
+        self._done = 0  # micro-batches of it that are done
         self._sigterm: Any = signal.SIG_DFL
 
     def own_loader(self, loader: Any, name: str) -> Any:
@@ -62,11 +60,10 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
         self._order = take_over(
             loader,
             name=name,
-            batch_size=self.micro_batch,
-            multiple=effective_batch_size(self._cfg),
+            shares=self.shares,
             seed=self._cfg.training.seed,
         )
-        self.position = replace(self.position, epoch_samples=len(self._order))
+        self.position = replace(self.position, epoch_samples=self._order.samples)
         self._set_order()
         return loader
 
@@ -91,7 +88,7 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
         self._restored = restored
         self.position = ResumePosition(**restored["position"])
         loops = checkpoint["loops"]
-        loops["fit_loop"] = loops_at(loops["fit_loop"], self.position, self.micro_batch)
+        loops["fit_loop"] = loops_at(loops["fit_loop"], self.position, self.shares.at_once)
         self._set_order()
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -109,7 +106,14 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
 
         @wraps(write)
         def save_checkpoint(checkpoint: Any, path: Any, **options: Any) -> None:
-            write(checkpoint, path, **options)
+            try:
+                write(checkpoint, path, **options)
+            except OSError as error:
+                if not self._is_saving:
+                    raise
+                log.warning("checkpoint: %s; training goes on, earlier ones are kept", error)
+                self.run.checkpoint_failed(str(error))
+                return  # the other ranks wait for this one
             # nothing resumes from weights alone
             if "optimizer_states" in checkpoint and Path(path).exists():
                 self._saved_step = checkpoint["global_step"]
@@ -117,19 +121,25 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
 
         writer.save_checkpoint = save_checkpoint
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Restore random numbers and counters."""
+    def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
+        """Take SIGTERM back from Lightning, whose handler ends the run within a step."""
         is_main_thread = threading.current_thread() is threading.main_thread()
         if self._sigterm not in (signal.SIG_DFL, None) and is_main_thread:
-            # Lightning's own handler, which replaced the launcher's, ends the run within a step
             signal.signal(signal.SIGTERM, self._sigterm)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Restore random numbers and counters."""
+        self.on_sanity_check_start(trainer, pl_module)
+        batches = getattr(trainer.train_dataloader, "batch_sampler", None)
+        if self.shares.ranks > 1 and getattr(batches, "sampler", None) is not self._order:
+            raise UserError(
+                "Trainer: gives the ranks samples in an order of its own; pass "
+                "**trainer_arguments(cfg, run), which has use_distributed_sampler=False"
+            )
         if self._restored is not None:
             restore_rng(self._restored["rng"], self._device)
             self._restored = None
-        is_between = self.position.is_between_epochs
-        self._seen = 0 if is_between else self.position.samples
-        self._batches = 0 if is_between else self.position.batches_done(self.micro_batch)
-        self._begin_group()
+        self._begin_step(0 if self.position.is_between_epochs else self.position.samples)
         self.run.started(trainer.global_step)
         self.run.record_memory("fit begins")
 
@@ -138,8 +148,7 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
         self.run.speed.begin()
         self.run.speed.wait_begins()
         self.position = replace(self.position, epoch=trainer.current_epoch, samples=0)
-        self._seen = self._batches = 0
-        self._begin_group()
+        self._begin_step(0)
         if self._order is not None:
             # reloaded data has had one pass more than epochs
             self._order.begin(trainer.current_epoch)
@@ -150,33 +159,28 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
         """Weight the loss so that every sample of a step counts the same."""
-        share = share_of_step(
-            self._next_samples(),
-            group=self._group,
-            micro_batch=self.micro_batch,
-            accumulation=self.accumulation,
-            left=self.position.epoch_samples - self.position.samples,
-        )
-        if share != 1 and loss.requires_grad:
-            loss.register_hook(lambda gradient: gradient * share)
+        weight = self.shares.weight(self._step, self._done)
+        if weight != 1 and loss.requires_grad:
+            loss.register_hook(lambda gradient: gradient * weight)
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Count an optimizer step, save if it is time, stop if requested."""
-        self._seen += self._next_samples()
-        self._batches += 1
+        self._done += 1
+        seen = min(self._step.start + self._done * self.shares.at_once, self._step.stop)
+        if seen == self._step.stop:
+            self._begin_step(seen)
         if trainer.global_step != self.position.step:
-            self._after_step(trainer, outputs)
+            self._after_step(trainer, outputs, seen)
         self.run.speed.wait_begins()
 
-    def _after_step(self, trainer: Any, outputs: Any) -> None:
-        self.position = replace(self.position, samples=self._seen, step=trainer.global_step)
-        self._begin_group()
+    def _after_step(self, trainer: Any, outputs: Any, seen: int) -> None:
+        self.position = replace(self.position, samples=seen, step=trainer.global_step)
         self._step_done(trainer, outputs)
         self._stop_if_requested(trainer)
         # at the end of an epoch once validation has logged its figures
-        if self._seen < self.position.epoch_samples and self.run.checkpoint_due:
+        if seen < self.position.epoch_samples and self.run.checkpoint_due:
             self.save(trainer)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
@@ -195,11 +199,11 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Save, unless another callback of the trainer has just done it."""
-        step = trainer.global_step
-        if self._saved_step == step:
+        step, saved = trainer.global_step, self._saved()
+        if saved == step:
             return
         is_last = step == trainer.estimated_stepping_batches
-        if is_last or self._saved_step is None or self.run.checkpoint_due:
+        if is_last or saved is None or self.run.checkpoint_due:
             self.save(trainer)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
@@ -208,20 +212,20 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
 
     def save(self, trainer: Any) -> None:
         """Save a checkpoint into the run folder, and remove those that are too many."""
-        folder = self.run.checkpoint_dir
-        try:
-            trainer.save_checkpoint(folder / f"step-{self.position.step:08d}.ckpt")
-        except OSError as error:
-            log.warning("checkpoint: %s; training goes on, earlier ones are kept", error)
-            self.run.checkpoint_failed(str(error))
-            return
-        self.run.saving.rotate("step-*.ckpt", self._cfg.training.keep_checkpoints)
+        self._is_saving = True
+        trainer.save_checkpoint(self.run.checkpoint_dir / f"step-{self.position.step:08d}.ckpt")
+        self._is_saving = False
+        if self.run.is_main:
+            self.run.saving.rotate("step-*.ckpt", self._cfg.training.keep_checkpoints)
 
-    def _begin_group(self) -> None:
-        self._group = self.accumulation - self._batches % self.accumulation
+    def _saved(self) -> int | None:
+        """Return the step of the last checkpoint, of which only the first rank knows."""
+        saved: int | None = of_all_ranks(self._saved_step)[0]
+        return saved
 
-    def _next_samples(self) -> int:
-        return min(self.micro_batch, self.position.epoch_samples - self._seen)
+    def _begin_step(self, start: int) -> None:
+        self._done = 0
+        self._step = next(self.shares.steps(self.position.epoch_samples, start), range(0))
 
     def _step_done(self, trainer: Any, outputs: Any) -> None:
         step, total = self.position.step, trainer.estimated_stepping_batches
@@ -233,7 +237,7 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
     def _stop_if_requested(self, trainer: Any) -> None:
         if not self.run.stop_requested:
             return
-        if self._saved_step != self.position.step:
+        if self._saved() != self.position.step:
             self.save(trainer)
         raise Stopped(f"stopped after step {self.position.step}")
 

@@ -25,7 +25,8 @@ class ResumePosition:
         return self.samples in (0, self.epoch_samples)
 
     def batches_done(self, micro_batch: int) -> int:
-        """Return the batches of this epoch that are done, as if all had ``micro_batch`` samples.
+        """Return the batches of this epoch that are done, as if all had ``micro_batch`` samples
+        of all ranks together.
 
         Counted from the epoch's end, so the rest is exactly what the loader will yield.
         """
@@ -35,22 +36,6 @@ class ResumePosition:
     def batches(self, micro_batch: int) -> int:
         """Return the batches in a whole epoch."""
         return -(-self.epoch_samples // micro_batch)
-
-
-def share_of_step(
-    samples: int, *, group: int, micro_batch: int, accumulation: int, left: int
-) -> float:
-    """Return the factor for the mean loss of a micro-batch after Lightning divided it.
-
-    It is 1 except in a step that is short or uneven, as an epoch's last one may be.
-
-    Args:
-        samples: samples in this micro-batch; ``micro_batch`` in a full one.
-        group: micro-batches in this step, if the epoch has enough samples.
-        accumulation: Lightning's divisor.
-        left: samples of the epoch that are left when the step begins.
-    """
-    return accumulation * samples / min(group * micro_batch, left)
 
 
 def loops_at(fit_loop: Any, position: ResumePosition, micro_batch: int) -> Any:

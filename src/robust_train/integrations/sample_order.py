@@ -7,20 +7,25 @@ order depends on seed and epoch alone, and an epoch can begin at any sample.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Sampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler
 
 from robust_train.errors import UserError
+from robust_train.integrations.step_shares import StepShares
 from robust_train.microbatch.rng import GeneratorStates, seed_everything
 
 
 class SampleOrder(Sampler[Any]):
     """Another sampler's first ``limit`` indices in an order that depends on seed and epoch alone.
 
-    ``generator`` is the loader's, for its workers' seeds; they depend on seed and epoch too.
+    ``generator`` is the loader's, for its workers' seeds; they depend on seed and epoch too. With
+    ``shares`` it yields only what this rank has of each optimizer step.
+
+    Attributes:
+        samples: in a whole epoch, of all ranks.
     """
 
     def __init__(
@@ -30,10 +35,12 @@ class SampleOrder(Sampler[Any]):
         seed: int,
         limit: int | None = None,
         generator: torch.Generator | None = None,
+        shares: StepShares | None = None,
     ) -> None:
         self._sampler = sampler
         self._seed = seed
-        self._length = len(sampler) if limit is None else min(len(sampler), limit)
+        self.samples = len(sampler) if limit is None else min(len(sampler), limit)
+        self._shares = shares
         self._generator = generator
         self.begin(0)
 
@@ -48,13 +55,26 @@ class SampleOrder(Sampler[Any]):
             self._generator.manual_seed(self._seed_of(epoch))
 
     def __len__(self) -> int:
-        """Return the samples in a whole epoch."""
-        return self._length
+        """Return the samples that this rank has in a whole epoch."""
+        if self._shares is None:
+            return self.samples
+        steps, rest = divmod(self.samples, self._shares.effective)
+        return steps * self._shares.each + len(self._shares.own(range(rest)))
 
     def __iter__(self) -> Iterator[Any]:
-        indices = self._draw(self._epoch)[self._skip : self._length]
+        indices, skip = self._draw(self._epoch), self._skip
         self.begin(self._epoch + 1)
-        return iter(indices)
+        return iter([indices[position] for position in self._positions(skip)])
+
+    def first(self) -> Any:
+        """Return the index of the first sample of the epoch that comes next."""
+        return self._draw(self._epoch)[0]
+
+    def _positions(self, start: int) -> Iterable[int]:
+        if self._shares is None or self._shares.ranks == 1:
+            return range(start, self.samples)
+        steps = self._shares.steps(self.samples, start)
+        return itertools.chain.from_iterable(self._shares.own(step) for step in steps)
 
     def _seed_of(self, epoch: int) -> int:
         return (self._seed * 1_000_003 + epoch) % 2**63
@@ -62,22 +82,26 @@ class SampleOrder(Sampler[Any]):
     def _draw(self, epoch: int) -> list[Any]:
         if hasattr(self._sampler, "set_epoch"):
             self._sampler.set_epoch(epoch)
-        own = getattr(self._sampler, "generator", None)
-        if isinstance(own, torch.Generator):
-            own.manual_seed(self._seed_of(epoch))
+        own, seed = getattr(self._sampler, "generator", None), self._seed_of(epoch)
         before = GeneratorStates()
-        seed_everything(self._seed_of(epoch))
+        seed_everything(seed)
         try:
-            return list(itertools.islice(self._sampler, self._length))
+            if isinstance(own, torch.Generator):
+                # the order is as without one: accelerate adds one where there are ranks
+                is_random = isinstance(self._sampler, RandomSampler)
+                own.manual_seed(
+                    int(torch.empty((), dtype=torch.int64).random_()) if is_random else seed
+                )
+            return list(itertools.islice(self._sampler, self.samples))
         finally:
             before.restore()
 
 
-def take_over(loader: Any, *, name: str, batch_size: int, multiple: int, seed: int) -> SampleOrder:
-    """Replace the sampler of ``loader``, which must have ``batch_size``, by a :class:`SampleOrder`.
+def take_over(loader: Any, *, name: str, shares: StepShares, seed: int) -> SampleOrder:
+    """Replace the sampler of ``loader``, which makes micro-batches, by a :class:`SampleOrder`.
 
-    With ``drop_last`` an epoch has the largest multiple of ``multiple`` (the samples in an
-    optimizer step), so its steps do not depend on the micro-batch.
+    With ``drop_last`` an epoch has only whole optimizer steps, which do not depend on the
+    micro-batch.
 
     Raises:
         UserError: it is no plain loader of a map-style data set, or has another batch size.
@@ -88,27 +112,29 @@ def take_over(loader: Any, *, name: str, batch_size: int, multiple: int, seed: i
             f"{name}: is a {type(loader).__name__}; only a torch DataLoader can resume where an "
             "earlier attempt stopped"
         )
-    batches = loader.batch_sampler
+    batches: Any = loader.batch_sampler
+    if type(batches).__name__ == "BatchSamplerShard":  # accelerate's, where there are ranks
+        batches = batches.batch_sampler
     sampler: Any = getattr(batches, "sampler", None)
     if type(batches) is not BatchSampler or not hasattr(sampler, "__len__"):
         raise UserError(
             f"{name}: needs a map-style data set and batches made by batch_size=…; a batch "
             "sampler of its own or an iterable data set cannot be resumed at a sample"
         )
-    if batches.batch_size != batch_size:
+    if batches.batch_size != shares.micro_batch:
         raise UserError(
             f"{name}: makes batches of {batches.batch_size}, but this attempt uses "
-            f"{batch_size}; take it from cfg.training when the loader is made"
+            f"{shares.micro_batch}; take it from cfg.training when the loader is made"
         )
     samples = len(sampler)
-    limit = samples // multiple * multiple if batches.drop_last else samples
+    limit = samples // shares.effective * shares.effective if batches.drop_last else samples
     if not limit:
         raise UserError(
-            f"{name}: {samples} samples make no step of {multiple} with drop_last; lower "
+            f"{name}: {samples} samples make no step of {shares.effective} with drop_last; lower "
             "training.batch_size or training.gradient_accumulation_steps"
         )
     if loader.generator is None:
         loader.generator = torch.Generator()
-    order = SampleOrder(sampler, seed=seed, limit=limit, generator=loader.generator)
+    order = SampleOrder(sampler, seed=seed, limit=limit, generator=loader.generator, shares=shares)
     batches.sampler = order
     return order

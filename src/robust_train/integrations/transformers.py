@@ -25,7 +25,7 @@ from robust_train.integrations.attempt import (
     Steps,
     effective_batch_size,
     log_out_of_memory,
-    refuse_ranks,
+    of_all_ranks,
     result_of,
 )
 from robust_train.run import Run
@@ -48,13 +48,9 @@ def training_arguments(cfg: DictConfig, run: Run) -> dict[str, Any]:
     Device, micro-batch, accumulation, data-loader workers, seeds, and checkpoints: their folder,
     how many to keep, and which one to resume from.
     """
-    refuse_ranks(run, "transformers")
     training = cfg.training
     workers = training.num_workers
     checkpoint = run.resume_checkpoint
-    if checkpoint is not None and _marked(Path(checkpoint)) is None:
-        log.warning("checkpoint %s is incomplete: training starts from the beginning", checkpoint)
-        checkpoint = None
     return {
         "output_dir": str(run.checkpoint_dir),
         "use_cpu": cfg.device == "cpu",
@@ -86,15 +82,17 @@ def fit(trainer: Any, *, cfg: DictConfig, run: Run, metric: str | None = None) -
         UserError: the trainer cannot keep the effective batch; the message has the reason.
         Interrupted: a stop was requested; a checkpoint was saved.
     """
-    refuse_ranks(run, "transformers")
-    _check(trainer.args, cfg)
+    _check(trainer.args, cfg, run)
     if run.stop_requested:
         raise Interrupted("stopped before the first step")
     _checkpoint_gradients(trainer, cfg)
     callback = RobustCallback(cfg, run)
     trainer.add_callback(callback)
     checkpoint = trainer.args.resume_from_checkpoint
-    there = None if checkpoint is None else _marked(Path(checkpoint))
+    there = of_all_ranks(None if checkpoint is None else _marked(Path(checkpoint)))[0]
+    if there is None and checkpoint == str(run.resume_checkpoint):
+        log.warning("checkpoint %s is incomplete: training starts from the beginning", checkpoint)
+        checkpoint = None
     if there is not None and there != effective_batch_size(cfg):
         log.warning(
             "the checkpoint was written at an effective batch size of %d, now it is %d: the "
@@ -109,7 +107,7 @@ def fit(trainer: Any, *, cfg: DictConfig, run: Run, metric: str | None = None) -
             log.info("training was complete already")
         return _result(trainer, metric)
     except _StoppedInEvaluation:
-        if _marked(_folder(trainer.args, trainer.state)) is None:
+        if of_all_ranks(_marked(_folder(trainer.args, trainer.state)))[0] is None:
             # nothing was trained since the last step
             trainer._save_checkpoint(trainer.model, trial=None)
             callback.saved(trainer.args, trainer.state)
@@ -204,14 +202,20 @@ class RobustCallback(_TrainerCallback):  # type: ignore[misc]
 
     def _before_saving(self, args: Any, state: Any, control: Any) -> None:
         """Unmark a checkpoint of this very step, which is overwritten file by file."""
-        if control.should_save:
+        if not control.should_save:
+            return
+        if self.run.is_main:
             (_folder(args, state) / _MARK).unlink(missing_ok=True)
+        of_all_ranks(None)
 
     def saved(self, args: Any, state: Any) -> None:
-        """Report the checkpoint of this step."""
+        """Report the checkpoint of this step, once every rank has written its files."""
         path = _folder(args, state)
-        with replacing(path / _MARK, durable=True) as mark:
-            mark.write_text(json.dumps({"effective_batch_size": effective_batch_size(self._cfg)}))
+        of_all_ranks(None)
+        if self.run.is_main:
+            content = {"effective_batch_size": effective_batch_size(self._cfg)}
+            with replacing(path / _MARK, durable=True) as mark:
+                mark.write_text(json.dumps(content))
         self.run.checkpoint_saved(path, state.global_step)
 
 
@@ -219,7 +223,7 @@ def _folder(args: Any, state: Any) -> Path:
     return Path(args.output_dir).absolute() / f"checkpoint-{state.global_step}"
 
 
-def _check(args: Any, cfg: DictConfig) -> None:
+def _check(args: Any, cfg: DictConfig, run: Run) -> None:
     training = cfg.training
     wanted = {
         "per_device_train_batch_size": training.batch_size,
@@ -231,10 +235,17 @@ def _check(args: Any, cfg: DictConfig) -> None:
                 f"TrainingArguments: {name}={getattr(args, name)}, but this attempt uses "
                 f"{value}; pass **training_arguments(cfg, run) and leave {name} out"
             )
-    if args.n_gpu > 1 or args.world_size > 1:
+    if args.n_gpu > 1 or args.world_size != run.world_size:
         raise UserError(
-            f"TrainingArguments: would train on {max(args.n_gpu, args.world_size)} devices; an "
-            "attempt has one: leave isolation=process, or set CUDA_VISIBLE_DEVICES to one GPU"
+            f"TrainingArguments: would train on {max(args.n_gpu, args.world_size)} devices, but "
+            f"this attempt has {run.world_size}: leave isolation=process, and set num_gpus=… for "
+            "more"
+        )
+    config = args.accelerator_config
+    if run.world_size > 1 and (config.split_batches or config.dispatch_batches):
+        raise UserError(
+            "TrainingArguments: accelerator_config has split_batches or dispatch_batches, which "
+            "change the effective batch size with the number of GPUs; leave them out"
         )
     refused = {
         "auto_find_batch_size": "the launcher chooses the batch, and keeps the effective one",

@@ -144,6 +144,12 @@ class Ranks:
         parameters = len(report.has_gradient)
         return agree([RankReport.from_row(row, parameters) for row in rows.tolist()])
 
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's value, by rank. All ranks have to call it."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
 
 _here: Ranks | None = None
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 Length = Callable[[Any], int]
 """Number of samples in a batch."""
@@ -30,6 +32,13 @@ def bounds(samples: int, at_most: int, start: int = 0) -> list[tuple[int, int]]:
     parts = -(-count // at_most)
     edges = [start + count * i // parts for i in range(parts + 1)] if parts else []
     return list(itertools.pairwise(edges))
+
+
+def share_of(samples: Sequence[T], rank: int, ranks: int) -> Sequence[T]:
+    """Return the slice of ``samples`` for ``rank``; the first ranks may have one more."""
+    least, more = divmod(len(samples), ranks)
+    start = rank * least + min(rank, more)
+    return samples[start : start + least + (rank < more)]
 
 
 def length_of(batch: Any) -> int:

@@ -11,15 +11,14 @@ import itertools
 import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from robust_train.errors import ConfigError
+from robust_train.microbatch.splitting import share_of
 from robust_train.vision.images import ImageDataset, collate
-
-T = TypeVar("T")
 
 _READ_AT_MOST = 64
 
@@ -66,13 +65,6 @@ class BatchPlan:
     def steps_left(self, start: int) -> int:
         """Return the optimizer steps from sample ``start`` to the end of its epoch."""
         return -(-(self.num_samples - start) // self.effective_batch)
-
-
-def share_of(samples: Sequence[T], rank: int, ranks: int) -> Sequence[T]:
-    """Return the slice of ``samples`` for ``rank``; the first ranks may have one more."""
-    least, more = divmod(len(samples), ranks)
-    start = rank * least + min(rank, more)
-    return samples[start : start + least + (rank < more)]
 
 
 def in_order(samples: Sequence[int], micro_batch: int) -> list[Sequence[int]]:

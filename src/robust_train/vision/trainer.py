@@ -22,6 +22,7 @@ from robust_train.errors import Interrupted, UserError
 from robust_train.failures import classify_failure
 from robust_train.microbatch.replicas import Replicated
 from robust_train.microbatch.rng import seed_everything, seed_rank
+from robust_train.microbatch.splitting import share_of
 from robust_train.run import MicroBatchPlan, Run
 from robust_train.runfolder import checkpoints
 from robust_train.runfolder.cadence import SavePlan
@@ -33,7 +34,6 @@ from robust_train.vision.batches import (
     StepSamples,
     in_order,
     read_in_parts,
-    share_of,
 )
 from robust_train.vision.datasets import open_data
 from robust_train.vision.images import ImageDataset

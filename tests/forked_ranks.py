@@ -1,0 +1,48 @@
+"""Work done by several forks of one interpreter, which has imported what they need."""
+
+from __future__ import annotations
+
+import json
+import os
+import traceback
+from collections.abc import Callable
+
+
+def of_forks(ranks: int, work: Callable[[int], object]) -> list[object]:
+    """What ``work(rank)`` returns in a fork for each rank; None where it fails."""
+    pipes = []
+    for rank in range(ranks):
+        read_end, write_end = os.pipe()
+        if os.fork() == 0:
+            try:
+                with os.fdopen(write_end, "w") as file:
+                    json.dump(work(rank), file)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(0)
+        os.close(write_end)
+        pipes.append(read_end)
+    return [json.loads(os.fdopen(pipe).read() or "null") for pipe in pipes]
+
+
+def of_ranks(ranks: int, work: Callable[[int], object]) -> list[object]:
+    """The same, with the environment that the launcher gives to ranks."""
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    common = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_RUN_ID": "robust_train",
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+    }
+
+    def be(rank: int) -> object:
+        os.environ |= common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        return work(rank)
+
+    return of_forks(ranks, be)
