@@ -28,6 +28,7 @@ from robust_train.integrations.attempt import (
     refuse_ranks,
     result_of,
 )
+from robust_train.integrations.transformers_step import recover_in_steps
 from robust_train.run import Run
 
 _NEEDED_BY = "robust_train.integrations.transformers"
@@ -92,6 +93,7 @@ def fit(trainer: Any, *, cfg: DictConfig, run: Run, metric: str | None = None) -
         raise Interrupted("stopped before the first step")
     callback = RobustCallback(cfg, run)
     trainer.add_callback(callback)
+    recover_in_steps(trainer, run)
     checkpoint = trainer.args.resume_from_checkpoint
     there = None if checkpoint is None else _marked(Path(checkpoint))
     if there is not None and there != effective_batch_size(cfg):
