@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -12,7 +12,7 @@ from torch import nn
 from robust_train.errors import UserError
 from robust_train.microbatch.open_step import CannotSplit, OpenStep, like, no_collectives
 from robust_train.microbatch.ranks import SharedStep
-from robust_train.microbatch.splitting import length_of
+from robust_train.microbatch.splitting import joined, length_of
 from robust_train.run import Run
 from robust_train.values import Failure
 
@@ -88,6 +88,18 @@ class InStep:
                     raise like(failure) from None
                 failure = micro.failure or failure
         return results, bounds
+
+    def joined(self, found: Sequence[Any], sizes: Sequence[int]) -> Any:
+        """Return a batch's result of those of its parts.
+
+        Raises:
+            torch.OutOfMemoryError: they do not fit together, so the batch must stay whole.
+        """
+        try:
+            return joined(found, sizes)
+        except ValueError as error:
+            self.say(f"the results of parts cannot be put together: {error}")
+            raise like(None) from None
 
     def _shared(self, model: nn.Module) -> SharedStep | None:
         try:

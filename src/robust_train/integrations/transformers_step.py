@@ -131,7 +131,9 @@ class _TrainerSteps:
         loss = None
         if losses[0] is not None:
             items = [float(self._items(part_of(inputs, start, stop))) for start, stop in bounds]
-            shares = [_share(one, n / max(sum(items), 1)) for one, n in zip(losses, items, strict=True)]
+            shares = [
+                _share(one, n / max(sum(items), 1)) for one, n in zip(losses, items, strict=True)
+            ]
             loss = functools.reduce(operator.add, shares)
         concat = _transformers.trainer_pt_utils.nested_concat
         return loss, *(

@@ -104,7 +104,9 @@ def joined(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
             return torch.cat([torch.as_tensor(part) for part in parts])
         except RuntimeError as error:
             raise ValueError(str(error)) from None
-    if isinstance(first, float) or (_is_array(first) and torch.as_tensor(first).is_floating_point()):
+    if isinstance(first, float) or (
+        _is_array(first) and torch.as_tensor(first).is_floating_point()
+    ):
         return sum(part * size for part, size in zip(parts, sizes, strict=True)) / sum(sizes)
     if isinstance(first, Mapping):
         found = {key: joined([part[key] for part in parts], sizes) for key in first}
