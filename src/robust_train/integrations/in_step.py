@@ -71,12 +71,14 @@ class InStep:
         """
         samples = self.samples_of(batch) if self.is_on else None
         shared = None if samples is None else self._shared(model)
-        if shared is None:
+        if samples is None or shared is None:
             return [body(batch, 0)], [(0, 0)]
         results: list[Any] = []
         bounds: list[tuple[int, int]] = []
         failure: Failure | None = None
-        parts = self._batcher.micro_batches(batch, model, training=False, length=lambda _: samples)
+        parts = self._batcher.micro_batches(
+            batch, model, training=False, length=lambda _: samples or 0
+        )
         with shared.without_collectives():
             for micro in parts:
                 try:

@@ -104,7 +104,8 @@ class OpenStep(MicroBatches):
         Raises:
             torch.OutOfMemoryError, MemoryError: no smaller part may be tried.
         """
-        assert self._start is not None and self._shared is not None
+        assert self._start is not None
+        assert self._shared is not None
         # views: the structure as it is now, whatever a body does to it
         whole = data if samples is None else splitting.part_of(data, 0, samples)
         parts = splitting.Parts(whole, samples or 1, count=count)
@@ -182,7 +183,7 @@ def like(failure: Failure | None) -> Exception:
     return MemoryError(message) if is_hosts else torch.OutOfMemoryError(message)
 
 
-class _NoCollectives(TorchDispatchMode):
+class _NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "c10d" in func.namespace:
             raise CannotSplit(
