@@ -104,6 +104,19 @@ def went_on(ended: Ended) -> None:
     assert "out of memory" in {e["milestone"] for e in events(ended.journal, "memory")}
 
 
+def repeated_the_step(ended: Ended) -> None:
+    """Assert that the job was one attempt, in which steps were split and none was lost."""
+    assert ended.returncode == 0, ended.output
+    (attempt,) = [a for a in ended.attempts if a["outcome"] != "interrupted"]
+    assert attempt["outcome"] == "completed"
+    changed = [e for e in events(ended.journal, "micro_batch_changed") if e["training"]]
+    assert changed[0]["before"] == attempt["batch_size"]
+    assert [e["before"] for e in changed[1:]] == [e["after"] for e in changed[:-1]]
+    assert all(e["after"] < e["before"] for e in changed)
+    assert "allocate memory" in changed[0]["reason"]
+    assert not events(ended.journal, "memory_held")
+
+
 def events(journal: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
     return [event for event in journal if event["event"] == name]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from jobs import TWO_RANKS, Example, events, recorded, stopped_and_resumed, went_on
+from jobs import TWO_RANKS, Example, events, recorded, repeated_the_step, stopped_and_resumed
 from omegaconf import OmegaConf
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -44,7 +44,7 @@ def test_a_job_is_stopped_resumes_runs_out_of_memory_and_ends_with_the_same_weig
 ):
     """By the real command, twice: SIGTERM in the first epoch, a limit of memory in the second."""
     ended = stopped_and_resumed(example, "limited", 4, "training.checkpoint_every_steps=3")
-    went_on(ended)
+    repeated_the_step(ended)
     journal = ended.journal
     validated = recorded(journal, "validation")
     assert [e["step"] for e in validated] == [6, 12]
@@ -57,11 +57,11 @@ def test_a_job_is_stopped_resumes_runs_out_of_memory_and_ends_with_the_same_weig
         torch.testing.assert_close(weights(journal)[name], weight, rtol=1e-4, atol=1e-6)
 
 
-def test_where_memory_runs_out_it_goes_on_with_half_the_micro_batch_to_the_same_weights(
+def test_where_memory_runs_out_the_step_is_repeated_to_the_same_weights(
     example: Example, monkeypatch: pytest.MonkeyPatch
 ):
     ended = example.run("limited", "limited", "isolation=none")
-    went_on(ended)
+    repeated_the_step(ended)
     (speed,) = ended.attempts[-1]["speed"]
     assert 0 < speed["data_share"] < 1
     validated = recorded(ended.journal, "validation")

@@ -6,7 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from jobs import TWO_RANKS, Example, events, recorded, stopped_and_resumed, went_on
+from jobs import (
+    TWO_RANKS,
+    Example,
+    events,
+    recorded,
+    repeated_the_step,
+    stopped_and_resumed,
+    went_on,
+)
 from omegaconf import OmegaConf
 
 from robust_train.errors import UserError
@@ -44,13 +52,21 @@ def weights(journal: list[dict]) -> dict[str, torch.Tensor]:
     return load_file(Path(last["path"]) / "model.safetensors")
 
 
-@pytest.mark.parametrize("isolation", ["none", pytest.param("process", marks=pytest.mark.slow)])
-def test_where_memory_runs_out_it_goes_on_with_half_the_micro_batch_to_the_same_weights(
-    example: Example, isolation: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("how", "isolation", "goes_on"),
+    [
+        ("limited", "none", repeated_the_step),
+        pytest.param(
+            "out_of_memory_between_steps", "process", went_on, marks=pytest.mark.slow, id="attempt"
+        ),
+    ],
+)
+def test_where_memory_runs_out_it_goes_on_to_the_same_weights(
+    example: Example, how: str, isolation: str, goes_on, monkeypatch: pytest.MonkeyPatch
 ):
-    """By the real command; what the Trainer logs is in the journal."""
-    ended = example.run("limited", f"limited-{isolation}", f"isolation={isolation}")
-    went_on(ended)
+    """By the real command, in the step and by an attempt; what the Trainer logs is recorded."""
+    ended = example.run(how, how, f"isolation={isolation}")
+    goes_on(ended)
     journal = ended.journal
     (speed,) = ended.attempts[-1]["speed"]
     assert 0 < speed["data_share"] < 1

@@ -21,6 +21,7 @@ from robust_train.config.extras import require
 from robust_train.errors import Interrupted, UserError
 from robust_train.integrations.attempt import result_of
 from robust_train.integrations.lightning_callback import RobustCallback, Stopped, logged
+from robust_train.integrations.lightning_step import recover_in_steps
 from robust_train.run import Run
 
 _NEEDED_BY = "robust_train.integrations.lightning"
@@ -81,6 +82,7 @@ def fit(
     callback = RobustCallback(cfg, run)
     _prepare(data, callback)
     trainer.callbacks.append(callback)
+    recover_in_steps(trainer, model, run)
     path = run.resume_checkpoint
     is_module = hasattr(data, "train_dataloader")
     options["datamodule" if is_module else "train_dataloaders"] = data

@@ -28,6 +28,7 @@ from robust_train.integrations.attempt import (
     of_all_ranks,
     result_of,
 )
+from robust_train.integrations.transformers_step import recover_in_steps
 from robust_train.run import Run
 
 _NEEDED_BY = "robust_train.integrations.transformers"
@@ -88,6 +89,7 @@ def fit(trainer: Any, *, cfg: DictConfig, run: Run, metric: str | None = None) -
     _checkpoint_gradients(trainer, cfg)
     callback = RobustCallback(cfg, run)
     trainer.add_callback(callback)
+    recover_in_steps(trainer, run)
     checkpoint = trainer.args.resume_from_checkpoint
     there = of_all_ranks(None if checkpoint is None else _marked(Path(checkpoint)))[0]
     if there is None and checkpoint == str(run.resume_checkpoint):

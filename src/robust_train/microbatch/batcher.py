@@ -93,6 +93,11 @@ class MicroBatcher:
         self._steps_begun = 0
 
     @property
+    def training_size(self) -> MicroBatchSize:
+        """The size in use for training, and what is known about others."""
+        return self._training
+
+    @property
     def size(self) -> int | None:
         """Most samples in one pass of training, None as long as that is the whole batch."""
         return self._training.current
@@ -224,10 +229,18 @@ class MicroBatches:
         finally:
             # also when the loop is left early
             start.end()
+        self._step_done()
+
+    def _step_done(self) -> None:
         grown = self._size.step_done()
         if grown is not None:
             reason = "memory has sufficed for long enough to try the larger size again"
             record.changed(self._batcher.on_event, self._number, *grown, reason)
+
+    @property
+    def _items(self) -> float:
+        """What this rank's mean counts among those of all ranks."""
+        return self._parts.items
 
     def _all_parts(self, shared: SharedStep) -> Generator[MicroBatch, None, bool]:
         """Yield the parts, up to one in which memory runs out; return whether all are repeated."""
@@ -244,7 +257,7 @@ class MicroBatches:
     def _sharded_parts(self, shared: SharedStep) -> Generator[MicroBatch, None, bool]:
         """Yield as many parts as the other ranks do; all agree after each of them."""
         waiting = self._bounds(0)
-        most, self._factor = shared.plan(len(waiting), self._parts.items)
+        most, self._factor = shared.plan(len(waiting), self._items)
         for _ in range(most):
             micro = self._next(waiting) if waiting else self._without_weight()
             shared.begin_part(training=self._is_training)
@@ -265,7 +278,7 @@ class MicroBatches:
         """Return whether the step has to start over, here or on another rank."""
         failure, used = (None, 0) if failed is None else (failed.failure, failed.size)
         self._batcher.speed.alone_until_now()
-        agreed = shared.agree(self._size, self._parts.items, failure, used)
+        agreed = shared.agree(self._size, self._items, failure, used)
         if agreed is None:
             return failed is not None
         if agreed.state.is_exhausted:
@@ -377,11 +390,13 @@ class MicroBatches:
             self._shared.end_part(ran_out=True)
         self._restore(rewinds=True)
         if self._shared is not None:
-            items = self._parts.items
-            agreed = self._shared.agree(self._size, items, failure, used, is_exhausted=True)
+            agreed = self._shared.agree(self._size, self._items, failure, used, is_exhausted=True)
             # the other ranks end as well, and may save before that
             if agreed is not None:
                 error.others_know = True  # type: ignore[attr-defined]
+        self._report_exhausted(failure, used, error)
+
+    def _report_exhausted(self, failure: Failure, used: int, error: Exception) -> None:
         where = self._batcher.on_event, self._number, self._is_training
         record.exhausted(*where, failure, used, self._size.tried, error)
 

@@ -93,6 +93,10 @@ class MicroBatch:
         torch.autograd.backward(share if scaler is None else scaler.scale(share))
         self._loss = share.detach()
 
+    def add_loss(self, share: Tensor) -> None:
+        """Count a loss that is weighted already, and whose backward pass another one runs."""
+        self._loss = share.detach()
+
     def keep(self, value: Any) -> None:
         """Put a result of this part into :attr:`MicroBatches.kept`, if the body goes through."""
         self._kept.append(value)

@@ -138,10 +138,11 @@ class StepStart:
     """The state at the start of an optimizer step.
 
     Gradients that are there already (of earlier batches) are laid aside, so that those of the step
-    can be dropped; :meth:`end` adds them again.
+    can be dropped; :meth:`end` adds them again. Without ``keeps_gradients`` they stay, for a
+    framework that drops them itself once the step has begun.
     """
 
-    def __init__(self, watch: Watch, models: Models) -> None:
+    def __init__(self, watch: Watch, models: Models, *, keeps_gradients: bool = True) -> None:
         self._watch = watch
         is_several = models is not None and not isinstance(models, nn.Module)
         self._wanted: Models = list(models) if is_several else models  # type: ignore[arg-type]
@@ -153,7 +154,7 @@ class StepStart:
         self._buffers = [buffer for watched in self._watched for buffer in watched.buffers]
         _keep(self._buffers)
         # last: from here on somebody must call end()
-        for parameter in self.parameters():
+        for parameter in self.parameters() if keeps_gradients else ():
             if parameter.grad is not None:
                 self._aside.append((parameter, parameter.grad))
                 parameter.grad = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -41,14 +42,17 @@ def share_of(samples: Sequence[T], rank: int, ranks: int) -> Sequence[T]:
     return samples[start : start + least + (rank < more)]
 
 
-def length_of(batch: Any) -> int:
+def length_of(batch: Any, *, is_strict: bool = False) -> int:
     """Return the number of samples: the first dimension of the tensors, or a list's length.
+
+    Args:
+        is_strict: refuse numbers, and arrays without dimensions, which may be about all samples.
 
     Raises:
         TypeError: there is no tensor, array or list of samples in it.
         ValueError: they differ in their first dimension.
     """
-    lengths = list(_lengths(batch, "batch"))
+    lengths = list(_lengths(batch, "batch", is_strict))
     if not lengths:
         raise TypeError(
             f"cannot count the samples of a {type(batch).__name__}: it holds no tensor, array or "
@@ -90,6 +94,40 @@ def part_of(batch: Any, start: int, stop: int) -> Any:
     return batch
 
 
+def joined(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
+    """Invert :func:`part_of`: return what a model gave for the parts as if for the whole batch.
+
+    Tensors, arrays and lists with one entry for each sample are put together, other numbers are
+    averaged over the samples, structures are walked. Of the rest the first part's counts.
+
+    Raises:
+        ValueError: the entries of several parts do not fit together.
+    """
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    if _is_array(first) and len(first.shape):
+        if [len(part) for part in parts] != list(sizes):
+            raise ValueError(f"the parts' results have shapes {[tuple(p.shape) for p in parts]}")
+        try:
+            return torch.cat([torch.as_tensor(part) for part in parts])
+        except RuntimeError as error:
+            raise ValueError(str(error)) from None
+    if isinstance(first, float) or (
+        _is_array(first) and torch.as_tensor(first).is_floating_point()
+    ):
+        return sum(part * size for part, size in zip(parts, sizes, strict=True)) / sum(sizes)
+    if isinstance(first, Mapping):
+        found = {key: joined([part[key] for part in parts], sizes) for key in first}
+        return found if type(first) is dict else type(first)(found)  # type: ignore[call-arg]
+    if isinstance(first, list) and [len(part) for part in parts] == list(sizes):
+        return list(itertools.chain.from_iterable(parts))
+    if isinstance(first, (list, tuple)):
+        items = [joined(item, sizes) for item in zip(*parts, strict=True)]
+        return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
+    return first
+
+
 class Parts:
     """A batch that can be divided.
 
@@ -98,19 +136,20 @@ class Parts:
         samples: how many there are.
         split: in place of :func:`part_of`.
         count: of how many items the loss over some data is a mean; None for the samples.
-
-    Attributes:
-        items: of how many the loss over the whole batch is a mean.
     """
 
     def __init__(
         self, batch: Any, samples: int, *, split: Split | None = None, count: Count | None = None
     ) -> None:
         self.samples = samples
-        self.items = float(samples if count is None else count(batch))
         self._batch = batch
         self._split = split
         self._count = count
+
+    @functools.cached_property
+    def items(self) -> float:
+        """Of how many the loss over the whole batch is a mean."""
+        return float(self.samples if self._count is None else self._count(self._batch))
 
     def part(self, start: int, stop: int) -> tuple[Any, float]:
         """Return the data from ``start`` to ``stop``, and its share in the mean over the batch."""
@@ -125,22 +164,25 @@ class Parts:
         return data, items / self.items if self.items else 0.0
 
 
-def _lengths(batch: Any, name: str) -> Iterator[tuple[str, int]]:
-    """Yield the length of each array and list of samples, with where it is."""
+def _lengths(batch: Any, name: str, is_strict: bool) -> Iterator[tuple[str, int]]:
+    """Yield the length of each array and list of samples, with where it is; 0 for numbers."""
     if _is_array(batch):
-        if len(batch.shape):
-            yield name, len(batch)
+        if len(batch.shape) or is_strict:
+            yield name, len(batch) if len(batch.shape) else 0
+    elif isinstance(batch, (int, float)):
+        if is_strict and not isinstance(batch, bool):
+            yield name, 0
     elif isinstance(batch, Mapping):
         for key, item in batch.items():
-            yield from _lengths(item, f"{name}[{key!r}]")
+            yield from _lengths(item, f"{name}[{key!r}]", is_strict)
     elif isinstance(batch, list) and not _is_structure(batch):
         yield name, len(batch)
     elif isinstance(batch, (list, tuple)):
         for index, item in enumerate(batch):
-            yield from _lengths(item, f"{name}[{index}]")
+            yield from _lengths(item, f"{name}[{index}]", is_strict)
     elif is_dataclass(batch) and not isinstance(batch, type):
         for entry in fields(batch):
-            yield from _lengths(getattr(batch, entry.name), f"{name}.{entry.name}")
+            yield from _lengths(getattr(batch, entry.name), f"{name}.{entry.name}", is_strict)
 
 
 def _is_array(item: Any) -> bool:

@@ -1,0 +1,122 @@
+"""Recovery inside the steps of a framework's own trainer, as far as it is the same for all."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+from robust_train.errors import UserError
+from robust_train.microbatch.open_step import CannotSplit, OpenStep, like, no_collectives
+from robust_train.microbatch.ranks import SharedStep
+from robust_train.microbatch.splitting import joined, length_of
+from robust_train.run import Run
+from robust_train.values import Failure
+
+log = logging.getLogger("robust_train.integrations")
+
+
+class InStep:
+    """Whether and how the steps and evaluations of a trainer are repeated in smaller parts.
+
+    Attributes:
+        is_on: False once the model turned out to be one that cannot be split.
+    """
+
+    def __init__(self, run: Run, framework: str) -> None:
+        self.is_on = True
+        self._run = run
+        self._framework = framework
+        self._batcher = run.micro_batcher
+        self._cuts = True
+        self._said = False
+
+    def say(self, reason: str) -> None:
+        """Log why memory that runs out ends the attempt; later reasons change nothing."""
+        if not self._said:
+            log_attempt_level(self._framework, reason)
+            self._said = True
+            # a request for a smaller micro-batch is for the next attempt from here on
+            self._run.micro_batch_plan = self._run.micro_batch_plan
+
+    def begin(self, model: nn.Module, **options: Any) -> OpenStep | None:
+        """Begin an optimizer step; None where the framework has to run it by itself."""
+        if not self.is_on or self._shared(model) is None:
+            return None
+        return OpenStep(self._batcher, model, say=self.say, **options)
+
+    def samples_of(self, batch: Any) -> int | None:
+        """Return the samples in a batch, None where it cannot be cut."""
+        if not self._cuts:
+            return None
+        try:
+            samples = length_of(batch, is_strict=True)
+        except (TypeError, ValueError) as error:
+            self._cuts = False
+            self.say(str(error).partition(";")[0])
+            return None
+        # a lone sample, or several that were packed into one
+        return samples if samples > 1 else None
+
+    def evaluate(
+        self, model: nn.Module, batch: Any, body: Callable[[Any, int], Any]
+    ) -> tuple[list[Any], list[tuple[int, int]]]:
+        """Run ``body(data, samples)`` under ``no_grad`` for a batch, in parts that fit.
+
+        Returns:
+            The parts' results, and where each begins and ends in the batch.
+        """
+        samples = self.samples_of(batch) if self.is_on else None
+        shared = None if samples is None else self._shared(model)
+        if samples is None or shared is None:
+            return [body(batch, 0)], [(0, 0)]
+        results: list[Any] = []
+        bounds: list[tuple[int, int]] = []
+        failure: Failure | None = None
+        parts = self._batcher.micro_batches(
+            batch, model, training=False, length=lambda _: samples or 0
+        )
+        with shared.without_collectives():
+            for micro in parts:
+                try:
+                    with micro, no_collectives() if failure else contextlib.nullcontext():
+                        results.append(body(micro.data, len(micro)))
+                        bounds.append((micro.start, micro.stop))
+                except CannotSplit as reason:
+                    self.say(str(reason))
+                    raise like(failure) from None
+                failure = micro.failure or failure
+        return results, bounds
+
+    def joined(self, found: Sequence[Any], sizes: Sequence[int]) -> Any:
+        """Return a batch's result of those of its parts.
+
+        Raises:
+            torch.OutOfMemoryError: they do not fit together, so the batch must stay whole.
+        """
+        try:
+            return joined(found, sizes)
+        except ValueError as error:
+            self.say(f"the results of parts cannot be put together: {error}")
+            raise like(None) from None
+
+    def _shared(self, model: nn.Module) -> SharedStep | None:
+        try:
+            return SharedStep([model])
+        except UserError as error:
+            self.is_on = False
+            self.say(str(error))
+            return None
+
+
+def log_attempt_level(framework: str, reason: str) -> None:
+    """Log that memory that runs out in a trainer is a matter of attempts, and why."""
+    log.warning(
+        "%s: where memory runs out, a new attempt has half the micro-batch; no step is repeated in "
+        "smaller parts: %s",
+        framework,
+        reason,
+    )

@@ -1,0 +1,246 @@
+"""Recovery inside the steps of Lightning's ``Trainer``.
+
+Loader, counters, batch hooks, loggers, clipping, schedulers and checkpoints stay the Trainer's own:
+its automatic optimization gets a subclass that runs the closure for parts of a batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from robust_train.config.extras import require
+from robust_train.integrations.in_step import InStep, log_attempt_level
+from robust_train.microbatch.open_step import OpenStep
+from robust_train.microbatch.part import MicroBatch
+from robust_train.run import Run
+
+_NEEDED_BY = "robust_train.integrations.lightning"
+_automatic: Any = require(
+    "lightning.pytorch.loops.optimization.automatic", _NEEDED_BY, extra="lightning"
+)
+_strategies: Any = require("lightning.pytorch.strategies", _NEEDED_BY, extra="lightning")
+_LightningModule: Any = require("lightning.pytorch", _NEEDED_BY, extra="lightning").LightningModule
+_AutomaticOptimization: Any = _automatic._AutomaticOptimization
+
+_STATE = (
+    *("value", "cumulated_batch_size", "has_reset"),
+    *("_forward_cache", "_computed", "_update_count"),
+)
+"""What a logged value keeps; tensors among it are replaced, never changed in place."""
+
+
+def recover_in_steps(trainer: Any, model: Any, run: Run) -> None:
+    """Repeat steps and evaluations of ``trainer`` in smaller parts where memory runs out."""
+    reason = _why_not(trainer, model)
+    if reason is not None:
+        log_attempt_level("Lightning", reason)
+        return
+    in_step, logged = InStep(run, "Lightning"), _Logged(trainer)
+    trainer.fit_loop.epoch_loop.automatic_optimization = _InParts(trainer, in_step, logged)
+    for name in ("validation_step", "test_step", "predict_step"):
+        step = partial(_evaluate, trainer, in_step, logged, getattr(trainer.strategy, name))
+        setattr(trainer.strategy, name, step)
+
+
+class _InParts(_AutomaticOptimization):  # type: ignore[misc]
+    """Lightning's automatic optimization, whose closure may be run for parts of the batch."""
+
+    def __init__(self, trainer: Any, in_step: InStep, logged: _Logged) -> None:
+        super().__init__(trainer)
+        self._in_step = in_step
+        self._logged = logged
+        self._step: OpenStep | None = None
+        self._zero_grad: Callable[[], None] | None = None
+
+    def _make_closure(self, kwargs: Any, optimizer: Any, batch_idx: int) -> Any:
+        closure = super()._make_closure(kwargs, optimizer, batch_idx)
+        if isinstance(optimizer, torch.optim.LBFGS) and self._in_step.is_on:
+            self._in_step.is_on = False
+            self._in_step.say("LBFGS runs the closure several times a step")
+        # without a backward pass: weight averaging collects BatchNorm's statistics
+        if self._in_step.is_on and "batch" in kwargs and not self._skip_backward:
+            whole, runs = closure.closure, iter([partial(self._run, kwargs, optimizer, batch_idx)])
+            # only the first call is the step's: optimizers of two passes have another gradient
+            closure.closure = lambda *args, **named: next(runs, whole)()
+        return closure
+
+    @torch.enable_grad()
+    def _run(self, kwargs: Any, optimizer: Any, batch_idx: int) -> Any:
+        """Run the closure for each part of the batch; return the batch's result."""
+        trainer, batch = self.trainer, kwargs["batch"]
+        zero_grad = self._make_zero_grad_fn(batch_idx, optimizer)
+        if self._step is not None and self._step.batches and zero_grad is not None:
+            self._step = None  # the last one was left before its last batch
+        if self._step is None:
+            self._zero_grad = zero_grad
+            self._logged.begin()
+            self._step = self._in_step.begin(
+                trainer.model, on_rewind=self._logged.restore, keeps_gradients=False
+            )
+            if self._step is None:
+                return super()._make_closure(kwargs, optimizer, batch_idx).closure()
+
+        def body(micro: MicroBatch) -> Any:
+            part = kwargs if micro.data is batch else type(kwargs)(kwargs, batch=micro.data)
+            weight = micro.weight
+
+            def step() -> Any:
+                result = self._training_step(part)
+                if weight != 1.0 and result.closure_loss is not None:
+                    result.closure_loss = result.closure_loss * weight
+                    result.loss = result.closure_loss.detach().clone()
+                return result
+
+            closure = _automatic.Closure(
+                step, self._make_backward_fn(optimizer), self._zero_grad and self._zero_once
+            )
+            if not micro.start:
+                self._logged.batch_begins()
+            with self._logged.part(micro.data, len(micro), is_whole=micro.data is batch):
+                return closure.closure()
+
+        is_last = not trainer.fit_loop._should_accumulate()
+        found = self._step.run(batch, self._in_step.samples_of(batch), body, is_last=is_last)
+        self._logged.batch_ends(batch, syncs=is_last)
+        if is_last:
+            self._step = None
+        return found[0][0] if len(found) == 1 else self._merged(*zip(*found, strict=True))
+
+    def _merged(self, results: tuple[Any, ...], sizes: tuple[int, ...]) -> Any:
+        extra = self._in_step.joined([result.extra for result in results], sizes)
+        merged = _automatic.ClosureResult(None, extra=extra)
+        losses = [result.loss for result in results if result.loss is not None]
+        merged.loss = functools.reduce(operator.add, losses) if losses else None
+        return merged
+
+    def _zero_once(self) -> None:
+        zero_grad, self._zero_grad = self._zero_grad, None
+        if zero_grad is not None:
+            zero_grad()
+
+
+def _evaluate(
+    trainer: Any, in_step: InStep, logged: _Logged, inner: Any, batch: Any, *rest: Any
+) -> Any:
+    """Run a validation, test or prediction step for each part of a batch."""
+
+    def body(part: Any, samples: int) -> Any:
+        with logged.part(part, samples, is_whole=part is batch):
+            return inner(part, *rest)
+
+    logged.batch_begins()
+    found, bounds = in_step.evaluate(trainer.model, batch, body)
+    logged.batch_ends(batch, syncs=True)
+    return in_step.joined(found, [stop - start for start, stop in bounds])
+
+
+class _Logged:
+    """What ``self.log`` has taken, as if each batch was one part."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._kept: dict[str, dict[str, Any]] = {}
+        self._of_step: dict[str, list[tuple[Tensor, int]]] = {}
+        self._in_part = False
+        self._reduce = trainer.strategy.reduce
+        if trainer.world_size > 1:
+            trainer.strategy.reduce = self.reduce
+
+    def reduce(self, tensor: Any, *args: Any, **options: Any) -> Any:
+        """Reduce over ranks; within a part, which others may not have, leave as it is."""
+        return tensor if self._in_part else self._reduce(tensor, *args, **options)
+
+    def begin(self) -> None:
+        """Remember what was logged so far, for :meth:`restore` to go back to."""
+        self._kept = self._state()
+
+    def restore(self) -> None:
+        """Forget what was logged since :meth:`begin`."""
+        self._put_back(self._kept)
+
+    def batch_begins(self) -> None:
+        """Forget the values of another batch's parts."""
+        self._of_step = {}
+
+    @contextlib.contextmanager
+    def part(self, data: Any, samples: int, *, is_whole: bool) -> Iterator[None]:
+        """Let values logged within the block count as a mean over ``data``'s samples."""
+        before, results = self._state(), self._trainer._results
+        is_one_of_several = not is_whole or self._trainer.world_size > 1
+        if results is not None and is_one_of_several:
+            results.batch, results.batch_size = data, None
+            for _, metric in self._values():
+                metric._forward_cache = None
+        self._in_part = True
+        try:
+            yield
+        except BaseException:
+            self._put_back(before)
+            raise
+        finally:
+            self._in_part = False
+        for key, metric in self._values() if is_one_of_several else ():
+            if metric._forward_cache is not None:
+                self._of_step.setdefault(key, []).append((metric._forward_cache, samples))
+            elif key in before:
+                metric._forward_cache = before[key]["_forward_cache"]
+
+    def batch_ends(self, batch: Any, *, syncs: bool) -> None:
+        """Make one value of a batch of those of its parts; with ``syncs`` one of all ranks."""
+        for key, metric in self._values():
+            found = self._of_step.pop(key, [])
+            if not found:
+                continue
+            value = _reduced(metric.meta, found)
+            value = metric.meta.sync(value) if syncs else value
+            metric._forward_cache = value
+            if not metric.meta.on_epoch:
+                metric.value = value
+        results = self._trainer._results
+        if results is not None and results.batch is not batch:
+            results.batch, results.batch_size = batch, None
+
+    def _state(self) -> dict[str, dict[str, Any]]:
+        return {
+            key: {name: getattr(metric, name) for name in _STATE if hasattr(metric, name)}
+            for key, metric in self._values()
+        }
+
+    def _put_back(self, state: dict[str, dict[str, Any]]) -> None:
+        for key, metric in self._values():
+            if key not in state:
+                del self._trainer._results[key]
+            for name, value in state.get(key, {}).items():
+                setattr(metric, name, value)
+
+    def _values(self) -> list[tuple[str, Any]]:
+        results = self._trainer._results or {}
+        return [(key, metric) for key, metric in results.items() if metric.is_tensor]
+
+
+def _reduced(meta: Any, found: list[tuple[Tensor, int]]) -> Tensor:
+    values = torch.stack([value for value, _ in found])
+    if not meta.is_mean_reduction:
+        reduced: Tensor = meta.reduce_fx(values)
+        return reduced
+    sizes = torch.tensor([size for _, size in found], dtype=values.dtype, device=values.device)
+    return values[0] if len(found) == 1 else (values * sizes).sum() / sizes.sum()
+
+
+def _why_not(trainer: Any, model: Any) -> str | None:
+    """Return what makes it impossible to run a step in parts, if anything."""
+    strategy = trainer.strategy
+    if not isinstance(strategy, (_strategies.SingleDeviceStrategy, _strategies.DDPStrategy)):
+        return f"{type(strategy).__name__} runs the model"
+    name = "optimizer_zero_grad"
+    if getattr(type(model), name, None) not in (None, getattr(_LightningModule, name)):
+        return f"{type(model).__name__}.optimizer_zero_grad decides about gradients"
+    return None

@@ -1,0 +1,192 @@
+"""Recovery inside the steps of transformers' ``Trainer``.
+
+Loader, counters, callbacks, logging, clipping and checkpoints stay the Trainer's own: its
+``training_step``, ``prediction_step`` and its accelerator's ``backward`` are wrapped.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from robust_train.config.extras import require
+from robust_train.integrations.in_step import InStep, log_attempt_level
+from robust_train.microbatch.open_step import CannotSplit, OpenStep
+from robust_train.microbatch.part import MicroBatch
+from robust_train.microbatch.splitting import length_of, part_of
+from robust_train.run import Run
+
+_transformers: Any = require(
+    "transformers", "robust_train.integrations.transformers", extra="transformers"
+)
+_TrainerCallback: Any = _transformers.TrainerCallback
+_IGNORED = -100
+"""The label of positions without loss."""
+
+
+def recover_in_steps(trainer: Any, run: Run) -> None:
+    """Repeat steps and evaluations of ``trainer`` in smaller parts where memory runs out."""
+    reason = _why_not(trainer)
+    if reason is not None:
+        log_attempt_level("transformers", reason)
+        return
+    trainer.add_callback(_InStepCallback(_TrainerSteps(trainer, run)))
+
+
+class _InStepCallback(_TrainerCallback):  # type: ignore[misc]
+    """Drops a step that was left before its last batch."""
+
+    def __init__(self, steps: _TrainerSteps) -> None:
+        self._steps = steps
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        self._steps.leave()
+
+
+class _TrainerSteps:
+    """The wrapped methods, and the step in progress."""
+
+    def __init__(self, trainer: Any, run: Run) -> None:
+        self._trainer = trainer
+        self._in_step = InStep(run, "transformers")
+        self._step: OpenStep | None = None
+        self._logged: Tensor | float = 0.0  # what the Trainer got of this step's loss
+        self._weight = 1.0  # of the part in progress
+        self._is_weighted = True
+        self._is_sum: bool | None = None
+        self._training_step = trainer.training_step
+        self._prediction_step = trainer.prediction_step
+        self._backward = trainer.accelerator.backward
+        trainer.training_step = self.training_step
+        trainer.prediction_step = self.prediction_step
+        trainer.accelerator.backward = self.backward
+
+    def leave(self) -> None:
+        """Forget the step in progress; its gradients stay."""
+        if self._step is not None:
+            self._step.leave()
+        self._step = None
+
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        """Run the accelerator's backward pass for this part's share of the batch's loss."""
+        self._is_weighted = True
+        if self._weight:  # a mean over nothing is no number
+            self._backward(loss if self._weight == 1.0 else loss * self._weight, **options)
+
+    def training_step(
+        self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None, **more: Any
+    ) -> Tensor:
+        """Run the Trainer's for each part; return what the step's loss has grown by."""
+        if self._step is None:
+            self._step, self._logged = self._in_step.begin(model), 0.0
+        if self._step is None:
+            loss: Tensor = self._training_step(model, inputs, num_items_in_batch, **more)
+            return loss
+
+        def body(micro: MicroBatch) -> Tensor:
+            self._weight = micro.weight
+            self._is_weighted = self._weight in (0.0, 1.0)
+            try:
+                loss = self._training_step(model, micro.data, num_items_in_batch, **more)
+            finally:
+                self._weight = 1.0
+            if not self._is_weighted:
+                raise CannotSplit(
+                    f"{type(self._trainer).__name__}.training_step does not call "
+                    "self.accelerator.backward(loss)"
+                )
+            share: Tensor = loss if micro.weight == 1.0 else _share(loss, micro.weight)
+            micro.add_loss(share)
+            return share
+
+        def count(data: Any) -> float | Tensor:
+            return 1.0 if self._adds_up(model, data, num_items_in_batch) else self._items(data)
+
+        step, repeats = self._step, self._step.repeats
+        is_last = self._trainer.accelerator.gradient_state.sync_gradients
+        samples = self._in_step.samples_of(inputs)
+        shares = step.run(inputs, samples, body, count=count, is_last=is_last)
+        if step.repeats == repeats:
+            loss = functools.reduce(operator.add, [share for share, _ in shares])
+        else:
+            # the earlier batches' losses were computed anew
+            loss = step.loss.to(self._trainer.args.device) - self._logged
+        self._logged = self._logged + loss
+        if is_last:
+            self._step = None
+        return loss
+
+    def prediction_step(self, model: nn.Module, inputs: Any, *rest: Any, **more: Any) -> Any:
+        """Run the Trainer's for each part; return mean loss, logits and labels of the batch."""
+        found, bounds = self._in_step.evaluate(
+            model, inputs, lambda part, _: self._prediction_step(model, part, *rest, **more)
+        )
+        if len(found) == 1:
+            return found[0]
+        losses, *tensors = zip(*found, strict=True)
+        loss = None
+        if losses[0] is not None:
+            items = [float(self._items(part_of(inputs, start, stop))) for start, stop in bounds]
+            shares = [
+                _share(one, n / max(sum(items), 1)) for one, n in zip(losses, items, strict=True)
+            ]
+            loss = functools.reduce(operator.add, shares)
+        concat = _transformers.trainer_pt_utils.nested_concat
+        return loss, *(
+            None if parts[0] is None else functools.reduce(concat, parts) for parts in tensors
+        )
+
+    def _items(self, data: Any) -> float | Tensor:
+        """Return of how many items the loss over ``data`` is a mean."""
+        labels = data.get("shift_labels", data.get("labels"))
+        if not isinstance(labels, Tensor) or labels.is_floating_point() or not labels.ndim:
+            return length_of(data)
+        shifts = getattr(self._trainer, "_loss_shifts_labels", True)
+        if "shift_labels" not in data and shifts and labels.ndim > 1:
+            labels = labels[..., 1:]
+        return labels.ne(_IGNORED).sum()
+
+    def _adds_up(self, model: nn.Module, data: Any, items: Any) -> bool:
+        """Return whether losses are divided by the step's items, so that those of parts add up.
+
+        What the Trainer takes for such a loss may ignore the count: two samples show it.
+        """
+        if items is None or self._trainer.loss_is_scaled_for_ga is False:
+            return False
+        if self._is_sum is None:
+            few, losses = part_of(data, 0, 2), []
+            model.eval()
+            with torch.no_grad(), self._trainer.compute_loss_context_manager():
+                for count in (items, items * 2):
+                    prepared = self._trainer._prepare_inputs(few)
+                    losses.append(
+                        self._trainer.compute_loss(model, prepared, num_items_in_batch=count)
+                    )
+            model.train()
+            self._is_sum = not bool(losses[1].abs() > 0.75 * losses[0].abs())
+        return self._is_sum
+
+
+def _share(loss: Tensor, weight: float) -> Tensor:
+    return loss * weight if weight else torch.zeros_like(loss)
+
+
+def _why_not(trainer: Any) -> str | None:
+    """Return what makes it impossible to run a step in parts, if anything."""
+    args, accelerator = trainer.args, trainer.accelerator
+    kind = accelerator.distributed_type.value
+    if kind not in ("NO", "MULTI_GPU", "MULTI_CPU"):
+        return f"the model is run by {kind}"
+    if getattr(accelerator, "parallelism_config", None) is not None:
+        return "parallelism_config: the ranks share a sample"
+    if args.optim in ("lomo", "adalomo"):
+        return f"optim={args.optim} updates weights within the backward pass"
+    if args.torch_compile and args.torch_compile_mode in ("reduce-overhead", "max-autotune"):
+        return f"torch_compile_mode={args.torch_compile_mode} captures CUDA graphs"
+    if type(trainer)._prepare_inputs is not _transformers.Trainer._prepare_inputs:
+        return f"{type(trainer).__name__}._prepare_inputs makes batches of its own"
+    return None

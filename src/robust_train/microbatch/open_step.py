@@ -1,0 +1,210 @@
+"""An optimizer step whose batches a framework hands over one at a time.
+
+Each batch is run at once, in parts that fit. Where memory runs out, the step's batches so far are
+run again in smaller parts. Several ranks do so each by itself, since parts send nothing; they
+exchange one message after the step's last batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from robust_train.memory.cuda import memory_segments, started_torch
+from robust_train.microbatch import ranks, splitting
+from robust_train.microbatch.batcher import MicroBatcher, MicroBatches
+from robust_train.microbatch.part import MicroBatch
+from robust_train.microbatch.ranks import SharedStep
+from robust_train.microbatch.rewind import Models, StepStart
+from robust_train.values import Failure, FailureKind
+
+Body = Callable[[MicroBatch], Any]
+"""Runs forward and backward pass of a part, weighted by ``micro.weight``, and returns a result."""
+
+
+class CannotSplit(Exception):
+    """What a part does cannot be done for a smaller one; the message says why."""
+
+
+@dataclass
+class _Batch:
+    data: Any
+    samples: int  # 1 for one that cannot be cut
+    is_cut: bool
+    parts: splitting.Parts
+    body: Body
+
+
+class OpenStep(MicroBatches):
+    """The step in progress. Call :meth:`run` for each of its batches, then drop it.
+
+    Args:
+        batcher: knows what fits.
+        model: what gets gradients.
+        on_rewind: called when the step starts over.
+        say: called with the reason where a step cannot be repeated in smaller parts.
+        keeps_gradients: see :class:`robust_train.microbatch.rewind.StepStart`.
+
+    Raises:
+        UserError: several ranks share a model that cannot be split.
+    """
+
+    def __init__(
+        self,
+        batcher: MicroBatcher,
+        model: Models,
+        *,
+        on_rewind: Callable[[], None] = lambda: None,
+        say: Callable[[str], None] = lambda reason: None,
+        keeps_gradients: bool = True,
+    ) -> None:
+        super().__init__(batcher, batcher.training_size, splitting.Parts((), 0), model, True)
+        self.batches: list[_Batch] = []
+        self._number = batcher.step_number(begins=True)
+        self._on_rewind = on_rewind
+        self._say = say
+        self._now: _Batch | None = None
+        self._failed: MicroBatch | None = None
+        models, _ = batcher.watch.resolve(model)
+        self._shared = SharedStep(models)
+        self._start = StepStart(batcher.watch, model, keeps_gradients=keeps_gradients)
+
+    @property
+    def _items(self) -> float:
+        # the framework averages over ranks by itself
+        return 1.0
+
+    def run(
+        self,
+        data: Any,
+        samples: int | None,
+        body: Body,
+        *,
+        count: splitting.Count | None = None,
+        is_last: bool,
+    ) -> list[tuple[Any, int]]:
+        """Run ``body`` for the parts of a batch; where memory runs out, for all batches so far.
+
+        Args:
+            data: any structure.
+            samples: in it; None where it cannot be cut.
+            count: of how many items the loss over some data is a mean; None: the samples.
+            is_last: it ends the step: ranks agree, and gradients become one.
+
+        Returns:
+            The results of this batch's parts, and how many samples each has.
+
+        Raises:
+            torch.OutOfMemoryError, MemoryError: no smaller part may be tried.
+        """
+        assert self._start is not None
+        assert self._shared is not None
+        # views: the structure as it is now, whatever a body does to it
+        whole = data if samples is None else splitting.part_of(data, 0, samples)
+        parts = splitting.Parts(whole, samples or 1, count=count)
+        self.batches.append(_Batch(data, samples or 1, samples is not None, parts, body))
+        todo = self.batches[-1:]
+        try:
+            with self._shared.without_collectives():
+                while True:
+                    results = self._pass(todo)
+                    if isinstance(results, list):
+                        break
+                    self._failed, todo = results, self.batches
+                    self._recover(results)
+                    self._start.rewind()
+                    self.forget()
+                    self._on_rewind()
+            if is_last:
+                self._finish(self._start, self._shared)
+        except CannotSplit as reason:
+            self._say(str(reason))
+            self._restore(rewinds=True)
+            raise like(None if self._failed is None else self._failed.failure) from None
+        except BaseException:
+            self.leave()
+            raise
+        return results
+
+    def _pass(self, batches: list[_Batch]) -> list[tuple[Any, int]] | MicroBatch:
+        """Run the parts of ``batches``; return the last one's results, or where memory ran out."""
+        results: list[tuple[Any, int]] = []
+        with no_collectives() if self.repeats else contextlib.nullcontext():
+            for batch in batches:
+                self._now, self._parts, self.samples = batch, batch.parts, batch.samples
+                results = []
+                waiting = self._bounds(0)
+                while waiting:
+                    micro = self._next(waiting)
+                    with micro:
+                        results.append((batch.body(micro), len(micro)))
+                    if micro.failure is not None:
+                        return micro
+        return results
+
+    def _next(self, waiting: deque[tuple[int, int]]) -> MicroBatch:
+        assert self._now is not None
+        if waiting[0] != (0, self.samples):
+            return super()._next(waiting)
+        waiting.popleft()
+        return MicroBatch(self, self._now.data, 1.0, 0, self.samples)
+
+    def _finish(self, start: StepStart, shared: SharedStep) -> None:
+        # this rank is through: the answer is about later steps' size
+        self._must_repeat(shared, self._failed)
+        shared.sum_gradients(None)
+        start.end(is_complete=True)
+        shared.share_buffers()
+        self._step_done()
+
+    def part_failed(self, micro: MicroBatch, error: Exception) -> bool:
+        """Return whether the step is repeated for this failure."""
+        if self._now is not None and self._now.is_cut and _has_graphs():
+            self._say("a CUDA graph was captured, which holds its memory")
+            self._now.is_cut, self.samples = False, 1
+        return super().part_failed(micro, error)
+
+    def _report_exhausted(self, failure: Failure, used: int, error: Exception) -> None:
+        if self._now is None or self._now.is_cut:
+            super()._report_exhausted(failure, used, error)
+
+
+def like(failure: Failure | None) -> Exception:
+    """Return an error of the same kind as the one that a pass was to be repeated for."""
+    message = "out of memory" if failure is None else failure.message
+    is_hosts = failure is not None and failure.kind is FailureKind.HOST_OOM
+    return MemoryError(message) if is_hosts else torch.OutOfMemoryError(message)
+
+
+class _NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "c10d" in func.namespace:
+            raise CannotSplit(
+                f"it calls the collective {func.name().partition('::')[2]}, for which the other "
+                "ranks would wait"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def no_collectives() -> AbstractContextManager[object]:
+    """Let collectives raise :class:`CannotSplit`, where there are other ranks.
+
+    A rank that repeats what others do once would leave them waiting, or pair the wrong ones.
+    """
+    if ranks.here() is None:
+        return contextlib.nullcontext()
+    mode: AbstractContextManager[object] = _NoCollectives()  # type: ignore[no-untyped-call]
+    return mode
+
+
+def _has_graphs() -> bool:
+    torch = started_torch()
+    segments = None if torch is None else memory_segments(torch)
+    return any(segment.is_private for segment in segments or ())

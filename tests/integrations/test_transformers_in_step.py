@@ -1,0 +1,132 @@
+"""transformers' Trainer repeats the step in which memory runs out, in smaller parts."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from running_out import Fuse
+from torch.nn import functional
+
+from robust_train.run import MicroBatchPlan, Run
+
+transformers = pytest.importorskip(
+    "transformers", reason="the extra [transformers] is not installed"
+)
+pytest.importorskip("accelerate", reason="the extra [transformers] is not installed")
+
+
+class Tagger(torch.nn.Module):
+    """Labels each position; with ``sums`` it divides by the step's items."""
+
+    def __init__(self, fuse: Fuse, *, sums: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.Sequential(
+            torch.nn.Embedding(20, 8), fuse, torch.nn.Tanh(), torch.nn.Linear(8, 5)
+        )
+        self.accepts_loss_kwargs = sums
+
+    def forward(self, x, labels, num_items_in_batch=None, **others):
+        logits = self.layers(x)
+        loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        return {"loss": loss / (num_items_in_batch or labels.ne(-100).sum()), "logits": logits}
+
+
+class IgnoresTheCount(Tagger):
+    """Says that it takes the count, as models with ``**kwargs`` do, and has a mean nevertheless."""
+
+    def forward(self, x, labels, num_items_in_batch=None, **others):
+        return super().forward(x, labels)
+
+
+def samples(count: int = 21) -> list[dict]:
+    """Sequences with many positions without loss, and not as many in each."""
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for number in range(count):
+        x = torch.randint(0, 20, (6,), generator=generator)
+        labels = x % 5
+        labels[6 - number % 6 :] = -100
+        found.append({"x": x, "labels": labels})
+    return found
+
+
+CFG = OmegaConf.create(
+    {
+        "device": "cpu",
+        "min_batch_size": 1,
+        "training": {
+            "batch_size": 4,
+            "gradient_accumulation_steps": 2,
+            "num_workers": 0,
+            "prefetch_factor": 2,
+            "seed": 3,
+            "checkpoint_every_minutes": 60,
+            "checkpoint_every_steps": None,
+            "keep_checkpoints": 2,
+        },
+    }
+)
+
+
+class Fitted:
+    """A trainer that was fitted: weights, losses that it logged, events, result."""
+
+    def __init__(self, folder: Path, model: torch.nn.Module, data=None, **more) -> None:
+        from robust_train.integrations.transformers import fit, training_arguments
+
+        self.events: list[dict] = []
+        self.run = Run(run_dir=folder, report=lambda event: self.events.append(event.as_json()))
+        self.run.micro_batch_plan = MicroBatchPlan.of(CFG)
+        arguments = transformers.TrainingArguments(
+            **training_arguments(CFG, self.run),
+            **{
+                "num_train_epochs": 1,
+                "learning_rate": 0.05,
+                "logging_steps": 1,
+                "save_strategy": "no",
+                "report_to": "none",
+                "disable_tqdm": True,
+                **more,
+            },
+        )
+        data = data or samples()
+        self.trainer = transformers.Trainer(
+            model, arguments, train_dataset=data, eval_dataset=data[:7]
+        )
+        self.result = fit(self.trainer, cfg=CFG, run=self.run)
+        self.weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+        self.losses = [e["loss"] for e in self.trainer.state.log_history if "loss" in e]
+
+    def changed(self, *, training: bool) -> list[tuple]:
+        return [
+            (e["step"], e["before"], e["after"])
+            for e in self.events
+            if e["event"] == "micro_batch_changed" and e["training"] is training
+        ]
+
+
+@pytest.mark.parametrize(
+    "kind", [lambda f: Tagger(f, sums=True), lambda f: Tagger(f, sums=False), IgnoresTheCount]
+)
+def test_wherever_memory_runs_out_the_weights_and_losses_are_those_of_a_run_with_enough(
+    tmp_path: Path, kind
+):
+    if kind is IgnoresTheCount:
+        kind = lambda fuse: IgnoresTheCount(fuse, sums=True)  # noqa: E731
+    whole = Fitted(tmp_path, kind(Fuse()))
+    assert len(whole.losses) == 3
+    # the third batch is the first of step 2; the last step has a short one, of one sample
+    for where, at in itertools.product(("forward", "backward"), (3, 4, 5)):
+        fuse = Fuse(where, at, fits=2)
+        split = Fitted(tmp_path, kind(fuse))
+        assert split.changed(training=True) == [((at + 1) // 2, 4, 2)], (where, at)
+        again = at - 1 if at == 4 else at  # the step's batches so far
+        assert fuse.sizes[at:] == [2] * 2 * (6 - again) + [1] * (at != 6), (where, at)
+        torch.testing.assert_close(split.weights, whole.weights, rtol=0, atol=1e-5)
+        assert split.losses == pytest.approx(whole.losses, abs=1e-5)
+        assert split.result["eval_loss"] == pytest.approx(whole.result["eval_loss"], abs=1e-5)
