@@ -6,7 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from jobs import TWO_RANKS, Example, events, recorded, repeated_the_step, stopped_and_resumed
+from jobs import (
+    TWO_RANKS,
+    Example,
+    events,
+    recorded,
+    repeated_the_step,
+    stopped_and_resumed,
+    went_on,
+)
 from omegaconf import OmegaConf
 from torch.utils.data import DataLoader, TensorDataset
 
