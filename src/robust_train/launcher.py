@@ -19,7 +19,6 @@ from omegaconf import DictConfig, OmegaConf
 from robust_train import settings
 from robust_train.batch.job_sizes import BatchSizes
 from robust_train.batch.search import BatchSearch
-from robust_train.command_line import how_to_go_on, resume_command
 from robust_train.config.batch import settle_batch_size
 from robust_train.config.schema import complete, validate
 from robust_train.errors import ConfigError, JobInterrupted, NoDevice, NoProgress
@@ -48,6 +47,7 @@ from robust_train.queue.wait import NoGpu, WaitStatus
 from robust_train.report import narration
 from robust_train.report.html import write_report
 from robust_train.report.status import LiveStatus
+from robust_train.runfolder.command_line import how_to_go_on, resume_command
 from robust_train.runfolder.folder import RunFolder
 from robust_train.runfolder.identity import begin_job, complete_job, resume_from
 from robust_train.runfolder.journal import Journal

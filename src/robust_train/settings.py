@@ -18,7 +18,6 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from robust_train.batch.known import memory_settings
-from robust_train.command_line import command
 from robust_train.config.retry_rules import retry_rules
 from robust_train.config.schema import RobustConfig
 from robust_train.errors import ConfigError
@@ -28,6 +27,7 @@ from robust_train.memory.allocator import (
     use_expandable_segments,
 )
 from robust_train.policy.sizes import PolicySettings
+from robust_train.runfolder.command_line import command
 from robust_train.runfolder.detach import is_detached
 from robust_train.runfolder.notify import EVENTS, URLS_VARIABLE, NotifySettings, is_secret
 from robust_train.script.placeholders import placeholders_in

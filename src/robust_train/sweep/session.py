@@ -18,13 +18,13 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from robust_train.command_line import this_command
 from robust_train.config.batch import settle_batch_size
 from robust_train.config.refusals import REFUSALS, explain
 from robust_train.config.schema import complete, validate
 from robust_train.errors import ConfigError
 from robust_train.readable import duration
 from robust_train.runfolder import detach
+from robust_train.runfolder.command_line import this_command
 from robust_train.runfolder.lock import RunLock, read_holder
 from robust_train.runfolder.notify import Notifier, NotifySettings
 from robust_train.settings import take_notify_settings
