@@ -223,7 +223,9 @@ class Watched(Run):
         return super().progress(step, **more)
 
 
-def built_in(folder: Path, rank: int, ranks: int, resume: Path | None, stop_at: int | None):
+def built_in(
+    folder: Path, rank: int, ranks: int, resume: Path | None, stop_at: int | None, *more: str
+):
     """One attempt of the built-in trainer at 24 samples a step; what this rank told and returned.
 
     The last step of an epoch has 8 samples, and the effective batch is the same for 1, 2, 4 ranks.
@@ -238,6 +240,7 @@ def built_in(folder: Path, rank: int, ranks: int, resume: Path | None, stop_at: 
         "training.num_workers=0",
         "training.mixed_precision=false",
         f"training.batch_size={24 // ranks}",
+        *more,
     )
     events: list[dict[str, object]] = []
     run = Watched(
@@ -259,7 +262,9 @@ def built_in(folder: Path, rank: int, ranks: int, resume: Path | None, stop_at: 
     }
 
 
-def attempt(folder: Path, ranks: int, *, resume: Path | None = None, stop_at: int | None = None):
+def attempt(
+    folder: Path, ranks: int, *more: str, resume: Path | None = None, stop_at: int | None = None
+):
     """An attempt of the built-in trainer with so many ranks, set up as the launcher does."""
     return of_ranks(ranks, lambda rank: built_in(folder, rank, ranks, resume, stop_at))
 

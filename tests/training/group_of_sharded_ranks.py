@@ -10,15 +10,17 @@ import itertools
 import json
 import os
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from group_of_ranks import lift_limit, limit_memory, of_forks
+from group_of_ranks import attempt, lift_limit, limit_memory, of_forks
 from torch import nn
 from torch.distributed._composable import checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+from training_world import write_image_folder
 
 from robust_train.errors import UserError
 from robust_train.microbatch.batcher import MicroBatcher
@@ -252,4 +254,13 @@ if __name__ == "__main__":
     gc.freeze()  # each failure walks the heap
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     is_thorough = sys.argv[2] == "thorough"
-    print(json.dumps(of_forks(2, lambda rank: be_rank(rank, sys.argv[1], is_thorough))))
+    folder = Path(sys.argv[1])
+    write_image_folder(folder / "images", per_class=16)
+    one = attempt(folder / "one", 1)
+    first = attempt(folder / "several", 2, "training.sharding=fsdp", stop_at=1)
+    saved = Path(first[0]["saved"][-1])
+    more = attempt(folder / "several", 3, "training.sharding=fsdp", resume=saved, stop_at=2)
+    rest = attempt(folder / "several", 1, resume=Path(more[0]["saved"][-1]))
+    built_in = {"one": one[0], "rest": rest[0]}
+    ranks = of_forks(2, lambda rank: be_rank(rank, sys.argv[1], is_thorough))
+    print(json.dumps({"ranks": ranks, "built in": built_in}))

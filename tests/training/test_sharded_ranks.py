@@ -7,22 +7,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from training_world import difference, trained_weights
 
 import preloaded
 
 
-def seen_by_ranks(folder: Path, how: str) -> list[dict[str, Any]]:
+def seen_by_ranks(folder: Path, how: str) -> dict[str, Any]:
     program = Path(__file__).with_name("group_of_sharded_ranks.py").read_text()
     ended = preloaded.run(program, str(folder), how, cwd=Path(__file__).parent)
     assert ended.returncode == 0, ended.stderr
     seen = json.loads(ended.stdout)
-    assert all(seen), ended.stderr
+    assert all(seen["ranks"]), ended.stderr
     return seen
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return seen_by_ranks(tmp_path_factory.mktemp("ranks"), "few")
+
+
+@pytest.fixture
+def ranks(seen: dict[str, Any]) -> list[dict[str, Any]]:
+    return seen["ranks"]
 
 
 def must_give_the_gradients_of_one_process(ranks: list[dict[str, Any]]) -> None:
@@ -42,7 +48,7 @@ def test_a_step_is_repeated_wherever_memory_runs_out(ranks: list[dict[str, Any]]
 
 @pytest.mark.slow
 def test_a_step_is_repeated_in_every_place(tmp_path: Path):
-    ranks = seen_by_ranks(tmp_path, "thorough")
+    ranks = seen_by_ranks(tmp_path, "thorough")["ranks"]
     assert len(ranks[0]["places"]) == 32
     must_give_the_gradients_of_one_process(ranks)
 
@@ -83,3 +89,9 @@ def test_what_cannot_be_repeated_is_refused_in_a_line(
         assert line.startswith("run.micro_batches: ")
         assert reason in line
         assert "or do without run.micro_batches" in line
+
+
+def test_the_built_in_trainer_resumes_shards_on_another_number_of_ranks(seen: dict[str, Any]):
+    """Two ranks stop in the first epoch, three go on, then one process without shards."""
+    expected = trained_weights(seen["built in"]["one"]["result"])
+    assert difference(trained_weights(seen["built in"]["rest"]["result"]), expected) < 1e-4

@@ -67,6 +67,7 @@ class TrainingConfig:
     warmup_fraction: float = _in(SHARE, 0.05)
     mixed_precision: bool = True
     gradient_checkpointing: bool = False
+    sharding: str = field(default="ddp", metadata=_choices("ddp", "fsdp"))
     seed: int = _in(FROM_0, 42)
     log_every_steps: int = _in(FROM_1, 50)
     regrow_after_steps: int | None = _in(FROM_0, None)

@@ -133,18 +133,19 @@ def evaluate(
     # called after each batch, and at least `rounds` times
     should_stop: Callable[[], bool] = lambda: False,
     rounds: int = 0,  # batches of the rank that has most
+    own: int | None = None,  # batches that count; further ones are for the other ranks; None: all
 ) -> Score | None:
     """Score ``model`` and leave it in evaluation mode; None if ``should_stop`` returned true.
 
     Each of several ranks scores its share, and all get the score of the whole; ``model`` is without
-    a wrapper, or the ranks would wait for each other in it. If memory runs out, the part that
-    failed is scored again in smaller parts.
+    a wrapper, or the ranks would wait for each other in it; one that is sharded has equally many
+    batches on each. If memory runs out, the part that failed is scored again in smaller parts.
     """
     model.eval()
     # loss, hits, samples
     sums = torch.zeros(3, dtype=torch.float64, device=device)
-    for batch in batches:
-        parts = batcher.micro_batches(batch, training=False)
+    for number, batch in enumerate(batches):
+        parts = batcher.micro_batches(batch, model, training=False)
         for micro in parts:
             with micro:
                 images_BCHW, labels_B = to_device(micro.data, device)
@@ -153,9 +154,10 @@ def evaluate(
                 loss = nn.functional.cross_entropy(logits_BK, labels_B, reduction="sum")
                 hits = (logits_BK.argmax(dim=1) == labels_B).sum()
                 micro.keep(torch.stack([loss.double(), hits.double()]))
-        for kept in parts.kept:
-            sums[:2] += kept
-        sums[2] += parts.samples
+        if own is None or number < own:
+            for kept in parts.kept:
+                sums[:2] += kept
+            sums[2] += parts.samples
         rounds -= 1
         if should_stop():
             return None

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
-from robust_train.errors import Interrupted, UserError
+from robust_train.errors import ConfigError, Interrupted, UserError
 from robust_train.failures import classify_failure
 from robust_train.microbatch.replicas import Replicated
 from robust_train.microbatch.rng import seed_everything, seed_rank
@@ -40,6 +40,7 @@ from robust_train.vision.images import ImageDataset
 from robust_train.vision.prepare import check_config, preload_modules
 from robust_train.vision.reporting import Reporter, checked_loss
 from robust_train.vision.schedule import CosineSchedule, make_optimizer
+from robust_train.vision.sharding import shard
 from robust_train.vision.splits import ImageSource
 from robust_train.vision.step import (
     Precision,
@@ -153,6 +154,15 @@ class Training:
         if cfg.training.gradient_checkpointing and not models.enable_gradient_checkpointing(module):
             log.warning("training.gradient_checkpointing: this model has none, it has no effect")
         model = module.to(self.device)
+        precision = Precision(self.device, mixed=cfg.training.mixed_precision)
+        is_sharded = run.world_size > 1 and cfg.training.sharding == "fsdp"
+        if is_sharded:
+            if precision.scaler.is_enabled():
+                raise ConfigError(
+                    "training.sharding=fsdp: this GPU has no bfloat16, and float16 with a scaler "
+                    "does not go with shards; write training.mixed_precision=false"
+                )
+            shard(model)
         run.record_memory(f"model moved to {self.device}")
         optimizer = make_optimizer(
             model.parameters(), lr=cfg.training.lr, weight_decay=cfg.training.weight_decay
@@ -161,10 +171,11 @@ class Training:
         return TrainingState(
             model=model,
             optimizer=optimizer,
-            precision=Precision(self.device, mixed=cfg.training.mixed_precision),
+            precision=precision,
             device=self.device,
             identity=identity_of(cfg, self.plan.num_samples, self.splits.shape.num_classes),
             batcher=run.micro_batcher,
+            is_sharded=is_sharded,
         )
 
     def resume(self) -> None:
@@ -180,9 +191,12 @@ class Training:
                 path, content = found
                 state.restore(content, path)
                 log.info("resumed from %s, step %d", path, state.position.step)
-        if run.world_size > 1:
+        if state.is_sharded:
+            dist.barrier()  # all have read the checkpoint
+        elif run.world_size > 1:
             # all ranks have read the checkpoint when this returns, and hold the same weights
             self.model = Replicated(state.model)
+        if run.world_size > 1:
             seed_rank(self.cfg.training.seed, state.position.step, run.rank)
         self.reporter.begin(state.position, self._total_steps())
 
@@ -256,7 +270,9 @@ class Training:
                 label_smoothing=self.cfg.training.label_smoothing,
             )
         except Exception as error:
-            if classify_failure(error).kind in MEMORY_FAILURES:
+            # of a sharded model all ranks have to save
+            can_save = not self.state.is_sharded or getattr(error, "others_know", False)
+            if can_save and classify_failure(error).kind in MEMORY_FAILURES:
                 # the step is undone, so the next attempt repeats nothing before it; a failure to
                 # save must not hide this one
                 with contextlib.suppress(Exception):
@@ -268,6 +284,9 @@ class Training:
         run, size = self.run, self.plan.micro_batch
         chunks = in_order(share_of(range(len(dataset)), run.rank, run.world_size), size)
         most = len(share_of(range(len(dataset)), 0, run.world_size))
+        rounds, own = len(in_order(range(most), size)), len(chunks)
+        if self.state.is_sharded:  # every pass needs all ranks
+            chunks += [[0]] * (rounds - own)
         score = evaluate(
             self.state.model,
             self.loading.batches(dataset, chunks, epoch=0),
@@ -275,7 +294,8 @@ class Training:
             precision=self.state.precision,
             device=self.device,
             should_stop=lambda: run.stop_requested,
-            rounds=len(in_order(range(most), size)),
+            rounds=rounds,
+            own=own,
         )
         if score is None:
             self._save_and_stop()
@@ -294,9 +314,12 @@ class Training:
         step = self.state.position.step
         checked_loss(self.state.epoch_loss, step)
         self.has_checkpoint = True
-        if self.run.is_main:
+        main = self.run.is_main
+        if main or self.state.is_sharded:
+            content = self.state.content(is_main=main)
+        if main:
             save = self.folder.save_from_copy if in_background else self.folder.save
-            self._write(lambda: save(self.state.content(), step))
+            self._write(lambda: save(content, step))
 
     def wait_for_write(self) -> None:
         """Wait for a checkpoint that is written in the background."""
@@ -317,7 +340,7 @@ class Training:
         test = self._evaluate(splits.test)
         accuracy, path = test.accuracy, self.run.checkpoint_dir / FINAL_NAME
         weights = {
-            "model": models.trained_state(self.state.model),
+            "model": self.state.weights(is_main=self.run.is_main),
             "config": OmegaConf.to_container(self.cfg, resolve=True),
             "num_classes": splits.shape.num_classes,
             "test_accuracy": accuracy,

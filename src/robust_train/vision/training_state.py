@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from robust_train.errors import ConfigError
 from robust_train.microbatch.batcher import MicroBatcher
 from robust_train.microbatch.rng import capture_rng, restore_rng
+from robust_train.vision import sharding
 from robust_train.vision.models import load_trained_state, trained_state
 from robust_train.vision.step import Precision
 
@@ -73,11 +74,24 @@ class TrainingState:
     device: torch.device
     identity: Mapping[str, str]
     batcher: MicroBatcher
+    is_sharded: bool = False
     position: ResumePosition = field(default_factory=ResumePosition)
     epoch_loss: LossAverage = field(default_factory=LossAverage)
 
-    def content(self) -> dict[str, object]:
-        """Return what to save: tensors (shared with the run, not copied) and plain values."""
+    def content(self, *, is_main: bool = True) -> dict[str, object]:
+        """Return what to save: tensors (shared with the run, not copied) and plain values.
+
+        Of a sharded model every rank has to call it; the main one gets whole tensors.
+        """
+        content = self._content()
+        return sharding.whole(content, keeps=is_main) if self.is_sharded else content
+
+    def weights(self, *, is_main: bool = True) -> Any:
+        """Return the trained weights; see :meth:`content`."""
+        weights = trained_state(self.model)
+        return sharding.whole(weights, keeps=is_main) if self.is_sharded else weights
+
+    def _content(self) -> dict[str, object]:
         return {
             "format": FORMAT,
             "identity": dict(self.identity),
@@ -94,9 +108,13 @@ class TrainingState:
     def restore(self, content: Content, path: Path) -> None:
         """Restore what :meth:`content` returned."""
         _check_identity(content, self.identity, path)
+        weights, optimizer = content["model"], content["optimizer"]
+        if self.is_sharded:
+            weights = sharding.sharded_weights(self.model, weights)
+            optimizer = sharding.sharded_optimizer(self.optimizer, optimizer)
         try:
-            load_trained_state(self.model, content["model"])
-            self.optimizer.load_state_dict(content["optimizer"])
+            load_trained_state(self.model, weights)
+            self.optimizer.load_state_dict(optimizer)
         except (ValueError, RuntimeError) as error:
             raise ConfigError(f"checkpoint {path}: {str(error).splitlines()[0]}") from error
         # empty if the checkpoint was written without scaling, e.g. on the CPU
