@@ -104,10 +104,15 @@ def test_a_completed_result_counts_though_its_process_does_not_end(attempts: Att
 
 
 def test_a_reported_result_counts_though_the_server_is_killed_before_it_is_read(attempts: Attempts):
+    def is_dead(pid: int) -> bool:
+        try:
+            return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:  # it was waited for
+            return True
+
     def wait_for_the_servers_death(event: Event) -> None:
         if isinstance(event, UserEvent):
-            server = psutil.Process(event.fields["pid"])
-            wait_until(lambda: server.status() == psutil.STATUS_ZOMBIE, "the server's death")
+            wait_until(lambda: is_dead(event.fields["pid"]), "the server's death")
 
     name = "hard_days.completes_and_its_server_is_killed"
     outcome = attempts.run(name, on_event=wait_for_the_servers_death)
