@@ -1,8 +1,6 @@
 """The order of the queue: who waits, who has what, and who goes first. Pure.
 
-The user who holds fewer GPUs goes first, then the one who used fewer lately; a user's own jobs go
-in the order in which they came. Jobs ahead count as if they had their GPUs.
-``docs/decisions/0013-fair-among-users.md`` proves that overtaking is bounded.
+``docs/decisions/0013-fair-among-users.md`` has the rules, and proves that overtaking is bounded.
 """
 
 from __future__ import annotations
@@ -122,13 +120,13 @@ def why_overtaken(
         if other.user == job.user or other.order < job.order:
             has[other.user] = theirs + other.count
             continue
-        if theirs > mine:
+        used, mine_used = (rules.used.get(user, 0.0) for user in (other.user, job.user))
+        why = f"{other.owner} used fewer GPU-hours lately ({used:.1f}; {job.owner} {mine_used:.1f})"
+        if theirs < mine:
+            why = (
+                f"{other.owner} has fewer GPUs ({theirs}; {job.owner} {mine}), jobs ahead included"
+            )
+        elif theirs > mine:
             why = f"it was overtaken {MOST_OVERTAKEN} times"
-        elif theirs < mine:
-            gpus = f"{theirs} GPU{'s' * (theirs != 1)}"
-            why = f"{other.owner} holds or is next for {gpus}, {job.owner} for {mine}"
-        else:
-            used = [f"{rules.used.get(user, 0.0):.1f}" for user in (other.user, job.user)]
-            why = f"{other.owner} used {used[0]} GPU-hours lately, {job.owner} {used[1]}"
         return f"job {other.id} of {other.owner} goes first: {why}"
     return None
