@@ -17,7 +17,7 @@ from robust_train.events import Json
 from robust_train.gpu.inventory import read_inventory
 from robust_train.gpu.processes import send_signal, user_name
 from robust_train.queue.exclusions import mark_excluded, read_exclusions
-from robust_train.queue.order import why_overtaken
+from robust_train.queue.order import DEFAULT_RULES, QueueRules, why_overtaken
 from robust_train.queue.queue_dir import QueueProblem, directory_for
 from robust_train.queue.queued_job import as_waiting, split
 from robust_train.queue.reasons import describe, why_waiting
@@ -67,7 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _cancel(found, arguments.id)
         if arguments.usage:
             return _print_usage(_usage(registry, found), as_json=arguments.json)
-        jobs, gpus = ([], []) if registry is None or not found else _describe(registry, found)
+        rules = DEFAULT_RULES if registry is None else read_rules(registry.directory, found)
+        jobs, gpus = _describe(registry, found, rules) if registry and found else ([], [])
         excluded = [] if registry is None else read_exclusions(registry.directory)
     finally:
         if registry is not None:
@@ -113,7 +114,7 @@ def _living(registry: JobRegistry) -> list[LiveJob]:
 
 
 def _describe(
-    registry: JobRegistry, found: Sequence[LiveJob]
+    registry: JobRegistry, found: Sequence[LiveJob], rules: QueueRules
 ) -> tuple[list[dict[str, Json]], list[str]]:
     """Return the jobs in JSON's types, and a line for each GPU."""
     inventory = read_inventory(processes=False)
@@ -121,7 +122,6 @@ def _describe(
         print(f"warning: {inventory.problem}", file=sys.stderr)
     gpus = mark_excluded(inventory.gpus, read_exclusions(registry.directory))
     waiting, reservations = split(found)
-    rules = read_rules(registry.directory, found)
     now = boottime()
     decided = plan(waiting, reservations, gpus, now, rules)
     jobs: list[dict[str, Json]] = []
