@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.command == "cancel":
             return _cancel(found, arguments.id)
         if arguments.usage:
-            return _print_usage(_usage(registry, found), as_json=arguments.json)
+            return _print_usage(registry, found, as_json=arguments.json)
         rules = DEFAULT_RULES if registry is None else read_rules(registry.directory, found)
         jobs, gpus = _describe(registry, found, rules) if registry and found else ([], [])
         excluded = [] if registry is None else read_exclusions(registry.directory)
@@ -149,8 +149,8 @@ def _describe(
     return jobs, describe(reservations, gpus)
 
 
-def _usage(registry: JobRegistry | None, found: Sequence[LiveJob]) -> list[dict[str, Json]]:
-    """Return how much GPU time each user had, most first."""
+def _print_usage(registry: JobRegistry | None, found: Sequence[LiveJob], *, as_json: bool) -> int:
+    """Print how much GPU time each user had, most first."""
     now, jobs = boottime(), running(found)
     usage = {} if registry is None else read_usage(registry.directory, jobs, now)
     users: list[dict[str, Json]] = [
@@ -163,10 +163,7 @@ def _usage(registry: JobRegistry | None, found: Sequence[LiveJob]) -> list[dict[
         }
         for uid, hours in usage.items()
     ]
-    return sorted(users, key=lambda user: (-user["gpu_hours"], user["uid"]))
-
-
-def _print_usage(users: list[dict[str, Json]], *, as_json: bool) -> int:
+    users.sort(key=lambda user: (-user["gpu_hours"], user["uid"]))
     columns = ("user", "GPUs now", "GPU-hours, recent", "GPU-hours, 7 days")
     rows = [[str(value) for key, value in user.items() if key != "uid"] for user in users]
     if as_json:

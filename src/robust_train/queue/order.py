@@ -79,22 +79,17 @@ def queue_order(
     for job in by_ticket:
         queues.setdefault(job.user, deque()).append(job)
     has = {user: len(gpus) for user, gpus in held_gpus(reservations).items()}
-    left = {user: MOST_OVERTAKEN - queue[0].overtaken for user, queue in queues.items()}
+    overtaken = {job.id: job.overtaken for job in by_ticket}
     ordered = []
-    while queues:
-        heads = {user: queue[0].order for user, queue in queues.items()}
-        user = min(heads, key=lambda u: (has.get(u, 0), rules.used.get(u, 0.0), heads[u]))
-        due = [u for u in heads if left[u] <= 0 and heads[u] < heads[user]]
-        user = min(due, key=lambda u: heads[u], default=user)
-        for other in heads:
-            left[other] -= heads[other] < heads[user]
-        job = queues[user].popleft()
-        ordered.append(job)
-        has[user] = has.get(user, 0) + job.count
-        if queues[user]:
-            left[user] = MOST_OVERTAKEN - queues[user][0].overtaken
-        else:
-            del queues[user]
+    while heads := {user: queue[0] for user, queue in queues.items() if queue}:
+        user = min(heads, key=lambda u: (has.get(u, 0), rules.used.get(u, 0.0), heads[u].order))
+        passed = [head for head in heads.values() if head.order < heads[user].order]
+        due = [head for head in passed if overtaken[head.id] >= MOST_OVERTAKEN]
+        job = min(due, key=lambda head: head.order, default=heads[user])
+        for head in passed:
+            overtaken[head.id] += head.order < job.order
+        ordered.append(queues[job.user].popleft())
+        has[job.user] = has.get(job.user, 0) + job.count
     return ordered
 
 

@@ -48,8 +48,8 @@ def add_usage(directory: QueueDir, record: JobRecord, until: float) -> None:
         fd = directory.open(found[0][0], os.O_RDWR) if found else None
         if fd is None:
             fd = directory.create(f"usage.{secrets.token_hex(3)}", 0o644)
-        os.ftruncate(fd, os.pwrite(fd, kept, 0))
-        os.close(fd)
+        with os.fdopen(fd, "r+b", buffering=0) as file:
+            file.truncate(file.write(kept))
 
 
 def recent_hours(hours: Mapping[int, float], now: float) -> float:
