@@ -224,14 +224,8 @@ class HostQueue:
         on_status: Callable[[WaitStatus], None],
         sleep: Sleep,
     ) -> Group | NoGpu:
-        record = new_record(
-            self._name,
-            self._run_dir,
-            request.min_bytes,
-            self._jobs_per_device,
-            request.count,
-            self._token,
-        )
+        about = self._name, self._run_dir, request.min_bytes, self._jobs_per_device
+        record = new_record(*about, request.count, self._token)
         most = read_rules(registry.directory, ()).max_gpus_per_user
         if most is not None and request.count > most:
             raise ConfigError(

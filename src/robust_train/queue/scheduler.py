@@ -79,11 +79,10 @@ def open_to(
 ) -> tuple[GpuInfo, ...]:
     """Return the GPUs that a job may take now, after the jobs before it; ``free_bytes`` as usable.
 
-    A job of several GPUs may take any of them. ``reservations`` are those of the other jobs.
+    A job of several GPUs may take any of them. ``waiting`` and ``reservations`` are other jobs'.
     """
     planner = _Planner(reservations, gpus, now, rules)
-    others = (job for job in waiting if job.id != me.id)
-    for job in queue_order([*others, me], reservations, rules):
+    for job in queue_order([*waiting, me], reservations, rules):
         if job.id == me.id:
             break
         planner.serve(job)
