@@ -62,7 +62,7 @@ def test_between_users_with_as_many_gpus_the_one_who_used_less_lately_goes_first
     used = QueueRules(used={ADA: 30.0, BOB: 0.5})
     assert tickets(queue_order(waiting, [], used)) == [2, 1]
     why = why_overtaken(waiting[0], queue_order(waiting, [], used), [], used)
-    assert why == "job job2 of bob goes first: bob used 0.5 GPU-hours lately, ada 30.0"
+    assert why == "job job2 of bob goes first: bob used fewer GPU-hours lately (0.5; ada 30.0)"
 
 
 def test_a_gpu_that_several_jobs_of_a_user_share_counts_once() -> None:
@@ -74,7 +74,7 @@ def test_the_queue_says_in_a_sentence_why_a_later_job_goes_first() -> None:
     waiting, holding = [job(1), job(2, BOB)], held(ADA, *UUIDS[:3])
     ordered = queue_order(waiting, holding, QueueRules())
     why = why_overtaken(waiting[0], ordered, holding, QueueRules())
-    assert why == "job job2 of bob goes first: bob holds or is next for 0 GPUs, ada for 3"
+    assert why == "job job2 of bob goes first: bob has fewer GPUs (0; ada 3), jobs ahead included"
     assert why_overtaken(waiting[1], ordered, holding, QueueRules()) is None
 
 
@@ -92,10 +92,10 @@ def test_nobody_gets_more_gpus_than_root_allows_and_who_waits_for_that_is_in_nob
     gpus = [gpu(uuid) for uuid in UUIDS[:4]]
     decided = plan(waiting, holding, gpus, 0.0, rules)
     assert decided.groups.keys() == {"job1", "job3"}
-    assert decided.capped == {"job2"}
+    assert decided.capped.keys() == {"job2"}
     assert decided.first is None
     why = why_waiting(waiting[1], holding, gpus, decided)
-    assert why == "ada holds 1 GPU, and max_gpus_per_user is 2"
+    assert why == "ada holds 2 of at most 2 GPUs (max_gpus_per_user)"
     sharing = held(ADA, *UUIDS[:2], per_device=2)
     shares = plan([job(4, jobs_per_device=2)], sharing, gpus, 0.0, rules)
     assert shares.groups["job4"][0].uuid in UUIDS[:2], "it may share those that its user has"

@@ -471,7 +471,7 @@ def test_a_job_of_a_user_who_holds_nothing_goes_before_the_next_of_one_who_does(
         assert found.position == 2
         assert queue.main(["--dir", str(base)]) == 0
         printed = capsys.readouterr().out
-        assert "goes first: nobody holds or is next for 0 GPUs, root for 1; " in printed
+        assert "goes first: nobody has fewer GPUs (0; root 1), jobs ahead included; " in printed
         rows = [line.split()[:2] for line in printed.splitlines()[1:4]]
         assert [position for _, position in rows] == ["-", "1", "2"]
         (base / "queue.yaml").write_text("order: fifo")

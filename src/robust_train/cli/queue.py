@@ -17,7 +17,7 @@ from robust_train.events import Json
 from robust_train.gpu.inventory import read_inventory
 from robust_train.gpu.processes import send_signal, user_name
 from robust_train.queue.exclusions import mark_excluded, read_exclusions
-from robust_train.queue.order import why_overtaken
+from robust_train.queue.order import DEFAULT_RULES, QueueRules, why_overtaken
 from robust_train.queue.queue_dir import QueueProblem, directory_for
 from robust_train.queue.queued_job import as_waiting, split
 from robust_train.queue.reasons import describe, why_waiting
@@ -63,8 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.command == "cancel":
             return _cancel(found, arguments.id)
         if arguments.usage:
-            return _print_usage(_usage(registry, found), as_json=arguments.json)
-        jobs, gpus = ([], []) if registry is None or not found else _describe(registry, found)
+            return _print_usage(registry, found, as_json=arguments.json)
+        rules = DEFAULT_RULES if registry is None else read_rules(registry.directory, found)
+        jobs, gpus = _describe(registry, found, rules) if registry and found else ([], [])
         excluded = [] if registry is None else read_exclusions(registry.directory)
     finally:
         if registry is not None:
@@ -110,7 +111,7 @@ def _living(registry: JobRegistry) -> list[LiveJob]:
 
 
 def _describe(
-    registry: JobRegistry, found: Sequence[LiveJob]
+    registry: JobRegistry, found: Sequence[LiveJob], rules: QueueRules
 ) -> tuple[list[dict[str, Json]], list[str]]:
     """Return the jobs in JSON's types, and a line for each GPU."""
     inventory = read_inventory(processes=False)
@@ -118,7 +119,6 @@ def _describe(
         print(f"warning: {inventory.problem}", file=sys.stderr)
     gpus = mark_excluded(inventory.gpus, read_exclusions(registry.directory))
     waiting, reservations = split(found)
-    rules = read_rules(registry.directory, found)
     now = boottime()
     decided = plan(waiting, reservations, gpus, now, rules)
     jobs: list[dict[str, Json]] = []
@@ -146,8 +146,8 @@ def _describe(
     return jobs, describe(reservations, gpus)
 
 
-def _usage(registry: JobRegistry | None, found: Sequence[LiveJob]) -> list[dict[str, Json]]:
-    """Return how much GPU time each user had, most first."""
+def _print_usage(registry: JobRegistry | None, found: Sequence[LiveJob], *, as_json: bool) -> int:
+    """Print how much GPU time each user had, most first."""
     now, jobs = boottime(), running(found)
     usage = {} if registry is None else read_usage(registry.directory, jobs, now)
     users: list[dict[str, Json]] = [
@@ -160,10 +160,7 @@ def _usage(registry: JobRegistry | None, found: Sequence[LiveJob]) -> list[dict[
         }
         for uid, hours in usage.items()
     ]
-    return sorted(users, key=lambda user: (-user["gpu_hours"], user["uid"]))
-
-
-def _print_usage(users: list[dict[str, Json]], *, as_json: bool) -> int:
+    users.sort(key=lambda user: (-user["gpu_hours"], user["uid"]))
     columns = ("user", "GPUs now", "GPU-hours, recent", "GPU-hours, 7 days")
     rows = [[str(value) for key, value in user.items() if key != "uid"] for user in users]
     if as_json:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
+from robust_train.errors import ConfigError
 from robust_train.gpu.nvml_session import close_session
 from robust_train.gpu.processes import user_name
 from robust_train.gpu.visible import Visible
@@ -29,7 +30,7 @@ from robust_train.queue.reservations import (
     boottime,
     new_record,
 )
-from robust_train.queue.rules import read_rules
+from robust_train.queue.rules import NAME, read_rules
 from robust_train.queue.scheduler import open_to
 from robust_train.queue.wait import GpuRequest, NoGpu, WaitStatus, wait_for_gpu
 from robust_train.values import GpuInfo, Group
@@ -223,14 +224,14 @@ class HostQueue:
         on_status: Callable[[WaitStatus], None],
         sleep: Sleep,
     ) -> Group | NoGpu:
-        record = new_record(
-            self._name,
-            self._run_dir,
-            request.min_bytes,
-            self._jobs_per_device,
-            request.count,
-            self._token,
-        )
+        about = self._name, self._run_dir, request.min_bytes, self._jobs_per_device
+        record = new_record(*about, request.count, self._token)
+        most = read_rules(registry.directory, ()).max_gpus_per_user
+        if most is not None and request.count > most:
+            raise ConfigError(
+                f"num_gpus={request.count}: this machine's {NAME} has max_gpus_per_user: {most}; "
+                f"ask for at most num_gpus={most}"
+            )
         queued = QueuedJob(registry, record, before)
 
         def note(status: WaitStatus) -> None:

@@ -1,8 +1,6 @@
 """The order of the queue: who waits, who has what, and who goes first. Pure.
 
-The user who holds fewer GPUs goes first, then the one who used fewer lately; a user's own jobs go
-in the order in which they came. Jobs ahead count as if they had their GPUs.
-``docs/decisions/0013-fair-among-users.md`` proves that overtaking is bounded.
+``docs/decisions/0013-fair-among-users.md`` has the rules, and proves that overtaking is bounded.
 """
 
 from __future__ import annotations
@@ -81,22 +79,17 @@ def queue_order(
     for job in by_ticket:
         queues.setdefault(job.user, deque()).append(job)
     has = {user: len(gpus) for user, gpus in held_gpus(reservations).items()}
-    left = {user: MOST_OVERTAKEN - queue[0].overtaken for user, queue in queues.items()}
+    overtaken = {job.id: job.overtaken for job in by_ticket}
     ordered = []
-    while queues:
-        heads = {user: queue[0].order for user, queue in queues.items()}
-        user = min(heads, key=lambda u: (has.get(u, 0), rules.used.get(u, 0.0), heads[u]))
-        due = [u for u in heads if left[u] <= 0 and heads[u] < heads[user]]
-        user = min(due, key=lambda u: heads[u], default=user)
-        for other in heads:
-            left[other] -= heads[other] < heads[user]
-        job = queues[user].popleft()
-        ordered.append(job)
-        has[user] = has.get(user, 0) + job.count
-        if queues[user]:
-            left[user] = MOST_OVERTAKEN - queues[user][0].overtaken
-        else:
-            del queues[user]
+    while heads := {user: queue[0] for user, queue in queues.items() if queue}:
+        user = min(heads, key=lambda u: (has.get(u, 0), rules.used.get(u, 0.0), heads[u].order))
+        passed = [head for head in heads.values() if head.order < heads[user].order]
+        due = [head for head in passed if overtaken[head.id] >= MOST_OVERTAKEN]
+        job = min(due, key=lambda head: head.order, default=heads[user])
+        for head in passed:
+            overtaken[head.id] += head.order < job.order
+        ordered.append(queues[job.user].popleft())
+        has[job.user] = has.get(job.user, 0) + job.count
     return ordered
 
 
@@ -122,13 +115,13 @@ def why_overtaken(
         if other.user == job.user or other.order < job.order:
             has[other.user] = theirs + other.count
             continue
-        if theirs > mine:
+        used, mine_used = (rules.used.get(user, 0.0) for user in (other.user, job.user))
+        why = f"{other.owner} used fewer GPU-hours lately ({used:.1f}; {job.owner} {mine_used:.1f})"
+        if theirs < mine:
+            why = (
+                f"{other.owner} has fewer GPUs ({theirs}; {job.owner} {mine}), jobs ahead included"
+            )
+        elif theirs > mine:
             why = f"it was overtaken {MOST_OVERTAKEN} times"
-        elif theirs < mine:
-            gpus = f"{theirs} GPU{'s' * (theirs != 1)}"
-            why = f"{other.owner} holds or is next for {gpus}, {job.owner} for {mine}"
-        else:
-            used = [f"{rules.used.get(user, 0.0):.1f}" for user in (other.user, job.user)]
-            why = f"{other.owner} used {used[0]} GPU-hours lately, {job.owner} {used[1]}"
         return f"job {other.id} of {other.owner} goes first: {why}"
     return None

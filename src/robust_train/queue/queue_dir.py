@@ -76,14 +76,18 @@ class QueueDir:
         self, pattern: re.Pattern[str], limit_bytes: int = 32768
     ) -> Iterator[tuple[str, os.stat_result, bytes]]:
         """Yield name, status and content of the plain files with such names."""
-        for name in self.names():
-            fd = self.open(name) if pattern.fullmatch(name) else None
-            if fd is not None:
-                try:
-                    found = name, os.fstat(fd), read_small(fd, limit_bytes)
-                finally:
-                    os.close(fd)
-                yield found
+        for name in filter(pattern.fullmatch, self.names()):
+            if (found := self.read(name, limit_bytes)) is not None:
+                yield name, *found
+
+    def read(self, name: str, limit_bytes: int) -> tuple[os.stat_result, bytes] | None:
+        """Return a plain file's status, and what :func:`read_small` returns; None without one."""
+        if (fd := self.open(name)) is None:
+            return None
+        try:
+            return os.fstat(fd), read_small(fd, limit_bytes)
+        finally:
+            os.close(fd)
 
     def create(self, name: str, mode: int) -> int:
         """Return a descriptor of a new file, for reading and writing.

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from robust_train.gpu.processes import Holder
 from robust_train.gpu.select import describe_process, label
-from robust_train.queue.order import GpuReservation, WaitingJob, held_gpus
+from robust_train.queue.order import GpuReservation, WaitingJob
 from robust_train.queue.scheduler import GpuState, Plan, gpu_states, in_use
 from robust_train.readable import mib, shortened
 from robust_train.values import MIB, GpuInfo
@@ -31,10 +31,7 @@ def why_waiting(
             text = f"the record of job {reservation.id}{owner} cannot be read: it may have any GPU"
             return shortened(text, LONGEST)
     if job.id in decided.capped:
-        held, most = len(held_gpus(reservations).get(job.user, ())), decided.rules.max_gpus_per_user
-        gpus_held = f"{held} GPU{'s' * (held != 1)}"
-        text = f"{job.owner} holds {gpus_held}, and max_gpus_per_user is {most}"
-        return shortened(text, LONGEST)
+        return shortened(decided.capped[job.id], LONGEST)
     promised = {gpu.uuid: id_ for id_, group in decided.groups.items() for gpu in group}
     if decided.first not in (None, job.id):
         promised |= dict.fromkeys(decided.kept, decided.first)

@@ -153,7 +153,7 @@ class JobRegistry:
     def _remove_dead(self, name: str, fd: int) -> None:
         """Remove a dead job's record, and charge this user for a killed launcher of its own."""
         record, is_mine = decode(read_small(fd, LIMIT_BYTES)), os.fstat(fd).st_uid == os.geteuid()
-        if self.directory.remove(name) and is_mine and record is not None:
+        if self.directory.remove(name) and is_mine and record is not None and record.gpus:
             # nobody knows when the last of its processes ended
             add_usage(self.directory, record, min(boottime(), record.charged_at + CHARGE_SECONDS))
 
@@ -232,9 +232,9 @@ class Reservation:
         if record.state is not self.record.state:
             record = replace(record, since=boottime())
         if record.gpus or self.record.gpus:
-            now = boottime()
-            add_usage(self._registry.directory, self.record, now)
-            record = replace(record, charged_at=now)
+            record = replace(record, charged_at=boottime())
+        if self.record.gpus:
+            add_usage(self._registry.directory, self.record, record.charged_at)
         record = replace(record, id=self.record.id, ticket=self.record.ticket)
         if not self.is_in_place():
             self._make_anew(record)

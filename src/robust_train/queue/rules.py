@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from robust_train.gpu.processes import user_name
 from robust_train.queue.order import DEFAULT_RULES, QueueRules
-from robust_train.queue.queue_dir import QueueDir, read_small
+from robust_train.queue.queue_dir import QueueDir
 from robust_train.queue.records import JobRecord, printable
 from robust_train.queue.reservations import LiveJob, boottime
 from robust_train.queue.usage import read_usage, recent_hours
@@ -20,6 +20,7 @@ log = logging.getLogger("robust_train")
 
 NAME = "queue.yaml"
 _LIMIT_BYTES = 4096
+_warned: set[str] = set()
 _KEYS = {"max_gpus_per_user": "a number of GPUs from 1", "order": "fair or fifo"}
 
 
@@ -27,16 +28,13 @@ def read_rules(directory: QueueDir, jobs: Iterable[LiveJob]) -> QueueRules:
     """Return the rules; a mistake in root's file is one line in the log, and means the defaults."""
     rules = _of_root(directory)
     if isinstance(rules, str):
-        _warn(f"{directory.path.parent / NAME} is ignored: {rules}")
-        rules = DEFAULT_RULES
+        mistake, rules = f"{directory.path.parent / NAME} is ignored: {rules}", DEFAULT_RULES
+        if mistake not in _warned:
+            log.warning("%s", mistake)
+            _warned.add(mistake)
     now = boottime()
     usage = read_usage(directory, running(jobs), now) if rules.order == "fair" else {}
     return replace(rules, used={user: recent_hours(hours, now) for user, hours in usage.items()})
-
-
-@functools.cache
-def _warn(line: str) -> None:
-    log.warning("%s", line)
 
 
 def running(jobs: Iterable[LiveJob]) -> list[tuple[int, JobRecord]]:
@@ -45,14 +43,11 @@ def running(jobs: Iterable[LiveJob]) -> list[tuple[int, JobRecord]]:
 
 
 def _of_root(directory: QueueDir) -> QueueRules | str:
-    fd = directory.open(f"../{NAME}")
-    if fd is None:
+    found = directory.read(f"../{NAME}", _LIMIT_BYTES)
+    if found is None:
         is_there = os.path.lexists(directory.path.parent / NAME)
         return "it is no plain file that everybody may read" if is_there else DEFAULT_RULES
-    try:
-        status, data = os.fstat(fd), read_small(fd, _LIMIT_BYTES)
-    finally:
-        os.close(fd)
+    status, data = found
     if status.st_uid != 0 or status.st_mode & 0o022:
         return f"{user_name(status.st_uid)} or others may write it (chown root, chmod 644)"
     return _parse(data) if len(data) == status.st_size else f"it has over {_LIMIT_BYTES} bytes"

@@ -1,8 +1,7 @@
 """Which job gets which GPU now: one pure function over queue, reservations and GPUs.
 
-Jobs are served in the order of :mod:`robust_train.queue.fairness`. GPUs are kept for the first that
-none suits; others may overtake it elsewhere. ``docs/decisions/0006-a-reservation-is-a-lock.md``
-gives the rules and their reasons.
+GPUs are kept for the first job that none suits; others may overtake it elsewhere.
+``docs/decisions/0006-a-reservation-is-a-lock.md`` gives the rules and their reasons.
 """
 
 from __future__ import annotations
@@ -35,17 +34,15 @@ class Plan:
         groups: by job id all the GPUs that a job gets, best first; ``free_bytes`` as usable.
         first: the first job in the queue that gets nothing now.
         kept: UUIDs of the GPUs kept for it, the one that suits it soonest in front.
-        capped: jobs that get nothing because of ``max_gpus_per_user``.
         order: all waiting jobs, as they are served.
-        rules: by which they are ordered.
+        capped: why jobs get nothing because of ``max_gpus_per_user``.
     """
 
     groups: Mapping[str, Group] = field(default_factory=dict)
     first: str | None = None
     kept: tuple[str, ...] = ()
-    capped: frozenset[str] = frozenset()
     order: tuple[WaitingJob, ...] = ()
-    rules: QueueRules = DEFAULT_RULES
+    capped: Mapping[str, str] = field(default_factory=dict)
 
 
 def plan(
@@ -69,8 +66,7 @@ def plan(
     for job in ordered:
         planner.serve(job)
     first = None if planner.first is None else planner.first.id
-    capped = frozenset(planner.capped)
-    return Plan(planner.groups, first, planner.kept, capped, tuple(ordered), rules)
+    return Plan(planner.groups, first, planner.kept, tuple(ordered), planner.capped)
 
 
 def open_to(
@@ -83,11 +79,10 @@ def open_to(
 ) -> tuple[GpuInfo, ...]:
     """Return the GPUs that a job may take now, after the jobs before it; ``free_bytes`` as usable.
 
-    A job of several GPUs may take any of them. ``reservations`` are those of the other jobs.
+    A job of several GPUs may take any of them. ``waiting`` and ``reservations`` are other jobs'.
     """
     planner = _Planner(reservations, gpus, now, rules)
-    others = (job for job in waiting if job.id != me.id)
-    for job in queue_order([*others, me], reservations, rules):
+    for job in queue_order([*waiting, me], reservations, rules):
         if job.id == me.id:
             break
         planner.serve(job)
@@ -200,7 +195,7 @@ class _Planner:
         self._now = now
         self._most = rules.max_gpus_per_user
         self._held = held_gpus(reservations)
-        self.capped: list[str] = []
+        self.capped: dict[str, str] = {}
         self._states = gpu_states(reservations, gpus)
         self.groups: dict[str, Group] = {}
         self.first: WaitingJob | None = None
@@ -214,7 +209,8 @@ class _Planner:
                 state.take(job)
             self._held.setdefault(job.user, set()).update(state.gpu.uuid for state in group)
         elif self._is_capped(job):
-            self.capped.append(job.id)
+            has = f"{len(self._held.get(job.user, ()))} of at most {self._most} GPUs"
+            self.capped[job.id] = f"{job.owner} holds {has} (max_gpus_per_user)"
         elif self.first is None:
             self.first = job
             self.kept = self._keep(job)

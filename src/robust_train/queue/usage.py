@@ -15,8 +15,8 @@ import re
 import secrets
 from collections.abc import Iterable, Mapping
 
-from robust_train.queue.queue_dir import QueueDir, read_small
-from robust_train.queue.records import LIMIT_BYTES, JobRecord, sealed, unsealed
+from robust_train.queue.queue_dir import QueueDir
+from robust_train.queue.records import JobRecord, sealed, unsealed
 
 HOUR = 3600.0
 WEEK = 7 * 24
@@ -40,21 +40,16 @@ def read_usage(
 
 def add_usage(directory: QueueDir, record: JobRecord, until: float) -> None:
     """Add a job's GPU time since it was last charged to this user; only under the queue lock."""
-    mine = (n for n, status, _ in directory.files(_FILE) if status.st_uid == os.geteuid())
-    name = next(mine, None) if record.gpus else ""
-    if name == "":
-        return
+    found = [one for one in directory.files(_FILE) if one[1].st_uid == os.geteuid()]
+    hours = dict(_decode(found[0][2])) if found else {}
+    _add(hours, _uncharged(record, until).items())
+    kept = sealed([(hour, round(hours[hour], 1)) for hour in sorted(hours)[-WEEK:]])
     with contextlib.suppress(OSError):  # a full disk costs no job
-        fd = directory.open(name, os.O_RDWR) if name is not None else None
+        fd = directory.open(found[0][0], os.O_RDWR) if found else None
         if fd is None:
             fd = directory.create(f"usage.{secrets.token_hex(3)}", 0o644)
-        try:
-            hours = dict(_decode(read_small(fd, LIMIT_BYTES)))
-            _add(hours, _uncharged(record, until).items())
-            kept = [(hour, round(hours[hour], 1)) for hour in sorted(hours)[-WEEK:]]
-            os.ftruncate(fd, os.pwrite(fd, sealed(kept), 0))
-        finally:
-            os.close(fd)
+        with os.fdopen(fd, "r+b", buffering=0) as file:
+            file.truncate(file.write(kept))
 
 
 def recent_hours(hours: Mapping[int, float], now: float) -> float:
