@@ -123,7 +123,7 @@ class Clock:
 class Watched:
     """Processes that sleep, under a shell in place of the fork server, and who watches them.
 
-    Four seconds pass between two polls.
+    Five seconds pass between two polls.
     """
 
     def __init__(self, folder: Path, clock: Clock, limit: float | None, longest: float) -> None:
@@ -158,7 +158,7 @@ class Watched:
         """Return how it stands when it hangs, None if it does not within these seconds."""
         until = self._clock.now + seconds
         while self._clock.now < until:
-            self._clock.now += 4.0
+            self._clock.now += 5.0
             if printing:
                 self.watch.on_output()
             if (stands := self.watch.poll()) is not None:
@@ -272,9 +272,9 @@ def test_a_pause_of_earlier_attempts_counts_from_the_start(tmp_path: Path, clock
         watched.close()
 
 
-@pytest.mark.parametrize(("percent", "hangs"), [(0, True), (90, False), (None, True)])
+@pytest.mark.parametrize(("percent", "hangs"), [(0, True), (90, False)])
 def test_a_busy_gpu_of_its_own_is_a_sign_of_life(
-    machine_with: Callable[..., Machine], percent: int | None, hangs: bool
+    machine_with: Callable[..., Machine], percent: int, hangs: bool
 ):
     machine = machine_with(Gpu(utilization=percent), Gpu(utilization=90))
     assert hangs is machine.python(
