@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
+import signal
 import time
 from pathlib import Path
 
@@ -114,6 +116,29 @@ def stops_when_asked(cfg, run):
         dist.all_reduce(torch.ones(1))
         time.sleep(0.003 * run.rank)
         run.progress(step)
+
+
+def is_stopped_on_rank_1(cfg, run):
+    """After two steps and a checkpoint; the next attempt returns what that holds."""
+    if run.resume_checkpoint is not None:
+        return Path(run.resume_checkpoint).read_text()
+    dist.init_process_group("gloo")
+    run.started(0)
+    step = 0
+    while True:
+        step += 1
+        _meets_the_others()
+        run.progress(step)
+        if step == 2 and run.is_main:
+            run.checkpoint_dir.mkdir()
+            (run.checkpoint_dir / "last").write_text("from the checkpoint")
+            run.checkpoint_saved(run.checkpoint_dir / "last", step)
+        if step == 2 and run.rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _meets_the_others():
+    dist.all_reduce(torch.ones(1))
 
 
 def has_a_bug_on_rank_1(cfg, run):

@@ -202,7 +202,7 @@ def test_a_script_that_reports_progress_and_then_hangs_is_ended_and_tried_again(
         "echo {$}{$} >> pids; [ {attempt} = 2 ] || exec sleep 1000"
     )
     ended = scripts.train(
-        ["sh", "-c", code], "stall_timeout_minutes=0.05", "retry_pause_seconds=0.1"
+        ["sh", "-c", code], "stall_timeout_minutes=0.03", "retry_pause_seconds=0.1"
     )
     assert ended.returncode == 0, ended.output
     assert [a["outcome"] for a in ended.attempts] == ["comm", "completed"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,6 +37,7 @@ from robust_train.execution.stall_watch import StallWatch
 from robust_train.execution.trainer_ref import TrainerRef
 from robust_train.failures.stack import where_it_stands
 from robust_train.runfolder.folder import RunFolder
+from simulated_nvml import Gpu, Machine
 
 times = st.floats(0, 1e6)
 
@@ -122,7 +123,7 @@ class Clock:
 class Watched:
     """Processes that sleep, under a shell in place of the fork server, and who watches them.
 
-    Four seconds pass between two polls.
+    Five seconds pass between two polls.
     """
 
     def __init__(self, folder: Path, clock: Clock, limit: float | None, longest: float) -> None:
@@ -157,7 +158,7 @@ class Watched:
         """Return how it stands when it hangs, None if it does not within these seconds."""
         until = self._clock.now + seconds
         while self._clock.now < until:
-            self._clock.now += 4.0
+            self._clock.now += 5.0
             if printing:
                 self.watch.on_output()
             if (stands := self.watch.poll()) is not None:
@@ -269,6 +270,40 @@ def test_a_pause_of_earlier_attempts_counts_from_the_start(tmp_path: Path, clock
         assert watched.wait(200) is not None
     finally:
         watched.close()
+
+
+@pytest.mark.parametrize(("percent", "hangs"), [(0, True), (90, False)])
+def test_a_busy_gpu_of_its_own_is_a_sign_of_life(
+    machine_with: Callable[..., Machine], percent: int, hangs: bool
+):
+    machine = machine_with(Gpu(utilization=percent), Gpu(utilization=90))
+    assert hangs is machine.python(
+        f"""
+        import os
+        from pathlib import Path
+        from robust_train.config.schema import complete
+        from robust_train.execution import stall_watch
+        from robust_train.execution.request import AttemptRequest
+        from robust_train.execution.trainer_ref import TrainerRef
+
+        class Clock:
+            now = 0.0
+            def monotonic(self):
+                return self.now
+
+        stall_watch.time = clock = Clock()
+        request = AttemptRequest(
+            TrainerRef("trainers.any"), complete({{}}), None, 1, Path(), None, {{}}, "/",
+            stall_timeout_seconds=None, gpu_uuids=("{machine.uuid(0)}",),
+        )
+        watch = stall_watch.StallWatch(request, os.getpid(), lambda event: None)
+        stands = None
+        while stands is None and clock.now < 4000:
+            clock.now += 4.0
+            stands = watch.poll()
+        print("true" if stands else "false")
+        """
+    )
 
 
 STACKS = """\

@@ -113,6 +113,22 @@ def test_a_bug_on_one_rank_ends_the_group_with_its_traceback_and_is_not_retried(
     assert time.monotonic() - started < 300, "the others never end by themselves"
 
 
+@pytest.mark.slow
+def test_a_stopped_rank_is_a_hang_of_the_group_which_goes_on_from_the_checkpoint(world: World):
+    stalls = ("stall_timeout_minutes=0.05", "retry_pause_seconds=0.1")
+    ended = world.run(*ranks(2, "is_stopped_on_rank_1", *stalls))
+    assert ended.returncode == 0, ended.output
+    assert ended.summary["result"] == "from the checkpoint"
+    message = ended.attempts[0]["message"]
+    assert "rank 1 is stopped by a signal" in message
+    assert "rank 0 at rank_trainers.py:" in message
+    assert "in _meets_the_others" in message
+    stacks = (world.run_dir / "attempt-1.stacks").read_text()
+    assert "\nrank 0 (process " in f"\n{stacks}"
+    warned = [e for e in ended.journal if e["event"] == "no_progress"]
+    assert [event["limit_seconds"] for event in warned] == [3.0]
+
+
 @pytest.mark.parametrize(
     ("keys", "said"),
     [

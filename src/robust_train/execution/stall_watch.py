@@ -26,6 +26,7 @@ from robust_train.events import (
 )
 from robust_train.execution.request import AttemptRequest
 from robust_train.execution.stall import (
+    SHORTEST_SECONDS,
     WARNING_SHARE,
     Pulse,
     Standstill,
@@ -41,8 +42,9 @@ log = logging.getLogger("robust_train")
 _OF_THE_LOOP = (Progress, EpochEnded, CheckpointSaved, MicroBatchChanged, UserEvent)
 """Once progress was reported, each of these is progress; others may come from a thread."""
 
-_LONGEST_TICK_SECONDS = 5.0
-"""Between two ticks; if it was longer, the launcher was suspended or the machine slept."""
+_LONGEST_TICK_SECONDS = 1.0, 5.0
+"""Between two ticks, by the limit; if it was longer, the launcher was suspended or the machine
+slept."""
 _LOOK_SECONDS = 5.0
 _LOOKS_FROM_SHARE = 0.05
 _CPU_SHARE, _CPU_GRAIN_SECONDS = 0.02, 0.02
@@ -75,6 +77,10 @@ class StallWatch:
         self._pulse = Pulse(longest=request.longest_pause)
         self._known = request.longest_pause
         self._ticked = time.monotonic()
+        limit = request.stall_timeout_seconds or SHORTEST_SECONDS
+        self._longest_tick = min(
+            max(limit / 10, _LONGEST_TICK_SECONDS[0]), _LONGEST_TICK_SECONDS[1]
+        )
         self._next_look = self._next_gpu = 0.0
         self._glance: _Glance | None = None
         self._is_suspended = self._has_warned = False
@@ -116,7 +122,7 @@ class StallWatch:
     def _let_time_pass(self) -> None:
         now = time.monotonic()
         if not self._is_suspended:
-            passed = min(now - self._ticked, _LONGEST_TICK_SECONDS)
+            passed = min(now - self._ticked, self._longest_tick)
             self._pulse = replace(self._pulse, now=self._pulse.now + passed)
         self._ticked = now
 

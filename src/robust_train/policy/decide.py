@@ -145,7 +145,8 @@ def _why_give_up(context: FailureContext) -> str:
         return f"{message}, {count} times without progress" if count > 1 else message
     if kind is FailureKind.COMM:
         count = context.failures_without_progress
-        return f"network failure, {count} attempts without progress: giving up ({message})"
+        what = "hang" if context.evidence.library == "robust_train" else "network failure"
+        return f"{what}, {count} attempts without progress: giving up ({message})"
     tried: dict[str, list[str]] = {}
     for attempt in context.history:
         size, reached = str(attempt.spec.batch_size), attempt.outcome.micro_batch
