@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         Interrupted,
         JobInterrupted,
         NoDevice,
+        NoProgress,
         TrainerFailed,
         UserError,
     )
@@ -56,8 +57,8 @@ if TYPE_CHECKING:
 __all__ = [
     "AttemptsExhausted", "ConfigError", "Evidence", "Failure", "FailureKind", "FoundBatchSize",
     "GPUMemoryContext", "Interrupted", "JobInterrupted", "MemoryPlan", "MicroBatcher", "NoDevice",
-    "OOMHandler", "Run", "Summary", "TrainerFailed", "UserError", "adaptive_batch_training",
-    "classify_exit", "classify_failure", "cleanup_model_memory", "clear_cuda_memory",
+    "NoProgress", "OOMHandler", "Run", "Summary", "TrainerFailed", "UserError",
+    "adaptive_batch_training", "classify_exit", "classify_failure", "cleanup_model_memory", "clear_cuda_memory",
     "clear_gpu_memory", "current_run", "enable_memory_efficient_settings", "find_batch_size",
     "find_best_device", "get_cuda_memory_info", "get_gpu_memory_stats", "hydra_main", "launch",
     "load_runs",
@@ -69,7 +70,8 @@ __all__ = [
 _NAMES = {
     "cli.door": "hydra_main",
     "errors": (
-        "AttemptsExhausted ConfigError Interrupted JobInterrupted NoDevice TrainerFailed UserError"
+        "AttemptsExhausted ConfigError Interrupted JobInterrupted NoDevice NoProgress "
+        "TrainerFailed UserError"
     ),
     "failures": "classify_exit classify_failure",
     "gpu.best": "find_best_device",

@@ -123,7 +123,7 @@ def _check_progress(
         reason = None if last is None else last.reason
         why = f" (the last: {shortened(reason, 160)})" if reason else ""
         raise NoProgress(
-            f"{job.launches} launches in a row have saved no new checkpoint in {run_dir}{why}; "
+            f"launches in a row without a new checkpoint in {run_dir}: {job.launches}{why}; "
             "nothing was started: mend the cause and repeat the command with max_launches=0"
         )
 
