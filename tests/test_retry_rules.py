@@ -146,6 +146,6 @@ def test_a_rule_that_cannot_be_used_is_refused_in_a_line(rule: object, words: li
 def test_a_script_has_exit_codes_and_no_exceptions():
     rules = complete({"retry": {"rules": [{"exit_code": 7, "then": "retry", "times": 5}]}})
     assert retry_rules(rules, is_script=True) == (RetryRule("retry", exit_code=7, times=5),)
-    for rule in ({"exception": "X", "then": "stop"}, {"exit_code": 256, "then": "stop"}):
+    for rule in ({"exception": "X", "then": "stop"}, {"exit_code": -9, "then": "stop"}):
         with pytest.raises(ConfigError, match=r"retry.rules\[0\].ex"):
             retry_rules(complete({"retry": {"rules": [rule]}}), is_script=True)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         Interrupted,
         JobInterrupted,
         NoDevice,
+        NoProgress,
         TrainerFailed,
         UserError,
     )
@@ -56,20 +57,21 @@ if TYPE_CHECKING:
 __all__ = [
     "AttemptsExhausted", "ConfigError", "Evidence", "Failure", "FailureKind", "FoundBatchSize",
     "GPUMemoryContext", "Interrupted", "JobInterrupted", "MemoryPlan", "MicroBatcher", "NoDevice",
-    "OOMHandler", "Run", "Summary", "TrainerFailed", "UserError", "adaptive_batch_training",
-    "classify_exit", "classify_failure", "cleanup_model_memory", "clear_cuda_memory",
-    "clear_gpu_memory", "current_run", "enable_memory_efficient_settings", "find_batch_size",
-    "find_best_device", "get_cuda_memory_info", "get_gpu_memory_stats", "hydra_main", "launch",
-    "load_runs",
-    "log_gpu_memory_stats", "plan_memory", "print_cuda_memory_info", "reset_peak_memory_stats",
-    "retry_on_oom", "safe_tensor_to_cpu", "save_checkpoint", "set_memory_fraction",
+    "NoProgress", "OOMHandler", "Run", "Summary", "TrainerFailed", "UserError",
+    "adaptive_batch_training", "classify_exit", "classify_failure", "cleanup_model_memory",
+    "clear_cuda_memory", "clear_gpu_memory", "current_run", "enable_memory_efficient_settings",
+    "find_batch_size", "find_best_device", "get_cuda_memory_info", "get_gpu_memory_stats",
+    "hydra_main", "launch", "load_runs", "log_gpu_memory_stats", "plan_memory",
+    "print_cuda_memory_info", "reset_peak_memory_stats", "retry_on_oom", "safe_tensor_to_cpu",
+    "save_checkpoint", "set_memory_fraction",
 ]
 # fmt: on
 
 _NAMES = {
     "cli.door": "hydra_main",
     "errors": (
-        "AttemptsExhausted ConfigError Interrupted JobInterrupted NoDevice TrainerFailed UserError"
+        "AttemptsExhausted ConfigError Interrupted JobInterrupted NoDevice NoProgress "
+        "TrainerFailed UserError"
     ),
     "failures": "classify_exit classify_failure",
     "gpu.best": "find_best_device",

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from robust_train.errors import ConfigError
-from robust_train.execution.library_imports import libraries_of
+from robust_train.execution.library_imports import find_trainer, libraries_of
 from robust_train.execution.trainer_ref import TrainerRef
 
 
@@ -65,6 +65,30 @@ def test_libraries_are_found_through_the_users_own_modules(project: Path):
 def test_a_list_of_more_modules_is_read_from_the_module(project: Path):
     write(project / "listing.py", "preload_modules = ['PIL.Image']", "def train(cfg): ...")
     assert libraries_of(TrainerRef("listing.train")) == ("PIL.Image",)
+
+
+@pytest.mark.parametrize(
+    ("line", "heeds"),
+    [
+        ("def train(cfg): cfg.training.gradient_checkpointing", True),
+        ("def train(cfg): cfg['training']['gradient_checkpointing']", True),
+        ("from reading import train", True),
+        ("def train(cfg): model.gradient_checkpointing_enable()", False),
+        ("def train(cfg): cfg.training.gradient_checkpointing_kwargs", False),
+    ],
+)
+def test_a_trainer_heeds_gradient_checkpointing_if_its_source_reads_the_key(
+    project: Path, line: str, heeds: bool
+):
+    write(project / "reading.py", "def train(cfg): cfg.training.gradient_checkpointing")
+    write(project / "trains.py", line)
+    assert find_trainer("trains.train", inline=False)[2] is heeds
+
+
+def test_a_trainer_on_our_transformers_integration_heeds_it(project: Path):
+    ours = "from robust_train.integrations.transformers import fit"
+    write(project / "fits.py", ours, "def train(cfg, run): ...")
+    assert find_trainer("fits.train", inline=False)[2]
 
 
 def test_a_trainer_without_libraries_has_none(project: Path):

@@ -177,6 +177,22 @@ def test_any_checkpoint_can_be_resumed_from_with_another_micro_batch(tmp_path: P
         torch.testing.assert_close(rest.layer.weight, whole.layer.weight)
 
 
+def test_gradient_checkpointing_is_turned_on_where_the_model_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    cfg, turned_on = _cfg(8), []
+    _fit(tmp_path / "off", cfg)
+    cfg.training.gradient_checkpointing = True
+    _fit(tmp_path / "cannot", cfg)
+    assert "gradient_checkpointing: this model has none" in caplog.text
+    monkeypatch.setattr(_Line, "supports_gradient_checkpointing", True, raising=False)
+    for name in ("activation_checkpointing_enable", "gradient_checkpointing_enable"):
+        turn_on = lambda self, **options: turned_on.append(self)  # noqa: E731
+        monkeypatch.setattr(_Line, name, turn_on, raising=False)
+    model, _, _ = _fit(tmp_path / "on", cfg)
+    assert turned_on == [model]
+
+
 def test_a_job_whose_last_step_is_done_makes_no_further_step(tmp_path: Path):
     whole, result, reports = _fit(tmp_path / "whole", _cfg(8), max_steps=4)
     last = Path([e["path"] for e in reports if e["event"] == "checkpoint"][-1])

@@ -45,7 +45,7 @@ def test_after_three_launches_in_a_row_without_a_new_checkpoint_the_next_is_refu
             launch(tmp_path)
         assert refused.value.exit_code == 76
     message = str(refused.value)
-    assert "3 launches in a row" in message
+    assert f"launches in a row without a new checkpoint in {tmp_path}: 3 (the last: " in message
     assert "ValueError: a bug" in message
     assert "max_launches=0" in message
     assert "\n" not in message

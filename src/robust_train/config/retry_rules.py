@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -15,7 +14,7 @@ from robust_train.values import RetryRule
 
 _ACTIONS = ("retry", "stop", "exclude_gpu", "smaller_batch")
 _CONDITIONS = ("exit_code", "message", "exception")
-_KEYS = [item.name for item in fields(RetryRule)]
+_TYPES = {"exit_code": int, "message": str, "exception": str, "then": str, "times": int}
 _EXAMPLE = "{exit_code: 3, then: retry, times: 5}"
 
 
@@ -34,28 +33,25 @@ def _rule(key: str, given: Any, is_script: bool) -> RetryRule:
     if not isinstance(given, Mapping):
         raise ConfigError(f"{key}={given}: accepted is a mapping like {_EXAMPLE}")
     for name in given:
-        if name not in _KEYS:
-            raise ConfigError(f"{key}.{name}: no such key{_meant(name, _KEYS)}")
+        if name not in _TYPES:
+            raise ConfigError(f"{key}.{name}: no such key{_meant(name, list(_TYPES))}")
     rule = {name: value for name, value in given.items() if value is not None}
     if not set(_CONDITIONS).intersection(rule):
         raise ConfigError(f"{key}: needs one of {', '.join(_CONDITIONS)}, as in {_EXAMPLE}")
     then = rule.get("then", "…")
     if then not in _ACTIONS:
         raise ConfigError(f"{key}.then={then}: no such action{_meant(then, _ACTIONS)}")
-    for name, most in (("exit_code", 255), ("times", None)):
-        value = rule.get(name, 1)
-        if type(value) is not int or value < 1 or (most is not None and value > most):
-            accepted = "an integer of 1 or more" if most is None else f"an integer from 1 to {most}"
+    for name, value in rule.items():
+        is_positive = value > 0 if type(value) is int else bool(value)
+        if type(value) is not _TYPES[name] or not is_positive:
+            accepted = "an integer of 1 or more" if _TYPES[name] is int else "a string in quotes"
             raise ConfigError(f"{key}.{name}={value}: accepted is {accepted}")
     if then == "stop" and "times" in rule:
         raise ConfigError(f"{key}.times: does not go with then=stop, which happens once")
-    for name in ("message", "exception"):
-        if not isinstance(rule.get(name, "-"), str):
-            raise ConfigError(f"{key}.{name}={rule[name]}: accepted is a string in quotes")
-    wrong = "exception" if is_script else "exit_code"
-    if wrong in rule:
-        whose, use = ("a script", "message") if is_script else ("a function", "exception")
-        raise ConfigError(f"{key}.{wrong}: {whose} has none; use {use}")
+    if is_script and "exception" in rule:
+        raise ConfigError(f"{key}.exception: a script has none; use message or exit_code")
+    if not is_script and "exit_code" in rule:
+        raise ConfigError(f"{key}.exit_code: a function has none; use exception")
     try:
         re.compile(rule.get("message", ""))
     except re.error as error:

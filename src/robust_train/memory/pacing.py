@@ -90,9 +90,6 @@ class Cost:
         self.was_cleared = False
 
 
-_MOST_STEPS_IN_A_ROW = 2
-
-
 @dataclass(frozen=True)
 class AllocRetries:
     """Steps in a row in which the allocator had to empty its cache; ``total`` counts how often."""
@@ -103,7 +100,7 @@ class AllocRetries:
     @property
     def is_tight(self) -> bool:
         """Whether that is a warning of running out of memory."""
-        return self.steps >= _MOST_STEPS_IN_A_ROW
+        return self.steps >= 2
 
     def after_step(self, total: int) -> AllocRetries:
         """Return it after another step; what was before the first one seen does not count."""

@@ -155,13 +155,9 @@ class AttemptMemory:
             return
         if not self._has_warned:
             self._has_warned = True
+            why = "in two steps in a row torch emptied its cache to find room, which is slow"
             hint = "" if self._shrinks else "; shrink_before_oom=true takes a smaller micro-batch"
-            log.warning(
-                "step %d: GPU memory is nearly out: in two steps in a row torch emptied its cache "
-                "to find room, which is slow%s",
-                step,
-                hint,
-            )
+            log.warning("step %d: GPU memory is nearly out: %s%s", step, why, hint)
             self._run.report(MemoryTight(step, total))
         if self._shrinks and self._run.splits_batches:
             self._run.micro_batcher.shrink("memory is nearly out (shrink_before_oom)")

@@ -113,10 +113,9 @@ class FailureContext:
     @property
     def got_further(self) -> bool:
         """Whether the attempt itself saved a checkpoint beyond all that was before it."""
-        outcome = self.attempt.outcome
-        has_saved = (outcome.saved_step or 0) > outcome.start_step
-        if outcome.saved_step is None:
-            has_saved = outcome.saves > 1 or (outcome.saves == 1 and len(self.history) > 1)
+        outcome, step = self.attempt.outcome, self.attempt.outcome.saved_step
+        is_first = len(self.history) == 1  # its first may be what it resumed from
+        has_saved = outcome.saves > is_first if step is None else step > outcome.start_step
         return has_saved and len(self.since_progress) == 1
 
     @property

@@ -61,11 +61,10 @@ def _ruling(context: FailureContext) -> tuple[RetryRule, str, int] | None:
     for number, rule in enumerate(context.settings.rules):
         fitted = sum(_fits(rule, attempt.outcome) for attempt in context.since_progress)
         most = context.settings.max_retries if rule.times is None else rule.times
-        is_spent = fitted > most and rule.then != "stop"
-        if is_spent or not _fits(rule, context.attempt.outcome) or not _can(rule, context):
-            continue
-        count = "" if rule.then == "stop" else f" ({fitted} of {most})"
-        return rule, f"{context.failure.message}; retry.rules[{number}]{count}", fitted
+        is_stop, why = rule.then == "stop", f"{context.failure.message}; retry.rules[{number}]"
+        is_due = _fits(rule, context.attempt.outcome) and (is_stop or fitted <= most)
+        if is_due and _can(rule, context):
+            return rule, why if is_stop else f"{why} ({fitted} of {most})", fitted
     return None
 
 

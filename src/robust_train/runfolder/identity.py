@@ -116,15 +116,14 @@ def _check_progress(
     reached = None
     if newest is not None:
         reached = newest.time if newest.step is None else float(newest.step)
-    if reached != job.reached or not max_launches:
-        if job.launches or reached != job.reached:
-            _write(run_dir, replace(job, launches=0, reached=reached))
-    elif job.launches >= max_launches:
+    if reached != job.reached or (job.launches and not max_launches):
+        _write(run_dir, replace(job, launches=0, reached=reached))
+    elif 0 < max_launches <= job.launches:
         last = read_summary(run_dir)
         reason = None if last is None else last.reason
         why = f" (the last: {shortened(reason, 160)})" if reason else ""
         raise NoProgress(
-            f"{job.launches} launches in a row have saved no new checkpoint in {run_dir}{why}; "
+            f"launches in a row without a new checkpoint in {run_dir}: {job.launches}{why}; "
             "nothing was started: mend the cause and repeat the command with max_launches=0"
         )
 
