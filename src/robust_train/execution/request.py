@@ -11,6 +11,7 @@ from omegaconf import DictConfig
 from robust_train.batch.search import BatchSearch
 from robust_train.execution.environment import attempt_environment
 from robust_train.execution.trainer_ref import TrainerRef
+from robust_train.runfolder.trackers import tracker_environment
 from robust_train.settings import LauncherSettings, attempt_config, hydra_config
 from robust_train.values import AttemptSpec
 
@@ -35,6 +36,7 @@ class AttemptRequest:
     stop_grace_seconds: float = 20.0  # time for a last checkpoint
     batch_search: BatchSearch | None = None  # the micro-batch is to be found before training
     has_live_status: bool = False  # the launcher shows steps and loss on a terminal
+    of_first_rank: tuple[str, ...] = ()  # variables in `environ` that the other ranks do without
 
     @property
     def stacks_file(self) -> Path:
@@ -51,10 +53,18 @@ def request_for(
     device: str,  # what `cfg.device` is for the trainer
     number: int,  # of the attempt
     run_dir: Path,
+    job: str,  # its identity
     checkpoint: Path | None,  # what it resumes from
     search: BatchSearch | None,  # the search for its micro-batch, None where the size is known
 ) -> AttemptRequest:
     """Return the request for an attempt of a job with config ``cfg``."""
+    trackers = tracker_environment(os.environ, run_dir, job, is_script=settings.is_script)
+    environ = attempt_environment(
+        os.environ,
+        spec.gpus,
+        expandable_segments=spec.expandable_segments,
+        by_index=settings.gpus_by_index,
+    )
     return AttemptRequest(
         trainer=trainer,
         cfg=attempt_config(cfg, spec, device),
@@ -62,12 +72,8 @@ def request_for(
         attempt=number,
         run_dir=run_dir,
         resume_checkpoint=checkpoint,
-        environ=attempt_environment(
-            os.environ,
-            spec.gpus,
-            expandable_segments=spec.expandable_segments,
-            by_index=settings.gpus_by_index,
-        ),
+        environ={**environ, **trackers},
+        of_first_rank=tuple(trackers),
         cwd=os.getcwd(),
         stall_timeout_seconds=settings.stall_timeout_seconds,
         # a script starts its processes itself
