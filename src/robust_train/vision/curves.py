@@ -49,8 +49,7 @@ class Curves(Protocol):
     def add(self, values: Mapping[str, float], step: int) -> None:
         """Draw the values at ``step``."""
 
-    def close(self, *, has_failed: bool) -> None:
-        """End it."""
+    def close(self, *, has_failed: bool) -> None: ...
 
 
 def open_curves(cfg: DictConfig, run: Run, step: int) -> Curves | None:
@@ -61,13 +60,11 @@ def open_curves(cfg: DictConfig, run: Run, step: int) -> Curves | None:
             return _TensorBoard(run.run_dir, step)
         except ImportError:
             log.info('no TensorBoard scalars: pip install "robust-train[vision]"')
-    if name == "wandb":
-        return _OneCurve(_Wandb(cfg, run.run_dir), run.run_dir / "drawn.json", step)
-    if name == "mlflow":
-        curves = _Mlflow(cfg, run.run_dir)
-        run.trackers.look()
-        return _OneCurve(curves, run.run_dir / "drawn.json", step)
-    return None
+    if name not in ("wandb", "mlflow"):
+        return None
+    curves = _Wandb(cfg, run.run_dir) if name == "wandb" else _Mlflow(cfg, run.run_dir)
+    run.trackers.look()
+    return _OneCurve(curves, run.run_dir / "drawn.json", step)
 
 
 class _TensorBoard:
@@ -143,18 +140,11 @@ class _Mlflow:
         is_new = not os.environ.get(MLFLOW_ID)
         self._mlflow.start_run(run_name=run_dir.name)
         if is_new:  # parameters cannot be changed later
-            self._mlflow.log_params(_flat(OmegaConf.to_container(cfg, resolve=True)))
+            groups = ("model", "dataset", "training")
+            self._mlflow.log_params({f"{g}.{k}": v for g in groups for k, v in cfg[g].items()})
 
     def add(self, values: Mapping[str, float], step: int) -> None:
         self._mlflow.log_metrics(dict(values), step=step)
 
     def close(self, *, has_failed: bool) -> None:
         self._mlflow.end_run("FAILED" if has_failed else "FINISHED")
-
-
-def _flat(content: Any, prefix: str = "") -> dict[str, object]:
-    found: dict[str, object] = {}
-    for key, value in content.items():
-        name = f"{prefix}{key}"
-        found |= _flat(value, f"{name}.") if isinstance(value, dict) else {name: value}
-    return found
