@@ -309,6 +309,7 @@ class Job:
             device=devices.name_for_trainer(spec.gpus, os.environ, own_process=own_process),
             number=number,
             run_dir=self.run_dir,
+            job=self.beginning.job,
             checkpoint=self.checkpoint,
             search=search,
             longest_pause=self.folder.state.longest_pause or 0.0,

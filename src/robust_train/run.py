@@ -29,6 +29,7 @@ from robust_train.events import (
 from robust_train.memory.in_use import describe_memory
 from robust_train.memory.in_use import memory_in_use as memory_in_use
 from robust_train.runfolder.cadence import Saving
+from robust_train.runfolder.trackers import TrackerNote
 from robust_train.speed.meter import SpeedMeter
 
 if TYPE_CHECKING:
@@ -93,6 +94,7 @@ class Run:
         looks_for_checkpoint_requests: it has read :attr:`checkpoint_requested`.
         saving: when the next checkpoint is due, and what was saved.
         speed: measures how fast the steps follow each other.
+        trackers: notes which run of an experiment tracker is this job's.
         can_restart: a launcher would start another attempt from the last checkpoint.
         was_told_to_stop, was_told_to_restart: the trainer has seen that it is to stop, for good or
             for another attempt.
@@ -136,6 +138,7 @@ class Run:
         self.world_size = world_size
         self._flags = flags
         self.saving = Saving(run_dir, attempt)
+        self.trackers = TrackerNote(run_dir, self.saving.job if rank == 0 else None)
         self._checkpoint_flag_seen = 0
         self.batch_search: BatchSearch | None = None
         self._micro_batch_plan = MicroBatchPlan()
@@ -269,6 +272,7 @@ class Run:
             return False
         self._next_progress = now + _PROGRESS_INTERVAL_SECONDS
         self.report(Progress(step, total_steps, scalars))
+        self.trackers.look()
         return True
 
     def send_last_progress(self) -> None:

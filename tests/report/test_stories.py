@@ -95,8 +95,8 @@ def test_what_ran_is_shown_in_short(journal: Journal):
     environment |= {"cuda": "13.2", "driver": "580.1", "gpus": [{"name": "NVIDIA <b>H200</b>"}]}
     (journal.folder / "environment.json").write_text(json.dumps(environment))
     about = journal.story.about
-    assert about["code"] == "git 0123456789ab with changes (code.diff)"
-    assert (about["torch"], about["driver"]) == ("2.15, CUDA 13.2", "580.1")
+    assert (about["git commit"], about["git dirty"]) == ("0123456789abcdef", "True")
+    assert (about["torch"], about["cuda"], about["driver"]) == ("2.15", "13.2", "580.1")
     assert "NVIDIA &lt;b&gt;H200" in job_page(journal.story)
     for content in ("[1]", "{", '{"gpus": 1, "git_commit": []}', '{"gpus": [1, {"name": 3}]}'):
         (journal.folder / "environment.json").write_text(content)

@@ -6,20 +6,19 @@ from dataclasses import replace
 
 import pytest
 
-from robust_train.runfolder.summary import AttemptSummary
 from robust_train.speed.advice import advice_of, text_of
 from robust_train.values import Pace, Speed
 
 FAST = Speed(1000, 0.2, 0.3, 320.0)
 
 
-def attempt(*speed: Speed, **others: object) -> AttemptSummary:
-    return AttemptSummary("cuda:0", "completed", speed=speed, **{"num_workers": 2, **others})
+def advice(*speed: Speed, before: Pace | None = None) -> tuple[str, ...]:
+    return advice_of(speed, before, 2, 16)
 
 
 def test_nothing_is_advised_where_nothing_is_known():
-    assert advice_of(attempt()) == ()
-    assert advice_of(attempt(FAST)) == ()
+    assert advice() == ()
+    assert advice(FAST) == ()
 
 
 @pytest.mark.parametrize(
@@ -28,7 +27,7 @@ def test_nothing_is_advised_where_nothing_is_known():
 def test_more_than_20_percent_waiting_for_data_is_told_if_it_cost_anything(
     share: float, steps: int, is_advised: bool
 ):
-    found = advice_of(attempt(replace(FAST, data_share=share, steps=steps)))
+    found = advice(replace(FAST, data_share=share, steps=steps))
     assert bool(found) == is_advised
     if is_advised:
         assert "21 % of the time" in found[0]
@@ -38,15 +37,15 @@ def test_more_than_20_percent_waiting_for_data_is_told_if_it_cost_anything(
 def test_the_rank_that_makes_the_others_wait_is_named():
     alone = {0: 0.2, 1: 0.21, 2: 0.3, 3: 0.2}
     ranks = [replace(FAST, rank=rank, seconds_alone_per_step=s) for rank, s in alone.items()]
-    (sentence,) = advice_of(attempt(*ranks))
+    (sentence,) = advice(*ranks)
     assert "rank 2 is slow: 0.3 s a step until the ranks meet, the others 0.2 s" in sentence
-    assert not advice_of(attempt(*(replace(r, seconds_alone_per_step=0.2) for r in ranks)))
-    assert not advice_of(attempt(*(replace(r, steps=50) for r in ranks))), "too short to matter"
+    assert not advice(*(replace(r, seconds_alone_per_step=0.2) for r in ranks))
+    assert not advice(*(replace(r, steps=50) for r in ranks)), "too short to matter"
 
 
 def test_an_earlier_job_that_was_faster_is_told_with_its_batch():
     before = Pace(500.0, 1_790_000_000.0, batch_size=64, num_workers=8)
-    (sentence,) = advice_of(attempt(FAST, faster_before=before, batch_size=16))
+    (sentence,) = advice(FAST, before=before)
     assert "made 500 samples/s on this GPU model" in sentence
     assert "micro-batch 64, 8 workers" in sentence
     assert "now 320 (micro-batch 16)" in sentence

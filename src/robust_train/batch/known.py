@@ -153,7 +153,7 @@ def memory_settings(cfg: DictConfig) -> dict[str, object]:
     """
     content = OmegaConf.to_container(cfg, resolve=True)
     assert isinstance(content, dict)
-    ours = set(RobustConfig.__dataclass_fields__) - set(_MATTERS)
+    ours = {*RobustConfig.__dataclass_fields__, "logger"} - set(_MATTERS)
     parts: dict[str, object] = {str(k): value for k, value in content.items() if k not in ours}
     for group, names in _NO_MATTER.items():
         part = parts.get(group)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from robust_train.gpu.visible import mask_for
 from robust_train.memory.allocator import VARIABLE, allocator_settings
+from robust_train.runfolder import trackers
 from robust_train.values import Group
 
 
@@ -45,7 +46,9 @@ _NOT_READ_AT_IMPORT = (
     *("HYDRA_", "ROBUST_TRAIN_", "NCCL_", "TORCH_NCCL_", "TORCH_FR_", "CUBLAS_"),
     *("SLURM_", "SUBMITIT_"),
 )
-_SET_FOR_EACH_ATTEMPT = frozenset({"CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "COLUMNS", "LINES"})
+_SET_FOR_EACH_ATTEMPT = frozenset(
+    {"CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "COLUMNS", "LINES", *trackers.VARIABLES}
+)
 _ALLOCATORS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 

@@ -18,6 +18,7 @@ from robust_train.failures.shortage import do_without_onednn
 from robust_train.memory.allocator import VARIABLE
 from robust_train.memory.cleanup import StartingMemory, release_and_check
 from robust_train.readable import first_line
+from robust_train.runfolder import trackers
 from robust_train.values import FailureKind, Outcome
 
 log = logging.getLogger("robust_train")
@@ -69,7 +70,7 @@ class InlineExecutor:
         if self._memory_at_first is None:
             self._memory_at_first = StartingMemory()
         started = time.monotonic()
-        with _allocator_set_up(request.environ):
+        with _variables_set(request.environ):
             error = run_attempt(
                 request,
                 new_run(request, take, can_restart=self._can_restart),
@@ -100,14 +101,18 @@ class InlineExecutor:
         return progress.outcome(failure, time.monotonic() - started, error=kept)
 
 
+_VARIABLES = (VARIABLE, *trackers.VARIABLES)
+
+
 @contextlib.contextmanager
-def _allocator_set_up(environ: Mapping[str, str]) -> Iterator[None]:
-    """Set the allocator's variable, which is read when CUDA starts, for this attempt only."""
-    before = os.environ.get(VARIABLE)
-    if VARIABLE in environ:
-        os.environ[VARIABLE] = environ[VARIABLE]
+def _variables_set(environ: Mapping[str, str]) -> Iterator[None]:
+    """Set the allocator's variable, which is read when CUDA starts, and those of trackers, for this
+    attempt only."""
+    before = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
+    os.environ.update({name: environ[name] for name in _VARIABLES if name in environ})
     try:
         yield
     finally:
-        os.environ.pop(VARIABLE, None)
-        os.environ.update({} if before is None else {VARIABLE: before})
+        for name in _VARIABLES:
+            os.environ.pop(name, None)
+        os.environ.update(before)

@@ -167,7 +167,8 @@ class ProcessExecutor:
     def _start(self) -> ForkServer:
         self._server = server = at_hand.take()
         safe = [name for name in self._libraries if name not in self._unsafe]
-        ours = self._trainer if self._trainer.is_ours else None
+        # which would import again what must not be
+        ours = self._trainer if self._trainer.is_ours and not self._unsafe else None
         with contextlib.suppress(ServerDied):
             server.begin_import(safe, ours, self._cfg if ours else None)
         return server

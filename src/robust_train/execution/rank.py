@@ -118,6 +118,8 @@ def _config_of(rank: int, cfg: DictConfig) -> DictConfig:
 
 def _set_environment(rank: int, request: AttemptRequest, port: int) -> None:
     """Set what torch's ``env://`` and other libraries read, as torch's own launcher does."""
+    for name in request.of_first_rank if rank else ():
+        os.environ.pop(name, None)
     for name in ("RANK", "LOCAL_RANK", "ROLE_RANK"):
         os.environ[name] = str(rank)
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"):

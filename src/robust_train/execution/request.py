@@ -12,6 +12,7 @@ from robust_train.batch.search import BatchSearch
 from robust_train.execution import flight_recorder
 from robust_train.execution.environment import attempt_environment
 from robust_train.execution.trainer_ref import TrainerRef
+from robust_train.runfolder.trackers import tracker_environment
 from robust_train.settings import LauncherSettings, attempt_config, hydra_config
 from robust_train.values import AttemptSpec
 
@@ -38,6 +39,7 @@ class AttemptRequest:
     stop_grace_seconds: float = 20.0  # time for a last checkpoint
     batch_search: BatchSearch | None = None  # the micro-batch is to be found before training
     has_live_status: bool = False  # the launcher shows steps and loss on a terminal
+    of_first_rank: tuple[str, ...] = ()  # variables in `environ` that the other ranks do without
 
     @property
     def runs_script(self) -> bool:
@@ -64,11 +66,13 @@ def request_for(
     device: str,  # what `cfg.device` is for the trainer
     number: int,  # of the attempt
     run_dir: Path,
+    job: str,  # its identity
     checkpoint: Path | None,  # what it resumes from
     search: BatchSearch | None,  # the search for its micro-batch, None where the size is known
     longest_pause: float,  # between two reports in the job so far, seconds
 ) -> AttemptRequest:
     """Return the request for an attempt of a job with config ``cfg``."""
+    trackers = tracker_environment(os.environ, run_dir, job, is_script=settings.is_script)
     environ = attempt_environment(
         os.environ,
         spec.gpus,
@@ -84,7 +88,8 @@ def request_for(
         attempt=number,
         run_dir=run_dir,
         resume_checkpoint=checkpoint,
-        environ=environ,
+        environ={**environ, **trackers},
+        of_first_rank=tuple(trackers),
         cwd=os.getcwd(),
         stall_timeout_seconds=settings.stall_timeout_seconds,
         longest_pause=longest_pause,

@@ -11,7 +11,7 @@ from robust_train.readable import duration, memory, percent
 from robust_train.report.attempts import AttemptStory
 from robust_train.report.series import OOM, DeviceMemory, Mark
 from robust_train.report.times import Span, Use
-from robust_train.speed.advice import advice_of as speed_advice
+from robust_train.speed import advice as speed_advice
 from robust_train.values import MEMORY_FAILURES, Evidence, FailureKind
 
 _TIGHT = 0.9
@@ -166,8 +166,10 @@ def _growth(stability: str | None) -> Iterator[Advice]:
 
 
 def _speed(attempts: Sequence[AttemptStory]) -> Iterator[Advice]:
-    for sentence in [speed_advice(a) for a in attempts if a.speed][-1:]:
-        yield from (Advice(f"{one[:1].upper()}{one[1:]}.") for one in sentence)
+    for a in [a for a in attempts if a.speed][-1:]:
+        known = (a.speed, a.faster_before, a.num_workers, a.batch_size)
+        for sentence in speed_advice.advice_of(*known):
+            yield Advice(f"{sentence[:1].upper()}{sentence[1:]}.")
 
 
 def _times(attempts: Sequence[AttemptStory], seconds: Mapping[str, float]) -> Iterator[Advice]:

@@ -77,7 +77,10 @@ def show_attempts(summary: Summary) -> None:
 def speed_advice(records: Sequence[AttemptRecord]) -> tuple[str, ...]:
     """Return what would make the job faster, by the last attempt whose speed is known."""
     known = [one.summarized(0) for one in records if one.attempt.outcome.speed]
-    return advice_of(known[-1]) if known else ()
+    if not known:
+        return ()
+    last = known[-1]
+    return advice_of(last.speed, last.faster_before, last.num_workers, last.batch_size)
 
 
 def conclude(summary: Summary, how_to_go_on: str | None = None) -> None:

@@ -33,8 +33,8 @@ class Story:
 
     name: str
     folder: str
-    # what was run: `trainer`, `model`, `dataset`, `overrides`, `command`, and with what: `code`,
-    # `torch`, `driver`, `GPU`, `Python`, `host`
+    # what was run: `trainer`, `model`, `dataset`, `overrides`, `command`, and with what:
+    # `git commit`, `torch`, `cuda`, `driver`, `gpu` …
     about: Mapping[str, str] = field(default_factory=dict)
     # as in `summary.json`; `unfinished` if no end is recorded, because the job still runs or its
     # process died; `empty` if nothing at all is

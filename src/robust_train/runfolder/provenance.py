@@ -85,24 +85,14 @@ def read_environment(run_dir: Path) -> dict[str, Json]:
 
 def in_words(content: Mapping[str, Json]) -> dict[str, str]:
     """Return the short form of ``environment.json`` for people."""
-    found = {name: content.get(name) for name in _SHORT}
-    commit, torch, cuda = (str(found[key] or "") for key in ("git_commit", "torch", "cuda"))
-    changed = " with changes (code.diff)" if found["git_dirty"] else ""
     gpus = content.get("gpus")
     names = (
-        [one.get("name") for one in gpus if isinstance(one, Mapping)]
+        (str(one.get("name")) for one in gpus if isinstance(one, dict))
         if isinstance(gpus, list)
-        else []
+        else ()
     )
-    words = {
-        "code": commit and f"git {commit[:12]}{changed}",
-        "torch": torch + (f", CUDA {cuda}" if torch and cuda else ""),
-        "driver": found["driver"],
-        "GPU": ", ".join(map(str, names)),
-        "Python": found["python"],
-        "host": found["host"],
-    }
-    return {name: str(value) for name, value in words.items() if value}
+    words = {"gpu": ", ".join(names), **{name: content.get(name) for name in _SHORT}}
+    return {name.replace("_", " "): str(value) for name, value in words.items() if value}
 
 
 class Provenance:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 from robust_train.readable import moment, number, percent
 from robust_train.values import Pace, Speed
@@ -15,25 +14,15 @@ _LEAST_SECONDS = 10.0
 """What cost less than this is no matter."""
 
 
-class Attempt(Protocol):
-    """What is asked about an attempt."""
-
-    @property
-    def speed(self) -> Sequence[Speed]: ...  # of each rank
-
-    @property
-    def faster_before(self) -> Pace | None: ...  # an earlier job that was clearly faster
-
-    @property
-    def num_workers(self) -> int | None: ...
-
-    @property
-    def batch_size(self) -> int | None: ...
-
-
-def advice_of(attempt: Attempt) -> tuple[str, ...]:
+def advice_of(
+    speed: Sequence[Speed],  # of each rank
+    faster_before: Pace | None,  # an earlier job that was clearly faster
+    num_workers: int | None,
+    batch_size: int | None,
+) -> tuple[str, ...]:
     """Return a sentence for each thing that slowed an attempt down."""
-    return (*_data(attempt), *_slow_ranks(attempt.speed), *_before(attempt))
+    before = () if faster_before is None else (_before(speed, faster_before, batch_size),)
+    return (*_data(speed, num_workers), *_slow_ranks(speed), *before)
 
 
 def text_of(speed: Sequence[Speed]) -> str | None:
@@ -51,18 +40,17 @@ def text_of(speed: Sequence[Speed]) -> str | None:
     return ", ".join([*parts, *([f"{percent(max(shares))} waiting for data"] if shares else [])])
 
 
-def _data(attempt: Attempt) -> Iterator[str]:
-    speed, num_workers = attempt.speed, attempt.num_workers
-    known = [one for one in speed if one.data_share is not None]
-    worst = max(known, key=lambda one: one.data_share or 0, default=None)
-    if worst is None or worst.data_share is None or worst.data_share <= _MUCH_WAITING:
+def _data(speed: Sequence[Speed], num_workers: int | None) -> Iterator[str]:
+    if not speed:
         return
-    if worst.data_share * worst.steps * worst.seconds_per_step < _LEAST_SECONDS:
+    worst = max(speed, key=lambda one: one.data_share or 0)
+    share = worst.data_share or 0
+    if share <= _MUCH_WAITING or share * worst.steps * worst.seconds_per_step < _LEAST_SECONDS:
         return
     who = "training" if len(speed) == 1 else f"rank {worst.rank}"
     workers = "" if num_workers is None else f" (now {num_workers})"
     yield (
-        f"{who} waited for data {percent(worst.data_share)} of the time: raise "
+        f"{who} waited for data {percent(share)} of the time: raise "
         f"training.num_workers{workers}, or keep the data nearer or smaller"
     )
 
@@ -81,14 +69,11 @@ def _slow_ranks(speed: Sequence[Speed]) -> Iterator[str]:
         )
 
 
-def _before(attempt: Attempt) -> Iterator[str]:
-    before = attempt.faster_before
-    if before is None:
-        return
-    now = sum(one.samples_per_second or 0 for one in attempt.speed)
+def _before(speed: Sequence[Speed], before: Pace, batch_size: int | None) -> str:
+    now = sum(one.samples_per_second or 0 for one in speed)
     workers = f", {before.num_workers} workers" if before.num_workers else ""
-    yield (
+    return (
         f"the same job made {number(before.samples_per_second)} samples/s on this GPU model at "
         f"{moment(before.when)} (micro-batch {before.batch_size}{workers}), now {number(now)} "
-        f"(micro-batch {attempt.batch_size}): see who else uses GPU, processors and disk"
+        f"(micro-batch {batch_size}): see who else uses GPU, processors and disk"
     )

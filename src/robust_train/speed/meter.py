@@ -136,8 +136,8 @@ class SpeedMeter:
 
     def begin(self) -> None:
         """Begin a step now: what came before it is no part of it."""
-        if self._interval is not None:
-            self._interval = self._new_interval()
+        if self._interval is not None and (now := self._moment()):
+            self._interval = _Interval(now)
 
     def pause(self) -> None:
         """Leave the present step out: it has more to do than to train."""
@@ -161,9 +161,8 @@ class SpeedMeter:
     def wait_ends(self) -> None:
         """The data are there."""
         start, self._wait_from, self._is_explicit = self._wait_from, None, True
-        end = None if start is None else self._moment()
-        if start is not None and end is not None and self._interval is not None:
-            self._interval.waits = [*(self._interval.waits or ()), (start, end)]
+        if start and self._interval and (now := self._moment()):
+            self._interval.waits = [*(self._interval.waits or ()), (start, now)]
 
     def batch_begins(self, samples: int) -> None:
         """A batch is there, and is computed from here on."""
@@ -233,10 +232,6 @@ class SpeedMeter:
         except RuntimeError:  # after a fault the device answers nothing
             self._is_on = False
             return None
-
-    def _new_interval(self) -> _Interval | None:
-        now = self._moment()
-        return None if now is None else _Interval(now)
 
     def _settle(self) -> None:
         """Count the steps that the GPU, too, has done."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from omegaconf import DictConfig
 
+from robust_train.vision.curves import chosen
 from robust_train.vision.datasets import check_data
 from robust_train.vision.models import check_model
 
 
 def check_config(cfg: DictConfig) -> None:
-    """Check the groups ``model`` and ``dataset`` without touching data or device."""
+    """Check ``model``, ``dataset`` and ``logger`` without touching data or device."""
+    chosen(cfg)
     check_model(cfg.model)
     check_data(cfg.dataset)
 
@@ -18,7 +20,9 @@ def preload_modules(cfg: DictConfig) -> list[str]:
     """Return the modules that this config imports, for a fork server. None touches CUDA."""
     check_config(cfg)
     # every torch optimizer imports torch._dynamo when it is built: more than a second
-    modules = ["numpy", "PIL.Image", "torch.utils.tensorboard", "torch._dynamo"]
+    modules = ["numpy", "PIL.Image", "torch._dynamo"]
+    if chosen(cfg) == "tensorboard":
+        modules.append("torch.utils.tensorboard")
     modules += {
         "digits": ["sklearn.datasets"],
         "flowers102": ["scipy.io", "torchvision.datasets"],

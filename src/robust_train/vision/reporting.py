@@ -1,4 +1,4 @@
-"""Report a run's progress: screen, TensorBoard, launcher."""
+"""Report a run's progress: screen, curves, launcher."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
+from omegaconf import DictConfig
 from torch import Tensor
 
+from robust_train.errors import ConfigError
+from robust_train.readable import first_line
 from robust_train.run import Run
+from robust_train.vision.curves import Curves, open_curves
 from robust_train.vision.step import Score
 from robust_train.vision.training_state import LossAverage, ResumePosition
 
@@ -36,22 +39,23 @@ def checked_loss(average: LossAverage, step: int) -> float:
 
 
 class Reporter:
-    """Report steps and epochs. A context manager: it owns TensorBoard's event file.
+    """Report steps and epochs. A context manager: it owns the curves.
 
     Every ``log_every_steps`` steps are a log line, unless the launcher shows them on a terminal.
     Reading the loss waits for the device, so it is read only then and once a second; the value
     sent is its mean since the last of those steps.
     """
 
-    def __init__(self, run: Run, *, log_every_steps: int, epochs: int) -> None:
+    def __init__(self, run: Run, cfg: DictConfig) -> None:
         self._run = run
-        self._every = log_every_steps
-        self._epochs = epochs
+        self._cfg = cfg
+        self._every: int = cfg.training.log_every_steps
+        self._epochs: int = cfg.training.epochs
         self._recent = LossAverage()
         self._next_reading = 0.0
         self._unsent: dict[str, float] = {}
         self._total_steps = 0
-        self._board: Any = None
+        self._curves: Curves | None = None
         # there its launcher shows the steps
         self._is_watched = run.has_live_status
         self._epoch_started = time.monotonic()
@@ -59,17 +63,18 @@ class Reporter:
     def __enter__(self) -> Reporter:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        with self._board_errors():
-            if self._board is not None:
-                self._board.close()
+    def __exit__(self, kind: object, error: object, frames: object) -> None:
+        with self._drawing():
+            if self._curves is not None:
+                self._curves.close(has_failed=kind is not None)
 
     def begin(self, position: ResumePosition, total_steps: int) -> None:
         """Report that training starts from ``position``."""
         self._total_steps = total_steps
         self._run.started(position.step)
         if self._run.is_main:
-            self._open_board(position.step)
+            with self._drawing():
+                self._curves = open_curves(self._cfg, self._run, position.step)
 
     def step(self, position: ResumePosition, loss: Tensor, samples: int, lr: float) -> None:
         """Report that optimizer step ``position.step`` is done, with its mean loss."""
@@ -113,27 +118,18 @@ class Reporter:
             val_accuracy=score.accuracy,
         )
 
-    def _open_board(self, step: int) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            log.info('no TensorBoard scalars: pip install "robust-train[vision]"')
-            return
-        with self._board_errors():
-            # a resumed run draws over the steps that the failed attempt made after its checkpoint
-            folder = str(self._run.run_dir / "tensorboard")
-            self._board = SummaryWriter(folder, purge_step=step + 1 if step else None)
-
     def _scalars(self, step: int, values: dict[str, float]) -> None:
-        with self._board_errors():
-            for name, value in values.items():
-                if self._board is not None:
-                    self._board.add_scalar(name, value, step)
+        with self._drawing():
+            if self._curves is not None:
+                self._curves.add(values, step)
 
     @contextmanager
-    def _board_errors(self) -> Iterator[None]:
+    def _drawing(self) -> Iterator[None]:
         try:
             yield
-        except OSError as error:
-            self._board = None
-            log.warning("TensorBoard: cannot write (%s); training goes on without", error)
+        except ConfigError:
+            raise
+        except Exception as error:  # a disk that is full, a server that is away
+            self._curves = None
+            why = first_line(error)
+            log.warning("logger=%s: %s; training goes on without", self._cfg.get("logger"), why)

@@ -80,9 +80,7 @@ def train(cfg: DictConfig, run: Run) -> dict[str, float | str]:
     if run.world_size > 1:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
-        with Reporter(
-            run, log_every_steps=cfg.training.log_every_steps, epochs=cfg.training.epochs
-        ) as reporter:
+        with Reporter(run, cfg) as reporter:
             training = Training(cfg, run, reporter, device)
             try:
                 training.resume()

@@ -1,0 +1,81 @@
+"""What attempts are given so that experiment trackers go on in one run."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from robust_train.runfolder import trackers
+from robust_train.runfolder.trackers import TrackerNote, tracker_environment
+
+WANDB = {"WANDB_RUN_ID": "abc", "WANDB_RESUME": "allow"}
+
+
+def given(folder: Path, environ: dict[str, str] | None = None, **options: bool) -> dict[str, str]:
+    return tracker_environment(environ or {}, folder, "abc", **{"is_script": True, **options})
+
+
+@pytest.fixture
+def mlflow(monkeypatch: pytest.MonkeyPatch):
+    """A library whose active run the test chooses."""
+    module = types.ModuleType("mlflow")
+    module.active_run = lambda: None
+
+    def begin(run: str, **tags: str) -> None:
+        data = types.SimpleNamespace(tags=tags)
+        found = types.SimpleNamespace(info=types.SimpleNamespace(run_id=run), data=data)
+        module.active_run = lambda: found
+
+    monkeypatch.setitem(sys.modules, "mlflow", module)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    return begin
+
+
+def test_wandb_gets_the_jobs_id_unless_the_user_has_set_one(tmp_path: Path):
+    assert given(tmp_path) == WANDB
+    for name in ("WANDB_RUN_ID", "WANDB_RESUME", "WANDB_SWEEP_ID"):
+        assert given(tmp_path, {name: ""}) == {}, "also an empty one"
+
+
+def test_a_function_gets_it_where_wandb_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for is_there, expected in ((None, {}), (object(), WANDB)):
+        monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name, it=is_there: it)
+        assert given(tmp_path, is_script=False) == expected
+
+
+def test_mlflow_gets_the_run_that_was_active_last(tmp_path: Path, mlflow):
+    note = TrackerNote(tmp_path, "abc")
+    note.look()
+    assert given(tmp_path) == WANDB, "no run was active"
+    for run in ("first", "second"):
+        mlflow(run)
+        note.look()
+        assert given(tmp_path) == {**WANDB, "MLFLOW_RUN_ID": run}
+    mlflow("third", **{"mlflow.parentRunId": "whole"})
+    note.look()
+    assert given(tmp_path)["MLFLOW_RUN_ID"] == "whole", "a run within a run ends with it"
+    assert given(tmp_path, {"MLFLOW_RUN_ID": ""}) == WANDB
+    assert given(tmp_path, {"MLFLOW_TRACKING_URI": "another"}) == WANDB, "it is not known there"
+    assert tracker_environment({}, tmp_path, "later job", is_script=True)["WANDB_RUN_ID"] != "abc"
+    assert "MLFLOW_RUN_ID" not in tracker_environment({}, tmp_path, "later job", is_script=True)
+
+
+def test_what_is_wrong_costs_the_note_and_nothing_else(tmp_path: Path, mlflow):
+    mlflow("first")
+    TrackerNote(tmp_path, "").look()
+    TrackerNote(tmp_path, None).look()
+    assert list(tmp_path.iterdir()) == [], "without a launcher nobody reads it"
+    TrackerNote(tmp_path / "gone", "abc").look()
+    sys.modules["mlflow"].active_run = lambda: 1 / 0
+    TrackerNote(tmp_path, "abc").look()
+    del sys.modules["mlflow"].active_run  # it is being imported
+    TrackerNote(tmp_path, "abc").look()
+    for content in ("{", "[1]", json.dumps({"job": "abc", "mlflow_run_id": 3})):
+        (tmp_path / "trackers.json").write_text(content)
+        assert given(tmp_path) == WANDB

@@ -1,0 +1,111 @@
+"""Where the built-in trainer draws: the real libraries, offline, where they are installed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from world import World, wait_until
+
+JOB = (
+    "training.epochs=8",
+    "training.num_workers=0",
+    "training.log_every_steps=5",
+    "training.checkpoint_every_steps=20",
+)
+
+
+@pytest.mark.parametrize(
+    ("logger", "line"),
+    [
+        ("wandb", 'logger=wandb: needs wandb, which is not installed; pip install "robust-train[w'),
+        ("mlflow", 'logger=mlflow: needs mlflow, which is not installed; pip install "robust-tr'),
+        ("wanbd", "logger=wanbd: accepted are tensorboard, wandb, mlflow, none; did you mean wan"),
+    ],
+)
+def test_a_logger_that_cannot_be_used_is_refused_in_one_line(world: World, logger: str, line: str):
+    library = world.folder / "without"
+    library.mkdir()
+    # as if it were not installed, wherever this runs
+    (library / "sitecustomize.py").write_text(
+        "import sys, importlib.util as u\n"
+        "find = u.find_spec\n"
+        "u.find_spec = lambda name, *a: None if name in ('wandb', 'mlflow') else find(name, *a)\n"
+        "sys.modules['wandb'] = sys.modules['mlflow'] = None\n"
+    )
+    path = os.pathsep.join([str(library), world.environ.get("PYTHONPATH", "")])
+    world.alone = True  # an interpreter of its own reads it
+    ended = world.with_environ({"PYTHONPATH": path}).run(f"logger={logger}")
+    assert ended.returncode == 2, ended.output
+    assert line in ended.output
+    assert "Traceback" not in ended.output
+
+
+def killed_once(world: World, *arguments: str) -> None:
+    """Run a job whose attempt is killed in its fourth epoch."""
+    process = world.start(*JOB, *arguments)
+
+    def state() -> dict[str, int]:
+        try:
+            return json.loads((world.run_dir / "state.json").read_text())
+        except (OSError, ValueError):
+            return {}
+
+    wait_until(lambda: (state().get("step") or 0) >= 75, "step 75")
+    os.kill(state()["attempt_pid"], signal.SIGKILL)
+    ended = world.end(process)
+    assert ended.returncode == 0, ended.output
+    first, second = ended.attempts
+    assert first["outcome"] == "interrupted"
+    assert 0 < second["start_step"] < first["end_step"], "some steps are done again"
+
+
+EXPECTED = [1, *range(5, 185, 5)]
+"""The steps whose loss is drawn; the first of a later attempt too, where it is new."""
+
+
+@pytest.mark.slow
+def test_a_job_that_was_killed_is_one_run_with_one_curve_in_mlflow(world: World, tmp_path: Path):
+    mlflow = pytest.importorskip("mlflow", reason="needs robust-train[mlflow]")
+    server = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    killed_once(world.with_environ({"MLFLOW_TRACKING_URI": server}), "logger=mlflow")
+    client = mlflow.MlflowClient(server)
+    (run,) = client.search_runs(["0"])
+    assert run.info.status == "FINISHED"
+    assert run.data.params["training.epochs"] == "8"
+    steps = [one.step for one in client.get_metric_history(run.info.run_id, "train/loss")]
+    assert steps == sorted(set(steps)), "none is drawn twice"
+    assert set(EXPECTED) <= set(steps)
+    assert len(client.get_metric_history(run.info.run_id, "val/accuracy")) == 8
+
+
+@pytest.mark.slow
+def test_a_job_that_was_killed_is_one_run_with_one_curve_in_wandb(world: World):
+    pytest.importorskip("wandb", reason="needs robust-train[wandb]")
+    killed_once(world.with_environ({"WANDB_MODE": "offline"}), "logger=wandb")
+    folders = sorted((world.run_dir / "wandb").glob("offline-run-*"))
+    job = json.loads((world.run_dir / "job.json").read_text())["id"]
+    assert [path.name.rpartition("-")[2] for path in folders] == [job, job]
+    steps = [step for path in folders for step in loss_steps(path / f"run-{job}.wandb")]
+    assert steps == sorted(set(steps)), "the second part goes on where the first has ended"
+    assert len(set(EXPECTED) - set(steps)) <= 1, "a step that was not on the disk may be missing"
+
+
+def loss_steps(path: Path) -> list[int]:
+    """The steps in a file of wandb's that have a loss."""
+    from wandb.proto.wandb_internal_pb2 import Record
+    from wandb.sdk.internal.datastore import DataStore
+
+    store, found = DataStore(), []
+    store.open_for_scan(str(path))
+    while (data := store.scan_data()) is not None:
+        record = Record()
+        record.ParseFromString(data)
+        names = {item.key or "/".join(item.nested_key) for item in record.history.item}
+        if "train/loss" in names:
+            found.append(record.history.step.num)
+    return found
