@@ -23,7 +23,7 @@ def preload_modules(cfg):
 def as_told(cfg, run):
     """The example in the way that the environment names; its first attempt may be stopped."""
     stop_step = int(os.environ.get("STOP_STEP", 0))
-    if stop_step and run.resume_checkpoint is None:
+    if stop_step and run.is_main and run.resume_checkpoint is None:
         launcher = int(Path(os.environ["LAUNCHER_FILE"]).read_text())
         _after_step(run, stop_step, lambda: os.kill(launcher, signal.SIGTERM))
     return globals()[os.environ["HOW"]](cfg, run)

@@ -163,3 +163,25 @@ def is_slow_on_rank_1(cfg, run):
                 micro.backward(model(micro.data).mean())
         run.progress(step)
     dist.destroy_process_group()
+
+
+def loses_a_gpu_of_four(cfg, run):
+    """Saves after two steps; then the hardware of rank 2's GPU fails, which ends all four."""
+    dist.init_process_group("gloo")
+    start = 0
+    if run.resume_checkpoint is not None:
+        start = int(Path(run.resume_checkpoint).read_text())
+    run.started(start)
+    for step in range(start + 1, 5):
+        if step == 3 and run.world_size == 4 and run.rank == 2:
+            raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
+        ranks = torch.ones(1)
+        dist.all_reduce(ranks)
+        run.progress(step)
+        if run.is_main and step == 2:
+            run.checkpoint_dir.mkdir(exist_ok=True)
+            (run.checkpoint_dir / "2").write_text("2")
+            run.checkpoint_saved(run.checkpoint_dir / "2", 2)
+    dist.destroy_process_group()
+    visible = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
+    return {"ranks": int(ranks), "start": start, "visible": len(visible)}

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from robust_train.policy.context import FailureContext
-from robust_train.policy.decide import decide, decide_on_request, first_attempt
+from robust_train.policy.decide import decide, decide_on_request, first_attempt, on_gpus
 from robust_train.policy.sizes import PolicySettings
 from robust_train.policy.unhealthy import excluded_after
 from robust_train.values import (
@@ -675,3 +675,76 @@ def test_an_attempt_that_was_asked_to_stop_is_not_tried_again():
     spec = first_attempt(SETTINGS, (gpu(0, 20),))
     decision = decide(SETTINGS, (failed(spec, FailureKind.INTERRUPTED),), (gpu(0, 20),))
     assert decision == GiveUp("a interrupted message")
+
+
+# --- fewer GPUs ---
+
+
+def of_four(**keys) -> PolicySettings:
+    return PolicySettings(**{"batch_size": 24, "ranks": 4, "min_batch_size": 4, **keys})
+
+
+FOUR = tuple(gpu(index, 40) for index in range(4))
+
+
+def lost(settings: PolicySettings, group=FOUR) -> Attempt:
+    attempt = failed(
+        first_attempt(settings, group), FailureKind.DEVICE_FAULT, Evidence(clue=Clue.HARDWARE)
+    )
+    failure = replace(attempt.outcome.failure, rank=len(group) - 1)
+    return replace(attempt, outcome=replace(attempt.outcome, failure=failure))
+
+
+def test_without_another_gpu_a_group_goes_on_with_fewer_where_its_user_allows_it():
+    allowed = of_four(min_ranks=2)
+    retry = after(lost(allowed), gpus=FOUR, settings=allowed)
+    assert (retry.action, retry.room.counts, retry.room.exclude) == (
+        "fewer_gpus",
+        (3, 2),
+        ("GPU-3",),
+    )
+    assert retry.otherwise.action == "cpu_fallback"
+    assert after(lost(of_four()), gpus=FOUR, settings=of_four()).action == "cpu_fallback"
+
+
+def test_it_waits_first_where_others_have_gpus_that_would_do():
+    settings = of_four(min_ranks=3)
+    retry = decide(settings, (lost(settings),), FOUR, (gpu(4, 40),))
+    assert (retry.action, retry.room.counts) == ("wait", (4,))
+    assert retry.otherwise.action == "fewer_gpus"
+
+
+def test_a_group_that_has_lost_one_before_waits_for_as_many_as_it_has():
+    settings = of_four(min_ranks=2)
+    spec = on_gpus(settings, first_attempt(settings, FOUR), FOUR[:3])
+    again = replace(lost(settings, FOUR[:3]), spec=spec)
+    assert decide(settings, (again,), FOUR[:3], (gpu(4, 40),)).room.counts == (3,)
+    assert after(again, gpus=FOUR[:3], settings=settings).room.counts == (2,)
+
+
+@given(
+    batch_size=st.integers(1, 64),
+    accumulation=st.integers(1, 4),
+    ranks=st.integers(1, 8),
+    min_ranks=st.integers(1, 8),
+    min_batch_size=st.integers(1, 8),
+)
+def test_fewer_gpus_keep_the_effective_batch_and_no_larger_micro_batch(
+    batch_size, accumulation, ranks, min_ranks, min_batch_size
+):
+    settings = PolicySettings(
+        batch_size,
+        accumulation,
+        ranks,
+        min_ranks=min(min_ranks, ranks),
+        min_batch_size=min(min_batch_size, batch_size),
+    )
+    spec = first_attempt(settings, tuple(gpu(index, 40) for index in range(ranks)))
+    counts = settings.fewer_ranks(ranks)
+    assert list(counts) == sorted(counts, reverse=True)
+    for count in counts:
+        assert settings.min_ranks <= count < ranks
+        fewer = on_gpus(settings, spec, spec.gpus[:count])
+        assert (fewer.ranks, len(fewer.gpus)) == (count, count)
+        assert fewer.effective_batch_size == settings.effective_batch_size
+        assert settings.min_batch_size <= fewer.batch_size <= batch_size

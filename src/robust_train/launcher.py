@@ -40,7 +40,7 @@ from robust_train.execution.signals import SignalWatch
 from robust_train.execution.trainer_ref import end_import_at_launch
 from robust_train.failures.advice import with_fitting_advice
 from robust_train.memory.stability import attempt_stability
-from robust_train.policy.decide import concluded, decide, decide_on_request, first_attempt
+from robust_train.policy.decide import concluded, decide, decide_on_request, first_attempt, on_gpus
 from robust_train.policy.rules import with_gpu_at_fault
 from robust_train.queue import devices
 from robust_train.queue.wait import NoGpu, WaitStatus
@@ -220,7 +220,7 @@ class Job:
     def _acquire_device(self) -> Group:
         started = time.monotonic()
         try:
-            group = self.devices.acquire()
+            group = self.devices.acquire(self.policy.fewer_ranks(self.policy.ranks))
         finally:
             self.wait_seconds = time.monotonic() - started
         self.folder.acquired(self.devices.job_id, group)
@@ -261,10 +261,12 @@ class Job:
         found = self.devices.wait_for_room(retry.room)
         self.wait_seconds += time.monotonic() - started
         if isinstance(found, NoGpu):
-            return self._decide_again(record, retry.otherwise, "waited_in_vain", found.reason)
+            again = self._decide_again(record, retry.otherwise, "waited_in_vain", found.reason)
+            return self._with_room(again)
         if retry.room.gpu_uuids:
             return record
-        return replace(record, decision=replace(retry, spec=replace(retry.spec, gpus=found)))
+        spec = on_gpus(self.policy, retry.spec, found)
+        return replace(record, decision=replace(retry, spec=spec))
 
     def _decide_again(
         self, record: AttemptRecord, decision: Decision, why: str, problem: str

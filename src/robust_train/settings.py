@@ -118,6 +118,7 @@ def policy_settings(
         batch_size=cfg.training.batch_size,
         gradient_accumulation_steps=cfg.training.gradient_accumulation_steps,
         ranks=cfg.num_gpus,
+        min_ranks=cfg.min_num_gpus,
         cpu_ranks=1 if cfg.auto_device or cfg.device != "cpu" else cfg.num_gpus,
         num_workers=cfg.training.num_workers,
         min_batch_size=cfg.min_batch_size,

@@ -309,10 +309,11 @@ class RetryRule:
 class Room:
     """Free memory that must be there first."""
 
-    # on all of these GPUs; empty: on as many as the job needs, whichever they are
+    # on all of these GPUs; empty: on `counts` of them, whichever they are
     gpu_uuids: tuple[str, ...]
     free_bytes: int  # on each of them
     exclude: tuple[str, ...] = ()  # GPUs that will not do
+    counts: tuple[int, ...] = (1,)  # of GPUs where none are named: the first that can be had
 
 
 @dataclass(frozen=True)

@@ -27,15 +27,16 @@ def devices(environ={}, **keys):
     cfg = complete({"num_gpus": 2, **keys})
     folder = Path("run")
     settings = device_settings(cfg, folder)
-    return Devices(settings, {**os.environ, **environ}, folder, sleep_until_readable)
+    sleep = lambda seconds, wake=None: sleep_until_readable(seconds, wake)
+    return Devices(settings, {**os.environ, **environ}, folder, sleep)
 
 def indexes(group):
     return [gpu.index for gpu in group]
 
-def answer(*arguments, **keys):
+def answer(*arguments, fewer=(), **keys):
     job = devices(*arguments, **keys)
     try:
-        return indexes(job.acquire())
+        return indexes(job.acquire(fewer))
     except (ConfigError, NoDevice) as error:
         return f"{type(error).__name__}: {error}"
     finally:
@@ -125,6 +126,8 @@ print(json.dumps({
     "too_many": answer(num_gpus=4),
     "too_many_without_queue": answer(num_gpus=4, **free),
     "too_many_for_the_mask": answer(mask, num_gpus=3),
+    "fewer": sorted(answer(num_gpus=4, fewer=(3, 2))),
+    "too_many_still": answer(mask, num_gpus=4, fewer=(3,)),
     "one_gpu": answer(auto_device=False, device="cuda:1"),
     "any": sorted(answer(auto_device=False, device="auto", num_gpus=3)),
     "the_cpu": answer(auto_device=False, device="cpu"),
@@ -132,7 +135,8 @@ print(json.dumps({
 """
     )
     assert told["mask"] == told["mask_without_queue"] == told["slurm"] == [1, 2]
-    assert told["any"] == [0, 1, 2]
+    assert told["any"] == told["fewer"] == [0, 1, 2]
+    assert told["too_many_still"].startswith("ConfigError: num_gpus=3: only 2 GPUs here could")
     assert told["the_cpu"] == []
     too_many = (
         "ConfigError: num_gpus=4: only 3 GPUs here could ever give 4000 MiB; ask for at most "
@@ -145,3 +149,20 @@ print(json.dumps({
     assert told["one_gpu"].startswith("ConfigError: num_gpus=2 does not go with auto_device=false")
     assert "device=cuda:1" in told["one_gpu"]
     assert "CUDA_VISIBLE_DEVICES" in told["one_gpu"]
+
+
+def test_after_waiting_in_vain_a_job_takes_fewer_gpus(machine_with: MachineWith) -> None:
+    machine = machine_with(Gpu(), Gpu(), Gpu(free_mib=100))
+    told = machine.python(
+        PROGRAM
+        + """
+short = {"gpu_wait_timeout_minutes": 0.005, "allow_cpu_fallback": False}
+print(json.dumps({
+    "never_fewer": answer(num_gpus=3, **short),
+    "fewer": sorted(answer(num_gpus=3, fewer=(2, 1), **short)),
+    "without_queue": sorted(answer(num_gpus=3, fewer=(2, 1), gpu_queue=False, **short)),
+}))
+"""
+    )
+    assert told["never_fewer"].startswith("NoDevice: no 3 GPUs were available within")
+    assert told["fewer"] == told["without_queue"] == [0, 1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from robust_train.config.schema import complete, validate
 from robust_train.errors import ConfigError
 from robust_train.runfolder.state import read_state
+from simulated_nvml import Gpu, Machine
 from world import World, wait_until
 
 ON_THE_CPU = ("auto_device=false", "device=cpu")
@@ -129,9 +131,28 @@ def test_a_stopped_rank_is_a_hang_of_the_group_which_goes_on_from_the_checkpoint
     assert [event["limit_seconds"] for event in warned] == [3.0]
 
 
+def test_a_group_that_loses_a_gpu_goes_on_with_fewer_at_the_same_effective_batch(
+    world: World, cuda_machine_with: Callable[..., Machine]
+):
+    world.with_environ(cuda_machine_with(Gpu(), Gpu(), Gpu(), Gpu()).environ)
+    keys = ("num_gpus=4", "training.batch_size=24", "training.num_workers=0", "min_batch_size=4")
+    target = "trainer._target_=rank_trainers.loses_a_gpu_of_four"
+    ended = world.run(target, *keys, "min_num_gpus=2")
+    assert ended.returncode == 0, ended.output
+    first, second = ended.attempts
+    assert (first["outcome"], first["action"]) == ("device_fault", "fewer_gpus")
+    assert "(rank 2)" in first["reason"] or "cuda:2" in first["reason"]
+    assert (first["ranks"], second["ranks"]) == (4, 3)
+    assert (second["batch_size"], second["gradient_accumulation_steps"]) == (16, 2)
+    assert first["effective_batch_size"] == second["effective_batch_size"] == 96
+    assert first["device"].split(",")[2] not in second["device"].split(",")
+    assert ended.summary["result"] == {"ranks": 3, "start": 2, "visible": 3}
+
+
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
+        ({"num_gpus": 2, "min_num_gpus": 3}, "min_num_gpus=3: must not be above num_gpus=2"),
         ({"num_gpus": 2, "isolation": "none"}, "num_gpus=2: every GPU needs a process of its own"),
         ({"num_gpus": 0}, "num_gpus=0: must be 1 or more"),
     ],

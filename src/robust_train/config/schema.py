@@ -221,6 +221,7 @@ class RobustConfig(PlainConfig):
     detach: bool = False
     auto_device: bool = True
     num_gpus: int = _in(FROM_1, 1)
+    min_num_gpus: int | None = _in(FROM_1, None)
     wait_for_gpu: bool = True
     min_gpu_memory_mb: int = _in(FROM_0, 4000)
     gpu_wait_timeout_minutes: float = _in(FROM_0, 60.0)
@@ -350,6 +351,10 @@ def _validate_launcher(cfg: DictConfig) -> None:
         raise ConfigError(
             f"min_batch_size={cfg.min_batch_size}: must not be above "
             f"training.batch_size={cfg.training.batch_size}"
+        )
+    if (cfg.min_num_gpus or 1) > cfg.num_gpus:
+        raise ConfigError(
+            f"min_num_gpus={cfg.min_num_gpus}: must not be above num_gpus={cfg.num_gpus}"
         )
     if cfg.isolation == "none" and cfg.num_gpus > 1:
         raise ConfigError(

@@ -12,7 +12,7 @@ from robust_train.policy import last_remedies, remedies
 from robust_train.policy.context import FailureContext
 from robust_train.policy.remedies import Rule
 from robust_train.policy.rules import by_users_rule
-from robust_train.policy.sizes import PolicySettings
+from robust_train.policy.sizes import PolicySettings, largest_up_to
 from robust_train.values import (
     MEMORY_FAILURES,
     Attempt,
@@ -48,12 +48,14 @@ REMEDIES: dict[FailureKind, tuple[Rule, ...]] = {
         remedies.same_gpu_again,
         remedies.other_gpu,
         remedies.wait_for_other_gpu,
+        remedies.fewer_gpus,
         last_remedies.cpu_fallback,
     ),
     FailureKind.DEVICE_UNAVAILABLE: (
         remedies.busy_gpu_again,
         remedies.other_gpu,
         remedies.wait_for_turn,
+        remedies.fewer_gpus,
         last_remedies.cpu_fallback,
     ),
     FailureKind.COMM: (remedies.same_again,),
@@ -76,6 +78,15 @@ def first_attempt(settings: PolicySettings, gpus: Group) -> AttemptSpec:
         expandable_segments=settings.expandable_segments,
         has_batch=settings.has_batch,
     )
+
+
+def on_gpus(settings: PolicySettings, spec: AttemptSpec, gpus: Group) -> AttemptSpec:
+    """Return ``spec`` on these GPUs; another number of them shares its effective batch."""
+    if len(gpus) == spec.ranks:
+        return replace(spec, gpus=gpus)
+    size, accumulation = largest_up_to(settings.for_ranks(len(gpus)), spec.batch_size)
+    sized = replace(spec, batch_size=size, gradient_accumulation_steps=accumulation)
+    return replace(sized, gpus=gpus, ranks=len(gpus))
 
 
 def decide(

@@ -190,8 +190,23 @@ def wait_for_other_gpu(context: FailureContext) -> Retry | None:
     if not settings.may_wait or not settings.may_switch_gpu:
         return None
     reason = f"{what_failed(context)}: same batch on the next GPU that becomes free"
-    room = Room((), settings.min_gpu_memory_bytes, exclude=tuple(sorted(faulty)))
+    exclude, count = tuple(sorted(faulty)), len(context.last.gpus)
+    room = Room((), settings.min_gpu_memory_bytes, exclude, (count,))
     return Retry(context.last, "wait", reason, room=room)
+
+
+def fewer_gpus(context: FailureContext) -> Retry | None:
+    """No other GPU in time: the same effective batch on fewer, where the user allows it."""
+    counts = context.settings.fewer_ranks(len(context.last.gpus))
+    if not counts:
+        return None
+    excluded = {*context.faulty()}
+    if context.failure.rank is not None:
+        excluded.update(uuids(context.failed_gpus))
+    room = Room((), context.settings.min_gpu_memory_bytes, tuple(sorted(excluded)), counts)
+    what = f"{what_failed(context)} and no other GPU is available"
+    reason = f"{what}: on with fewer GPUs (min_num_gpus={context.settings.min_ranks})"
+    return Retry(context.last, "fewer_gpus", reason, room=room)
 
 
 def busy_gpu_again(context: FailureContext) -> Retry | None:
@@ -210,7 +225,8 @@ def wait_for_turn(context: FailureContext) -> Retry | None:
         return None
     what = what_failed(context)
     reason = f"{what}, and somebody else has it: same batch on the next available GPU"
-    room = Room(() if settings.may_switch_gpu else ours, settings.min_gpu_memory_bytes)
+    only = () if settings.may_switch_gpu else ours
+    room = Room(only, settings.min_gpu_memory_bytes, counts=(len(ours),))
     return Retry(context.last, "wait", reason, room=room)
 
 

@@ -16,6 +16,7 @@ class PolicySettings:
     gradient_accumulation_steps: int = 1  # requested accumulation of each rank
     ranks: int = 1  # requested processes that share a step, one for each GPU
     cpu_ranks: int = 1  # processes on the CPU
+    min_ranks: int | None = None  # fewest GPUs to go on with; None: never fewer than `ranks`
     num_workers: int = 0  # requested data-loader workers
     min_batch_size: int = 4  # no attempt uses a smaller micro-batch
     # smaller micro-batches tried on one device, and failures in the same way, before something
@@ -54,8 +55,28 @@ class PolicySettings:
         """Share the same effective batch among another number of processes."""
         if ranks == self.ranks or not self.preserve_effective_batch_size:
             return replace(self, ranks=ranks)
-        steps = -(-self.effective_batch_size // (self.batch_size * ranks))
-        return replace(self, ranks=ranks, gradient_accumulation_steps=steps)
+        total = self.effective_batch_size
+        exact = (
+            size
+            for size in range(self.batch_size, self.min_batch_size - 1, -1)
+            if total % (size * ranks) == 0
+        )
+        size = next(exact, self.batch_size)
+        steps = -(-total // (size * ranks))
+        return replace(self, batch_size=size, ranks=ranks, gradient_accumulation_steps=steps)
+
+    def fewer_ranks(self, ranks: int) -> tuple[int, ...]:
+        """Return the allowed numbers of GPUs below ``ranks``, most first.
+
+        Each divides the effective batch size, where that is to be preserved.
+        """
+        least = ranks if self.min_ranks is None else self.min_ranks
+        return tuple(
+            fewer
+            for fewer in range(ranks - 1, least - 1, -1)
+            if not self.preserve_effective_batch_size
+            or self.for_ranks(fewer).effective_batch_size == self.effective_batch_size
+        )
 
 
 def with_accumulation(settings: PolicySettings, batch_size: int) -> tuple[int, int]:

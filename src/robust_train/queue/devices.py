@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from robust_train.errors import ConfigError, NoDevice
@@ -83,8 +84,10 @@ class Devices:
         """The descriptor that keeps the reservation alive, if there is one."""
         return () if self._queue.hold is None else (self._queue.hold,)
 
-    def acquire(self) -> Group:
+    def acquire(self, fewer: Sequence[int] = ()) -> Group:
         """Return the GPUs to start on, ``num_gpus`` of them, or none at all for the CPU.
+
+        If there are not that many in time, one of the numbers ``fewer`` will do.
 
         Raises:
             NoDevice: nothing suitable, and the CPU is not allowed.
@@ -114,11 +117,18 @@ class Devices:
         request = self._request(settings.min_free_bytes, only)
         # an unreadable GPU may have more, and an administrator may open a prohibited one
         changes = any(not could_ever_fit(gpu, 1) for gpu in visible.gpus)
-        if settings.asks_for_more and not changes and (why := why_pointless(request, visible)):
+        least = replace(request, count=min((request.count, *fewer)))
+        if settings.asks_for_more and not changes and (why := why_pointless(least, visible)):
             raise ConfigError(why)
-        group = self._queue.wait(request, self._on_wait, self._sleep)
+        group = self._wait(request, (request.count, *fewer))
         if isinstance(group, NoGpu):
             return self._cpu_or_nothing(group.reason, has_gpus=True)
+        if len(group) < request.count:
+            log.warning(
+                "num_gpus=%d, but only %d are available: training begins with these (min_num_gpus)",
+                request.count,
+                len(group),
+            )
         log.info("using %s", ", ".join(f"GPU {g.index} ({g.name}, {g.uuid})" for g in group))
         return group
 
@@ -192,9 +202,22 @@ class Devices:
         """
         request = self._request(room.free_bytes, room.gpu_uuids, room.exclude)
         if not room.gpu_uuids:
-            return self._queue.wait(request, self._on_wait, self._sleep)
+            return self._wait(request, room.counts)
         # these are reserved already
         return wait_for_gpu(request, read=self._read, on_status=self._on_wait, sleep=self._sleep)
+
+    def _wait(self, request: GpuRequest, counts: Sequence[int]) -> Group | NoGpu:
+        """Wait for the first of ``counts`` that can be had at all, then take what there is."""
+        waits, why = request.wait, NoGpu("no GPU is wanted")
+        for number, count in enumerate(counts):
+            asked = replace(request, count=count, wait=waits)
+            found = self._queue.wait(asked, self._on_wait, self._sleep)
+            if not isinstance(found, NoGpu):
+                return found
+            if number == 0 or found.timed_out:
+                why = found
+            waits = waits and not found.timed_out
+        return why
 
     def release(self) -> None:
         """Release what is reserved."""

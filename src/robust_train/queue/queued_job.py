@@ -214,7 +214,8 @@ class QueuedJob:
         if self.reservation is None:
             self.reservation = self._registry.enter(self._template, jobs)
         elif self.reservation.record.state is not JobState.WAITING:
-            self.reservation.update(self.reservation.record.on(()))
+            record = replace(self.reservation.record.on(()), count=self._template.count)
+            self.reservation.update(record)
         return self.reservation
 
     def _again(self) -> float | None:

@@ -29,6 +29,7 @@ ACTIONS = {
     "halve_batch": "half the batch",
     "halve_batch_on_request": "half the batch, as asked",
     "switch_gpu": "another GPU",
+    "fewer_gpus": "fewer GPUs",
     "cpu_fallback": "the CPU",
     "retry": "the same again",
     "wait": "wait for room",
