@@ -72,6 +72,7 @@ class OpenStep(MicroBatches):
         self._say = say
         self._now: _Batch | None = None
         self._failed: MicroBatch | None = None
+        self._is_last = False
         models, _ = batcher.watch.resolve(model)
         self._shared = SharedStep(models)
         self._start = StepStart(batcher.watch, model, keeps_gradients=keeps_gradients)
@@ -110,7 +111,7 @@ class OpenStep(MicroBatches):
         whole = data if samples is None else splitting.part_of(data, 0, samples)
         parts = splitting.Parts(whole, samples or 1, count=count)
         self.batches.append(_Batch(data, samples or 1, samples is not None, parts, body))
-        todo = self.batches[-1:]
+        todo, self._is_last = self.batches[-1:], is_last
         try:
             with self._shared.without_collectives():
                 while True:
@@ -136,17 +137,19 @@ class OpenStep(MicroBatches):
     def _pass(self, batches: list[_Batch]) -> list[tuple[Any, int]] | MicroBatch:
         """Run the parts of ``batches``; return the last one's results, or where memory ran out."""
         results: list[tuple[Any, int]] = []
-        with no_collectives() if self.repeats else contextlib.nullcontext():
-            for batch in batches:
-                self._now, self._parts, self.samples = batch, batch.parts, batch.samples
-                results = []
-                waiting = self._bounds(0)
-                while waiting:
+        guard = no_collectives if self.repeats else contextlib.nullcontext
+        for batch in batches:
+            self._now, self._parts, self.samples = batch, batch.parts, batch.samples
+            results = []
+            waiting = self._bounds(0)
+            while waiting:
+                with guard():
                     micro = self._next(waiting)
-                    with micro:
-                        results.append((batch.body(micro), len(micro)))
-                    if micro.failure is not None:
-                        return micro
+                # the guard is left before the other ranks are told of a failure
+                with micro, guard():
+                    results.append((batch.body(micro), len(micro)))
+                if micro.failure is not None:
+                    return micro
         return results
 
     def _next(self, waiting: deque[tuple[int, int]]) -> MicroBatch:
@@ -170,6 +173,12 @@ class OpenStep(MicroBatches):
             self._say("a CUDA graph was captured, which holds its memory")
             self._now.is_cut, self.samples = False, 1
         return super().part_failed(micro, error)
+
+    def _give_up(self, error: Exception, failure: Failure, used: int) -> None:
+        if not self._is_last:
+            # the others are at the framework's own collectives, between two batches
+            self._shared = None
+        super()._give_up(error, failure, used)
 
     def _report_exhausted(self, failure: Failure, used: int, error: Exception) -> None:
         if self._now is None or self._now.is_cut:
