@@ -1,4 +1,5 @@
-"""The contestants of ``recovery.py`` from other libraries, each used as its documentation tells.
+"""The contestants of ``recovery.py`` from other libraries, each used as its documentation tells,
+and recovery in the steps of their trainers.
 
 Where a choice was left, it is the one that serves the library better. The libraries are imported
 inside the functions: each child process of the benchmark has one of them at most.
@@ -72,8 +73,31 @@ def lightning(job: Job, folder: Path) -> Ending:
     too large later ends the fit. The documentation leaves accumulation to the user; here it makes
     up for a smaller batch.
     """
-    from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.tuner import Tuner
+
+    module, trainer = _lightning(job, folder)
+    found = Tuner(trainer).scale_batch_size(module, mode="power")
+    assert found is not None
+    module.batch_size = min(found, job.batch)
+    trainer.accumulate_grad_batches = job.batch // module.batch_size
+    # the trials' steps were thrown away; they count as begun
+    METER.step_samples.clear()
+    trainer.fit(module)
+    return Ending(module.network.state_dict())
+
+
+def lightning_in_step(job: Job, folder: Path) -> Ending:
+    """``robust_train.integrations.lightning.fit`` in place of ``trainer.fit``."""
+    from robust_train.integrations.lightning import fit
+
+    module, trainer = _lightning(job, folder)
+    cfg, run = _attempt(job, folder)
+    fit(trainer, module, module.train_dataloader(), cfg=cfg, run=run)
+    return Ending(module.network.state_dict())
+
+
+def _lightning(job: Job, folder: Path) -> tuple[Any, Any]:
+    from lightning.pytorch import LightningModule, Trainer
 
     class Module(LightningModule):
         def __init__(self) -> None:
@@ -102,15 +126,30 @@ def lightning(job: Job, folder: Path) -> Ending:
         enable_model_summary=False,
         default_root_dir=folder,
     )
-    module = Module()
-    found = Tuner(trainer).scale_batch_size(module, mode="power")
-    assert found is not None
-    module.batch_size = min(found, job.batch)
-    trainer.accumulate_grad_batches = job.batch // module.batch_size
-    # the trials' steps were thrown away; they count as begun
-    METER.step_samples.clear()
-    trainer.fit(module)
-    return Ending(module.network.state_dict())
+    return Module(), trainer
+
+
+def _attempt(job: Job, folder: Path) -> tuple[Any, Any]:
+    """Return the config and the run of an attempt that saves at its end alone."""
+    from omegaconf import OmegaConf
+
+    from robust_train.run import MicroBatchPlan, Run
+
+    training = {
+        "batch_size": job.batch,
+        "gradient_accumulation_steps": 1,
+        "num_workers": 0,
+        "prefetch_factor": 2,
+        "seed": SEED,
+        "checkpoint_every_minutes": 60,
+        "checkpoint_every_steps": None,
+        "keep_checkpoints": 2,
+        "log_every_steps": job.steps,
+    }
+    cfg = OmegaConf.create({"device": "cpu", "min_batch_size": 1, "training": training})
+    run = Run(run_dir=folder)
+    run.micro_batch_plan = MicroBatchPlan.of(cfg)
+    return cfg, run
 
 
 def transformers(job: Job, folder: Path) -> Ending:
@@ -119,34 +158,52 @@ def transformers(job: Job, folder: Path) -> Ending:
     It starts its loop again at nine tenths of the batch, from the first sample but with the weights
     that it has by then, and leaves the accumulation as it was asked for.
     """
+    trainer = _trainer(
+        job,
+        {
+            "output_dir": str(folder),
+            "auto_find_batch_size": True,
+            "per_device_train_batch_size": job.batch,
+            "use_cpu": True,
+            "seed": SEED,
+        },
+    )
+    trainer.train()
+    return Ending(trainer.model.state_dict())
+
+
+def transformers_in_step(job: Job, folder: Path) -> Ending:
+    """``robust_train.integrations.transformers.fit`` in place of ``trainer.train``."""
+    from robust_train.integrations.transformers import fit, training_arguments
+
+    cfg, run = _attempt(job, folder)
+    trainer = _trainer(job, training_arguments(cfg, run))
+    fit(trainer, cfg=cfg, run=run)
+    return Ending(trainer.model.state_dict())
+
+
+def _trainer(job: Job, arguments: dict[str, Any]) -> Any:
     from transformers import Trainer, TrainingArguments
 
     network, optimizer = build(job)
-    arguments = TrainingArguments(
-        output_dir=str(folder),
-        auto_find_batch_size=True,
-        per_device_train_batch_size=job.batch,
-        num_train_epochs=1,
-        lr_scheduler_type="constant",
-        max_grad_norm=0.0,
-        train_sampling_strategy="sequential",
-        remove_unused_columns=False,
-        use_cpu=True,
-        seed=SEED,
-        save_strategy="no",
-        logging_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-    )
-    trainer = Trainer(
+    return Trainer(
         model=network,
-        args=arguments,
+        args=TrainingArguments(
+            **arguments,
+            num_train_epochs=1,
+            lr_scheduler_type="constant",
+            max_grad_norm=0.0,
+            train_sampling_strategy="sequential",
+            remove_unused_columns=False,
+            save_strategy="no",
+            logging_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+        ),
         train_dataset=Samples(job),
         data_collator=collate,
         optimizers=(optimizer, None),
     )
-    trainer.train()
-    return Ending(network.state_dict())
 
 
 PEERS = {
@@ -161,9 +218,19 @@ PEERS = {
         lightning,
         ("lightning.pytorch", "lightning.pytorch.tuner"),
     ),
+    "lightning_in_step": Contestant(
+        "**robust-train, in Lightning's step**",
+        lightning_in_step,
+        ("lightning.pytorch", "robust_train.integrations.lightning"),
+    ),
     "transformers": Contestant(
         "transformers `auto_find_batch_size`",
         transformers,
         ("transformers.trainer", "accelerate"),
+    ),
+    "transformers_in_step": Contestant(
+        "**robust-train, in transformers' step**",
+        transformers_in_step,
+        ("transformers.trainer", "accelerate", "robust_train.integrations.transformers"),
     ),
 }

@@ -81,10 +81,13 @@ def loader(count: int = 22) -> DataLoader:
     return DataLoader(TensorDataset(x, x[:, :2] ** 2), 4, shuffle=True)
 
 
+ORDERED = DataLoader(loader(7).dataset, 4)
+
+
 class Fitted:
     """A trainer that was fitted: weights, what was logged, events."""
 
-    def __init__(self, folder: Path, model: lightning.LightningModule, **more) -> None:
+    def __init__(self, folder: Path, model: lightning.LightningModule) -> None:
         from robust_train.integrations.lightning import fit
 
         self.events: list[dict] = []
@@ -101,7 +104,6 @@ class Fitted:
             max_epochs=1,
             num_sanity_val_steps=0,
             gradient_clip_val=0.5,
-            **more,
         )
         self.result = fit(
             self.trainer, model, loader(), cfg=CFG, run=self.run, val_dataloaders=loader(7)
@@ -135,3 +137,52 @@ def test_wherever_memory_runs_out_weights_hooks_and_logs_are_those_of_a_run_with
             assert one == pytest.approx(other, abs=1e-6)
         assert split.result == pytest.approx(whole.result, abs=1e-6)
         assert split.trainer.global_step == whole.trainer.global_step
+
+
+def test_an_evaluation_repeats_the_batch_in_which_memory_runs_out(tmp_path: Path):
+    whole = Fitted(tmp_path, Net(Fuse()))
+    fuse = Fuse("forward", 1, fits=2, training=False)
+    split = Fitted(tmp_path, Net(fuse))
+    assert fuse.sizes[:5] == [4, 2, 2, 1, 2], "the second batch has three"
+    assert not split.changed(training=True)
+    ((_, before, after),) = split.changed(training=False)
+    assert (before, after) == (4, 2)
+    assert split.result == pytest.approx(whole.result, abs=1e-6)
+    one, other = (fitted.trainer.predict(fitted.model, ORDERED) for fitted in (split, whole))
+    torch.testing.assert_close(one, other)
+
+
+class _KeepsGradients(Net):
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+        super().optimizer_zero_grad(epoch, batch_idx, optimizer)
+
+
+class _ReturnsOne(Net):
+    def training_step(self, batch, batch_idx):
+        losses = self._loss(batch)
+        return {"loss": losses.mean(), "losses": losses[:1]}
+
+    on_train_batch_end = None
+
+
+class _TwoPasses(Net):
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters())
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (_KeepsGradients, "optimizer_zero_grad decides"),
+        (_TwoPasses, "LBFGS"),
+        (_ReturnsOne, "results of parts cannot be put together"),
+    ],
+)
+def test_what_cannot_be_split_is_said_once_and_ends_the_attempt(
+    tmp_path: Path, model: type, said: str, caplog: pytest.LogCaptureFixture
+):
+    with pytest.raises(torch.OutOfMemoryError):
+        Fitted(tmp_path, model(Fuse("forward", 3)))
+    lines = [r.getMessage() for r in caplog.records if "no step is repeated" in r.getMessage()]
+    assert len(lines) == 1
+    assert said in lines[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from pathlib import Path
 
 import pytest
@@ -76,7 +77,7 @@ CFG = OmegaConf.create(
 class Fitted:
     """A trainer that was fitted: weights, losses that it logged, events, result."""
 
-    def __init__(self, folder: Path, model: torch.nn.Module, data=None, **more) -> None:
+    def __init__(self, folder: Path, model: torch.nn.Module, trainer=None, collator=None) -> None:
         from robust_train.integrations.transformers import fit, training_arguments
 
         self.events: list[dict] = []
@@ -84,19 +85,16 @@ class Fitted:
         self.run.micro_batch_plan = MicroBatchPlan.of(CFG)
         arguments = transformers.TrainingArguments(
             **training_arguments(CFG, self.run),
-            **{
-                "num_train_epochs": 1,
-                "learning_rate": 0.05,
-                "logging_steps": 1,
-                "save_strategy": "no",
-                "report_to": "none",
-                "disable_tqdm": True,
-                **more,
-            },
+            num_train_epochs=1,
+            learning_rate=0.05,
+            logging_steps=1,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
         )
-        data = data or samples()
-        self.trainer = transformers.Trainer(
-            model, arguments, train_dataset=data, eval_dataset=data[:7]
+        data = samples()
+        self.trainer = (trainer or transformers.Trainer)(
+            model, arguments, train_dataset=data, eval_dataset=data[:7], data_collator=collator
         )
         self.result = fit(self.trainer, cfg=CFG, run=self.run)
         self.weights = torch.cat([p.detach().flatten() for p in model.parameters()])
@@ -130,3 +128,51 @@ def test_wherever_memory_runs_out_the_weights_and_losses_are_those_of_a_run_with
         torch.testing.assert_close(split.weights, whole.weights, rtol=0, atol=1e-5)
         assert split.losses == pytest.approx(whole.losses, abs=1e-5)
         assert split.result["eval_loss"] == pytest.approx(whole.result["eval_loss"], abs=1e-5)
+
+
+def test_an_evaluation_repeats_the_batch_in_which_memory_runs_out(tmp_path: Path):
+    whole = Fitted(tmp_path, Tagger(Fuse(), sums=True))
+    fuse = Fuse("forward", 1, fits=2, training=False)
+    split = Fitted(tmp_path, Tagger(fuse, sums=True))
+    assert fuse.sizes[:5] == [4, 2, 2, 1, 2], "the second batch has three"
+    assert not split.changed(training=True)
+    ((_, before, after),) = split.changed(training=False)
+    assert (before, after) == (4, 2)
+    assert split.result["eval_loss"] == pytest.approx(whole.result["eval_loss"], abs=1e-6)
+    one, other = (fitted.trainer.predict(samples(7)) for fitted in (split, whole))
+    torch.testing.assert_close(torch.tensor(one.predictions), torch.tensor(other.predictions))
+    assert (one.label_ids == other.label_ids).all()
+
+
+class _OwnBackward(transformers.Trainer):
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        loss = self.compute_loss(model, self._prepare_inputs(inputs))
+        loss.backward()
+        return loss.detach()
+
+
+class _OwnBatches(transformers.Trainer):
+    def _prepare_inputs(self, inputs):
+        return super()._prepare_inputs(inputs)
+
+
+def _with_a_number(features):
+    return {**transformers.default_data_collator(features), "temperature": torch.tensor(1.0)}
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"collator": _with_a_number}, r"batch\['temperature'\] has 0"),
+        ({"trainer": _OwnBackward}, "does not call self.accelerator.backward"),
+        ({"trainer": _OwnBatches}, "_prepare_inputs makes batches of its own"),
+    ],
+)
+def test_what_cannot_be_split_is_said_once_and_ends_the_attempt(
+    tmp_path: Path, options: dict, said: str, caplog: pytest.LogCaptureFixture
+):
+    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
+        Fitted(tmp_path, Tagger(Fuse("forward", 3), sums=False), **options)
+    lines = [r.getMessage() for r in caplog.records if "no step is repeated" in r.getMessage()]
+    assert len(lines) == 1
+    assert re.search(said, lines[0])

@@ -105,11 +105,15 @@ class InStep:
 
     def _shared(self, model: nn.Module) -> SharedStep | None:
         try:
-            return SharedStep([model])
+            shared = SharedStep([model])
+            reason = "its weights are sharded" if getattr(shared, "is_sharded", False) else None
         except UserError as error:
-            self.is_on = False
-            self.say(str(error))
-            return None
+            reason = str(error)
+        if reason is None:
+            return shared
+        self.is_on = False
+        self.say(reason)
+        return None
 
 
 def log_attempt_level(framework: str, reason: str) -> None:

@@ -39,8 +39,7 @@ _STATE = (
 
 def recover_in_steps(trainer: Any, model: Any, run: Run) -> None:
     """Repeat steps and evaluations of ``trainer`` in smaller parts where memory runs out."""
-    reason = _why_not(trainer, model)
-    if reason is not None:
+    if (reason := _why_not(trainer, model)) is not None:
         log_attempt_level("Lightning", reason)
         return
     in_step, logged = InStep(run, "Lightning"), _Logged(trainer)
@@ -81,9 +80,9 @@ class _InParts(_AutomaticOptimization):  # type: ignore[misc]
             self._step = None  # the last one was left before its last batch
         if self._step is None:
             self._zero_grad = zero_grad
-            self._logged.begin()
+            restore = partial(self._logged.restore, self._logged.state())
             self._step = self._in_step.begin(
-                trainer.model, on_rewind=self._logged.restore, keeps_gradients=False
+                trainer.model, on_rewind=restore, keeps_gradients=False
             )
             if self._step is None:
                 return super()._make_closure(kwargs, optimizer, batch_idx).closure()
@@ -103,7 +102,7 @@ class _InParts(_AutomaticOptimization):  # type: ignore[misc]
                 step, self._make_backward_fn(optimizer), self._zero_grad and self._zero_once
             )
             if not micro.start:
-                self._logged.batch_begins()
+                self._logged.of_parts.clear()
             with self._logged.part(micro.data, len(micro), is_whole=micro.data is batch):
                 return closure.closure()
 
@@ -136,7 +135,7 @@ def _evaluate(
         with logged.part(part, samples, is_whole=part is batch):
             return inner(part, *rest)
 
-    logged.batch_begins()
+    logged.of_parts.clear()
     found, bounds = in_step.evaluate(trainer.model, batch, body)
     logged.batch_ends(batch, syncs=True)
     return in_step.joined(found, [stop - start for start, stop in bounds])
@@ -147,8 +146,7 @@ class _Logged:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self._kept: dict[str, dict[str, Any]] = {}
-        self._of_step: dict[str, list[tuple[Tensor, int]]] = {}
+        self.of_parts: dict[str, list[tuple[Tensor, int]]] = {}
         self._in_part = False
         self._reduce = trainer.strategy.reduce
         if trainer.world_size > 1:
@@ -158,63 +156,50 @@ class _Logged:
         """Reduce over ranks; within a part, which others may not have, leave as it is."""
         return tensor if self._in_part else self._reduce(tensor, *args, **options)
 
-    def begin(self) -> None:
-        """Remember what was logged so far, for :meth:`restore` to go back to."""
-        self._kept = self._state()
-
-    def restore(self) -> None:
-        """Forget what was logged since :meth:`begin`."""
-        self._put_back(self._kept)
-
-    def batch_begins(self) -> None:
-        """Forget the values of another batch's parts."""
-        self._of_step = {}
-
     @contextlib.contextmanager
     def part(self, data: Any, samples: int, *, is_whole: bool) -> Iterator[None]:
         """Let values logged within the block count as a mean over ``data``'s samples."""
-        before, results = self._state(), self._trainer._results
+        before, results = self.state(), self._trainer._results
         is_one_of_several = not is_whole or self._trainer.world_size > 1
-        if results is not None and is_one_of_several:
+        if results is not None:
             results.batch, results.batch_size = data, None
-            for _, metric in self._values():
-                metric._forward_cache = None
+        for _, metric in self._values() if is_one_of_several else ():
+            metric._forward_cache = None
         self._in_part = True
         try:
             yield
         except BaseException:
-            self._put_back(before)
+            self.restore(before)
             raise
         finally:
             self._in_part = False
         for key, metric in self._values() if is_one_of_several else ():
             if metric._forward_cache is not None:
-                self._of_step.setdefault(key, []).append((metric._forward_cache, samples))
+                self.of_parts.setdefault(key, []).append((metric._forward_cache, samples))
             elif key in before:
                 metric._forward_cache = before[key]["_forward_cache"]
 
     def batch_ends(self, batch: Any, *, syncs: bool) -> None:
         """Make one value of a batch of those of its parts; with ``syncs`` one of all ranks."""
         for key, metric in self._values():
-            found = self._of_step.pop(key, [])
-            if not found:
-                continue
-            value = _reduced(metric.meta, found)
-            value = metric.meta.sync(value) if syncs else value
-            metric._forward_cache = value
-            if not metric.meta.on_epoch:
-                metric.value = value
+            if found := self.of_parts.get(key):
+                value = _reduced(metric.meta, found)
+                metric._forward_cache = metric.meta.sync(value) if syncs else value
+                if not metric.meta.on_epoch:
+                    metric.value = metric._forward_cache
         results = self._trainer._results
         if results is not None and results.batch is not batch:
             results.batch, results.batch_size = batch, None
 
-    def _state(self) -> dict[str, dict[str, Any]]:
+    def state(self) -> dict[str, dict[str, Any]]:
+        """Return what was logged so far."""
         return {
             key: {name: getattr(metric, name) for name in _STATE if hasattr(metric, name)}
             for key, metric in self._values()
         }
 
-    def _put_back(self, state: dict[str, dict[str, Any]]) -> None:
+    def restore(self, state: dict[str, dict[str, Any]]) -> None:
+        """Go back to a :meth:`state`."""
         for key, metric in self._values():
             if key not in state:
                 del self._trainer._results[key]

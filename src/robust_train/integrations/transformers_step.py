@@ -31,23 +31,13 @@ _IGNORED = -100
 def recover_in_steps(trainer: Any, run: Run) -> None:
     """Repeat steps and evaluations of ``trainer`` in smaller parts where memory runs out."""
     reason = _why_not(trainer)
-    if reason is not None:
+    if reason is None:
+        trainer.add_callback(_InStep(trainer, run))
+    else:
         log_attempt_level("transformers", reason)
-        return
-    trainer.add_callback(_InStepCallback(_TrainerSteps(trainer, run)))
 
 
-class _InStepCallback(_TrainerCallback):  # type: ignore[misc]
-    """Drops a step that was left before its last batch."""
-
-    def __init__(self, steps: _TrainerSteps) -> None:
-        self._steps = steps
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        self._steps.leave()
-
-
-class _TrainerSteps:
+class _InStep(_TrainerCallback):  # type: ignore[misc]
     """The wrapped methods, and the step in progress."""
 
     def __init__(self, trainer: Any, run: Run) -> None:
@@ -65,8 +55,8 @@ class _TrainerSteps:
         trainer.prediction_step = self.prediction_step
         trainer.accelerator.backward = self.backward
 
-    def leave(self) -> None:
-        """Forget the step in progress; its gradients stay."""
+    def on_step_begin(self, *args: Any, **named: Any) -> None:
+        """Forget a step that was left before its last batch; its gradients stay."""
         if self._step is not None:
             self._step.leave()
         self._step = None
@@ -74,8 +64,8 @@ class _TrainerSteps:
     def backward(self, loss: Tensor, **options: Any) -> None:
         """Run the accelerator's backward pass for this part's share of the batch's loss."""
         self._is_weighted = True
-        if self._weight:  # a mean over nothing is no number
-            self._backward(loss if self._weight == 1.0 else loss * self._weight, **options)
+        if self._weight:
+            self._backward(_share(loss, self._weight), **options)
 
     def training_step(
         self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None, **more: Any
@@ -99,7 +89,7 @@ class _TrainerSteps:
                     f"{type(self._trainer).__name__}.training_step does not call "
                     "self.accelerator.backward(loss)"
                 )
-            share: Tensor = loss if micro.weight == 1.0 else _share(loss, micro.weight)
+            share = _share(loss, micro.weight)
             micro.add_loss(share)
             return share
 
@@ -172,7 +162,8 @@ class _TrainerSteps:
 
 
 def _share(loss: Tensor, weight: float) -> Tensor:
-    return loss * weight if weight else torch.zeros_like(loss)
+    # a mean over nothing is no number, whatever it is multiplied by
+    return loss if weight == 1.0 else loss * weight if weight else torch.zeros_like(loss)
 
 
 def _why_not(trainer: Any) -> str | None:

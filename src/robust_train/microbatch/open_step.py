@@ -25,9 +25,6 @@ from robust_train.microbatch.ranks import SharedStep
 from robust_train.microbatch.rewind import Models, StepStart
 from robust_train.values import Failure, FailureKind
 
-Body = Callable[[MicroBatch], Any]
-"""Runs forward and backward pass of a part, weighted by ``micro.weight``, and returns a result."""
-
 
 class CannotSplit(Exception):
     """What a part does cannot be done for a smaller one; the message says why."""
@@ -35,25 +32,16 @@ class CannotSplit(Exception):
 
 @dataclass
 class _Batch:
-    data: Any
-    samples: int  # 1 for one that cannot be cut
+    whole: Any
     is_cut: bool
     parts: splitting.Parts
-    body: Body
+    body: Callable[[MicroBatch], Any]
 
 
 class OpenStep(MicroBatches):
     """The step in progress. Call :meth:`run` for each of its batches, then drop it.
 
-    Args:
-        batcher: knows what fits.
-        model: what gets gradients.
-        on_rewind: called when the step starts over.
-        say: called with the reason where a step cannot be repeated in smaller parts.
-        keeps_gradients: see :class:`robust_train.microbatch.rewind.StepStart`.
-
-    Raises:
-        UserError: several ranks share a model that cannot be split.
+    ``on_rewind`` is called when the step starts over, ``say`` with the reason why it cannot.
     """
 
     def __init__(
@@ -72,6 +60,7 @@ class OpenStep(MicroBatches):
         self._say = say
         self._now: _Batch | None = None
         self._failed: MicroBatch | None = None
+        self._is_last = False
         models, _ = batcher.watch.resolve(model)
         self._shared = SharedStep(models)
         self._start = StepStart(batcher.watch, model, keeps_gradients=keeps_gradients)
@@ -85,45 +74,44 @@ class OpenStep(MicroBatches):
         self,
         data: Any,
         samples: int | None,
-        body: Body,
+        body: Callable[[MicroBatch], Any],
         *,
         count: splitting.Count | None = None,
         is_last: bool,
     ) -> list[tuple[Any, int]]:
-        """Run ``body`` for the parts of a batch; where memory runs out, for all batches so far.
+        """Return the results of a batch's parts, and how many samples each has.
 
         Args:
             data: any structure.
             samples: in it; None where it cannot be cut.
+            body: forward and backward pass of a part, weighted by ``micro.weight``; where memory
+                runs out, all batches so far go through theirs again.
             count: of how many items the loss over some data is a mean; None: the samples.
             is_last: it ends the step: ranks agree, and gradients become one.
-
-        Returns:
-            The results of this batch's parts, and how many samples each has.
-
-        Raises:
-            torch.OutOfMemoryError, MemoryError: no smaller part may be tried.
         """
-        assert self._start is not None
-        assert self._shared is not None
+        start, shared = self._start, self._shared
+        assert start is not None
+        assert shared is not None
         # views: the structure as it is now, whatever a body does to it
         whole = data if samples is None else splitting.part_of(data, 0, samples)
         parts = splitting.Parts(whole, samples or 1, count=count)
-        self.batches.append(_Batch(data, samples or 1, samples is not None, parts, body))
-        todo = self.batches[-1:]
+        self.batches.append(_Batch(data, samples is not None, parts, body))
+        todo, self._is_last = self.batches[-1:], is_last
         try:
-            with self._shared.without_collectives():
-                while True:
-                    results = self._pass(todo)
-                    if isinstance(results, list):
-                        break
+            with shared.without_collectives():
+                while isinstance(results := self._pass(todo), MicroBatch):
                     self._failed, todo = results, self.batches
                     self._recover(results)
-                    self._start.rewind()
+                    start.rewind()
                     self.forget()
                     self._on_rewind()
             if is_last:
-                self._finish(self._start, self._shared)
+                # this rank is through: the answer is about later steps' size
+                self._must_repeat(shared, self._failed)
+                shared.sum_gradients(None)
+                start.end(is_complete=True)
+                shared.share_buffers()
+                self._step_done()
         except CannotSplit as reason:
             self._say(str(reason))
             self._restore(rewinds=True)
@@ -136,17 +124,19 @@ class OpenStep(MicroBatches):
     def _pass(self, batches: list[_Batch]) -> list[tuple[Any, int]] | MicroBatch:
         """Run the parts of ``batches``; return the last one's results, or where memory ran out."""
         results: list[tuple[Any, int]] = []
-        with no_collectives() if self.repeats else contextlib.nullcontext():
-            for batch in batches:
-                self._now, self._parts, self.samples = batch, batch.parts, batch.samples
-                results = []
-                waiting = self._bounds(0)
-                while waiting:
+        guard = no_collectives if self.repeats else contextlib.nullcontext
+        for batch in batches:
+            self._now, self._parts, self.samples = batch, batch.parts, batch.parts.samples
+            results = []
+            waiting = self._bounds(0)
+            while waiting:
+                with guard():
                     micro = self._next(waiting)
-                    with micro:
-                        results.append((batch.body(micro), len(micro)))
-                    if micro.failure is not None:
-                        return micro
+                # the guard is left before the other ranks are told of a failure
+                with micro, guard():
+                    results.append((batch.body(micro), len(micro)))
+                if micro.failure is not None:
+                    return micro
         return results
 
     def _next(self, waiting: deque[tuple[int, int]]) -> MicroBatch:
@@ -154,15 +144,7 @@ class OpenStep(MicroBatches):
         if waiting[0] != (0, self.samples):
             return super()._next(waiting)
         waiting.popleft()
-        return MicroBatch(self, self._now.data, 1.0, 0, self.samples)
-
-    def _finish(self, start: StepStart, shared: SharedStep) -> None:
-        # this rank is through: the answer is about later steps' size
-        self._must_repeat(shared, self._failed)
-        shared.sum_gradients(None)
-        start.end(is_complete=True)
-        shared.share_buffers()
-        self._step_done()
+        return MicroBatch(self, self._now.whole, 1.0, 0, self.samples)
 
     def part_failed(self, micro: MicroBatch, error: Exception) -> bool:
         """Return whether the step is repeated for this failure."""
@@ -171,6 +153,12 @@ class OpenStep(MicroBatches):
             self._now.is_cut, self.samples = False, 1
         return super().part_failed(micro, error)
 
+    def _give_up(self, error: Exception, failure: Failure, used: int) -> None:
+        if not self._is_last:
+            # the others are at the framework's own collectives, between two batches
+            self._shared = None
+        super()._give_up(error, failure, used)
+
     def _report_exhausted(self, failure: Failure, used: int, error: Exception) -> None:
         if self._now is None or self._now.is_cut:
             super()._report_exhausted(failure, used, error)
@@ -178,7 +166,8 @@ class OpenStep(MicroBatches):
 
 def like(failure: Failure | None) -> Exception:
     """Return an error of the same kind as the one that a pass was to be repeated for."""
-    message = "out of memory" if failure is None else failure.message
+    message = "" if failure is None else failure.message
+    message = message.removeprefix("OutOfMemoryError: ") or "out of memory"
     is_hosts = failure is not None and failure.kind is FailureKind.HOST_OOM
     return MemoryError(message) if is_hosts else torch.OutOfMemoryError(message)
 

@@ -1,0 +1,169 @@
+"""Two processes that train together by a framework's own trainer: prints what each has seen.
+
+Run as a script with the framework's name and a folder; the processes are forks of one interpreter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import test_lightning_in_step as of_lightning
+import test_transformers_in_step as of_transformers
+import torch
+import torch.distributed as dist
+from running_out import Fuse
+
+from robust_train.run import MicroBatchPlan, Run
+
+KINDS = {
+    "plain": None,
+    "first": ("forward", 3),
+    "second": ("backward", 4),
+    "exhausted": ("forward", 4),
+    "collective": ("backward", 3),
+}
+
+
+class Collective(torch.nn.Module):
+    """Averages something over the ranks in each pass, as losses for a log often are."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            dist.all_reduce(x.detach().mean())
+        return x
+
+
+def trained(framework: str, kind: str, rank: int, folder: Path) -> dict[str, Any]:
+    """Train three steps of two batches; on rank 1 memory runs out as ``kind`` says."""
+    where = KINDS[kind]
+    fits = 0 if kind == "exhausted" else 2
+    fuse = Fuse(*where, fits=fits) if where and rank == 1 else Fuse()
+    layer = torch.nn.Sequential(fuse, Collective()) if kind == "collective" else fuse
+    events: list[dict] = []
+    run = Run(run_dir=folder, report=lambda event: events.append(event.as_json()))
+    run.micro_batch_plan = MicroBatchPlan(4, 2)
+    train = _lightning if framework == "lightning" else _transformers
+    seen: dict[str, Any] = {}
+    try:
+        model, seen["logged"] = train(layer, run, folder, recovers=kind != "plain")
+        seen["weights"] = torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+    except RuntimeError as error:
+        seen["error"] = f"{type(error).__name__}: {error}"
+    changed = [e for e in events if e["event"] == "micro_batch_changed" and e["training"]]
+    return {
+        **seen,
+        "sizes": fuse.sizes,
+        "changed": [(e["step"], e["before"], e["after"]) for e in changed],
+        "size": run.micro_batcher.size,
+    }
+
+
+def _transformers(layer: Any, run: Run, folder: Path, *, recovers: bool) -> Any:
+    import transformers
+
+    from robust_train.integrations.transformers_step import recover_in_steps
+
+    model = of_transformers.Tagger(layer, sums=False)
+    arguments = transformers.TrainingArguments(
+        str(folder),
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        num_train_epochs=1,
+        learning_rate=0.05,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        dataloader_pin_memory=False,
+    )
+    trainer = transformers.Trainer(model, arguments, train_dataset=of_transformers.samples(48))
+    if recovers:
+        recover_in_steps(trainer, run)
+    trainer.train()
+    return model, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+class Logs(of_lightning.Net):
+    def training_step(self, batch, batch_idx):
+        loss = self._loss(batch).mean()
+        self.log("train", loss, on_step=True, on_epoch=True, sync_dist=True)
+        return loss
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.outputs.append(float(self.trainer.callback_metrics["train_step"]))
+
+    on_validation_batch_end = None
+
+
+def _lightning(layer: Any, run: Run, folder: Path, *, recovers: bool) -> Any:
+    import lightning
+
+    from robust_train.integrations.lightning_step import recover_in_steps
+
+    model = Logs(layer)
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy="ddp",
+        default_root_dir=str(folder),
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        max_epochs=1,
+        accumulate_grad_batches=2,
+        gradient_clip_val=0.5,
+    )
+    if recovers:
+        recover_in_steps(trainer, model, run)
+    trainer.fit(model, of_lightning.loader(48))
+    # a value over the ranks is that of the step's last batch
+    return model, [*model.outputs[1::2], float(trainer.callback_metrics["train_epoch"])]
+
+
+def be_rank(framework: str, rank: int, folder: Path) -> dict[str, Any]:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    # the last one leaves the other rank in the middle of a pass
+    return {kind: trained(framework, kind, rank, folder) for kind in KINDS}
+
+
+def main() -> None:
+    framework, folder = sys.argv[1], Path(sys.argv[2])
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_RUN_ID": "test",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "0",
+    }
+    pipes = []
+    for rank in range(2):
+        read_end, write_end = os.pipe()
+        if os.fork() == 0:
+            try:
+                with os.fdopen(write_end, "w") as file, contextlib.redirect_stdout(sys.stderr):
+                    json.dump(be_rank(framework, rank, folder), file)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(0)
+        os.close(write_end)
+        pipes.append(read_end)
+    print(json.dumps([json.loads(os.fdopen(pipe).read() or "null") for pipe in pipes]))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    main()
