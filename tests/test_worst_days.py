@@ -22,6 +22,7 @@ from typing import Any
 import psutil
 import pytest
 
+import warm
 import worst_day_trainers
 from robust_train.runfolder.manifests import SUFFIX
 from simulated_nvml import Gpu, Machine
@@ -144,13 +145,7 @@ class Day:
         for pid in self.pids:
             wait_until(lambda pid=pid: not is_running(pid), f"process {pid} ends")
         wait_until(lambda: not list(self._of_this_job()), "all that it started ends")
-        queue = subprocess.run(
-            [sys.executable, "-m", "robust_train.cli.main", "queue", "--json"],
-            env=self.world.environ,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        queue = warm.robust_train("queue", "--json", environ=self.world.environ)
         assert "GPU-" not in queue.stdout.replace('"gpus"', ""), queue.stdout
 
     def _of_this_job(self) -> Iterator[psutil.Process]:

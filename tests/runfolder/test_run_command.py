@@ -23,6 +23,7 @@ import psutil
 import pytest
 
 import steered_trainers
+import warm
 from robust_train import launch
 from robust_train.cli.main import main
 from robust_train.errors import ConfigError
@@ -316,12 +317,8 @@ def test_a_run_that_waits_in_line_says_so_and_can_be_stopped(
     status = host.told("status", "--run", str(second.run_dir))
     assert status["waiting"]["position"] == 1
     assert "taken, one job per GPU" in status["waiting"]["reason"]
-    queue = subprocess.run(
-        [sys.executable, "-m", "robust_train.cli.main", "queue", "--json"],
-        capture_output=True,
-        text=True,
-        env=machine.environment(ROBUST_TRAIN_QUEUE_DIR=second.environ["ROBUST_TRAIN_QUEUE_DIR"]),
-    )
+    environ = machine.environment(ROBUST_TRAIN_QUEUE_DIR=second.environ["ROBUST_TRAIN_QUEUE_DIR"])
+    queue = warm.robust_train("queue", "--json", environ=environ)
     ids = {job["run_dir"]: job["id"] for job in json.loads(queue.stdout)["jobs"]}
     assert status["id"] == ids[str(second.run_dir)], "one id serves both commands"
     running = host.told("status", "--run", ids[str(first.run_dir)])
