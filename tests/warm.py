@@ -166,6 +166,7 @@ class ForkServers:
     def __init__(self, twin: tuple[int, socket.socket] | None = None) -> None:
         self._twins = [] if twin is None else [twin]
         self._is_command = twin is not None
+        self._owner = os.getpid()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(subprocess, name)
@@ -174,7 +175,9 @@ class ForkServers:
         """Have a fork become ``python -c _START path control events argv…``."""
         read_before = _read_before if self._is_command else _of_importance(_environ())
         is_other = _of_importance(options["env"]) != read_before
-        if is_other or (self._is_command and not self._twins):
+        # a job that a sweep has forked is no parent of the twin
+        has_none = self._is_command and not (self._twins and os.getpid() == self._owner)
+        if is_other or has_none:
             return subprocess.Popen(args, **options)
         request = {
             "is": "fork server",

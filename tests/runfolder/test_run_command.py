@@ -221,7 +221,10 @@ def test_halving_during_training_ends_in_the_same_weights(
     assert "from the next step" in answer["how"]
     said = host.command("halve-batch")
     assert "micro-batch 32 → 16" in said.stdout
-    assert "64 × 1, split into 16" in host.command("status").stdout
+    wait_until(
+        lambda: "64 × 1, split into 16" in host.command("status").stdout,
+        "status shows it, which is at most once a second",
+    )
     line = host.refused("halve-batch")
     assert "the micro-batch is 16 already, and min_batch_size=16" in line
     (world.folder / "go").touch()
