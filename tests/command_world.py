@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import warm
 from world import Ended, World, is_running, wait_until
 
 SCRIPTS = Path(__file__).parent / "command" / "scripts"
@@ -36,11 +37,15 @@ class CommandWorld:
         """``train_robust.py trainer=command``, to its end."""
         return self.world.run("trainer=command", argv(*words), *overrides)
 
-    def start(self, *arguments: str, stdin: Any = subprocess.DEVNULL) -> subprocess.Popen[str]:
+    def start(
+        self, *arguments: str, stdin: Any = subprocess.DEVNULL
+    ) -> subprocess.Popen[str] | warm.Command:
         """Start ``robust-train run``; the caller waits for it."""
-        main = [sys.executable, "-m", "robust_train.cli.main", "run"]
+        words = ["-m", "robust_train.cli.main", "run", "--run-dir", str(self.run_dir), *arguments]
+        if stdin == subprocess.DEVNULL and not self.world.alone:
+            return warm.start(words, self.folder, self.world.environ)
         return subprocess.Popen(
-            [*main, "--run-dir", str(self.run_dir), *arguments],
+            [sys.executable, *words],
             cwd=self.folder,
             env=self.world.environ,
             stdin=stdin,

@@ -16,7 +16,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # modules are compiled once, and not by each of the many processes that the tests start
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+import warm
+from robust_train.execution import fork_server
 from world import World
+
+# launches in the test's process
+fork_server.subprocess = warm.ForkServers()
 
 pytest_plugins = ["simulated_nvml.fixtures"]
 

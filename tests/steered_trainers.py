@@ -36,7 +36,7 @@ def never_uses_run(cfg):
         model(torch.ones(4, 8)).sum().backward()
         optimizer.step()
         _ready()
-        time.sleep(0.005)
+        time.sleep(0.02)
     return "ended"
 
 
@@ -46,7 +46,7 @@ def reports_and_nothing_else(cfg, run):
         step += 1
         run.progress(step, loss=1.0 / step)
         _ready()
-        time.sleep(0.005)
+        time.sleep(0.02)
     return step
 
 
@@ -66,7 +66,7 @@ def saves_when_it_stops(cfg, run):
             path.write_text(str(step))
             run.checkpoint_saved(path, step)
             return "stopped"
-        time.sleep(0.005)
+        time.sleep(0.02)
     return {"batch_size": cfg.training.batch_size, "went_on_from": run.resume_checkpoint}
 
 
@@ -75,7 +75,7 @@ def hangs_after_a_step(cfg, run):
     run.progress(1, total_steps=10, loss=0.5)
     _ready()
     while not _told_to_end():
-        time.sleep(0.005)
+        time.sleep(0.02)
     return "ended"
 
 
@@ -102,7 +102,7 @@ def trains_in_parts(cfg, run):
         if step == 5:
             _ready()
         while step >= 5 and not _told_to_end():
-            time.sleep(0.005)
+            time.sleep(0.02)
             run.progress(step)
     weights = torch.cat([p.detach().flatten() for p in model.parameters()])
     return {"sizes": sizes, "weights": weights.tolist()}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import warm
 from world import TESTS, Ended, World
 
 
@@ -58,12 +58,7 @@ class SweepWorld:
 
     def run_stop(self) -> subprocess.CompletedProcess[str]:
         """Run ``robust-train run stop SWEEP_FOLDER``."""
-        return subprocess.run(
-            [sys.executable, "-m", "robust_train.cli.main", "run", "stop", str(self.folder)],
-            env=self.world.environ,
-            capture_output=True,
-            text=True,
-        )
+        return warm.robust_train("run", "stop", str(self.folder), environ=self.world.environ)
 
     def end(self, process: subprocess.Popen[str]) -> Ended:
         """Wait for a sweep that was started."""

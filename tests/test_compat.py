@@ -7,10 +7,13 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import pytest
 import torch
+from hydra._internal.hydra import Hydra
 from torch.optim.optimizer import _global_optimizer_post_hooks, register_optimizer_step_post_hook
 
 from robust_train import compat
+from robust_train.cli.door import _may_set_mode
 
 
 def test_autograd_numbers_its_operations():
@@ -121,3 +124,25 @@ def test_the_format_of_a_handler():
     assert compat.format_of(handler) is None
     handler.setFormatter(logging.Formatter("%(message)s!"))
     assert compat.format_of(handler) == "%(message)s!"
+
+
+def test_hydra_composes_once_where_the_command_line_alone_says_whether_to_sweep():
+    own = Hydra.get_mode
+    with compat.mode_of_command_line():
+        assert Hydra.get_mode(None, "robust", []) is None
+    assert Hydra.get_mode is own
+
+
+@pytest.mark.parametrize(
+    ("argument", "may"),
+    [
+        ("training.lr=1e-3", False),
+        ("--multirun", False),
+        ("hydra.mode=MULTIRUN", True),
+        ("hydra.searchpath=[/etc]", True),
+        ("--config-dir=/etc", True),
+        ("-cn=other", True),
+    ],
+)
+def test_a_config_of_ones_own_may_say_whether_to_sweep(argument: str, may: bool):
+    assert _may_set_mode([argument]) is may

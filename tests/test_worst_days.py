@@ -22,6 +22,7 @@ from typing import Any
 import psutil
 import pytest
 
+import warm
 import worst_day_trainers
 from robust_train.runfolder.manifests import SUFFIX
 from simulated_nvml import Gpu, Machine
@@ -35,7 +36,7 @@ TARGET = "trainer._target_=worst_day_trainers."
 SCRIPT = TESTS / "worst_day_trainers.py"
 BUILT_IN = (
     "model.width=8",
-    "training.epochs=8",
+    "training.epochs=5",
     "training.num_workers=1",
     "training.checkpoint_every_steps=10",
     "training.lr=1e-4",
@@ -78,7 +79,6 @@ class Day:
 
     def __init__(self, world: World, kind: Kind, machine: Machine | None) -> None:
         self.world = world
-        world.alone = True
         self.kind = kind
         if machine is not None:
             world.with_environ(machine.environ)
@@ -106,7 +106,9 @@ class Day:
 
     def start(self) -> None:
         """Start the command and wait until it trains and has saved."""
+        self.world.alone = True
         self.process = self.world.start(*self.arguments)
+        self.world.alone = self.kind.is_sweep
         wait_until(self._trains, f"the job trains: {self._ended_early}")
         root = psutil.Process(self.process.pid)
         self.pids = [root.pid, *(one.pid for one in root.children(recursive=True))]
@@ -144,13 +146,7 @@ class Day:
         for pid in self.pids:
             wait_until(lambda pid=pid: not is_running(pid), f"process {pid} ends")
         wait_until(lambda: not list(self._of_this_job()), "all that it started ends")
-        queue = subprocess.run(
-            [sys.executable, "-m", "robust_train.cli.main", "queue", "--json"],
-            env=self.world.environ,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        queue = warm.robust_train("queue", "--json", environ=self.world.environ)
         assert "GPU-" not in queue.stdout.replace('"gpus"', ""), queue.stdout
 
     def _of_this_job(self) -> Iterator[psutil.Process]:
@@ -310,10 +306,9 @@ DIAGONAL = {
     ("built-in", "SIGTERM to all"),
     ("script", "SIGKILL of process 2"),
     ("script", "SIGSTOP of process 3"),
-    ("script", "SIGTERM to all"),
     ("ranks", "SIGTERM to all"),
-    ("sweep", "SIGTERM to all"),
 }
+"""SIGTERM to a script and to a sweep: test_stopping.py, test_stopping_a_sweep.py."""
 
 
 @contextlib.contextmanager

@@ -1,8 +1,10 @@
-"""Commands that begin as forks of one interpreter that has imported what the launcher imports.
+"""Commands and fork servers that begin as forks of one interpreter with their imports done.
 
 What follows is the real command: its own process, arguments, environment, output and signals; only
-the half of a second for imports and for Hydra's first composition is paid once a worker. It becomes
-a child of the test's process.
+the seconds for imports and for Hydra's first composition are paid once a worker. It becomes a child
+of the test's process. A command is born with a twin, which waits to become its fork server; a fork
+server of the test's own process is forked when it is wanted. A second server of a command, and one
+whose environment matters before ``main``, start as users' do.
 """
 
 from __future__ import annotations
@@ -10,6 +12,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import gc
+import importlib
 import json
 import os
 import runpy
@@ -19,15 +23,37 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, NoReturn
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _REQUEST_BYTES = 1 << 17
-_IMPORTS = ("robust_train.cli.jobs", "robust_train.report.html", "robust_train.execution.at_hand")
+_IMPORTS = (
+    "robust_train.cli.jobs",
+    "robust_train.execution.at_hand",
+    "robust_train.execution.server",
+    "robust_train.report.html",
+)
+_LARGE_IMPORTS = {
+    "": ("torch",),
+    # what the built-in trainer's default imports
+    "vision": ("torch._dynamo", "torch.utils.tensorboard", "sklearn.datasets"),
+}
+_M_MMAP_THRESHOLD = -3  # malloc.h
+_MMAP_THRESHOLD = "MALLOC_MMAP_THRESHOLD_"
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+# what the system or a library has read by the time that a fork could be given another value
+_READ_BEFORE = (
+    *("GLIBC_", "GOMP_", "KMP_", "LD_PRELOAD", "MALLOC_", "MKL_", "NPY_", "OMP_", "OPENBLAS_"),
+    *("PYTHONM", "PYTHONU", "PYTHONH", "PYTORCH_", "TORCH"),
+)
 
-_to_server: list[socket.socket] = []
+_to_servers: dict[str, socket.socket] = {}
+_large: dict[str, types.ModuleType] = {}
+_read_before: dict[str, str] = {}
 
 
 class Command:
@@ -88,19 +114,108 @@ class Command:
         self.send_signal(signal.SIGTERM)
 
 
-def start(argv: list[str], cwd: Path, environ: Mapping[str, str]) -> Command:
-    """Start ``python argv…`` with these; the caller waits for it."""
-    server = _server()
+def start(argv: Sequence[str], cwd: Path, environ: Mapping[str, str]) -> Command:
+    """Start ``python argv…``: a script, ``-m module`` or ``-c code``; the caller waits for it."""
     (stdout, stdout_there), (stderr, stderr_there) = os.pipe(), os.pipe()
-    request = json.dumps({"argv": argv, "cwd": str(cwd), "environ": dict(environ)}).encode()
-    assert len(request) < _REQUEST_BYTES
+    argv = [str(one) for one in argv]
+    request = {"is": "command", "argv": argv, "cwd": str(cwd), "environ": dict(environ)}
     with _adopting_orphans():
-        socket.send_fds(server, [request], [stdout_there, stderr_there])
-        pid = int(server.recv(64))
-        assert server.recv(64) == b"it is yours"
+        pid = _fork_there(request, [stdout_there, stderr_there], _kind(argv))
     os.close(stdout_there)
     os.close(stderr_there)
     return Command(argv, pid, os.fdopen(stdout), os.fdopen(stderr))
+
+
+def run(
+    argv: Sequence[str], environ: Mapping[str, str], cwd: Path | None = None, timeout: float = 120
+) -> subprocess.CompletedProcess[str]:
+    """Run ``python argv…`` to its end."""
+    command = start(argv, cwd or Path.cwd(), environ)
+    stdout, stderr = command.communicate(timeout)
+    return subprocess.CompletedProcess(list(argv), command.wait(), stdout, stderr)
+
+
+def robust_train(
+    *arguments: str, environ: Mapping[str, str], cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run ``robust-train arguments…`` to its end."""
+    return run(("-m", "robust_train.cli.main", *arguments), environ, cwd)
+
+
+def _kind(argv: Sequence[str]) -> str:
+    is_built_in = argv[0].endswith("/train_robust.py") and not any(
+        one.startswith("trainer") for one in argv
+    )
+    return "vision" if is_built_in else ""
+
+
+def _fork_there(request: Mapping[str, Any], descriptors: Sequence[int], kind: str = "") -> int:
+    """Have a server fork for a request; return the fork, which is ours if we adopt orphans."""
+    server = _server(kind)
+    data = json.dumps(request).encode()
+    assert len(data) < _REQUEST_BYTES
+    socket.send_fds(server, [data], descriptors)
+    pid = int(server.recv(64))
+    assert server.recv(64) == b"it is yours"
+    return pid
+
+
+class ForkServers:
+    """Stands in for :mod:`subprocess` where the launcher starts its fork server."""
+
+    def __init__(self, twin: tuple[int, socket.socket] | None = None) -> None:
+        self._twins = [] if twin is None else [twin]
+        self._is_command = twin is not None
+        self._owner = os.getpid()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(subprocess, name)
+
+    def Popen(self, args: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+        """Have a fork become ``python -c _START path control events argv…``."""
+        read_before = _read_before if self._is_command else _of_importance(_environ())
+        is_other = _of_importance(options["env"]) != read_before
+        # a job that a sweep has forked is no parent of the twin
+        has_none = self._is_command and not (self._twins and os.getpid() == self._owner)
+        if is_other or has_none:
+            return subprocess.Popen(args, **options)
+        request = {
+            "is": "fork server",
+            "path": args[3],
+            "argv": args[6:],
+            "environ": dict(options["env"]),
+            "cwd": os.getcwd(),
+        }
+        null = os.open(os.devnull, os.O_RDONLY)
+        stdin = 0 if options["stdin"] is None else null
+        descriptors = [*options["pass_fds"], stdin, options["stdout"], options["stderr"]]
+        if self._twins:
+            pid, twin = self._twins.pop()
+            socket.send_fds(twin, [json.dumps(request).encode()], descriptors)
+            twin.close()
+        else:
+            pid = _fork_there(request, descriptors)  # its caller is a subreaper by now
+        os.close(null)
+        process = subprocess.Popen.__new__(subprocess.Popen)
+        process.args, process.pid, process.returncode = args, pid, None
+        process.stdin = process.stdout = process.stderr = None
+        process.__dict__ |= {"_child_created": True, "_waitpid_lock": threading.Lock()}
+        process.__dict__ |= {"_sigint_wait_secs": 0.25, "_communication_started": False}
+        return process
+
+
+def _of_importance(environ: Mapping[str, str]) -> dict[str, str]:
+    found = {name: value for name, value in environ.items() if name.startswith(_READ_BEFORE)}
+    found.pop(_MMAP_THRESHOLD, None)
+    return found
+
+
+def _environ() -> dict[str, str]:
+    """Return the environment of the server."""
+    hidden = ("CUDA_", "PYTORCH_", "HYDRA_", "NVIDIA_", "SIMULATED_")
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(hidden)}
+    # as shared_machine_environment() does for every fork server
+    return {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000", **kept}
 
 
 @contextlib.contextmanager
@@ -113,75 +228,211 @@ def _adopting_orphans() -> Iterator[None]:
         libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
-def _server() -> socket.socket:
-    if not _to_server:
+def _server(kind: str = "") -> socket.socket:
+    """Return the connection to a server: the first one, or a fork of it that imports more."""
+    if kind not in _to_servers:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        hidden = ("CUDA_", "PYTORCH_", "HYDRA_", "NVIDIA_", "SIMULATED_")
-        environ = {k: v for k, v in os.environ.items() if not k.startswith(hidden)}
-        source = Path(__file__).resolve().parents[1] / "src"
-        process = subprocess.Popen(
-            [sys.executable, __file__, str(theirs.fileno())],
-            env={**environ, "PYTHONPATH": str(source)},
-            stdin=subprocess.DEVNULL,
-            pass_fds=[theirs.fileno()],
-        )
+        if kind:
+            _fork_there({"is": "server", "imports": _LARGE_IMPORTS[kind]}, [theirs.fileno()])
+        else:
+            source = Path(__file__).resolve().parents[1] / "src"
+            process = subprocess.Popen(
+                [sys.executable, __file__, str(theirs.fileno())],
+                env={**_environ(), "PYTHONPATH": str(source)},
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+            )
+            atexit.register(process.wait)
         theirs.close()
-        _to_server.append(ours)
-        atexit.register(lambda: (ours.close(), process.wait()))
-    return _to_server[0]
+        _to_servers[kind] = ours
+        atexit.register(ours.close)
+    return _to_servers[kind]
 
 
 def _serve(connection: socket.socket) -> None:
     """Fork for each request; return in the fork, which is to be the command."""
     while True:
-        data, descriptors, _, _ = socket.recv_fds(connection, _REQUEST_BYTES, 2)
+        data, descriptors, _, _ = socket.recv_fds(connection, _REQUEST_BYTES, 5)
         if not data:
             os._exit(0)
         between = os.fork()
         if not between:
-            command = os.fork()
-            if not command:
+            fork = os.fork()
+            if not fork:
                 connection.close()
-                _become(json.loads(data), descriptors)
+                request = json.loads(data)
+                if request["is"] == "server":
+                    connection = socket.socket(fileno=descriptors[0])
+                    _import_large(request["imports"])
+                    continue
+                if request["is"] == "fork server":
+                    _be_fork_server(request, descriptors)
+                _become(request, descriptors)
                 return
-            connection.send(str(command).encode())
-            os._exit(0)  # so the command is an orphan, which the test's process adopts
+            connection.send(str(fork).encode())
+            os._exit(0)  # so the fork is an orphan, which the test's process adopts
         for descriptor in descriptors:
             os.close(descriptor)
         os.waitpid(between, 0)
         connection.send(b"it is yours")
 
 
-def _become(request: dict, descriptors: list[int]) -> None:
+def _become(request: dict[str, Any], descriptors: Sequence[int]) -> None:
+    """Make this process the command, with a twin that may become its fork server."""
+    from robust_train.execution import fork_server
+
+    argv = request["argv"]
+    runs_a_job = argv[0] not in ("-c", "-m") or "train" in argv or "--" in argv
+    twin = _bear_twin(descriptors) if runs_a_job else None
     for number, descriptor in enumerate(descriptors, start=1):
         os.dup2(descriptor, number)
         os.close(descriptor)
+    _adopt(request)
+    if twin is not None:
+        fork_server.subprocess = ForkServers(twin)
+    for name in _large:
+        del sys.modules[name]
+    sys.meta_path.insert(0, _Hidden())
+    sys.argv = request["argv"]
+    first = os.getcwd() if argv[0] in ("-c", "-m") else argv[0].rpartition("/")[0]
+    paths = os.environ.get("PYTHONPATH", "").split(":")
+    sys.path[:0] = [first, *filter(None, paths)]
+
+
+def _bear_twin(descriptors: Sequence[int]) -> tuple[int, socket.socket]:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pid = os.fork()
+    if not pid:
+        ours.close()
+        for descriptor in descriptors:
+            os.close(descriptor)
+        _be_twin(theirs)
+    theirs.close()
+    return pid, ours
+
+
+def _be_twin(command: socket.socket) -> NoReturn:
+    # a signal to all processes of the job must not end it before it can ignore them
+    signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
+    data, received, _, _ = socket.recv_fds(command, _REQUEST_BYTES, 5)
+    if not data:
+        os._exit(0)
+    command.close()
+    _be_fork_server(json.loads(data), received)
+
+
+def _be_fork_server(request: dict[str, Any], descriptors: Sequence[int]) -> NoReturn:
+    """Do what the launcher's ``_START`` does in a new interpreter."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
+    os.setsid()
+    control, events, *streams = descriptors
+    for number, descriptor in enumerate(streams):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    _adopt(request)
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    sys.path[:] = eval(request["path"])
+    sys.argv[:] = ["-c", str(control), str(events), *request["argv"]]
+    from robust_train.execution import server
+
+    server.main()
+    os._exit(0)
+
+
+def _adopt(request: dict[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(request["environ"])
     os.chdir(request["cwd"])
-    # the dynamic loader has read this variable already
+    importlib.invalidate_caches()
+    # what the C library and the dynamic loader have read already
+    if threshold := os.environ.get(_MMAP_THRESHOLD):
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, int(threshold))
     for folder in os.environ.get("LD_LIBRARY_PATH", "").split(":"):
-        library = Path(folder) / "libnvidia-ml.so.1"
-        if folder and library.exists():
-            ctypes.CDLL(str(library))
-    sys.argv = request["argv"]
-    paths = os.environ.get("PYTHONPATH", "").split(":")
-    sys.path[:0] = [sys.argv[0].rpartition("/")[0], *filter(None, paths)]
+        for name in ("libnvidia-ml.so.1", "libcuda.so.1"):
+            library = Path(folder) / name
+            if folder and library.exists():
+                ctypes.CDLL(str(library))
+
+
+class _Hidden:
+    """Gives a command the large libraries that its interpreter has, should it import them."""
+
+    def find_spec(self, name: str, path: object, target: object = None) -> ModuleSpec | None:
+        module = _large.get(name)
+        if module is None or module.__spec__ is None:
+            return None
+        like = module.__spec__
+        spec = ModuleSpec(
+            name, self, origin=like.origin, is_package=like.submodule_search_locations is not None
+        )
+        spec.submodule_search_locations = like.submodule_search_locations
+        spec.has_location = like.has_location
+        return spec
+
+    def create_module(self, spec: ModuleSpec) -> types.ModuleType:
+        sys.meta_path.remove(self)
+        self._spec = _large[spec.name].__spec__
+        sys.modules.update(_large)
+        return _large[spec.name]
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        module.__spec__ = self._spec
 
 
 def _warm_up() -> None:
-    from importlib import import_module
-
     from hydra import compose, initialize_config_module
 
+    from robust_train.report import html
+
+    _read_before.update(_of_importance(os.environ))
     for name in _IMPORTS:
-        import_module(name)
+        importlib.import_module(name)
     with initialize_config_module("robust_train.configs", version_base="1.3"):
         compose("robust", return_hydra_config=True)
+    for template in html._TEMPLATES.glob("*.j2"):
+        html._environment().get_template(template.name)
+    _import_large(_LARGE_IMPORTS[""])
+
+
+def _import_large(names: Sequence[str]) -> None:
+    small = set(sys.modules)
+    for name in names:
+        importlib.import_module(name)
+    for name in set(sys.modules) - small:
+        if name.partition(".")[0] not in sys.stdlib_module_names:
+            _large[name] = sys.modules[name]
+    gc.collect()
+    gc.freeze()
+
+
+def _run_and_exit() -> NoReturn:
+    """Run the command, and exit as its interpreter would but for taking large libraries down."""
+    code: object = 0
+    try:
+        if sys.argv[0] == "-m":
+            del sys.argv[0]
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        elif sys.argv[0] == "-c":
+            code_to_run = compile(sys.argv.pop(1), "<string>", "exec")
+            sys.modules["__main__"] = types.ModuleType("__main__")
+            exec(code_to_run, sys.modules["__main__"].__dict__)
+        else:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as end:
+        code = end.code
+    if not isinstance(code, int | None):
+        print(code, file=sys.stderr)
+        code = 1
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code or 0)
 
 
 if __name__ == "__main__":
     del sys.path[0]  # this folder
     _warm_up()
     _serve(socket.socket(fileno=int(sys.argv[1])))
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    _run_and_exit()

@@ -7,12 +7,13 @@ what it returns then. Nothing here imports torch: the module is an argument.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import importlib.util
 import logging
 import re
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,24 @@ def run_exit_handlers() -> None:
     for threads that are no daemons, then calls what ``atexit`` has registered."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
+
+
+@contextlib.contextmanager
+def mode_of_command_line() -> Iterator[None]:
+    """Have Hydra sweep under ``-m`` alone: it composes once less, not reading ``hydra.mode`` first.
+
+    A Hydra that reads it otherwise does so still.
+    """
+    from hydra._internal.hydra import Hydra
+
+    own = getattr(Hydra, "get_mode", None)
+    if own is not None:
+        Hydra.get_mode = lambda *args, **keys: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        if own is not None:
+            Hydra.get_mode = own  # type: ignore[method-assign]
 
 
 def format_of(handler: logging.Handler) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 from robust_train.config.schema import complete
 from robust_train.events import Event
-from robust_train.execution import at_hand
+from robust_train.execution import at_hand, fork_server
 from robust_train.execution.library_imports import libraries_of
 from robust_train.execution.process import ProcessExecutor
 from robust_train.execution.request import AttemptRequest
@@ -83,7 +84,9 @@ def _warm() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name in _OF_ONE_TEST:
             patch.delenv(name, raising=False)
-        at_hand.warm_up(())
+        with pytest.MonkeyPatch.context() as real:  # a script's server has no torch
+            real.setattr(fork_server, "subprocess", subprocess)
+            at_hand.warm_up(())
     yield
     at_hand.discard()
 

@@ -330,6 +330,7 @@ def test_each_way_of_having_no_gpu_has_its_own_sentence(
     not_loaded = read(machine)["problem"]
     machine.fail("nvmlInit", UNKNOWN)
     unknown = read(machine)["problem"]
+    machine.alone = True
     (tmp_path / "libnvidia-ml.so.1").touch()  # also hides a real one that this machine may have
     missing = machine.python(READ, LD_LIBRARY_PATH=str(tmp_path))["problem"]
     assert "no NVIDIA GPU" in no_gpus
@@ -348,13 +349,17 @@ def test_a_legacy_package_that_shadows_the_binding_is_named(
     shadow = tmp_path / "shadow"
     shadow.mkdir()
     (shadow / "pynvml.py").write_text("def nvmlInit(): pass\n")
-    problem = machine_with(Gpu()).python(READ, PYTHONPATH=str(shadow))["problem"]
+    machine = machine_with(Gpu())
+    machine.alone = True
+    problem = machine.python(READ, PYTHONPATH=str(shadow))["problem"]
     assert "legacy package" in problem
     assert "pip uninstall pynvml" in problem
 
 
 def test_reading_imports_no_torch(machine_with: MachineWith) -> None:
-    assert machine_with(Gpu()).python(
+    machine = machine_with(Gpu())
+    machine.alone = True
+    assert machine.python(
         """
         import json, sys
         import robust_train.cli.gpus, robust_train.gpu.best, robust_train.queue.wait

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import robust_train
+import warm
 from simulated_nvml import GPU_IS_LOST, MIB, Gpu, Machine
 
 MachineWith = Callable[..., Machine]
@@ -19,13 +20,7 @@ COMMAND = [sys.executable, "-m", "robust_train.cli.main", "gpus"]
 
 
 def run(machine: Machine, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [*COMMAND, *arguments],
-        env=machine.environment(**environ),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = warm.robust_train("gpus", *arguments, environ=machine.environment(**environ))
     assert done.returncode == 0, done.stderr
     return done
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 from hosts import Member
 
+import warm
 from robust_train.queue.queue_dir import boot_name
 from robust_train.queue.reservations import JobRegistry
 from simulated_nvml import VERSION_MISMATCH, Gpu, Machine
@@ -39,13 +39,7 @@ class Shared:
         return World(folder).with_environ(self.machine.environ)
 
     def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "robust_train.cli.main", *arguments],
-            env=self.machine.environment(),
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
+        return warm.robust_train(*arguments, environ=self.machine.environment())
 
     def jobs(self) -> list[dict[str, Any]]:
         done = self.command("queue", "--json")

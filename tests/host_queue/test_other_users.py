@@ -25,6 +25,7 @@ from hosts import Host
 from hypothesis import given
 from hypothesis import strategies as st
 
+import warm
 from robust_train.cli import doctor, queue
 from robust_train.cli.gpu_probe import exercise
 from robust_train.gpu.visible import Visible
@@ -371,12 +372,8 @@ def test_a_stopped_keeper_or_none_changes_nothing_for_the_launcher(base: Path) -
 
 
 def test_doctor_fails_without_a_driver_and_refuses_to_probe_nothing() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "robust_train.cli.main", "doctor", "--probe", "--json"],
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-    )
+    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = warm.robust_train("doctor", "--probe", "--json", environ=environ)
     report = json.loads(done.stdout)
     assert done.returncode == (0 if any(gpu["usable"] for gpu in report["gpus"]) else 1)
     assert report["probes"] == []

@@ -8,14 +8,13 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hosts import Host, Member
 
+import warm
 from robust_train.queue.records import decode
 from robust_train.values import MIB
 from simulated_nvml import Gpu
@@ -183,12 +182,7 @@ def test_two_jobs_that_want_every_gpu_go_one_after_the_other(host_with: HostWith
     small.waits_at(2)
     records = [decode(path.read_bytes()) for path in host.job_files()]
     assert [record and set(record.gpus) for record in records] == [every, set(), set()]
-    table = subprocess.run(
-        [sys.executable, "-m", "robust_train.cli.main", "queue"],
-        env=host.machine.environment(),
-        capture_output=True,
-        text=True,
-    )
+    table = warm.robust_train("queue", environ=host.machine.environment())
     rows = [re.split(r"  +", row.strip()) for row in table.stdout.splitlines()[1:4]]
     assert [row[1:4] + row[5:7] for row in rows] == [
         ["-", "running", "test", "3 × 4000", "GPU 0, 1, 2"],

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import warm
 from robust_train.memory.allocator import VARIABLE
 from simulated_nvml import GPU_IS_LOST, MIB, Gpu, Machine
 from terminal import run_at_a_terminal
@@ -23,15 +24,7 @@ COMMAND = [sys.executable, "-m", "robust_train.cli.main"]
 
 
 def run(environ, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*COMMAND, *arguments],
-        env=environ,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    return warm.robust_train(*arguments, environ=environ)
 
 
 @pytest.fixture

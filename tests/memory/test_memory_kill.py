@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import warm
 from robust_train.cli.kill import choose, end_all
 from robust_train.gpu import processes
 from robust_train.gpu.processes import (
@@ -67,15 +68,7 @@ def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
 
 def run(machine: Machine, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*COMMAND, *arguments],
-        env=machine.environment(),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    return warm.robust_train("memory", "kill", *arguments, environ=machine.environment())
 
 
 def test_own_cuda_processes_are_shown_and_ended_once_the_user_says_yes(

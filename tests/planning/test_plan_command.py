@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,6 +12,7 @@ import pytest
 from test_truth import DONE, SPEC, leave_run
 
 import robust_train
+import warm
 from robust_train.cli.main import main
 from robust_train.queue.reservations import JobRegistry, new_record
 from robust_train.values import MIB, Attempt
@@ -53,16 +53,11 @@ def test_a_plan_says_what_fits_on_the_gpus_now_and_what_earlier_runs_measured(
             record = new_record("other", str(tmp_path), 5000 * MIB, 1)
             reservation = registry.enter(record, registry.jobs())
             reservation.update(reservation.record.on([machine.uuid(0)]))
-        done = subprocess.run(
-            [
-                *(sys.executable, "-m", "robust_train.cli.main", "plan", "--json"),
-                *("model=cnn", "dataset=digits", f"gpu_queue_dir={queue}", "--batch-sizes=64,8"),
-            ],
+        done = warm.robust_train(
+            *("plan", "--json"),
+            *("model=cnn", "dataset=digits", f"gpu_queue_dir={queue}", "--batch-sizes=64,8"),
+            environ=machine.environment(),
             cwd=tmp_path,
-            env=machine.environment(),
-            capture_output=True,
-            text=True,
-            timeout=120,
         )
     finally:
         reservation.release()

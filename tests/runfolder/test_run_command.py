@@ -23,6 +23,7 @@ import psutil
 import pytest
 
 import steered_trainers
+import warm
 from robust_train import launch
 from robust_train.cli.main import main
 from robust_train.errors import ConfigError
@@ -220,7 +221,10 @@ def test_halving_during_training_ends_in_the_same_weights(
     assert "from the next step" in answer["how"]
     said = host.command("halve-batch")
     assert "micro-batch 32 → 16" in said.stdout
-    assert "64 × 1, split into 16" in host.command("status").stdout
+    wait_until(
+        lambda: "64 × 1, split into 16" in host.command("status").stdout,
+        "status shows it, which is at most once a second",
+    )
     line = host.refused("halve-batch")
     assert "the micro-batch is 16 already, and min_batch_size=16" in line
     (world.folder / "go").touch()
@@ -316,12 +320,8 @@ def test_a_run_that_waits_in_line_says_so_and_can_be_stopped(
     status = host.told("status", "--run", str(second.run_dir))
     assert status["waiting"]["position"] == 1
     assert "taken, one job per GPU" in status["waiting"]["reason"]
-    queue = subprocess.run(
-        [sys.executable, "-m", "robust_train.cli.main", "queue", "--json"],
-        capture_output=True,
-        text=True,
-        env=machine.environment(ROBUST_TRAIN_QUEUE_DIR=second.environ["ROBUST_TRAIN_QUEUE_DIR"]),
-    )
+    environ = machine.environment(ROBUST_TRAIN_QUEUE_DIR=second.environ["ROBUST_TRAIN_QUEUE_DIR"])
+    queue = warm.robust_train("queue", "--json", environ=environ)
     ids = {job["run_dir"]: job["id"] for job in json.loads(queue.stdout)["jobs"]}
     assert status["id"] == ids[str(second.run_dir)], "one id serves both commands"
     running = host.told("status", "--run", ids[str(first.run_dir)])

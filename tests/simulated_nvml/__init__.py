@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import warm
+
 MIB = 1024**2
 HERE = Path(__file__).resolve().parent
 
@@ -96,7 +98,13 @@ class Machine:
         gpus: its GPUs, in NVML's order.
         driver: driver version.
         cuda_order: UUIDs in CUDA's fastest-first order, NVML's order by default.
+
+    Attributes:
+        alone: its interpreters begin as users' do, and not as forks of one that has libraries (see
+            :mod:`warm`).
     """
+
+    alone = False
 
     def __init__(
         self,
@@ -195,11 +203,14 @@ class Machine:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(hidden)}
         return {**kept, **self.environ, **more}
 
-    def start(self, snippet: str, **more: str) -> subprocess.Popen[str]:
+    def start(self, snippet: str, **more: str) -> subprocess.Popen[str] | warm.Command:
         """Start an interpreter on this machine that runs a snippet of Python."""
+        arguments, environ = ["-c", textwrap.dedent(snippet)], self.environment(**more)
+        if not self.alone:
+            return warm.start(arguments, Path.cwd(), environ)
         return subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(snippet)],
-            env=self.environment(**more),
+            [sys.executable, *arguments],
+            env=environ,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -43,6 +43,7 @@ def test_an_interrupted_sweep_is_finished(sweeps: SweepWorld, launcher: str):
     assert sweeps.column("reused") == [True, False]
 
 
+@pytest.mark.slow  # test_sweep_decisions.py has the decision
 def test_sweep_resume_false_runs_all_anew(sweeps: SweepWorld):
     arguments = ("objective", "training.seed=1,2")
     assert sweeps.sweep(*arguments).returncode == 0
@@ -53,6 +54,7 @@ def test_sweep_resume_false_runs_all_anew(sweeps: SweepWorld):
     assert (sweeps.folder / "0" / "earlier-1" / "summary.json").exists()
 
 
+@pytest.mark.slow  # test_sweep_decisions.py has the decision
 def test_a_job_with_other_overrides_does_not_go_on_from_what_it_finds(sweeps: SweepWorld):
     process = sweeps.start("works_until_told", "training.seed=1", "training.lr=1e-3,1e-4")
     wait_until(lambda: sweeps.pid_at_work(1), "a job is at work")

@@ -121,6 +121,7 @@ def _open(
         return _help(name)
     import hydra
 
+    from robust_train import compat
     from robust_train.cli import jobs
     from robust_train.config.refusals import REFUSALS, explain
     from robust_train.execution import at_hand
@@ -137,8 +138,10 @@ def _open(
     user_wants_everything = os.environ.get(_FULL_ERROR) == "1"
     # otherwise Hydra prints errors its own way and exits with 1
     os.environ[_FULL_ERROR] = "1"
+    composes_once = bool(name) and not _may_set_mode(sys.argv[1:])
     try:
-        hydra.main(version_base="1.3", config_path=config_path, config_name=config_name)(task)()
+        with compat.mode_of_command_line() if composes_once else contextlib.nullcontext():
+            hydra.main(version_base="1.3", config_path=config_path, config_name=config_name)(task)()
         code = jobs.ending.code
     except KeyboardInterrupt as error:  # JobInterrupted among them
         code = getattr(error, "exit_code", 130)
@@ -166,6 +169,15 @@ def _open(
     except KeyboardInterrupt:
         of_the_sweep = 130
     return code or of_the_sweep
+
+
+def _may_set_mode(arguments: list[str]) -> bool:
+    """Return whether an argument or a config may set ``hydra.mode``."""
+    words = ("hydra.mode", "hydra.searchpath")
+    if any(one.startswith(("-c", "--c")) or any(w in one for w in words) for one in arguments):
+        return True
+    folder = Path(__file__).parents[1] / "configs"
+    return any("mode:" in file.read_text("utf-8").split() for file in folder.rglob("*.yaml"))
 
 
 def _help(name: str) -> int:

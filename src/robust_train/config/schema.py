@@ -264,8 +264,16 @@ def open_root(schema: type) -> DictConfig:
 
 
 def register() -> None:
-    """Put the schemas into Hydra's ConfigStore. Safe to call again."""
+    """Put the schemas into Hydra's ConfigStore, unless it has them."""
     store = ConfigStore.instance()
+    if "robust_schema.yaml" not in store.repo:
+        _store_schemas(store)
+    # cached like Hydra's ``now``: jobs that run in other processes belong to the same sweep folder
+    OmegaConf.register_new_resolver("robust_pid", os.getpid, use_cache=True, replace=True)
+    OmegaConf.register_new_resolver("robust_job", _short_name, replace=True)
+
+
+def _store_schemas(store: ConfigStore) -> None:
     store.store(name="plain_schema", node=open_root(PlainConfig), provider="robust_train")
     store.store(name="robust_schema", node=open_root(RobustConfig), provider="robust_train")
     for group, name, schema in (
@@ -278,9 +286,6 @@ def register() -> None:
         ("trainer", "command", CommandConfig),
     ):
         store.store(group=f"schema/{group}", name=name, node=schema, provider="robust_train")
-    # cached like Hydra's ``now``: jobs that run in other processes belong to the same sweep folder
-    OmegaConf.register_new_resolver("robust_pid", os.getpid, use_cache=True, replace=True)
-    OmegaConf.register_new_resolver("robust_job", _short_name, replace=True)
 
 
 def _short_name(job_name: str | None, model: str, dataset: str, trainer: str) -> str:
