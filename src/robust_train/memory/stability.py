@@ -14,9 +14,8 @@ from pathlib import Path
 from statistics import median
 
 from robust_train.memory.samples import FILE_NAME, Sample, read_samples
+from robust_train.readable import log
 from robust_train.values import MIB
-
-log = logging.getLogger("robust_train")
 
 _WARM_UP_SHARE = 0.2
 _MOST_WINDOWS = 30

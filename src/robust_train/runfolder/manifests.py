@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import json
-import logging
 import os
 import shutil
 import time
@@ -20,9 +19,8 @@ from pathlib import Path
 from typing import Literal
 
 from robust_train.files import replacing, sync
+from robust_train.readable import log
 from robust_train.runfolder.whole import files_in, whole_by_form
-
-log = logging.getLogger("robust_train")
 
 SUFFIX = ".manifest.json"
 SCHEMA = 1

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import shutil
 import stat
@@ -20,8 +19,7 @@ from pathlib import Path
 from robust_train.events import Json
 from robust_train.files import parse_json, read_small, replacing
 from robust_train.gpu.processes import user_name
-
-log = logging.getLogger("robust_train")
+from robust_train.readable import log
 
 REQUESTS = "requests"
 SWEEP_STOP_FILE = "stop.json"

@@ -7,7 +7,6 @@ trainer's. Why it failed is classified by the launcher, which has the end of the
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import signal
 from collections.abc import Mapping
@@ -25,6 +24,7 @@ from robust_train.events import (
     TrainingStarted,
 )
 from robust_train.execution.environment import shared_machine_environment
+from robust_train.readable import log
 from robust_train.run import Run
 from robust_train.runfolder.cadence import AUTO
 from robust_train.runfolder.whole import is_whole
@@ -40,8 +40,6 @@ from robust_train.script.command_settings import CommandSettings
 from robust_train.script.messages import LineReader, NotUnderstood, OwnFailure, Result, parse
 from robust_train.script.placeholders import EVENTS_VARIABLE, ScriptValues
 from robust_train.script.program import Program
-
-log = logging.getLogger("robust_train")
 
 _BEFORE = "checkpoints_before.json"
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import sys
 
 from omegaconf import DictConfig, OmegaConf
 
 from robust_train.gpu.bounded import NoAnswer, run_command
-
-log = logging.getLogger("robust_train")
+from robust_train.readable import log
 
 
 def jobs_at_once(

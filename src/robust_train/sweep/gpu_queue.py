@@ -34,6 +34,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from robust_train.errors import EXIT_BAD_CONFIG
 from robust_train.execution import at_hand
 from robust_train.execution.signals import SignalWatch
+from robust_train.readable import log
 from robust_train.runfolder.requests import sweep_stop_requested
 from robust_train.runfolder.state import read_state
 from robust_train.runfolder.summary import read_summary
@@ -44,8 +45,6 @@ from robust_train.sweep.live_table import LiveRow, LiveTable
 from robust_train.sweep.plugins_of_others import no_objective
 from robust_train.sweep.rows import SweepRow, ending_of_process, read_row
 from robust_train.sweep.sweep_table import differing_overrides, ending_line
-
-log = logging.getLogger("robust_train")
 
 LOG_FILE = "output.log"
 _POLL_SECONDS = 0.1
