@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from robust_train.gpu.one import OneGpu
+from robust_train.gpu.nvml_session import OneGpu
 from robust_train.memory.cuda import cached_on, device_index, started_torch
 from robust_train.memory.host import resident_bytes, resident_bytes_of_tree
 from robust_train.memory.samples import FILE_NAME, Limits, Sample, SampleFile

@@ -13,7 +13,7 @@ from robust_train.errors import AttemptsExhausted
 from robust_train.failures import classify_failure
 from robust_train.memory.cleanup import clear_frames
 from robust_train.microbatch import probing
-from robust_train.microbatch.meters import device_of, meter_of
+from robust_train.microbatch.probing import device_of, meter_of
 from robust_train.microbatch.rewind import Models, StepStart, Watch, cut_graphs
 from robust_train.readable import log
 from robust_train.values import MEMORY_FAILURES

@@ -27,7 +27,7 @@ from robust_train.execution.environment import shared_machine_environment
 from robust_train.readable import log
 from robust_train.run import Run
 from robust_train.runfolder.cadence import AUTO
-from robust_train.runfolder.whole import is_whole
+from robust_train.runfolder.manifests import is_whole
 from robust_train.script.checkpoint_watch import (
     CheckpointWatch,
     Stamp,

@@ -29,7 +29,7 @@ from robust_train.sweep.job_record import (
     set_aside,
 )
 from robust_train.sweep.plugins_of_others import misplaced_launcher, no_objective
-from robust_train.sweep.rows import has_failed
+from robust_train.sweep.sweep_table import has_failed
 
 SWEEP_VARIABLE = "ROBUST_TRAIN_SWEEP"
 """The id of this launch of a sweep, for the processes that launchers start for its jobs."""

@@ -19,8 +19,16 @@ from robust_train.report.times import Span, Use
 from robust_train.runfolder.journal import strict_json
 from robust_train.runfolder.lock import is_held
 from robust_train.sweep.job_record import read_record
-from robust_train.sweep.rows import SweepRow, job_folders, read_row
-from robust_train.sweep.sweep_table import ENDED, SweepTable, differing_overrides, read_table, tally
+from robust_train.sweep.sweep_table import (
+    ENDED,
+    SweepRow,
+    SweepTable,
+    differing_overrides,
+    job_folders,
+    read_row,
+    read_table,
+    tally,
+)
 
 SCHEMA = 1
 

@@ -30,8 +30,18 @@ from robust_train.sweep.current import SWEEP_VARIABLE
 from robust_train.sweep.job_record import INTERRUPTED, NOT_STARTED, JobRecord
 from robust_train.sweep.page import write_sweep_report
 from robust_train.sweep.plugins_of_others import remember_mask
-from robust_train.sweep.rows import SweepRow, exit_code_of, read_rows, row_of
-from robust_train.sweep.sweep_table import ENDED, FILE, SweepTable, as_csv, screen_table, tally
+from robust_train.sweep.sweep_table import (
+    ENDED,
+    FILE,
+    SweepRow,
+    SweepTable,
+    as_csv,
+    exit_code_of,
+    read_rows,
+    row_of,
+    screen_table,
+    tally,
+)
 
 
 @dataclass
