@@ -13,6 +13,7 @@ from training_world import (
 )
 
 from robust_train.errors import ConfigError
+from robust_train.vision.images import Shape
 from robust_train.vision.models import (
     SmallCnn,
     build_model,
@@ -20,7 +21,6 @@ from robust_train.vision.models import (
     set_train_mode,
     trained_state,
 )
-from robust_train.vision.splits import Shape
 from robust_train.vision.trainer import check_config, preload_modules, train
 
 

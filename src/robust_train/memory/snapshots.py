@@ -18,7 +18,7 @@ from robust_train import compat
 from robust_train.events import OutOfMemory
 from robust_train.files import replacing
 from robust_train.memory.cuda import started_torch
-from robust_train.memory.tensors import TensorFacts, largest_tensors
+from robust_train.memory.holders import TensorFacts, largest_tensors
 from robust_train.readable import first_line, log
 from robust_train.values import MIB, Failure, FailureKind
 

@@ -36,10 +36,9 @@ from robust_train.vision.batches import (
     share_of,
 )
 from robust_train.vision.datasets import check_data, open_data
-from robust_train.vision.images import ImageDataset
+from robust_train.vision.images import ImageDataset, ImageSource
 from robust_train.vision.models import check_model
 from robust_train.vision.reporting import Reporter, checked_loss
-from robust_train.vision.splits import ImageSource
 from robust_train.vision.step import (
     CosineSchedule,
     Precision,
