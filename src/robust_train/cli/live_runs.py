@@ -24,8 +24,7 @@ _VERBS = {
     "stop": "save a checkpoint and end, as SIGTERM would; RUN may be a sweep's folder",
 }
 
-About = dict[str, Json]
-"""State of a run, or its answer, as ``--json`` prints it."""
+About = dict[str, Json]  # State of a run, or its answer, as `--json` prints it
 
 
 def main(argv: Sequence[str] | None = None) -> int:

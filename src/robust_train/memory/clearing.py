@@ -84,8 +84,7 @@ def clear_gpu_memory(force: bool = False) -> Cleared:
     return _logged(Cleared(before, get_gpu_memory_stats(), dropped, tuple(held), tuple(done)))
 
 
-clear_cuda_memory = clear_gpu_memory
-"""The other name that people know :func:`clear_gpu_memory` by."""
+clear_cuda_memory = clear_gpu_memory  # The other name that people know `clear_gpu_memory` by
 
 
 def cleanup_model_memory(model: nn.Module, *, keep_weights: bool = True) -> Cleared:

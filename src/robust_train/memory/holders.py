@@ -18,8 +18,7 @@ from robust_train.files import Json
 from robust_train.memory.cuda import started_torch
 from robust_train.values import MIB
 
-StorageKey = tuple[str, int]
-"""A storage: its device and its address there."""
+StorageKey = tuple[str, int]  # A storage: its device and its address there
 
 # a module's weight is found in its table, a person knows it as an attribute
 _MODULE_TABLES = re.compile(r"\._(?:parameters|buffers|modules)\['(\w+)'\]")
@@ -260,8 +259,7 @@ def _attributes(owner: Any) -> dict[str, Any]:
 _T = TypeVar("_T")
 
 
-TensorFacts = dict[str, Json]
-"""The fields of :class:`HeldTensor`."""
+TensorFacts = dict[str, Json]  # The fields of `HeldTensor`
 
 
 def largest_tensors(top: int = 20, *, devices: Collection[str] | None = None) -> list[TensorFacts]:

@@ -81,8 +81,7 @@ class Limits:
         return self.first + self.between + self.newest + self.slack
 
 
-Numbered = tuple[int, Sample]
-"""A sample with its number in the attempt."""
+Numbered = tuple[int, Sample]  # A sample with its number in the attempt
 
 
 def thinned(samples: Sequence[Numbered], limits: Limits) -> list[Numbered]:

@@ -210,9 +210,7 @@ def _default_sizes(cfg: DictConfig) -> list[int]:
     return sizes
 
 
-ROOTS = ("outputs", "multirun")
-"""Where Hydra puts run folders, relative to where the command runs."""
-
+ROOTS = ("outputs", "multirun")  # Where Hydra puts run folders, relative to where the command runs
 _LEAST_STEPS = 2
 
 

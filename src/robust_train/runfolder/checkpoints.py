@@ -23,8 +23,7 @@ from robust_train.values import MEMORY_FAILURES
 
 _LARGEST_COPY = 0.25
 
-Content = dict[str, Any]
-"""What a checkpoint holds, by name: state dictionaries, tensors, figures."""
+Content = dict[str, Any]  # What a checkpoint holds, by name: state dictionaries, tensors, figures
 
 
 class CheckpointError(OSError):

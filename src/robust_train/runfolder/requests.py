@@ -31,8 +31,7 @@ NEW, TAKEN, ANSWER = ".json", ".taken", ".answer"
 _MAX_BYTES = 64 * 1024
 _MODE = 0o700
 
-Reply = dict[str, Json]
-"""``{"answer": {…}}`` or ``{"error": …}``."""
+Reply = dict[str, Json]  # `{"answer": {…}}` or `{"error": …}`
 
 
 class Refused(Exception):
