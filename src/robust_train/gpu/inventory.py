@@ -300,35 +300,18 @@ _RECOVERY = {
 
 def why_unhealthy(nvml: Any, handle: Any) -> str | None:
     """Return why no job should start on a whole GPU; None if it is healthy or does not report."""
-    return _recovery_action(nvml, handle) or _rows(nvml, handle) or _pages(nvml, handle)
-
-
-def _recovery_action(nvml: Any, handle: Any) -> str | None:
     field = getattr(nvml, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION", 230)
-    try:
-        answer = nvml.nvmlDeviceGetFieldValues(handle, [field])[0]
-    except nvml.NVMLError:
-        return None
+    answers = optional(nvml, nvml.nvmlDeviceGetFieldValues, handle, [field])
     # each field has a return code of its own; on some drivers the value is of another width
-    action = answer.value.uiVal if answer.nvmlReturn == 0 else 0
-    if action == 0:
-        return None
-    return f"the driver reports that {_RECOVERY.get(action, f'it needs recovery action {action}')}"
-
-
-def _rows(nvml: Any, handle: Any) -> str | None:
-    """Since Ampere: memory rows that failed are replaced by spare ones, while there are some."""
-    try:
-        _, _, _, failed = nvml.nvmlDeviceGetRemappedRows(handle)
-    except nvml.NVMLError:
-        return None
-    return "a memory row failed and could not be remapped" if failed else None
-
-
-def _pages(nvml: Any, handle: Any) -> str | None:
-    """Before Ampere: pages that failed are retired at the next reset."""
-    try:
-        pending = nvml.nvmlDeviceGetRetiredPagesPendingStatus(handle)
-    except nvml.NVMLError:
-        return None
-    return "memory pages wait to be retired: reset it or reboot" if pending else None
+    action = answers[0].value.uiVal if answers and answers[0].nvmlReturn == 0 else 0
+    if action:
+        what = _RECOVERY.get(action, f"it needs recovery action {action}")
+        return f"the driver reports that {what}"
+    # since Ampere: memory rows that failed are replaced by spare ones, while there are some
+    rows = optional(nvml, nvml.nvmlDeviceGetRemappedRows, handle)
+    if rows is not None and rows[3]:
+        return "a memory row failed and could not be remapped"
+    # before Ampere: pages that failed are retired at the next reset
+    if optional(nvml, nvml.nvmlDeviceGetRetiredPagesPendingStatus, handle):
+        return "memory pages wait to be retired: reset it or reboot"
+    return None

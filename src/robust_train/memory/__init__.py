@@ -42,9 +42,7 @@ __all__ = [
 ]
 # fmt: on
 
-_HOMES = (
-    "memory.clearing memory.limits memory.peaks memory.stats memory.holders runfolder.checkpoints"
-)
+_HOMES = "memory.clearing memory.limits memory.peaks memory.stats memory.holders"
 
 
 def __getattr__(name: str) -> object:

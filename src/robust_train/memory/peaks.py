@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from types import TracebackType
 from typing import Any
 
 from robust_train.memory import host
@@ -86,12 +85,7 @@ class GPUMemoryContext:
             _open_contexts.append(self)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, frames: object) -> None:
         with _lock:
             _open_contexts.remove(self)
             # after a fault of the device it answers with the same error; the block's own counts

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from robust_train.failures import classify_failure
 from robust_train.files import replacing
@@ -86,33 +87,18 @@ class CheckpointFolder:
 def _host_copy(content: Content) -> Content | None:
     """Return a copy with all tensors in host memory; None where that would take more than a quarter
     of what is available."""
-    available = read_host_memory().available
-    if available is None or _bytes_of(content) > _LARGEST_COPY * available:
+    tensors = [leaf for leaf in tree_leaves(content) if isinstance(leaf, torch.Tensor)]
+    if sum(tensor.nbytes for tensor in tensors) > _LARGEST_COPY * read_host_memory().available:
         return None
     try:
-        return {key: _copied(value) for key, value in content.items()}
+        copied: Content = tree_map_only(
+            torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), content
+        )
+        return copied
     except Exception as error:
         if classify_failure(error).kind in MEMORY_FAILURES:
             return None
         raise
-
-
-def _bytes_of(value: Any) -> int:
-    if isinstance(value, torch.Tensor):
-        return value.nbytes
-    if isinstance(value, Mapping):
-        return sum(map(_bytes_of, value.values()))
-    return sum(map(_bytes_of, value)) if isinstance(value, (list, tuple)) else 0
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, Mapping):
-        return {key: _copied(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(_copied, value))
-    return value
 
 
 def save_checkpoint(content: Mapping[str, Any], path: str | Path) -> Path:

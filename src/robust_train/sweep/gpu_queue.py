@@ -128,7 +128,7 @@ class GpuQueue:
             gpus=0 if self._n_jobs else count_gpus(self._config),
             jobs_per_gpu=OmegaConf.select(self._config, "gpu_jobs_per_device", default=1),
             gpus_per_job=OmegaConf.select(self._config, "num_gpus", default=1),
-            cpus=count_cpus(),
+            cpus=len(os.sched_getaffinity(0)),
         )
         log.info("%d jobs, %d at once", len(self._jobs), slots)
         with self._signals, LiveTable() as table:
@@ -330,11 +330,6 @@ def count_gpus(config: DictConfig, limit_seconds: float = 30.0) -> int:
     if OmegaConf.select(config, "auto_device", default=True) or device in ("auto", "cuda"):
         return _visible_gpus(limit_seconds)
     return 0 if device == "cpu" else min(1, _visible_gpus(limit_seconds))
-
-
-def count_cpus() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0))
 
 
 def _visible_gpus(limit_seconds: float) -> int:
