@@ -9,7 +9,8 @@ WARNING_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 
 EXIT_FAILED = 1
 EXIT_BAD_CONFIG = 2
-EXIT_NO_DEVICE = 75  # Exit codes of a job; the last is EX_TEMPFAIL of sysexits.h
+EXIT_NO_DEVICE = 75
+"""Exit codes of a job; the last is EX_TEMPFAIL of sysexits.h."""
 
 
 class ConfigError(ValueError):
