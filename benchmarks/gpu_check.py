@@ -40,8 +40,8 @@ from robust_train.gpu.inventory import read_inventory  # noqa: E402
 from robust_train.gpu.visible import visible_gpus  # noqa: E402
 from robust_train.memory.allocator import VARIABLE, allocator_settings  # noqa: E402
 from robust_train.memory.cleanup import return_memory  # noqa: E402
+from robust_train.memory.in_use import memory_in_use  # noqa: E402
 from robust_train.memory.sampler import Sampler  # noqa: E402
-from robust_train.memory.stats import memory_in_use  # noqa: E402
 from robust_train.microbatch.batcher import MicroBatcher  # noqa: E402
 from robust_train.microbatch.oom_handler import retry_on_oom  # noqa: E402
 from robust_train.microbatch.probing import (  # noqa: E402

@@ -30,7 +30,8 @@ from robust_train.execution.request import AttemptRequest
 from robust_train.execution.signals import SignalWatch
 from robust_train.execution.trainer_ref import TrainerRef
 from robust_train.values import Outcome
-from robust_train.vision.trainer import preload_modules, train
+from robust_train.vision.prepare import preload_modules
+from robust_train.vision.trainer import train
 
 __all__ = ["preload_modules", "tells_its_process"]
 

@@ -25,8 +25,8 @@ from robust_train.events import (
     TrainingStarted,
     UserEvent,
 )
-from robust_train.memory.stats import describe_memory
-from robust_train.memory.stats import memory_in_use as memory_in_use
+from robust_train.memory.in_use import describe_memory
+from robust_train.memory.in_use import memory_in_use as memory_in_use
 from robust_train.runfolder.cadence import Saving
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import pytest
 
 from robust_train import memory
 from robust_train.gpu import footprint
-from robust_train.memory import stats
+from robust_train.memory import in_use
 from robust_train.memory.cleanup import return_memory
 from robust_train.memory.cuda import busiest_gpu, cached_on
 from robust_train.memory.steering import AttemptMemory
@@ -131,7 +131,7 @@ def inventory(*processes: GpuProcess, **_: object) -> Inventory:
 def test_the_gpu_that_the_model_is_on_counts_though_another_is_the_current_one(use):
     cuda = use(FakeCuda())
     assert busiest_gpu(SimpleNamespace(cuda=cuda)) == 1
-    assert stats.memory_in_use(context=False) == {
+    assert in_use.memory_in_use(context=False) == {
         "allocated": 2 * GIB,
         "reserved": 3 * GIB,
         "max_allocated": 2 * GIB,
@@ -197,7 +197,7 @@ def test_after_a_fault_of_the_device_nothing_that_is_asked_hides_it(use, tmp_pat
     with pytest.raises(AcceleratorError) as raised:
         train()
     assert raised.value is error
-    figures = stats.memory_in_use()
+    figures = in_use.memory_in_use()
     assert figures.keys() == {"resident", "max_resident"}
     keeper.clean_up(error)
     assert cached_on(0) is None
@@ -217,8 +217,8 @@ def test_a_context_is_measured_as_nvml_shows_it_and_learned_by_model(use, monkey
         ([GpuProcess(os.getpid(), None)], None),
         ([], None),
     ):
-        monkeypatch.setattr(stats, "read_inventory", lambda p=processes, **_: inventory(*p))
-        assert stats.memory_in_use().get("context_bytes") == expected
+        monkeypatch.setattr(in_use, "read_inventory", lambda p=processes, **_: inventory(*p))
+        assert in_use.memory_in_use().get("context_bytes") == expected
     assert footprint.learned_context_bytes("A GPU") is None
     before = footprint.footprint(GIB, "A GPU")
     for measured in (600 * MIB, 550 * MIB, None, 99 * GIB):

@@ -21,7 +21,8 @@ from robust_train.vision.models import (
     set_train_mode,
     trained_state,
 )
-from robust_train.vision.trainer import check_config, preload_modules, train
+from robust_train.vision.prepare import check_config, preload_modules
+from robust_train.vision.trainer import train
 
 
 def built(*overrides, num_classes=5):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -16,8 +17,10 @@ from robust_train.execution.signals import SignalWatch
 from robust_train.failures.shortage import do_without_onednn
 from robust_train.memory.allocator import VARIABLE
 from robust_train.memory.cleanup import StartingMemory, release_and_check
-from robust_train.readable import first_line, log
+from robust_train.readable import first_line
 from robust_train.values import FailureKind, Outcome
+
+log = logging.getLogger("robust_train")
 
 
 class InlineExecutor:

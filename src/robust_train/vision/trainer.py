@@ -35,9 +35,9 @@ from robust_train.vision.batches import (
     read_in_parts,
     share_of,
 )
-from robust_train.vision.datasets import check_data, open_data
+from robust_train.vision.datasets import open_data
 from robust_train.vision.images import ImageDataset, ImageSource
-from robust_train.vision.models import check_model
+from robust_train.vision.prepare import check_config, preload_modules
 from robust_train.vision.reporting import Reporter, checked_loss
 from robust_train.vision.step import (
     CosineSchedule,
@@ -340,25 +340,3 @@ class Training:
             "steps": self.state.position.step,
             "checkpoint": str(path),
         }
-
-
-def check_config(cfg: DictConfig) -> None:
-    """Check the groups ``model`` and ``dataset`` without touching data or device."""
-    check_model(cfg.model)
-    check_data(cfg.dataset)
-
-
-def preload_modules(cfg: DictConfig) -> list[str]:
-    """Return the modules that this config imports, for a fork server. None touches CUDA."""
-    check_config(cfg)
-    # every torch optimizer imports torch._dynamo when it is built: more than a second
-    modules = ["numpy", "PIL.Image", "torch.utils.tensorboard", "torch._dynamo"]
-    modules += {
-        "digits": ["sklearn.datasets"],
-        "flowers102": ["scipy.io", "torchvision.datasets"],
-    }.get(cfg.dataset.name, [])
-    if cfg.model.name != "cnn":
-        modules += ["timm", "timm.data"]
-    if cfg.model.name == "lora":
-        modules.append("peft")
-    return modules
