@@ -8,7 +8,6 @@ of a job is for the attempt, which has to save first.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import gc
 import importlib
@@ -25,6 +24,7 @@ from robust_train.compat import run_exit_handlers
 from robust_train.errors import ConfigError
 from robust_train.execution import linux, signals
 from robust_train.execution.attempt_output import flush_output
+from robust_train.execution.fork_guard import ForkGuard
 from robust_train.execution.fork_messages import Exited, Import, Imported, receive_descriptors
 from robust_train.execution.hydra_state import adopt_hydra
 from robust_train.execution.request import AttemptRequest
@@ -213,50 +213,3 @@ def _be_attempt(request: AttemptRequest, send: EventSender) -> NoReturn:
         flush_output()
         send.flush()
         os._exit(status)
-
-
-_CUDA_ERROR_NOT_INITIALIZED = 3
-
-
-class ForkGuard:
-    """Watches one process that imports libraries and forks attempts. The kernel counts native
-    threads (OpenMP's pool), which ``threading`` does not see. OpenBLAS ends its threads before a
-    fork and starts them again at need, so those that outlast one count."""
-
-    def __init__(self) -> None:
-        self._threads = _threads()
-
-    def why_not_fork(self) -> str | None:
-        """Return what the last import did that forbids a fork, as a sentence's end, or None."""
-        if cuda_is_started():
-            return "starts CUDA when it is imported"
-        if _threads() > self._threads and _threads_after_a_fork() > self._threads:
-            return "starts a thread when it is imported"
-        return None
-
-
-def _threads() -> int:
-    return len(os.listdir("/proc/self/task"))
-
-
-def _threads_after_a_fork() -> int:
-    pid = os.fork()
-    if pid == 0:
-        os._exit(0)
-    os.waitpid(pid, 0)
-    return _threads()
-
-
-def cuda_is_started() -> bool:
-    """Return whether anything here has initialised the CUDA driver, without initialising it. Before
-    ``cuInit`` the driver answers ``CUDA_ERROR_NOT_INITIALIZED`` to every call; one that is not
-    loaded was never called. ``torch.cuda.is_initialized()`` alone knows only of torch."""
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        return True
-    try:
-        driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
-    except OSError:
-        return False
-    count = ctypes.c_int()
-    return bool(driver.cuDeviceGetCount(ctypes.byref(count)) != _CUDA_ERROR_NOT_INITIALIZED)

@@ -6,7 +6,6 @@ settle, so neither its mean nor its peak shows a leak; the floor does. See :func
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -45,9 +44,8 @@ def attempt_stability(run_dir: Path, attempt: int) -> Stability | None:
     if not samples:
         return None
     found = stability(samples)
-    # of a run of a few seconds it is no news
-    level = {"unknown": logging.DEBUG, "stable": logging.INFO}.get(found.kind, logging.WARNING)
-    log.log(level, "attempt %d: memory is %s", attempt, found.sentence)
+    if found.kind not in ("unknown", "stable"):  # no news: the summary has them
+        log.warning("attempt %d: memory is %s", attempt, found.sentence)
     return found
 
 
