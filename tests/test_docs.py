@@ -18,7 +18,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 import preloaded
 import warm
 from robust_train import current_run
-from robust_train.cli import run as run_command
+from robust_train.cli import run_script as run_command
 from robust_train.cli.main import COMMANDS
 from robust_train.config.batch import settle_batch_size
 from robust_train.config.schema import validate

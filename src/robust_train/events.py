@@ -22,8 +22,10 @@ Metrics = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Event:
-    """Base of all events. ``name`` is the event's name in JSON. ``may_be_dropped``: losing one of
-    these costs a point in a curve and nothing else, so it is dropped rather than hold training up.
+    """Base of all events. ``name`` is the event's name in JSON.
+
+    ``may_be_dropped``: losing one of these costs a point in a curve and nothing else, so it is
+    dropped rather than hold training up.
     """
 
     name: ClassVar[str] = ""
@@ -130,9 +132,11 @@ class MemoryHeld(Event):
 
 @dataclass(frozen=True)
 class MicroBatchChanged(Event):
-    """The micro-batch size changed inside an attempt, in training or in evaluation. ``kind`` is the
-    failure's where memory ran out, None where a larger size is tried again or somebody asked for
-    it."""
+    """The micro-batch size changed inside an attempt, in training or in evaluation.
+
+    ``kind`` is the failure's where memory ran out, None where a larger size is tried again or
+    somebody asked for it.
+    """
 
     name = "micro_batch_changed"
     step: int
@@ -169,6 +173,7 @@ class MicroBatchExhausted(Event):
 @dataclass(frozen=True)
 class BatchSizeFound(Event):
     """Probes before training found the largest micro-batch; None if not even the smallest fits.
+
     ``search`` describes the probes (see :class:`robust_train.microbatch.probing.FoundBatchSize`).
     """
 
@@ -403,8 +408,11 @@ _CLASSES: dict[str, type[Event]] = {
 
 
 def parse(data: object) -> Event:
-    """Return the event in one JSON object; keys that it does not know are ignored. Raises
-    MalformedEvent: it is no event of ours, or a field is missing or of another type."""
+    """Return the event in one JSON object; keys that it does not know are ignored.
+
+    Raises:
+        MalformedEvent: it is no event of ours, or a field is missing or of another type.
+    """
     if not isinstance(data, Mapping):
         raise MalformedEvent("not an object")
     found = _CLASSES.get(str(data.get("event")))

@@ -17,9 +17,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
-Json = Any
-"""A value of JSON's types."""
-
+Json = Any  # A value of JSON's types
 T = TypeVar("T")
 
 _LARGEST = 2**1023  # of the integers that are floats, too

@@ -118,26 +118,17 @@ class Evidence:
 class Clue:
     """Values of :attr:`Evidence.clue`; plain strings, so that they travel as JSON."""
 
-    HARDWARE = "hardware"
-    """The GPU itself is at fault: ECC, NVLink, a lost device."""
-    BUSY = "busy"
-    """The device refused a context for now."""
+    HARDWARE = "hardware"  # The GPU itself is at fault: ECC, NVLink, a lost device
+    BUSY = "busy"  # The device refused a context for now
     DRIVER = "driver"
     """The driver refused a call, as it does where it lacks virtual memory management."""
-    IMPORT = "import"
-    """Memory ran out while a module was imported."""
-    MODEL = "model"
-    """Memory ran out while a model was made, loaded or moved to the device."""
-    SHARED_MEMORY = "shared_memory"
-    """``/dev/shm`` is too small."""
-    DOWNLOAD = "download"
-    """Data or weights could not be fetched."""
-    KILLED = "killed"
-    """SIGKILL, from neither the launcher nor the kernel's OOM killer."""
-    USER_ERROR = "user_error"
-    """A mistake of the user's that the trainer names in a line."""
-    UNCLEAR = "unclear"
-    """The message has other causes too, but memory had nearly run out."""
+    IMPORT = "import"  # Memory ran out while a module was imported
+    MODEL = "model"  # Memory ran out while a model was made, loaded or moved to the device
+    SHARED_MEMORY = "shared_memory"  # `/dev/shm` is too small
+    DOWNLOAD = "download"  # Data or weights could not be fetched
+    KILLED = "killed"  # SIGKILL, from neither the launcher nor the kernel's OOM killer
+    USER_ERROR = "user_error"  # A mistake of the user's that the trainer names in a line
+    UNCLEAR = "unclear"  # The message has other causes too, but memory had nearly run out
 
 
 @dataclass(frozen=True)

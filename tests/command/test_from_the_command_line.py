@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from command_world import CommandWorld, script
-from robust_train.cli.run import main, name_of
+from robust_train.cli.run_script import main, name_of
 
 EVERYTHING = [
     "it's",

@@ -14,7 +14,7 @@ from hydra import compose, initialize_config_module
 
 from command_world import SCRIPTS, CommandWorld, argv, script
 from robust_train.errors import ConfigError
-from robust_train.script.command_settings import CommandSettings
+from robust_train.script.command import CommandSettings
 from simulated_nvml import Gpu, Machine
 from terminal_screen import lines_shown
 from two_gpu_machine import A, B

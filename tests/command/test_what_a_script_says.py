@@ -27,7 +27,7 @@ from robust_train.events import (
 )
 from robust_train.execution.linux import release_blocks
 from robust_train.run import Run
-from robust_train.runfolder.whole import is_whole
+from robust_train.runfolder.manifests import is_whole
 from robust_train.script.checkpoint_watch import CheckpointWatch, stamps
 from robust_train.script.current_run import ScriptRun, _appending_to
 from robust_train.script.ending import last_words, script_failure, without_escapes

@@ -78,7 +78,7 @@ def test_a_process_that_dies_is_an_outcome(
 def test_a_scripts_end_is_classified_by_its_report_its_exit_status_and_its_output(
     attempts: Attempts, code: str, kind: FailureKind | None, words: str
 ):
-    outcome = attempts.run("robust_train.script.trainer.train", **command("bash", "-c", code))
+    outcome = attempts.run("robust_train.script.command.train", **command("bash", "-c", code))
     if kind is None:
         assert outcome.failure is None
     else:
@@ -94,7 +94,7 @@ def command(*argv: str, **more: Any) -> dict[str, Any]:
 
 def test_a_script_gets_no_terminal_where_we_have_none_and_needs_no_torch(attempts: Attempts):
     code = "test -t 1 || echo pipe; grep -c libtorch /proc/$PPID/maps; true"
-    attempts.run("robust_train.script.trainer.train", **command("sh", "-c", code))
+    attempts.run("robust_train.script.command.train", **command("sh", "-c", code))
     assert (attempts.run_dir / "attempt-1.log").read_text().split() == ["pipe", "0"]
 
 

@@ -10,7 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 from training_config import config
 
-from robust_train.planning.truth import find_truth
+from robust_train.planning.memory_plan import find_truth
 from robust_train.runfolder.summary import AttemptRecord, Summary
 from robust_train.values import (
     MIB,

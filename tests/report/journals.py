@@ -20,8 +20,7 @@ from robust_train.events import (
 from robust_train.report.sources import read_sources
 from robust_train.report.story import Story, story_of
 from robust_train.sweep.job_record import JobRecord
-from robust_train.sweep.rows import row_of
-from robust_train.sweep.sweep_table import SweepTable
+from robust_train.sweep.sweep_table import SweepTable, row_of
 from robust_train.values import GIB
 
 STARTED = JobStarted("/run", "trainers.train")

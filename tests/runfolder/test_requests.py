@@ -14,14 +14,17 @@ from live_folder import another_launcher, open_folder
 
 from another_user import ANOTHER_USER, needs_root
 from robust_train.events import AttemptStarted
-from robust_train.runfolder import client
-from robust_train.runfolder.client import ControlError, StillQueued, ask, status
+from robust_train.runfolder import requests as requests_module
 from robust_train.runfolder.requests import (
     REQUESTS,
+    ControlError,
     Refused,
+    StillQueued,
+    ask,
     find_requests,
     open_requests,
     request_sweep_stop,
+    status,
     sweep_stop_requested,
 )
 from robust_train.runfolder.runs import choose_run, read_run
@@ -31,7 +34,7 @@ from world import wait_until
 
 @pytest.fixture(autouse=True)
 def _short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "SEEN_SECONDS", 0.5)
+    monkeypatch.setattr(requests_module, "SEEN_SECONDS", 0.5)
 
 
 @pytest.fixture

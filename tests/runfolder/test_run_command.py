@@ -28,7 +28,7 @@ from robust_train import launch
 from robust_train.cli.main import main
 from robust_train.errors import ConfigError
 from robust_train.run import Run
-from robust_train.runfolder.client import ControlError, StillQueued, ask
+from robust_train.runfolder.requests import ControlError, StillQueued, ask
 from robust_train.runfolder.runs import choose_run, read_run
 from simulated_nvml import Gpu, Machine
 from sweep_world import SweepWorld

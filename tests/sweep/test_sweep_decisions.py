@@ -12,12 +12,11 @@ import pytest
 from omegaconf import OmegaConf
 
 from robust_train.execution.signals import FORWARDED, SignalWatch
-from robust_train.sweep.capacity import count_gpus, jobs_at_once
+from robust_train.sweep.gpu_queue import count_gpus, jobs_at_once
 from robust_train.sweep.job_record import Entry, JobRecord, decide, read_record, set_aside
 from robust_train.sweep.live_table import LiveRow, most_important
 from robust_train.sweep.plugins_of_others import misplaced_launcher
-from robust_train.sweep.rows import exit_code_of, row_of
-from robust_train.sweep.sweep_table import differing_overrides, tally
+from robust_train.sweep.sweep_table import differing_overrides, exit_code_of, row_of, tally
 from simulated_nvml import Gpu
 
 RECORD = JobRecord("first", 0, ("training.lr=1e-3", "model=cnn"))

@@ -18,8 +18,12 @@ import preloaded
 from robust_train.batch.search import BatchSearch
 from robust_train.errors import AttemptsExhausted
 from robust_train.microbatch.find_batch_size import find_batch_size
-from robust_train.microbatch.meters import HostMeter
-from robust_train.microbatch.probing import Prober, optimizer_state_bytes, optimizer_step_bytes
+from robust_train.microbatch.probing import (
+    HostMeter,
+    Prober,
+    optimizer_state_bytes,
+    optimizer_step_bytes,
+)
 from robust_train.run import MicroBatchPlan, Run
 from robust_train.vision.trainer import train
 from world import ROOT

@@ -13,9 +13,7 @@ from dataclasses import dataclass
 from robust_train.policy.sizes import PolicySettings, sizes
 from robust_train.values import MIB
 
-MOST_PROBES = 4
-"""Probes of one search."""
-
+MOST_PROBES = 4  # Probes of one search
 MARGIN = 0.05
 """Share of the room for a pass that a prediction leaves free; what was measured may take half."""
 

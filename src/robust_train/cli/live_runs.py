@@ -10,10 +10,8 @@ from robust_train.cli import runs
 from robust_train.cli.output import Parser, fail, print_json, print_table
 from robust_train.events import Json
 from robust_train.readable import as_clock
-from robust_train.runfolder import client
-from robust_train.runfolder.client import USUAL_WAIT_SECONDS, ControlError
+from robust_train.runfolder import requests
 from robust_train.runfolder.lock import is_held
-from robust_train.runfolder.requests import Refused, request_sweep_stop
 from robust_train.runfolder.runs import NoLiveRun, Run, choose_run, find_live_runs
 from robust_train.values import MIB
 
@@ -26,8 +24,7 @@ _VERBS = {
     "stop": "save a checkpoint and end, as SIGTERM would; RUN may be a sweep's folder",
 }
 
-About = dict[str, Json]
-"""State of a run, or its answer, as ``--json`` prints it."""
+About = dict[str, Json]  # State of a run, or its answer, as `--json` prints it
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _stop_sweep(Path(which).resolve(), arguments.json)
         run = choose_run(which, dead_too=verb == "status")
         answer = _ask(run, arguments)
-    except (NoLiveRun, ControlError) as problem:
+    except (NoLiveRun, requests.ControlError) as problem:
         return fail(f"run {verb}", str(problem), arguments.json)
     if arguments.json:
         print_json({"run": run.id, **answer})
@@ -68,26 +65,26 @@ def _parser() -> Parser:
             now = "end a run that is stopping already"
             command.add_argument("--now", action="store_true", help=now)
         if verb in ("checkpoint", "halve-batch"):
-            wait, usual = "for a step to end (default: %(default)g)", USUAL_WAIT_SECONDS
+            wait, usual = "for a step to end (default: %(default)g)", requests.USUAL_WAIT_SECONDS
             command.add_argument("--wait", type=float, default=usual, metavar="SECONDS", help=wait)
     return parser
 
 
 def _ask(run: Run, arguments: argparse.Namespace) -> About:
     if arguments.command == "stop":
-        return client.ask(run, "stop", now=arguments.now)
+        return requests.ask(run, "stop", now=arguments.now)
     if arguments.command == "status":
-        return client.status(run)
-    return client.ask(run, arguments.command.replace("-", "_"), wait_seconds=arguments.wait)
+        return requests.status(run)
+    return requests.ask(run, arguments.command.replace("-", "_"), wait_seconds=arguments.wait)
 
 
 def _stop_sweep(folder: Path, as_json: bool) -> int:
     jobs = [run.id for run in find_live_runs() if folder in run.run_dir.parents]
     try:
         if not jobs and is_held(folder) is False:
-            raise Refused("this sweep has ended")
-        request_sweep_stop(folder)
-    except (OSError, Refused) as error:
+            raise requests.Refused("this sweep has ended")
+        requests.request_sweep_stop(folder)
+    except (OSError, requests.Refused) as error:
         return fail("run stop", f"{folder}: {error}", as_json)
     if as_json:
         print_json({"sweep": str(folder), "jobs": jobs, "after": "stopping"})

@@ -33,10 +33,11 @@ commands:
   cleanup show it, and have a run release what it can      [--json] [--stats-only | --force]
 """
 
-_PLAIN = ("gpus", "queue", "run", "init", "plan", "doctor", "report")
+_PLAIN = ("gpus", "queue", "init", "plan", "doctor", "report")
 _OF_JOBS = ("runs", "logs", "wait", "attach", "notify")
 COMMANDS = {name: f"{name}:main" for name in (*_PLAIN, *_OF_JOBS)} | {
     "train": "door:open_robust",
+    "run": "run_script:main",
     "memory": "memory:main",
     "cleanup": "memory:cleanup",
 }

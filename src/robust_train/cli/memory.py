@@ -14,7 +14,7 @@ from robust_train.cli.machine_memory import print_machine_memory, read_machine_m
 from robust_train.cli.output import EXIT_NOT_DONE, Parser, fail, print_json, print_table
 from robust_train.events import Json
 from robust_train.memory import allocator
-from robust_train.runfolder.client import ControlError, ask
+from robust_train.runfolder.requests import ControlError, ask
 from robust_train.runfolder.runs import NoLiveRun, NothingAlive, Run, choose_run
 from robust_train.values import MIB
 

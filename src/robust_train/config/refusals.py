@@ -17,9 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from robust_train.errors import ConfigError
 
 OURS = "pkg://robust_train.configs"
-Composed = Callable[[Sequence[str]], DictConfig]
-"""Composes the command's config with overrides."""
-
+Composed = Callable[[Sequence[str]], DictConfig]  # Composes the command's config with overrides
 REFUSALS = (ConfigError, HydraException, OmegaConfBaseException, OSError)
 
 _UNKNOWN_KEY = re.compile(r"Could not override '([^']+)'|Key '([^']+)' (?:is )?not in")

@@ -24,8 +24,7 @@ _TAIL_BYTES = 16_384
 _MOST_READS = 16
 _PIPE_BYTES = 1 << 20
 _LONGEST_LINE_BYTES = 1 << 20
-_BAR_SECONDS = 1.0
-"""How often the log takes in the state of a line that is still being rewritten."""
+_BAR_SECONDS = 1.0  # How often the log takes in the state of a line that is still being rewritten
 
 
 def has_input() -> bool:

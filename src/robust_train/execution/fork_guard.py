@@ -10,9 +10,11 @@ _CUDA_ERROR_NOT_INITIALIZED = 3
 
 
 class ForkGuard:
-    """Watches one process that imports libraries and forks attempts. The kernel counts native
-    threads (OpenMP's pool), which ``threading`` does not see. OpenBLAS ends its threads before a
-    fork and starts them again at need, so those that outlast one count."""
+    """Watches one process that imports libraries and forks attempts.
+
+    The kernel counts native threads (OpenMP's pool), which ``threading`` does not see. OpenBLAS
+    ends its threads before a fork and starts them again at need, so those that outlast one count.
+    """
 
     def __init__(self) -> None:
         self._threads = _threads()
@@ -39,9 +41,11 @@ def _threads_after_a_fork() -> int:
 
 
 def cuda_is_started() -> bool:
-    """Return whether anything here has initialised the CUDA driver, without initialising it. Before
-    ``cuInit`` the driver answers ``CUDA_ERROR_NOT_INITIALIZED`` to every call; one that is not
-    loaded was never called. ``torch.cuda.is_initialized()`` alone knows only of torch."""
+    """Return whether anything here has initialised the CUDA driver, without initialising it.
+
+    Before ``cuInit`` the driver answers ``CUDA_ERROR_NOT_INITIALIZED`` to every call; one that is
+    not loaded was never called. ``torch.cuda.is_initialized()`` alone knows only of torch.
+    """
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         return True

@@ -27,8 +27,7 @@ FORWARDED = {
 DUMP_STACKS = signal.SIGRTMAX - 1
 """Has an attempt write what its threads do; trainers and schedulers have uses for SIGUSR1 and 2."""
 
-ORPHAN_GRACE_SECONDS = 5.0
-"""Time that an attempt whose launcher is gone has for a last checkpoint."""
+ORPHAN_GRACE_SECONDS = 5.0  # Time that an attempt whose launcher is gone has for a last checkpoint
 
 
 def stop_signal(environ: Mapping[str, str]) -> signal.Signals:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import logging
 import os
 import select
 import socket
@@ -19,8 +18,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from robust_train.events import Event, Failed, Finished, parse
-
-log = logging.getLogger("robust_train")
+from robust_train.readable import log
 
 _LARGEST_PACKET = 60_000
 _IN_A_FILE = b"\0"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from typing import TYPE_CHECKING
 
@@ -10,12 +9,11 @@ from robust_train.gpu.cuda_order import order_in_this_process
 from robust_train.gpu.inventory import read_inventory
 from robust_train.gpu.select import explain, rank
 from robust_train.gpu.visible import VARIABLE, visible_gpus
+from robust_train.readable import log
 from robust_train.values import MIB, GpuInfo
 
 if TYPE_CHECKING:
     import torch
-
-log = logging.getLogger("robust_train")
 
 
 def find_best_device(min_memory_mb: int = 4000) -> torch.device:

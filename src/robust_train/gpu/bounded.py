@@ -7,7 +7,6 @@ the call, and is left behind if it does not return; until it does no other call 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import signal
 import subprocess
@@ -18,7 +17,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotInTime
 from typing import Any, AnyStr, TypeVar
 
-log = logging.getLogger("robust_train")
+from robust_train.readable import log
 
 _LAST_SECONDS = 0.5
 

@@ -14,7 +14,6 @@ from typing import Any
 import psutil
 
 from robust_train.gpu.bounded import NoAnswer, ask
-from robust_train.gpu.health import why_unhealthy
 from robust_train.gpu.nvml_session import (
     NO_DRIVER,
     Session,
@@ -285,3 +284,34 @@ def _list_processes(nvml: Any, handle: Any, kind: str) -> list[Any] | None:
         nvml, getattr(nvml, f"nvmlDeviceGet{kind}RunningProcesses_v3"), handle
     )
     return listed
+
+
+# nvmlDeviceGpuRecoveryAction_t
+_RECOVERY = {
+    1: "it has to be reset (nvidia-smi --gpu-reset)",
+    2: "the host has to be rebooted",
+    3: "it has to be drained of peer-to-peer traffic",
+    4: "it has to be drained and reset",
+    5: "its IMEX domain has to be recovered (restart nvidia-imex on all nodes of the domain)",
+    6: "its bus has to be reset (nvidia-smi --gpu-reset does not suffice: reboot the host)",
+    7: "the whole system has to be rebooted, all nodes that share its NVLink switches",
+}
+
+
+def why_unhealthy(nvml: Any, handle: Any) -> str | None:
+    """Return why no job should start on a whole GPU; None if it is healthy or does not report."""
+    field = getattr(nvml, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION", 230)
+    answers = optional(nvml, nvml.nvmlDeviceGetFieldValues, handle, [field])
+    # each field has a return code of its own; on some drivers the value is of another width
+    action = answers[0].value.uiVal if answers and answers[0].nvmlReturn == 0 else 0
+    if action:
+        what = _RECOVERY.get(action, f"it needs recovery action {action}")
+        return f"the driver reports that {what}"
+    # since Ampere: memory rows that failed are replaced by spare ones, while there are some
+    rows = optional(nvml, nvml.nvmlDeviceGetRemappedRows, handle)
+    if rows is not None and rows[3]:
+        return "a memory row failed and could not be remapped"
+    # before Ampere: pages that failed are retired at the next reset
+    if optional(nvml, nvml.nvmlDeviceGetRetiredPagesPendingStatus, handle):
+        return "memory pages wait to be retired: reset it or reboot"
+    return None

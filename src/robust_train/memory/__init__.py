@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         clear_cuda_memory,
         clear_gpu_memory,
     )
+    from robust_train.memory.holders import largest_tensors, safe_tensor_to_cpu
     from robust_train.memory.limits import (
         MemoryLimit,
         enable_memory_efficient_settings,
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
         log_gpu_memory_stats,
         print_cuda_memory_info,
     )
-    from robust_train.memory.tensors import largest_tensors, safe_tensor_to_cpu
     from robust_train.runfolder.checkpoints import save_checkpoint
 
 # fmt: off
@@ -42,9 +42,7 @@ __all__ = [
 ]
 # fmt: on
 
-_HOMES = (
-    "memory.clearing memory.limits memory.peaks memory.stats memory.tensors runfolder.checkpoints"
-)
+_HOMES = "memory.clearing memory.limits memory.peaks memory.stats memory.holders"
 
 
 def __getattr__(name: str) -> object:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -12,12 +11,11 @@ from robust_train.memory import holders
 from robust_train.memory.cleanup import clear_frames, return_memory
 from robust_train.memory.holders import HeldTensor
 from robust_train.memory.stats import MemoryStats, get_gpu_memory_stats
+from robust_train.readable import log
 from robust_train.values import MIB
 
 if TYPE_CHECKING:
     from torch import nn
-
-log = logging.getLogger("robust_train")
 
 _TOP = 10
 _MOST_PASSES = 5
@@ -86,8 +84,7 @@ def clear_gpu_memory(force: bool = False) -> Cleared:
     return _logged(Cleared(before, get_gpu_memory_stats(), dropped, tuple(held), tuple(done)))
 
 
-clear_cuda_memory = clear_gpu_memory
-"""The other name that people know :func:`clear_gpu_memory` by."""
+clear_cuda_memory = clear_gpu_memory  # The other name that people know `clear_gpu_memory` by
 
 
 def cleanup_model_memory(model: nn.Module, *, keep_weights: bool = True) -> Cleared:

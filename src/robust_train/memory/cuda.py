@@ -8,9 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-HOST = -1
-"""The host's memory, among the numbers of :func:`ordinal_of`."""
-
+HOST = -1  # The host's memory, among the numbers of `ordinal_of`
 _DEFAULT_POOL = (0, 0)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import resource
 import sys
@@ -14,10 +13,8 @@ from robust_train.config.schema import MemoryConfig
 from robust_train.memory import allocator
 from robust_train.memory.cuda import HOST, gpu_number, ordinal_of, usable_torch
 from robust_train.memory.host import read_host_memory
-from robust_train.readable import first_line
+from robust_train.readable import first_line, log
 from robust_train.values import MIB
-
-log = logging.getLogger("robust_train")
 
 
 @dataclass(frozen=True)
@@ -78,7 +75,11 @@ def set_memory_fraction(fraction: float = 0.8, device: Any = None) -> MemoryLimi
     if ordinal == HOST or torch is None:
         limit = _limit_host(float(fraction))
     else:
-        limit = _limit_cuda(torch, float(fraction), gpu_number(torch, ordinal))
+        index = gpu_number(torch, ordinal)
+        torch.cuda.set_per_process_memory_fraction(float(fraction), index)
+        total = torch.cuda.get_device_properties(index).total_memory
+        most, in_use = int(fraction * total), torch.cuda.memory_reserved(index)
+        limit = MemoryLimit(f"cuda:{index}", float(fraction), most, total, in_use)
     log.info("%s", limit.description)
     return limit
 
@@ -154,13 +155,6 @@ def apply_to_allocator(torch: Any, settings: str) -> str:
     except (RuntimeError, ValueError) as error:
         return f"torch refuses {settings}: {first_line(error)}"
     return f"the allocator of this process: {settings}"
-
-
-def _limit_cuda(torch: Any, fraction: float, index: int) -> MemoryLimit:
-    torch.cuda.set_per_process_memory_fraction(fraction, index)
-    total = torch.cuda.get_device_properties(index).total_memory
-    in_use = torch.cuda.memory_reserved(index)
-    return MemoryLimit(f"cuda:{index}", fraction, int(fraction * total), total, in_use)
 
 
 def _limit_host(fraction: float) -> MemoryLimit:

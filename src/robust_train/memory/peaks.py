@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
-from types import TracebackType
 from typing import Any
 
 from robust_train.memory import host
 from robust_train.memory.cuda import started_gpu
 from robust_train.memory.stats import MemoryStats, get_gpu_memory_stats
+from robust_train.readable import log
 from robust_train.values import MIB
-
-log = logging.getLogger("robust_train")
 
 _lock = threading.Lock()
 _open_contexts: list[GPUMemoryContext] = []
@@ -88,12 +85,7 @@ class GPUMemoryContext:
             _open_contexts.append(self)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, frames: object) -> None:
         with _lock:
             _open_contexts.remove(self)
             # after a fault of the device it answers with the same error; the block's own counts

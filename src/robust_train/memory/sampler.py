@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import os
 import threading
 import time
@@ -17,13 +16,11 @@ from pathlib import Path
 
 import psutil
 
-from robust_train.gpu.one import OneGpu
+from robust_train.gpu.nvml_session import OneGpu
 from robust_train.memory.cuda import cached_on, device_index, started_torch
 from robust_train.memory.host import resident_bytes, resident_bytes_of_tree
 from robust_train.memory.samples import FILE_NAME, Limits, Sample, SampleFile
-from robust_train.readable import first_line
-
-log = logging.getLogger("robust_train")
+from robust_train.readable import first_line, log
 
 _COST_SHARE = 0.0025
 _STOP_SECONDS = 2.0

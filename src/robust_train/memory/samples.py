@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 from robust_train.files import replacing
-
-log = logging.getLogger("robust_train")
+from robust_train.readable import log
 
 FILE_NAME = "memory.jsonl"
 
@@ -83,8 +81,7 @@ class Limits:
         return self.first + self.between + self.newest + self.slack
 
 
-Numbered = tuple[int, Sample]
-"""A sample with its number in the attempt."""
+Numbered = tuple[int, Sample]  # A sample with its number in the attempt
 
 
 def thinned(samples: Sequence[Numbered], limits: Limits) -> list[Numbered]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import sys
 import time
 from collections.abc import Sequence
@@ -19,11 +18,9 @@ from robust_train import compat
 from robust_train.events import OutOfMemory
 from robust_train.files import replacing
 from robust_train.memory.cuda import started_torch
-from robust_train.memory.tensors import TensorFacts, largest_tensors
-from robust_train.readable import first_line
+from robust_train.memory.holders import TensorFacts, largest_tensors
+from robust_train.readable import first_line, log
 from robust_train.values import MIB, Failure, FailureKind
-
-log = logging.getLogger("robust_train")
 
 _LOGGED = 3
 _WORTH_NAMING = 0.01
@@ -56,49 +53,45 @@ def write_out_of_memory(
     the event for the journal, None where nothing could be written. Never raises: what happens here
     must not hide why it is called. ``step`` is the last one that was reported."""
     try:
-        return _write_out_of_memory(run_dir, attempt, step, failure)
+        started = time.monotonic()
+        snapshot = _dump_snapshot(run_dir / f"oom-attempt-{attempt}.pickle")
+        tensors = largest_tensors(devices={"cpu"} if failure.kind is FailureKind.HOST_OOM else None)
+        path = run_dir / f"oom-attempt-{attempt}.json"
+        content = {
+            "time": round(time.time(), 3),
+            "attempt": attempt,
+            "step": step,
+            "kind": failure.kind.value,
+            "message": failure.message,
+            "requested_bytes": failure.evidence.requested_bytes,
+            "snapshot": snapshot,
+            "evidence": asdict(failure.evidence),
+            "tensors": tensors,
+        }
+        file: str | None = path.name
+        try:
+            path.write_text(
+                json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+            )
+        except OSError as error:
+            log.warning("cannot write %s: %s", path, error.strerror)
+            file = None
+        asked = failure.evidence.requested_bytes or 0
+        named = [tensor for tensor in tensors if tensor["bytes"] >= _WORTH_NAMING * asked]
+        if named:
+            log.info("out of memory: %s", _describe(named, file))
+        return OutOfMemory(
+            failure.kind,
+            failure.message,
+            step=step,
+            requested_bytes=failure.evidence.requested_bytes,
+            tensors=file,
+            snapshot=snapshot,
+            seconds=round(time.monotonic() - started, 3),
+        )
     except Exception as error:
         log.warning("cannot write down what fills the memory: %s", first_line(error))
         return None
-
-
-def _write_out_of_memory(
-    run_dir: Path, attempt: int, step: int | None, failure: Failure
-) -> OutOfMemory:
-    started = time.monotonic()
-    snapshot = _dump_snapshot(run_dir / f"oom-attempt-{attempt}.pickle")
-    tensors = largest_tensors(devices={"cpu"} if failure.kind is FailureKind.HOST_OOM else None)
-    path = run_dir / f"oom-attempt-{attempt}.json"
-    content = {
-        "time": round(time.time(), 3),
-        "attempt": attempt,
-        "step": step,
-        "kind": failure.kind.value,
-        "message": failure.message,
-        "requested_bytes": failure.evidence.requested_bytes,
-        "snapshot": snapshot,
-        "evidence": asdict(failure.evidence),
-        "tensors": tensors,
-    }
-    file: str | None = path.name
-    try:
-        path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    except OSError as error:
-        log.warning("cannot write %s: %s", path, error.strerror)
-        file = None
-    asked = failure.evidence.requested_bytes or 0
-    named = [tensor for tensor in tensors if tensor["bytes"] >= _WORTH_NAMING * asked]
-    if named:
-        log.info("out of memory: %s", _describe(named, file))
-    return OutOfMemory(
-        failure.kind,
-        failure.message,
-        step=step,
-        requested_bytes=failure.evidence.requested_bytes,
-        tensors=file,
-        snapshot=snapshot,
-        seconds=round(time.monotonic() - started, 3),
-    )
 
 
 def write_snapshot(run_dir: Path) -> tuple[list[Path], str]:

@@ -23,9 +23,7 @@ from robust_train.microbatch.rewind import Models, Watch
 from robust_train.microbatch.size import MicroBatchSize
 from robust_train.values import Failure, FailureKind
 
-_BITS = 48
-"""Bits of a double that hold an integer exactly, with room to spare."""
-
+_BITS = 48  # Bits of a double that hold an integer exactly, with room to spare
 _FIXED = 4
 
 

@@ -15,9 +15,7 @@ WORKSPACE_BYTES = 2 * 32 * MIB
 MiB each on Hopper and Blackwell, 8.1 MiB on earlier GPUs (``parseChosenWorkspaceSize`` in torch's
 CublasHandlePool.cpp)."""
 
-LARGEST_BATCH = 1 << 16
-"""No larger batch is looked for."""
-
+LARGEST_BATCH = 1 << 16  # No larger batch is looked for
 TYPICAL_SIZES = tuple(size * GIB for size in (8, 12, 16, 24, 40, 80))
 """Memory of common GPUs, bytes."""
 

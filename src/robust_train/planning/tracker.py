@@ -25,8 +25,7 @@ WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer"
 ACTIVATIONS, TEMPORARIES, KERNELS = "activations", "temporaries", "kernels"
 CATEGORIES = (WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, TEMPORARIES, KERNELS)
 
-BLOCK_BYTES = 512
-"""Sizes are multiples of it: ``kMinBlockSize`` in c10/cuda/CUDACachingAllocator.h."""
+BLOCK_BYTES = 512  # Sizes are multiples of it: `kMinBlockSize` in c10/cuda/CUDACachingAllocator.h
 
 # "CUDA Ops that can autocast to float32" in torch's documentation of amp, as far as images need
 # them; the CPU's autocast computes them in the format that their input has

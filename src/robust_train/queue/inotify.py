@@ -38,9 +38,7 @@ class Watch:
 
     def read(self) -> list[tuple[str, bool]]:
         """Return the files that changed since the last call, and whether a last writer closed them.
-
-        An empty name is the directory itself, or events that were lost.
-        """
+        An empty name is the directory itself, or events that were lost."""
         if self.fd is None:
             return []
         try:

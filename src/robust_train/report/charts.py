@@ -195,10 +195,8 @@ def _multiples(low: float, high: float, step: float) -> list[float]:
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:
-    """Return the first and last point, and the lowest and highest of each unit of x between.
-
-    No extreme is lost, so the thinned line looks like the whole one. Points go from left to right.
-    """
+    """Return the first and last point, and the lowest and highest of each unit of x between. No
+    extreme is lost, so the thinned line looks like the whole one. Points go from left to right."""
     kept = list(points[:1])
     columns: dict[int, tuple[Point, Point]] = {}
     for point in points[1:-1]:

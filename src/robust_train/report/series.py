@@ -6,18 +6,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from robust_train.events import (
-    BatchSizeFound,
-    CheckpointSaved,
-    EpochEnded,
-    Event,
-    MemoryCleared,
-    MemoryReported,
-    MicroBatchChanged,
-    MicroBatchExhausted,
-    Progress,
-    UserEvent,
-)
+from robust_train import events
 from robust_train.memory.samples import Sample
 from robust_train.readable import memory
 from robust_train.report.attempts import AttemptStory
@@ -30,10 +19,8 @@ _LONGEST_FIELDS = 120
 
 @dataclass(frozen=True)
 class Mark:
-    """Something that happened at one moment (``time``: seconds since the epoch).
-
-    ``kind`` is ``oom``, ``batch``, ``device``, ``cleared``, ``checkpoint`` or ``milestone``.
-    """
+    """Something that happened at one moment (``time``: seconds since the epoch). ``kind`` is
+    ``oom``, ``batch``, ``device``, ``cleared``, ``checkpoint`` or ``milestone``."""
 
     kind: str
     time: float
@@ -49,10 +36,8 @@ class Mark:
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Samples of memory and marks on one device, oldest first.
-
-    ``sampled`` is False if there are only the figures that the trainer reported now and then.
-    """
+    """Samples of memory and marks on one device, oldest first. ``sampled`` is False if there are
+    only the figures that the trainer reported now and then."""
 
     device: str
     samples: tuple[Sample, ...] = field(repr=False)
@@ -67,10 +52,8 @@ class DeviceMemory:
 
 @dataclass(frozen=True)
 class Curve:
-    """A scalar over steps, as (step, value) that one attempt reported.
-
-    ``lost``: these steps were done again by a later attempt, or are saved nowhere.
-    """
+    """A scalar over steps, as (step, value) that one attempt reported. ``lost``: these steps were
+    done again by a later attempt, or are saved nowhere."""
 
     name: str
     attempt: int
@@ -107,7 +90,7 @@ def _reported(entries: Sequence[Entry], devices: Mapping[int, str]) -> Iterator[
     for entry in entries:
         event, number = entry.event, entry.attempt or 0
         # of several ranks the first one's memory is drawn
-        if isinstance(event, MemoryReported) and not event.rank and number in devices:
+        if isinstance(event, events.MemoryReported) and not event.rank and number in devices:
             figures = {k: getattr(event, k) for k in ("allocated", "reserved", "resident")}
             if event.figures:
                 yield Sample(entry.time, number, devices[number], **figures)
@@ -121,7 +104,7 @@ def curves_of(
     points: dict[tuple[str, int], list[tuple[int, float]]] = {}
     for entry in entries:
         event, attempt = entry.event, entry.attempt
-        if not isinstance(event, (Progress, EpochEnded)) or attempt not in known:
+        if not isinstance(event, (events.Progress, events.EpochEnded)) or attempt not in known:
             continue
         for name, value in event.metrics.items():
             number = finite(value)
@@ -157,24 +140,24 @@ def marks_of(entries: Sequence[Entry], attempts: Sequence[AttemptStory]) -> tupl
     return tuple(sorted(marks, key=lambda mark: mark.time))
 
 
-def _descriptions(event: Event) -> Iterator[tuple[str, str]]:
+def _descriptions(event: events.Event) -> Iterator[tuple[str, str]]:
     """Yield (kind, text) of an event's marks."""
     match event:
-        case MicroBatchChanged(step=step, before=before, after=after):
+        case events.MicroBatchChanged(step=step, before=before, after=after):
             if event.kind in MEMORY_FAILURES:
                 yield "oom", f"inside a step at step {step}: {event.reason}"
             yield "batch", f"micro-batch {before} → {after} at step {step}"
-        case MicroBatchExhausted(step=step, reason=reason):
+        case events.MicroBatchExhausted(step=step, reason=reason):
             yield "oom", f"inside a step at step {step}: {reason}"
-        case BatchSizeFound(batch_size=size):
+        case events.BatchSizeFound(batch_size=size):
             yield "batch", f"micro-batch {size or 'that fits: none'} found by probes"
-        case CheckpointSaved(step=step):
+        case events.CheckpointSaved(step=step):
             yield "checkpoint", "checkpoint" + ("" if step is None else f" at step {step}")
-        case MemoryReported(milestone=milestone) if not event.rank:
+        case events.MemoryReported(milestone=milestone) if not event.rank:
             yield "milestone", milestone
-        case MemoryCleared(reason=reason, returned_bytes=returned):
+        case events.MemoryCleared(reason=reason, returned_bytes=returned):
             yield "cleared", f"memory cleared ({reason}): {memory(returned)} returned"
-        case UserEvent(event_name=name, fields=fields):
+        case events.UserEvent(event_name=name, fields=fields):
             values = ", ".join(f"{key}={value}" for key, value in fields.items())
             yield "milestone", name + (f": {values[:_LONGEST_FIELDS]}" if values else "")
 

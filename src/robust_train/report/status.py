@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import textwrap
 import time
@@ -14,20 +13,17 @@ from typing import TYPE_CHECKING
 from robust_train.execution.hydra_state import shorten_lines_on_terminals
 from robust_train.execution.live_area import LiveArea, live_area
 from robust_train.queue.wait import WaitStatus
-from robust_train.readable import as_clock, by_processes, changed, memory, number
+from robust_train.readable import as_clock, by_processes, changed, log, memory, number
 from robust_train.runfolder.state import RunState
 
 if TYPE_CHECKING:
     from rich.text import Text
 
-log = logging.getLogger("robust_train")
-
 _PACE_SECONDS = 30.0
 _BAR_COLUMNS = 48
 _MOST_LINES = 3
 _DONE, _LEFT = "━", "─"
-_MARGIN = 3
-"""Columns at the right for the ``^C`` that a terminal shows."""
+_MARGIN = 3  # Columns at the right for the `^C` that a terminal shows
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,7 @@ class Use(str, Enum):
     LOST = "lost"
     WAIT = "wait"
     STARTUP = "startup"
-    STOPPED = "stopped"
-    """Between two launches in the same run folder; no part of the wall time."""
+    STOPPED = "stopped"  # Between two launches in the same run folder; no part of the wall time
 
 
 USES = {
@@ -50,10 +49,8 @@ class Span:
 def spans_of(
     launches: Sequence[Launch], attempts: Sequence[AttemptStory], kept: Mapping[int, float]
 ) -> tuple[Span, ...]:
-    """Cut all of a job's time into its uses, without gaps or overlaps, oldest first.
-
-    Launches and attempts are oldest first; ``kept`` is from :func:`kept_steps`.
-    """
+    """Cut all of a job's time into its uses, without gaps or overlaps, oldest first. Launches and
+    attempts are oldest first; ``kept`` is from :func:`kept_steps`."""
     starts = [launch.start for launch in launches]
     spans: list[Span] = []
     now = launches[0].start if launches else 0.0
@@ -77,11 +74,9 @@ def totals(spans: Sequence[Span]) -> dict[str, float]:
 
 
 def kept_steps(attempts: Sequence[AttemptStory], *, completed: bool) -> dict[int, float]:
-    """Return the last step that was not done again, by number of the attempt.
-
-    A later attempt that began further back undoes what lies after its beginning; at the end of a
-    job that did not complete, so does the want of a checkpoint.
-    """
+    """Return the last step that was not done again, by number of the attempt. A later attempt that
+    began further back undoes what lies after its beginning; at the end of a job that did not
+    complete, so does the want of a checkpoint."""
     kept: dict[int, float] = {}
     bound = math.inf
     if not completed:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import zipfile
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,22 +11,20 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from robust_train.failures import classify_failure
 from robust_train.files import replacing
 from robust_train.memory.host import read_host_memory
-from robust_train.readable import first_line
+from robust_train.readable import first_line, log
 from robust_train.run import Run
 from robust_train.runfolder.identity import wait_until_readable
 from robust_train.runfolder.manifests import read_manifests
 from robust_train.values import MEMORY_FAILURES
 
-log = logging.getLogger("robust_train")
-
 _LARGEST_COPY = 0.25
 
-Content = dict[str, Any]
-"""What a checkpoint holds, by name: state dictionaries, tensors, figures."""
+Content = dict[str, Any]  # What a checkpoint holds, by name: state dictionaries, tensors, figures
 
 
 class CheckpointError(OSError):
@@ -90,33 +87,18 @@ class CheckpointFolder:
 def _host_copy(content: Content) -> Content | None:
     """Return a copy with all tensors in host memory; None where that would take more than a quarter
     of what is available."""
-    available = read_host_memory().available
-    if available is None or _bytes_of(content) > _LARGEST_COPY * available:
+    tensors = [leaf for leaf in tree_leaves(content) if isinstance(leaf, torch.Tensor)]
+    if sum(tensor.nbytes for tensor in tensors) > _LARGEST_COPY * read_host_memory().available:
         return None
     try:
-        return {key: _copied(value) for key, value in content.items()}
+        copied: Content = tree_map_only(
+            torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), content
+        )
+        return copied
     except Exception as error:
         if classify_failure(error).kind in MEMORY_FAILURES:
             return None
         raise
-
-
-def _bytes_of(value: Any) -> int:
-    if isinstance(value, torch.Tensor):
-        return value.nbytes
-    if isinstance(value, Mapping):
-        return sum(map(_bytes_of, value.values()))
-    return sum(map(_bytes_of, value)) if isinstance(value, (list, tuple)) else 0
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, Mapping):
-        return {key: _copied(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(_copied, value))
-    return value
 
 
 def save_checkpoint(content: Mapping[str, Any], path: str | Path) -> Path:

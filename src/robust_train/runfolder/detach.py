@@ -37,8 +37,7 @@ def _inherited() -> int | None:
 
 
 _pipe = _inherited()
-is_detached = _pipe is not None
-"""Whether this process is the one in the background."""
+is_detached = _pipe is not None  # Whether this process is the one in the background
 
 
 def start() -> int:

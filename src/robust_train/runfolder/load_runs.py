@@ -14,7 +14,7 @@ from robust_train.events import Json
 from robust_train.files import as_json
 from robust_train.runfolder.runs import read_run
 from robust_train.runfolder.summary import SavedSummary, read_summary
-from robust_train.sweep.rows import job_folders
+from robust_train.sweep.sweep_table import job_folders
 
 
 class Runs(list[dict[str, Json]]):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-import logging
 import os
 import socket
 import time
@@ -22,8 +21,7 @@ from robust_train.errors import ConfigError
 from robust_train.events import from_json
 from robust_train.files import parse_json, read_small
 from robust_train.gpu.processes import user_name
-
-log = logging.getLogger("robust_train")
+from robust_train.readable import log
 
 LOCK_FILE = "lock"
 _RETRY_SECONDS = 0.5

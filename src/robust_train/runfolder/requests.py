@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import shutil
 import stat
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,8 +20,9 @@ from pathlib import Path
 from robust_train.events import Json
 from robust_train.files import parse_json, read_small, replacing
 from robust_train.gpu.processes import user_name
-
-log = logging.getLogger("robust_train")
+from robust_train.readable import log
+from robust_train.runfolder.lock import is_held
+from robust_train.runfolder.runs import Run
 
 REQUESTS = "requests"
 SWEEP_STOP_FILE = "stop.json"
@@ -30,8 +31,7 @@ NEW, TAKEN, ANSWER = ".json", ".taken", ".answer"
 _MAX_BYTES = 64 * 1024
 _MODE = 0o700
 
-Reply = dict[str, Json]
-"""``{"answer": {…}}`` or ``{"error": …}``."""
+Reply = dict[str, Json]  # `{"answer": {…}}` or `{"error": …}`
 
 
 class Refused(Exception):
@@ -150,3 +150,85 @@ def _sweep(folder: Path) -> dict[str, Json]:
         found = parse_json(read_small(folder / "sweep.json", 1 << 26)[0])
         return found if isinstance(found, dict) else {}
     return {}
+
+
+USUAL_WAIT_SECONDS = 30.0
+_FIGURES_SECONDS = 1.5
+SEEN_SECONDS = 2.0
+_POLL_SECONDS = 0.03
+_MAX_ANSWER_BYTES = 1 << 20
+_NEED_NO_STEP = frozenset({"stop", "figures", "memory_info"})
+
+
+class ControlError(Exception):
+    """The run did not carry out the request: why, in one line."""
+
+
+class StillQueued(ControlError):
+    """The run has not done it so far, but will."""
+
+
+def ask(
+    run: Run, verb: str, *, wait_seconds: float = USUAL_WAIT_SECONDS, **options: Json
+) -> dict[str, Json]:
+    """Have a live run do something, and return its answer.
+
+    Waits ``wait_seconds`` for a step to end, if the verb needs that; ``options`` are the verb's.
+
+    Raises:
+        StillQueued: no step has ended in time; the run does it when one does.
+        ControlError: the run refuses, is gone, or does not answer.
+    """
+    request = run.run_dir / REQUESTS / f"{time.time_ns():020}-{os.urandom(4).hex()}{NEW}"
+    try:
+        with replacing(request) as temporary:
+            temporary.write_text(json.dumps({"verb": verb, "options": options}))
+    except OSError as error:
+        problem = f"{request.parent} takes no request: {error.strerror}"
+        raise ControlError(f"{run.id}: {problem}") from error
+    try:
+        reply = _wait_for_reply(run, request, wait_seconds)
+        if reply is None and (verb in _NEED_NO_STEP or run.is_stopped):
+            problem = f"does not answer (pid {run.pid}; is it stopped with Ctrl-Z?)"
+            raise ControlError(f"{run.id} {problem}")
+    except BaseException:  # Ctrl-C too
+        with contextlib.suppress(OSError):
+            request.unlink()
+        raise
+    if reply is None:
+        raise StillQueued(
+            f"{run.id}: no step has ended within {wait_seconds:g} s; the request stays queued and "
+            "is carried out when one does (robust-train run status shows its progress)"
+        )
+    if "error" in reply:
+        raise ControlError(f"{run.id}: {reply['error']}")
+    return dict(reply["answer"])
+
+
+def status(run: Run) -> dict[str, Json]:
+    """Return a run's state, with the attempt's own figures where it answers at once."""
+    figures: dict[str, Json] = {}
+    if run.status == "running":
+        with contextlib.suppress(ControlError):
+            figures = ask(run, "figures", wait_seconds=_FIGURES_SECONDS)
+    return {**run.about(), **figures}
+
+
+def _wait_for_reply(run: Run, request: Path, wait_seconds: float) -> Reply | None:
+    """Return the reply, None if it does not come in time; ControlError if the run has ended."""
+    started = time.monotonic()
+    answer = request.with_suffix(ANSWER)
+    has_ended = False
+    while True:
+        names = os.listdir(answer.parent)  # not a look-up, which a network disk may have cached
+        if answer.name in names:
+            reply: Reply = parse_json(read_small(answer, _MAX_ANSWER_BYTES)[0])
+            answer.unlink(missing_ok=True)
+            return reply
+        waited = time.monotonic() - started
+        if waited >= wait_seconds and (request.name not in names or waited >= SEEN_SECONDS):
+            return None
+        if has_ended:
+            raise ControlError(f"{run.id} has ended, or ends right now")
+        has_ended = is_held(run.run_dir) is False
+        time.sleep(_POLL_SECONDS)

@@ -13,8 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from robust_train.files import replacing
-from robust_train.runfolder.manifests import SUFFIX
-from robust_train.runfolder.whole import UNFINISHED, files_in, is_whole
+from robust_train.runfolder.manifests import SUFFIX, UNFINISHED, files_in, is_whole
 
 Stamp = tuple[int, int]
 """By which a file or folder is known again: last change in nanoseconds, and size in bytes."""

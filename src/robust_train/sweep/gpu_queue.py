@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
 import logging
 import os
 import signal
+import sys
 import time
 import traceback
 from collections import deque
@@ -34,18 +36,22 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from robust_train.errors import EXIT_BAD_CONFIG
 from robust_train.execution import at_hand
 from robust_train.execution.signals import SignalWatch
+from robust_train.gpu.bounded import NoAnswer, run_command
+from robust_train.readable import log
 from robust_train.runfolder.requests import sweep_stop_requested
 from robust_train.runfolder.state import read_state
 from robust_train.runfolder.summary import read_summary
 from robust_train.sweep import current, job_record, session
-from robust_train.sweep.capacity import count_cpus, count_gpus, jobs_at_once
 from robust_train.sweep.job_process import JobProcess
 from robust_train.sweep.live_table import LiveRow, LiveTable
 from robust_train.sweep.plugins_of_others import no_objective
-from robust_train.sweep.rows import SweepRow, ending_of_process, read_row
-from robust_train.sweep.sweep_table import differing_overrides, ending_line
-
-log = logging.getLogger("robust_train")
+from robust_train.sweep.sweep_table import (
+    SweepRow,
+    differing_overrides,
+    ending_line,
+    ending_of_process,
+    read_row,
+)
 
 LOG_FILE = "output.log"
 _POLL_SECONDS = 0.1
@@ -122,7 +128,7 @@ class GpuQueue:
             gpus=0 if self._n_jobs else count_gpus(self._config),
             jobs_per_gpu=OmegaConf.select(self._config, "gpu_jobs_per_device", default=1),
             gpus_per_job=OmegaConf.select(self._config, "num_gpus", default=1),
-            cpus=count_cpus(),
+            cpus=len(os.sched_getaffinity(0)),
         )
         log.info("%d jobs, %d at once", len(self._jobs), slots)
         with self._signals, LiveTable() as table:
@@ -297,3 +303,45 @@ def _run_folder(config: DictConfig) -> Path:
         return Path(os.path.abspath(os.path.join(folder, str(config.hydra.sweep.subdir))))
     finally:
         HydraConfig.instance().cfg = before
+
+
+def jobs_at_once(
+    n_jobs: int | None,
+    *,
+    jobs: int,
+    gpus: int,
+    jobs_per_gpu: int = 1,
+    gpus_per_job: int = 1,
+    cpus: int = 1,
+) -> int:
+    """Return how many of a sweep's ``jobs`` run side by side.
+
+    Without ``n_jobs`` as many as fit on the GPUs: more would only wait behind their own siblings
+    while their ``gpu_wait_timeout_minutes`` run. Without GPUs half the CPU cores, because a job on
+    the CPU uses several.
+    """
+    wanted = n_jobs or (gpus * jobs_per_gpu // gpus_per_job if gpus else cpus // 2)
+    return max(1, min(wanted, jobs))
+
+
+def count_gpus(config: DictConfig, limit_seconds: float = 30.0) -> int:
+    """Return the number of GPUs that a job of this config may take; 0 if the driver hangs."""
+    device = str(OmegaConf.select(config, "device", default="auto"))
+    if OmegaConf.select(config, "auto_device", default=True) or device in ("auto", "cuda"):
+        return _visible_gpus(limit_seconds)
+    return 0 if device == "cpu" else min(1, _visible_gpus(limit_seconds))
+
+
+def _visible_gpus(limit_seconds: float) -> int:
+    """Count in a process of its own: the jobs, which are forks, must not inherit NVML's state."""
+    command = [sys.executable, "-m", "robust_train.cli.main", "gpus", "--json"]
+    try:
+        listed = json.loads(run_command(command, limit_seconds).stdout)["gpus"]
+    except NoAnswer:
+        log.warning(
+            "the NVIDIA driver has not answered for %.0f s and may be wedged: this sweep does not "
+            "count its GPUs; hydra.launcher.n_jobs chooses how many jobs run at once",
+            limit_seconds,
+        )
+        return 0
+    return sum(gpu["visible"] for gpu in listed)

@@ -22,8 +22,7 @@ from robust_train.execution.signals import FORWARDED
 
 _FORWARDED_AS: dict[int, int] = {signum: forwarded for forwarded, signum in FORWARDED.items()}
 
-Work = Callable[[], int]
-"""Runs the job; returns the exit code. The result is in the job's record."""
+Work = Callable[[], int]  # Runs the job; returns the exit code. The result is in the job's record.
 
 
 class JobProcess:

@@ -11,12 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
 
+from robust_train.readable import log
 from robust_train.runfolder.state import RunState
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-
-log = logging.getLogger("robust_train")
 
 _REFRESH_SECONDS = 0.5
 _COLUMNS = ("job", "overrides", "status", "attempt", "device", "batch", "step")

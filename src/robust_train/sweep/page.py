@@ -18,9 +18,8 @@ from robust_train.report.story import Story, story_of
 from robust_train.report.times import Span, Use
 from robust_train.runfolder.journal import strict_json
 from robust_train.runfolder.lock import is_held
+from robust_train.sweep import sweep_table
 from robust_train.sweep.job_record import read_record
-from robust_train.sweep.rows import SweepRow, job_folders, read_row
-from robust_train.sweep.sweep_table import ENDED, SweepTable, differing_overrides, read_table, tally
 
 SCHEMA = 1
 
@@ -29,7 +28,7 @@ SCHEMA = 1
 class JobStory:
     """One job of a sweep: its row, and its story where it left a journal."""
 
-    row: SweepRow
+    row: sweep_table.SweepRow
     story: Story | None = field(default=None, repr=False)
 
     @property
@@ -60,7 +59,7 @@ def is_sweep(folder: Path) -> bool:
     if (folder / "journal.jsonl").exists():
         return False
     return (folder / "sweep.json").exists() or any(
-        (job / "journal.jsonl").exists() for job in job_folders(folder)
+        (job / "journal.jsonl").exists() for job in sweep_table.job_folders(folder)
     )
 
 
@@ -71,15 +70,15 @@ def write_sweep_report(folder: Path) -> None:
 
 def sweep_story_of(folder: Path) -> SweepStory:
     """Return what happened in the sweep of a folder, as far as it can be read."""
-    table = read_table(folder)
-    is_over = table is not None and table.status == ENDED
+    table = sweep_table.read_table(folder)
+    is_over = table is not None and table.status == sweep_table.ENDED
     jobs = sorted(_jobs(folder, table), key=lambda job: job.row.sort_key)
     seconds = dict.fromkeys((*(use.value for use in Use), "wall"), 0.0)
     for job in jobs:
         for name, value in ({} if job.story is None else job.story.seconds).items():
             seconds[name] += value
     wall = None if table is None else table.wall_seconds
-    sentence = tally([job.row for job in jobs])
+    sentence = sweep_table.tally([job.row for job in jobs])
     sentence += "." if wall is None else f" in {readable.duration(wall)}."
     if not is_over and is_held(folder):
         sentence += " It still runs."
@@ -95,14 +94,14 @@ def sweep_story_of(folder: Path) -> SweepStory:
     )
 
 
-def _jobs(folder: Path, table: SweepTable | None) -> list[JobStory]:
+def _jobs(folder: Path, table: sweep_table.SweepTable | None) -> list[JobStory]:
     """Return the jobs of this launch in the folder, and those that were never started."""
     jobs, seen = [], set()
-    for job_dir in job_folders(folder):
+    for job_dir in sweep_table.job_folders(folder):
         record = read_record(job_dir)
         if record is not None and table is not None and record.sweep != table.sweep:
             continue
-        row = read_row(job_dir)
+        row = sweep_table.read_row(job_dir)
         story = story_of(read_sources(job_dir)) if (job_dir / "journal.jsonl").exists() else None
         jobs.append(JobStory(row, story))
         seen.add(row.job)
@@ -113,7 +112,7 @@ def _jobs(folder: Path, table: SweepTable | None) -> list[JobStory]:
 def sweep_page(sweep: SweepStory) -> str:
     """Return the page of a sweep."""
     timeline = _timeline(sweep)
-    differing = differing_overrides([job.row.overrides for job in sweep.jobs])
+    differing = sweep_table.differing_overrides([job.row.overrides for job in sweep.jobs])
     named = [(job.label, job.story) for job in sweep.jobs if job.story is not None]
     return render(
         "sweep.html.j2",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import logging
 import os
 import socket
 import sys
@@ -22,7 +21,7 @@ from robust_train.config.batch import settle_batch_size
 from robust_train.config.refusals import REFUSALS, explain
 from robust_train.config.schema import complete, validate
 from robust_train.errors import ConfigError
-from robust_train.readable import duration
+from robust_train.readable import duration, log
 from robust_train.runfolder import detach
 from robust_train.runfolder.command_line import this_command
 from robust_train.runfolder.lock import RunLock, read_holder
@@ -32,10 +31,18 @@ from robust_train.sweep.current import SWEEP_VARIABLE
 from robust_train.sweep.job_record import INTERRUPTED, NOT_STARTED, JobRecord
 from robust_train.sweep.page import write_sweep_report
 from robust_train.sweep.plugins_of_others import remember_mask
-from robust_train.sweep.rows import SweepRow, exit_code_of, read_rows, row_of
-from robust_train.sweep.sweep_table import ENDED, FILE, SweepTable, as_csv, screen_table, tally
-
-log = logging.getLogger("robust_train")
+from robust_train.sweep.sweep_table import (
+    ENDED,
+    FILE,
+    SweepRow,
+    SweepTable,
+    as_csv,
+    exit_code_of,
+    read_rows,
+    row_of,
+    screen_table,
+    tally,
+)
 
 
 @dataclass

@@ -22,8 +22,7 @@ from robust_train.vision.images import ImageDataset, collate
 
 _READ_AT_MOST = 64
 
-Batch = tuple[Tensor, Tensor]
-"""Images B×C×H×W and labels B."""
+Batch = tuple[Tensor, Tensor]  # Images B×C×H×W and labels B
 
 
 @dataclass(frozen=True)

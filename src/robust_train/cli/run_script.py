@@ -17,9 +17,8 @@ from robust_train.cli.main import OF_LIVE_RUNS
 from robust_train.cli.output import Parser
 from robust_train.errors import EXIT_BAD_CONFIG
 from robust_train.events import Json
+from robust_train.readable import log
 from robust_train.script.placeholders import PLACEHOLDERS, literal, placeholders_in
-
-log = logging.getLogger("robust_train")
 
 _EPILOG = f"""
 live runs: robust-train run {" | ".join(OF_LIVE_RUNS)} [--run ID|PATH|PID] [--json]
@@ -174,7 +173,7 @@ def _run(overrides: Sequence[str], texts: dict[str, Json], run_dir: Path | None)
     from robust_train.launcher import Job
     from robust_train.runfolder import detach
     from robust_train.runfolder.notify import is_secret
-    from robust_train.script.command_settings import CommandSettings
+    from robust_train.script.command import CommandSettings
     from robust_train.settings import hide_urls, run_folder
 
     try:

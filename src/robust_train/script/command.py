@@ -7,15 +7,17 @@ trainer's. Why it failed is classified by the launcher, which has the end of the
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
+import shutil
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
-from robust_train.errors import Interrupted, UserError
+from robust_train.errors import ConfigError, Interrupted, UserError
 from robust_train.events import (
     CheckpointSaved,
     Json,
@@ -27,9 +29,10 @@ from robust_train.events import (
 )
 from robust_train.execution import TICK_SECONDS
 from robust_train.execution.environment import shared_machine_environment
+from robust_train.readable import log
 from robust_train.run import Run
 from robust_train.runfolder.cadence import AUTO
-from robust_train.runfolder.whole import is_whole
+from robust_train.runfolder.manifests import is_whole
 from robust_train.script.checkpoint_watch import (
     CheckpointWatch,
     Stamp,
@@ -38,12 +41,14 @@ from robust_train.script.checkpoint_watch import (
     stamps,
     write_stamps,
 )
-from robust_train.script.command_settings import CommandSettings
 from robust_train.script.messages import LineReader, NotUnderstood, OwnFailure, Result, parse
-from robust_train.script.placeholders import EVENTS_VARIABLE, ScriptValues
+from robust_train.script.placeholders import (
+    EVENTS_VARIABLE,
+    PLACEHOLDERS,
+    ScriptValues,
+    near_misses_in,
+)
 from robust_train.script.program import Program
-
-log = logging.getLogger("robust_train")
 
 _BEFORE = "checkpoints_before.json"
 
@@ -224,3 +229,70 @@ def _how(returncode: int) -> str:
         return f"ended by {signal.Signals(-returncode).name}"
     except ValueError:
         return f"ended by signal {-returncode}"
+
+
+@dataclass(frozen=True)
+class CommandSettings:
+    """What to run."""
+
+    argv: tuple[str, ...]  # program and arguments, with placeholders
+    resume_argv: tuple[str, ...]  # appended where there is a checkpoint to go on from
+    # where the script's own checkpoints lie, None if it has none; relative to `cwd`
+    checkpoint_glob: str | None
+    cwd: Path  # the script's working directory
+    stop_grace_seconds: float  # time for a last checkpoint when stopped
+    resume: bool  # whether an earlier launch's checkpoints in the same run folder count
+
+    @classmethod
+    def of(cls, cfg: Mapping[Any, Any]) -> CommandSettings:
+        """Read a composed config. Raises ConfigError: there is nothing to run, or it cannot be
+        found."""
+        trainer = cfg["trainer"]
+        if OmegaConf.is_config(trainer):
+            trainer = OmegaConf.to_container(trainer, resolve=True)
+        settings = cls(
+            argv=_words("trainer.argv", trainer.get("argv")),
+            resume_argv=_words("trainer.resume_argv", trainer.get("resume_argv")),
+            checkpoint_glob=trainer.get("checkpoint_glob") or None,
+            cwd=Path(trainer.get("cwd") or ".").expanduser().absolute(),
+            stop_grace_seconds=float(cfg.get("stop_grace_seconds", 20.0)),
+            resume=bool(cfg.get("resume", True)),
+        )
+        _check(settings)
+        return settings
+
+
+def _check(settings: CommandSettings) -> None:
+    if not settings.argv:
+        raise ConfigError(
+            "trainer.argv: must name a program, as in "
+            "'trainer.argv=[python, train.py, --batch_size, \"{batch_size}\"]'"
+        )
+    for key in ("argv", "resume_argv"):
+        for word in getattr(settings, key):
+            _refuse_near_misses(f"trainer.{key}", word)
+    _refuse_near_misses("trainer.checkpoint_glob", settings.checkpoint_glob or "")
+    if not settings.cwd.is_dir():
+        raise ConfigError(f"trainer.cwd={settings.cwd}: no such folder")
+    program = settings.argv[0]
+    is_file = "/" in program
+    if shutil.which(str(settings.cwd / Path(program).expanduser()) if is_file else program) is None:
+        where = "an executable file" if is_file else "a program on PATH"
+        raise ConfigError(f"trainer.argv: {program!r} is not {where}")
+
+
+def _refuse_near_misses(key: str, text: str) -> None:
+    """Refuse ``{batchsize}``, which would reach the script unchanged."""
+    for name, meant in near_misses_in(text):
+        raise ConfigError(
+            f"{key}: {{{name}}} is no placeholder; did you mean {{{meant}}}? "
+            f"There are {', '.join(PLACEHOLDERS)}"
+        )
+
+
+def _words(key: str, value: Any) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise ConfigError(f"{key}={value}: accepted is a list, {key}=[program, argument, …]")
+    return tuple(str(word) for word in value)
