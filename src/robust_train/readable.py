@@ -1,13 +1,10 @@
-"""Figures as people read them, and the log that they are read in."""
+"""Figures as people read them."""
 
 from __future__ import annotations
 
 import datetime
-import logging
 
 from robust_train.values import GIB, MIB
-
-log = logging.getLogger("robust_train")
 
 _MINUTE, _HOUR, _DAY = 60, 3600, 86400
 _ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth")

@@ -17,8 +17,9 @@ from robust_train.cli.main import OF_LIVE_RUNS
 from robust_train.cli.output import Parser
 from robust_train.errors import EXIT_BAD_CONFIG
 from robust_train.events import Json
-from robust_train.readable import log
 from robust_train.script.placeholders import PLACEHOLDERS, literal, placeholders_in
+
+log = logging.getLogger("robust_train")
 
 _EPILOG = f"""
 live runs: robust-train run {" | ".join(OF_LIVE_RUNS)} [--run ID|PATH|PID] [--json]

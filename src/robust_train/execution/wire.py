@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import os
 import select
 import socket
@@ -18,7 +19,8 @@ from collections import deque
 from collections.abc import Iterator
 
 from robust_train.events import Event, Failed, Finished, parse
-from robust_train.readable import log
+
+log = logging.getLogger("robust_train")
 
 _LARGEST_PACKET = 60_000
 _IN_A_FILE = b"\0"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
 import sys
 
-from robust_train.readable import log
 from robust_train.values import GIB, Clue, Failure
+
+log = logging.getLogger("robust_train")
 
 _LITTLE = 0.5  # Share of what the process used at its peak that is little to be left
 _LEAST_FOR_TORCH = 2 * GIB

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import TYPE_CHECKING
 
@@ -9,8 +10,9 @@ from robust_train.gpu.cuda_order import order_in_this_process
 from robust_train.gpu.inventory import read_inventory
 from robust_train.gpu.select import explain, rank
 from robust_train.gpu.visible import VARIABLE, visible_gpus
-from robust_train.readable import log
 from robust_train.values import MIB, GpuInfo
+
+log = logging.getLogger("robust_train")
 
 if TYPE_CHECKING:
     import torch

@@ -7,6 +7,7 @@ the call, and is left behind if it does not return; until it does no other call 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import subprocess
@@ -17,7 +18,8 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotInTime
 from typing import Any, AnyStr, TypeVar
 
-from robust_train.readable import log
+log = logging.getLogger("robust_train")
+
 
 _LAST_SECONDS = 0.5
 

@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import functools
 import gc
+import logging
 import sys
 import traceback
 import weakref
@@ -19,8 +20,10 @@ from typing import Any
 from robust_train.compat import clear_cublas_workspaces
 from robust_train.memory import holders
 from robust_train.memory.cuda import memory_segments, started_torch
-from robust_train.readable import first_line, log
+from robust_train.readable import first_line
 from robust_train.values import MIB
+
+log = logging.getLogger("robust_train")
 
 _TOLERATED_SHARE = 0.01
 # below this are generators' states, counters and the like

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -11,8 +12,9 @@ from robust_train.memory import holders
 from robust_train.memory.cleanup import clear_frames, return_memory
 from robust_train.memory.holders import HeldTensor
 from robust_train.memory.stats import MemoryStats, get_gpu_memory_stats
-from robust_train.readable import log
 from robust_train.values import MIB
+
+log = logging.getLogger("robust_train")
 
 if TYPE_CHECKING:
     from torch import nn

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import resource
 import sys
@@ -13,8 +14,10 @@ from robust_train.config.schema import MemoryConfig
 from robust_train.memory import allocator
 from robust_train.memory.cuda import HOST, gpu_number, ordinal_of, usable_torch
 from robust_train.memory.host import read_host_memory
-from robust_train.readable import first_line, log
+from robust_train.readable import first_line
 from robust_train.values import MIB
+
+log = logging.getLogger("robust_train")
 
 
 @dataclass(frozen=True)

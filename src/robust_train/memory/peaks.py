@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from typing import Any
 
 from robust_train.memory import host
 from robust_train.memory.cuda import started_gpu
 from robust_train.memory.stats import MemoryStats, get_gpu_memory_stats
-from robust_train.readable import log
 from robust_train.values import MIB
+
+log = logging.getLogger("robust_train")
 
 _lock = threading.Lock()
 _open_contexts: list[GPUMemoryContext] = []

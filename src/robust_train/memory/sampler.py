@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import threading
 import time
@@ -20,7 +21,9 @@ from robust_train.gpu.nvml_session import OneGpu
 from robust_train.memory.cuda import cached_on, device_index, started_torch
 from robust_train.memory.host import resident_bytes, resident_bytes_of_tree
 from robust_train.memory.samples import FILE_NAME, Limits, Sample, SampleFile
-from robust_train.readable import first_line, log
+from robust_train.readable import first_line
+
+log = logging.getLogger("robust_train")
 
 _COST_SHARE = 0.0025
 _STOP_SECONDS = 2.0

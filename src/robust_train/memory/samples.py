@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 from robust_train.files import replacing
-from robust_train.readable import log
+
+log = logging.getLogger("robust_train")
 
 FILE_NAME = "memory.jsonl"
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import sys
 import time
 from collections.abc import Sequence
@@ -19,8 +20,10 @@ from robust_train.events import OutOfMemory
 from robust_train.files import replacing
 from robust_train.memory.cuda import started_torch
 from robust_train.memory.holders import TensorFacts, largest_tensors
-from robust_train.readable import first_line, log
+from robust_train.readable import first_line
 from robust_train.values import MIB, Failure, FailureKind
+
+log = logging.getLogger("robust_train")
 
 _LOGGED = 3
 _WORTH_NAMING = 0.01

@@ -6,6 +6,7 @@ settle, so neither its mean nor its peak shows a leak; the floor does. See :func
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -13,8 +14,9 @@ from pathlib import Path
 from statistics import median
 
 from robust_train.memory.samples import FILE_NAME, Sample, read_samples
-from robust_train.readable import log
 from robust_train.values import MIB
+
+log = logging.getLogger("robust_train")
 
 _WARM_UP_SHARE = 0.2
 _MOST_WINDOWS = 30

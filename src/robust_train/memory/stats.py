@@ -5,6 +5,7 @@ Imports no torch, and starts no CUDA: a question must not cost a context of hund
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from dataclasses import asdict, dataclass
@@ -15,8 +16,9 @@ from robust_train.gpu.inventory import read_inventory
 from robust_train.gpu.visible import visible_gpus
 from robust_train.memory import cuda
 from robust_train.memory.host import read_host_memory
-from robust_train.readable import log
 from robust_train.values import MIB
+
+log = logging.getLogger("robust_train")
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -15,8 +16,9 @@ from robust_train.memory.cleanup import clear_frames
 from robust_train.microbatch import probing
 from robust_train.microbatch.probing import device_of, meter_of
 from robust_train.microbatch.rewind import Models, StepStart, Watch, cut_graphs
-from robust_train.readable import log
 from robust_train.values import MEMORY_FAILURES
+
+log = logging.getLogger("robust_train")
 
 
 def find_batch_size(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import time
 import weakref
 from collections.abc import Callable
@@ -19,8 +20,9 @@ from robust_train.failures.shortage import do_without_onednn
 from robust_train.memory import cleanup
 from robust_train.policy.decide import decide, first_attempt
 from robust_train.policy.sizes import PolicySettings
-from robust_train.readable import log
 from robust_train.values import MEMORY_FAILURES, Attempt, Clue, GiveUp, Outcome
+
+log = logging.getLogger("robust_train")
 
 T = TypeVar("T")
 _UNLIMITED = 10**6

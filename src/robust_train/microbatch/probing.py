@@ -5,6 +5,7 @@ What to try is decided in :mod:`robust_train.batch.search`.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Generator, Iterable
 from dataclasses import asdict, dataclass, replace
@@ -28,8 +29,9 @@ from robust_train.memory.cleanup import return_memory
 from robust_train.memory.holders import live_objects
 from robust_train.microbatch.part import MicroBatch
 from robust_train.microbatch.rewind import StepStart, cut_graphs
-from robust_train.readable import log
 from robust_train.readable import memory as shown
+
+log = logging.getLogger("robust_train")
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from robust_train.batch.search import BatchSearch
 from robust_train.events import BatchSizeFound, Event, MicroBatchChanged, MicroBatchExhausted
 from robust_train.microbatch.probing import FoundBatchSize
-from robust_train.readable import log
 from robust_train.values import GIB, Failure
+
+log = logging.getLogger("robust_train")
 
 OnEvent = Callable[[Event], None]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import functools
 import hashlib
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,11 +13,12 @@ from urllib.parse import quote
 
 from robust_train import readable
 from robust_train.files import replacing
-from robust_train.readable import log
 from robust_train.report import charts, figures, wording
 from robust_train.report.sources import finite, read_sources
 from robust_train.report.story import Story, story_of
 from robust_train.report.times import USES, Use
+
+log = logging.getLogger("robust_train")
 
 if TYPE_CHECKING:
     from jinja2 import Environment

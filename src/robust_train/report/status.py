@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import textwrap
 import time
@@ -13,8 +14,10 @@ from typing import TYPE_CHECKING
 from robust_train.execution.hydra_state import shorten_lines_on_terminals
 from robust_train.execution.live_area import LiveArea, live_area
 from robust_train.queue.wait import WaitStatus
-from robust_train.readable import as_clock, by_processes, changed, log, memory, number
+from robust_train.readable import as_clock, by_processes, changed, memory, number
 from robust_train.runfolder.state import RunState
+
+log = logging.getLogger("robust_train")
 
 if TYPE_CHECKING:
     from rich.text import Text

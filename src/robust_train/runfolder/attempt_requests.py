@@ -7,6 +7,7 @@ by the thread. Without requests a boundary costs the look at an empty list.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections import Counter
@@ -17,9 +18,11 @@ from pathlib import Path
 from robust_train import compat
 from robust_train.events import AttemptProcess, RequestDone
 from robust_train.memory.on_request import perform
-from robust_train.readable import first_line, log
+from robust_train.readable import first_line
 from robust_train.run import Run, memory_in_use
 from robust_train.runfolder.requests import LAUNCHERS_VERB, Refused, Reply, Request, find_requests
+
+log = logging.getLogger("robust_train")
 
 POLL_SECONDS = 0.5
 _JOIN_SECONDS = 1.0

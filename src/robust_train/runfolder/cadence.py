@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -10,9 +11,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from robust_train.readable import log
 from robust_train.runfolder.identity import read_identity, wait_until_readable
 from robust_train.runfolder.manifests import of_job, record_checkpoint, rotate
+
+log = logging.getLogger("robust_train")
 
 AUTO = "auto"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import zipfile
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,11 +17,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from robust_train.failures import classify_failure
 from robust_train.files import replacing
 from robust_train.memory.host import read_host_memory
-from robust_train.readable import first_line, log
+from robust_train.readable import first_line
 from robust_train.run import Run
 from robust_train.runfolder.identity import wait_until_readable
 from robust_train.runfolder.manifests import read_manifests
 from robust_train.values import MEMORY_FAILURES
+
+log = logging.getLogger("robust_train")
 
 _LARGEST_COPY = 0.25
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import os
 import time
@@ -14,8 +15,9 @@ from typing import Any
 
 from robust_train.events import BatchSizeFound, CheckpointSaved, Event, parse
 from robust_train.files import sync
-from robust_train.readable import log
 from robust_train.runfolder.thinning import THINNED, thin
+
+log = logging.getLogger("robust_train")
 
 _MOST_OWED = 100
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import logging
 import os
 import socket
 import time
@@ -21,7 +22,8 @@ from robust_train.errors import ConfigError
 from robust_train.events import from_json
 from robust_train.files import parse_json, read_small
 from robust_train.gpu.processes import user_name
-from robust_train.readable import log
+
+log = logging.getLogger("robust_train")
 
 LOCK_FILE = "lock"
 _RETRY_SECONDS = 0.5

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import json
+import logging
 import os
 import shutil
 import struct
@@ -21,7 +22,8 @@ from pathlib import Path
 from typing import Literal
 
 from robust_train.files import replacing, sync
-from robust_train.readable import log
+
+log = logging.getLogger("robust_train")
 
 SUFFIX = ".manifest.json"
 SCHEMA = 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import shutil
 import stat
@@ -20,9 +21,10 @@ from pathlib import Path
 from robust_train.events import Json
 from robust_train.files import parse_json, read_small, replacing
 from robust_train.gpu.processes import user_name
-from robust_train.readable import log
 from robust_train.runfolder.lock import is_held
 from robust_train.runfolder.runs import Run
+
+log = logging.getLogger("robust_train")
 
 REQUESTS = "requests"
 SWEEP_STOP_FILE = "stop.json"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
 import time
@@ -13,9 +14,10 @@ from pathlib import Path
 import psutil
 
 from robust_train.events import Json
-from robust_train.readable import log
 from robust_train.runfolder.lock import LOCK_FILE, Holder, is_held, read_holder
 from robust_train.runfolder.state import STATE_FILE, RunState, read_state
+
+log = logging.getLogger("robust_train")
 
 VARIABLE = "ROBUST_TRAIN_STATE_DIR"
 MOST_LINKS = 500

@@ -7,6 +7,7 @@ trainer's. Why it failed is classified by the launcher, which has the end of the
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shutil
 import signal
@@ -29,7 +30,6 @@ from robust_train.events import (
 )
 from robust_train.execution import TICK_SECONDS
 from robust_train.execution.environment import shared_machine_environment
-from robust_train.readable import log
 from robust_train.run import Run
 from robust_train.runfolder.cadence import AUTO
 from robust_train.runfolder.manifests import is_whole
@@ -49,6 +49,8 @@ from robust_train.script.placeholders import (
     near_misses_in,
 )
 from robust_train.script.program import Program
+
+log = logging.getLogger("robust_train")
 
 _BEFORE = "checkpoints_before.json"
 

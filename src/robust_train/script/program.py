@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import select
 import shlex
@@ -18,8 +19,9 @@ from robust_train.errors import ConfigError
 from robust_train.execution import TICK_SECONDS
 from robust_train.execution.linux import become_subreaper, children, collect, kill_descendants
 from robust_train.execution.signals import wakeup_descriptor
-from robust_train.readable import log
 from robust_train.run import Run
+
+log = logging.getLogger("robust_train")
 
 
 class Program:

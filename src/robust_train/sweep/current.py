@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +12,6 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from robust_train.readable import log
 from robust_train.runfolder.lock import refusal
 from robust_train.runfolder.requests import sweep_stop_requested
 from robust_train.runfolder.summary import read_summary
@@ -30,6 +30,8 @@ from robust_train.sweep.job_record import (
 )
 from robust_train.sweep.plugins_of_others import misplaced_launcher, no_objective
 from robust_train.sweep.sweep_table import has_failed
+
+log = logging.getLogger("robust_train")
 
 SWEEP_VARIABLE = "ROBUST_TRAIN_SWEEP"
 """The id of this launch of a sweep, for the processes that launchers start for its jobs."""

@@ -37,7 +37,6 @@ from robust_train.errors import EXIT_BAD_CONFIG
 from robust_train.execution import at_hand
 from robust_train.execution.signals import SignalWatch
 from robust_train.gpu.bounded import NoAnswer, run_command
-from robust_train.readable import log
 from robust_train.runfolder.requests import sweep_stop_requested
 from robust_train.runfolder.state import read_state
 from robust_train.runfolder.summary import read_summary
@@ -52,6 +51,8 @@ from robust_train.sweep.sweep_table import (
     ending_of_process,
     read_row,
 )
+
+log = logging.getLogger("robust_train")
 
 LOG_FILE = "output.log"
 _POLL_SECONDS = 0.1

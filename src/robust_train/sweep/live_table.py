@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
 
-from robust_train.readable import log
 from robust_train.runfolder.state import RunState
+
+log = logging.getLogger("robust_train")
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import os
 import socket
 import sys
@@ -21,7 +22,7 @@ from robust_train.config.batch import settle_batch_size
 from robust_train.config.refusals import REFUSALS, explain
 from robust_train.config.schema import complete, validate
 from robust_train.errors import ConfigError
-from robust_train.readable import duration, log
+from robust_train.readable import duration
 from robust_train.runfolder import detach
 from robust_train.runfolder.command_line import this_command
 from robust_train.runfolder.lock import RunLock, read_holder
@@ -43,6 +44,8 @@ from robust_train.sweep.sweep_table import (
     screen_table,
     tally,
 )
+
+log = logging.getLogger("robust_train")
 
 
 @dataclass
