@@ -17,10 +17,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from robust_train.events import AttemptStarted, CheckpointSaved, MemoryReported, Progress
+from robust_train.events import CheckpointSaved, MemoryReported, Progress
 from robust_train.report.sources import read_sources
 from robust_train.runfolder import journal as journal_module
-from robust_train.runfolder.journal import Journal, read_earlier
+from robust_train.runfolder.journal import AttemptStarted, Journal, read_earlier
 
 AN_HOUR = 36_000
 A_DAY_BEGINS = 1.7e9

@@ -295,29 +295,7 @@ class RankDied(Event):
     memory: Mapping[str, int] = field(default_factory=dict)
 
 
-# --- of the launcher -------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class JobStarted(Event):
-    """A launch begins in the run folder; ``job`` identifies the job through all its launches."""
-
-    name = "job_started"
-    run_dir: str
-    trainer: str
-    job: str = ""
-    about: Mapping[str, str] = field(default_factory=dict)  # see settings.about_job
-
-
-@dataclass(frozen=True)
-class DeviceAcquired(Event):
-    """The job has its device; ``gpu_uuids`` is empty for the CPU."""
-
-    name = "device_acquired"
-    device: str
-    gpu_uuids: tuple[str, ...] = ()
-    gpu_names: tuple[str, ...] = ()
-    wait_seconds: float = 0.0
+# --- of the launcher; those of the job as a whole are in runfolder/journal.py ----------------
 
 
 @dataclass(frozen=True)
@@ -327,23 +305,6 @@ class KnownBatchUsed(Event):
     name = "known_batch_used"
     batch_size: int
     reason: str
-
-
-@dataclass(frozen=True)
-class AttemptStarted(Event):
-    """An attempt begins."""
-
-    name = "attempt_started"
-    device: str
-    batch_size: int | None = None
-    gradient_accumulation_steps: int | None = None
-    ranks: int = 1
-    gpu_uuids: tuple[str, ...] = ()
-    num_workers: int = 0
-    prefetch_factor: int = 2
-    expandable_segments: bool = True
-    gradient_checkpointing: bool = False
-    resume_checkpoint: str | None = None
 
 
 @dataclass(frozen=True)
@@ -372,41 +333,6 @@ class Stalled(Event):
     stacks: str = ""
 
 
-@dataclass(frozen=True)
-class AttemptEnded(Event):
-    """An attempt ended, and what comes next is decided."""
-
-    name = "attempt_ended"
-    record: Mapping[str, Json]  # the attempt as `summary.json` has it
-    # figures of the failure, the traceback among them; empty where it completed
-    evidence: Mapping[str, Json] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class DecidedAgain(Event):
-    """The last decision could not be carried out; why: ``waited_in_vain`` or ``lost_race``."""
-
-    name = "decided_again"
-    why: str
-    problem: str
-    action: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class JobEnded(Event):
-    """A launch ended; ``status`` and ``reason`` as ``summary.json`` has them."""
-
-    name = "job_ended"
-    status: str
-    reason: str | None = None
-
-
-_CLASSES: dict[str, type[Event]] = {
-    found.name: found for found in Event.__subclasses__() if found.name
-}
-
-
 def parse(data: object) -> Event:
     """Return the event in one JSON object; keys that it does not know are ignored.
 
@@ -415,7 +341,7 @@ def parse(data: object) -> Event:
     """
     if not isinstance(data, Mapping):
         raise MalformedEvent("not an object")
-    found = _CLASSES.get(str(data.get("event")))
-    if found is None:
-        raise MalformedEvent(f"no event is called {data.get('event')!r}")
-    return from_json(found, data)
+    for found in Event.__subclasses__():
+        if found.name == data.get("event"):
+            return from_json(found, data)
+    raise MalformedEvent(f"no event is called {data.get('event')!r}")

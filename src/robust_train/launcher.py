@@ -22,14 +22,7 @@ from robust_train.batch.search import BatchSearch
 from robust_train.config.batch import settle_batch_size
 from robust_train.config.schema import complete, validate
 from robust_train.errors import ConfigError, JobInterrupted, NoDevice, NoProgress
-from robust_train.events import (
-    AttemptEnded,
-    CheckpointSaved,
-    DecidedAgain,
-    Event,
-    JobEnded,
-    JobStarted,
-)
+from robust_train.events import CheckpointSaved, Event
 from robust_train.execution import sleep_with_ticks
 from robust_train.execution.hydra_state import logged_to_screen
 from robust_train.execution.inline import InlineExecutor
@@ -50,7 +43,7 @@ from robust_train.report.status import LiveStatus
 from robust_train.runfolder.command_line import how_to_go_on, resume_command
 from robust_train.runfolder.folder import RunFolder
 from robust_train.runfolder.identity import begin_job, complete_job, resume_from
-from robust_train.runfolder.journal import Journal
+from robust_train.runfolder.journal import AttemptEnded, DecidedAgain, JobEnded, JobStarted, Journal
 from robust_train.runfolder.notify import Notifier
 from robust_train.runfolder.summary import AttemptRecord, Summary, evidence_of
 from robust_train.values import (

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from robust_train.config.schema import complete
 from robust_train.events import (
     Event,
-    JobStarted,
     MemoryReported,
     NoProgress,
     PauseLearned,
@@ -37,6 +36,7 @@ from robust_train.execution.stall_watch import StallWatch
 from robust_train.execution.trainer_ref import TrainerRef
 from robust_train.failures.stack import where_it_stands
 from robust_train.runfolder.folder import RunFolder
+from robust_train.runfolder.journal import JobStarted
 from simulated_nvml import Gpu, Machine
 
 times = st.floats(0, 1e6)

@@ -6,19 +6,16 @@ import json
 from pathlib import Path
 from typing import Any
 
-from robust_train.events import (
-    AttemptEnded,
-    AttemptStarted,
-    CheckpointSaved,
-    DeviceAcquired,
-    Event,
-    JobEnded,
-    JobStarted,
-    Progress,
-    TrainingStarted,
-)
+from robust_train.events import CheckpointSaved, Event, Progress, TrainingStarted
 from robust_train.report.sources import read_sources
 from robust_train.report.story import Story, story_of
+from robust_train.runfolder.journal import (
+    AttemptEnded,
+    AttemptStarted,
+    DeviceAcquired,
+    JobEnded,
+    JobStarted,
+)
 from robust_train.sweep.job_record import JobRecord
 from robust_train.sweep.sweep_table import SweepTable, row_of
 from robust_train.values import GIB

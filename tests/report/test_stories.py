@@ -14,11 +14,7 @@ from hypothesis import strategies as st
 from journals import COMPLETED, FIGURES, OOM, STARTED, Journal, write_recovered
 
 from robust_train.events import (
-    AttemptEnded,
-    AttemptStarted,
     CheckpointSaved,
-    DecidedAgain,
-    DeviceAcquired,
     Event,
     MemoryReported,
     MicroBatchChanged,
@@ -32,6 +28,12 @@ from robust_train.report.figures import curve_charts, memory_charts, reported_on
 from robust_train.report.html import job_page
 from robust_train.report.sources import read_sources
 from robust_train.report.story import story_of
+from robust_train.runfolder.journal import (
+    AttemptEnded,
+    AttemptStarted,
+    DecidedAgain,
+    DeviceAcquired,
+)
 from robust_train.values import GIB, MIB, FailureKind, Speed
 
 

@@ -14,16 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from robust_train.events import (
-    AttemptStarted,
-    BatchSizeFound,
-    CheckpointSaved,
-    JobEnded,
-    Progress,
-    UserEvent,
-)
+from robust_train.events import BatchSizeFound, CheckpointSaved, Progress, UserEvent
 from robust_train.runfolder import journal as journal_module
-from robust_train.runfolder.journal import Journal, read_earlier
+from robust_train.runfolder.journal import AttemptStarted, JobEnded, Journal, read_earlier
 from robust_train.runfolder.thinning import Limits, Line, chosen, thin
 
 

@@ -12,8 +12,8 @@ import pytest
 from live_folder import open_folder
 
 from robust_train.errors import ConfigError, NoProgress
-from robust_train.events import AttemptStarted
 from robust_train.runfolder.identity import begin_job, complete_job, count_launch
+from robust_train.runfolder.journal import AttemptStarted
 from robust_train.runfolder.manifests import record_checkpoint
 from robust_train.runfolder.requests import REQUESTS
 

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 import torch
 
-from robust_train.events import AttemptStarted, JobEnded, Progress
+from robust_train.events import Progress
 from robust_train.run import Run
 from robust_train.runfolder.checkpoints import CheckpointFolder
 from robust_train.runfolder.identity import begin_job
-from robust_train.runfolder.journal import Journal
+from robust_train.runfolder.journal import AttemptStarted, JobEnded, Journal
 from robust_train.runfolder.summary import Summary, read_summary
 
 STEPS = 4

@@ -13,8 +13,8 @@ import pytest
 from live_folder import another_launcher, open_folder
 
 from another_user import ANOTHER_USER, needs_root
-from robust_train.events import AttemptStarted
 from robust_train.runfolder import requests as requests_module
+from robust_train.runfolder.journal import AttemptStarted
 from robust_train.runfolder.requests import (
     REQUESTS,
     ControlError,

@@ -10,8 +10,8 @@ import pytest
 from live_folder import another_launcher, as_on_another_host, open_folder
 
 from robust_train.cli import queue
-from robust_train.events import AttemptStarted
 from robust_train.runfolder import runs
+from robust_train.runfolder.journal import AttemptStarted
 from robust_train.runfolder.requests import ControlError, ask
 from robust_train.runfolder.runs import (
     NoLiveRun,

@@ -12,15 +12,14 @@ from hypothesis import strategies as st
 
 from robust_train.events import (
     AttemptProcess,
-    AttemptStarted,
     BatchSizeFound,
     CheckpointSaved,
-    JobStarted,
     MemoryReported,
     MicroBatchChanged,
     Progress,
     TrainingStarted,
 )
+from robust_train.runfolder.journal import AttemptStarted, JobStarted
 from robust_train.runfolder.state import (
     RunState,
     StateFile,

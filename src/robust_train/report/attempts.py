@@ -6,14 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from robust_train.events import (
-    AttemptEnded,
-    AttemptStarted,
     BatchSizeFound,
     CheckpointSaved,
-    DecidedAgain,
-    DeviceAcquired,
-    JobEnded,
-    JobStarted,
     MalformedEvent,
     Progress,
     SpeedMeasured,
@@ -21,6 +15,14 @@ from robust_train.events import (
     from_json,
 )
 from robust_train.report.sources import Entry
+from robust_train.runfolder.journal import (
+    AttemptEnded,
+    AttemptStarted,
+    DecidedAgain,
+    DeviceAcquired,
+    JobEnded,
+    JobStarted,
+)
 from robust_train.runfolder.summary import AttemptSummary
 from robust_train.values import Pace, Speed
 

@@ -6,9 +6,9 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from robust_train.events import AttemptStarted, DeviceAcquired
 from robust_train.readable import by_processes, duration, shortened
 from robust_train.readable import number as number_text
+from robust_train.runfolder.journal import AttemptStarted, DeviceAcquired
 from robust_train.runfolder.summary import (
     AttemptRecord,
     Summary,

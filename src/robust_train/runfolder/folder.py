@@ -20,11 +20,12 @@ from robust_train.errors import (
     ConfigError,
     JobInterrupted,
 )
-from robust_train.events import AttemptStarted, Event, Json
+from robust_train.events import Event, Json
 from robust_train.gpu.processes import user_name
 from robust_train.queue.wait import WaitStatus
 from robust_train.runfolder import detach, runs
 from robust_train.runfolder.identity import count_launch
+from robust_train.runfolder.journal import AttemptStarted
 from robust_train.runfolder.lock import RunLock
 from robust_train.runfolder.notify import Notifier, NotifySettings
 from robust_train.runfolder.provenance import Provenance

@@ -13,13 +13,82 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from robust_train.events import BatchSizeFound, CheckpointSaved, Event, parse
+from robust_train.events import BatchSizeFound, CheckpointSaved, Event, Json, parse
 from robust_train.files import sync
 from robust_train.runfolder.thinning import THINNED, thin
 
 log = logging.getLogger("robust_train")
 
 _MOST_OWED = 100
+
+
+@dataclass(frozen=True)
+class JobStarted(Event):
+    """A launch begins in the run folder; ``job`` identifies the job through all its launches."""
+
+    name = "job_started"
+    run_dir: str
+    trainer: str
+    job: str = ""
+    about: Mapping[str, str] = field(default_factory=dict)  # see settings.about_job
+
+
+@dataclass(frozen=True)
+class DeviceAcquired(Event):
+    """The job has its device; ``gpu_uuids`` is empty for the CPU."""
+
+    name = "device_acquired"
+    device: str
+    gpu_uuids: tuple[str, ...] = ()
+    gpu_names: tuple[str, ...] = ()
+    wait_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class AttemptStarted(Event):
+    """An attempt begins."""
+
+    name = "attempt_started"
+    device: str
+    batch_size: int | None = None
+    gradient_accumulation_steps: int | None = None
+    ranks: int = 1
+    gpu_uuids: tuple[str, ...] = ()
+    num_workers: int = 0
+    prefetch_factor: int = 2
+    expandable_segments: bool = True
+    gradient_checkpointing: bool = False
+    resume_checkpoint: str | None = None
+
+
+@dataclass(frozen=True)
+class AttemptEnded(Event):
+    """An attempt ended, and what comes next is decided."""
+
+    name = "attempt_ended"
+    record: Mapping[str, Json]  # the attempt as `summary.json` has it
+    # figures of the failure, the traceback among them; empty where it completed
+    evidence: Mapping[str, Json] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class DecidedAgain(Event):
+    """The last decision could not be carried out; why: ``waited_in_vain`` or ``lost_race``."""
+
+    name = "decided_again"
+    why: str
+    problem: str
+    action: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class JobEnded(Event):
+    """A launch ended; ``status`` and ``reason`` as ``summary.json`` has them."""
+
+    name = "job_ended"
+    status: str
+    reason: str | None = None
 
 
 class Journal:

@@ -12,11 +12,9 @@ from pathlib import Path
 
 from robust_train.events import (
     AttemptProcess,
-    AttemptStarted,
     BatchSizeFound,
     CheckpointSaved,
     Event,
-    JobStarted,
     Json,
     MemoryReported,
     MicroBatchChanged,
@@ -27,7 +25,7 @@ from robust_train.events import (
     from_json,
 )
 from robust_train.files import parse_json, read_small, replacing
-from robust_train.runfolder.journal import strict_json
+from robust_train.runfolder.journal import AttemptStarted, JobStarted, strict_json
 from robust_train.values import Speed
 
 log = logging.getLogger("robust_train")
