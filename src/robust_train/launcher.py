@@ -23,7 +23,7 @@ from robust_train.config.batch import settle_batch_size
 from robust_train.config.schema import complete, validate
 from robust_train.errors import ConfigError, JobInterrupted, NoDevice, NoProgress
 from robust_train.events import CheckpointSaved, Event
-from robust_train.execution import sleep_with_ticks
+from robust_train.execution import decided_pause, sleep_with_ticks
 from robust_train.execution.hydra_state import logged_to_screen
 from robust_train.execution.inline import InlineExecutor
 from robust_train.execution.library_imports import find_trainer
@@ -224,7 +224,7 @@ class Job:
         """Run attempts as long as the decision after each is to retry."""
         retrying = tenacity.Retrying(
             retry=tenacity.retry_if_result(lambda record: isinstance(record.decision, Retry)),
-            wait=_decided_pause,
+            wait=decided_pause,
             sleep=self.sleep,
             stop=tenacity.stop_never,
         )
@@ -310,12 +310,7 @@ class Job:
             longest_pause=self.folder.state.longest_pause or 0.0,
         )
         hold = (*self.devices.hold, *self.folder.hold)
-
-        def tick() -> None:
-            self.folder.tick()
-            if own_process:
-                self.devices.tick()
-
+        tick = self._tick_attempt if own_process else self.folder.tick
         outcome = self.executor.run(request, self._on_event, hold=hold, tick=tick)
         if self._has_remedies and self.signals.received is None:
             earlier = tuple(record.attempt for record in self.records)
@@ -363,6 +358,10 @@ class Job:
         """Wait for a device or for time to pass; raise ConfigError if the trainer refuses."""
         sleep_with_ticks(seconds, wake, self._tick)
 
+    def _tick_attempt(self) -> None:
+        self.folder.tick()
+        self.devices.tick()
+
     def _tick(self) -> None:
         self.folder.tick()
         self.executor.poll()
@@ -399,8 +398,3 @@ class Job:
         self._explain(summary)
         narration.conclude(summary, how_to_go_on(self.cfg, self.run_dir))
         return summary
-
-
-def _decided_pause(state: tenacity.RetryCallState) -> float:
-    """Return the seconds that the last decision asks to let pass."""
-    return float(state.outcome.result().decision.pause_seconds) if state.outcome else 0.0

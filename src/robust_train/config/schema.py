@@ -385,8 +385,7 @@ def _check_fields(cfg: DictConfig, schema: type, prefix: str) -> None:
         try:
             number = float(value)
         except (TypeError, ValueError):
-            off = item.metadata["off"]
-            auto = f" or {off}" if isinstance(off, str) else ""
+            auto = f" or {item.metadata['off']}" if isinstance(item.metadata["off"], str) else ""
             raise ConfigError(f"{key}={value}: accepted is a number{auto}") from None
         if not accepted.has(number):  # NaN is in no range
             raise ConfigError(f"{key}={number:g}: must be {accepted.words}")
