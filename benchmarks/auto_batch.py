@@ -45,8 +45,8 @@ def measure(overrides: list[str], contestant: str, limit_mib: int, at_most: int)
 
     from robust_train import find_batch_size
     from robust_train.memory.cleanup import return_memory
+    from robust_train.vision.images import Shape
     from robust_train.vision.models import build_model, set_train_mode
-    from robust_train.vision.splits import Shape
 
     torch.manual_seed(0)
     torch.set_num_threads(1)

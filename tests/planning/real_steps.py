@@ -14,8 +14,12 @@ from robust_train.microbatch.batcher import MicroBatcher
 from robust_train.vision.batches import Batch
 from robust_train.vision.datasets import shape_of_data
 from robust_train.vision.models import build_model, enable_gradient_checkpointing, set_train_mode
-from robust_train.vision.schedule import make_optimizer
-from robust_train.vision.step import Precision, accumulate_gradients, apply_gradients
+from robust_train.vision.step import (
+    Precision,
+    accumulate_gradients,
+    apply_gradients,
+    make_optimizer,
+)
 
 
 class RealSteps:

@@ -22,9 +22,8 @@ from training_world import (
 from robust_train.errors import ConfigError
 from robust_train.vision.batches import Loading, in_order
 from robust_train.vision.datasets import open_data
-from robust_train.vision.images import ImageDataset, ImageSpec
+from robust_train.vision.images import ImageDataset, ImageFiles, ImageSpec, stratified_split
 from robust_train.vision.prepare import check_config
-from robust_train.vision.splits import ImageFiles, stratified_split
 from robust_train.vision.trainer import train
 
 RGB_16 = ImageSpec(16, 3, (0.5,) * 3, (0.5,) * 3)

@@ -9,8 +9,13 @@ from torch import nn
 from robust_train.microbatch.batcher import MicroBatcher
 from robust_train.vision.batches import BatchPlan
 from robust_train.vision.models import SmallCnn
-from robust_train.vision.schedule import CosineSchedule, make_optimizer
-from robust_train.vision.step import Precision, accumulate_gradients, apply_gradients
+from robust_train.vision.step import (
+    CosineSchedule,
+    Precision,
+    accumulate_gradients,
+    apply_gradients,
+    make_optimizer,
+)
 
 CPU = torch.device("cpu")
 

@@ -13,6 +13,7 @@ from training_world import (
 )
 
 from robust_train.errors import ConfigError
+from robust_train.vision.images import Shape
 from robust_train.vision.models import (
     SmallCnn,
     build_model,
@@ -20,9 +21,8 @@ from robust_train.vision.models import (
     set_train_mode,
     trained_state,
 )
-from robust_train.vision.prepare import check_config
-from robust_train.vision.splits import Shape
-from robust_train.vision.trainer import preload_modules, train
+from robust_train.vision.prepare import check_config, preload_modules
+from robust_train.vision.trainer import train
 
 
 def built(*overrides, num_classes=5):

@@ -31,8 +31,12 @@ from robust_train.vision.batches import Batch
 from robust_train.vision.datasets import shape_of_data
 from robust_train.vision.images import ImageSpec
 from robust_train.vision.prepare import check_config
-from robust_train.vision.schedule import make_optimizer
-from robust_train.vision.step import Precision, accumulate_gradients, apply_gradients
+from robust_train.vision.step import (
+    Precision,
+    accumulate_gradients,
+    apply_gradients,
+    make_optimizer,
+)
 
 _CPU = torch.device("cpu")
 _WARM_UP = 2  # samples; BatchNorm may refuse a single one

@@ -23,8 +23,7 @@ T = TypeVar("T")
 
 _READ_AT_MOST = 64
 
-Batch = tuple[Tensor, Tensor]
-"""Images B×C×H×W and labels B."""
+Batch = tuple[Tensor, Tensor]  # Images B×C×H×W and labels B
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,15 @@ from omegaconf import OmegaConf
 
 from robust_train.config.extras import require
 from robust_train.errors import ConfigError
-from robust_train.vision.images import AUGMENTATIONS
+from robust_train.vision.images import (
+    AUGMENTATIONS,
+    ImageFiles,
+    Shape,
+    Splits,
+    stratified_split,
+    with_validation,
+)
 from robust_train.vision.published import CUB200, FLOWERS102, open_cub200, open_flowers102
-from robust_train.vision.splits import ImageFiles, Shape, Splits, stratified_split, with_validation
 
 _DIGITS = Shape(num_classes=10, size=8, channels=1)
 _DIGITS_WHITE = 16

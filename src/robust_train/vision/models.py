@@ -15,9 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from robust_train.config.extras import require
 from robust_train.errors import ConfigError
-from robust_train.vision.images import ImageSpec
+from robust_train.vision.images import ImageSpec, Shape
 from robust_train.vision.pretrained import build_backbone, classifier_names, load_weights
-from robust_train.vision.splits import Shape
 
 _MODELS = ("cnn", "linear_probe", "lora", "full_finetune")
 _PHOTOGRAPH_SIZE = 64

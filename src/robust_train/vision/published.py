@@ -13,7 +13,7 @@ from typing import Any
 
 from robust_train.config.extras import require
 from robust_train.errors import ConfigError
-from robust_train.vision.splits import ImageFiles, Shape, Splits, with_validation
+from robust_train.vision.images import ImageFiles, Shape, Splits, with_validation
 
 FLOWERS102 = Shape(num_classes=102)
 CUB200 = Shape(num_classes=200)

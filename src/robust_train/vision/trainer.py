@@ -36,17 +36,17 @@ from robust_train.vision.batches import (
     share_of,
 )
 from robust_train.vision.datasets import open_data
-from robust_train.vision.images import ImageDataset
+from robust_train.vision.images import ImageDataset, ImageSource
 from robust_train.vision.prepare import check_config, preload_modules
 from robust_train.vision.reporting import Reporter, checked_loss
-from robust_train.vision.schedule import CosineSchedule, make_optimizer
-from robust_train.vision.splits import ImageSource
 from robust_train.vision.step import (
+    CosineSchedule,
     Precision,
     Score,
     accumulate_gradients,
     apply_gradients,
     evaluate,
+    make_optimizer,
 )
 from robust_train.vision.training_state import REQUIRED, LossAverage, TrainingState, identity_of
 

@@ -19,9 +19,7 @@ from robust_train.vision.step import Precision
 
 FORMAT = 2
 
-Content = Mapping[str, Any]
-"""A checkpoint that was read; :data:`REQUIRED` keys are there."""
-
+Content = Mapping[str, Any]  # A checkpoint that was read; `REQUIRED` keys are there
 REQUIRED = frozenset({"format", "identity", "position", "model", "optimizer", "rng", "epoch_loss"})
 """Keys without which a file is no checkpoint of ours."""
 
