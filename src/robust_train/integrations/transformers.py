@@ -242,7 +242,7 @@ def _check(args: Any, cfg: DictConfig) -> None:
 
 def _checkpoint_gradients(trainer: Any, cfg: DictConfig) -> None:
     """Turn it on where this attempt wants it and the model can; the arguments' own value stays."""
-    if not cfg.training.gradient_checkpointing:
+    if not cfg.training.get("gradient_checkpointing"):
         return
     if not getattr(trainer.model, "supports_gradient_checkpointing", False):
         log.warning("training.gradient_checkpointing: this model has none, it has no effect")
