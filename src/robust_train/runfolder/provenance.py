@@ -86,11 +86,8 @@ def read_environment(run_dir: Path) -> dict[str, Json]:
 def in_words(content: Mapping[str, Json]) -> dict[str, str]:
     """Return the short form of ``environment.json`` for people."""
     gpus = content.get("gpus")
-    names = (
-        (str(one.get("name")) for one in gpus if isinstance(one, dict))
-        if isinstance(gpus, list)
-        else ()
-    )
+    listed = gpus if isinstance(gpus, list) else []
+    names = [str(one.get("name")) for one in listed if isinstance(one, dict)]
     words = {"gpu": ", ".join(names), **{name: content.get(name) for name in _SHORT}}
     return {name.replace("_", " "): str(value) for name, value in words.items() if value}
 

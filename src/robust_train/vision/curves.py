@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
+import functools
 import importlib.util
-import json
 import logging
 import os
 from collections.abc import Mapping
@@ -16,7 +15,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from robust_train.config.extras import require
 from robust_train.errors import ConfigError
-from robust_train.files import replacing
 from robust_train.run import Run
 from robust_train.runfolder.trackers import MLFLOW_ID
 
@@ -60,11 +58,13 @@ def open_curves(cfg: DictConfig, run: Run, step: int) -> Curves | None:
             return _TensorBoard(run.run_dir, step)
         except ImportError:
             log.info('no TensorBoard scalars: pip install "robust-train[vision]"')
-    if name not in ("wandb", "mlflow"):
-        return None
-    curves = _Wandb(cfg, run.run_dir) if name == "wandb" else _Mlflow(cfg, run.run_dir)
-    run.trackers.look()
-    return _OneCurve(curves, run.run_dir / "drawn.json", step)
+    if name == "wandb":
+        return _Wandb(cfg, run.run_dir)
+    if name == "mlflow":
+        curves = _Mlflow(cfg, run.run_dir)
+        run.trackers.look()
+        return curves
+    return None
 
 
 class _TensorBoard:
@@ -82,28 +82,6 @@ class _TensorBoard:
 
     def close(self, *, has_failed: bool) -> None:
         self._board.close()
-
-
-class _OneCurve:
-    """Leaves out the steps that an earlier attempt has drawn: these curves cannot be rewound."""
-
-    def __init__(self, curves: Curves, note: Path, step: int) -> None:
-        self._curves, self._note = curves, note
-        self._last: dict[str, int] = {}
-        if step:
-            with contextlib.suppress(OSError, ValueError):
-                self._last = json.loads(note.read_bytes())
-
-    def add(self, values: Mapping[str, float], step: int) -> None:
-        new = {name: value for name, value in values.items() if step > self._last.get(name, -1)}
-        if new:
-            self._curves.add(new, step)
-            self._last |= dict.fromkeys(new, step)
-            with replacing(self._note) as temporary:
-                temporary.write_text(json.dumps(self._last))
-
-    def close(self, *, has_failed: bool) -> None:
-        self._curves.close(has_failed=has_failed)
 
 
 class _Wandb:
@@ -126,25 +104,31 @@ class _Wandb:
             self._run = wandb.init(**given, settings=wandb.Settings(**settings, mode="offline"))
 
     def add(self, values: Mapping[str, float], step: int) -> None:
-        self._run.log(dict(values), step=step)
+        if step >= self._run.step:  # of a resumed run, wandb itself refuses what it has
+            self._run.log(dict(values), step=step)
 
     def close(self, *, has_failed: bool) -> None:
         self._run.finish(exit_code=int(has_failed))
 
 
 class _Mlflow:
-    """The run that ``MLFLOW_RUN_ID`` names, else a new one."""
+    """The run that ``MLFLOW_RUN_ID`` names, else a new one; without steps that it has already."""
 
     def __init__(self, cfg: DictConfig, run_dir: Path) -> None:
         self._mlflow: Any = require("mlflow", "logger=mlflow", extra="mlflow")
         is_new = not os.environ.get(MLFLOW_ID)
-        self._mlflow.start_run(run_name=run_dir.name)
+        run_id = self._mlflow.start_run(run_name=run_dir.name).info.run_id
+        client = self._mlflow.MlflowClient()
+        self._last = functools.cache(
+            lambda name: max((m.step for m in client.get_metric_history(run_id, name)), default=-1)
+        )
         if is_new:  # parameters cannot be changed later
             groups = ("model", "dataset", "training")
             self._mlflow.log_params({f"{g}.{k}": v for g in groups for k, v in cfg[g].items()})
 
     def add(self, values: Mapping[str, float], step: int) -> None:
-        self._mlflow.log_metrics(dict(values), step=step)
+        new = {name: value for name, value in values.items() if step > self._last(name)}
+        self._mlflow.log_metrics(new, step=step)
 
     def close(self, *, has_failed: bool) -> None:
         self._mlflow.end_run("FAILED" if has_failed else "FINISHED")
