@@ -71,7 +71,7 @@ def test_memory_that_runs_out_on_one_of_two_ranks_repeats_the_step_of_both(
     changes = events(ended.journal, "micro_batch_changed")
     assert (changes[0]["before"], changes[0]["rank"]) == (256, 1)
     # AdamW makes steps of rounding errors where a gradient is nearly zero
-    same_weights(example.run_here(monkeypatch), ended.journal, rtol=1e-2, atol=3e-4)
+    same_weights(example.run_here(monkeypatch), ended.journal, rtol=1e-2, atol=1e-3)
 
 
 @pytest.mark.slow

@@ -97,6 +97,7 @@ def test_a_bug_on_one_rank_ends_the_group_with_its_traceback_and_is_not_retried(
     assert time.monotonic() - started < 300, "the others never end by themselves"
 
 
+@pytest.mark.slow
 def test_a_group_that_loses_a_gpu_goes_on_with_fewer_at_the_same_effective_batch(
     world: World, cuda_machine_with: Callable[..., Machine]
 ):
