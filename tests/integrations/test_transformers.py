@@ -89,8 +89,9 @@ def test_two_ranks_stop_at_the_same_step_and_go_on_where_memory_runs_out_on_one(
     went_on(ended)
     assert {a["ranks"] for a in ended.attempts} == {2}
     assert "(rank 1)" in ended.attempts[0]["reason"]
+    # but for the samples that fill up an epoch's last step
     for name, weight in weights(example.run_here(monkeypatch)).items():
-        torch.testing.assert_close(weights(ended.journal)[name], weight, rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(weights(ended.journal)[name], weight, rtol=1e-2, atol=3e-4)
 
 
 @pytest.mark.slow

@@ -131,6 +131,7 @@ def test_a_stopped_rank_is_a_hang_of_the_group_which_goes_on_from_the_checkpoint
     assert [event["limit_seconds"] for event in warned] == [3.0]
 
 
+@pytest.mark.slow
 def test_a_group_that_loses_a_gpu_goes_on_with_fewer_at_the_same_effective_batch(
     world: World, cuda_machine_with: Callable[..., Machine]
 ):
