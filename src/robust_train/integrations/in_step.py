@@ -33,7 +33,12 @@ class InStep:
     def say(self, reason: str) -> None:
         """Log why memory that runs out ends the attempt; later reasons change nothing."""
         if not self._said:
-            log_attempt_level(self._framework, reason)
+            log.warning(
+                "%s: where memory runs out, a new attempt has half the micro-batch; no step "
+                "is repeated in smaller parts: %s",
+                self._framework,
+                reason,
+            )
             self._said = True
             # a request for a smaller micro-batch is for the next attempt from here on
             self._run.micro_batch_plan = self._run.micro_batch_plan
@@ -102,13 +107,3 @@ class InStep:
         self.is_on = False
         self.say(reason)
         return None
-
-
-def log_attempt_level(framework: str, reason: str) -> None:
-    """Log that memory that runs out in a trainer is a matter of attempts, and why."""
-    log.warning(
-        "%s: where memory runs out, a new attempt has half the micro-batch; no step is repeated in "
-        "smaller parts: %s",
-        framework,
-        reason,
-    )

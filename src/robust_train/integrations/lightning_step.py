@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from robust_train.config.extras import require
-from robust_train.integrations.in_step import InStep, log_attempt_level
+from robust_train.integrations.in_step import InStep
 from robust_train.microbatch.open_step import OpenStep
 from robust_train.microbatch.part import MicroBatch
 from robust_train.run import Run
@@ -39,10 +39,10 @@ _STATE = (
 
 def recover_in_steps(trainer: Any, model: Any, run: Run) -> None:
     """Repeat steps and evaluations of ``trainer`` in smaller parts where memory runs out."""
-    if (reason := _why_not(trainer, model)) is not None:
-        log_attempt_level("Lightning", reason)
-        return
     in_step, logged = InStep(run, "Lightning"), _Logged(trainer)
+    if (reason := _why_not(trainer, model)) is not None:
+        in_step.say(reason)
+        return
     trainer.fit_loop.epoch_loop.automatic_optimization = _InParts(trainer, in_step, logged)
     for name in ("validation_step", "test_step", "predict_step"):
         step = partial(_evaluate, trainer, in_step, logged, getattr(trainer.strategy, name))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from robust_train.config.extras import require
-from robust_train.integrations.in_step import InStep, log_attempt_level
+from robust_train.integrations.in_step import InStep
 from robust_train.microbatch.open_step import CannotSplit, OpenStep
 from robust_train.microbatch.part import MicroBatch
 from robust_train.microbatch.splitting import length_of, part_of
@@ -29,19 +29,19 @@ _IGNORED = -100  # the label of positions without loss
 
 def recover_in_steps(trainer: Any, run: Run) -> None:
     """Repeat steps and evaluations of ``trainer`` in smaller parts where memory runs out."""
-    reason = _why_not(trainer)
-    if reason is None:
-        trainer.add_callback(_InStep(trainer, run))
+    in_step = InStep(run, "transformers")
+    if (reason := _why_not(trainer)) is not None:
+        in_step.say(reason)
     else:
-        log_attempt_level("transformers", reason)
+        trainer.add_callback(_Steps(trainer, in_step))
 
 
-class _InStep(_TrainerCallback):  # type: ignore[misc]
+class _Steps(_TrainerCallback):  # type: ignore[misc]
     """The wrapped methods, and the step in progress."""
 
-    def __init__(self, trainer: Any, run: Run) -> None:
+    def __init__(self, trainer: Any, in_step: InStep) -> None:
         self._trainer = trainer
-        self._in_step = InStep(run, "transformers")
+        self._in_step = in_step
         self._step: OpenStep | None = None
         self._logged: Tensor | float = 0.0  # what the Trainer got of this step's loss
         self._weight = 1.0  # of the part in progress
