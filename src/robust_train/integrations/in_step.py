@@ -20,14 +20,10 @@ log = logging.getLogger("robust_train.integrations")
 
 
 class InStep:
-    """Whether and how the steps and evaluations of a trainer are repeated in smaller parts.
-
-    Attributes:
-        is_on: False once the model turned out to be one that cannot be split.
-    """
+    """Whether and how the steps and evaluations of a trainer are repeated in smaller parts."""
 
     def __init__(self, run: Run, framework: str) -> None:
-        self.is_on = True
+        self.is_on = True  # False once the model turned out to be one that cannot be split
         self._run = run
         self._framework = framework
         self._batcher = run.micro_batcher
@@ -37,7 +33,12 @@ class InStep:
     def say(self, reason: str) -> None:
         """Log why memory that runs out ends the attempt; later reasons change nothing."""
         if not self._said:
-            log_attempt_level(self._framework, reason)
+            log.warning(
+                "%s: where memory runs out, a new attempt has half the micro-batch; no step "
+                "is repeated in smaller parts: %s",
+                self._framework,
+                reason,
+            )
             self._said = True
             # a request for a smaller micro-batch is for the next attempt from here on
             self._run.micro_batch_plan = self._run.micro_batch_plan
@@ -64,11 +65,7 @@ class InStep:
     def evaluate(
         self, model: nn.Module, batch: Any, body: Callable[[Any, int], Any]
     ) -> tuple[list[Any], list[tuple[int, int]]]:
-        """Run ``body(data, samples)`` under ``no_grad`` for a batch, in parts that fit.
-
-        Returns:
-            The parts' results, and where each begins and ends in the batch.
-        """
+        """Run ``body(data, samples)`` for a batch in parts that fit; return results and bounds."""
         samples = self.samples_of(batch) if self.is_on else None
         shared = None if samples is None else self._shared(model)
         if samples is None or shared is None:
@@ -92,11 +89,7 @@ class InStep:
         return results, bounds
 
     def joined(self, found: Sequence[Any], sizes: Sequence[int]) -> Any:
-        """Return a batch's result of those of its parts.
-
-        Raises:
-            torch.OutOfMemoryError: they do not fit together, so the batch must stay whole.
-        """
+        """Return a batch's result of those of its parts; run out of memory if they don't fit."""
         try:
             return joined(found, sizes)
         except ValueError as error:
@@ -114,13 +107,3 @@ class InStep:
         self.is_on = False
         self.say(reason)
         return None
-
-
-def log_attempt_level(framework: str, reason: str) -> None:
-    """Log that memory that runs out in a trainer is a matter of attempts, and why."""
-    log.warning(
-        "%s: where memory runs out, a new attempt has half the micro-batch; no step is repeated in "
-        "smaller parts: %s",
-        framework,
-        reason,
-    )

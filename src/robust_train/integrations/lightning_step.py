@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from robust_train.config.extras import require
-from robust_train.integrations.in_step import InStep, log_attempt_level
+from robust_train.integrations.in_step import InStep
 from robust_train.microbatch.open_step import OpenStep
 from robust_train.microbatch.part import MicroBatch
 from robust_train.run import Run
@@ -39,10 +39,10 @@ _STATE = (
 
 def recover_in_steps(trainer: Any, model: Any, run: Run) -> None:
     """Repeat steps and evaluations of ``trainer`` in smaller parts where memory runs out."""
-    if (reason := _why_not(trainer, model)) is not None:
-        log_attempt_level("Lightning", reason)
-        return
     in_step, logged = InStep(run, "Lightning"), _Logged(trainer)
+    if (reason := _why_not(trainer, model)) is not None:
+        in_step.say(reason)
+        return
     trainer.fit_loop.epoch_loop.automatic_optimization = _InParts(trainer, in_step, logged)
     for name in ("validation_step", "test_step", "predict_step"):
         step = partial(_evaluate, trainer, in_step, logged, getattr(trainer.strategy, name))
@@ -81,9 +81,8 @@ class _InParts(_AutomaticOptimization):  # type: ignore[misc]
         if self._step is None:
             self._zero_grad = zero_grad
             restore = partial(self._logged.restore, self._logged.state())
-            self._step = self._in_step.begin(
-                trainer.model, on_rewind=restore, keeps_gradients=False
-            )
+            options = {"on_rewind": restore, "keeps_gradients": False}
+            self._step = self._in_step.begin(trainer.model, **options)
             if self._step is None:
                 return super()._make_closure(kwargs, optimizer, batch_idx).closure()
 
@@ -98,9 +97,8 @@ class _InParts(_AutomaticOptimization):  # type: ignore[misc]
                     result.loss = result.closure_loss.detach().clone()
                 return result
 
-            closure = _automatic.Closure(
-                step, self._make_backward_fn(optimizer), self._zero_grad and self._zero_once
-            )
+            backward, zero_grad = self._make_backward_fn(optimizer), self._zero_once
+            closure = _automatic.Closure(step, backward, self._zero_grad and zero_grad)
             if not micro.start:
                 self._logged.of_parts.clear()
             with self._logged.part(micro.data, len(micro), is_whole=micro.data is batch):
@@ -114,8 +112,8 @@ class _InParts(_AutomaticOptimization):  # type: ignore[misc]
         return found[0][0] if len(found) == 1 else self._merged(*zip(*found, strict=True))
 
     def _merged(self, results: tuple[Any, ...], sizes: tuple[int, ...]) -> Any:
-        extra = self._in_step.joined([result.extra for result in results], sizes)
-        merged = _automatic.ClosureResult(None, extra=extra)
+        merged = _automatic.ClosureResult(None)
+        merged.extra = self._in_step.joined([result.extra for result in results], sizes)
         losses = [result.loss for result in results if result.loss is not None]
         merged.loss = functools.reduce(operator.add, losses) if losses else None
         return merged
@@ -213,11 +211,10 @@ class _Logged:
 
 def _reduced(meta: Any, found: list[tuple[Tensor, int]]) -> Tensor:
     values = torch.stack([value for value, _ in found])
-    if not meta.is_mean_reduction:
-        reduced: Tensor = meta.reduce_fx(values)
-        return reduced
-    sizes = torch.tensor([size for _, size in found], dtype=values.dtype, device=values.device)
-    return values[0] if len(found) == 1 else (values * sizes).sum() / sizes.sum()
+    sizes = values.new_tensor([size for _, size in found])
+    if not meta.is_mean_reduction or len(found) == 1:
+        return torch.as_tensor(meta.reduce_fx(values))
+    return (values * sizes).sum() / sizes.sum()
 
 
 def _why_not(trainer: Any, model: Any) -> str | None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from robust_train.config.extras import require
-from robust_train.integrations.in_step import InStep, log_attempt_level
+from robust_train.integrations.in_step import InStep
 from robust_train.microbatch.open_step import CannotSplit, OpenStep
 from robust_train.microbatch.part import MicroBatch
 from robust_train.microbatch.splitting import length_of, part_of
@@ -24,25 +24,24 @@ _transformers: Any = require(
     "transformers", "robust_train.integrations.transformers", extra="transformers"
 )
 _TrainerCallback: Any = _transformers.TrainerCallback
-_IGNORED = -100
-"""The label of positions without loss."""
+_IGNORED = -100  # the label of positions without loss
 
 
 def recover_in_steps(trainer: Any, run: Run) -> None:
     """Repeat steps and evaluations of ``trainer`` in smaller parts where memory runs out."""
-    reason = _why_not(trainer)
-    if reason is None:
-        trainer.add_callback(_InStep(trainer, run))
+    in_step = InStep(run, "transformers")
+    if (reason := _why_not(trainer)) is not None:
+        in_step.say(reason)
     else:
-        log_attempt_level("transformers", reason)
+        trainer.add_callback(_Steps(trainer, in_step))
 
 
-class _InStep(_TrainerCallback):  # type: ignore[misc]
+class _Steps(_TrainerCallback):  # type: ignore[misc]
     """The wrapped methods, and the step in progress."""
 
-    def __init__(self, trainer: Any, run: Run) -> None:
+    def __init__(self, trainer: Any, in_step: InStep) -> None:
         self._trainer = trainer
-        self._in_step = InStep(run, "transformers")
+        self._in_step = in_step
         self._step: OpenStep | None = None
         self._logged: Tensor | float = 0.0  # what the Trainer got of this step's loss
         self._weight = 1.0  # of the part in progress
@@ -85,10 +84,8 @@ class _InStep(_TrainerCallback):  # type: ignore[misc]
             finally:
                 self._weight = 1.0
             if not self._is_weighted:
-                raise CannotSplit(
-                    f"{type(self._trainer).__name__}.training_step does not call "
-                    "self.accelerator.backward(loss)"
-                )
+                name = type(self._trainer).__name__
+                raise CannotSplit(f"{name}.training_step does not call self.accelerator.backward")
             share = _share(loss, micro.weight)
             micro.add_loss(share)
             return share
@@ -148,16 +145,15 @@ class _InStep(_TrainerCallback):  # type: ignore[misc]
         if items is None or self._trainer.loss_is_scaled_for_ga is False:
             return False
         if self._is_sum is None:
-            few, losses = part_of(data, 0, 2), []
+            trainer, few = self._trainer, part_of(data, 0, 2)
             model.eval()
-            with torch.no_grad(), self._trainer.compute_loss_context_manager():
-                for count in (items, items * 2):
-                    prepared = self._trainer._prepare_inputs(few)
-                    losses.append(
-                        self._trainer.compute_loss(model, prepared, num_items_in_batch=count)
-                    )
+            with torch.no_grad(), trainer.compute_loss_context_manager():
+                once, twice = (
+                    trainer.compute_loss(model, trainer._prepare_inputs(few), num_items_in_batch=n)
+                    for n in (items, items * 2)
+                )
             model.train()
-            self._is_sum = not bool(losses[1].abs() > 0.75 * losses[0].abs())
+            self._is_sum = not bool(twice.abs() > 0.75 * once.abs())
         return self._is_sum
 
 
@@ -168,11 +164,10 @@ def _share(loss: Tensor, weight: float) -> Tensor:
 
 def _why_not(trainer: Any) -> str | None:
     """Return what makes it impossible to run a step in parts, if anything."""
-    args, accelerator = trainer.args, trainer.accelerator
-    kind = accelerator.distributed_type.value
+    args, kind = trainer.args, trainer.accelerator.distributed_type.value
     if kind not in ("NO", "MULTI_GPU", "MULTI_CPU"):
         return f"the model is run by {kind}"
-    if getattr(accelerator, "parallelism_config", None) is not None:
+    if getattr(trainer.accelerator, "parallelism_config", None) is not None:
         return "parallelism_config: the ranks share a sample"
     if args.optim in ("lomo", "adalomo"):
         return f"optim={args.optim} updates weights within the backward pass"

@@ -94,7 +94,7 @@ class MicroBatch:
         self._loss = share.detach()
 
     def add_loss(self, share: Tensor) -> None:
-        """Count a loss that is weighted already, and whose backward pass another one runs."""
+        """Count a loss that is weighted already; its backward pass is the framework's."""
         self._loss = share.detach()
 
     def keep(self, value: Any) -> None:

@@ -95,24 +95,19 @@ def part_of(batch: Any, start: int, stop: int) -> Any:
 
 
 def joined(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """Invert :func:`part_of`: return what a model gave for the parts as if for the whole batch.
+    """Invert :func:`part_of` for what a model gave for the parts.
 
-    Tensors, arrays and lists with one entry for each sample are put together, other numbers are
-    averaged over the samples, structures are walked. Of the rest the first part's counts.
-
-    Raises:
-        ValueError: the entries of several parts do not fit together.
+    Entries for samples are put together, other numbers averaged; of the rest the first part's
+    counts. Raises ValueError where the parts do not fit together.
     """
     first = parts[0]
     if len(parts) == 1:
         return first
     if _is_array(first) and len(first.shape):
-        if [len(part) for part in parts] != list(sizes):
-            raise ValueError(f"the parts' results have shapes {[tuple(p.shape) for p in parts]}")
-        try:
-            return torch.cat([torch.as_tensor(part) for part in parts])
-        except RuntimeError as error:
-            raise ValueError(str(error)) from None
+        shapes = [tuple(part.shape) for part in parts]
+        if shapes != [(size, *first.shape[1:]) for size in sizes]:
+            raise ValueError(f"they have shapes {shapes}")
+        return torch.cat([torch.as_tensor(part) for part in parts])
     if isinstance(first, float) or (
         _is_array(first) and torch.as_tensor(first).is_floating_point()
     ):
