@@ -48,6 +48,7 @@ slept."""
 _LOOK_SECONDS = 5.0
 _LOOKS_FROM_SHARE = 0.05
 _CPU_SHARE, _CPU_GRAIN_SECONDS = 0.02, 0.02
+_BYTES_PER_SECOND = 1_000_000  # more than the record of memory takes where it is thinned
 _GPU_SECONDS = 30.0
 _GPU_PERCENT = 5
 STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
@@ -59,12 +60,15 @@ class _Glance:
 
     at: float
     cpu_seconds: float
+    moved_bytes: int  # read and written: a download or a copy needs little CPU time
     pids: frozenset[int]
     stopped: int  # of these, how many are stopped
 
     def is_busier_than(self, before: _Glance) -> bool:
-        least = _CPU_GRAIN_SECONDS + _CPU_SHARE * (self.at - before.at)
-        return self.pids != before.pids or self.cpu_seconds - before.cpu_seconds >= least
+        passed = self.at - before.at
+        least = _CPU_GRAIN_SECONDS + _CPU_SHARE * passed
+        moves = self.moved_bytes - before.moved_bytes >= _BYTES_PER_SECOND * passed
+        return moves or self.cpu_seconds - before.cpu_seconds >= least or self.pids != before.pids
 
 
 class StallWatch:
@@ -143,7 +147,7 @@ class StallWatch:
             self._pulse = replace(self._pulse, alive=self._pulse.now)
 
     def _take_glance(self) -> _Glance:
-        cpu_seconds, stopped, pids = 0.0, 0, set()
+        cpu_seconds, moved_bytes, stopped, pids = 0.0, 0, 0, set()
         for process in trainers_processes(self._server, self._request):
             with contextlib.suppress(psutil.Error), process.oneshot():
                 status = process.status()
@@ -153,7 +157,8 @@ class StallWatch:
                 cpu_seconds += sum(process.cpu_times()[:4])
                 stopped += status in STOPPED
                 pids.add(process.pid)
-        return _Glance(time.monotonic(), cpu_seconds, frozenset(pids), stopped)
+                moved_bytes += _moved_bytes(process)
+        return _Glance(time.monotonic(), cpu_seconds, moved_bytes, frozenset(pids), stopped)
 
     def _gpu_is_busy(self) -> bool:
         uuids = self._request.gpu_uuids
@@ -181,6 +186,14 @@ class StallWatch:
             )
             seconds = round(stands.seconds, 1), round(stands.limit_seconds, 1)
             self._on_event(NoProgress(*seconds))
+
+
+def _moved_bytes(process: psutil.Process) -> int:
+    """Return what a process has read and written; 0 where the kernel does not count that."""
+    with contextlib.suppress(psutil.Error, AttributeError, RuntimeError, ValueError):
+        figures = process.io_counters()
+        return figures.read_chars + figures.write_chars
+    return 0
 
 
 def trainers_processes(server: int, request: AttemptRequest) -> list[psutil.Process]:
