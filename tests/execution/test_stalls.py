@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -284,6 +285,16 @@ def test_who_copies_or_downloads_is_at_work_though_it_needs_no_cpu_time(
         assert watched.wait(7000) is None
     finally:
         watched.close()
+
+
+def test_a_file_that_is_written_anew_now_and_then_is_no_sign_of_life(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+):
+    looks = itertools.count()
+    monkeypatch.setattr(stall_watch, "_moved_bytes", lambda process: next(looks) // 32 * 10**8)
+    watched.watch.on_event(Progress(1))
+    assert watched.wait(590) is None
+    assert watched.wait(100) is not None
 
 
 @pytest.mark.parametrize(("percent", "hangs"), [(0, True), (90, False)])

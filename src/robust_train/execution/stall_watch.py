@@ -48,7 +48,7 @@ slept."""
 _LOOK_SECONDS = 5.0
 _LOOKS_FROM_SHARE = 0.05
 _CPU_SHARE, _CPU_GRAIN_SECONDS = 0.02, 0.02
-_BYTES_PER_SECOND = 1_000_000  # more than the record of memory takes where it is thinned
+_BYTES_PER_SECOND = 200_000
 _GPU_SECONDS = 30.0
 _GPU_PERCENT = 5
 STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
@@ -65,10 +65,11 @@ class _Glance:
     stopped: int  # of these, how many are stopped
 
     def is_busier_than(self, before: _Glance) -> bool:
-        passed = self.at - before.at
-        least = _CPU_GRAIN_SECONDS + _CPU_SHARE * passed
-        moves = self.moved_bytes - before.moved_bytes >= _BYTES_PER_SECOND * passed
-        return moves or self.cpu_seconds - before.cpu_seconds >= least or self.pids != before.pids
+        least = _CPU_GRAIN_SECONDS + _CPU_SHARE * (self.at - before.at)
+        return self.pids != before.pids or self.cpu_seconds - before.cpu_seconds >= least
+
+    def moves_data_since(self, before: _Glance) -> bool:
+        return self.moved_bytes - before.moved_bytes >= _BYTES_PER_SECOND * (self.at - before.at)
 
 
 class StallWatch:
@@ -87,7 +88,7 @@ class StallWatch:
         )
         self._next_look = self._next_gpu = 0.0
         self._glance: _Glance | None = None
-        self._is_suspended = self._has_warned = False
+        self._is_suspended = self._has_warned = self._moves_data = False
 
     def on_event(self, event: Event) -> None:
         """Take in an event of the attempt."""
@@ -143,7 +144,10 @@ class StallWatch:
         is_recent = before is not None and now.at - before.at <= 4 * max(every, 1.0)
         if now.stopped or before is None or not is_recent:
             return
-        if now.is_busier_than(before) or self._gpu_is_busy():
+        # at two looks in a row: once in a while a record of what is measured is written anew
+        did_move, self._moves_data = self._moves_data, now.moves_data_since(before)
+        moves = did_move and self._moves_data
+        if moves or now.is_busier_than(before) or self._gpu_is_busy():
             self._pulse = replace(self._pulse, alive=self._pulse.now)
 
     def _take_glance(self) -> _Glance:
