@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from robust_train.config.retry_rules import retry_rules
-from robust_train.config.schema import complete
+from robust_train.config.schema import complete, validate
 from robust_train.errors import ConfigError
 from robust_train.policy.decide import decide, first_attempt
 from robust_train.policy.rules import with_gpu_at_fault
@@ -61,6 +61,34 @@ def test_a_bug_that_the_user_knows_is_tried_again_so_often_without_progress():
     assert isinstance(decided(settings, attempt, attempt, further), Retry)
 
 
+def test_when_the_tries_of_a_rule_are_used_up_the_next_one_that_fits_has_all_of_its_own():
+    settings = settings_with(
+        RetryRule("retry", message="nan", times=2),
+        RetryRule("smaller_batch", message="nan", times=1),
+        RetryRule("retry", exit_code=7, times=1),
+    )
+    attempt = failed(settings, exit_code=7)
+    reasons = [decided(settings, *[attempt] * tries).reason for tries in (1, 2, 3, 4)]
+    for reason, words in zip(
+        reasons,
+        ("rules[0] (1 of 2)", "rules[0] (2 of 2)", "rules[1] (1 of 1)", "rules[2] (1 of 1)"),
+        strict=True,
+    ):
+        assert words in reason
+    assert isinstance(decided(settings, *[attempt] * 5), GiveUp)
+
+
+def test_pauses_double_up_to_an_hour():
+    settings = settings_with(RetryRule("retry", message="nan", times=3000))
+    retry = decided(settings, *[failed(settings)] * 40)
+    assert isinstance(retry, Retry)
+    assert retry.pause_seconds == 3600
+    network = replace(settings_with(), max_retries=3000, retry_pause_seconds=5000.0)
+    retry = decided(network, *[failed(network, kind=FailureKind.COMM)] * 40)
+    assert isinstance(retry, Retry)
+    assert retry.pause_seconds == 5000
+
+
 @pytest.mark.parametrize(
     ("rule", "outcome"),
     [
@@ -69,6 +97,7 @@ def test_a_bug_that_the_user_knows_is_tried_again_so_often_without_progress():
             RetryRule("stop", message=r"^Xid \(PCI.*\): 79"),
             {"output": "a\nXid (PCI:1): 79, gone\nb"},
         ),
+        (RetryRule("stop", message="^gone$"), {"output": "step 1\rstep 2\rgone\r\n"}),
         (RetryRule("stop", message="in the reader"), {"traceback": "File x, in the reader"}),
         (RetryRule("stop", exception="OSError"), {"exceptions": ("a.Lost", "builtins.OSError")}),
         (RetryRule("stop", exception="a.Lost"), {"exceptions": ("a.Lost", "builtins.OSError")}),
@@ -129,6 +158,7 @@ def test_what_was_stopped_on_request_is_no_failure():
         ({"then": "retry"}, ["retry.rules[0]", "exit_code, message, exception"]),
         ({"message": "a(", "then": "stop"}, ["retry.rules[0].message=a(", "unterminated"]),
         ({"message": 3, "then": "stop"}, ["retry.rules[0].message=3", "string"]),
+        ({"message": "a{9999999999}", "then": "stop"}, ["retry.rules[0].message", "too large"]),
         ({"exception": "X", "then": "retry", "times": 0}, ["retry.rules[0].times=0", "1 or more"]),
         ({"exception": "X", "then": "stop", "times": 2}, ["retry.rules[0].times", "then=stop"]),
         ({"exit_code": 1, "then": "stop"}, ["retry.rules[0].exit_code", "use exception"]),
@@ -141,6 +171,12 @@ def test_a_rule_that_cannot_be_used_is_refused_in_a_line(rule: object, words: li
     assert "\n" not in str(refused.value)
     for word in words:
         assert word in str(refused.value)
+
+
+def test_a_rule_that_refers_to_a_key_that_is_not_there_is_refused_with_its_key():
+    rule = {"message": "${nowhere}", "then": "stop"}
+    with pytest.raises(ConfigError, match=r"^retry\.rules: .*nowhere"):
+        validate(complete({"retry": {"rules": [rule]}}))
 
 
 def test_a_script_has_exit_codes_and_no_exceptions():

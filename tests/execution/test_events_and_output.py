@@ -24,10 +24,12 @@ from robust_train.events import (
     Event,
     Finished,
     MemoryReported,
+    MemoryTight,
     Progress,
+    RankDied,
     UserEvent,
 )
-from robust_train.execution import wire
+from robust_train.execution import rank, wire
 from robust_train.execution.attempt_output import AttemptLog
 from robust_train.execution.fork_messages import receive_descriptors, send_descriptors
 from robust_train.execution.progress import AttemptProgress
@@ -321,3 +323,11 @@ def test_an_unfinished_line_of_one_stream_takes_nothing_of_another(tmp_path: Pat
     log.write(b"\rstep 2\n", 0)
     log.close()
     assert path.read_text().splitlines() == ["a line on stderr", "step 2"]
+
+
+def test_events_that_have_a_rank_are_sent_by_every_rank():
+    with_rank = {one for one in Event.__subclasses__() if "rank" in one.__annotations__}
+    assert set(rank._EVENTS_OF_ANY_RANK) == with_rank - {RankDied}
+    sent: list[Event] = []
+    rank._report_of(1, sent.append)(MemoryTight(step=4, alloc_retries=2))
+    assert sent == [MemoryTight(step=4, alloc_retries=2, rank=1)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -121,13 +122,15 @@ class Clock:
 
 
 class Watched:
-    """Processes that sleep, under a shell in place of the fork server, and who watches them.
+    """Two processes, under a shell in place of the fork server, and who watches them.
 
     Five seconds pass between two polls.
     """
 
-    def __init__(self, folder: Path, clock: Clock, limit: float | None, longest: float) -> None:
-        code = "sleep 1000 & echo $!; sleep 1000 & echo $!; wait"
+    def __init__(
+        self, folder: Path, clock: Clock, longest: float = 0.0, runs: str = "sleep 1000"
+    ) -> None:
+        code = f"{runs} & echo $!; sleep 1000 & echo $!; wait"
         self.server = subprocess.Popen(["sh", "-c", code], stdout=subprocess.PIPE, text=True)
         assert self.server.stdout is not None
         self.pids = [int(self.server.stdout.readline()) for _ in range(2)]
@@ -141,7 +144,7 @@ class Watched:
             resume_checkpoint=None,
             environ={},
             cwd="/",
-            stall_timeout_seconds=limit,
+            stall_timeout_seconds=None,
             longest_pause=longest,
         )
         self.watch = StallWatch(request, self.server.pid, self.events.append)
@@ -180,7 +183,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.fixture
 def watched(tmp_path: Path, clock: Clock) -> Iterator[Watched]:
-    watched = Watched(tmp_path, clock, None, 0.0)
+    watched = Watched(tmp_path, clock)
     yield watched
     watched.close()
 
@@ -263,13 +266,35 @@ def test_a_job_that_reports_epochs_has_the_time_of_the_first_for_each(watched: W
 
 
 def test_a_pause_of_earlier_attempts_counts_from_the_start(tmp_path: Path, clock: Clock):
-    watched = Watched(tmp_path, clock, None, 1000.0)
+    watched = Watched(tmp_path, clock, 1000.0)
     try:
         watched.watch.on_event(Progress(1))
         assert watched.wait(4900) is None
         assert watched.wait(200) is not None
     finally:
         watched.close()
+
+
+def test_who_copies_or_downloads_is_at_work_though_it_needs_no_cpu_time(
+    tmp_path: Path, clock: Clock
+):
+    watched = Watched(tmp_path, clock, runs="cat /dev/zero > /dev/null")
+    try:
+        assert watched.wait(4000) is None
+        watched.watch.on_event(Progress(1))
+        assert watched.wait(7000) is None
+    finally:
+        watched.close()
+
+
+def test_a_file_that_is_written_anew_now_and_then_is_no_sign_of_life(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+):
+    looks = itertools.count()
+    monkeypatch.setattr(stall_watch, "_moved_bytes", lambda process: next(looks) // 32 * 10**8)
+    watched.watch.on_event(Progress(1))
+    assert watched.wait(590) is None
+    assert watched.wait(100) is not None
 
 
 @pytest.mark.parametrize(("percent", "hangs"), [(0, True), (90, False)])
@@ -358,7 +383,8 @@ def test_ranks_that_read_their_pipe_are_asked_for_the_flight_recorders_dump(tmp_
     assert flight_recorder.request_dumps(tmp_path, 3) == 1
     assert os.read(reader, 128)
     os.close(reader)
-    flight_recorder.remove_pipes(tmp_path, 3)
+    os.mkfifo(tmp_path / "attempt-2.nccl-0.pipe")  # its launcher was killed
+    flight_recorder.remove_pipes(tmp_path)
     assert not list(tmp_path.iterdir())
 
 

@@ -47,10 +47,17 @@ def test_after_three_launches_in_a_row_without_a_new_checkpoint_the_next_is_refu
     message = str(refused.value)
     assert f"launches in a row without a new checkpoint in {tmp_path}: 3 (the last: " in message
     assert "ValueError: a bug" in message
+    assert "--checkpoint" not in message, "it has reported one"
     assert "max_launches=0" in message
     assert "\n" not in message
     launch(tmp_path, most=0)
     assert launches(tmp_path) == 1, "counted anew"
+
+
+def test_a_job_that_has_never_reported_a_checkpoint_is_told_how(tmp_path: Path):
+    launch(tmp_path)
+    with pytest.raises(NoProgress, match=r"none was ever reported \(a script's: --checkpoint\)"):
+        launch(tmp_path, most=1)
 
 
 def test_a_new_checkpoint_or_a_completed_job_begins_the_count_anew(tmp_path: Path):

@@ -54,7 +54,7 @@ def _rule(key: str, given: Any, is_script: bool) -> RetryRule:
         raise ConfigError(f"{key}.exit_code: a function has none; use exception")
     try:
         re.compile(rule.get("message", ""))
-    except re.error as error:
+    except (re.error, OverflowError, RecursionError) as error:
         raise ConfigError(f"{key}.message={rule['message']}: no such pattern: {error}") from None
     return RetryRule(**rule)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from robust_train.errors import ConfigError
@@ -345,6 +345,8 @@ def _resolve_all(cfg: DictConfig, prefix: str = "") -> None:
             continue
         try:
             value = cfg[key]
+            if isinstance(value, ListConfig):
+                OmegaConf.to_container(value, resolve=True)
         except OmegaConfBaseException as error:
             raise ConfigError(f"{name}: {str(error).splitlines()[0]}") from error
         if isinstance(value, DictConfig):

@@ -46,8 +46,8 @@ def request_dumps(run_dir: Path, attempt: int) -> int:
     return asked
 
 
-def remove_pipes(run_dir: Path, attempt: int) -> None:
-    """Remove the pipes of an attempt that has ended."""
-    for pipe in run_dir.glob(f"attempt-{attempt}.nccl-*.pipe"):
+def remove_pipes(run_dir: Path) -> None:
+    """Remove the pipes of the attempt that has ended, and of those whose launcher was killed."""
+    for pipe in run_dir.glob("attempt-*.nccl-*.pipe"):
         with contextlib.suppress(OSError):
             pipe.unlink()

@@ -119,11 +119,11 @@ class ProcessExecutor:
             for event in [] if self._server is None else self._server.unread_events():
                 take(event)  # what was reported counts, whichever process was killed then
             tail = self._end_server()
+        remove_pipes(request.run_dir)
         self._await_signal(progress)
         if isinstance(progress.ending, Failed) and progress.ending.config_error:
             raise ConfigError(progress.ending.config_error)
         runs_script = progress.script_started is not None
-        remove_pipes(request.run_dir, request.attempt)
         stacks = _stacks(request, keep=not runs_script or exited.stalled is not None)
         if exited.stalled is not None:
             on_event(Stalled(round(exited.stalled.seconds, 1), stacks))

@@ -22,6 +22,7 @@ from robust_train.events import (
     Failed,
     Finished,
     MemoryReported,
+    MemoryTight,
     MicroBatchChanged,
     MicroBatchExhausted,
     OutOfMemory,
@@ -36,7 +37,7 @@ from robust_train.execution.votes import Votes
 from robust_train.execution.wire import EventSender
 
 _EVENTS_OF_ANY_RANK = (
-    *(MemoryReported, OutOfMemory, SpeedMeasured),
+    *(MemoryReported, MemoryTight, OutOfMemory, SpeedMeasured),
     *(MicroBatchChanged, MicroBatchExhausted),
 )
 """What the launcher gets of other ranks than the first, with their number."""

@@ -48,6 +48,7 @@ slept."""
 _LOOK_SECONDS = 5.0
 _LOOKS_FROM_SHARE = 0.05
 _CPU_SHARE, _CPU_GRAIN_SECONDS = 0.02, 0.02
+_BYTES_PER_SECOND = 200_000
 _GPU_SECONDS = 30.0
 _GPU_PERCENT = 5
 STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
@@ -59,12 +60,16 @@ class _Glance:
 
     at: float
     cpu_seconds: float
+    moved_bytes: int  # read and written: a download or a copy needs little CPU time
     pids: frozenset[int]
     stopped: int  # of these, how many are stopped
 
     def is_busier_than(self, before: _Glance) -> bool:
         least = _CPU_GRAIN_SECONDS + _CPU_SHARE * (self.at - before.at)
         return self.pids != before.pids or self.cpu_seconds - before.cpu_seconds >= least
+
+    def moves_data_since(self, before: _Glance) -> bool:
+        return self.moved_bytes - before.moved_bytes >= _BYTES_PER_SECOND * (self.at - before.at)
 
 
 class StallWatch:
@@ -83,7 +88,7 @@ class StallWatch:
         )
         self._next_look = self._next_gpu = 0.0
         self._glance: _Glance | None = None
-        self._is_suspended = self._has_warned = False
+        self._is_suspended = self._has_warned = self._moves_data = False
 
     def on_event(self, event: Event) -> None:
         """Take in an event of the attempt."""
@@ -139,11 +144,14 @@ class StallWatch:
         is_recent = before is not None and now.at - before.at <= 4 * max(every, 1.0)
         if now.stopped or before is None or not is_recent:
             return
-        if now.is_busier_than(before) or self._gpu_is_busy():
+        # at two looks in a row: once in a while a record of what is measured is written anew
+        did_move, self._moves_data = self._moves_data, now.moves_data_since(before)
+        moves = did_move and self._moves_data
+        if moves or now.is_busier_than(before) or self._gpu_is_busy():
             self._pulse = replace(self._pulse, alive=self._pulse.now)
 
     def _take_glance(self) -> _Glance:
-        cpu_seconds, stopped, pids = 0.0, 0, set()
+        cpu_seconds, moved_bytes, stopped, pids = 0.0, 0, 0, set()
         for process in trainers_processes(self._server, self._request):
             with contextlib.suppress(psutil.Error), process.oneshot():
                 status = process.status()
@@ -153,7 +161,8 @@ class StallWatch:
                 cpu_seconds += sum(process.cpu_times()[:4])
                 stopped += status in STOPPED
                 pids.add(process.pid)
-        return _Glance(time.monotonic(), cpu_seconds, frozenset(pids), stopped)
+                moved_bytes += _moved_bytes(process)
+        return _Glance(time.monotonic(), cpu_seconds, moved_bytes, frozenset(pids), stopped)
 
     def _gpu_is_busy(self) -> bool:
         uuids = self._request.gpu_uuids
@@ -181,6 +190,14 @@ class StallWatch:
             )
             seconds = round(stands.seconds, 1), round(stands.limit_seconds, 1)
             self._on_event(NoProgress(*seconds))
+
+
+def _moved_bytes(process: psutil.Process) -> int:
+    """Return what a process has read and written; 0 where the kernel does not count that."""
+    with contextlib.suppress(psutil.Error, AttributeError, RuntimeError, ValueError):
+        figures = process.io_counters()
+        return figures.read_chars + figures.write_chars
+    return 0
 
 
 def trainers_processes(server: int, request: AttemptRequest) -> list[psutil.Process]:

@@ -26,6 +26,8 @@ NOTABLE_BYTES = 256 * MIB
 ALIKE = 0.9
 """Share of a GPU's free memory that another must have to count as much like it."""
 
+_LONGEST_PAUSE_SECONDS = 3600.0
+
 Rule = Callable[[FailureContext], "Retry | None"]
 
 
@@ -235,7 +237,7 @@ def same_again(context: FailureContext) -> Retry | None:
     failures = context.failures_without_progress
     if failures > context.settings.max_retries:
         return None
-    pause = context.settings.retry_pause_seconds * 2 ** (failures - 1)
+    pause = pause_before(context.settings, failures)
     reason = f"{what_failed(context)}: the same again in {pause:g} s"
     return Retry(context.last, "retry", reason, pause_seconds=pause)
 
@@ -333,6 +335,12 @@ def _size_that_should_fit(context: FailureContext, *, had: int, offered: int) ->
     """
     at_most = context.last.batch_size * offered / max(had, 1)
     return largest_up_to(context.sizes, at_most)
+
+
+def pause_before(settings: PolicySettings, tries: int) -> float:
+    """Return the seconds before a try of the same: they double each time, up to an hour."""
+    first = settings.retry_pause_seconds
+    return min(first * 2.0 ** min(tries - 1, 30), max(first, _LONGEST_PAUSE_SECONDS))
 
 
 def halved(context: FailureContext, action: str, why: str) -> Retry:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
 from robust_train.policy.context import FailureContext
-from robust_train.policy.remedies import halved
+from robust_train.policy.remedies import halved, pause_before
 from robust_train.policy.sizes import PolicySettings
 from robust_train.values import (
     Attempt,
@@ -34,7 +35,7 @@ def by_users_rule(context: FailureContext) -> Decision | None:
     if rule.then == "smaller_batch":
         return halved(context, "halve_batch", f"{why}: micro-batch ")
     if rule.then == "retry":
-        pause = context.settings.retry_pause_seconds * 2 ** (tries - 1)
+        pause = pause_before(context.settings, tries)
         reason = f"{why}: the same again in {pause:g} s"
         return Retry(context.last, "retry", reason, pause_seconds=pause)
     return None  # the remedies for a GPU whose hardware failed
@@ -57,15 +58,22 @@ def with_gpu_at_fault(
 
 
 def _ruling(context: FailureContext) -> tuple[RetryRule, str, int] | None:
-    """Return the first rule that fits and has a try left, its reason, and how often it fitted."""
-    for number, rule in enumerate(context.settings.rules):
-        fitted = sum(_fits(rule, attempt.outcome) for attempt in context.since_progress)
-        most = context.settings.max_retries if rule.times is None else rule.times
-        is_stop, why = rule.then == "stop", f"{context.failure.message}; retry.rules[{number}]"
-        is_due = _fits(rule, context.attempt.outcome) and (is_stop or fitted <= most)
-        if is_due and _can(rule, context):
-            return rule, why if is_stop else f"{why} ({fitted} of {most})", fitted
-    return None
+    """Return the first rule that fits and has a try left, its reason, and which try it is."""
+    tried: Counter[int] = Counter()
+    found = None
+    for later in reversed(range(len(context.since_progress))):
+        then = replace(context, history=context.history[: len(context.history) - later])
+        found = None
+        for number, rule in enumerate(context.settings.rules):
+            most = context.settings.max_retries if rule.times is None else rule.times
+            has_tries = rule.then == "stop" or tried[number] < most
+            if has_tries and _fits(rule, then.attempt.outcome) and _can(rule, then):
+                tried[number] += 1
+                which = "" if rule.then == "stop" else f" ({tried[number]} of {most})"
+                why = f"{context.failure.message}; retry.rules[{number}]{which}"
+                found = rule, why, tried[number]
+                break
+    return found
 
 
 def _fits(rule: RetryRule, outcome: Outcome) -> bool:
@@ -78,7 +86,8 @@ def _fits(rule: RetryRule, outcome: Outcome) -> bool:
     if rule.exception is not None and rule.exception not in names:
         return False
     texts = (failure.message, outcome.traceback or "", outcome.output)
-    text = "\n".join(texts)
+    # progress bars: one line of their thousands takes patterns like `.*a.*b` hours
+    text = "\n".join(texts).replace("\r", "\n")
     return rule.message is None or re.search(rule.message, text, re.MULTILINE) is not None
 
 

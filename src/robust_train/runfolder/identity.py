@@ -122,6 +122,7 @@ def _check_progress(
         last = read_summary(run_dir)
         reason = None if last is None else last.reason
         why = f" (the last: {shortened(reason, 160)})" if reason else ""
+        why += "" if newest else ", and none was ever reported (a script's: --checkpoint)"
         raise NoProgress(
             f"launches in a row without a new checkpoint in {run_dir}: {job.launches}{why}; "
             "nothing was started: mend the cause and repeat the command with max_launches=0"
