@@ -157,7 +157,8 @@ class _InStep(_TrainerCallback):  # type: ignore[misc]
                         self._trainer.compute_loss(model, prepared, num_items_in_batch=count)
                     )
             model.train()
-            self._is_sum = not bool(losses[1].abs() > 0.75 * losses[0].abs())
+            # a mean over samples without labels is no number
+            self._is_sum = bool(losses[1].abs() <= 0.75 * losses[0].abs())
         return self._is_sum
 
 
