@@ -11,6 +11,7 @@ import os
 import sys
 import traceback
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import test_lightning_in_step as of_lightning
@@ -122,7 +123,7 @@ def _lightning(layer: Any, run: Run, folder: Path, *, recovers: bool) -> Any:
         gradient_clip_val=0.5,
     )
     if recovers:
-        recover_in_steps(trainer, model, run)
+        recover_in_steps(trainer, model, run, SimpleNamespace(done=0))
     trainer.fit(model, of_lightning.loader(48))
     # a value over the ranks is that of the step's last batch
     return model, [*model.outputs[1::2], float(trainer.callback_metrics["train_epoch"])]

@@ -139,6 +139,13 @@ def test_wherever_memory_runs_out_weights_hooks_and_logs_are_those_of_a_run_with
         assert split.trainer.global_step == whole.trainer.global_step
 
 
+def test_batches_of_a_short_step_keep_their_weights_when_the_last_one_runs_out(tmp_path: Path):
+    whole = Fitted(tmp_path, Net(Fuse()))
+    split = Fitted(tmp_path, Net(Fuse("forward", 6, fits=1)))
+    assert split.changed(training=True) == [(3, 2, 1)]
+    torch.testing.assert_close(split.weights, whole.weights, rtol=0, atol=1e-5)
+
+
 def test_an_evaluation_repeats_the_batch_in_which_memory_runs_out(tmp_path: Path):
     whole = Fitted(tmp_path, Net(Fuse()))
     fuse = Fuse("forward", 1, fits=2, training=False)

@@ -19,6 +19,8 @@ transformers = pytest.importorskip(
 )
 pytest.importorskip("accelerate", reason="the extra [transformers] is not installed")
 
+from robust_train.integrations import transformers_step  # noqa: E402
+
 
 class Tagger(torch.nn.Module):
     """Labels each position; with ``sums`` it divides by the step's items."""
@@ -128,6 +130,17 @@ def test_wherever_memory_runs_out_the_weights_and_losses_are_those_of_a_run_with
         torch.testing.assert_close(split.weights, whole.weights, rtol=0, atol=1e-5)
         assert split.losses == pytest.approx(whole.losses, abs=1e-5)
         assert split.result["eval_loss"] == pytest.approx(whole.result["eval_loss"], abs=1e-5)
+
+
+def test_two_samples_without_labels_show_a_mean_too(tmp_path: Path):
+    model = IgnoresTheCount(Fuse(), sums=True)
+    trainer = transformers.Trainer(
+        model, transformers.TrainingArguments(str(tmp_path), report_to="none", use_cpu=True)
+    )
+    step = transformers_step._InStep(trainer, Run(run_dir=tmp_path))
+    x = torch.zeros(4, 6, dtype=torch.int64)
+    data = {"x": x, "labels": torch.cat([x[:2] - 100, x[:2]])}
+    assert not step._adds_up(model, data, torch.tensor(12))
 
 
 def test_an_evaluation_repeats_the_batch_in_which_memory_runs_out(tmp_path: Path):

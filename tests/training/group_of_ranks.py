@@ -266,7 +266,7 @@ def attempt(
     folder: Path, ranks: int, *more: str, resume: Path | None = None, stop_at: int | None = None
 ):
     """An attempt of the built-in trainer with so many ranks, set up as the launcher does."""
-    return of_ranks(ranks, lambda rank: built_in(folder, rank, ranks, resume, stop_at))
+    return of_ranks(ranks, lambda rank: built_in(folder, rank, ranks, resume, stop_at, *more))
 
 
 def main() -> None:

@@ -24,6 +24,7 @@ from training_world import write_image_folder
 
 from robust_train.errors import UserError
 from robust_train.microbatch.batcher import MicroBatcher
+from robust_train.vision.sharding import share_buffers
 
 SHARES = (slice(0, 8), slice(8, 13))
 """Uneven on purpose: with parts of two samples rank 1 has one part less."""
@@ -231,6 +232,13 @@ def refusals(mesh) -> dict[str, str]:
     return {"own": refused(own), "in part": refused(other), "hybrid": refused(hybrid)}
 
 
+def statistics(rank: int) -> list[float]:
+    norm = nn.BatchNorm1d(2)
+    norm.running_mean.fill_(rank)
+    share_buffers(norm)
+    return norm.running_mean.tolist()
+
+
 def be_rank(rank: int, folder: str, is_thorough: bool) -> dict[str, object]:
     store = dist.FileStore(f"{folder}/store", 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
@@ -244,6 +252,7 @@ def be_rank(rank: int, folder: str, is_thorough: bool) -> dict[str, object]:
         "short_of_memory": short_of_memory(rank, mesh),
         "exhausted": exhausted(rank, mesh),
         "refused": refusals(mesh),
+        "statistics": statistics(rank),
     }
     dist.destroy_process_group()
     return seen
@@ -255,7 +264,7 @@ if __name__ == "__main__":
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     is_thorough = sys.argv[2] == "thorough"
     folder = Path(sys.argv[1])
-    write_image_folder(folder / "images", per_class=16)
+    write_image_folder(folder / "images", per_class=14)  # 26 to train on: 24 and 2 for three
     one = attempt(folder / "one", 1)
     first = attempt(folder / "several", 2, "training.sharding=fsdp", stop_at=1)
     saved = Path(first[0]["saved"][-1])

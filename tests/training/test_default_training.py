@@ -95,7 +95,7 @@ def test_a_launcher_that_shows_the_steps_leaves_no_line_for_each(tmp_path, caplo
 
 def report_steps(run: WatchedRun, steps: range, *, every: int, total: int) -> None:
     """Report ``steps`` as a training loop does, without training."""
-    with Reporter(run, log_every_steps=every, epochs=1) as reporter:
+    with Reporter(run, config(f"training.log_every_steps={every}")) as reporter:
         reporter.begin(ResumePosition(step=steps[0] - 1), total)
         for step in steps:
             reporter.step(ResumePosition(step=step), torch.tensor(1.0), samples=1, lr=0.1)
@@ -125,7 +125,7 @@ def test_a_resumed_run_replaces_the_points_after_its_checkpoint(tmp_path):
 def test_a_loss_is_sent_once_even_if_reports_are_dropped(tmp_path, every):
     run = WatchedRun(tmp_path)
     step = 0
-    with Reporter(run, log_every_steps=every, epochs=1) as reporter:
+    with Reporter(run, config(f"training.log_every_steps={every}")) as reporter:
         while len(run.of("progress")) < 4:
             step += 1
             reporter.step(ResumePosition(step=step), torch.tensor(float(step)), samples=1, lr=0.1)

@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from training_world import difference, trained_weights
 
 import preloaded
+from robust_train.errors import ConfigError
+from robust_train.vision.sharding import shard
 
 
 def seen_by_ranks(folder: Path, how: str) -> dict[str, Any]:
@@ -91,7 +94,18 @@ def test_what_cannot_be_repeated_is_refused_in_a_line(
         assert "or do without run.micro_batches" in line
 
 
+def test_all_ranks_score_with_the_statistics_of_the_first(ranks: list[dict[str, Any]]):
+    assert [rank["statistics"] for rank in ranks] == [[0.0, 0.0]] * 2
+
+
+def test_an_older_torch_is_refused_in_a_line(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delattr("torch.distributed.fsdp.FSDPModule.reset_iter_state")
+    with pytest.raises(ConfigError, match=r"update torch, or write training\.sharding=ddp"):
+        shard(torch.nn.Linear(2, 2))
+
+
 def test_the_built_in_trainer_resumes_shards_on_another_number_of_ranks(seen: dict[str, Any]):
-    """Two ranks stop in the first epoch, three go on, then one process without shards."""
+    """Two ranks stop in the first epoch, three go on, then one process without shards. One of the
+    three has no sample in the epoch's last step."""
     expected = trained_weights(seen["built in"]["one"]["result"])
     assert difference(trained_weights(seen["built in"]["rest"]["result"]), expected) < 1e-4

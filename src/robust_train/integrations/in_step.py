@@ -99,7 +99,7 @@ class InStep:
     def _shared(self, model: nn.Module) -> SharedStep | None:
         try:
             shared = SharedStep([model])
-            reason = "its weights are sharded" if getattr(shared, "is_sharded", False) else None
+            reason = "its weights are sharded" if shared.is_sharded else None
         except UserError as error:
             reason = str(error)
         if reason is None:

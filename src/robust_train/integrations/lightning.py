@@ -82,7 +82,7 @@ def fit(
     callback = RobustCallback(cfg, run)
     _prepare(data, callback)
     trainer.callbacks.append(callback)
-    recover_in_steps(trainer, model, run)
+    recover_in_steps(trainer, model, run, callback)
     path = run.resume_checkpoint
     is_module = hasattr(data, "train_dataloader")
     options["datamodule" if is_module else "train_dataloaders"] = data

@@ -52,7 +52,7 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
         self._saved_step: int | None = None
         self._is_saving = False
         self._step = range(0)  # samples of the step in progress, by their place in the epoch
-        self._done = 0  # micro-batches of it that are done
+        self.done = 0  # micro-batches of it that are done
         self._sigterm: Any = signal.SIG_DFL
 
     def own_loader(self, loader: Any, name: str) -> Any:
@@ -159,7 +159,7 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
         """Weight the loss so that every sample of a step counts the same."""
-        weight = self.shares.weight(self._step, self._done)
+        weight = self.shares.weight(self._step, self.done)
         if weight != 1 and loss.requires_grad:
             loss.register_hook(lambda gradient: gradient * weight)
 
@@ -167,8 +167,8 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Count an optimizer step, save if it is time, stop if requested."""
-        self._done += 1
-        seen = min(self._step.start + self._done * self.shares.at_once, self._step.stop)
+        self.done += 1
+        seen = min(self._step.start + self.done * self.shares.at_once, self._step.stop)
         if seen == self._step.stop:
             self._begin_step(seen)
         if trainer.global_step != self.position.step:
@@ -224,7 +224,7 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
         return saved
 
     def _begin_step(self, start: int) -> None:
-        self._done = 0
+        self.done = 0
         self._step = next(self.shares.steps(self.position.epoch_samples, start), range(0))
 
     def _step_done(self, trainer: Any, outputs: Any) -> None:

@@ -37,13 +37,14 @@ _STATE = (
 """What a logged value keeps; tensors among it are replaced, never changed in place."""
 
 
-def recover_in_steps(trainer: Any, model: Any, run: Run) -> None:
+def recover_in_steps(trainer: Any, model: Any, run: Run, callback: Any) -> None:
     """Repeat steps and evaluations of ``trainer`` in smaller parts where memory runs out."""
     in_step, logged = InStep(run, "Lightning"), _Logged(trainer)
     if (reason := _why_not(trainer, model)) is not None:
         in_step.say(reason)
         return
-    trainer.fit_loop.epoch_loop.automatic_optimization = _InParts(trainer, in_step, logged)
+    in_parts = _InParts(trainer, in_step, logged, callback)
+    trainer.fit_loop.epoch_loop.automatic_optimization = in_parts
     for name in ("validation_step", "test_step", "predict_step"):
         step = partial(_evaluate, trainer, in_step, logged, getattr(trainer.strategy, name))
         setattr(trainer.strategy, name, step)
@@ -52,8 +53,9 @@ def recover_in_steps(trainer: Any, model: Any, run: Run) -> None:
 class _InParts(_AutomaticOptimization):  # type: ignore[misc]
     """Lightning's automatic optimization, whose closure may be run for parts of the batch."""
 
-    def __init__(self, trainer: Any, in_step: InStep, logged: _Logged) -> None:
+    def __init__(self, trainer: Any, in_step: InStep, logged: _Logged, callback: Any) -> None:
         super().__init__(trainer)
+        self._callback = callback
         self._in_step = in_step
         self._logged = logged
         self._step: OpenStep | None = None
@@ -86,7 +88,10 @@ class _InParts(_AutomaticOptimization):  # type: ignore[misc]
             if self._step is None:
                 return super()._make_closure(kwargs, optimizer, batch_idx).closure()
 
+        number = self._callback.done
+
         def body(micro: MicroBatch) -> Any:
+            self._callback.done = number  # an earlier batch that is repeated has its own weight
             part = kwargs if micro.data is batch else type(kwargs)(kwargs, batch=micro.data)
             weight = micro.weight
 

@@ -153,7 +153,8 @@ class _Steps(_TrainerCallback):  # type: ignore[misc]
                     for n in (items, items * 2)
                 )
             model.train()
-            self._is_sum = not bool(twice.abs() > 0.75 * once.abs())
+            # a mean over samples without labels is no number
+            self._is_sum = bool(twice.abs() <= 0.75 * once.abs())
         return self._is_sum
 
 

@@ -190,7 +190,7 @@ class MicroBatches:
 
     def _without_weight(self) -> MicroBatch:
         """A part of a rank that has no more of its own while another one has."""
-        data, _ = self._parts.part(0, min(1, self.samples))
+        data, _ = self._parts.part(0, 1)
         return MicroBatch(self, data, 0.0, 0, 0, is_sharded=True)
 
     def _recover(self, failed: MicroBatch) -> None:

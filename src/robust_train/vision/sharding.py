@@ -10,19 +10,33 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+
+from robust_train.errors import ConfigError
 
 
 def shard(model: nn.Module) -> None:
     """Shard the weights of a model over all ranks, block by block."""
+    from torch.distributed import fsdp
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
 
+    if not hasattr(getattr(fsdp, "FSDPModule", None), "reset_iter_state"):
+        raise ConfigError(
+            "training.sharding=fsdp: needs a torch that has FSDPModule.reset_iter_state; update "
+            "torch, or write training.sharding=ddp"
+        )
     device = next(model.parameters()).device
-    mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for block in _blocks(model):
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        fsdp.fully_shard(block, mesh=mesh)
+    fsdp.fully_shard(model, mesh=mesh)
+
+
+def share_buffers(model: nn.Module) -> None:
+    """Give every rank the buffers (BatchNorm's statistics) of the first, which saves them."""
+    for buffer in model.buffers():
+        dist.broadcast(buffer, 0)
 
 
 def _blocks(module: nn.Module) -> list[nn.Module]:

@@ -39,7 +39,7 @@ from robust_train.vision.datasets import open_data
 from robust_train.vision.images import ImageDataset, ImageSource
 from robust_train.vision.prepare import check_config, preload_modules
 from robust_train.vision.reporting import Reporter, checked_loss
-from robust_train.vision.sharding import shard
+from robust_train.vision.sharding import shard, share_buffers
 from robust_train.vision.step import (
     CosineSchedule,
     Precision,
@@ -226,7 +226,9 @@ class Training:
         state, position = self.state, self.state.position
         models.set_train_mode(state.model)
         steps = list(self.plan.steps(position.epoch, position.samples))
-        chunks = list(itertools.chain.from_iterable(steps))
+        # of a sharded model every rank has to run a part in each step, without weight if need be
+        reads = [own or [[0]] for own in steps] if state.is_sharded else steps
+        chunks = list(itertools.chain.from_iterable(reads))
         batches = self.run.batches(self.loading.batches(self.train_set, chunks, position.epoch))
         for micro_batches in steps:
             self._stop_if_requested()
@@ -285,6 +287,7 @@ class Training:
         rounds, own = len(in_order(range(most), size)), len(chunks)
         if self.state.is_sharded:  # every pass needs all ranks
             chunks += [[0]] * (rounds - own)
+            share_buffers(self.state.model)
         score = evaluate(
             self.state.model,
             self.loading.batches(dataset, chunks, epoch=0),
