@@ -83,7 +83,11 @@ def test_jobs_that_share_a_gpu_are_charged_a_share_and_running_ones_until_now(
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"x" * 40000, sealed([[1, float("nan")]]), sealed([[1, -5]]), sealed({"a": 1})]
+    "content",
+    [
+        *(b"", b"x" * 40000, sealed([[1, float("nan")]]), sealed([[1, -5]]), sealed({"a": 1})),
+        *(sealed([[10**400, 5]]), sealed([[-(10**400), 5]])),
+    ],
 )
 def test_a_damaged_usage_file_counts_nothing_and_is_written_anew(
     registry: JobRegistry, content: bytes
@@ -91,6 +95,7 @@ def test_a_damaged_usage_file_counts_nothing_and_is_written_anew(
     add_usage(registry.directory, RUNNING, 101 * HOUR)
     (registry.directory.path / files_of(registry)[0]).write_bytes(content)
     assert hours_of(registry) == {}
+    assert read_rules(registry.directory, ()).used == {ME: 0.0}
     add_usage(registry.directory, RUNNING, 101 * HOUR)
     assert hours_of(registry)[100] == 2 * HOUR
 

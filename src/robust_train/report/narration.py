@@ -98,9 +98,10 @@ def conclude(summary: Summary, how_to_go_on: str | None = None) -> None:
     if summary.attempts and summary.status == "failed":
         ending += f"; {shortened(str(summary.reason), 160)}"
     log.info("%s", ending)
-    last = summary.attempts[-1].summarized(0) if summary.attempts else None
-    if last is not None and (speed := text_of(last.speed, last.ranks)):
-        log.info("speed: %s", speed)
+    for record in summary.attempts[-1:]:
+        about = record.summarized(0)
+        if speed := text_of(about.speed, about.ranks):
+            log.info("speed: %s", speed)
     for sentence in summary.advice:
         log.info("to be faster: %s", sentence)
     log.info("run folder: %s", summary.run_dir)
