@@ -140,6 +140,15 @@ def test_a_job_charges_its_user_while_it_runs_and_when_it_ends(
     assert sum(hours_of(registry).values()) == pytest.approx(HOUR, abs=30)
 
 
+def test_a_report_without_news_writes_nothing(registry: JobRegistry, later: list[float]) -> None:
+    job = queue_of(registry, [A])
+    for taken, charged in ((5 * MIB, 60.0), (5 * MIB, 60.0), (6 * MIB, 180.0)):
+        later.append(60.0)
+        job.report(taken)
+        assert sum(hours_of(registry).values()) == pytest.approx(charged, abs=20)
+    job.release()
+
+
 def test_a_killed_job_is_charged_when_its_reservation_is_seen_free(
     registry: JobRegistry, later: list[float]
 ) -> None:

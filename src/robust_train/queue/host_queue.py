@@ -163,7 +163,8 @@ class HostQueue:
         record = self._reservation.record
         if 0 <= rank < len(record.gpus):
             taken = (*record.taken_bytes[:rank], taken_bytes, *record.taken_bytes[rank + 1 :])
-            self._try_to_update(replace(record, taken_bytes=taken))
+            if taken != record.taken_bytes:  # each write wakes all who wait
+                self._try_to_update(replace(record, taken_bytes=taken))
 
     def drain(self) -> None:
         """Show the other jobs that the attempt has ended; its memory will be free soon."""
