@@ -165,7 +165,8 @@ def test_sizes_are_divisors_and_what_halving_leads_to(effective, least, sizes):
     assert micro_batch_sizes(effective, least) == sizes
 
 
-def test_a_batch_with_fewer_samples_is_tried_whole():
-    assert BatchSearch(64, 4).sizes(50) == (4, 8, 16, 32, 50)
-    assert BatchSearch(64, 4).sizes(3) == (3,)
+def test_what_is_found_makes_up_the_effective_batch_whatever_the_first_batch_has():
+    assert BatchSearch(64, 4).sizes(50) == (4, 8, 16, 32)
+    assert BatchSearch(64, 4).sizes(3) == ()
+    assert BatchSearch(61, 4).sizes(61) == (61,)
     assert BatchSearch(64, 4).sizes(200) == (4, 8, 16, 32, 64)

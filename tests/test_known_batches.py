@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from robust_train.batch.job_sizes import BatchSizes
@@ -126,6 +126,39 @@ def test_a_size_is_searched_for_once_on_each_kind_of_device_and_run_folder():
     key = memory_key(memory_settings(job.cfg), "my.trainer", GPU, 0)
     resumed = Job({key: 8}, training=AUTO)
     assert (resumed.begin(), resumed.search) == ((8, 8), None)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    share=st.integers(1, 200),
+    ranks=st.sampled_from((1, 2, 3)),
+    least=st.integers(1, 200),
+    samples=st.integers(1, 300),
+    pick=st.integers(0, 20),
+    used=st.integers(1, 200),
+    found=st.integers(1, 300),
+)
+def test_what_is_found_never_changes_the_effective_batch(
+    share, ranks, least, samples, pick, used, found
+):
+    effective = share * ranks
+    cfg = {
+        "training": {"batch_size": "auto", "effective_batch_size": effective},
+        "min_batch_size": min(least, share),
+        "num_gpus": ranks,
+    }
+    # the second: what lies in a run folder of another version, or of another number of ranks
+    key = memory_key(memory_settings(Job(**cfg).cfg), "my.trainer", GPU, 0)
+    for earlier in ({}, {key: found}):
+        job = Job(earlier, **cfg)
+        job.begin(*[GPU] * ranks)
+        assert job.spec.effective_batch_size == effective
+        sizes = () if job.search is None else job.search.sizes(samples)
+        if sizes:
+            size = sizes[pick % len(sizes)]
+            job.sizes.on_event(BatchSizeFound(size, share // size, share, "x"))
+        outcome = replace(COMPLETED, micro_batch=min(used, share))
+        assert job.end(outcome)[0].effective_batch_size == effective
 
 
 def test_a_script_is_not_probed_but_started_with_all(caplog):
@@ -285,6 +318,18 @@ def test_a_job_is_told_that_the_same_was_faster_on_such_a_gpu():
     assert ends_with(10.0, 10.0, gpus=(GPU, replace(GPU, uuid="GPU-2"))).faster_before is None
     assert ends_with(500.0).faster_before is None
     assert ends_with(300.0).faster_before.samples_per_second == 500.0
+
+
+def test_what_the_launcher_itself_made_slower_is_not_blamed_on_others():
+    job = Job()
+    job.begin()
+    job.end(replace(COMPLETED, speed=(speed(400.0),)))
+    for micro_batch, checkpointing in ((16, False), (64, True)):
+        slower = Job()
+        slower.begin()
+        slower.spec = replace(slower.spec, gradient_checkpointing=checkpointing)
+        outcome = replace(COMPLETED, speed=(speed(200.0),), micro_batch=micro_batch)
+        assert slower.end(outcome)[1].faster_before is None
 
 
 def test_a_job_is_not_compared_with_its_own_attempts_nor_on_the_cpu():

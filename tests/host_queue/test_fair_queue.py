@@ -84,6 +84,12 @@ def test_who_was_overtaken_often_enough_is_due() -> None:
     assert tickets(queue_order(waiting, holding, QueueRules())) == [1, 2, 3]
     almost = [job(1, overtaken=MOST_OVERTAKEN - 1), *waiting[1:]]
     assert tickets(queue_order(almost, holding, QueueRules())) == [2, 1, 3]
+    alike = [job(1), job(2, BOB, overtaken=MOST_OVERTAKEN), job(3, EVE)]
+    holding = held(ADA, UUIDS[0]) + held(BOB, UUIDS[1])
+    ordered = queue_order(alike, holding, QueueRules())
+    assert tickets(ordered) == [2, 3, 1]
+    why = why_overtaken(alike[0], ordered, holding, QueueRules())
+    assert why == f"job job2 of bob goes first: it was overtaken {MOST_OVERTAKEN} times"
 
 
 def test_nobody_gets_more_gpus_than_root_allows_and_who_waits_for_that_is_in_nobodys_way() -> None:

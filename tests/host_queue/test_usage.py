@@ -13,6 +13,7 @@ import pytest
 from test_other_users import NOBODY, needs_root
 
 from robust_train.cli import gpus, queue
+from robust_train.errors import ConfigError
 from robust_train.gpu.visible import Visible
 from robust_train.queue import host_queue, reservations
 from robust_train.queue.host_queue import HostQueue
@@ -82,7 +83,11 @@ def test_jobs_that_share_a_gpu_are_charged_a_share_and_running_ones_until_now(
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"x" * 40000, sealed([[1, float("nan")]]), sealed([[1, -5]]), sealed({"a": 1})]
+    "content",
+    [
+        *(b"", b"x" * 40000, sealed([[1, float("nan")]]), sealed([[1, -5]]), sealed({"a": 1})),
+        *(sealed([[10**400, 5]]), sealed([[-(10**400), 5]])),
+    ],
 )
 def test_a_damaged_usage_file_counts_nothing_and_is_written_anew(
     registry: JobRegistry, content: bytes
@@ -90,6 +95,7 @@ def test_a_damaged_usage_file_counts_nothing_and_is_written_anew(
     add_usage(registry.directory, RUNNING, 101 * HOUR)
     (registry.directory.path / files_of(registry)[0]).write_bytes(content)
     assert hours_of(registry) == {}
+    assert read_rules(registry.directory, ()).used == {ME: 0.0}
     add_usage(registry.directory, RUNNING, 101 * HOUR)
     assert hours_of(registry)[100] == 2 * HOUR
 
@@ -134,6 +140,15 @@ def test_a_job_charges_its_user_while_it_runs_and_when_it_ends(
     assert sum(hours_of(registry).values()) == pytest.approx(HOUR, abs=30)
 
 
+def test_a_report_without_news_writes_nothing(registry: JobRegistry, later: list[float]) -> None:
+    job = queue_of(registry, [A])
+    for taken, charged in ((5 * MIB, 60.0), (5 * MIB, 60.0), (6 * MIB, 180.0)):
+        later.append(60.0)
+        job.report(taken)
+        assert sum(hours_of(registry).values()) == pytest.approx(charged, abs=20)
+    job.release()
+
+
 def test_a_killed_job_is_charged_when_its_reservation_is_seen_free(
     registry: JobRegistry, later: list[float]
 ) -> None:
@@ -176,6 +191,20 @@ def test_a_gpu_that_its_job_leaves_idle_for_an_hour_is_marked(
     later.append(600.0)
     job.tick()
     assert shown() is None
+    job.release()
+
+
+def test_a_gpu_that_was_others_meanwhile_has_not_been_idle(
+    registry: JobRegistry, later: list[float]
+) -> None:
+    job = queue_of(registry, [A])
+    job.tick()
+    assert job.take((), 0)  # an attempt on the CPU
+    later.append(2 * HOUR)
+    request = GpuRequest(4000 * MIB, wait=False)
+    assert job.wait(request, lambda status: None, lambda seconds, wake=None: None)
+    job.tick()
+    assert [one.record.idle() for one in registry.jobs() if one.record] == [{}]
     job.release()
 
 
@@ -226,6 +255,25 @@ def test_root_may_limit_gpus_per_user_and_choose_first_come_first_served(
     assert read_rules(registry.directory, ()) == DEFAULT_RULES
     content = b"# of root\nmax_gpus_per_user: 4  # half\n\norder: fifo\n"
     assert rules_of(registry, content) == QueueRules("fifo", 4)
+
+
+def test_a_job_that_asks_for_more_than_root_allows_is_refused_before_it_begins(
+    registry: JobRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus = [replace(A, uuid=f"GPU-{n}", pci_bus_id=str(n)) for n in range(2)]
+    limits = [QueueRules(max_gpus_per_user=1), QueueRules()]
+    monkeypatch.setattr(host_queue, "read_rules", lambda *of: limits[0])
+    path = registry.directory.path.parent
+    seen = Visible(tuple(gpus), tuple(gpus))
+    job = HostQueue(path, name="job", run_dir="/", jobs_per_device=1, read=lambda processes: seen)
+    asked = [GpuRequest(4000 * MIB, wait=False, count=2), lambda status: None, lambda *of: None]
+    with pytest.raises(ConfigError, match="max_gpus_per_user: 1; ask for at most num_gpus=1"):
+        job.wait(*asked)
+    limits.reverse()
+    assert len(job.wait(*asked)) == 2
+    limits.reverse()  # while it runs
+    assert len(job.wait(*asked)) == 2, "queue and rules of the other jobs decide, not an error"
+    job.release()
 
 
 @needs_root

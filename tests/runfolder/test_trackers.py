@@ -66,6 +66,16 @@ def test_mlflow_gets_the_run_that_was_active_last(tmp_path: Path, mlflow):
     assert "MLFLOW_RUN_ID" not in tracker_environment({}, tmp_path, "later job", is_script=True)
 
 
+def test_a_server_that_the_trainer_chooses_itself_is_the_same_at_the_next_attempt(
+    tmp_path: Path, mlflow, monkeypatch: pytest.MonkeyPatch
+):
+    note = TrackerNote(tmp_path, "abc")
+    mlflow("first")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///x")  # as set_tracking_uri() does
+    note.look()
+    assert given(tmp_path)["MLFLOW_RUN_ID"] == "first"
+
+
 def test_what_is_wrong_costs_the_note_and_nothing_else(tmp_path: Path, mlflow):
     mlflow("first")
     TrackerNote(tmp_path, "").look()

@@ -232,3 +232,21 @@ def test_the_figures_are_sent_ever_more_seldom(clock: Clock):
     assert 100 < len(sent) < 140, "an hour"
     assert {event.rank for event in sent} == {3}
     assert sent[0].speed.steps < 20, "after a second"
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_a_step_of_very_many_batches_costs_no_memory(
+    clock: Clock, request: pytest.FixtureRequest, on_gpu: bool
+):
+    if on_gpu:
+        request.getfixturevalue("gpu")
+    meter = SpeedMeter()
+    meter.step_done(1)
+    for _ in range(1000):
+        meter.wait_begins()
+        clock.now += 0.1
+        meter.wait_ends()
+        assert len(meter._interval.waits) <= module._MOST_UNSETTLED + 1
+        clock.now += 0.3
+    meter.step_done(2)
+    assert meter.speed().data_share == pytest.approx(0.25, abs=0.01)

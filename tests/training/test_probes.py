@@ -215,6 +215,18 @@ def test_a_loop_that_does_not_weight_its_losses_is_refused_with_probes_too(tmp_p
                 model(micro.data).sum().backward()
 
 
+def test_a_first_batch_smaller_than_every_size_is_not_probed(tmp_path):
+    model = nn.Linear(5, 3)
+    run = Run(run_dir=tmp_path)
+    run.micro_batch_plan = MicroBatchPlan(batch_size=16, min_batch_size=4)
+    run.batch_search = BatchSearch(16, min_batch_size=4)
+    for samples in (3, 16):
+        for micro in run.micro_batches(torch.ones(samples, 5), model):
+            with micro:
+                micro.backward(model(micro.data).mean())
+    assert run.micro_batcher.size == 16
+
+
 def test_where_nothing_fits_the_step_fails_as_it_would_have(tmp_path):
     model = nn.Linear(5, 3)
     events: list[dict[str, object]] = []

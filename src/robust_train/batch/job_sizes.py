@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from robust_train import events
 from robust_train.batch.known import Fact, Known, KnownBatches, cache_directory, memory_key
-from robust_train.batch.search import BatchSearch, micro_batch_sizes
+from robust_train.batch.search import BatchSearch, exact_sizes
 from robust_train.memory.host import read_host_memory
 from robust_train.policy.remedies import NOTABLE_BYTES
 from robust_train.policy.sizes import PolicySettings, with_accumulation
@@ -58,7 +58,7 @@ class BatchSizes:
         Only the first attempt on a kind of device is changed: the policy's own choices stand."""
         self._found, self._ran_out = None, None
         self._settings = self._policy.for_ranks(spec.ranks)
-        self._sizes = micro_batch_sizes(self._settings.share, self._settings.min_batch_size)
+        self._sizes = exact_sizes(self._settings.share, self._settings.min_batch_size)
         batch = self._batch
         self._key = memory_key(batch.memory_settings, batch.trainer, spec.gpu, self._host_bytes)
         if self._key not in self._earlier:
@@ -96,11 +96,11 @@ class BatchSizes:
         elif outcome.failure is not None and outcome.failure.kind not in MEMORY_FAILURES:
             self._begun.discard(self._key)  # it failed before it came to that
         fitted, too_large = self._facts(spec, outcome)
-        if spec.gradient_checkpointing != self._policy.gradient_checkpointing:
-            fitted = too_large = None  # these are sizes of the job as it was asked for
         pace = pace_of(spec, outcome)
+        if spec.gradient_checkpointing != self._policy.gradient_checkpointing:
+            fitted = too_large = pace = None  # these are of the job as it was asked for
         before = pace and self._earlier[self._key].fastest_with(spec.ranks)
-        if pace and before and pace.samples_per_second < _MUCH_SLOWER * before.samples_per_second:
+        if pace and before and _is_slower(pace, before):
             outcome = replace(outcome, faster_before=before)
         if fitted is not None or too_large is not None:
             device = "cpu" if spec.gpu is None else spec.gpu.name
@@ -113,7 +113,7 @@ class BatchSizes:
         self, spec: AttemptSpec, known: Known
     ) -> tuple[AttemptSpec, BatchSearch | None]:
         earlier = self._found_before.get(self._key)
-        if earlier is not None:
+        if earlier in self._sizes:  # not where the ranks are others than then
             log.info("training.batch_size=auto: %d, as found earlier in this run folder", earlier)
             return self._at(spec, earlier), None
         size = self._largest_known(known)
@@ -206,6 +206,12 @@ def pace_of(spec: AttemptSpec, outcome: Outcome) -> Pace | None:
         return None
     used = outcome.micro_batch or spec.batch_size
     return Pace(sum(filter(None, rates)), time.time(), spec.ranks, used, spec.num_workers)
+
+
+def _is_slower(pace: Pace, before: Pace) -> bool:
+    """Return whether it is much slower, and not for a smaller micro-batch."""
+    is_smaller = (pace.batch_size or 0) < (before.batch_size or 0)
+    return not is_smaller and pace.samples_per_second < _MUCH_SLOWER * before.samples_per_second
 
 
 def _room(spec: AttemptSpec) -> int | None:

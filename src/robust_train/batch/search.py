@@ -34,10 +34,10 @@ class BatchSearch:
     key: str = ""  # names model, data and device, so that the result can be remembered
 
     def sizes(self, samples: int) -> tuple[int, ...]:
-        """Return the micro-batches to choose from in a batch of ``samples``, the smallest first."""
-        sizes = micro_batch_sizes(self.effective_batch_size, self.min_batch_size)
-        most = min(samples, self.effective_batch_size)
-        return (*(size for size in sizes if size < most), most)
+        """Return the micro-batches to choose from in a batch of ``samples``, the smallest first;
+        none where the batch is smaller than all."""
+        sizes = exact_sizes(self.effective_batch_size, self.min_batch_size)
+        return tuple(size for size in sizes if size <= samples)
 
 
 @dataclass(frozen=True)
@@ -48,15 +48,20 @@ class Probe:
     peak_bytes: int | None
 
 
-def micro_batch_sizes(effective_batch_size: int, min_batch_size: int) -> tuple[int, ...]:
+def exact_sizes(effective_batch_size: int, min_batch_size: int) -> tuple[int, ...]:
     """Return the divisors of the effective batch from ``min_batch_size`` on, the smallest first.
-    With them accumulation makes up the effective batch exactly. Where they are too far apart, the
-    sizes that the policy would halve to are there as well."""
+    With them, and no other, accumulation makes up the effective batch exactly."""
+    least = min(min_batch_size, effective_batch_size)
+    return tuple(n for n in range(least, effective_batch_size + 1) if effective_batch_size % n == 0)
+
+
+def micro_batch_sizes(effective_batch_size: int, min_batch_size: int) -> tuple[int, ...]:
+    """Return :func:`exact_sizes`, and those that the policy would halve to: for a loop that splits
+    its own batches, where divisors are far apart."""
     least = min(min_batch_size, effective_batch_size)
     settings = PolicySettings(batch_size=effective_batch_size, min_batch_size=least)
     halved = {size for size, _ in sizes(settings)}
-    divisors = {n for n in range(least, effective_batch_size + 1) if effective_batch_size % n == 0}
-    return tuple(sorted(halved | divisors))
+    return tuple(sorted(halved.union(exact_sizes(effective_batch_size, min_batch_size))))
 
 
 @dataclass(frozen=True)

@@ -160,7 +160,7 @@ def probe_parts(
 ) -> Generator[MicroBatch, None, FoundBatchSize | None]:
     """Yield parts of a step's batch to measure; return what was found. Gradients, buffers and
     generators go back to the step's start after each, as they do when memory has run out. None
-    where it cannot be found out (several processes or devices)."""
+    where it cannot be found out (several processes or devices, too small a batch)."""
     prober = _prober_for(search, batches.samples, list(start.parameters()))
     if prober is None:
         return None
@@ -187,7 +187,8 @@ def probe_parts(
 
 def _prober_for(search: BatchSearch, samples: int, parameters: list[Tensor]) -> Prober | None:
     devices = {tensor.device for tensor in parameters} or {device_of(())}
-    why = None
+    sizes = search.sizes(samples)
+    why = None if sizes else f"the first batch has {samples} samples only"
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         why = "several processes train together"
     elif len(devices) > 1:
@@ -197,7 +198,7 @@ def _prober_for(search: BatchSearch, samples: int, parameters: list[Tensor]) -> 
         return None
     meter = meter_of(devices.pop(), search.memory_share)
     state, step = optimizer_state_bytes(parameters), optimizer_step_bytes(parameters)
-    return Prober(search.sizes(samples), meter, state, step)
+    return Prober(sizes, meter, state, step)
 
 
 def optimizer_state_bytes(parameters: Iterable[Tensor]) -> int:

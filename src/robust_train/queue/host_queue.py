@@ -92,6 +92,7 @@ class HostQueue:
     ) -> Group | NoGpu:
         """Queue for GPUs and reserve them; a job that comes back keeps its ticket."""
         before, self._reservation = self._reservation, None
+        self._busy_at = {}  # GPUs are others' until they are this job's again
         try:
             registry = self._open()
             if registry is not None:
@@ -162,7 +163,8 @@ class HostQueue:
         record = self._reservation.record
         if 0 <= rank < len(record.gpus):
             taken = (*record.taken_bytes[:rank], taken_bytes, *record.taken_bytes[rank + 1 :])
-            self._try_to_update(replace(record, taken_bytes=taken))
+            if taken != record.taken_bytes:  # each write wakes all who wait
+                self._try_to_update(replace(record, taken_bytes=taken))
 
     def drain(self) -> None:
         """Show the other jobs that the attempt has ended; its memory will be free soon."""
@@ -227,7 +229,8 @@ class HostQueue:
         about = self._name, self._run_dir, request.min_bytes, self._jobs_per_device
         record = new_record(*about, request.count, self._token)
         most = read_rules(registry.directory, ()).max_gpus_per_user
-        if most is not None and request.count > most:
+        # root may set it later: a job that has begun waits then
+        if self.job_id is None and most is not None and request.count > most:
             raise ConfigError(
                 f"num_gpus={request.count}: this machine's {NAME} has max_gpus_per_user: {most}; "
                 f"ask for at most num_gpus={most}"

@@ -121,7 +121,7 @@ def why_overtaken(
             why = (
                 f"{other.owner} has fewer GPUs ({theirs}; {job.owner} {mine}), jobs ahead included"
             )
-        elif theirs > mine:
+        elif theirs > mine or used >= mine_used:
             why = f"it was overtaken {MOST_OVERTAKEN} times"
         return f"job {other.id} of {other.owner} goes first: {why}"
     return None

@@ -21,7 +21,7 @@ from robust_train.queue.records import JobRecord, sealed, unsealed
 HOUR = 3600.0
 WEEK = 7 * 24
 _DAY, _HALF_LIFE = 24, 6.0
-_MOST_IN_AN_HOUR = HOUR * 4096
+_MOST_IN_AN_HOUR, _LAST_HOUR = HOUR * 4096, 10**7
 _FILE = re.compile(r"usage\.[0-9a-f]{6}", re.ASCII)
 
 
@@ -87,5 +87,8 @@ def _decode(data: bytes) -> tuple[tuple[int, float], ...]:
         entries = tuple((hour, float(seconds)) for hour, seconds in unsealed(data))
     except (ValueError, TypeError, RecursionError, OverflowError):
         return ()
-    well = all(type(hour) is int and 0 <= s <= _MOST_IN_AN_HOUR for hour, s in entries)
+    well = all(
+        type(hour) is int and 0 <= hour <= _LAST_HOUR and 0 <= s <= _MOST_IN_AN_HOUR
+        for hour, s in entries
+    )
     return entries if well and len(entries) <= WEEK else ()

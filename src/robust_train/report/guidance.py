@@ -167,8 +167,7 @@ def _growth(stability: str | None) -> Iterator[Advice]:
 
 def _speed(attempts: Sequence[AttemptStory]) -> Iterator[Advice]:
     for a in [a for a in attempts if a.speed][-1:]:
-        known = (a.speed, a.faster_before, a.num_workers, a.batch_size)
-        for sentence in speed_advice.advice_of(*known):
+        for sentence in speed_advice.advice_of(a.speed, a.faster_before, a.num_workers):
             yield Advice(f"{sentence[:1].upper()}{sentence[1:]}.")
 
 

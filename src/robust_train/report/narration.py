@@ -80,7 +80,7 @@ def speed_advice(records: Sequence[AttemptRecord]) -> tuple[str, ...]:
     if not known:
         return ()
     last = known[-1]
-    return advice_of(last.speed, last.faster_before, last.num_workers, last.batch_size)
+    return advice_of(last.speed, last.faster_before, last.num_workers)
 
 
 def conclude(summary: Summary, how_to_go_on: str | None = None) -> None:
@@ -98,8 +98,10 @@ def conclude(summary: Summary, how_to_go_on: str | None = None) -> None:
     if summary.attempts and summary.status == "failed":
         ending += f"; {shortened(str(summary.reason), 160)}"
     log.info("%s", ending)
-    if summary.attempts and (speed := text_of(summary.attempts[-1].summarized(0).speed)):
-        log.info("speed: %s", speed)
+    for record in summary.attempts[-1:]:
+        about = record.summarized(0)
+        if speed := text_of(about.speed, about.ranks):
+            log.info("speed: %s", speed)
     for sentence in summary.advice:
         log.info("to be faster: %s", sentence)
     log.info("run folder: %s", summary.run_dir)

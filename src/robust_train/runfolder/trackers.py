@@ -49,6 +49,8 @@ class TrackerNote:
     def __init__(self, run_dir: Path, job: str | None) -> None:
         self._run_dir, self._job = run_dir, job
         self._noted: str | None = None
+        # as the launcher sees it: set_tracking_uri() changes the variable in this process
+        self._server = os.environ.get(_MLFLOW_SERVER)
 
     def look(self) -> None:
         """Note the run that is active now, if MLflow is used and it is another one."""
@@ -62,8 +64,7 @@ class TrackerNote:
             if not found or found == self._noted:
                 return
             self._noted = found
-            server = os.environ.get(_MLFLOW_SERVER)
-            note = {"job": self._job, "mlflow_run_id": found, "server": server}
+            note = {"job": self._job, "mlflow_run_id": found, "server": self._server}
             with replacing(self._run_dir / FILE) as temporary:
                 temporary.write_text(json.dumps(note) + "\n")
 

@@ -18,21 +18,23 @@ def advice_of(
     speed: Sequence[Speed],  # of each rank
     faster_before: Pace | None,  # an earlier job that was clearly faster
     num_workers: int | None,
-    batch_size: int | None,
 ) -> tuple[str, ...]:
     """Return a sentence for each thing that slowed an attempt down."""
-    before = () if faster_before is None else (_before(speed, faster_before, batch_size),)
+    before = () if faster_before is None else (_before(speed, faster_before),)
     return (*_data(speed, num_workers), *_slow_ranks(speed), *before)
 
 
-def text_of(speed: Sequence[Speed]) -> str | None:
-    """Return the figures of all ranks in short, None without any."""
+def text_of(speed: Sequence[Speed], ranks: int) -> str | None:
+    """Return the figures of all ranks in short, None without any. Ranks share a step alike, and of
+    a script's only the first reports."""
     if not speed:
         return None
     slowest = max(speed, key=lambda one: one.seconds_per_step)
     rates = [one.samples_per_second for one in speed if one.samples_per_second is not None]
     shares = [one.data_share for one in speed if one.data_share is not None]
-    parts = [f"{number(sum(rates))} samples/s"] if len(rates) == len(speed) else []
+    parts = (
+        [f"{number(sum(rates) * ranks / len(speed))} samples/s"] if len(rates) == len(speed) else []
+    )
     parts.append(
         f"{number(slowest.seconds_per_step)} s a step "
         f"(95 %: {number(slowest.seconds_per_step_p95)} s)"
@@ -69,11 +71,11 @@ def _slow_ranks(speed: Sequence[Speed]) -> Iterator[str]:
         )
 
 
-def _before(speed: Sequence[Speed], before: Pace, batch_size: int | None) -> str:
+def _before(speed: Sequence[Speed], before: Pace) -> str:
     now = sum(one.samples_per_second or 0 for one in speed)
     workers = f", {before.num_workers} workers" if before.num_workers else ""
     return (
         f"the same job made {number(before.samples_per_second)} samples/s on this GPU model at "
-        f"{moment(before.when)} (micro-batch {before.batch_size}{workers}), now {number(now)} "
-        f"(micro-batch {batch_size}): see who else uses GPU, processors and disk"
+        f"{moment(before.when)} (micro-batch {before.batch_size}{workers}), now {number(now)}: "
+        "see who else uses GPU, processors and disk"
     )

@@ -84,14 +84,21 @@ class _Interval:
     counts: bool = True
     steps: int = 0
     samples: int = 0
-    waits: list[tuple[Moment, Moment]] | None = None  # for data; None if unknown
+    waits: deque[tuple[Moment, Moment]] | None = None  # for data; None if unknown
+    settled_seconds: float = 0.0  # of those that the GPU has passed, and that are no more in it
     alone_until: Moment | None = None  # the ranks exchange something from here on
     end: Moment = field(init=False)
 
     def waited(self) -> float:
         """Return the time without data; what a GPU computed meanwhile is none."""
-        pairs = self.waits or ()
-        return sum(min(end.at - start.at, start.seconds_until(end)) for start, end in pairs)
+        self.settle()
+        return self.settled_seconds
+
+    def settle(self) -> None:
+        """Sum up what the GPU has passed: a step may be one epoch of a great many batches."""
+        while self.waits and self.waits[0][1].is_past():
+            start, end = self.waits.popleft()
+            self.settled_seconds += min(end.at - start.at, start.seconds_until(end))
 
 
 class SpeedMeter:
@@ -162,7 +169,10 @@ class SpeedMeter:
         """The data are there."""
         start, self._wait_from, self._is_explicit = self._wait_from, None, True
         if start and self._interval and (now := self._moment()):
-            self._interval.waits = [*(self._interval.waits or ()), (start, now)]
+            self._interval.waits = self._interval.waits or deque()
+            self._interval.waits.append((start, now))
+            if len(self._interval.waits) > _MOST_UNSETTLED:
+                self._settle()
 
     def batch_begins(self, samples: int) -> None:
         """A batch is there, and is computed from here on."""
@@ -171,7 +181,7 @@ class SpeedMeter:
             return
         interval.samples += samples
         if not self._is_explicit and interval.waits is None and (now := self._moment()):
-            interval.waits = [(interval.begin, now)]
+            interval.waits = deque([(interval.begin, now)])
 
     def alone_until_now(self) -> None:
         """The ranks wait for each other from here on."""
@@ -238,6 +248,8 @@ class SpeedMeter:
         try:
             while self._unsettled and self._unsettled[0].end.is_past():
                 self._count(self._unsettled.popleft())
+            if self._interval is not None:
+                self._interval.settle()
         except RuntimeError:
             self._is_on = False
 
