@@ -37,7 +37,7 @@ def example(cfg, run):
 
 def limited(cfg, run):
     """From a given step on there are seven tenths of the memory that the first attempt's steps
-    before it have needed, in each attempt anew; of several ranks the second has."""
+    before it have needed, in each attempt anew; of several ranks the second has half of it."""
     if run.world_size > 1 and run.rank != 1:
         return example(cfg, run)
     growth = Path(os.environ["GROWTH_FILE"])
@@ -57,7 +57,8 @@ def limited(cfg, run):
         done.set()
         if not growth.exists():
             growth.write_text(str(most))
-        bound = _data_bytes() + int(growth.read_text()) * 7 // 10
+        tenths = 5 if run.world_size > 1 else 7
+        bound = _data_bytes() + int(growth.read_text()) * tenths // 10
         resource.setrlimit(resource.RLIMIT_DATA, (bound, resource.RLIM_INFINITY))
 
     _after_step(run, int(os.environ["AT_STEP"]), limit)
