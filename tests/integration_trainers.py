@@ -37,7 +37,7 @@ def example(cfg, run):
 
 def limited(cfg, run):
     """From a given step on there are seven tenths of the memory that the first attempt's steps
-    before it have needed, in each attempt anew; of several ranks the second has half of it."""
+    before it have needed, in each attempt anew; of several ranks the second has."""
     if run.world_size > 1 and run.rank != 1:
         return example(cfg, run)
     growth = Path(os.environ["GROWTH_FILE"])
@@ -57,8 +57,7 @@ def limited(cfg, run):
         done.set()
         if not growth.exists():
             growth.write_text(str(most))
-        tenths = 5 if run.world_size > 1 else 7
-        bound = _data_bytes() + int(growth.read_text()) * tenths // 10
+        bound = _data_bytes() + int(growth.read_text()) * 7 // 10
         resource.setrlimit(resource.RLIMIT_DATA, (bound, resource.RLIM_INFINITY))
 
     _after_step(run, int(os.environ["AT_STEP"]), limit)

@@ -233,7 +233,7 @@ def test_root_may_limit_gpus_per_user_and_choose_first_come_first_served(
     ("content", "why"),
     [
         (b"max_gpu_per_user: 4\n", "no such key; did you mean max_gpus_per_user?"),
-        (b"order: fifo\ncolour: red\n", "colour: no such key; accepted are max_gpus_per_user, order"),
+        (b"order: fifo\ncolour: red\n", "colour: no such key; accepted are max_gpus_per_user,"),
         (b"max_gpus_per_user: 0\n", "max_gpus_per_user is a number of GPUs from 1, not 0"),
         (b"max_gpus_per_user:\n", "max_gpus_per_user is a number of GPUs from 1, not empty"),
         (b"order: lifo\x1b[2J\n", "order is fair or fifo, not lifo?[2J"),
