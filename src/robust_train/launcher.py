@@ -392,7 +392,7 @@ class Job:
             complete_job(self.run_dir)
         self.folder.ended(status, reason, exit_code)
         write_report(self.run_dir)
-        if status == "failed" and exit_code is not None:  # the caller says why, in one line
+        if status == "failed" and exit_code is not None:  # the caller prints one line
             return summary
         narration.show_attempts(summary)
         self._explain(summary)

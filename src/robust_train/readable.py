@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime
+import difflib
+from collections.abc import Collection
 
 from robust_train.values import GIB, MIB
 
@@ -103,6 +105,12 @@ def shortened(text: str, longest: int) -> str:
     """Return ``text`` in one line of at most ``longest`` characters."""
     text = " ".join(text.split())
     return text if len(text) <= longest else text[: longest - 1] + "…"
+
+
+def meant(name: str, names: Collection[str], prefix: str = "") -> str:
+    """Return ``did you mean lr?``, else all the names that are accepted."""
+    close = difflib.get_close_matches(name, names, n=1)
+    return f"did you mean {prefix}{close[0]}?" if close else f"accepted are {', '.join(names)}"
 
 
 def first_line(error: BaseException) -> str:

@@ -35,7 +35,7 @@ from robust_train.speed.meter import SpeedMeter
 if TYPE_CHECKING:
     from robust_train.batch.search import BatchSearch
     from robust_train.microbatch.batcher import MicroBatcher
-from robust_train.microbatch.batches import MicroBatches
+    from robust_train.microbatch.batches import MicroBatches
 
 log = logging.getLogger("robust_train")
 

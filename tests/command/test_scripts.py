@@ -105,8 +105,8 @@ def test_a_python_script_may_use_our_run_and_needs_no_torch_for_it(scripts: Comm
     assert ended.attempts[0]["end_step"] == 3
     (speed,) = ended.attempts[0]["speed"]
     assert (speed["steps"], speed["data_share"]) == (2, None)
-    rate = 12 / speed["seconds_per_step"]
-    assert speed["samples_per_second"] == pytest.approx(rate, rel=0.99)
+    slow, fast = (12 / speed[key] for key in ("seconds_per_step_p95", "seconds_per_step"))
+    assert 0.97 * slow <= speed["samples_per_second"] <= 1.03 * fast, "the mean of two steps"
 
 
 def test_our_run_works_without_a_launcher_too(scripts: CommandWorld):

@@ -186,7 +186,7 @@ def test_a_gpu_that_its_job_leaves_idle_for_an_hour_is_marked(
         job.tick()
     assert shown() == pytest.approx(6 * 600, abs=30)
     assert queue.main([]) == 0
-    assert "1 of its GPUs idle for 1:00:0" in capsys.readouterr().out
+    assert "1 of its GPUs idle for 1:00:" in capsys.readouterr().out
     seen[0] = replace(A, utilization_percent=3)
     later.append(600.0)
     job.tick()
@@ -281,7 +281,7 @@ def test_a_job_that_asks_for_more_than_root_allows_is_refused_before_it_begins(
     ("content", "why"),
     [
         (b"max_gpu_per_user: 4\n", "no such key; did you mean max_gpus_per_user?"),
-        (b"order: fifo\ncolour: red\n", "colour: no such key; there are max_gpus_per_user and"),
+        (b"order: fifo\ncolour: red\n", "colour: no such key; accepted are max_gpus_per_user,"),
         (b"max_gpus_per_user: 0\n", "max_gpus_per_user is a number of GPUs from 1, not 0"),
         (b"max_gpus_per_user:\n", "max_gpus_per_user is a number of GPUs from 1, not empty"),
         (b"order: lifo\x1b[2J\n", "order is fair or fifo, not lifo?[2J"),

@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import sys
-import traceback
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +19,7 @@ import torch
 import torch.distributed as dist
 from running_out import Fuse
 
+from forked_ranks import of_ranks
 from robust_train.run import MicroBatchPlan, Run
 
 KINDS = {
@@ -129,39 +129,15 @@ def _lightning(layer: Any, run: Run, folder: Path, *, recovers: bool) -> Any:
     return model, [*model.outputs[1::2], float(trainer.callback_metrics["train_epoch"])]
 
 
-def be_rank(framework: str, rank: int, folder: Path) -> dict[str, Any]:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-    # the last one leaves the other rank in the middle of a pass
-    return {kind: trained(framework, kind, rank, folder) for kind in KINDS}
-
-
 def main() -> None:
     framework, folder = sys.argv[1], Path(sys.argv[2])
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    os.environ |= {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_RUN_ID": "test",
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "GROUP_RANK": "0",
-    }
-    pipes = []
-    for rank in range(2):
-        read_end, write_end = os.pipe()
-        if os.fork() == 0:
-            try:
-                with os.fdopen(write_end, "w") as file, contextlib.redirect_stdout(sys.stderr):
-                    json.dump(be_rank(framework, rank, folder), file)
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                os._exit(0)
-        os.close(write_end)
-        pipes.append(read_end)
-    print(json.dumps([json.loads(os.fdopen(pipe).read() or "null") for pipe in pipes]))
+
+    def be_rank(rank: int) -> dict[str, Any]:
+        with contextlib.redirect_stdout(sys.stderr):
+            # the last one leaves the other rank in the middle of a pass
+            return {kind: trained(framework, kind, rank, folder) for kind in KINDS}
+
+    print(json.dumps(of_ranks(2, be_rank)))
 
 
 if __name__ == "__main__":

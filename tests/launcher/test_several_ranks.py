@@ -62,7 +62,8 @@ def test_of_each_rank_it_is_known_how_long_it_trains_before_the_others_wait(worl
     for one in (first, second):
         assert one["seconds_per_step"] >= 0.099, "they wait for each other"
     assert second["seconds_alone_per_step"] >= 0.099
-    assert first["seconds_alone_per_step"] < second["seconds_alone_per_step"] / 2
+    # what slows both down, such as a busy machine, changes nothing
+    assert first["seconds_alone_per_step"] < second["seconds_alone_per_step"] - 0.05
     state = read_state(world.run_dir)
     assert state is not None
     assert [asdict(one) for one in state.speed or ()] == [first, second]

@@ -241,6 +241,8 @@ keys people use{only}:
   max_retries=3                  smaller micro-batches tried on one device before the next
   memory.fraction=0.95           the most of the GPU's memory that an attempt may take
   resume=true                    resume an unfinished job in its run folder
+  stall_timeout_minutes=auto     without progress for so long: a new attempt; 0: never
+  detach=false                   true: go on in the background, past logout
   job_name=NAME                  how queue, tables and run folder call the job
   hydra.run.dir=FOLDER           the run folder; with an unfinished job in it: go on
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from robust_train.errors import ConfigError
+from robust_train.readable import meant
 from robust_train.values import RetryRule
 
 _ACTIONS = ("retry", "stop", "exclude_gpu", "smaller_batch")
@@ -34,13 +34,13 @@ def _rule(key: str, given: Any, is_script: bool) -> RetryRule:
         raise ConfigError(f"{key}={given}: accepted is a mapping like {_EXAMPLE}")
     for name in given:
         if name not in _TYPES:
-            raise ConfigError(f"{key}.{name}: no such key{_meant(name, list(_TYPES))}")
+            raise ConfigError(f"{key}.{name}: no such key; {meant(str(name), _TYPES)}")
     rule = {name: value for name, value in given.items() if value is not None}
     if not set(_CONDITIONS).intersection(rule):
         raise ConfigError(f"{key}: needs one of {', '.join(_CONDITIONS)}, as in {_EXAMPLE}")
     then = rule.get("then", "…")
     if then not in _ACTIONS:
-        raise ConfigError(f"{key}.then={then}: no such action{_meant(then, _ACTIONS)}")
+        raise ConfigError(f"{key}.then={then}: no such action; {meant(str(then), _ACTIONS)}")
     for name, value in rule.items():
         is_positive = value > 0 if type(value) is int else bool(value)
         if type(value) is not _TYPES[name] or not is_positive:
@@ -57,8 +57,3 @@ def _rule(key: str, given: Any, is_script: bool) -> RetryRule:
     except (re.error, OverflowError, RecursionError) as error:
         raise ConfigError(f"{key}.message={rule['message']}: no such pattern: {error}") from None
     return RetryRule(**rule)
-
-
-def _meant(name: object, names: Any) -> str:
-    close = difflib.get_close_matches(str(name), names, n=1)
-    return f"; did you mean {close[0]}?" if close else f"; accepted are {', '.join(names)}"

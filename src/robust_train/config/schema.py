@@ -18,6 +18,7 @@ from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from robust_train.errors import ConfigError
+from robust_train.readable import meant
 
 
 @dataclass(frozen=True)
@@ -305,8 +306,7 @@ def complete(cfg: Mapping[str, Any] | DictConfig) -> DictConfig:
             [f.name for f in fields(error.object_type)] if is_dataclass(error.object_type) else []
         )
         if isinstance(error, ConfigKeyError) and known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {parent}.{close[0]}?" if close else f"accepted are {known}"
+            hint = meant(name, known, f"{parent}.")
             raise ConfigError(f"{error.full_key}: no such key; {hint}") from None
         raise ConfigError(str(error).splitlines()[0] + f" (key {error.full_key})") from None
     assert isinstance(merged, DictConfig)

@@ -248,11 +248,11 @@ def failure_of(
     return death(exited.pid, exited.returncode)
 
 
-def _stalled(request: AttemptRequest, stands: Standstill, stacks: str) -> Failure:
+def _stalled(request: AttemptRequest, found: Standstill, stacks: str) -> Failure:
     where = where_it_stands(stacks)
     return Failure(
         FailureKind.COMM,
-        f"stalled: {stands.what} (stall_timeout_minutes){where and '; '}{where}",
+        f"stalled: {found.what} (stall_timeout_minutes){where and '; '}{where}",
         Evidence(library="robust_train"),
         (f"see what the threads were doing in {request.stacks_file}",) if stacks else (),
     )

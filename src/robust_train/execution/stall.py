@@ -15,7 +15,7 @@ WARNING_SHARE = 0.5
 
 @dataclass(frozen=True)
 class Pulse:
-    """Signs of life of an attempt, in seconds on a clock that stands still while it is suspended.
+    """Signs of life of an attempt, in seconds on a clock that stops while it is suspended.
 
     A report of progress counts from the first optimizer step on. Output, CPU time, a busy GPU and
     any event are signs of life as well.
@@ -41,7 +41,7 @@ class Pulse:
 
 @dataclass(frozen=True)
 class Standstill:
-    """For how long an attempt stands still, and how long it may; seconds."""
+    """For how long an attempt has made no progress, and how long it may; seconds."""
 
     seconds: float
     limit_seconds: float
@@ -61,7 +61,7 @@ class Standstill:
 
 
 def standstill(limit_seconds: float | None, pulse: Pulse) -> Standstill | None:
-    """Return how an attempt stands.
+    """Return for how long an attempt has made no progress, by what is known.
 
     Before the first progress only silence counts, since scripts report none and a start may take
     long. With a limit that is learned, an attempt that computes or prints has twelve times as long:

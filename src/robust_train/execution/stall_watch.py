@@ -112,17 +112,17 @@ class StallWatch:
             self._pulse = replace(self._pulse, alive=self._pulse.now)
 
     def poll(self) -> Standstill | None:
-        """Return how it stands once it hangs; warn when half of its time is over."""
+        """Return the standstill once the attempt hangs; warn when half of its limit is over."""
         self._let_time_pass()
-        stands = standstill(self._request.stall_timeout_seconds, self._pulse)
-        if stands is None or self._ticked < self._next_look:
+        found = standstill(self._request.stall_timeout_seconds, self._pulse)
+        if found is None or self._ticked < self._next_look:
             return None
-        if stands.share >= _LOOKS_FROM_SHARE:
-            self._look(stands.limit_seconds)
-            stands = standstill(self._request.stall_timeout_seconds, self._pulse)
-            assert stands is not None
-        self._warn(stands)
-        return stands if stands.share >= 1 and not self._is_suspended else None
+        if found.share >= _LOOKS_FROM_SHARE:
+            self._look(found.limit_seconds)
+            found = standstill(self._request.stall_timeout_seconds, self._pulse)
+            assert found is not None
+        self._warn(found)
+        return found if found.share >= 1 and not self._is_suspended else None
 
     def _let_time_pass(self) -> None:
         now = time.monotonic()
@@ -175,20 +175,20 @@ class StallWatch:
             gpu.uuid in uuids and (gpu.utilization_percent or 0) >= _GPU_PERCENT for gpu in found
         )
 
-    def _warn(self, stands: Standstill) -> None:
-        if stands.share < WARNING_SHARE:
+    def _warn(self, found: Standstill) -> None:
+        if found.share < WARNING_SHARE:
             if self._has_warned:
                 log.info("the attempt goes on")
             self._has_warned = False
-        elif not self._has_warned and not self._is_suspended and stands.share < 1:
+        elif not self._has_warned and not self._is_suspended and found.share < 1:
             self._has_warned = True
             log.warning(
                 "%s: after %s (stall_timeout_minutes) the attempt is ended, and another one goes "
                 "on from its last checkpoint",
-                stands.what,
-                duration(stands.limit_seconds),
+                found.what,
+                duration(found.limit_seconds),
             )
-            seconds = round(stands.seconds, 1), round(stands.limit_seconds, 1)
+            seconds = round(found.seconds, 1), round(found.limit_seconds, 1)
             self._on_event(NoProgress(*seconds))
 
 

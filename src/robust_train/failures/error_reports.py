@@ -121,7 +121,7 @@ _APPENDIX = re.compile(
     re.IGNORECASE,
 )
 # a hint is not a report: Real-ESRGAN prints "If you encounter CUDA out of memory, try …"; and
-# TensorFlow says of a failed try that "The caller indicates that this is not a failure"
+# TensorFlow logs after a failed try that "The caller indicates that this is not a failure"
 _HINT = re.compile(
     r"\b(?:if you (?:encounter|see|get|run into|are running|still)|"
     r"(?:to|can|helps?) (?:avoid|prevent|reduce)|"

@@ -28,7 +28,7 @@ from robust_train.values import Failure, FailureKind
 
 
 class CannotSplit(Exception):
-    """What a part does cannot be done for a smaller one; the message says why."""
+    """What a part does cannot be done for a smaller one; the message has the reason."""
 
 
 @dataclass
@@ -133,7 +133,7 @@ class OpenStep(MicroBatches):
             while waiting:
                 with guard():
                     micro = self._next(waiting)
-                # the guard is left before the other ranks are told of a failure
+                # the guard is left before a failure is sent to the other ranks
                 with micro, guard():
                     results.append((batch.body(micro), len(micro)))
                 if micro.failure is not None:

@@ -56,7 +56,7 @@ class Ledger:
     plays on. Until then each collective is preceded by a vote.
 
     Args:
-        vote: tell all ranks whether this one ran out; returns whether any did.
+        vote: send all ranks whether this one ran out; returns whether any did.
     """
 
     def __init__(self, vote: Callable[[bool], bool]) -> None:

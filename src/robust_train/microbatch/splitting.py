@@ -60,7 +60,7 @@ def length_of(batch: Any, *, is_strict: bool = False) -> int:
         )
     if len({length for _, length in lengths}) > 1:
         listed = ", ".join(f"{name} has {length}" for name, length in lengths)
-        raise ValueError(f"cannot tell the number of samples: {listed}; give length=… and split=…")
+        raise ValueError(f"cannot count the samples: {listed}; give length=… and split=…")
     return lengths[0][1]
 
 

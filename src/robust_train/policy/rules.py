@@ -44,7 +44,7 @@ def by_users_rule(context: FailureContext) -> Decision | None:
 def with_gpu_at_fault(
     settings: PolicySettings, earlier: Sequence[Attempt], attempt: Attempt
 ) -> Attempt:
-    """Return the attempt as one whose GPU failed, where the user's rule says ``exclude_gpu``."""
+    """Return the attempt as one whose GPU failed, where the user's rule is ``exclude_gpu``."""
     failure = attempt.outcome.failure
     if failure is None:
         return attempt

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import logging
 import os
@@ -15,6 +14,7 @@ from robust_train.queue.queue_dir import QueueDir
 from robust_train.queue.records import JobRecord, printable
 from robust_train.queue.reservations import LiveJob, boottime
 from robust_train.queue.usage import read_usage, recent_hours
+from robust_train.readable import meant
 
 log = logging.getLogger("robust_train")
 
@@ -66,7 +66,5 @@ def _parse(data: bytes) -> QueueRules | str:
         elif key in _KEYS:
             return f"{key} is {_KEYS[key]}, not {printable(value, 40) or 'empty'}"
         elif key or value:
-            close = difflib.get_close_matches(key, _KEYS, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"there are {' and '.join(_KEYS)}"
-            return f"{printable(key, 40)}: no such key; {hint}"
+            return f"{printable(key, 40)}: no such key; {meant(key, _KEYS)}"
     return rules

@@ -113,11 +113,11 @@ class Notifier:
                 event = None if self._waited_since == state.since else event
                 self._waited_since = state.since
             if event is not None:
-                self._tell(event, state, now)
+                self._notify(event, state, now)
             self._log_failures()
 
     def on_event(self, event: Event, state: RunState) -> None:
-        """Notify of an attempt that stands still, at half of its time and at its end."""
+        """Notify of an attempt without progress, at half of its limit and at its end."""
         if isinstance(event, (NoProgress, Stalled)):
             text = None
             if isinstance(event, NoProgress):
@@ -125,9 +125,9 @@ class Notifier:
                 text += f"{duration(event.seconds)} in attempt {state.attempt}, "
                 text += f"which is ended after {duration(event.limit_seconds)}"
             with self._lock:
-                self._tell("stalled", state, time.time(), text)
+                self._notify("stalled", state, time.time(), text)
 
-    def _tell(self, event: str, state: RunState, now: float, text: str | None = None) -> None:
+    def _notify(self, event: str, state: RunState, now: float, text: str | None = None) -> None:
         summary = read_summary(self._run_dir) if event == "completed" and self._run_dir else None
         result = None if summary is None else summary.objective
         about = {name: getattr(state, name) for name in _FIELDS.split()}
@@ -217,7 +217,7 @@ class _Delivery(threading.Thread):
                     return
                 errors.seek(max(errors.seek(0, os.SEEK_END) - _MOST_ERROR_BYTES, 0))
                 lines = errors.read().decode(errors="replace").strip().splitlines()
-            said = shortened(lines[-1], 300) if lines else f"exit code {process.returncode}"
-            self.problem = said if process.returncode else ""
+            problem = shortened(lines[-1], 300) if lines else f"exit code {process.returncode}"
+            self.problem = problem if process.returncode else ""
         except (OSError, ValueError) as error:
             self.problem = getattr(error, "strerror", None) or str(error)

@@ -218,7 +218,7 @@ class SpeedMeter:
         steps, waits = self._steps, self._waits
         if not steps.count or steps.sum <= 0:
             return None
-        # where nobody says what is data and what is not, rare peaks are something else
+        # where it is unknown what is data and what is not, rare peaks are something else
         seconds = steps.sum if self._is_explicit else steps.sum_without_peaks()
         share = alone = None
         if waits.count:
