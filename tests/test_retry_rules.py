@@ -89,6 +89,12 @@ def test_pauses_double_up_to_an_hour():
     assert retry.pause_seconds == 5000
 
 
+def test_who_wants_no_retries_reads_of_one_attempt():
+    settings = replace(settings_with(), max_retries=0)
+    decision = decided(settings, failed(settings, kind=FailureKind.COMM))
+    assert ", 1 attempt without progress: giving up" in decision.reason
+
+
 @pytest.mark.parametrize(
     ("rule", "outcome"),
     [

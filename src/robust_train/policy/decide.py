@@ -157,7 +157,8 @@ def _why_give_up(context: FailureContext) -> str:
     if kind is FailureKind.COMM:
         count = context.failures_without_progress
         what = "hang" if context.evidence.library == "robust_train" else "network failure"
-        return f"{what}, {count} attempts without progress: giving up ({message})"
+        attempts = "attempts" if count > 1 else "attempt"
+        return f"{what}, {count} {attempts} without progress: giving up ({message})"
     tried: dict[str, list[str]] = {}
     for attempt in context.history:
         size, reached = str(attempt.spec.batch_size), attempt.outcome.micro_batch
