@@ -12,6 +12,7 @@ from running_out import Fuse
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
+from robust_train.integrations.in_step import InStep
 from robust_train.run import MicroBatchPlan, Run
 
 lightning = pytest.importorskip("lightning", reason="the extra [lightning] is not installed")
@@ -144,6 +145,12 @@ def test_batches_of_a_short_step_keep_their_weights_when_the_last_one_runs_out(t
     split = Fitted(tmp_path, Net(Fuse("forward", 6, fits=1)))
     assert split.changed(training=True) == [(3, 2, 1)]
     torch.testing.assert_close(split.weights, whole.weights, rtol=0, atol=1e-5)
+
+
+def test_a_batch_that_cannot_be_cut_leaves_the_others_their_parts(tmp_path: Path):
+    in_step = InStep(Run(run_dir=tmp_path), "Lightning")
+    assert in_step.samples_of({"x": torch.zeros(4, 2), "scale": 0.5}) is None
+    assert in_step.samples_of({"x": torch.zeros(4, 2)}) == 4
 
 
 def test_an_evaluation_repeats_the_batch_in_which_memory_runs_out(tmp_path: Path):

@@ -20,10 +20,12 @@ from torch.distributed._composable import checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+from torch.nn.parallel import DistributedDataParallel
 from training_world import write_image_folder
 
 from robust_train.errors import UserError
 from robust_train.microbatch.batcher import MicroBatcher
+from robust_train.microbatch.rewind import Models
 from robust_train.vision.sharding import share_buffers
 
 SHARES = (slice(0, 8), slice(8, 13))
@@ -214,7 +216,7 @@ def exhausted(rank: int, mesh) -> list[object]:
     return []
 
 
-def refused(model: nn.Module) -> str:
+def refused(model: Models) -> str:
     try:
         next(iter(MicroBatcher().micro_batches(data(), model)))
     except UserError as error:
@@ -229,7 +231,9 @@ def refusals(mesh) -> dict[str, str]:
     fully_shard(other[1], mesh=mesh)
     both = init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "shards"))
     hybrid = fully_shard(network(), mesh=both)
-    return {"own": refused(own), "in part": refused(other), "hybrid": refused(hybrid)}
+    beside = [sharded(mesh), DistributedDataParallel(network())]
+    models = {"own": own, "in part": other, "hybrid": hybrid, "beside": beside}
+    return {kind: refused(model) for kind, model in models.items()}
 
 
 def statistics(rank: int) -> list[float]:

@@ -82,6 +82,7 @@ def test_where_one_rank_cannot_go_on_both_end(ranks: list[dict[str, Any]]):
         ("own", "collectives of its own"),
         ("in part", "is not sharded, beside parameters that are"),
         ("hybrid", "hybrid sharding or tensor parallelism"),
+        ("beside", "DistributedDataParallel beside a sharded one"),
     ],
 )
 def test_what_cannot_be_repeated_is_refused_in_a_line(

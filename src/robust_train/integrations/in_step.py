@@ -27,7 +27,6 @@ class InStep:
         self._run = run
         self._framework = framework
         self._batcher = run.micro_batcher
-        self._cuts = True
         self._said = False
 
     def say(self, reason: str) -> None:
@@ -51,12 +50,9 @@ class InStep:
 
     def samples_of(self, batch: Any) -> int | None:
         """Return the samples in a batch, None where it cannot be cut."""
-        if not self._cuts:
-            return None
         try:
             samples = length_of(batch, is_strict=True)
         except (TypeError, ValueError) as error:
-            self._cuts = False
             self.say(str(error).partition(";")[0])
             return None
         # a lone sample, or several that were packed into one

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from robust_train.errors import UserError
 from robust_train.microbatch import replicas, sharded
 from robust_train.microbatch.replicas import Replica, ReplicaFinder
 from robust_train.microbatch.rewind import Models, Watch
@@ -179,7 +180,13 @@ class SharedStep:
         if self._group is not None:
             models = list(models)
             self._roots = self._group.ledger.roots_in(models)
-            self._replicas = self._group.replicas.of(models) if not self._roots else []
+            if not self._roots:
+                self._replicas = self._group.replicas.of(models)
+            elif any(map(replicas.replicas_in, models)):
+                raise UserError(
+                    "run.micro_batches: a model in DistributedDataParallel beside a sharded one "
+                    f"would leave ranks waiting; shard both, {sharded.WITHOUT}"
+                )
         self._parameters = replicas.shared_parameters(self._replicas)
         self._agreement: Agreement | None = None
         self._items = 0.0

@@ -61,7 +61,7 @@ class ReplicaFinder:
         for model in models:
             known = self._known.get(model)
             if known is None or None in [ref() for ref in known]:
-                replicas = _replicas_in(model) or _replicas_around(model)
+                replicas = replicas_in(model) or _replicas_around(model)
                 for module in (model, *replicas):
                     for name, part in module.named_modules():
                         _refuse(name, part)
@@ -187,7 +187,7 @@ def _flattened(bucket: Sequence[Tensor]) -> Tensor:
     return torch.cat([tensor.reshape(-1) for tensor in bucket])
 
 
-def _replicas_in(model: nn.Module) -> list[Replica]:
+def replicas_in(model: nn.Module) -> list[Replica]:
     """The model itself, inside ``torch.compile``'s module, or deeper."""
     return [part for part in model.modules() if isinstance(part, Replica)]
 
