@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import importlib.util
 import json
@@ -16,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from robust_train.config.extras import require
 from robust_train.errors import ConfigError
-from robust_train.files import replacing
+from robust_train.files import read_object, replacing
 from robust_train.run import Run
 from robust_train.runfolder.trackers import MLFLOW_ID
 
@@ -89,10 +88,7 @@ class _OneCurve:
 
     def __init__(self, curves: Curves, note: Path, step: int) -> None:
         self._curves, self._note = curves, note
-        self._last: dict[str, int] = {}
-        if step:
-            with contextlib.suppress(OSError, ValueError):
-                self._last = json.loads(note.read_bytes())
+        self._last: dict[str, int] = read_object(note) if step else {}
 
     def add(self, values: Mapping[str, float], step: int) -> None:
         new = {name: value for name, value in values.items() if step > self._last.get(name, -1)}
