@@ -120,6 +120,14 @@ def parse_json(data: bytes | str) -> Json:
         raise ValueError("nested too deeply") from error
 
 
+def read_object(path: Path) -> dict[str, Json]:
+    """Return the JSON object in a file; empty where there is none that can be read."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        content = json.loads(path.read_bytes())
+        return content if isinstance(content, dict) else {}
+    return {}
+
+
 def printable(value: Json) -> Json:
     """Return JSON with its text without control characters; ValueError: a number is not finite."""
     if isinstance(value, str):

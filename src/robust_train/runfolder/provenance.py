@@ -19,7 +19,7 @@ from pathlib import Path
 
 from robust_train.compat import torch_cuda_version
 from robust_train.events import Json
-from robust_train.files import replacing
+from robust_train.files import read_object, replacing
 from robust_train.gpu.bounded import printed_by
 from robust_train.runfolder.notify import URLS_VARIABLE, is_secret
 from robust_train.values import Group
@@ -77,10 +77,7 @@ def public_text(text: str, urls: Sequence[str] = ()) -> str:
 
 def read_environment(run_dir: Path) -> dict[str, Json]:
     """Return the content of ``environment.json``, empty where it cannot be read."""
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        content = json.loads((run_dir / FILE).read_bytes())
-        return content if isinstance(content, dict) else {}
-    return {}
+    return read_object(run_dir / FILE)
 
 
 def in_words(content: Mapping[str, Json]) -> dict[str, str]:

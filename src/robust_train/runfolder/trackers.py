@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from robust_train.files import replacing
+from robust_train.files import read_object, replacing
 
 FILE = "trackers.json"
 WANDB_ID, WANDB_RESUME, MLFLOW_ID = "WANDB_RUN_ID", "WANDB_RESUME", "MLFLOW_RUN_ID"
@@ -34,7 +34,7 @@ def tracker_environment(
     has_wandb = is_script or importlib.util.find_spec("wandb") is not None
     if has_wandb and not any(name in environ for name in _WANDB_ITSELF):
         found |= {WANDB_ID: job, WANDB_RESUME: "allow"}
-    note = _read(run_dir)
+    note = read_object(run_dir / FILE)
     if note.get("job") == job and note.get("server") == environ.get(_MLFLOW_SERVER):
         run = note.get("mlflow_run_id")
         if isinstance(run, str) and MLFLOW_ID not in environ:
@@ -67,10 +67,3 @@ class TrackerNote:
             note = {"job": self._job, "mlflow_run_id": found, "server": self._server}
             with replacing(self._run_dir / FILE) as temporary:
                 temporary.write_text(json.dumps(note) + "\n")
-
-
-def _read(run_dir: Path) -> dict[str, object]:
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        content = json.loads((run_dir / FILE).read_bytes())
-        return content if isinstance(content, dict) else {}
-    return {}

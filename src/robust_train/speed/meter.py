@@ -5,13 +5,15 @@ Where CUDA has started, times are those of the GPU: the host only queues work th
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from robust_train.compat import has_context
 from robust_train.events import Event, SpeedMeasured
 from robust_train.memory.cuda import started_torch
 from robust_train.values import Speed
@@ -60,20 +62,34 @@ class Moment:
 
     def __init__(self) -> None:
         self.at = time.perf_counter()
-        torch = started_torch()
-        self._event = None if torch is None else torch.cuda.Event(enable_timing=True)
-        if self._event is not None:
-            self._event.record()
+        self._event = _event_now()
 
     def is_past(self) -> bool:
-        """Return whether the GPU, too, has come here."""
-        return self._event is None or bool(self._event.query())
+        """Return whether the GPU, too, has come here; one that has failed counts as there."""
+        with contextlib.suppress(Exception):
+            return self._event is None or bool(self._event.query())
+        self._event = None
+        return True
 
     def seconds_until(self, later: Moment) -> float:
         """Return the time from here to another moment that is past."""
         if self._event is None or later._event is None:
             return later.at - self.at
         return float(self._event.elapsed_time(later._event)) / 1000
+
+
+def _event_now() -> Any:
+    """Return an event behind what is queued on the current GPU; None where it cannot be asked.
+
+    A GPU without a context of this process is not: an event would make one.
+    """
+    torch = started_torch()
+    with contextlib.suppress(Exception):
+        if torch is not None and has_context(torch, torch.cuda.current_device()):
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            return event
+    return None
 
 
 @dataclass
