@@ -71,7 +71,7 @@ def limited(cfg, run):
 
 
 def out_of_memory_between_steps(cfg, run):
-    """After a given step of the first attempt, torch is asked for more than there can be; of several
+    """After a step of the first attempt, torch is asked for more than there can be; of several
     ranks by the second."""
     import torch
 
