@@ -71,10 +71,11 @@ def limited(cfg, run):
 
 
 def out_of_memory_between_steps(cfg, run):
-    """After a given step of the first attempt, torch is asked for more than there can be."""
+    """After a step of the first attempt, torch is asked for more than there can be; of several
+    ranks by the second."""
     import torch
 
-    if run.resume_checkpoint is None:
+    if run.resume_checkpoint is None and run.rank == run.world_size - 1:
         _after_step(run, int(os.environ["AT_STEP"]), lambda: torch.empty(2**46))
     return example(cfg, run)
 

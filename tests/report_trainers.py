@@ -39,7 +39,7 @@ def within_a_budget(cfg, run):
             torch.save((step, model.state_dict()), path)
             run.checkpoint_saved(path, step)
             run.epoch_ended(step // 10, val_loss=loss.item() * 1.1)
-        if step == 25 + 4 * run.attempt and cfg.training.batch_size > budgets.get(gpu, 10**9):
+        if step == 25 + 2 * run.attempt and cfg.training.batch_size > budgets.get(gpu, 10**9):
             raise torch.OutOfMemoryError(
                 "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of "
                 "23.50 GiB of which 1.20 GiB is free. Of the allocated memory 20.10 GiB is "

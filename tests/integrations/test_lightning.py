@@ -94,6 +94,15 @@ def test_two_ranks_stop_at_the_same_step_and_repeat_one_where_memory_runs_out_on
 
 
 @pytest.mark.slow
+def test_memory_that_runs_out_between_steps_of_one_rank_ends_the_attempt_of_both(example: Example):
+    how = "out_of_memory_between_steps"
+    ended = example.run(how, "ranks", *TWO_RANKS, "training.batch_size=128")
+    went_on(ended)
+    assert {a["ranks"] for a in ended.attempts} == {2}
+    assert "(rank 1)" in ended.attempts[0]["reason"]
+
+
+@pytest.mark.slow
 def test_a_job_stopped_by_sigterm_resumes_to_the_very_same_weights(example: Example):
     whole = example.run("example", "whole")
     assert whole.returncode == 0, whole.output

@@ -61,7 +61,8 @@ def gpu(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> type:
             assert later.query(), "likewise"
             return 1000 * (later.at - self.at)
 
-    torch = type("torch", (), {"cuda": type("cuda", (), {"Event": FakeEvent})})
+    cuda = type("cuda", (), {"Event": FakeEvent, "current_device": lambda: 0})
+    torch = type("torch", (), {"cuda": cuda, "_C": object()})
     monkeypatch.setattr(module, "started_torch", lambda: torch)
     return FakeEvent
 
@@ -250,3 +251,13 @@ def test_a_step_of_very_many_batches_costs_no_memory(
         clock.now += 0.3
     meter.step_done(2)
     assert meter.speed().data_share == pytest.approx(0.25, abs=0.01)
+
+
+def test_a_gpu_without_a_context_gets_none(gpu: type, monkeypatch: pytest.MonkeyPatch):
+    """The trainer uses another one than the current one."""
+    torch = module.started_torch()
+    torch._C = type("_C", (), {"_cuda_hasPrimaryContext": staticmethod(lambda index: False)})
+    monkeypatch.setattr(gpu, "fails", True)
+    assert module.Moment().is_past()
+    monkeypatch.setattr(gpu, "record", lambda event: pytest.fail("it was asked"))
+    assert module.Moment().is_past()
