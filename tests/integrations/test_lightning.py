@@ -14,6 +14,7 @@ from jobs import (
     recorded,
     repeated_the_step,
     stopped_and_resumed,
+    went_on,
 )
 from omegaconf import OmegaConf
 from torch.utils.data import DataLoader, TensorDataset
