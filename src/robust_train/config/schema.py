@@ -302,9 +302,8 @@ def complete(cfg: Mapping[str, Any] | DictConfig) -> DictConfig:
         merged = OmegaConf.merge(open_root(RobustConfig), cfg)
     except OmegaConfBaseException as error:
         parent, _, name = str(error.full_key).rpartition(".")
-        known = (
-            [f.name for f in fields(error.object_type)] if is_dataclass(error.object_type) else []
-        )
+        kind = error.object_type
+        known = [item.name for item in fields(kind)] if is_dataclass(kind) else []
         if isinstance(error, ConfigKeyError) and known:
             hint = meant(name, known, f"{parent}.")
             raise ConfigError(f"{error.full_key}: no such key; {hint}") from None
@@ -321,13 +320,11 @@ def validate(cfg: DictConfig) -> None:
     its value and what is accepted."""
     _reject_near_misses(cfg)
     _resolve_all(cfg)
-    missing = sorted(OmegaConf.missing_keys(cfg))
-    if missing:
+    if missing := sorted(OmegaConf.missing_keys(cfg)):
         raise ConfigError(f"{missing[0]}: has no default and must be given: {missing[0]}=…")
-    _check_fields(cfg, RobustConfig, "")
-    _check_fields(cfg, TrainingConfig, "training.")
-    _check_fields(cfg, MemoryConfig, "memory.")
-    _check_fields(cfg, NotifyConfig, "notify.")
+    parts = {"training.": TrainingConfig, "memory.": MemoryConfig, "notify.": NotifyConfig}
+    for prefix, schema in {"": RobustConfig, **parts}.items():
+        _check_fields(cfg, schema, prefix)
     device = str(cfg.device)
     if not _DEVICE.fullmatch(device):
         raise ConfigError(
@@ -354,15 +351,10 @@ def _resolve_all(cfg: DictConfig, prefix: str = "") -> None:
 
 
 def _validate_launcher(cfg: DictConfig) -> None:
-    if cfg.min_batch_size > cfg.training.batch_size:
-        raise ConfigError(
-            f"min_batch_size={cfg.min_batch_size}: must not be above "
-            f"training.batch_size={cfg.training.batch_size}"
-        )
-    if (cfg.min_num_gpus or 1) > cfg.num_gpus:
-        raise ConfigError(
-            f"min_num_gpus={cfg.min_num_gpus}: must not be above num_gpus={cfg.num_gpus}"
-        )
+    for key, other in (("min_batch_size", "training.batch_size"), ("min_num_gpus", "num_gpus")):
+        least, most = OmegaConf.select(cfg, key), OmegaConf.select(cfg, other)
+        if (least or 1) > most:
+            raise ConfigError(f"{key}={least}: must not be above {other}={most}")
     if cfg.isolation == "none" and cfg.num_gpus > 1:
         raise ConfigError(
             f"num_gpus={cfg.num_gpus}: every GPU needs a process of its own; leave isolation=none "
