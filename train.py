@@ -4,7 +4,12 @@ The same job as train_robust.py, in one attempt in this process, without remedie
 Configuration: configs/config.yaml.
 """
 
-from robust_train.cli.door import open_plain
+try:
+    from robust_train.cli.door import open_plain
+except ModuleNotFoundError as error:
+    if error.name != "robust_train":
+        raise
+    raise SystemExit("robust_train is not installed here; first: . .venv/bin/activate") from None
 
 if __name__ == "__main__":
     open_plain()

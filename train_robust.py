@@ -3,7 +3,12 @@
 Configuration: configs/robust.yaml. Without arguments it trains a small network on digits.
 """
 
-from robust_train.cli.door import open_robust
+try:
+    from robust_train.cli.door import open_robust
+except ModuleNotFoundError as error:
+    if error.name != "robust_train":
+        raise
+    raise SystemExit("robust_train is not installed here; first: . .venv/bin/activate") from None
 
 if __name__ == "__main__":
     open_robust()

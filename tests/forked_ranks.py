@@ -9,12 +9,19 @@ from collections.abc import Callable
 
 
 def of_forks(ranks: int, work: Callable[[int], object]) -> list[object]:
-    """What ``work(rank)`` returns in a fork for each rank; None where it fails."""
+    """What ``work(rank)`` returns in a fork for each rank; None where it fails.
+
+    Threads are set as the launcher does in a rank: the first use of torch's pool after a fork is not
+    safe in two threads at once ("Invalid thread pool!").
+    """
+    import torch
+
     pipes = []
     for rank in range(ranks):
         read_end, write_end = os.pipe()
         if os.fork() == 0:
             try:
+                torch.set_num_threads(torch.get_num_threads())
                 with os.fdopen(write_end, "w") as file:
                     json.dump(work(rank), file)
             except BaseException:

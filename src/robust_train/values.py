@@ -127,6 +127,7 @@ class Clue:
     SHARED_MEMORY = "shared_memory"  # `/dev/shm` is too small
     DOWNLOAD = "download"  # Data or weights could not be fetched
     KILLED = "killed"  # SIGKILL, from neither the launcher nor the kernel's OOM killer
+    STALLED = "stalled"  # No sign of life, or no progress, for too long
     USER_ERROR = "user_error"  # A mistake of the user's that the trainer names in a line
     UNCLEAR = "unclear"  # The message has other causes too, but memory had nearly run out
 

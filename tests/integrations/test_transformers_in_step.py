@@ -20,6 +20,7 @@ transformers = pytest.importorskip(
 pytest.importorskip("accelerate", reason="the extra [transformers] is not installed")
 
 from robust_train.integrations import transformers_step  # noqa: E402
+from robust_train.integrations.in_step import InStep  # noqa: E402
 
 
 class Tagger(torch.nn.Module):
@@ -137,7 +138,7 @@ def test_two_samples_without_labels_show_a_mean_too(tmp_path: Path):
     trainer = transformers.Trainer(
         model, transformers.TrainingArguments(str(tmp_path), report_to="none", use_cpu=True)
     )
-    step = transformers_step._InStep(trainer, Run(run_dir=tmp_path))
+    step = transformers_step._Steps(trainer, InStep(Run(run_dir=tmp_path), "transformers"))
     x = torch.zeros(4, 6, dtype=torch.int64)
     data = {"x": x, "labels": torch.cat([x[:2] - 100, x[:2]])}
     assert not step._adds_up(model, data, torch.tensor(12))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -67,6 +68,19 @@ def test_runs_are_listed_newest_first_with_result_and_the_command_that_goes_on(
     assert [run["state"] for run in listed] == ["starting", "died", "failed", "completed"]
     assert listed[3]["result"] == 0.875
     assert len(list(state_directory().iterdir())) == 4, "the link to a folder that is gone is, too"
+
+
+def test_on_a_terminal_a_run_has_a_line_without_the_folder_where_that_is_too_long(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    ended(tmp_path / ("a" * 40), "lora", "failed", reason="it broke " * 20)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    for columns, has_folder in ((80, False), (60, False), (400, True)):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        assert main(["runs"]) == 0
+        _, line = capsys.readouterr().out.splitlines()
+        assert len(line) <= columns
+        assert (str(tmp_path) in line) is has_folder
 
 
 def test_of_many_runs_the_newest_are_shown(

@@ -53,10 +53,12 @@ def test_an_earlier_job_that_was_faster_is_told_with_its_batch():
 
 def test_the_figures_in_short():
     assert text_of((), 1) is None
-    assert text_of([replace(FAST, samples_per_second=None)], 1) == "0.2 s a step (95 %: 0.3 s)"
+    assert (
+        text_of([replace(FAST, samples_per_second=None)], 1) == "0.2 s a step (median; 95 %: 0.3 s)"
+    )
     ranks = [FAST, replace(FAST, rank=1, seconds_per_step=0.25, data_share=0.1)]
     assert text_of(ranks, 2) == (
-        "640 samples/s, 0.25 s a step (95 %: 0.3 s), 10 % waiting for data"
+        "640 samples/s while training, 0.25 s a step (median; 95 %: 0.3 s), 10 % waiting for data"
     )
     alone = text_of([FAST], 4)
     assert alone.startswith("1,280 samples/s"), "of a script's ranks only the first reports"

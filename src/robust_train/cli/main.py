@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 import robust_train
+from robust_train.readable import meant
 
 USAGE = """usage: robust-train COMMAND [OPTIONS]
 
@@ -69,8 +70,8 @@ def _run(arguments: list[str]) -> int:
         print(f"robust-train {robust_train.__version__}")
         return 0
     if command not in COMMANDS:
-        accepted = ", ".join(COMMANDS)
-        print(f"robust-train {command}: no such command; accepted are {accepted}", file=sys.stderr)
+        problem = f"no such command; {meant(command, COMMANDS)}"
+        print(f"robust-train {command}: {problem}", file=sys.stderr)
         return 2
     module, _, function = COMMANDS[command].partition(":")
     # ``run`` starts the program after ``--``; with a verb and no program it talks to live runs

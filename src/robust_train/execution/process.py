@@ -36,7 +36,7 @@ from robust_train.failures.shortage import no_room_to_import
 from robust_train.failures.stack import native_stack_in, where_it_stands
 from robust_train.memory.oom_killer import OomKillWatch
 from robust_train.script.ending import last_words, script_failure
-from robust_train.values import Evidence, Failure, FailureKind, Outcome
+from robust_train.values import Clue, Evidence, Failure, FailureKind, Outcome
 
 log = logging.getLogger("robust_train")
 
@@ -253,7 +253,7 @@ def _stalled(request: AttemptRequest, found: Standstill, stacks: str) -> Failure
     return Failure(
         FailureKind.COMM,
         f"stalled: {found.what} (stall_timeout_minutes){where and '; '}{where}",
-        Evidence(library="robust_train"),
+        Evidence(library="robust_train", clue=Clue.STALLED),
         (f"see what the threads were doing in {request.stacks_file}",) if stacks else (),
     )
 

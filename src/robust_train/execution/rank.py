@@ -155,10 +155,12 @@ def _set_up(rank: int, request: AttemptRequest) -> None:
     if str(request.cfg.device).startswith("cuda"):
         # for trainers that say just "cuda"
         when_cuda_starts(torch, lambda: torch.cuda.set_device(rank))
+    threads = torch.get_num_threads()
     if "OMP_NUM_THREADS" not in os.environ:
         threads = max(1, len(os.sched_getaffinity(0)) // request.ranks)
-        torch.set_num_threads(threads)
         os.environ["OMP_NUM_THREADS"] = str(threads)  # accelerate would set another number
+    # in any case: two threads at once must not be the first to use torch's pool after a fork
+    torch.set_num_threads(threads)
 
 
 def _mark(rank: int, record: logging.LogRecord) -> bool:

@@ -119,6 +119,9 @@ def say(number: int, outcome: Outcome, decision: Decision | None) -> None:
         if decision.warning is not None:
             log.warning("%s", decision.warning)
         return
+    if decision.action == "stopped":  # by its user
+        log.info("attempt %d: stopped", number)
+        return
     log.error("attempt %d: %s", number, decision.reason)
     if outcome.failure.advice and outcome.failure.kind is not FailureKind.BUG:
         log.error("what may help: %s", "; ".join(outcome.failure.advice))

@@ -247,8 +247,9 @@ def ending_of(outcome: Outcome, *, is_stop: bool) -> str:
     failure = outcome.failure
     if is_stop and (failure is None or failure.kind is FailureKind.INTERRUPTED):
         return "stopped"
-    if failure is not None and failure.evidence.clue == Clue.USER_ERROR:
-        return "user error"
+    words = {Clue.USER_ERROR: "user error", Clue.STALLED: "hang"}
+    if failure is not None and failure.evidence.clue in words:
+        return words[failure.evidence.clue]
     if failure is not None and failure.kind is FailureKind.INTERRUPTED:
         return shortened(failure.message, 60)
     return outcome.label

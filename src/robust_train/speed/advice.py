@@ -33,11 +33,13 @@ def text_of(speed: Sequence[Speed], ranks: int) -> str | None:
     rates = [one.samples_per_second for one in speed if one.samples_per_second is not None]
     shares = [one.data_share for one in speed if one.data_share is not None]
     parts = (
-        [f"{number(sum(rates) * ranks / len(speed))} samples/s"] if len(rates) == len(speed) else []
+        [f"{number(sum(rates) * ranks / len(speed))} samples/s while training"]
+        if len(rates) == len(speed)
+        else []
     )
     parts.append(
         f"{number(slowest.seconds_per_step)} s a step "
-        f"(95 %: {number(slowest.seconds_per_step_p95)} s)"
+        f"(median; 95 %: {number(slowest.seconds_per_step_p95)} s)"
     )
     return ", ".join([*parts, *([f"{percent(max(shares))} waiting for data"] if shares else [])])
 
