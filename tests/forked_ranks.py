@@ -11,8 +11,8 @@ from collections.abc import Callable
 def of_forks(ranks: int, work: Callable[[int], object]) -> list[object]:
     """What ``work(rank)`` returns in a fork for each rank; None where it fails.
 
-    Threads are set as the launcher does in a rank: the first use of torch's pool after a fork is not
-    safe in two threads at once ("Invalid thread pool!").
+    Threads are set as the launcher does in a rank: the first use of torch's pool after a fork is
+    not safe in two threads at once ("Invalid thread pool!").
     """
     import torch
 
