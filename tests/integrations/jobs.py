@@ -110,7 +110,8 @@ def repeated_the_step(ended: Ended) -> None:
     (attempt,) = [a for a in ended.attempts if a["outcome"] != "interrupted"]
     assert attempt["outcome"] == "completed"
     changed = [e for e in events(ended.journal, "micro_batch_changed") if e["training"]]
-    assert changed[0]["before"] == attempt["batch_size"]
+    # less where the first to run out is an epoch's last step, which may be shorter
+    assert changed[0]["before"] <= attempt["batch_size"]
     assert [e["before"] for e in changed[1:]] == [e["after"] for e in changed[:-1]]
     assert all(e["after"] < e["before"] for e in changed)
     assert "allocate memory" in changed[0]["reason"]
