@@ -140,7 +140,7 @@ def test_status_and_list_in_pipe_and_terminal(host: Host, how: str):
     assert header.split()[:4] == ["id", "state", "job", "where"]
     assert row.startswith(f"{status['id']}  running")
     assert "\x1b" not in table.stdout
-    assert "─" in host.in_terminal("list")
+    assert status["id"] in host.in_terminal("list").splitlines()[1], "a line for each run"
     shown = host.in_terminal("status", status["id"])
     assert "64 × 1" in shown
     assert str(world.run_dir) in shown
