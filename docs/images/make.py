@@ -116,8 +116,9 @@ def main() -> None:
                 break
         else:
             sys.exit("no limit at which the job runs out of memory and goes on")
-        # a moment after the sixth epoch
-        middle = written.index(_REDRAWN, written.index("checkpoint step", written.index("epoch 6")))
+        # a moment after the epoch in which memory ran out
+        epoch = written.index(" epoch ", written.index("the step is repeated"))
+        middle = written.index(_REDRAWN, written.index("checkpoint step", epoch))
         picture(HERE / "training.svg", written[:middle], scratch)
         picture(HERE / "ended.svg", written, scratch)
         photograph(folder / "report.html", "report.png", (1000, 1400), scratch)
