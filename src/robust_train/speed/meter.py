@@ -5,7 +5,6 @@ Where CUDA has started, times are those of the GPU: the host only queues work th
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from collections import deque
@@ -65,11 +64,8 @@ class Moment:
         self._event = _event_now()
 
     def is_past(self) -> bool:
-        """Return whether the GPU, too, has come here; one that has failed counts as there."""
-        with contextlib.suppress(Exception):
-            return self._event is None or bool(self._event.query())
-        self._event = None
-        return True
+        """Return whether the GPU, too, has come here."""
+        return self._event is None or bool(self._event.query())
 
     def seconds_until(self, later: Moment) -> float:
         """Return the time from here to another moment that is past."""
@@ -79,17 +75,14 @@ class Moment:
 
 
 def _event_now() -> Any:
-    """Return an event behind what is queued on the current GPU; None where it cannot be asked.
-
-    A GPU without a context of this process is not: an event would make one.
-    """
+    """Return an event behind what is queued on the current GPU, if this process uses that one: an
+    event makes a context where there is none."""
     torch = started_torch()
-    with contextlib.suppress(Exception):
-        if torch is not None and has_context(torch, torch.cuda.current_device()):
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            return event
-    return None
+    if torch is None or not has_context(torch, torch.cuda.current_device()):
+        return None
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 @dataclass
