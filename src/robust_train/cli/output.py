@@ -45,13 +45,20 @@ def fail(command: str, message: str, as_json: bool = False, code: int = EXIT_NOT
     return code
 
 
+def plain_lines(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], right_aligned: Collection[str] = ()
+) -> list[str]:
+    """Return ``rows`` under their ``columns``, one line each."""
+    right = frozenset(n for n, name in enumerate(columns) if name in right_aligned)
+    return aligned([columns, *rows], right)
+
+
 def print_table(
     columns: Sequence[str], rows: Sequence[Sequence[str]], right_aligned: Collection[str] = ()
 ) -> None:
     """Print ``rows`` under their ``columns``: ruled on a terminal, plain in a pipe."""
     if not sys.stdout.isatty():
-        right = frozenset(n for n, name in enumerate(columns) if name in right_aligned)
-        print("\n".join(aligned([columns, *rows], right)))
+        print("\n".join(plain_lines(columns, rows, right_aligned)))
         return
     from rich.console import Console
     from rich.table import Table

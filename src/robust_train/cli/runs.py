@@ -6,11 +6,11 @@ import shutil
 import sys
 from collections.abc import Sequence
 
-from robust_train.cli.output import Parser, print_json
+from robust_train.cli.output import Parser, plain_lines, print_json
 from robust_train.events import Json
 from robust_train.readable import as_clock, shortened
 from robust_train.runfolder.runs import DIED, Run, find_runs
-from robust_train.runfolder.summary import aligned, read_summary
+from robust_train.runfolder.summary import read_summary
 from robust_train.sweep.sweep_table import short_result
 
 COLUMNS = ("id", "state", "job", "where", "step", "time", "result", "run folder")
@@ -38,7 +38,7 @@ def show(runs: Sequence[Run], as_json: bool, most: int | None = None) -> int:
     if not runs:
         print("no run of yours is alive on this machine; robust-train runs lists earlier ones")
         return 0
-    _print([COLUMNS, *(_row(run) for run in shown)])
+    _print([_row(run) for run in shown])
     if len(shown) < len(runs):
         print(f"{len(runs) - len(shown)} older ones: --all")
     for run in shown:
@@ -50,12 +50,12 @@ def show(runs: Sequence[Run], as_json: bool, most: int | None = None) -> int:
 
 def _print(rows: Sequence[Sequence[str]]) -> None:
     """Print one line a job; on a terminal without the folder where that does not fit."""
-    right = frozenset(n for n, name in enumerate(COLUMNS) if name in _RIGHT)
-    lines = aligned(rows, right)
+    lines = plain_lines(COLUMNS, rows, _RIGHT)
     if sys.stdout.isatty():
         width = shutil.get_terminal_size().columns
         if max(map(len, lines)) > width:
-            lines = [line[:width] for line in aligned([row[:-1] for row in rows], right)]
+            narrow = plain_lines(COLUMNS[:-1], [row[:-1] for row in rows], _RIGHT)
+            lines = [line[:width] for line in narrow]
     print("\n".join(lines))
 
 
