@@ -54,9 +54,20 @@ def sync(path: Path) -> None:
         os.close(fd)
 
 
+def write_json(
+    path: Path, content: Json, *, indent: int | None = None, durable: bool = False
+) -> None:
+    """Write a file of JSON by :func:`replacing`; NaN becomes null. Raises OSError: it cannot be
+    written."""
+    text = json.dumps(strict_json(content), indent=indent, ensure_ascii=False, default=str)
+    with replacing(path, durable=durable) as temporary:
+        # bytes of a path that are no text are escaped, as JSON does it
+        temporary.write_bytes((text + "\n").encode("utf-8", "backslashreplace"))
+
+
 class LineFile:
-    """Appends lines to a file, which may be replaced meanwhile. A line that was torn (by a full disk,
-    by the end of its process) is ended before the next one."""
+    """Appends lines to a file, which may be replaced meanwhile. A line that was torn (by a full
+    disk, by the end of its process) is ended before the next one."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -181,7 +192,7 @@ _DECODER = json.JSONDecoder(
 
 
 def json_lines(path: Path) -> Iterator[dict[str, Json] | None]:
-    """Yield the JSON object in each line of a file, None for a line without one. Yields nothing of a
+    """Yield the JSON object in each line of a file, None for a line without one; nothing of a
     device or pipe, which may have no end. Raises OSError: it is not there, or cannot be read."""
     if path.exists() and not (path.is_file() or path.is_dir()):
         return
@@ -270,4 +281,15 @@ def as_json(value: object) -> Json:
         return {str(key): as_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [as_json(item) for item in value]
+    return value
+
+
+def strict_json(value: Any) -> Any:
+    """Return ``value`` with NaN and infinities, which JSON lacks, replaced by None."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {str(key): strict_json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [strict_json(item) for item in value]
     return value

@@ -22,7 +22,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from robust_train.config.schema import RobustConfig
-from robust_train.files import from_json, replacing
+from robust_train.files import from_json, write_json
 from robust_train.gpu.footprint import footprint
 from robust_train.values import GIB, GpuInfo, Pace
 
@@ -209,8 +209,7 @@ class KnownBatches:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if self._folder.stat().st_uid != os.geteuid():
                 raise PermissionError(errno.EPERM, "another user's")
-            with replacing(self._folder / f"{key}.json") as temporary:
-                temporary.write_text(json.dumps(content, indent=2) + "\n")
+            write_json(self._folder / f"{key}.json", content, indent=2)
         except OSError as error:
             log.debug("%s: %s, nothing is remembered", self._folder, error)
 

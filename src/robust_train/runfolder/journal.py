@@ -5,15 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from robust_train.events import BatchSizeFound, CheckpointSaved, Event, Json, parse
-from robust_train.files import LineFile, MalformedEvent, json_lines
+from robust_train.files import LineFile, MalformedEvent, json_lines, strict_json
 from robust_train.runfolder.thinning import THINNED, thin
 
 log = logging.getLogger("robust_train")
@@ -156,14 +154,3 @@ def read_earlier(path: Path) -> Earlier:
                 if isinstance(event, BatchSizeFound) and event.batch_size:
                     found[event.key] = event.batch_size
     return Earlier(attempts, found)
-
-
-def strict_json(value: Any) -> Any:
-    """Return ``value`` with NaN and infinities, which JSON lacks, replaced by None."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Mapping):
-        return {str(key): strict_json(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [strict_json(item) for item in value]
-    return value
