@@ -14,15 +14,36 @@ from omegaconf import DictConfig
 from robust_train.config.batch import settle_batch_size
 from robust_train.config.schema import complete, validate
 from robust_train.errors import ConfigError
+from robust_train.gpu.allocation import allocated_by
 from robust_train.gpu.footprint import CACHE_FACTOR, CONTEXT_BYTES
+from robust_train.gpu.inventory import read_inventory
+from robust_train.gpu.visible import visible_gpus
 from robust_train.planning import fit
 from robust_train.planning.fit import Peak
-from robust_train.planning.machine import GpuRoom, read_rooms
+from robust_train.queue.exclusions import mark_excluded, read_exclusions
+from robust_train.queue.order import GpuReservation, QueueRules, WaitingJob
+from robust_train.queue.queue_dir import directory_for
+from robust_train.queue.queued_job import split
+from robust_train.queue.reservations import boottime, existing_registry
+from robust_train.queue.rules import read_rules
+from robust_train.queue.scheduler import open_to
 from robust_train.settings import target_of
+from robust_train.values import MIB, GpuInfo
 
 SCHEMA = 1
 BUILT_IN = "robust_train.vision.trainer.train"
 _ROWS = 4
+_BEHIND_ALL = 10**15
+
+
+@dataclass(frozen=True)
+class GpuRoom:
+    """A GPU and what a new job can count on there."""
+
+    gpu: GpuInfo  # as NVML reports it
+    # free, less what others have reserved and not taken yet; 0 where no new job may start now
+    usable_bytes: int
+    why_not: str | None = None  # in that case the reason
 
 
 @dataclass(frozen=True)
@@ -179,3 +200,50 @@ def _default_sizes(cfg: DictConfig) -> list[int]:
     while len(sizes) < _ROWS and sizes[-1] // 2 >= cfg.min_batch_size:
         sizes.append(sizes[-1] // 2)
     return sizes
+
+
+def read_rooms(
+    cfg: DictConfig, environ: Mapping[str, str]
+) -> tuple[tuple[GpuRoom, ...], str | None]:
+    """Return the GPUs for a job with this config that starts now, or why there are none.
+
+    Args:
+        cfg: a complete config: ``gpu_queue``, ``gpu_queue_dir``, ``gpu_jobs_per_device`` and
+            ``min_gpu_memory_mb`` count.
+        environ: whose CUDA_VISIBLE_DEVICES bounds the choice.
+    """
+    visible = visible_gpus(read_inventory(processes=False), environ)
+    gpus: Sequence[GpuInfo] = visible.gpus
+    waiting: Sequence[WaitingJob] = ()
+    reservations: Sequence[GpuReservation] = ()
+    rules = QueueRules()
+    queues = cfg.gpu_queue and gpus and allocated_by(environ) is None
+    with existing_registry(directory_for(cfg.gpu_queue_dir, environ)) as registry:
+        if registry is not None and queues:
+            gpus = mark_excluded(visible.gpus, read_exclusions(registry.directory))
+            jobs = registry.jobs()
+            waiting, reservations = split(jobs)
+            rules = read_rules(registry.directory, jobs)
+    now = boottime()
+    need, uuids = cfg.min_gpu_memory_mb * MIB, frozenset(gpu.uuid for gpu in gpus)
+    me = WaitingJob("", _BEHIND_ALL, need, uuids, cfg.gpu_jobs_per_device, now, user=os.geteuid())
+    found = open_to(me, waiting, reservations, gpus, now, rules)
+    usable = {gpu.uuid: gpu.free_bytes for gpu in found}
+    rooms = tuple(
+        GpuRoom(gpu, usable[gpu.uuid])
+        if gpu.uuid in usable
+        else GpuRoom(gpu, 0, _why_not(gpu, need, reservations))
+        for gpu in gpus
+    )
+    return rooms, None if rooms else visible.why_none
+
+
+def _why_not(gpu: GpuInfo, need: int, reservations: Sequence[GpuReservation]) -> str:
+    if gpu.unusable is not None:
+        return gpu.unusable
+    owners = [r.owner or r.id for r in reservations if r.gpu in (gpu.uuid, None)]
+    if owners:
+        return f"reserved by {'; '.join(owners)}"
+    if gpu.free_bytes < need:
+        return f"less than min_gpu_memory_mb={need // MIB} is free"
+    return "kept for jobs that came earlier"
