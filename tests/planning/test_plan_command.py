@@ -137,7 +137,7 @@ def test_a_program_can_plan_too(no_gpu: Path) -> None:
         },
         batch_sizes=[8, 16],
     )
-    assert [(row.peak.batch_size, row.peak.accumulates) for row in plan.rows] == [
+    assert [(row.batch_size, row.accumulates) for row in plan.rows] == [
         (8, True),
         (16, True),
     ]

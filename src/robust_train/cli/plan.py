@@ -102,9 +102,9 @@ def _show(plan: MemoryPlan) -> None:
     shown = [name for name in rows[0] if name != "fits now on GPU" or plan.gpus]
     right = set(shown) - {"accumulates", "fits now on GPU"}
     print_table(shown, [[row[name] for name in shown] for row in rows], right)
-    asked = next((r for r in plan.rows if r.peak.batch_size == plan.batch_size), plan.rows[0])
-    parts = ", ".join(f"{name} {size / MIB:.1f}" for name, size in asked.peak.parts.items() if size)
-    print(f"at the peak with batch {asked.peak.batch_size}: {parts}")
+    asked = next((r for r in plan.rows if r.batch_size == plan.batch_size), plan.rows[0])
+    parts = ", ".join(f"{name} {size / MIB:.1f}" for name, size in asked.parts.items() if size)
+    print(f"at the peak with batch {asked.batch_size}: {parts}")
     print(
         "allocated: tensors and cuBLAS (64 MiB); on the GPU: a tenth more for the allocator's "
         "cache, and a CUDA context (512 MiB)\n"
@@ -120,22 +120,20 @@ def _show(plan: MemoryPlan) -> None:
 
 
 def _row(row: PlannedSize) -> dict[str, str]:
-    peak = row.peak
     return {
-        "batch": str(peak.batch_size),
-        "accumulates": "yes" if peak.accumulates else "no",
-        "tensors": f"{peak.tensors_bytes / MIB:.0f}",
-        "allocated": f"{peak.allocated_bytes / MIB:.0f}",
-        "on the GPU": f"{peak.gpu_bytes / MIB:.0f}",
+        "batch": str(row.batch_size),
+        "accumulates": "yes" if row.accumulates else "no",
+        "tensors": f"{row.tensors_bytes / MIB:.0f}",
+        "allocated": f"{row.allocated_bytes / MIB:.0f}",
+        "on the GPU": f"{row.gpu_bytes / MIB:.0f}",
         "fits now on GPU": ", ".join(map(str, row.fits_on)) or "none",
     }
 
 
 def _gpu(fit: GpuFit) -> list[str]:
-    gpu = fit.room.gpu
-    sizes = (str(size // MIB) for size in (fit.room.usable_bytes, gpu.total_bytes))
-    largest = map(_largest, (fit.now, fit.empty))
-    return [str(gpu.index), gpu.name, *sizes, *largest, fit.room.why_not or "-"]
+    sizes = (str(size // MIB) for size in (fit.usable_bytes, fit.total_bytes))
+    largest = map(_largest, (fit.largest_batch_now, fit.largest_batch_empty))
+    return [str(fit.index), fit.name, *sizes, *largest, fit.why_not or "-"]
 
 
 def _largest(batch: int | None) -> str:

@@ -6,7 +6,7 @@ import functools
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from omegaconf import DictConfig
@@ -37,50 +37,32 @@ _BEHIND_ALL = 10**15
 
 
 @dataclass(frozen=True)
-class GpuRoom:
-    """A GPU and what a new job can count on there."""
-
-    gpu: GpuInfo  # as NVML reports it
-    # free, less what others have reserved and not taken yet; 0 where no new job may start now
-    usable_bytes: int
-    why_not: str | None = None  # in that case the reason
-
-
-@dataclass(frozen=True)
 class PlannedSize:
-    """One micro-batch."""
+    """One micro-batch: what its steps are predicted to take, as in :class:`Peak`."""
 
-    peak: Peak  # predicted
-    fits_on: tuple[int, ...] = ()  # indices (NVML's) of the GPUs on which it fits now
-
-    def as_json(self) -> dict[str, object]:
-        """Return the row in JSON's types."""
-        return {
-            **asdict(self.peak),
-            "allocated_bytes": self.peak.allocated_bytes,
-            "gpu_bytes": self.peak.gpu_bytes,
-            "fits_on": list(self.fits_on),
-        }
+    batch_size: int
+    accumulates: bool
+    tensors_bytes: int
+    parts: Mapping[str, int]
+    allocated_bytes: int
+    gpu_bytes: int
+    fits_on: tuple[int, ...]  # indices (NVML's) of the GPUs on which it fits now
 
 
 @dataclass(frozen=True)
 class GpuFit:
-    """A GPU and the largest micro-batches that fit there."""
+    """A GPU as NVML reports it, and what a new job can count on there."""
 
-    room: GpuRoom
-    now: int | None = None  # the largest micro-batch that fits now
-    empty: int | None = None  # the same if the GPU were empty
-
-    def as_json(self) -> dict[str, object]:
-        """Return the fit in JSON's types."""
-        names = ("index", "uuid", "name", "total_bytes", "free_bytes")
-        return {
-            **{name: getattr(self.room.gpu, name) for name in names},
-            "usable_bytes": self.room.usable_bytes,
-            "why_not": self.room.why_not,
-            "largest_batch_now": self.now,
-            "largest_batch_empty": self.empty,
-        }
+    index: int
+    uuid: str
+    name: str
+    total_bytes: int
+    free_bytes: int
+    # free, less what others have reserved and not taken yet; 0 where no new job may start now
+    usable_bytes: int
+    why_not: str | None  # in that case the reason
+    largest_batch_now: int | None = None  # the largest micro-batch that fits now
+    largest_batch_empty: int | None = None  # the same if the GPU were empty
 
 
 @dataclass(frozen=True)
@@ -100,21 +82,16 @@ class MemoryPlan:
 
     def as_json(self) -> dict[str, object]:
         """Return the plan in JSON's types; sizes are bytes."""
-        names = ("model", "dataset", "precision", "batch_size", "problem")
+        content = {"schema": SCHEMA, **asdict(self), "seconds": round(self.seconds, 2)}
+        sizes = content.pop("sizes").items()
         return {
-            "schema": SCHEMA,
-            **{name: getattr(self, name) for name in names},
+            **content,
             "allowances": {
                 "cublas_bytes": fit.WORKSPACE_BYTES,
                 "cache_factor": CACHE_FACTOR,
                 "context_bytes": CONTEXT_BYTES,
             },
-            "rows": [row.as_json() for row in self.rows],
-            "gpus": [found.as_json() for found in self.gpus],
-            "typical_gpus": [
-                {"total_bytes": size, "largest_batch": batch} for size, batch in self.sizes.items()
-            ],
-            "seconds": round(self.seconds, 2),
+            "typical_gpus": [{"total_bytes": one, "largest_batch": batch} for one, batch in sizes],
         }
 
 
@@ -166,12 +143,17 @@ def plan_memory(
 
     def row(size: int, accumulates: bool) -> PlannedSize:
         peak = predict(size, accumulates=accumulates)
-        on = [r.gpu.index for r in rooms if does_fit(peak, r.usable_bytes, r.gpu.total_bytes)]
-        return PlannedSize(peak, tuple(on))
+        on = (r.index for r in rooms if does_fit(peak, r.usable_bytes, r.total_bytes))
+        return PlannedSize(
+            **vars(peak),
+            allocated_bytes=peak.allocated_bytes,
+            gpu_bytes=peak.gpu_bytes,
+            fits_on=tuple(on),
+        )
 
-    def gpu_fit(room: GpuRoom) -> GpuFit:
-        total = room.gpu.total_bytes
-        return GpuFit(room, largest(room.usable_bytes, total), largest(total, total))
+    def with_largest(room: GpuFit) -> GpuFit:
+        now, empty = largest(room.usable_bytes, room.total_bytes), room.total_bytes
+        return replace(room, largest_batch_now=now, largest_batch_empty=largest(empty, empty))
 
     wanted = {(size, _accumulates(cfg, size)) for size in batch_sizes or _default_sizes(cfg)}
     return MemoryPlan(
@@ -180,7 +162,7 @@ def plan_memory(
         precision="bfloat16" if cfg.training.mixed_precision else "float32",
         batch_size=cfg.training.batch_size,
         rows=tuple(row(size, accumulates) for size, accumulates in sorted(wanted)),
-        gpus=tuple(map(gpu_fit, rooms)),
+        gpus=tuple(map(with_largest, rooms)),
         problem=problem,
         sizes={} if rooms else {size: largest(size, size) for size in fit.TYPICAL_SIZES},
         seconds=time.monotonic() - started,
@@ -204,7 +186,7 @@ def _default_sizes(cfg: DictConfig) -> list[int]:
 
 def read_rooms(
     cfg: DictConfig, environ: Mapping[str, str]
-) -> tuple[tuple[GpuRoom, ...], str | None]:
+) -> tuple[tuple[GpuFit, ...], str | None]:
     """Return the GPUs for a job with this config that starts now, or why there are none.
 
     Args:
@@ -230,9 +212,11 @@ def read_rooms(
     found = open_to(me, waiting, reservations, gpus, now, rules)
     usable = {gpu.uuid: gpu.free_bytes for gpu in found}
     rooms = tuple(
-        GpuRoom(gpu, usable[gpu.uuid])
-        if gpu.uuid in usable
-        else GpuRoom(gpu, 0, _why_not(gpu, need, reservations))
+        GpuFit(
+            *(gpu.index, gpu.uuid, gpu.name, gpu.total_bytes, gpu.free_bytes),
+            usable_bytes=usable.get(gpu.uuid, 0),
+            why_not=None if gpu.uuid in usable else _why_not(gpu, need, reservations),
+        )
         for gpu in gpus
     )
     return rooms, None if rooms else visible.why_none
