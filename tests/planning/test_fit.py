@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -10,7 +9,6 @@ from robust_train.planning.fit import (
     LARGEST_BATCH,
     WORKSPACE_BYTES,
     Peak,
-    error_percent,
     fits,
     largest_batch,
 )
@@ -80,8 +78,3 @@ def test_the_fraction_of_the_gpu_that_a_job_may_take_bounds_its_cache() -> None:
     peak = Peak(8, False, 4 * GIB, {})
     assert fits(peak, 7 * GIB, 8 * GIB, 0.95)
     assert not fits(peak, 7 * GIB, 8 * GIB, 0.5)
-
-
-@pytest.mark.parametrize(("predicted", "measured", "error"), [(110, 100, 10), (95, 100, -5)])
-def test_an_error_is_of_what_was_measured(predicted: int, measured: int, error: float) -> None:
-    assert error_percent(predicted, measured) == pytest.approx(error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import psutil
@@ -32,7 +32,7 @@ def died(run_dir: Path, name: str = "clip", *, with_the_host: bool = False) -> s
     with open_folder(run_dir, name) as folder:
         state = replace(folder.state, resume_command=f"cd /w && train hydra.run.dir={run_dir}")
         before = psutil.boot_time() - 100 if with_the_host else state.since
-    content = replace(state, state="running", updated=before).as_json()
+    content = asdict(replace(state, state="running", updated=before))
     (run_dir / "state.json").write_text(json.dumps(content))
     return state.id
 

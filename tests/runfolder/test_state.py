@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -85,12 +86,12 @@ def test_progress_is_written_once_a_second_at_most(tmp_path: Path):
         b"\xff\xfe",
         b"[" * 100_000,
         b'{"schema": 1}',
-        json.dumps({**STATE.as_json(), "pid": "1"}).encode(),
-        json.dumps({**STATE.as_json(), "schema": 99}).encode(),
-        json.dumps({**STATE.as_json(), "waiting": 3}).encode(),
-        json.dumps({**STATE.as_json(), "step": True}).encode(),
-        json.dumps({**STATE.as_json(), "started": float("nan")}).encode(),
-        json.dumps(STATE.as_json()).replace("1.0", "1e999").encode(),
+        json.dumps({**asdict(STATE), "pid": "1"}).encode(),
+        json.dumps({**asdict(STATE), "schema": 99}).encode(),
+        json.dumps({**asdict(STATE), "waiting": 3}).encode(),
+        json.dumps({**asdict(STATE), "step": True}).encode(),
+        json.dumps({**asdict(STATE), "started": float("nan")}).encode(),
+        json.dumps(asdict(STATE)).replace("1.0", "1e999").encode(),
     ],
     ids=lambda content: repr(content[:20]),
 )
@@ -101,7 +102,7 @@ def test_torn_foreign_and_wrongly_typed_files_are_no_state(tmp_path: Path, conte
 
 def test_control_characters_do_not_reach_a_terminal():
     found = RunState.parse(
-        json.dumps({**STATE.as_json(), "name": "a\x1b[2Jb", "waiting": {"reason": "\n"}})
+        json.dumps({**asdict(STATE), "name": "a\x1b[2Jb", "waiting": {"reason": "\n"}})
     )
     assert found is not None
     assert (found.name, found.waiting) == ("a?[2Jb", {"reason": "?"})

@@ -8,7 +8,6 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from robust_train.cli.output import Parser, print_json, print_table
@@ -50,7 +49,7 @@ def _parser() -> Parser:
         prog="robust-train plan",
         usage="robust-train plan [OVERRIDE …] [OPTIONS]",
         description="How much GPU memory a job of the built-in trainer will take for each "
-        "micro-batch, predicted without a GPU; where it fits now; and what earlier runs measured.",
+        "micro-batch, predicted without a GPU, and where it fits now.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -59,8 +58,6 @@ def _parser() -> Parser:
     add("overrides", nargs="*", metavar="OVERRIDE", help="as for train_robust.py: model=lora")
     sizes = "micro-batches to predict (training.batch_size, twice that, and halves)"
     add("--batch-sizes", type=_sizes, metavar="N,N…", help=sizes)
-    runs = "look for earlier runs in it (outputs and multirun); may be given several times"
-    add("--runs", action="append", type=_folder, metavar="DIR", help=runs)
     parser.add_json()
     return parser
 
@@ -69,12 +66,6 @@ def _sizes(text: str) -> list[int]:
     if not re.fullmatch(r"0*[1-9]\d{0,5}(,0*[1-9]\d{0,5})*", text):
         raise argparse.ArgumentTypeError(f"{text}: accepted are integers of 1 or more, 8,16")
     return [int(part) for part in text.split(",")]
-
-
-def _folder(text: str) -> Path:
-    if not Path(text).is_dir():
-        raise argparse.ArgumentTypeError(f"{text}: there is no such folder")
-    return Path(text)
 
 
 def _plan(arguments: argparse.Namespace) -> MemoryPlan:
@@ -96,8 +87,7 @@ def _plan(arguments: argparse.Namespace) -> MemoryPlan:
     log.setLevel(logging.WARNING)  # what the model's builder logs is not for here
     os.environ[VARIABLE] = ""  # torch must not start CUDA here
     try:
-        sizes, runs = arguments.batch_sizes, arguments.runs
-        return plan_memory(cfg, batch_sizes=sizes, runs=runs, environ=environ)
+        return plan_memory(cfg, batch_sizes=arguments.batch_sizes, environ=environ)
     finally:
         log.setLevel(level)
         os.environ.pop(VARIABLE)
@@ -110,18 +100,15 @@ def _show(plan: MemoryPlan) -> None:
     print(f"{plan.model} on {plan.dataset}, {plan.precision}{note}; sizes in MiB")
     rows = [_row(row) for row in plan.rows]
     shown = [name for name in rows[0] if name != "fits now on GPU" or plan.gpus]
-    if not plan.truth.measured:
-        shown = [name for name in shown if name not in ("measured", "error")]
     right = set(shown) - {"accumulates", "fits now on GPU"}
     print_table(shown, [[row[name] for name in shown] for row in rows], right)
-    asked = next((r for r in plan.rows if r.peak.batch_size == plan.batch_size), plan.rows[0])
-    parts = ", ".join(f"{name} {size / MIB:.1f}" for name, size in asked.peak.parts.items() if size)
-    print(f"at the peak with batch {asked.peak.batch_size}: {parts}")
+    asked = next((r for r in plan.rows if r.batch_size == plan.batch_size), plan.rows[0])
+    parts = ", ".join(f"{name} {size / MIB:.1f}" for name, size in asked.parts.items() if size)
+    print(f"at the peak with batch {asked.batch_size}: {parts}")
     print(
         "allocated: tensors and cuBLAS (64 MiB); on the GPU: a tenth more for the allocator's "
-        "cache, and a CUDA context (512 MiB)"
+        "cache, and a CUDA context (512 MiB)\n"
     )
-    print(f"{_about_truth(plan)}\n")
     if plan.gpus:
         columns = ("GPU", "name", "usable", "total", "largest batch now", "if it were empty")
         print_table((*columns, "note"), [_gpu(fit) for fit in plan.gpus], {*columns} - {"name"})
@@ -133,39 +120,20 @@ def _show(plan: MemoryPlan) -> None:
 
 
 def _row(row: PlannedSize) -> dict[str, str]:
-    peak, measured, error = row.peak, row.measured, row.error_percent
     return {
-        "batch": str(peak.batch_size),
-        "accumulates": "yes" if peak.accumulates else "no",
-        "tensors": f"{peak.tensors_bytes / MIB:.0f}",
-        "allocated": f"{peak.allocated_bytes / MIB:.0f}",
-        "on the GPU": f"{peak.gpu_bytes / MIB:.0f}",
+        "batch": str(row.batch_size),
+        "accumulates": "yes" if row.accumulates else "no",
+        "tensors": f"{row.tensors_bytes / MIB:.0f}",
+        "allocated": f"{row.allocated_bytes / MIB:.0f}",
+        "on the GPU": f"{row.gpu_bytes / MIB:.0f}",
         "fits now on GPU": ", ".join(map(str, row.fits_on)) or "none",
-        "measured": "-" if measured is None else f"{measured.peak_bytes / MIB:.0f}",
-        "error": "-" if error is None else f"{error:+.1f} %",
     }
 
 
-def _about_truth(plan: MemoryPlan) -> str:
-    error = plan.mean_error_percent
-    if error is not None:
-        count = sum(row.measured is not None for row in plan.rows)
-        rows = "1 size" if count == 1 else f"{count} sizes"
-        return (
-            f"measured: by earlier runs, {rows}; the prediction is off by {error:.1f} % on average"
-        )
-    note, count = "", plan.truth.on_cpu
-    if count:
-        runs = "1 was" if count == 1 else f"{count} were"
-        note = f" ({runs} on the CPU, where only whole processes are measured)"
-    return f"measured: no earlier run of this job on a GPU was found{note}"
-
-
 def _gpu(fit: GpuFit) -> list[str]:
-    gpu = fit.room.gpu
-    sizes = (str(size // MIB) for size in (fit.room.usable_bytes, gpu.total_bytes))
-    largest = map(_largest, (fit.now, fit.empty))
-    return [str(gpu.index), gpu.name, *sizes, *largest, fit.room.why_not or "-"]
+    sizes = (str(size // MIB) for size in (fit.usable_bytes, fit.total_bytes))
+    largest = map(_largest, (fit.largest_batch_now, fit.largest_batch_empty))
+    return [str(fit.index), fit.name, *sizes, *largest, fit.why_not or "-"]
 
 
 def _largest(batch: int | None) -> str:

@@ -75,8 +75,3 @@ def _fits_on_line(one: Peak, other: Peak, does_fit: Callable[[Peak], bool], size
     if run < 0:
         rise, run = -rise, -run
     return does_fit(replace(other, tensors_bytes=other.tensors_bytes - (-rise // run)))
-
-
-def error_percent(predicted: int, measured: int) -> float:
-    """Return the error of a prediction in percent of what was measured; positive: too high."""
-    return 100 * (predicted / measured - 1)

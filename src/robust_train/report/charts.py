@@ -111,23 +111,12 @@ class Bar:
 
 
 @dataclass(frozen=True)
-class TimelineRow:
-    """A row of a timeline; ``href`` is a relative path."""
-
-    label: str
-    detail: str
-    bars: Sequence[Bar]
-    href: str | None = None
-
-
-@dataclass(frozen=True)
 class Timeline:
-    """Rows of bars over one axis of time."""
+    """Rows of bars over one axis of time; each row has a label, a detail and its bars."""
 
-    rows: Sequence[TimelineRow]
+    rows: Sequence[tuple[str, str, Sequence[Bar]]]
     x: Axis
     legend: Sequence[Key]
-    caption: str = "Timeline"
     note: str | None = None
 
 

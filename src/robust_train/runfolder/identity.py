@@ -20,7 +20,7 @@ from typing import TypeVar
 
 from robust_train.errors import ConfigError, NoProgress
 from robust_train.events import from_json
-from robust_train.files import replacing, sync
+from robust_train.files import sync, write_json
 from robust_train.readable import shortened
 from robust_train.runfolder.journal import read_earlier
 from robust_train.runfolder.manifests import Manifest, newest_checkpoint, read_manifests
@@ -186,8 +186,7 @@ def read_identity(run_dir: Path) -> Identity | None:
 def _write(run_dir: Path, identity: Identity) -> None:
     path = run_dir / "job.json"
     try:
-        with replacing(path, durable=True) as temporary:
-            temporary.write_text(json.dumps(asdict(identity)) + "\n")
+        write_json(path, asdict(identity), durable=True)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
 

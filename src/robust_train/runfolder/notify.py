@@ -19,9 +19,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from robust_train.events import Event, Json, NoProgress, Stalled
-from robust_train.files import printable
+from robust_train.files import printable, strict_json
 from robust_train.readable import duration, shortened
-from robust_train.runfolder.journal import strict_json
 from robust_train.runfolder.state import RunState
 from robust_train.runfolder.summary import read_summary
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
@@ -24,8 +23,8 @@ from robust_train.events import (
     TrainingStarted,
     from_json,
 )
-from robust_train.files import parse_json, read_small, replacing
-from robust_train.runfolder.journal import AttemptStarted, JobStarted, strict_json
+from robust_train.files import parse_json, read_small, write_json
+from robust_train.runfolder.journal import AttemptStarted, JobStarted
 from robust_train.values import Speed
 
 log = logging.getLogger("robust_train")
@@ -88,11 +87,6 @@ class RunState:
     def is_final(self) -> bool:
         """Whether the job has ended."""
         return self.state in FINAL
-
-    def as_json(self) -> dict[str, Json]:
-        """Return the content of ``state.json``."""
-        content: dict[str, Json] = strict_json(asdict(self))
-        return content
 
     @classmethod
     def parse(cls, data: bytes | str) -> RunState | None:
@@ -199,10 +193,8 @@ class StateFile:
             if not self._is_due or now < self._next_write:
                 return
             self._is_due, self._next_write = False, now + _INTERVAL_SECONDS
-            content = replace(self.state, updated=time.time()).as_json()
             try:
-                with replacing(self._path) as temporary:
-                    temporary.write_text(json.dumps(content, ensure_ascii=False) + "\n")
+                write_json(self._path, asdict(replace(self.state, updated=time.time())))
             except OSError as error:
                 self._is_due = True
                 if not self._has_warned:

@@ -11,10 +11,9 @@ from typing import Any
 
 from robust_train.errors import AttemptsExhausted, NoDevice, TrainerFailed
 from robust_train.events import Json, from_json
-from robust_train.files import replacing
+from robust_train.files import strict_json, write_json
 from robust_train.memory.stability import Stability
 from robust_train.readable import by_processes, changed, shortened
-from robust_train.runfolder.journal import strict_json
 from robust_train.values import (
     GIB,
     MEMORY_FAILURES,
@@ -203,10 +202,8 @@ class Summary:
     def write(self) -> None:
         """Write ``summary.json``, whole or not at all; a full disk costs a warning."""
         path = self.run_dir / FILE_NAME
-        text = json.dumps(self.as_json(), indent=2, ensure_ascii=False) + "\n"
         try:
-            with replacing(path, durable=True) as temporary:
-                temporary.write_text(text)
+            write_json(path, self.as_json(), indent=2, durable=True)
         except OSError as error:
             log.warning("cannot write %s: %s", path, error.strerror)
 

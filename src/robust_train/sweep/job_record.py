@@ -6,16 +6,14 @@ From it a later launch of the same sweep reads which overrides the folder was us
 from __future__ import annotations
 
 import enum
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from robust_train.events import Json, MalformedEvent, from_json
-from robust_train.files import replacing
-from robust_train.runfolder.journal import strict_json
+from robust_train.events import MalformedEvent, from_json
+from robust_train.files import read_object, write_json
 
 FILE = "sweep_job.json"
 SCHEMA = 1
@@ -47,7 +45,7 @@ class JobRecord:
     def write(self, folder: Path) -> None:
         """Write the record into the job's run folder, whole or not at all. Raises OSError: it
         cannot be written."""
-        write_json(folder / FILE, {"schema": SCHEMA, **asdict(self)})
+        write_json(folder / FILE, {"schema": SCHEMA, **asdict(self)}, indent=2)
 
 
 class Entry(enum.Enum):
@@ -82,7 +80,7 @@ def decide(
 def read_record(folder: Path) -> JobRecord | None:
     """Return the record in a run folder, None where there is none that can be read."""
     try:
-        return from_json(JobRecord, read_json(folder / FILE))
+        return from_json(JobRecord, read_object(folder / FILE))
     except MalformedEvent:
         return None
 
@@ -100,18 +98,3 @@ def set_aside(folder: Path) -> Path | None:
     for item in left:
         item.rename(earlier / item.name)
     return earlier
-
-
-def read_json(path: Path) -> Json:
-    """Return the JSON in a file; None where it is absent or torn."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-
-
-def write_json(path: Path, content: Json) -> None:
-    """Write a file of JSON, whole or not at all. Raises OSError: it cannot be written."""
-    text = json.dumps(strict_json(content), indent=2, ensure_ascii=False, default=str)
-    with replacing(path) as temporary:
-        temporary.write_text(text + "\n", encoding="utf-8")
