@@ -12,6 +12,10 @@ import integration_trainers
 from robust_train.run import MicroBatchPlan, Run
 from world import Ended, World
 
+# What half a batch needs is well below the limit, and what comes and goes by itself (8 MiB for
+# the stack of a new thread) well below the other half.
+WIDE = "model.width=128"
+
 TWO_RANKS = ("num_gpus=2", "auto_device=false", "device=cpu")
 
 # tensors come and go with the limit of memory in the open, not kept by malloc for later
@@ -33,13 +37,13 @@ class Example:
     at_step: int
     folder: Path
 
-    def run_here(self, monkeypatch: Any) -> list[dict[str, Any]]:
+    def run_here(self, monkeypatch: Any, *more: str) -> list[dict[str, Any]]:
         """Run it from start to end in this process; its events."""
         monkeypatch.setenv("EXAMPLE", self.target)
         events: list[dict[str, Any]] = []
         run = Run(run_dir=self.folder / "here", report=lambda event: events.append(event.as_json()))
         with initialize_config_module("robust_train.configs", version_base="1.3"):
-            cfg = compose("config", overrides=["device=cpu", *self.arguments])
+            cfg = compose("config", overrides=["device=cpu", *self.arguments, *more])
         run.micro_batch_plan = MicroBatchPlan.of(cfg)
         integration_trainers.example(cfg, run)
         return events
@@ -71,16 +75,19 @@ class Example:
         return world.end(process)
 
 
-def stopped_and_resumed(example: Example, how: str, stop_step: int, *more: str) -> Ended:
-    """Stop it with SIGTERM, and let the same command end it; what that has left."""
+def stopped_and_resumed(example: Example, name: str, how: str, stop_step: int, *more: str) -> Ended:
+    """Stop it with SIGTERM, and let the same command end it; what that has left.
+
+    ``name`` is a folder's, which no other run of the example has.
+    """
     periodic = "training.checkpoint_every_steps=null"
-    ended = example.run(how, f"stopped-{how}", periodic, *more, stop_step=stop_step)
+    ended = example.run(how, name, periodic, *more, stop_step=stop_step)
     assert ended.returncode == 143, ended.output
     stopped_after = events(ended.journal, "checkpoint")[-1]["step"]
     assert stopped_after >= stop_step
 
     before = len(ended.journal)
-    ended = example.run(how, f"stopped-{how}", periodic, *more, stop_step=stop_step)
+    ended = example.run(how, name, periodic, *more, stop_step=stop_step)
     assert ended.returncode == 0, ended.output
     again = ended.journal[before:]
     assert events(again, "training_started")[0]["step"] == stopped_after
@@ -118,10 +125,10 @@ def repeated_the_step(ended: Ended) -> None:
     assert not events(ended.journal, "memory_held")
 
 
-def differ_by_rounding_alone(found: dict[str, Any], expected: dict[str, Any]) -> None:
+def differ_by_rounding_alone(found: Any, expected: dict[str, Any], within: float = 1e-4) -> None:
     """Assert that weights are the same but for rounding, of which Adam makes much in some."""
     for name, weight in expected.items():
-        assert (found[name] - weight).norm() <= 1e-4 * weight.norm(), name
+        assert (found[name] - weight).norm() <= within * weight.norm(), name
 
 
 def events(journal: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:

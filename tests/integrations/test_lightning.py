@@ -8,6 +8,7 @@ import pytest
 import torch
 from jobs import (
     TWO_RANKS,
+    WIDE,
     Example,
     differ_by_rounding_alone,
     events,
@@ -52,7 +53,8 @@ def test_a_job_is_stopped_resumes_runs_out_of_memory_and_ends_with_the_same_weig
     example: Example, monkeypatch: pytest.MonkeyPatch
 ):
     """By the real command, twice: SIGTERM in the first epoch, a limit of memory in the second."""
-    ended = stopped_and_resumed(example, "limited", 4, "training.checkpoint_every_steps=3")
+    periodic = "training.checkpoint_every_steps=3"
+    ended = stopped_and_resumed(example, "stopped-limited", "limited", 4, periodic, WIDE)
     repeated_the_step(ended)
     journal = ended.journal
     validated = recorded(journal, "validation")
@@ -62,7 +64,7 @@ def test_a_job_is_stopped_resumes_runs_out_of_memory_and_ends_with_the_same_weig
     assert {"fit begins", "first step done"} <= {e["milestone"] for e in events(journal, "memory")}
     saved = [event["step"] for event in events(journal, "checkpoint")]
     assert saved == sorted(set(saved))
-    for name, weight in weights(example.run_here(monkeypatch)).items():
+    for name, weight in weights(example.run_here(monkeypatch, WIDE)).items():
         torch.testing.assert_close(weights(journal)[name], weight, rtol=1e-4, atol=1e-6)
 
 
@@ -84,9 +86,8 @@ def test_where_memory_runs_out_the_step_is_repeated_to_the_same_weights(
 def test_two_ranks_stop_at_the_same_step_and_repeat_one_where_memory_runs_out_on_one(
     example: Example,
 ):
-    # wide: what a rank's half of the samples needs is well above what comes and goes by itself
-    ranks = (*TWO_RANKS, "training.batch_size=128", "model.width=128")
-    ended = stopped_and_resumed(example, "limited", 4, *ranks)
+    ranks = (*TWO_RANKS, "training.batch_size=128", WIDE)
+    ended = stopped_and_resumed(example, "stopped-ranks", "limited", 4, *ranks)
     repeated_the_step(ended)
     assert {a["ranks"] for a in ended.attempts} == {2}
     assert {e["rank"] for e in events(ended.journal, "micro_batch_changed")} == {1}
@@ -107,7 +108,7 @@ def test_memory_that_runs_out_between_steps_of_one_rank_ends_the_attempt_of_both
 def test_a_job_stopped_by_sigterm_resumes_to_the_very_same_weights(example: Example):
     whole = example.run("example", "whole")
     assert whole.returncode == 0, whole.output
-    ended = stopped_and_resumed(example, "example", 9)
+    ended = stopped_and_resumed(example, "stopped", "example", 9)
     for name, weight in weights(whole.journal).items():
         assert torch.equal(weights(ended.journal)[name], weight)
 

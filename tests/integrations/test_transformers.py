@@ -87,7 +87,7 @@ def test_two_ranks_stop_at_the_same_step_and_repeat_one_where_memory_runs_out_on
     example: Example,
 ):
     ranks = (*TWO_RANKS, "training.batch_size=64")
-    ended = stopped_and_resumed(example, "limited", 4, *ranks)
+    ended = stopped_and_resumed(example, "stopped-ranks", "limited", 4, *ranks)
     repeated_the_step(ended)
     assert {a["ranks"] for a in ended.attempts} == {2}
     assert {e["rank"] for e in events(ended.journal, "micro_batch_changed")} == {1}
@@ -100,7 +100,7 @@ def test_two_ranks_stop_at_the_same_step_and_repeat_one_where_memory_runs_out_on
 def test_a_job_stopped_by_sigterm_resumes_to_the_very_same_weights(example: Example):
     whole = example.run("example", "whole")
     assert whole.returncode == 0, whole.output
-    ended = stopped_and_resumed(example, "example", 9)
+    ended = stopped_and_resumed(example, "stopped", "example", 9)
     for name, weight in weights(whole.journal).items():
         assert torch.equal(weights(ended.journal)[name], weight)
 
