@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from hydra._internal.hydra import Hydra
 from torch.optim.optimizer import _global_optimizer_post_hooks, register_optimizer_step_post_hook
 
@@ -28,6 +29,17 @@ def test_a_change_can_be_hidden_from_the_version_counter():
         tensor.add_(1)
     assert tensor._version == 0
     assert tensor.tolist() == [1, 1]
+
+
+def test_collectives_are_counted(tmp_path):
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        before = compat.collectives_begun(dist.group.WORLD)
+        dist.all_reduce(torch.ones(1))
+        assert compat.collectives_begun(dist.group.WORLD) == before + 1
+    finally:
+        dist.destroy_process_group()
 
 
 def test_what_waits_for_cuda_is_not_called_before():

@@ -154,6 +154,14 @@ def noted_collectives(before: Callable[..., None]) -> tuple[Any, Any]:
     return NotedAllGather(), NotedReduceScatter()
 
 
+def collectives_begun(group: Any) -> int:
+    """Return how many collectives a process group has begun; the same where nobody counts them."""
+    try:
+        return int(group._get_sequence_number_for_group())
+    except (AttributeError, RuntimeError):  # a wrapper around several backends may refuse
+        return 0
+
+
 def sharding_has_begun(module: Any) -> bool:
     """Return whether a module sharded by FSDP2 has begun a pass: before, nothing can be reset."""
     return module._get_fsdp_state()._is_root is not None

@@ -290,6 +290,10 @@ class Run:
     @micro_batch_plan.setter
     def micro_batch_plan(self, plan: MicroBatchPlan) -> None:
         self._micro_batch_plan = plan
+        self.splits_no_more()
+
+    def splits_no_more(self) -> None:
+        """Let a request for a smaller micro-batch be one for the next attempt from here on."""
         self._micro_batcher = None
 
     @property

@@ -24,8 +24,11 @@ from robust_train.run import MicroBatchPlan, Run
 
 KINDS = {
     "plain": None,
-    "first": ("forward", 3),
-    "second": ("backward", 4),
+    # the micro-batches of the second step
+    "first forward": ("forward", 3),
+    "first backward": ("backward", 3),
+    "second forward": ("forward", 4),
+    "second backward": ("backward", 4),
     "exhausted": ("forward", 4),
     "collective": ("backward", 3),
 }
@@ -54,7 +57,7 @@ def trained(framework: str, kind: str, rank: int, folder: Path) -> dict[str, Any
     try:
         model, seen["logged"] = train(layer, run, folder, recovers=kind != "plain")
         seen["weights"] = torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
         seen["error"] = f"{type(error).__name__}: {error}"
     changed = [e for e in events if e["event"] == "micro_batch_changed" and e["training"]]
     return {

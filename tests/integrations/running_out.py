@@ -1,23 +1,70 @@
-"""A layer in whose forward or backward pass memory runs out, at a pass that a test chooses."""
+"""Memory that runs out at a pass that a test chooses, and what a trainer's run leaves."""
 
 from __future__ import annotations
 
+import resource
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from omegaconf import OmegaConf
 from torch import nn
+
+from robust_train.failures import classify_failure
+from robust_train.run import MicroBatchPlan, Run
+from robust_train.values import MEMORY_FAILURES
+
+SAMPLE_BYTES = 64 << 20
+"""Of one sample in a pass; nobody writes to it, so that it takes no memory of the machine."""
+
+RUN_OUT = "can't allocate memory"
+
+CFG = OmegaConf.create(
+    {
+        "device": "cpu",
+        "min_batch_size": 1,
+        "training": {
+            "batch_size": 4,
+            "gradient_accumulation_steps": 2,
+            "num_workers": 0,
+            "prefetch_factor": 2,
+            "seed": 3,
+            "checkpoint_every_minutes": 60,
+            "checkpoint_every_steps": None,
+            "keep_checkpoints": 2,
+            "log_every_steps": 1,
+        },
+    }
+)
+
+
+def allocate(samples: int, fits: int) -> None:
+    """Take memory for so many samples where ``fits`` of them fit: a real failure if more do not.
+
+    The limit is there for this moment alone, so that memory runs out here and nowhere else.
+    """
+    held = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    room = fits * SAMPLE_BYTES + SAMPLE_BYTES // 2
+    resource.setrlimit(resource.RLIMIT_DATA, (held + room, before[1]))
+    try:
+        torch.empty(samples * SAMPLE_BYTES, dtype=torch.uint8)
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
 
 
 class _Fuse(torch.autograd.Function):
     @staticmethod
-    def forward(context: Any, x: torch.Tensor, blows: bool) -> torch.Tensor:
-        context.blows = blows
+    def forward(context: Any, x: torch.Tensor, fits: int | None) -> torch.Tensor:
+        context.fits = fits
         return x.clone()
 
     @staticmethod
     def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        if context.blows:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        if context.fits is not None:
+            allocate(len(gradient), context.fits)
         return gradient, None
 
 
@@ -28,16 +75,70 @@ class Fuse(nn.Module):
         sizes: samples in each pass, failed ones included.
     """
 
-    def __init__(self, where: str = "never", at: int = 1, fits: int = 2, *, training: bool = True):
+    def __init__(
+        self,
+        where: str = "never",
+        at: int = 1,
+        fits: int = 2,
+        *,
+        training: bool = True,
+        packed: int = 0,  # positions of a sample, where a batch is one row
+    ) -> None:
         super().__init__()
         self.where, self.at, self.fits, self.is_for_training = where, at, fits, training
+        self.packed = packed
         self.sizes: list[int] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training is not self.is_for_training:
             return x
-        self.sizes.append(len(x))
-        blows = len(self.sizes) >= self.at and len(x) > self.fits
-        if blows and self.where == "forward":
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        return _Fuse.apply(x, blows and self.where == "backward")
+        samples = x.shape[1] // self.packed if self.packed else len(x)
+        self.sizes.append(samples)
+        is_limited = len(self.sizes) >= self.at
+        if is_limited and self.where == "forward":
+            allocate(samples, self.fits)
+        return _Fuse.apply(x, self.fits if is_limited and self.where == "backward" else None)
+
+
+class Fitted:
+    """What a run of a framework's trainer leaves: its events and the model's weights."""
+
+    def __init__(self, folder: Path, model: nn.Module, batch_size: int, resume: Path | None = None):
+        self.cfg = OmegaConf.merge(CFG)
+        self.cfg.training.batch_size = batch_size
+        self.cfg.training.gradient_accumulation_steps = 8 // batch_size
+        self.events: list[dict] = []
+        self.model = model
+        self.run = Run(
+            run_dir=folder,
+            resume_checkpoint=resume,
+            report=lambda event: self.events.append(event.as_json()),
+        )
+        self.run.micro_batch_plan = MicroBatchPlan.of(self.cfg)
+
+    @property
+    def weights(self) -> torch.Tensor:
+        return torch.cat([p.detach().flatten() for p in self.model.parameters()])
+
+    def changed(self, *, training: bool) -> list[tuple]:
+        return [
+            (e["step"], e["before"], e["after"])
+            for e in self.events
+            if e["event"] == "micro_batch_changed" and e["training"] is training
+        ]
+
+
+def differ_by_rounding_alone(found: torch.Tensor, expected: torch.Tensor) -> None:
+    assert (found - expected).norm() <= 1e-5 * expected.norm()
+
+
+def ends_the_attempt(fit: Callable[[int], Fitted], caplog: pytest.LogCaptureFixture) -> str:
+    """Assert that memory that runs out is said to end the attempt in one line, which is returned,
+    that it does, and that the next one goes through with half the micro-batch."""
+    with pytest.raises((RuntimeError, MemoryError)) as raised:
+        fit(4)
+    assert classify_failure(raised.value).kind in MEMORY_FAILURES
+    lines = [r.getMessage() for r in caplog.records if "no step is repeated" in r.getMessage()]
+    assert len(lines) == 1
+    assert fit(2).run.last_step == 3
+    return lines[0]

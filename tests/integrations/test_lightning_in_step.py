@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import running_out
 import torch
-from omegaconf import OmegaConf
-from running_out import Fuse
+from running_out import Fuse, differ_by_rounding_alone, ends_the_attempt
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
+from robust_train.integrations import lightning_step
 from robust_train.integrations.in_step import InStep
-from robust_train.run import MicroBatchPlan, Run
+from robust_train.microbatch import open_step
+from robust_train.run import Run
 
 lightning = pytest.importorskip("lightning", reason="the extra [lightning] is not installed")
 
@@ -59,41 +62,25 @@ class Net(lightning.LightningModule):
         return torch.optim.AdamW(self.parameters(), 0.05)
 
 
-CFG = OmegaConf.create(
-    {
-        "device": "cpu",
-        "min_batch_size": 1,
-        "training": {
-            "batch_size": 4,
-            "gradient_accumulation_steps": 2,
-            "seed": 3,
-            "checkpoint_every_minutes": 60,
-            "checkpoint_every_steps": None,
-            "keep_checkpoints": 2,
-            "log_every_steps": 1,
-        },
-    }
-)
-
-
-def loader(count: int = 22) -> DataLoader:
+def loader(count: int = 22, size: int = 4) -> DataLoader:
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(count, 4, generator=generator)
-    return DataLoader(TensorDataset(x, x[:, :2] ** 2), 4, shuffle=True)
+    return DataLoader(TensorDataset(x, x[:, :2] ** 2), size, shuffle=True)
 
 
 ORDERED = DataLoader(loader(7).dataset, 4)
 
 
-class Fitted:
-    """A trainer that was fitted: weights, what was logged, events."""
-
-    def __init__(self, folder: Path, model: lightning.LightningModule) -> None:
+class Fitted(running_out.Fitted):
+    def __init__(
+        self,
+        folder: Path,
+        model: lightning.LightningModule,
+        batch_size: int = 4,
+    ) -> None:
         from robust_train.integrations.lightning import fit
 
-        self.events: list[dict] = []
-        self.run = Run(run_dir=folder, report=lambda event: self.events.append(event.as_json()))
-        self.run.micro_batch_plan = MicroBatchPlan.of(CFG)
+        super().__init__(folder, model, batch_size)
         self.trainer = lightning.Trainer(
             accelerator="cpu",
             devices=1,
@@ -106,18 +93,10 @@ class Fitted:
             num_sanity_val_steps=0,
             gradient_clip_val=0.5,
         )
+        data = loader(size=batch_size)
         self.result = fit(
-            self.trainer, model, loader(), cfg=CFG, run=self.run, val_dataloaders=loader(7)
+            self.trainer, model, data, cfg=self.cfg, run=self.run, val_dataloaders=loader(7)
         )
-        self.model = model
-        self.weights = torch.cat([p.detach().flatten() for p in model.parameters()])
-
-    def changed(self, *, training: bool) -> list[tuple]:
-        return [
-            (e["step"], e["before"], e["after"])
-            for e in self.events
-            if e["event"] == "micro_batch_changed" and e["training"] is training
-        ]
 
 
 def test_wherever_memory_runs_out_weights_hooks_and_logs_are_those_of_a_run_with_enough(
@@ -132,7 +111,7 @@ def test_wherever_memory_runs_out_weights_hooks_and_logs_are_those_of_a_run_with
         assert split.changed(training=True) == [((at + 1) // 2, 4, 2)], (where, at)
         again = at - 1 if at == 4 else at  # the step's batches so far
         assert fuse.sizes[at:] == [2] * (2 * (6 - again) + 1), (where, at)
-        torch.testing.assert_close(split.weights, whole.weights, rtol=0, atol=1e-5)
+        differ_by_rounding_alone(split.weights, whole.weights)
         assert split.model.hooks == whole.model.hooks
         for one, other in zip(split.model.outputs, whole.model.outputs, strict=True):
             assert one == pytest.approx(other, abs=1e-6)
@@ -144,7 +123,7 @@ def test_batches_of_a_short_step_keep_their_weights_when_the_last_one_runs_out(t
     whole = Fitted(tmp_path, Net(Fuse()))
     split = Fitted(tmp_path, Net(Fuse("forward", 6, fits=1)))
     assert split.changed(training=True) == [(3, 2, 1)]
-    torch.testing.assert_close(split.weights, whole.weights, rtol=0, atol=1e-5)
+    differ_by_rounding_alone(split.weights, whole.weights)
 
 
 def test_a_batch_that_cannot_be_cut_leaves_the_others_their_parts(tmp_path: Path):
@@ -184,19 +163,52 @@ class _TwoPasses(Net):
         return torch.optim.LBFGS(self.parameters())
 
 
+class _Scaled(Net):
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        return [*batch, 0.5]
+
+    def _loss(self, batch):
+        return super()._loss(batch[:2])
+
+    on_train_batch_end = None
+
+
+def _is_run_by(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trainers look like that strategy's: neither runs without a GPU."""
+    kind = getattr(lightning.pytorch.strategies, strategy)
+    inner = lightning_step._why_not
+
+    def why_not(trainer, model):
+        return inner(SimpleNamespace(strategy=kind.__new__(kind)), model)
+
+    monkeypatch.setattr(lightning_step, "_why_not", why_not)
+
+
+def _captures_graphs(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    segments = [SimpleNamespace(is_private=True)]
+    monkeypatch.setattr(open_step, "started_torch", lambda: torch)
+    monkeypatch.setattr(open_step, "memory_segments", lambda torch: segments)
+
+
 @pytest.mark.parametrize(
-    ("model", "said"),
+    ("model", "disguise", "said"),
     [
-        (_KeepsGradients, "optimizer_zero_grad decides"),
-        (_TwoPasses, "LBFGS"),
-        (_ReturnsOne, "results of parts cannot be put together"),
+        pytest.param(_KeepsGradients, None, "optimizer_zero_grad decides", id="zero_grad"),
+        pytest.param(_TwoPasses, None, "LBFGS", id="LBFGS"),
+        pytest.param(_ReturnsOne, None, "results of parts cannot be put together", id="results"),
+        pytest.param(_Scaled, None, "batch[2] has 0", id="numbers"),
+        pytest.param(Net, (_is_run_by, "DeepSpeedStrategy"), "DeepSpeedStrategy", id="DeepSpeed"),
+        pytest.param(Net, (_is_run_by, "FSDPStrategy"), "FSDPStrategy runs", id="FSDP"),
+        pytest.param(Net, (_captures_graphs, ""), "a CUDA graph was captured", id="graphs"),
     ],
 )
-def test_what_cannot_be_split_is_said_once_and_ends_the_attempt(
-    tmp_path: Path, model: type, said: str, caplog: pytest.LogCaptureFixture
+def test_what_cannot_be_split_is_said_once_and_the_next_attempt_has_half(
+    tmp_path: Path, model: type, disguise, said: str, caplog, monkeypatch: pytest.MonkeyPatch
 ):
-    with pytest.raises(torch.OutOfMemoryError):
-        Fitted(tmp_path, model(Fuse("forward", 3)))
-    lines = [r.getMessage() for r in caplog.records if "no step is repeated" in r.getMessage()]
-    assert len(lines) == 1
-    assert said in lines[0]
+    if disguise is not None:
+        change, argument = disguise
+        change(argument, monkeypatch)
+    line = ends_the_attempt(
+        lambda size: Fitted(tmp_path, model(Fuse("forward", 3)), batch_size=size), caplog
+    )
+    assert said in line

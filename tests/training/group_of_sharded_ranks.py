@@ -18,8 +18,9 @@ from group_of_ranks import attempt, lift_limit, limit_memory, of_forks
 from torch import nn
 from torch.distributed._composable import checkpoint
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from training_world import write_image_folder
 
@@ -60,11 +61,13 @@ class Block(nn.Module):
         self.wide, self.narrow = nn.Linear(16, 64), nn.Linear(64, 16)
         self.bomb: str | None = None  # where it runs out
         self.most = 2  # samples that fit
+        self.at = 1  # in which pass from now on
         self.is_once = False
         self.activation = 16
 
     def must_fit(self, where: str, samples: int) -> None:
-        if self.bomb == where and samples > self.most:
+        self.at -= self.bomb == where
+        if self.bomb == where and self.at <= 0 and samples > self.most:
             self.bomb = None if self.is_once else where
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
@@ -117,9 +120,17 @@ def gradients_of_one() -> dict[str, torch.Tensor]:
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
+def worst_gradient(model: nn.Module) -> float:
+    expected = gradients_of_one()
+    return max(
+        (parameter.grad.full_tensor() - expected[name]).abs().max().item()
+        for name, parameter in model.named_parameters()
+    )
+
+
 def every_place(rank: int, mesh, is_thorough: bool) -> list[dict[str, object]]:
     """Memory runs out once in each place, on each rank, in the first step and in a later one."""
-    expected, seen = gradients_of_one(), []
+    seen = []
     places = list(itertools.product((True, False), ("forward", "backward"), (1, 3), (0, 1), (0, 1)))
     # each value of each of them, and each pair of the last two
     few = [place for n, place in enumerate(places) if n % 8 in (n // 8, 7 - n // 8)]
@@ -134,11 +145,7 @@ def every_place(rank: int, mesh, is_thorough: bool) -> list[dict[str, object]]:
             model[block].bomb = where if rank == bad and number == when else None
             parts = step(batcher, model, SHARES[rank])
             repeats.append(parts.repeats)
-            worst = max(
-                (parameter.grad.full_tensor() - expected[name]).abs().max().item()
-                for name, parameter in model.named_parameters()
-            )
-            loss = parts.loss.item()
+            worst, loss = worst_gradient(model), parts.loss.item()
             model.zero_grad()
         model[block].bomb = "forward" if rank == bad else None
         kept = validate(batcher, model, SHARES[rank])
@@ -180,6 +187,31 @@ def differs_at_the_same_split(rank: int, mesh, kind: str) -> float:
     return (train(False) - train(True)).abs().max().item()
 
 
+def without_resharding(rank: int, mesh) -> list[list[object]]:
+    """Weights stay gathered between the parts of a step, so that these send different things."""
+    seen = []
+    for where, part in itertools.product(("forward", "backward"), (1, 2)):
+        model = sharded(mesh, reshard_after_forward=False)
+        batcher = MicroBatcher(batch_size=4)
+        for number in range(2):
+            model.set_reshard_after_backward(False)
+            if number == 1 and rank == 1:
+                model[1].bomb, model[1].at = where, part
+            parts = step(batcher, model, SHARES[rank])
+            for module in (*model[1:4], model):
+                module.reshard()
+            worst = worst_gradient(model)
+            model.zero_grad()
+        seen.append([f"{where} {part}", parts.repeats, worst])
+    return seen
+
+
+class Averages(nn.Module):
+    def forward(self, x):
+        dist.all_reduce(x.detach().mean())
+        return x
+
+
 def short_of_memory(rank: int, mesh) -> list[object]:
     model = sharded(mesh)
     for part in model:
@@ -218,7 +250,9 @@ def exhausted(rank: int, mesh) -> list[object]:
 
 def refused(model: Models) -> str:
     try:
-        next(iter(MicroBatcher().micro_batches(data(), model)))
+        for micro in MicroBatcher().micro_batches(data(), model):
+            with micro:
+                micro.backward(model(micro.data[0]).mean())
     except UserError as error:
         return str(error)
     return "not refused"
@@ -232,7 +266,16 @@ def refusals(mesh) -> dict[str, str]:
     both = init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "shards"))
     hybrid = fully_shard(network(), mesh=both)
     beside = [sharded(mesh), DistributedDataParallel(network())]
-    models = {"own": own, "in part": other, "hybrid": hybrid, "beside": beside}
+    models = {
+        "own": own,
+        "in part": other,
+        "hybrid": hybrid,
+        "beside": beside,
+        "split": parallelize_module(network(), mesh, {"1.wide": ColwiseParallel()}),
+        "first kind": FullyShardedDataParallel(network(), device_id=torch.device("cpu")),
+        "averages": nn.Sequential(sharded(mesh), Averages()),
+        "averages in replicas": nn.Sequential(DistributedDataParallel(network()), Averages()),
+    }
     return {kind: refused(model) for kind, model in models.items()}
 
 
@@ -254,6 +297,7 @@ def be_rank(rank: int, folder: str, is_thorough: bool) -> dict[str, object]:
             for kind in ("plain", "checkpointing", "bf16")
         },
         "short_of_memory": short_of_memory(rank, mesh),
+        "without resharding": without_resharding(rank, mesh),
         "exhausted": exhausted(rank, mesh),
         "refused": refusals(mesh),
         "statistics": statistics(rank),

@@ -140,7 +140,7 @@ REPORTS = st.builds(
 
 def test_a_wrapper_that_is_replaced_is_looked_for_again(monkeypatch: pytest.MonkeyPatch):
     """Its successor's gradients would be summed over no ranks, without a word."""
-    monkeypatch.setattr("robust_train.microbatch.replicas._broadcast", lambda *given: None)
+    monkeypatch.setattr("robust_train.microbatch.replicas.broadcast", lambda *given: None)
     net, finder = nn.Linear(2, 1), ReplicaFinder()
     wrapper = Replicated(net)
     assert finder.of([net]) == [wrapper]

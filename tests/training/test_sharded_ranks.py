@@ -72,6 +72,12 @@ def test_real_memory_that_runs_out_on_one_rank_splits_the_step_of_both(
         assert worst < 1e-6
 
 
+def test_weights_that_stay_gathered_between_parts_change_nothing(ranks: list[dict[str, Any]]):
+    for rank in ranks:
+        for place, repeats, worst in rank["without resharding"]:
+            assert (repeats, worst < 1e-6) == (1, True), place
+
+
 def test_where_one_rank_cannot_go_on_both_end(ranks: list[dict[str, Any]]):
     assert [rank["exhausted"] for rank in ranks] == [[None, True, False], [0, True, False]]
 
@@ -83,6 +89,10 @@ def test_where_one_rank_cannot_go_on_both_end(ranks: list[dict[str, Any]]):
         ("in part", "is not sharded, beside parameters that are"),
         ("hybrid", "hybrid sharding or tensor parallelism"),
         ("beside", "DistributedDataParallel beside a sharded one"),
+        ("split", "1.wide (Linear) gathers its weights"),
+        ("first kind", "(FullyShardedDataParallel) gathers its weights"),
+        ("averages", "a collective of your own"),
+        ("averages in replicas", "a collective of your own"),
     ],
 )
 def test_what_cannot_be_repeated_is_refused_in_a_line(

@@ -39,14 +39,14 @@ class InStep:
                 reason,
             )
             self._said = True
-            # a request for a smaller micro-batch is for the next attempt from here on
-            self._run.micro_batch_plan = self._run.micro_batch_plan
+            self._run.splits_no_more()
 
     def begin(self, model: nn.Module, **options: Any) -> OpenStep | None:
         """Begin an optimizer step; None where the framework has to run it by itself."""
-        if not self.is_on or self._shared(model) is None:
+        shared = self._shared(model) if self.is_on else None
+        if shared is None:
             return None
-        return OpenStep(self._batcher, model, say=self.say, **options)
+        return OpenStep(self._batcher, model, shared, say=self.say, **options)
 
     def samples_of(self, batch: Any) -> int | None:
         """Return the samples in a batch, None where it cannot be cut."""

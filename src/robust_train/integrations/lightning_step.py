@@ -225,7 +225,8 @@ def _reduced(meta: Any, found: list[tuple[Tensor, int]]) -> Tensor:
 def _why_not(trainer: Any, model: Any) -> str | None:
     """Return what makes it impossible to run a step in parts, if anything."""
     strategy = trainer.strategy
-    if not isinstance(strategy, (_strategies.SingleDeviceStrategy, _strategies.DDPStrategy)):
+    # DeepSpeed's and XLA's derive from DDP's
+    if type(strategy) not in (_strategies.SingleDeviceStrategy, _strategies.DDPStrategy):
         return f"{type(strategy).__name__} runs the model"
     name = "optimizer_zero_grad"
     if getattr(type(model), name, None) not in (None, getattr(_LightningModule, name)):

@@ -171,7 +171,7 @@ def _why_not(trainer: Any) -> str | None:
     if getattr(trainer.accelerator, "parallelism_config", None) is not None:
         return "parallelism_config: the ranks share a sample"
     if args.optim in ("lomo", "adalomo"):
-        return f"optim={args.optim} updates weights within the backward pass"
+        return f"optim={args.optim.value} updates weights within the backward pass"
     if args.torch_compile and args.torch_compile_mode in ("reduce-overhead", "max-autotune"):
         return f"torch_compile_mode={args.torch_compile_mode} captures CUDA graphs"
     if type(trainer)._prepare_inputs is not _transformers.Trainer._prepare_inputs:

@@ -122,9 +122,11 @@ class MicroBatches:
         waiting, failed = self._bounds(0), None
         while waiting and failed is None:
             micro = self._next(waiting)
+            shared.begin_part()
             yield micro
             micro.must_have_been_used()
             failed = micro if micro.failure is not None else None
+            shared.end_part(ran_out=not micro.done)
         if failed is not None:
             self._recover(failed)
         return self._must_repeat(shared, failed)

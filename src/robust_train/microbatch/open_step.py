@@ -49,6 +49,7 @@ class OpenStep(MicroBatches):
         self,
         batcher: MicroBatcher,
         model: Models,
+        shared: SharedStep,
         *,
         on_rewind: Callable[[], None] = lambda: None,
         say: Callable[[str], None] = lambda reason: None,
@@ -62,8 +63,7 @@ class OpenStep(MicroBatches):
         self._now: _Batch | None = None
         self._failed: MicroBatch | None = None
         self._is_last = False
-        models, _ = batcher.watch.resolve(model)
-        self._shared = SharedStep(models)
+        self._shared = shared
         self._start = StepStart(batcher.watch, model, keeps_gradients=keeps_gradients)
 
     @property
@@ -163,6 +163,8 @@ class OpenStep(MicroBatches):
     def _report_exhausted(self, failure: Failure, used: int, error: Exception) -> None:
         if self._now is None or self._now.is_cut:
             super()._report_exhausted(failure, used, error)
+        else:
+            self._say("the batch is a lone sample, or several that are packed into one")
 
 
 def like(failure: Failure | None) -> Exception:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from robust_train.compat import collectives_begun
 from robust_train.errors import UserError
 from robust_train.microbatch import replicas, sharded
 from robust_train.microbatch.replicas import Replica, ReplicaFinder
@@ -119,12 +120,18 @@ class Ranks:
         self._group: Any = None if is_on_host else dist.new_group(backend="gloo")
         self.replicas = ReplicaFinder()
         self.ledger = sharded.Ledger(self.vote)
+        self._votes = 0
 
     def vote(self, ran_out: bool) -> bool:
         """Return whether memory ran out on any rank. All ranks have to call it."""
         vote = torch.tensor([float(ran_out)], device="cpu")
         dist.all_reduce(vote, dist.ReduceOp.MAX, group=self._group)
+        self._votes += self._group is None
         return bool(vote.item())
+
+    def foreign(self) -> int:
+        """Return how many collectives were begun that neither this class nor FSDP2 knows of."""
+        return collectives_begun(self.world) - self._votes - self.ledger.sent
 
     def most_and_sum(self, parts: int, items: float) -> tuple[int, float]:
         """Return the most parts of any rank and the items of all. All ranks have to call it."""
@@ -190,6 +197,7 @@ class SharedStep:
         self._parameters = replicas.shared_parameters(self._replicas)
         self._agreement: Agreement | None = None
         self._items = 0.0
+        self._foreign = 0
 
     @property
     def is_sharded(self) -> bool:
@@ -205,14 +213,28 @@ class SharedStep:
         most, of_all = self._group.most_and_sum(parts, items)
         return most, items * self._group.size / of_all if of_all else 0.0
 
-    def begin_part(self, *, training: bool) -> None:
-        """Begin a part whose passes may communicate."""
-        if self._group is not None and self._roots:
-            self._group.ledger.begin_part(self._roots, training=training)
+    def begin_part(self, *, training: bool = True) -> None:
+        """Begin a part, in which sharded models alone may communicate."""
+        if self._group is not None:
+            self._foreign = self._group.foreign()
+            if self._roots:
+                self._group.ledger.begin_part(self._roots, training=training)
 
     def end_part(self, *, ran_out: bool) -> None:
-        """Reach its end together with the other ranks; see :meth:`.sharded.Ledger.end_part`."""
-        if self._group is not None and self._roots:
+        """Reach its end, with a sharded model together with the other ranks.
+
+        Raises:
+            UserError: a collective of the user's was in it; see also :meth:`.sharded.Ledger.end_part`.
+        """
+        if self._group is None:
+            return
+        if not ran_out and self._group.foreign() != self._foreign:
+            raise UserError(
+                "run.micro_batches: a collective of your own (torch.distributed) runs inside a "
+                "micro-batch, where a rank that runs out of memory would leave the others waiting; "
+                f"call it after the loop over the micro-batches, {sharded.WITHOUT}"
+            )
+        if self._roots:
             self._group.ledger.end_part(ran_out=ran_out)
 
     def reset(self) -> None:

@@ -36,7 +36,7 @@ class Replicated(nn.Module):
         self.module = module
         self.process_group: Any = dist.group.WORLD
         with torch.no_grad():
-            _broadcast([*module.parameters(), *module.buffers()], 0, self.process_group)
+            broadcast([*module.parameters(), *module.buffers()], 0, self.process_group)
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Call the model."""
@@ -144,10 +144,11 @@ def share_buffers(replicas: Sequence[Replica]) -> None:
             for buffer in buffers:
                 # the same as far as autograd and the rewinding of steps are concerned
                 stack.enter_context(preserve_version_counter(torch, buffer))
-            _broadcast(buffers, source, replica.process_group)
+            broadcast(buffers, source, replica.process_group)
 
 
-def _broadcast(tensors: Sequence[Tensor], source: int, group: Any) -> None:
+def broadcast(tensors: Sequence[Tensor], source: int, group: Any) -> None:
+    """Give every rank the tensors of ``source``, in few messages."""
     for bucket in _buckets(tensors):
         flat = _flattened(bucket)
         _receive(dist.broadcast(flat, source, group=group, async_op=True), flat, bucket)
@@ -217,7 +218,7 @@ def _why_not(module: nn.Module) -> str | None:
         for parameter in module.parameters(recurse=False)
         for cls in type(parameter).__mro__
     )
-    if is_split or names & {"FSDPModule", "FullyShardedDataParallel"}:
+    if is_split or names & {"FSDPModule", "FullyShardedDataParallel", "DeepSpeedEngine"}:
         return f"gathers its weights {waiting}; use DistributedDataParallel, {_WITHOUT}"
     if not isinstance(module, DistributedDataParallel):
         return None

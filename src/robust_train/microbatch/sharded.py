@@ -67,6 +67,7 @@ class Ledger:
         self._records: dict[object, list[Collective]] = {}
         self._part: object = None
         self._now: list[Collective] | None = None
+        self.sent = 0  # by sharded models over the default group
 
     def roots_in(self, models: Iterable[nn.Module]) -> tuple[Any, ...]:
         """Return the outermost sharded modules in ``models``, whose collectives are noted from now.
@@ -131,11 +132,12 @@ class Ledger:
     def _before(
         self, is_gathered: bool, output: Tensor, given: Tensor, group: Any, op: Any
     ) -> None:
-        if self._now is None:  # outside of parts
-            return
-        if self._part not in self._records and self._vote(False):
+        if self._now is not None and self._part not in self._records and self._vote(False):
             self._now = None
             raise RanOutElsewhere
+        self.sent += group is dist.group.WORLD
+        if self._now is None:  # outside of parts
+            return
         sizes = output.numel(), given.numel()
         self._now.append(Collective(is_gathered, *sizes, output.dtype, output.device, group, op))
 

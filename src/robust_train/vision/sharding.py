@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from robust_train.errors import ConfigError
+from robust_train.microbatch.replicas import broadcast
 
 
 def shard(model: nn.Module) -> None:
@@ -35,8 +36,8 @@ def shard(model: nn.Module) -> None:
 
 def share_buffers(model: nn.Module) -> None:
     """Give every rank the buffers (BatchNorm's statistics) of the first, which saves them."""
-    for buffer in model.buffers():
-        dist.broadcast(buffer, 0)
+    with torch.no_grad():
+        broadcast(list(model.buffers()), 0, dist.group.WORLD)
 
 
 def _blocks(module: nn.Module) -> list[nn.Module]:
