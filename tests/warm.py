@@ -38,9 +38,10 @@ _IMPORTS = (
     "robust_train.report.html",
 )
 _LARGE_IMPORTS = {
-    "": ("torch",),
+    # the latter is imported when an optimizer is built
+    "": ("torch", "torch._dynamo"),
     # what the built-in trainer's default imports
-    "vision": ("torch._dynamo", "torch.utils.tensorboard", "sklearn.datasets"),
+    "vision": ("torch.utils.tensorboard", "sklearn.datasets"),
 }
 _M_MMAP_THRESHOLD = -3  # malloc.h
 _MMAP_THRESHOLD = "MALLOC_MMAP_THRESHOLD_"

@@ -12,16 +12,20 @@ from typing import Any
 
 import pytest
 
+import warm
 from world import ROOT, World
 
 
 def _run(world: World, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """Run a command in a project's folder, as on a machine where robust-train is installed."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{world.environ['PATH']}"
+    environ = {**world.environ, "PYTHONPATH": str(ROOT / "src"), "PATH": path}
+    if words[:2] == (sys.executable, "main.py"):
+        return warm.run((f"{folder}/main.py", *words[2:]), environ, folder)
     return subprocess.run(
         words,
         cwd=folder,
-        env={**world.environ, "PYTHONPATH": str(ROOT / "src"), "PATH": path},
+        env=environ,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
