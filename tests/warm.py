@@ -42,7 +42,10 @@ _LARGE_IMPORTS = {
     "": ("torch", "torch._dynamo"),
     # what the built-in trainer's default imports
     "vision": ("torch.utils.tensorboard", "sklearn.datasets"),
+    # and the trainer itself, for programs without a launcher (see preloaded)
+    "trainer": ("robust_train.vision.trainer",),
 }
+_FORKED_FROM = {"vision": "", "trainer": "vision"}
 _M_MMAP_THRESHOLD = -3  # malloc.h
 _MMAP_THRESHOLD = "MALLOC_MMAP_THRESHOLD_"
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -115,24 +118,34 @@ class Command:
         self.send_signal(signal.SIGTERM)
 
 
-def start(argv: Sequence[str], cwd: Path, environ: Mapping[str, str]) -> Command:
+def start(
+    argv: Sequence[str], cwd: Path, environ: Mapping[str, str], kind: str | None = None
+) -> Command:
     """Start ``python argv…``: a script, ``-m module`` or ``-c code``; the caller waits for it."""
     (stdout, stdout_there), (stderr, stderr_there) = os.pipe(), os.pipe()
     argv = [str(one) for one in argv]
     request = {"is": "command", "argv": argv, "cwd": str(cwd), "environ": dict(environ)}
     with _adopting_orphans():
-        pid = _fork_there(request, [stdout_there, stderr_there], _kind(argv))
+        pid = _fork_there(request, [stdout_there, stderr_there], kind or _kind(argv))
     os.close(stdout_there)
     os.close(stderr_there)
     return Command(argv, pid, os.fdopen(stdout), os.fdopen(stderr))
 
 
 def run(
-    argv: Sequence[str], environ: Mapping[str, str], cwd: Path | None = None, timeout: float = 120
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    cwd: Path | None = None,
+    timeout: float = 120,
+    kind: str | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run ``python argv…`` to its end."""
-    command = start(argv, cwd or Path.cwd(), environ)
-    stdout, stderr = command.communicate(timeout)
+    command = start(argv, cwd or Path.cwd(), environ, kind)
+    try:
+        stdout, stderr = command.communicate(timeout)
+    except subprocess.TimeoutExpired:
+        command.kill()
+        raise
     return subprocess.CompletedProcess(list(argv), command.wait(), stdout, stderr)
 
 
@@ -234,7 +247,8 @@ def _server(kind: str = "") -> socket.socket:
     if kind not in _to_servers:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         if kind:
-            _fork_there({"is": "server", "imports": _LARGE_IMPORTS[kind]}, [theirs.fileno()])
+            request = {"is": "server", "imports": _LARGE_IMPORTS[kind]}
+            _fork_there(request, [theirs.fileno()], _FORKED_FROM[kind])
         else:
             source = Path(__file__).resolve().parents[1] / "src"
             process = subprocess.Popen(
