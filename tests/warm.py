@@ -54,6 +54,8 @@ _READ_BEFORE = (
     *("GLIBC_", "GOMP_", "KMP_", "LD_PRELOAD", "MALLOC_", "MKL_", "NPY_", "OMP_", "OPENBLAS_"),
     *("PYTHONM", "PYTHONU", "PYTHONH", "PYTORCH_", "TORCH"),
 )
+# set by scikit-learn and torch when they are imported, be it in the test's process
+_SET_BY_LIBRARIES = ("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "TORCHINDUCTOR_CACHE_DIR")
 
 _to_servers: dict[str, socket.socket] = {}
 _large: dict[str, types.ModuleType] = {}
@@ -220,7 +222,8 @@ class ForkServers:
 
 def _of_importance(environ: Mapping[str, str]) -> dict[str, str]:
     found = {name: value for name, value in environ.items() if name.startswith(_READ_BEFORE)}
-    found.pop(_MMAP_THRESHOLD, None)
+    for name in (_MMAP_THRESHOLD, *_SET_BY_LIBRARIES):
+        found.pop(name, None)
     return found
 
 
