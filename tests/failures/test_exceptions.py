@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import concurrent.futures
+import errno
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.utils.data import DataLoader
 
 from robust_train.failures import classify_exit, classify_failure
 from robust_train.values import Clue, FailureKind
@@ -321,3 +324,19 @@ def test_descriptors_that_data_loaders_exhaust_mean_fewer_workers() -> None:
     loader = raised_in("/lib/python3.11/multiprocessing/reduction.py")
     assert classify_failure(loader).kind is FailureKind.WORKER_DEATH
     assert classify_failure(raised_in("/home/me/train.py")).kind is FailureKind.BUG
+
+
+@pytest.mark.parametrize("number", [errno.ENOENT, errno.EROFS, errno.ENOSYS, errno.EACCES])
+def test_a_lock_for_workers_that_finds_no_shared_memory_is_the_workers_matter(monkeypatch, number):
+    """As in a container without /dev/shm; torch's loader makes the lock for its queues."""
+
+    def refuse(*args: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("_multiprocessing.SemLock", refuse)
+    with pytest.raises(OSError, match=os.strerror(number)) as raised:
+        iter(DataLoader([1, 2], num_workers=1))
+    failure = classify_failure(raised.value)
+    assert failure.kind is FailureKind.WORKER_DEATH
+    assert "/dev/shm" in " ".join(failure.advice)
+    assert classify_failure(OSError(number, "a file of the trainer's")).kind is FailureKind.BUG
