@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import errno
 import json
+import multiprocessing.synchronize
 import os
 import socket
 import subprocess
@@ -14,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.utils.data import DataLoader
 
 from robust_train.failures import classify_exit, classify_failure
 from robust_train.values import Clue, FailureKind
@@ -328,14 +328,14 @@ def test_descriptors_that_data_loaders_exhaust_mean_fewer_workers() -> None:
 
 @pytest.mark.parametrize("number", [errno.ENOENT, errno.EROFS, errno.ENOSYS, errno.EACCES])
 def test_a_lock_for_workers_that_finds_no_shared_memory_is_the_workers_matter(monkeypatch, number):
-    """As in a container without /dev/shm; torch's loader makes the lock for its queues."""
+    """As in a container without /dev/shm; torch's loader makes such queues."""
 
     def refuse(*args: object) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr("_multiprocessing.SemLock", refuse)
+    monkeypatch.setattr(multiprocessing.synchronize._multiprocessing, "SemLock", refuse)
     with pytest.raises(OSError, match=os.strerror(number)) as raised:
-        iter(DataLoader([1, 2], num_workers=1))
+        multiprocessing.Queue()
     failure = classify_failure(raised.value)
     assert failure.kind is FailureKind.WORKER_DEATH
     assert "/dev/shm" in " ".join(failure.advice)
