@@ -338,5 +338,5 @@ def test_a_lock_for_workers_that_finds_no_shared_memory_is_the_workers_matter(mo
         multiprocessing.Queue()
     failure = classify_failure(raised.value)
     assert failure.kind is FailureKind.WORKER_DEATH
-    assert "/dev/shm" in " ".join(failure.advice)
+    assert "shared memory" in " ".join(failure.advice)
     assert classify_failure(OSError(number, "a file of the trainer's")).kind is FailureKind.BUG
