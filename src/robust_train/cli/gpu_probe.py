@@ -61,7 +61,7 @@ def _in_a_process(uuid: str) -> tuple[bool, str]:
         return False, last
     seen = json.loads(last)
     return seen["left_bytes"] == 0, (
-        f"computed, ran out of memory and went on with 1/{seen['parts']} of it in "
+        f"computed, ran out of memory and went on with 1/{seen['parts']:g} of it in "
         f"{seen['seconds']:.1f} s, {seen['left_bytes']} bytes left"
     )
 

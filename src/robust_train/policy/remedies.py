@@ -380,7 +380,8 @@ def what_failed(context: FailureContext) -> str:
     rank = "" if failure.rank is None else f" (rank {failure.rank})"
     if failure.kind is FailureKind.DEVICE_OOM:
         limit = " at this job's own limit (memory.fraction)" if failure.evidence.own_limit else ""
-        return f"out of memory on {device}{rank}{limit}"
+        where = device if context.failed_gpus else "the GPU"  # of a process that chose it itself
+        return f"out of memory on {where}{rank}{limit}"
     if failure.kind is FailureKind.HOST_OOM:
         return f"out of memory on the host{rank}"
     if failure.kind is FailureKind.DEVICE_FAULT:
