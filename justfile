@@ -76,6 +76,10 @@ test *args:
 test-all:
     .ci/run {{ python }}
 
+# The table of what is recovered where, in docs/several-gpus.md, from what tests say they prove
+proved:
+    {{ python }} tests/proved.py
+
 # Lint, format check and types
 lint:
     {{ python }} -m ruff check .

@@ -707,6 +707,28 @@ def test_without_another_gpu_a_group_goes_on_with_fewer_where_its_user_allows_it
     assert after(lost(of_four()), gpus=FOUR, settings=of_four()).action == "cpu_fallback"
 
 
+def test_a_group_goes_on_without_the_gpu_that_has_too_little_memory_for_any_size():
+    settings, group = of_four(min_ranks=2), (*FOUR[:3], gpu(3, 20))
+
+    def ran_out(rank: int, group=group) -> Attempt:
+        spec = replace(first_attempt(settings, group), batch_size=settings.min_batch_size)
+        attempt = failed(spec, FailureKind.DEVICE_OOM, end_step=3)
+        failure = replace(attempt.outcome.failure, rank=rank)
+        return replace(attempt, outcome=replace(attempt.outcome, failure=failure))
+
+    retry = after(ran_out(3), gpus=group, settings=settings)
+    assert (retry.action, retry.room.counts, retry.room.exclude) == (
+        "fewer_gpus",
+        (3, 2),
+        ("GPU-3",),
+    )
+    assert retry.room.free_bytes > group[3].free_bytes
+    assert retry.otherwise.action == "cpu_fallback"
+    assert after(ran_out(0, FOUR), gpus=FOUR, settings=settings).action == "cpu_fallback"
+    three = replace(settings, min_ranks=4)
+    assert after(ran_out(3), gpus=group, settings=three).action == "cpu_fallback"
+
+
 def test_it_waits_first_where_others_have_gpus_that_would_do():
     settings = of_four(min_ranks=3)
     retry = decide(settings, (lost(settings),), FOUR, (gpu(4, 40),))

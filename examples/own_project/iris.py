@@ -7,8 +7,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from robust_train import UserError
+
 
 def train(cfg, run):
+    if run.world_size > 1:
+        raise UserError("num_gpus: iris.py trains in one process; docs/several-gpus.md has a loop")
     torch.manual_seed(cfg.seed)
     x_train, y_train, x_test, y_test = read(Path(cfg.data.file), cfg.data.test_every)
     model = network(list(cfg.model.hidden)).to(cfg.device)

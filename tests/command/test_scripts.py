@@ -21,6 +21,7 @@ from two_gpu_machine import A, B
 from world import ROOT, is_running
 
 
+@pytest.mark.proves("scripts", "one GPU", "new attempt")
 def test_a_real_lack_of_memory_halves_the_batch_until_it_fits(scripts: CommandWorld):
     words = script(
         "hungry.py",

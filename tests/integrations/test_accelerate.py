@@ -47,6 +47,7 @@ def same_weights(one: list[dict], other: list[dict]) -> None:
         torch.testing.assert_close(weights(other)[name], weight, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.proves("accelerate", "one GPU", "in the step")
 @pytest.mark.parametrize("isolation", ["process", pytest.param("none", marks=pytest.mark.slow)])
 def test_where_memory_runs_out_in_a_step_only_the_step_is_repeated(
     example: Example, isolation: str, monkeypatch: pytest.MonkeyPatch
@@ -63,6 +64,7 @@ def test_where_memory_runs_out_in_a_step_only_the_step_is_repeated(
     same_weights(example.run_here(monkeypatch), ended.journal)
 
 
+@pytest.mark.proves("accelerate", "several GPUs", "in the step")
 @pytest.mark.slow
 def test_memory_that_runs_out_on_one_of_two_ranks_repeats_the_step_of_both(
     example: Example, monkeypatch: pytest.MonkeyPatch
@@ -77,6 +79,7 @@ def test_memory_that_runs_out_on_one_of_two_ranks_repeats_the_step_of_both(
     differ_by_rounding_alone(weights(ended.journal), here, within=1e-3)
 
 
+@pytest.mark.proves("accelerate", "one GPU", "new attempt")
 @pytest.mark.slow
 def test_where_it_runs_out_outside_of_a_step_the_next_attempt_goes_on_with_half(
     example: Example, monkeypatch: pytest.MonkeyPatch

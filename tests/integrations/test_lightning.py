@@ -68,6 +68,7 @@ def test_a_job_is_stopped_resumes_runs_out_of_memory_and_ends_with_the_same_weig
         torch.testing.assert_close(weights(journal)[name], weight, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.proves("Lightning", "one GPU", "in the step")
 def test_where_memory_runs_out_the_step_is_repeated_to_the_same_weights(
     example: Example, monkeypatch: pytest.MonkeyPatch
 ):
@@ -82,6 +83,7 @@ def test_where_memory_runs_out_the_step_is_repeated_to_the_same_weights(
         torch.testing.assert_close(weights(ended.journal)[name], weight, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.proves("Lightning", "several GPUs", "in the step")
 @pytest.mark.slow
 def test_two_ranks_stop_at_the_same_step_and_repeat_one_where_memory_runs_out_on_one(
     example: Example,
@@ -95,6 +97,7 @@ def test_two_ranks_stop_at_the_same_step_and_repeat_one_where_memory_runs_out_on
     differ_by_rounding_alone(weights(ended.journal), weights(whole.journal))
 
 
+@pytest.mark.proves("Lightning", "several GPUs", "new attempt")
 @pytest.mark.slow
 def test_memory_that_runs_out_between_steps_of_one_rank_ends_the_attempt_of_both(example: Example):
     how = "out_of_memory_between_steps"
@@ -242,6 +245,7 @@ class _Manual(_Line):
     automatic_optimization = False
 
 
+@pytest.mark.proves("Lightning", "one GPU", "refused", "manual optimization")
 @pytest.mark.parametrize(
     ("options", "model", "said"),
     [

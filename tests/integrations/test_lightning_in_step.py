@@ -190,16 +190,63 @@ def _captures_graphs(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(open_step, "memory_segments", lambda torch: segments)
 
 
+@pytest.mark.proves("Lightning", "one GPU", "new attempt")
 @pytest.mark.parametrize(
     ("model", "disguise", "said"),
     [
-        pytest.param(_KeepsGradients, None, "optimizer_zero_grad decides", id="zero_grad"),
-        pytest.param(_TwoPasses, None, "LBFGS", id="LBFGS"),
-        pytest.param(_ReturnsOne, None, "results of parts cannot be put together", id="results"),
-        pytest.param(_Scaled, None, "batch[2] has 0", id="numbers"),
-        pytest.param(Net, (_is_run_by, "DeepSpeedStrategy"), "DeepSpeedStrategy", id="DeepSpeed"),
-        pytest.param(Net, (_is_run_by, "FSDPStrategy"), "FSDPStrategy runs", id="FSDP"),
-        pytest.param(Net, (_captures_graphs, ""), "a CUDA graph was captured", id="graphs"),
+        pytest.param(
+            _KeepsGradients,
+            None,
+            "optimizer_zero_grad decides",
+            id="zero_grad",
+            marks=pytest.mark.proves(
+                "Lightning", "one GPU", "refused", "`optimizer_zero_grad` of your own"
+            ),
+        ),
+        pytest.param(
+            _TwoPasses,
+            None,
+            "LBFGS",
+            id="LBFGS",
+            marks=pytest.mark.proves("Lightning", "one GPU", "refused", "LBFGS"),
+        ),
+        pytest.param(
+            _ReturnsOne,
+            None,
+            "results of parts cannot be put together",
+            id="results",
+            marks=pytest.mark.proves(
+                "Lightning", "one GPU", "refused", "results that cannot be joined"
+            ),
+        ),
+        pytest.param(
+            _Scaled,
+            None,
+            "batch[2] has 0",
+            id="numbers",
+            marks=pytest.mark.proves("Lightning", "one GPU", "refused", "batches with numbers"),
+        ),
+        pytest.param(
+            Net,
+            (_is_run_by, "DeepSpeedStrategy"),
+            "DeepSpeedStrategy",
+            id="DeepSpeed",
+            marks=pytest.mark.proves("Lightning", "several GPUs", "refused", "DeepSpeed"),
+        ),
+        pytest.param(
+            Net,
+            (_is_run_by, "FSDPStrategy"),
+            "FSDPStrategy runs",
+            id="FSDP",
+            marks=pytest.mark.proves("Lightning", "FSDP2", "refused", "every model"),
+        ),
+        pytest.param(
+            Net,
+            (_captures_graphs, ""),
+            "a CUDA graph was captured",
+            id="graphs",
+            marks=pytest.mark.proves("Lightning", "one GPU", "refused", "captured CUDA graphs"),
+        ),
     ],
 )
 def test_what_cannot_be_split_is_said_once_and_the_next_attempt_has_half(

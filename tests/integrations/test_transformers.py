@@ -53,6 +53,8 @@ def weights(journal: list[dict]) -> dict[str, torch.Tensor]:
     return load_file(Path(last["path"]) / "model.safetensors")
 
 
+@pytest.mark.proves("transformers", "one GPU", "in the step")
+@pytest.mark.proves("transformers", "one GPU", "new attempt")
 @pytest.mark.parametrize(
     ("how", "isolation", "goes_on"),
     [
@@ -82,6 +84,7 @@ def test_where_memory_runs_out_it_goes_on_to_the_same_weights(
         torch.testing.assert_close(weights(journal)[name], weight, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.proves("transformers", "several GPUs", "in the step")
 @pytest.mark.slow
 def test_two_ranks_stop_at_the_same_step_and_repeat_one_where_memory_runs_out_on_one(
     example: Example,

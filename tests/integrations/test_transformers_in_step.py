@@ -176,15 +176,70 @@ _GRAPHS = ("args", {"torch_compile": True, "torch_compile_mode": "reduce-overhea
     ("options", "seen", "said"),
     [
         pytest.param(
-            {"collator": _with_a_number}, None, r"batch\['temperature'\] has 0", id="numbers"
+            {"collator": _with_a_number},
+            None,
+            r"batch\['temperature'\] has 0",
+            id="numbers",
+            marks=pytest.mark.proves("transformers", "one GPU", "refused", "batches with numbers"),
         ),
-        pytest.param({"trainer": _OwnBackward}, None, "does not call self.accel", id="backward"),
-        pytest.param({"trainer": _OwnBatches}, None, "batches of its own", id="batches"),
-        pytest.param({"collator": _packed}, None, "packed into one", id="packed"),
-        pytest.param({}, _DEEPSPEED, "is run by DEEPSPEED", id="DeepSpeed"),
-        pytest.param({}, _FSDP, "is run by FSDP", id="FSDP"),
-        pytest.param({}, _LOMO, "optim=lomo updates", id="LOMO"),
-        pytest.param({}, _GRAPHS, "torch_compile_mode=reduce-overhead captures", id="graphs"),
+        pytest.param(
+            {"trainer": _OwnBackward},
+            None,
+            "does not call self.accel",
+            id="backward",
+            marks=pytest.mark.proves(
+                "transformers",
+                "one GPU",
+                "refused",
+                "`training_step` with a backward pass of its own",
+            ),
+        ),
+        pytest.param(
+            {"trainer": _OwnBatches},
+            None,
+            "batches of its own",
+            id="batches",
+            marks=pytest.mark.proves(
+                "transformers", "one GPU", "refused", "`_prepare_inputs` of your own"
+            ),
+        ),
+        pytest.param(
+            {"collator": _packed},
+            None,
+            "packed into one",
+            id="packed",
+            marks=pytest.mark.proves("transformers", "one GPU", "refused", "packed sequences"),
+        ),
+        pytest.param(
+            {},
+            _DEEPSPEED,
+            "is run by DEEPSPEED",
+            id="DeepSpeed",
+            marks=pytest.mark.proves("transformers", "several GPUs", "refused", "DeepSpeed"),
+        ),
+        pytest.param(
+            {},
+            _FSDP,
+            "is run by FSDP",
+            id="FSDP",
+            marks=pytest.mark.proves("transformers", "FSDP2", "refused", "every model"),
+        ),
+        pytest.param(
+            {},
+            _LOMO,
+            "optim=lomo updates",
+            id="LOMO",
+            marks=pytest.mark.proves("transformers", "one GPU", "refused", "LOMO"),
+        ),
+        pytest.param(
+            {},
+            _GRAPHS,
+            "torch_compile_mode=reduce-overhead captures",
+            id="graphs",
+            marks=pytest.mark.proves(
+                "transformers", "one GPU", "refused", "`torch_compile_mode` with CUDA graphs"
+            ),
+        ),
     ],
 )
 def test_what_cannot_be_split_is_said_once_and_the_next_attempt_has_half(

@@ -13,6 +13,8 @@ from running_out import RUN_OUT, differ_by_rounding_alone
 import preloaded
 
 
+@pytest.mark.proves("Lightning", "several GPUs", "refused", "a collective inside a micro-batch")
+@pytest.mark.proves("transformers", "several GPUs", "refused", "a collective inside a micro-batch")
 @pytest.mark.slow
 @pytest.mark.parametrize("framework", ["lightning", "transformers"])
 def test_one_of_two_ranks_repeats_its_share_of_the_step(tmp_path: Path, framework: str):

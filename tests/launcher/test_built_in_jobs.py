@@ -172,6 +172,7 @@ def test_absent_data_is_refused_in_one_line_with_the_way_out(world: World):
     assert "Traceback" not in ended.output
 
 
+@pytest.mark.proves("built-in trainer", "one GPU", "in the step")
 def test_a_real_out_of_memory_error_repeats_the_step_only(world: World):
     """The limit is between what the whole batch needs and what half of it does."""
     arguments = ("model.width=40", "training.batch_size=1024", "training.epochs=1")
@@ -194,6 +195,7 @@ def test_a_real_out_of_memory_error_repeats_the_step_only(world: World):
     assert "the step is repeated" in ended.output
 
 
+@pytest.mark.proves("built-in trainer", "one GPU", "new attempt")
 def test_a_real_out_of_memory_error_outside_of_the_step_halves_the_batch_and_finishes(
     world: World,
 ):

@@ -212,6 +212,21 @@ def be_rank(rank: int, ranks: int, folder: str) -> dict[str, object]:
     return seen
 
 
+@contextlib.contextmanager
+def runs_out_once(is_meant: bool):
+    """Have a pass of more than six samples run out of memory in its last layer."""
+
+    def must_fit(module, inputs, output):
+        if isinstance(module, nn.Linear) and len(output) > 6 and handles:
+            handles.pop().remove()
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    handles = []
+    if is_meant:
+        handles.append(nn.modules.module.register_module_forward_hook(must_fit))
+    yield
+
+
 class Watched(Run):
     """One rank of the built-in trainer, which stops at a step of which it is told."""
 
@@ -252,12 +267,13 @@ def built_in(
     )
     run.stop_at = stop_at
     result = None
-    with contextlib.suppress(Interrupted):
+    with contextlib.suppress(Interrupted), runs_out_once(stop_at == 1 and rank == 1):
         result = trainer.train(cfg, run)
     saved = [event["path"] for event in events if event["event"] == "checkpoint"]
     return {
         "result": result,
         "saved": saved,
+        "changed": [e["after"] for e in events if e["event"] == "micro_batch_changed"],
         "epochs": [e for e in events if e["event"] == "epoch"],
     }
 

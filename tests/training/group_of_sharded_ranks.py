@@ -318,6 +318,6 @@ if __name__ == "__main__":
     saved = Path(first[0]["saved"][-1])
     more = attempt(folder / "several", 3, "training.sharding=fsdp", resume=saved, stop_at=2)
     rest = attempt(folder / "several", 1, resume=Path(more[0]["saved"][-1]))
-    built_in = {"one": one[0], "rest": rest[0]}
+    built_in = {"one": one[0], "first": first[1], "rest": rest[0]}
     ranks = of_forks(2, lambda rank: be_rank(rank, sys.argv[1], is_thorough))
     print(json.dumps({"ranks": ranks, "built in": built_in}))

@@ -83,6 +83,8 @@ def test_a_wish_for_smaller_parts_on_one_rank_reaches_all(group: dict[str, Any])
     assert {member["wished"] for member in members(group, 4)} == {2}
 
 
+@pytest.mark.proves("`run.micro_batches`", "several GPUs", "refused", "SyncBatchNorm")
+@pytest.mark.proves("`run.micro_batches`", "several GPUs", "refused", "static_graph")
 def test_a_model_that_communicates_in_its_passes_is_refused(group: dict[str, Any]):
     assert {m["refused"].split(" gathers")[0] for m in members(group, 4)} == {
         "run.micro_batches: 1 (SyncBatchNorm)"
@@ -110,11 +112,15 @@ def test_ddp_is_found_at_any_depth_when_one_rank_runs_out_of_memory_in_backward(
         assert difference_from_alone < 1e-6
 
 
+@pytest.mark.proves("built-in trainer", "several GPUs", "in the step")
+@pytest.mark.proves("built-in trainer", "several GPUs", "new attempt")
 def test_the_built_in_trainer_gives_the_same_on_any_number_of_ranks_also_resumed(
     group: dict[str, Any],
 ):
-    """Two ranks stop in the first epoch, and four go on; against one that was left alone."""
+    """Two ranks stop after a step in which one ran out of memory, and four go on; against one that
+    was left alone."""
     one, first, rest = group["one"][0], group["first"], group["rest"]
+    assert [rank["changed"] for rank in first] == [[], [6]]
     assert [bool(rank["saved"]) for rank in first] == [True, False], "by the first alone"
     assert [bool(rank["saved"]) for rank in rest] == [True, False, False, False]
     expected = trained_weights(one["result"])

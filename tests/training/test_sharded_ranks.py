@@ -44,6 +44,7 @@ def must_give_the_gradients_of_one_process(ranks: list[dict[str, Any]]) -> None:
             assert place["size"] == 2, place
 
 
+@pytest.mark.proves("`run.micro_batches`", "FSDP2", "in the step")
 def test_a_step_is_repeated_wherever_memory_runs_out(ranks: list[dict[str, Any]]):
     assert len(ranks[0]["places"]) == 8
     must_give_the_gradients_of_one_process(ranks)
@@ -85,14 +86,61 @@ def test_where_one_rank_cannot_go_on_both_end(ranks: list[dict[str, Any]]):
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
-        ("own", "collectives of its own"),
-        ("in part", "is not sharded, beside parameters that are"),
-        ("hybrid", "hybrid sharding or tensor parallelism"),
-        ("beside", "DistributedDataParallel beside a sharded one"),
-        ("split", "1.wide (Linear) gathers its weights"),
-        ("first kind", "(FullyShardedDataParallel) gathers its weights"),
-        ("averages", "a collective of your own"),
-        ("averages in replicas", "a collective of your own"),
+        pytest.param(
+            "own",
+            "collectives of its own",
+            marks=pytest.mark.proves(
+                "`run.micro_batches`", "FSDP2", "refused", "custom collectives"
+            ),
+        ),
+        pytest.param(
+            "in part",
+            "is not sharded, beside parameters that are",
+            marks=pytest.mark.proves(
+                "`run.micro_batches`", "FSDP2", "refused", "models sharded in part"
+            ),
+        ),
+        pytest.param(
+            "hybrid",
+            "hybrid sharding or tensor parallelism",
+            marks=pytest.mark.proves("`run.micro_batches`", "FSDP2", "refused", "hybrid sharding"),
+        ),
+        pytest.param(
+            "beside",
+            "DistributedDataParallel beside a sharded one",
+            marks=pytest.mark.proves(
+                "`run.micro_batches`", "FSDP2", "refused", "DistributedDataParallel beside it"
+            ),
+        ),
+        pytest.param(
+            "split",
+            "1.wide (Linear) gathers its weights",
+            marks=pytest.mark.proves(
+                "`run.micro_batches`", "FSDP2", "refused", "tensor parallelism"
+            ),
+        ),
+        pytest.param(
+            "first kind",
+            "(FullyShardedDataParallel) gathers its weights",
+            marks=pytest.mark.proves("`run.micro_batches`", "several GPUs", "refused", "FSDP1"),
+        ),
+        pytest.param(
+            "averages",
+            "a collective of your own",
+            marks=pytest.mark.proves(
+                "`run.micro_batches`", "FSDP2", "refused", "a collective inside a micro-batch"
+            ),
+        ),
+        pytest.param(
+            "averages in replicas",
+            "a collective of your own",
+            marks=pytest.mark.proves(
+                "`run.micro_batches`",
+                "several GPUs",
+                "refused",
+                "a collective inside a micro-batch",
+            ),
+        ),
     ],
 )
 def test_what_cannot_be_repeated_is_refused_in_a_line(
@@ -115,8 +163,11 @@ def test_an_older_torch_is_refused_in_a_line(monkeypatch: pytest.MonkeyPatch):
         shard(torch.nn.Linear(2, 2))
 
 
+@pytest.mark.proves("built-in trainer", "FSDP2", "in the step")
+@pytest.mark.proves("built-in trainer", "FSDP2", "new attempt")
 def test_the_built_in_trainer_resumes_shards_on_another_number_of_ranks(seen: dict[str, Any]):
-    """Two ranks stop in the first epoch, three go on, then one process without shards. One of the
-    three has no sample in the epoch's last step."""
+    """Two ranks stop after a step in which one ran out of memory, three go on, then one process
+    without shards. One of the three has no sample in the epoch's last step."""
+    assert seen["built in"]["first"]["changed"] == [6]
     expected = trained_weights(seen["built in"]["one"]["result"])
     assert difference(trained_weights(seen["built in"]["rest"]["result"]), expected) < 1e-4

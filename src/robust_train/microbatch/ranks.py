@@ -224,7 +224,7 @@ class SharedStep:
         """Reach its end, with a sharded model together with the other ranks.
 
         Raises:
-            UserError: a collective of the user's was in it; see also :meth:`.sharded.Ledger.end_part`.
+            UserError: a collective of the user's was in it, or sharded passes differ.
         """
         if self._group is None:
             return

@@ -33,6 +33,7 @@ REMEDIES: dict[FailureKind, tuple[Rule, ...]] = {
         last_remedies.checkpoint_gradients,
         remedies.switch_gpu,
         remedies.second_opinion,
+        remedies.fewer_gpus,
         last_remedies.again_after_progress,
         last_remedies.cpu_fallback,
     ),

@@ -198,14 +198,23 @@ def wait_for_other_gpu(context: FailureContext) -> Retry | None:
 
 
 def fewer_gpus(context: FailureContext) -> Retry | None:
-    """No other GPU in time: the same effective batch on fewer, where the user allows it."""
-    counts = context.settings.fewer_ranks(len(context.last.gpus))
+    """No other GPU in time: the same effective batch on fewer, where the user allows it.
+
+    Where memory ran out: on those of the group that had more than the GPU on which it did.
+    """
+    excluded, least = {*context.faulty()}, context.settings.min_gpu_memory_bytes
+    most = len(context.last.gpus)
+    if context.failure.kind is FailureKind.DEVICE_OOM:
+        had, short = _shortest(context)
+        excluded.update(uuids(short))
+        most, least = most - len(short), max(least, had + 1)
+    elif context.failure.rank is not None:
+        excluded.update(uuids(context.failed_gpus))
+    fewer = context.settings.fewer_ranks(len(context.last.gpus))
+    counts = tuple(count for count in fewer if count <= most)
     if not counts:
         return None
-    excluded = {*context.faulty()}
-    if context.failure.rank is not None:
-        excluded.update(uuids(context.failed_gpus))
-    room = Room((), context.settings.min_gpu_memory_bytes, tuple(sorted(excluded)), counts)
+    room = Room((), least, tuple(sorted(excluded)), counts)
     what = f"{what_failed(context)} and no other GPU is available"
     reason = f"{what}: on with fewer GPUs (min_num_gpus={context.settings.min_ranks})"
     return Retry(context.last, "fewer_gpus", reason, room=room)

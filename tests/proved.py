@@ -1,0 +1,72 @@
+"""What the tests prove of recovery where memory runs out: ``python tests/proved.py`` writes it
+into docs/several-gpus.md.
+
+A test says what it proves by ``@pytest.mark.proves(framework, where, how)``, a refusal also what
+is refused. Tests are read, not imported or run.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "several-gpus.md"
+BEGIN, END = "<!-- what the tests prove: just proved -->\n", "<!-- end -->\n"
+
+FRAMEWORKS = (
+    "built-in trainer",
+    "`run.micro_batches`",
+    "accelerate",
+    "Lightning",
+    "transformers",
+    "scripts",
+)
+PLACES = ("one GPU", "several GPUs", "FSDP2", "several machines")
+HOWS = ("in the step", "new attempt", "refused")
+
+Proofs = dict[tuple[str, str, str], set[str]]
+
+
+def proofs(folder: Path = ROOT / "tests") -> Proofs:
+    """Return by framework, place and how what was refused there, of all marks in ``folder``."""
+    found: Proofs = defaultdict(set)
+    for path in sorted(folder.rglob("test_*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.proves":
+                words = [ast.literal_eval(argument) for argument in node.args]
+                known = zip(words, (FRAMEWORKS, PLACES, HOWS), strict=False)
+                is_right = all(word in words_here for word, words_here in known)
+                if not is_right or len(words) != 3 + (words[2:3] == ["refused"]):
+                    raise ValueError(f"{path}:{node.lineno}: {ast.unparse(node)}")
+                found[words[0], words[1], words[2]].update(words[3:])
+    return found
+
+
+def table(found: Proofs) -> str:
+    """Return them as Markdown: a table, and below it what is refused."""
+    lines = [f"| | {' | '.join(PLACES)} |", "|---" * (len(PLACES) + 1) + "|"]
+    for framework in FRAMEWORKS:
+        cells = (
+            ", ".join(how for how in HOWS if (framework, place, how) in found) for place in PLACES
+        )
+        lines.append(f"| {framework} | {' | '.join(cells)} |")
+    lines += ["", "Refused in one line:", ""]
+    for framework in FRAMEWORKS:
+        refused = [(place, found.get((framework, place, "refused"))) for place in PLACES]
+        listed = "; ".join(f"{place}: {', '.join(sorted(what))}" for place, what in refused if what)
+        if listed:
+            lines.append(f"- {framework}: {listed}")
+    return "\n".join(lines) + "\n"
+
+
+def page(found: Proofs, text: str) -> str:
+    """Return the page with the table in its place."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n{table(found)}\n{END}{after}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(proofs(), PAGE.read_text()))
