@@ -6,9 +6,11 @@ import contextlib
 import dataclasses
 import errno
 import functools
+import itertools
 import json
 import math
 import os
+import re
 import stat
 import types
 import typing
@@ -63,6 +65,24 @@ def write_json(
     with replacing(path, durable=durable) as temporary:
         # bytes of a path that are no text are escaped, as JSON does it
         temporary.write_bytes((text + "\n").encode("utf-8", "backslashreplace"))
+
+
+def set_aside(folder: Path, stays: re.Pattern[str] | None = None) -> Path | None:
+    """Move what a folder holds into ``earlier-<n>`` there, but for names that match ``stays``;
+    return the new folder, None where there was nothing. Raises OSError: that is not possible."""
+    left = [
+        item
+        for item in folder.iterdir()
+        if not item.name.startswith("earlier-") and not (stays and stays.fullmatch(item.name))
+    ]
+    if not left:
+        return None
+    names = (folder / f"earlier-{number}" for number in itertools.count(1))
+    earlier = next(path for path in names if not path.exists())
+    earlier.mkdir()
+    for item in left:
+        item.rename(earlier / item.name)
+    return earlier
 
 
 class LineFile:

@@ -12,8 +12,10 @@ import pytest
 from omegaconf import OmegaConf
 
 from robust_train.execution.signals import FORWARDED, SignalWatch
+from robust_train.files import set_aside
+from robust_train.sweep.current import _OF_HYDRA
 from robust_train.sweep.gpu_queue import count_gpus, jobs_at_once
-from robust_train.sweep.job_record import Entry, JobRecord, decide, read_record, set_aside
+from robust_train.sweep.job_record import Entry, JobRecord, decide, read_record
 from robust_train.sweep.live_table import LiveRow, most_important
 from robust_train.sweep.plugins_of_others import misplaced_launcher
 from robust_train.sweep.sweep_table import differing_overrides, exit_code_of, row_of, tally
@@ -154,10 +156,10 @@ def test_setting_aside_keeps_what_belongs_to_the_new_job(tmp_path: Path):
         (tmp_path / name).touch()
     for name in (".hydra", "checkpoints"):
         (tmp_path / name).mkdir()
-    assert set_aside(tmp_path) == tmp_path / "earlier-1"
+    assert set_aside(tmp_path, _OF_HYDRA) == tmp_path / "earlier-1"
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {".hydra", "train_robust.log", "output.log", "earlier-1"}
-    assert set_aside(tmp_path) is None
+    assert set_aside(tmp_path, _OF_HYDRA) is None
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "7", '{"sweep": 1}', '{"overrides": 7}'])

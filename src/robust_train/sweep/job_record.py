@@ -26,7 +26,6 @@ NOT_STARTED = "not_started"
 DIED = "died"
 
 _OF_THE_SWEEP = re.compile(r"\+{0,2}(sweep_resume|sweep_fail_fast|resume)=")
-_OF_THE_NEW_JOB = re.compile(r"earlier-.*|\.hydra|(?!attempt-\d+\.).*\.log")
 
 
 @dataclass(frozen=True)
@@ -83,18 +82,3 @@ def read_record(folder: Path) -> JobRecord | None:
         return from_json(JobRecord, read_object(folder / FILE))
     except MalformedEvent:
         return None
-
-
-def set_aside(folder: Path) -> Path | None:
-    """Move what an earlier job left into ``earlier-<n>/``; None where it left nothing. What Hydra
-    has just put there for the new job stays: its ``.hydra`` folder and open log files."""
-    left = [item for item in folder.iterdir() if not _OF_THE_NEW_JOB.fullmatch(item.name)]
-    if not left:
-        return None
-    number = 1
-    while (earlier := folder / f"earlier-{number}").exists():
-        number += 1
-    earlier.mkdir()
-    for item in left:
-        item.rename(earlier / item.name)
-    return earlier
