@@ -88,6 +88,29 @@ class FailureContext:
         )
 
     @property
+    def nothing_was_reported(self) -> bool:
+        """Whether no attempt reported anything that shows a step: the batch may be no matter."""
+        return not any(attempt.outcome.has_begun for attempt in self.history)
+
+    @property
+    def same_with_larger_batch(self) -> bool:
+        """Whether a larger batch ran out here with the same figures, and no step was reported."""
+
+        def figures(attempt: Attempt) -> tuple[object, ...]:
+            failure = attempt.outcome.failure
+            seen = Evidence() if failure is None else failure.evidence
+            kind = None if failure is None else failure.kind
+            return attempt.spec.device_key, kind, seen.requested_bytes, seen.allocated_bytes
+
+        if self.evidence.requested_bytes is None or not self.nothing_was_reported:
+            return False
+        return any(
+            earlier.spec.batch_size > self.last.batch_size
+            and figures(earlier) == figures(self.attempt)
+            for earlier in self.history[:-1]
+        )
+
+    @property
     def tried_devices(self) -> frozenset[str]:
         """UUIDs of the GPUs that have had an attempt since progress, and ``cpu`` if it has."""
         return frozenset(key for a in self.since_progress for key in uuids(a.spec.gpus) or ("cpu",))

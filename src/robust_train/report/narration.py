@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from robust_train.readable import by_processes, duration, shortened
 from robust_train.readable import number as number_text
+from robust_train.report.earlier import earlier_launches
+from robust_train.report.sources import read_entries
 from robust_train.runfolder.journal import AttemptStarted, DeviceAcquired
 from robust_train.runfolder.summary import (
     AttemptRecord,
@@ -65,13 +67,18 @@ def announce(number: int, spec: AttemptSpec, *, is_searched: bool = False) -> No
     log.info("attempt %d on %s: %s, effective batch size %d", number, where, chosen, effective)
 
 
-def show_attempts(summary: Summary) -> None:
-    """Log the table of attempts."""
+def show_end(
+    summary: Summary, explain: Callable[[Summary], object], how_to_go_on: str | None
+) -> None:
+    """Log how a job ended: its attempts, what ``explain`` shows, and the last lines."""
+    earlier = earlier_launches(tuple(read_entries(summary.run_dir / "journal.jsonl", [])))
     if summary.attempts:
-        log.info("attempts:\n%s", attempts_table(summary))
+        log.info("attempts:\n%s", attempts_table(summary, earlier.rows))
         memory = gpu_memory_summary(summary.attempts[-1])
         if memory is not None:
             log.info("%s", memory)
+    explain(summary)
+    conclude(summary, how_to_go_on, earlier.seconds)
 
 
 def speed_advice(records: Sequence[AttemptRecord]) -> tuple[str, ...]:
@@ -83,9 +90,14 @@ def speed_advice(records: Sequence[AttemptRecord]) -> tuple[str, ...]:
     return advice_of(last.speed, last.faster_before, last.num_workers)
 
 
-def conclude(summary: Summary, how_to_go_on: str | None = None) -> None:
-    """Log the last lines: how and where a job ended, its run folder, how it goes on."""
-    ending = f"{summary.status} after {duration(summary.wall_seconds)}"
+def conclude(
+    summary: Summary, how_to_go_on: str | None = None, earlier_seconds: float = 0.0
+) -> None:
+    """Log the last lines: how and where a job ended, its run folder, how it goes on. The time is
+    the job's, with the ``earlier_seconds`` of its launches before."""
+    ending = f"{summary.status} after {duration(earlier_seconds + summary.wall_seconds)}"
+    if earlier_seconds:
+        ending += f" (this launch: {duration(summary.wall_seconds)})"
     if summary.attempts:
         last = summary.attempts[-1].attempt
         ending += f" on {last.spec.device}"
@@ -107,7 +119,10 @@ def conclude(summary: Summary, how_to_go_on: str | None = None) -> None:
     log.info("run folder: %s", summary.run_dir)
     can_go_on = summary.attempts or summary.status == "interrupted"
     if can_go_on and summary.status != "completed" and how_to_go_on:
-        log.info("to go on: %s", how_to_go_on)
+        failures = [record.attempt.outcome.failure for record in summary.attempts[-1:]]
+        is_bug = any(failure and failure.kind is FailureKind.BUG for failure in failures)
+        first = "after mending it" if is_bug and summary.status == "failed" else "to go on"
+        log.info("%s: %s", first, how_to_go_on)
 
 
 def say(number: int, outcome: Outcome, decision: Decision | None) -> None:
@@ -122,6 +137,8 @@ def say(number: int, outcome: Outcome, decision: Decision | None) -> None:
     if decision.action == "stopped":  # by its user
         log.info("attempt %d: stopped", number)
         return
-    log.error("attempt %d: %s", number, decision.reason)
+    # the reason follows at the job's end, whole
+    what = outcome.exceptions[0].rpartition(".")[2] if outcome.exceptions else outcome.label
+    log.error("attempt %d failed: %s", number, what)
     if outcome.failure.advice and outcome.failure.kind is not FailureKind.BUG:
         log.error("what may help: %s", "; ".join(outcome.failure.advice))

@@ -216,10 +216,11 @@ def objective_of(result: Any) -> Any:
     return result.get("objective", result) if isinstance(result, dict) else result
 
 
-def attempts_table(summary: Summary) -> str:
-    """Return the attempts, by their numbers, as plain columns for any output."""
+def attempts_table(summary: Summary, earlier: Sequence[Sequence[str]] = ()) -> str:
+    """Return the attempts, by their numbers, as plain columns for any output; ``earlier``: rows of
+    those before this launch."""
     header = "attempt device batch accum. effective steps time next outcome"
-    rows = [header.split()]
+    rows: list[Sequence[str]] = [header.split(), *earlier]
     for number, record in enumerate(summary.attempts, start=summary.first_attempt):
         spec, outcome = record.attempt.spec, record.attempt.outcome
         action = "" if record.decision is None else record.decision.action

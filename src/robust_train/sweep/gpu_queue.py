@@ -37,7 +37,7 @@ from robust_train.errors import EXIT_BAD_CONFIG
 from robust_train.execution import at_hand
 from robust_train.execution.signals import SignalWatch
 from robust_train.gpu.bounded import NoAnswer, run_command
-from robust_train.runfolder.requests import sweep_stop_requested
+from robust_train.runfolder.requests import Refused, request_sweep_stop, sweep_stop_requested
 from robust_train.runfolder.state import read_state
 from robust_train.runfolder.summary import read_summary
 from robust_train.sweep import current, job_record, session
@@ -225,7 +225,7 @@ class GpuQueue:
         )
         table.show_line(ending_line(row, job.folder / LOG_FILE))
         if self._fail_fast and not completed and self._stopping is None:
-            self._stop("sweep_fail_fast=true", signal.SIGTERM)
+            self._fail()
             table.show_line("sweep_fail_fast=true: no more jobs start, running ones are stopped")
 
     def _settled(self, job: _Job, folder: Path, returncode: int) -> SweepRow:
@@ -254,6 +254,15 @@ class GpuQueue:
         for job in self._running:
             if job.process is not None:
                 job.process.signal(signum)
+
+    def _fail(self) -> None:
+        """Stop the jobs as ``robust-train run stop`` does: no launch without progress of theirs."""
+        try:
+            request_sweep_stop(Path(self._config.hydra.sweep.dir))
+        except (OSError, Refused):  # on a full disk
+            self._stop("sweep_fail_fast=true", signal.SIGTERM)
+        else:
+            self._stopping = "sweep_fail_fast=true"
 
     def _end_all(self, table: LiveTable) -> None:
         """Leave no job behind, except processes that even SIGKILL does not end."""
