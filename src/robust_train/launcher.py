@@ -166,18 +166,14 @@ class Job:
         resume, most = self.settings.resume, self.settings.max_launches
         self.beginning = begin_job(self.run_dir, resume=resume, max_launches=most)
         self.checkpoint = self.beginning.checkpoint
-        trainer = settings.name_of(self.trainer)
-        about = settings.about_job(self.cfg, self.wanted.job_name)
+        trainer, name = settings.name_of(self.trainer), self.wanted.job_name
+        about = settings.about_job(self.cfg, name)
         started = JobStarted(str(self.run_dir), trainer, self.beginning.job, about)
         self.journal.write(started)
         self.folder.on_event(started)
-        self.batch_sizes = BatchSizes(
-            settings.batch_settings(self.cfg, self.trainer),
-            self.policy,
-            self.beginning.found,
-            self.journal.write,
-            self.folder.state.requested_micro_batch,
-        )
+        batch = settings.batch_settings(self.cfg, self.trainer)
+        known = (self.beginning.found, self.journal.write, self.folder.state.requested_micro_batch)
+        self.batch_sizes = BatchSizes(batch, self.policy, *known)
         if self.checkpoint is not None:
             log.info("this run folder holds an unfinished job: resuming from %s", self.checkpoint)
 

@@ -103,13 +103,8 @@ def _job(cfg: DictConfig, *, remedies: bool) -> Any:
     try:
         if job is not None and job.refusal is not None:
             raise ConfigError(job.refusal)
-        launch = Job(None, cfg, remedies=remedies, explain=print_failure)
-        summary = launch.run()
+        summary = Job(None, cfg, remedies=remedies, explain=print_failure).run()
         if summary.status == "completed":
-            is_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
-            if is_sweep and launch.signals.received is not None:  # too late for this job only
-                current.job_ended(summary.status, 0, objective=summary.objective)
-                launch.signals.raise_if_received()
             return summary.objective
         code = exit_code_of(summary)
         ending.note(code)

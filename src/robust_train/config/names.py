@@ -5,11 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-_DEFAULTS = ("cnn", "digits")
-"""The built-in trainer's: no matter of a trainer of the user's own, whose config has them too."""
-_SCRIPT = re.compile(r"\w\.(?:py|sh|bash|pl|R|r|jl|rb|js|lua|m)$")
+# the built-in trainer's defaults, which the config of a trainer of the user's own has too
+_DEFAULTS = ("none", "cnn", "digits")
 
 
 def job_name(
@@ -21,29 +19,23 @@ def job_name(
 ) -> str:
     """Return ``job_name``, else ``lora_flowers102``, else ``training.train`` of the trainer's path,
     or the script; empty if there is nothing to name it by."""
-    if chosen:
-        return chosen
     is_own = target is not None and not target.startswith("robust_train.vision.")
-    unused = ("none", *_DEFAULTS) if is_own else ("none",)
-    parts = [part for part in (model, dataset) if part and part not in unused]
-    if parts or target is None:
-        return "_".join(parts)
-    return name_of_program(argv) if argv else ".".join(target.split(".")[-2:])
+    unused = _DEFAULTS if is_own else ("none",)
+    name = chosen or "_".join(one for one in (model, dataset) if one and one not in unused)
+    return name or (name_of_program(argv) if argv else ".".join((target or "").split(".")[-2:]))
 
 
 def name_of_program(program: Sequence[str]) -> str:
-    """Return what people would call it: ``train_clip`` of ``python -u src/train_clip.py --lr 1``."""
+    """Return what people would call it: ``train_clip`` of ``python src/train_clip.py --lr 1``."""
     for word in program:
         name = Path(word).name
-        if _SCRIPT.search(name):
+        if re.search(r"\w\.(?:py|sh|bash|pl|R|r|jl|rb|js|lua|m)$", name):
             return Path(name).stem
     if "-m" in program[1:-1]:
         return program[program.index("-m", 1) + 1]
     return Path(program[0]).name or "script"
 
 
-def folder_name(chosen: str | None, group: str = "", *about: Any) -> str:
-    """Return a job's name as a part of its run folder's; ``group``: its trainer's choice, the last
-    resort; ``about``: more for :func:`job_name`."""
-    name = (job_name(chosen, *about) if about else chosen) or group
-    return re.sub(r"[^\w.-]+", "_", name)
+def folder_name(*about: str | None) -> str:
+    """Return a job's name as a part of its run folder's; ``about``: that of :func:`job_name`."""
+    return re.sub(r"[^\w.-]+", "_", job_name(*about) or "job")  # type: ignore[arg-type]

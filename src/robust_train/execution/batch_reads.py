@@ -9,7 +9,7 @@ from omegaconf import AnyNode, DictConfig
 
 
 class NotedValue(AnyNode):
-    """A value of a config that notes when one like it was read in this process."""
+    """A value of a config; notes that one like it was read in this process."""
 
     was_read: ClassVar[bool] = False
 
@@ -19,15 +19,14 @@ class NotedValue(AnyNode):
 
 
 def note_reads(cfg: DictConfig, batch_size: object) -> Callable[[], bool]:
-    """Return what tells from now on whether a key ``…batch_size`` of this value was read: those
-    that refer to ``training.batch_size`` are resolved by now."""
-    parts = [cfg]
+    """Return what tells whether a key ``…batch_size`` with this value has been read since, for what
+    refers to ``training.batch_size`` is resolved by now."""
+    parts: list[Any] = [cfg]
     for part in parts:
-        content = part._content if isinstance(part._content, dict) else {}
-        for name, node in content.items():
+        for name, node in part._content.items() if isinstance(part._content, dict) else ():
             if isinstance(node, DictConfig):
                 parts.append(node)
             elif str(name).endswith("batch_size") and node == batch_size:
-                content[name] = NotedValue(batch_size, key=name, parent=part)
+                part._content[name] = NotedValue(batch_size, key=name, parent=part)
     NotedValue.was_read = False
     return lambda: NotedValue.was_read

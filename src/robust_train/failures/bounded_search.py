@@ -1,8 +1,9 @@
-"""Search for a user's pattern without ever hanging: some take exponential time."""
+"""Search for a user's pattern. Some take exponential time, so a process that is killed does it."""
 
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import subprocess
 import sys
@@ -10,30 +11,20 @@ import sys
 log = logging.getLogger("robust_train")
 
 LIMIT_SECONDS = 5.0
-_SEARCH = """
-import re, sys
-pattern, text = sys.stdin.buffer.read().decode("utf-8", "surrogatepass").split("\\0", 1)
-print(bool(re.search(pattern, text, re.MULTILINE)))
-"""
+_SEARCH = "import json, re, sys; print(bool(re.search(*json.load(sys.stdin), re.MULTILINE)))"
 
 
 @functools.lru_cache(maxsize=64)
 def is_found(pattern: str, text: str) -> bool:
-    """Return whether the pattern is in the text. In a process of its own, which is killed after
-    some seconds: a search in this one can neither be interrupted nor left behind by a thread."""
-    given = f"{pattern}\0{text}".encode("utf-8", "surrogatepass")
+    """Return whether the pattern is in the text; False after a warning if that takes too long."""
+    command = (sys.executable, "-I", "-S", "-c", _SEARCH)
+    given = json.dumps([pattern, text]).encode()
     try:
-        found = subprocess.run(
-            (sys.executable, "-I", "-S", "-c", _SEARCH),
-            input=given,
-            capture_output=True,
-            timeout=LIMIT_SECONDS,
-        )
-    except subprocess.TimeoutExpired:
-        why = f"it takes more than {LIMIT_SECONDS:g} s here (nested repetition, as in (a+)+)"
-    except OSError as error:
-        why = str(error.strerror)
-    else:
+        found = subprocess.run(command, input=given, capture_output=True, timeout=LIMIT_SECONDS)
         return found.stdout.strip() == b"True"
-    log.warning("retry.rules: message %s does not count: %s", pattern, why)
+    except subprocess.TimeoutExpired:
+        why = f"it takes more than {LIMIT_SECONDS:g} s, as nested repetition like (a+)+ does"
+    except OSError as error:
+        why = str(error)
+    log.warning("retry.rules: message %s is passed over: %s", pattern, why)
     return False

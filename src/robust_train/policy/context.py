@@ -93,21 +93,17 @@ class FailureContext:
         return not any(attempt.outcome.has_begun for attempt in self.history)
 
     @property
-    def same_with_larger_batch(self) -> bool:
-        """Whether a larger batch ran out here with the same figures, and no step was reported."""
-
-        def figures(attempt: Attempt) -> tuple[object, ...]:
-            failure = attempt.outcome.failure
-            seen = Evidence() if failure is None else failure.evidence
-            kind = None if failure is None else failure.kind
-            return attempt.spec.device_key, kind, seen.requested_bytes, seen.allocated_bytes
-
-        if self.evidence.requested_bytes is None or not self.nothing_was_reported:
-            return False
-        return any(
-            earlier.spec.batch_size > self.last.batch_size
-            and figures(earlier) == figures(self.attempt)
-            for earlier in self.history[:-1]
+    def ran_out_alike_before(self) -> bool:
+        """Whether a larger batch ran out of memory here at the same request, before any report."""
+        last, requested = self.last, self.evidence.requested_bytes
+        earlier = [(a.spec, a.outcome.failure) for a in self.history[:-1]]
+        return self.nothing_was_reported and any(
+            spec.batch_size > last.batch_size
+            and spec.device_key == last.device_key
+            and failure.evidence.requested_bytes == requested is not None
+            and failure.evidence.allocated_bytes == self.evidence.allocated_bytes
+            for spec, failure in earlier
+            if failure is not None
         )
 
     @property

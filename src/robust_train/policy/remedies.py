@@ -90,7 +90,7 @@ def halve_batch(context: FailureContext) -> Retry | None:
     settings, last = context.settings, context.last
     if last.batch_size <= settings.min_batch_size or context.failed_before_training:
         return None
-    if _confirmed_by_another_gpu(context) or context.same_with_larger_batch:
+    if _confirmed_by_another_gpu(context) or context.ran_out_alike_before:
         return None
     is_last = context.smaller_batches_tried_here >= settings.max_retries
     if is_last and not settings.finds_batch_size:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from robust_train.readable import by_processes, duration, shortened
 from robust_train.readable import number as number_text
-from robust_train.report.earlier import earlier_launches
-from robust_train.report.sources import read_entries
-from robust_train.runfolder.journal import AttemptStarted, DeviceAcquired
+from robust_train.report.attempts import attempts_of, launches_of
+from robust_train.report.sources import Entry, read_entries
+from robust_train.runfolder.journal import AttemptStarted, DeviceAcquired, JobStarted
 from robust_train.runfolder.summary import (
     AttemptRecord,
     Summary,
@@ -29,6 +29,8 @@ from robust_train.values import (
 )
 
 log = logging.getLogger("robust_train")
+
+_MOST_EARLIER = 20  # attempts of earlier launches
 
 
 def started(spec: AttemptSpec, resume_checkpoint: Path | None) -> AttemptStarted:
@@ -71,14 +73,35 @@ def show_end(
     summary: Summary, explain: Callable[[Summary], object], how_to_go_on: str | None
 ) -> None:
     """Log how a job ended: its attempts, what ``explain`` shows, and the last lines."""
-    earlier = earlier_launches(tuple(read_entries(summary.run_dir / "journal.jsonl", [])))
+    earlier = _earlier(tuple(read_entries(summary.run_dir / "journal.jsonl", [])))
     if summary.attempts:
-        log.info("attempts:\n%s", attempts_table(summary, earlier.rows))
+        log.info("attempts:\n%s", attempts_table(summary, _rows_of(earlier)))
         memory = gpu_memory_summary(summary.attempts[-1])
         if memory is not None:
             log.info("%s", memory)
     explain(summary)
-    conclude(summary, how_to_go_on, earlier.seconds)
+    conclude(summary, how_to_go_on, sum(one.end - one.start for one in launches_of(earlier)))
+
+
+def _earlier(entries: Sequence[Entry]) -> Sequence[Entry]:
+    """Return what a journal has of the job's launches before the last one."""
+    starts = [number for number, one in enumerate(entries) if isinstance(one.event, JobStarted)]
+    jobs = [getattr(entries[start].event, "job", "") for start in starts]
+    return entries[starts[jobs.index(jobs[-1])] : starts[-1]] if starts else ()
+
+
+def _rows_of(entries: Sequence[Entry]) -> Iterator[Sequence[str]]:
+    """Yield the last attempts as rows of the table of attempts."""
+    for one in attempts_of(entries)[-_MOST_EARLIER:]:
+        sizes = (one.batch_size, one.gradient_accumulation_steps, one.effective_batch_size)
+        steps = f"{one.start_step}-{'?' if one.end_step is None else one.end_step}"
+        yield (
+            *(str(one.number), one.device + by_processes(one.ranks)),
+            *("-" if size is None else str(size) for size in sizes),
+            "-" if one.end_step is None and not one.start_step else steps,
+            *(f"{one.seconds:.1f} s", one.action or ""),
+            "stopped" if one.action == "stopped" else one.outcome,
+        )
 
 
 def speed_advice(records: Sequence[AttemptRecord]) -> tuple[str, ...]:

@@ -225,7 +225,9 @@ class GpuQueue:
         )
         table.show_line(ending_line(row, job.folder / LOG_FILE))
         if self._fail_fast and not completed and self._stopping is None:
-            self._fail()
+            with contextlib.suppress(OSError, Refused):  # then it counts as a launch of theirs
+                request_sweep_stop(Path(self._config.hydra.sweep.dir))
+            self._stop("sweep_fail_fast=true", signal.SIGTERM)
             table.show_line("sweep_fail_fast=true: no more jobs start, running ones are stopped")
 
     def _settled(self, job: _Job, folder: Path, returncode: int) -> SweepRow:
@@ -254,15 +256,6 @@ class GpuQueue:
         for job in self._running:
             if job.process is not None:
                 job.process.signal(signum)
-
-    def _fail(self) -> None:
-        """Stop the jobs as ``robust-train run stop`` does: no launch without progress of theirs."""
-        try:
-            request_sweep_stop(Path(self._config.hydra.sweep.dir))
-        except (OSError, Refused):  # on a full disk
-            self._stop("sweep_fail_fast=true", signal.SIGTERM)
-        else:
-            self._stopping = "sweep_fail_fast=true"
 
     def _end_all(self, table: LiveTable) -> None:
         """Leave no job behind, except processes that even SIGKILL does not end."""
