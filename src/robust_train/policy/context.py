@@ -94,17 +94,18 @@ class FailureContext:
 
     @property
     def ran_out_alike_before(self) -> bool:
-        """Whether a larger batch ran out of memory here at the same request, before any report."""
-        last, requested = self.last, self.evidence.requested_bytes
-        earlier = [(a.spec, a.outcome.failure) for a in self.history[:-1]]
-        return self.nothing_was_reported and any(
-            spec.batch_size > last.batch_size
-            and spec.device_key == last.device_key
-            and failure.evidence.requested_bytes == requested is not None
-            and failure.evidence.allocated_bytes == self.evidence.allocated_bytes
-            for spec, failure in earlier
-            if failure is not None
-        )
+        """Whether a larger batch ran out here, at the same place, for the same request and with as
+        much in use, and nothing was ever reported: the batch is no matter."""
+
+        def figures(attempt: Attempt) -> tuple[object, ...]:
+            seen = Evidence() if (failure := attempt.outcome.failure) is None else failure.evidence
+            lines = (attempt.outcome.traceback or "").splitlines()
+            place = [line for line in lines if line.startswith("  File ")] or object()
+            return attempt.spec.device_key, place, seen.requested_bytes, seen.allocated_bytes
+
+        larger = (a for a in self.history[:-1] if a.spec.batch_size > self.last.batch_size)
+        is_known = self.nothing_was_reported and self.evidence.requested_bytes is not None
+        return is_known and any(figures(a) == figures(self.attempt) for a in larger)
 
     @property
     def tried_devices(self) -> frozenset[str]:

@@ -44,7 +44,7 @@ class RunState:
     """State of a job. Bytes and seconds (of the epoch); None if unknown."""
 
     id: str  # the job's id in `robust-train queue`, or `0-…` for one that never queued
-    name: str  # `job_name`, or what model and dataset, or the run folder, are called
+    name: str  # `job_name`, or how model and dataset, the function or the script are called
     run_dir: str  # where the folder was when the job started
     pid: int  # of the launcher, on `host`
     host: str
