@@ -38,4 +38,4 @@ def name_of_program(program: Sequence[str]) -> str:
 
 def folder_name(*about: str | None) -> str:
     """Return a job's name as a part of its run folder's; ``about``: that of :func:`job_name`."""
-    return re.sub(r"[^\w.-]+", "_", job_name(*about) or "job")  # type: ignore[arg-type]
+    return re.sub(r"[^\w.-]+", "_", job_name(*about) or "job")
