@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from robust_train.readable import by_processes, duration, shortened
 from robust_train.readable import number as number_text
-from robust_train.report.attempts import attempts_of, launches_of
+from robust_train.report.attempts import AttemptStory, attempts_of, launches_of
 from robust_train.report.sources import Entry, read_entries
 from robust_train.runfolder.journal import AttemptStarted, DeviceAcquired, JobStarted
 from robust_train.runfolder.summary import (
@@ -19,9 +21,14 @@ from robust_train.runfolder.summary import (
 )
 from robust_train.speed.advice import advice_of, text_of
 from robust_train.values import (
+    Attempt,
     AttemptSpec,
     Decision,
+    Evidence,
+    Failure,
     FailureKind,
+    GiveUp,
+    GpuInfo,
     Group,
     Outcome,
     Retry,
@@ -75,7 +82,10 @@ def show_end(
     """Log how a job ended: its attempts, what ``explain`` shows, and the last lines."""
     earlier = _earlier(tuple(read_entries(summary.run_dir / "journal.jsonl", [])))
     if summary.attempts:
-        log.info("attempts:\n%s", attempts_table(summary, _rows_of(earlier)))
+        before = tuple(map(_record, attempts_of(earlier)[-_MOST_EARLIER:]))
+        first = summary.first_attempt - len(before)
+        whole = replace(summary, attempts=(*before, *summary.attempts), first_attempt=first)
+        log.info("attempts:\n%s", attempts_table(whole))
         memory = gpu_memory_summary(summary.attempts[-1])
         if memory is not None:
             log.info("%s", memory)
@@ -90,18 +100,22 @@ def _earlier(entries: Sequence[Entry]) -> Sequence[Entry]:
     return entries[starts[jobs.index(jobs[-1])] : starts[-1]] if starts else ()
 
 
-def _rows_of(entries: Sequence[Entry]) -> Iterator[Sequence[str]]:
-    """Yield the last attempts as rows of the table of attempts."""
-    for one in attempts_of(entries)[-_MOST_EARLIER:]:
-        sizes = (one.batch_size, one.gradient_accumulation_steps, one.effective_batch_size)
-        steps = f"{one.start_step}-{'?' if one.end_step is None else one.end_step}"
-        yield (
-            *(str(one.number), one.device + by_processes(one.ranks)),
-            *("-" if size is None else str(size) for size in sizes),
-            "-" if one.end_step is None and not one.start_step else steps,
-            *(f"{one.seconds:.1f} s", one.action or ""),
-            "stopped" if one.action == "stopped" else one.outcome,
-        )
+def _record(story: AttemptStory) -> AttemptRecord:
+    """Return an attempt of an earlier launch as one of this launch would be."""
+    gpus = tuple(GpuInfo("", "", int(n), "", 0, 0, 0) for n in re.findall(r"\d+", story.device))
+    sizes = (story.batch_size or 1, story.gradient_accumulation_steps or 1, story.ranks)
+    spec = AttemptSpec(gpus, *sizes, has_batch=story.batch_size is not None)
+    failure, decision, action = None, None, story.action
+    if story.outcome != "completed":
+        is_known = story.outcome in set(FailureKind)  # not `unfinished`
+        kind = FailureKind(story.outcome) if is_known else FailureKind.INTERRUPTED
+        evidence = Evidence(clue=str(story.evidence.get("clue")))
+        failure = Failure(kind, story.message or story.outcome, evidence)
+    if action is not None and failure is not None:
+        is_end = action in ("give_up", "stopped")
+        decision = GiveUp("", action) if is_end else Retry(spec, action, "")
+    outcome = Outcome(failure, None, story.seconds, story.start_step, story.end_step)
+    return AttemptRecord(Attempt(spec, outcome), decision)
 
 
 def speed_advice(records: Sequence[AttemptRecord]) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -216,11 +216,10 @@ def objective_of(result: Any) -> Any:
     return result.get("objective", result) if isinstance(result, dict) else result
 
 
-def attempts_table(summary: Summary, earlier: Iterable[Sequence[str]] = ()) -> str:
-    """Return the attempts, by their numbers, as plain columns for any output; ``earlier``: rows of
-    those before this launch."""
+def attempts_table(summary: Summary) -> str:
+    """Return the attempts, by their numbers, as plain columns for any output."""
     header = "attempt device batch accum. effective steps time next outcome"
-    rows: list[Sequence[str]] = [header.split(), *earlier]
+    rows = [header.split()]
     for number, record in enumerate(summary.attempts, start=summary.first_attempt):
         spec, outcome = record.attempt.spec, record.attempt.outcome
         action = "" if record.decision is None else record.decision.action
