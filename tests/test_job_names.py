@@ -22,7 +22,7 @@ OWN = "trainer._target_=my_project.training.train"
         ([], "cnn_digits"),
         (["model=lora", "dataset=flowers102"], "lora_flowers102"),
         ([OWN], "training.train"),
-        ([OWN, "model=lora"], "lora"),
+        ([OWN, "dataset=flowers102"], "cnn_flowers102"),
         ([OWN, "job_name=mine"], "mine"),
         (["trainer=command", "trainer.argv=[python, src/fit.py, -x]"], "fit"),
     ],

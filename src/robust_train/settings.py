@@ -315,8 +315,8 @@ def run_folder(run_dir: str | Path | None, name: str) -> Path:
     elif HydraConfig.initialized():
         path = Path(HydraConfig.get().runtime.output_dir)
     else:
-        new = f"%Y-%m-%d/%H-%M-%S_{names.folder_name(name, None, None, None)}_{os.getpid()}"
-        path = Path("outputs") / time.strftime(new)
+        name = f"{names.folder_name(name)}_{os.getpid()}"
+        path = Path("outputs") / time.strftime(f"%Y-%m-%d/%H-%M-%S_{name}")
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

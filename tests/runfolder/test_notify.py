@@ -21,6 +21,7 @@ from robust_train import ConfigError, launch
 from robust_train.cli.main import main
 from robust_train.events import NoProgress, Stalled
 from robust_train.runfolder import notify
+from robust_train.runfolder.lock import is_held
 from robust_train.runfolder.notify import Notifier, NotifySettings, is_secret, news, sentence
 from robust_train.runfolder.state import RunState, read_state
 from robust_train.settings import hide_urls, take_notify_settings
@@ -118,7 +119,7 @@ def test_a_signal_cuts_the_last_deliveries_short_and_the_job_stays_completed(tmp
     code = f"import time; open({str(begun)!r}, 'w'); time.sleep(600)"
 
     def stop_when_it_is_being_delivered() -> None:
-        while not begun.exists():
+        while not begun.exists() or is_held(tmp_path / "run"):
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGTERM)
 

@@ -5,24 +5,24 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-
-# the built-in trainer's defaults, which the config of a trainer of the user's own has too
-_DEFAULTS = ("none", "cnn", "digits")
+from typing import Any
 
 
 def job_name(
-    chosen: str | None,
-    model: str | None,
-    dataset: str | None,
-    target: str | None,  # the trainer's dotted path
+    chosen: object,
+    model: object = None,
+    dataset: object = None,
+    target: str | None = None,  # the trainer's dotted path
     argv: Sequence[str] | None = None,  # its program, of a script
 ) -> str:
     """Return ``job_name``, else ``lora_flowers102``, else ``training.train`` of the trainer's path,
     or the script; empty if there is nothing to name it by."""
     is_own = target is not None and not target.startswith("robust_train.vision.")
-    unused = _DEFAULTS if is_own else ("none",)
-    name = chosen or "_".join(one for one in (model, dataset) if one and one not in unused)
-    return name or (name_of_program(argv) if argv else ".".join((target or "").split(".")[-2:]))
+    # our defaults, which the config of a trainer of the user's own has too
+    both = () if is_own and (model, dataset) == ("cnn", "digits") else (model, dataset)
+    name = chosen or "_".join(str(one) for one in both if one not in (None, "", "none"))
+    path = (target or "").split(".")
+    return str(name or (name_of_program(argv) if argv else ".".join(path[-2:])))
 
 
 def name_of_program(program: Sequence[str]) -> str:
@@ -36,6 +36,6 @@ def name_of_program(program: Sequence[str]) -> str:
     return Path(program[0]).name or "script"
 
 
-def folder_name(*about: str | None) -> str:
+def folder_name(*about: Any) -> str:
     """Return a job's name as a part of its run folder's; ``about``: that of :func:`job_name`."""
     return re.sub(r"[^\w.-]+", "_", job_name(*about) or "job")

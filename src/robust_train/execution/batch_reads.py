@@ -17,6 +17,11 @@ class NotedValue(AnyNode):
         NotedValue.was_read = True
         return super()._value()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> NotedValue:
+        copied = NotedValue()
+        self._deepcopy_impl(copied, memo)
+        return copied
+
 
 def note_reads(cfg: DictConfig, batch_size: object) -> Callable[[], bool]:
     """Return what tells whether a key ``…batch_size`` with this value has been read since, for what

@@ -140,9 +140,9 @@ class RunFolder:
                 self.ended("failed", f"{type(error).__name__}: {error}")
         for request in (*find_requests(self._run_dir, TAKEN), *find_requests(self._run_dir)):
             request.answer({"error": "the run ended before it came to that"})
-        self._lock.release()
         # the end is recorded: a signal cuts the last deliveries short, and changes nothing else
         with self._signals.handed_to(lambda signum: self._notifier.hurry()):
+            self._lock.release()
             self._notifier.finish()
 
     def tick(self) -> None:
