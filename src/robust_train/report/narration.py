@@ -175,7 +175,8 @@ def say(number: int, outcome: Outcome, decision: Decision | None) -> None:
         log.info("attempt %d: stopped", number)
         return
     # the reason follows at the job's end, whole
-    what = outcome.exceptions[0].rpartition(".")[2] if outcome.exceptions else outcome.label
+    is_bug, names = outcome.failure.kind is FailureKind.BUG, outcome.exceptions
+    what = names[0].rpartition(".")[2] if is_bug and names else outcome.label
     log.error("attempt %d failed: %s", number, what)
     if outcome.failure.advice and outcome.failure.kind is not FailureKind.BUG:
         log.error("what may help: %s", "; ".join(outcome.failure.advice))
