@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from live_folder import open_folder
 
 from robust_train.events import (
     AttemptProcess,
@@ -22,12 +23,14 @@ from robust_train.events import (
 )
 from robust_train.runfolder.journal import AttemptStarted, JobStarted
 from robust_train.runfolder.state import (
+    REQUESTED,
     RunState,
     StateFile,
     after_event,
     read_state,
     with_attempt,
 )
+from robust_train.values import Attempt, AttemptSpec, FailureKind, Outcome, Retry
 
 STATE = RunState("0-a", "job", "/run", 1, "host", "user", 1.0, 2.0)
 
@@ -56,6 +59,26 @@ def test_events_of_an_attempt_are_folded():
     again = with_attempt(state, 3, AttemptStarted("cpu", 32, 4))
     assert (again.step, again.loss, again.attempt_pid, again.gpu_uuids) == (None, None, None, ())
     assert again.checkpoint == "/c"
+
+
+def test_a_requested_micro_batch_is_kept_for_the_next_launch_of_the_job(tmp_path: Path):
+    for event, requested in (
+        (MicroBatchChanged(3, True, 64, 32, "memory", FailureKind.DEVICE_OOM), None),
+        (MicroBatchChanged(4, True, 32, 16, "memory is nearly out"), None),
+        (MicroBatchChanged(5, True, 16, 8, REQUESTED), 8),
+        (MicroBatchChanged(6, True, 8, 4, "memory", FailureKind.DEVICE_OOM), 8),
+    ):
+        with open_folder(tmp_path) as folder:
+            folder.on_event(JobStarted("/run", "trainer", "c0ffee"))
+            folder.on_event(event)
+        assert read_state(tmp_path).requested_micro_batch == requested, event
+    with open_folder(tmp_path) as folder:
+        folder.on_event(JobStarted("/run", "trainer", "another"))
+        assert folder.state.requested_micro_batch is None
+        began = AttemptSpec((), 64, 1)
+        stopped = Attempt(began, Outcome(None, stopped_for="halve_batch"))
+        folder.decided(stopped, Retry(replace(began, batch_size=32), "halve", "why"), None)
+    assert read_state(tmp_path).requested_micro_batch == 32
 
 
 def test_what_is_written_is_read(tmp_path: Path):

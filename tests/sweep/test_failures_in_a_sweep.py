@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 
 import pytest
 
@@ -73,6 +74,7 @@ def test_fail_fast_starts_no_more_jobs_and_ends_those_that_run(sweeps: SweepWorl
     assert sweeps.column("status") == ["interrupted", "failed", "not_started", "not_started"]
     assert sweeps.returned()["values"] == ["nan"] * 4
     assert sweeps.summary(0)["checkpoint"] is not None
+    assert json.loads((sweeps.folder / "0" / "job.json").read_text())["launches"] == 0
     assert not (sweeps.folder / "2").exists()
     assert not (sweeps.folder / "3").exists()
 

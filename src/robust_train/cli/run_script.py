@@ -5,16 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import os
 import re
 import shlex
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from robust_train.cli.main import OF_LIVE_RUNS
 from robust_train.cli.output import Parser
+from robust_train.config.names import name_of_program
 from robust_train.errors import EXIT_BAD_CONFIG
 from robust_train.events import Json
 from robust_train.script.placeholders import PLACEHOLDERS, literal, placeholders_in
@@ -146,21 +145,10 @@ def _texts(options: argparse.Namespace, program: Sequence[str]) -> dict[str, Jso
         "trainer.argv": [literal(word) for word in program],
         "trainer.resume_argv": [literal(word) for word in resume] or None,
         "trainer.checkpoint_glob": options.checkpoint and literal(options.checkpoint),
-        "job_name": literal(options.name or name_of(program)),
+        "job_name": literal(options.name or name_of_program(program)),
         "device": options.device,
     }
     return {key: value for key, value in texts.items() if value is not None}
-
-
-def name_of(program: Sequence[str]) -> str:
-    """What people would call it: ``train_clip`` of ``python -u src/train_clip.py --lr 1``."""
-    for word in program:
-        name = Path(word).name
-        if re.search(r"\w\.(?:py|sh|bash|pl|R|r|jl|rb|js|lua|m)$", name):
-            return Path(name).stem
-    if "-m" in program[1:-1]:
-        return program[program.index("-m", 1) + 1]
-    return Path(program[0]).name or "script"
 
 
 def _run(overrides: Sequence[str], texts: dict[str, Json], run_dir: Path | None) -> int:
@@ -188,9 +176,7 @@ def _run(overrides: Sequence[str], texts: dict[str, Json], run_dir: Path | None)
         hide_urls(cfg)
         if cfg.detach and not detach.is_detached:
             return detach.start()
-        name = re.sub(r"[^\w.-]+", "_", cfg.job_name)
-        new = Path("outputs") / time.strftime(f"%Y-%m-%d/%H-%M-%S_{name}_{os.getpid()}")
-        folder = run_folder(run_dir or new)
+        folder = run_folder(run_dir, cfg.job_name)
         _log_into(folder)
         shown = [override for override in overrides if not is_secret(override)]
         _keep_config(folder, OmegaConf.to_yaml(cfg), shown)

@@ -44,7 +44,7 @@ def read_sources(folder: Path) -> Sources:
     gaps: list[str] = []
     return Sources(
         folder=folder,
-        entries=tuple(_entries(folder / "journal.jsonl", gaps)),
+        entries=tuple(read_entries(folder / "journal.jsonl", gaps)),
         samples=tuple(_samples(folder / SAMPLES_FILE, gaps)),
         summary=read_summary(folder),
         environment=read_environment(folder),
@@ -53,7 +53,8 @@ def read_sources(folder: Path) -> Sources:
     )
 
 
-def _entries(path: Path, gaps: list[str]) -> Iterator[Entry]:
+def read_entries(path: Path, gaps: list[str]) -> Iterator[Entry]:
+    """Yield what can be understood of a journal; what cannot is counted in ``gaps``."""
     latest, unknown = -math.inf, 0
     for content in _objects(path, gaps):
         time, attempt = finite(content.get("time")), content.get("attempt")

@@ -101,7 +101,8 @@ def _how_far(state: RunState, pace: Pace, now: float) -> list[str]:
         total = f"/{state.total_steps}" if state.total_steps else ""
         parts.append(f"step {state.step}{total}")
     if speed is not None:
-        size = state.effective_batch_size
+        is_known = all(one.samples_per_second is not None for one in state.speed or ())
+        size = state.effective_batch_size if state.speed and is_known else None
         parts.append(f"{number(speed * (size or 1))} {'samples' if size else 'steps'}/s")
     if speed is not None and state.total_steps and state.step is not None:
         left = math.ceil((state.total_steps - state.step) / speed)

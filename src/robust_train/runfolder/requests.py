@@ -131,7 +131,7 @@ def request_sweep_stop(folder: Path) -> None:
 
 
 def sweep_stop_requested(folder: Path) -> bool:
-    """Return whether ``robust-train run stop`` was run for this launch of the sweep."""
+    """Return whether this launch of the sweep was stopped, by somebody or its own failure."""
     path = folder / SWEEP_STOP_FILE
     try:
         return bool(_read_own(path)["sweep"] == _sweep(folder).get("sweep"))

@@ -37,7 +37,7 @@ from robust_train.errors import EXIT_BAD_CONFIG
 from robust_train.execution import at_hand
 from robust_train.execution.signals import SignalWatch
 from robust_train.gpu.bounded import NoAnswer, run_command
-from robust_train.runfolder.requests import sweep_stop_requested
+from robust_train.runfolder.requests import Refused, request_sweep_stop, sweep_stop_requested
 from robust_train.runfolder.state import read_state
 from robust_train.runfolder.summary import read_summary
 from robust_train.sweep import current, job_record, session
@@ -225,6 +225,8 @@ class GpuQueue:
         )
         table.show_line(ending_line(row, job.folder / LOG_FILE))
         if self._fail_fast and not completed and self._stopping is None:
+            with contextlib.suppress(OSError, Refused):  # then it counts as a launch of theirs
+                request_sweep_stop(Path(self._config.hydra.sweep.dir))
             self._stop("sweep_fail_fast=true", signal.SIGTERM)
             table.show_line("sweep_fail_fast=true: no more jobs start, running ones are stopped")
 

@@ -22,6 +22,7 @@ from robust_train.config.batch import settle_batch_size
 from robust_train.config.refusals import REFUSALS, explain
 from robust_train.config.schema import complete, validate
 from robust_train.errors import ConfigError
+from robust_train.execution.signals import SignalWatch
 from robust_train.readable import duration
 from robust_train.runfolder import detach
 from robust_train.runfolder.command_line import this_command
@@ -181,7 +182,9 @@ def finish() -> int:
         _show_and_write(sweep)
     finally:
         sweep.lock.release()
-        sweep.notifier.finish()
+        signals = SignalWatch()
+        with signals, signals.handed_to(lambda signum: sweep.notifier.hurry()):
+            sweep.notifier.finish()
     return _exit_code
 
 
