@@ -15,7 +15,7 @@ from live_folder import another_launcher, change_json, open_folder
 from robust_train.cli import logs
 from robust_train.cli.main import main
 from robust_train.runfolder.folder import RunFolder
-from robust_train.runfolder.runs import state_directory
+from robust_train.runfolder.run_list import state_directory
 from robust_train.runfolder.summary import Summary
 
 

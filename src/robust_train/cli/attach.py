@@ -10,7 +10,7 @@ from robust_train.cli.output import Parser, fail
 from robust_train.cli.wait import wait_for
 from robust_train.execution import screen
 from robust_train.report.status import LiveStatus
-from robust_train.runfolder.runs import NoLiveRun, choose_run, read_run
+from robust_train.runfolder.run_list import NoLiveRun, choose_run, read_run
 
 _LAST_BYTES = 4096
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from robust_train.cli.output import Parser, fail
-from robust_train.runfolder import runs
+from robust_train.runfolder import run_list
 
 POLL_SECONDS = 0.3
 _CHUNK_BYTES = 1 << 20
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         run = any_run(arguments.which)
-    except runs.NoLiveRun as problem:
+    except run_list.NoLiveRun as problem:
         return fail("logs", str(problem))
     follows, attempt = arguments.follow and run.alive, arguments.attempt
     numbers = attempts_in(run.run_dir)
@@ -50,13 +50,13 @@ def add_which(parser: Parser, nargs: str = "?") -> None:
     parser.add_argument("which", nargs=nargs, metavar="RUN", help=which)
 
 
-def any_run(which: str | None) -> runs.Run:
+def any_run(which: str | None) -> run_list.Run:
     """Return the run that is meant, live or past; by default the live one, else the newest. Raises
     NoLiveRun: none is meant, or more than one."""
     try:
-        return runs.choose_run(which, dead_too=True)
-    except runs.NothingAlive:
-        if not (known := runs.find_runs()):
+        return run_list.choose_run(which, dead_too=True)
+    except run_list.NothingAlive:
+        if not (known := run_list.find_runs()):
             raise
         return known[-1]
 
@@ -79,7 +79,7 @@ def output_of(
     begin so many bytes before the end, at most."""
     number, position, ends_line = attempt, 0, True
     while True:
-        run = runs.read_run(run_dir)  # before the file: what is written at the end is not missed
+        run = run_list.read_run(run_dir)  # before the file: what comes last is not missed
         goes_on = follow and run is not None and run.alive
         numbers = attempts_in(run_dir)
         if number is None and numbers:

@@ -15,7 +15,7 @@ from robust_train.cli.output import EXIT_NOT_DONE, Parser, fail, print_json, pri
 from robust_train.events import Json
 from robust_train.memory import allocator
 from robust_train.runfolder.requests import ControlError, ask
-from robust_train.runfolder.runs import NoLiveRun, NothingAlive, Run, choose_run
+from robust_train.runfolder.run_list import NoLiveRun, NothingAlive, Run, choose_run
 from robust_train.values import MIB
 
 _WITHOUT_A_RUN = {

@@ -173,7 +173,7 @@ def _run(overrides: Sequence[str], texts: dict[str, Json], run_dir: Path | None)
     from robust_train.errors import JobInterrupted
     from robust_train.launcher import Job
     from robust_train.runfolder import detach
-    from robust_train.runfolder.notify import is_secret
+    from robust_train.runfolder.notifier import is_secret
     from robust_train.script.command import CommandSettings
     from robust_train.settings import hide_urls, run_folder
 

@@ -14,9 +14,9 @@ from robust_train.gpu.visible import visible_gpus
 from robust_train.queue.exclusions import mark_excluded, read_exclusions
 from robust_train.queue.order import GpuReservation, QueueRules, WaitingJob
 from robust_train.queue.queue_dir import directory_for
+from robust_train.queue.queue_rules import read_rules
 from robust_train.queue.queued_job import split
 from robust_train.queue.reservations import boottime, existing_registry
-from robust_train.queue.rules import read_rules
 from robust_train.queue.scheduler import open_to
 from robust_train.values import MIB, GpuInfo
 

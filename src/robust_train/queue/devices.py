@@ -19,7 +19,7 @@ from robust_train.gpu.visible import Visible, visible_gpus
 from robust_train.policy.unhealthy import excluded_after
 from robust_train.queue.host_queue import HostQueue, Sleep
 from robust_train.queue.queue_dir import directory_for
-from robust_train.queue.wait import (
+from robust_train.queue.waiting import (
     GpuRequest,
     NoGpu,
     WaitStatus,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from robust_train.execution.hydra_state import shorten_lines_on_terminals
 from robust_train.execution.live_area import LiveArea, live_area
-from robust_train.queue.wait import WaitStatus
+from robust_train.queue.waiting import WaitStatus
 from robust_train.readable import as_clock, by_processes, changed, memory, number
 from robust_train.runfolder.state import RunState
 

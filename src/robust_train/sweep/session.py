@@ -26,7 +26,7 @@ from robust_train.readable import duration
 from robust_train.runfolder import detach
 from robust_train.runfolder.command_line import this_command
 from robust_train.runfolder.lock import RunLock, read_holder
-from robust_train.runfolder.notify import Notifier, NotifySettings
+from robust_train.runfolder.notifier import Notifier, NotifySettings
 from robust_train.settings import take_notify_settings
 from robust_train.sweep.current import SWEEP_VARIABLE
 from robust_train.sweep.job_record import INTERRUPTED, NOT_STARTED, JobRecord
