@@ -14,6 +14,7 @@ from robust_train.runfolder import run_list
 POLL_SECONDS = 0.3
 _CHUNK_BYTES = 1 << 20
 _NAME = re.compile(r"attempt-(\d+)\.log")
+_LOG_LINE = re.compile(rb"^\[[\d-]{10} ([\d:]{8}),\d{3}\]\[[^]\n]+\]\[([A-Z]+)\] - ", re.MULTILINE)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,9 +40,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         reason = (run.state and run.state.reason) or run.run_dir
         return fail("logs", f"{run.id} ({run.status}) has started no attempt: {reason}")
     for data in output_of(run.run_dir, attempt, follow=follows):
-        sys.stdout.buffer.write(data)
+        sys.stdout.buffer.write(as_shown(data))
         sys.stdout.buffer.flush()
     return 0
+
+
+def as_shown(data: bytes) -> bytes:
+    """Return what a log holds: as it is for a pipe; with short log lines for a terminal."""
+    return _LOG_LINE.sub(_short_start, data) if sys.stdout.isatty() else data
+
+
+def _short_start(line: re.Match[bytes]) -> bytes:
+    time, level = line.groups()
+    return time + (b" " if level in (b"INFO", b"DEBUG") else b" %s: " % level.lower())
 
 
 def add_which(parser: Parser, nargs: str = "?") -> None:

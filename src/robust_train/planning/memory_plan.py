@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -127,6 +127,7 @@ def plan_memory(
     batch_sizes: Sequence[int] | None = None,
     runs: Iterable[str | Path] | None = None,
     environ: Mapping[str, str] | None = None,
+    on_size: Callable[[int], None] = lambda size: None,
 ) -> MemoryPlan:
     """Predict the GPU memory of a job of the built-in trainer, and where it fits now.
 
@@ -137,6 +138,7 @@ def plan_memory(
         batch_sizes: micro-batches to predict; None: the configured one, twice that, and halves.
         runs: folders to look for earlier runs in; None: ``outputs`` and ``multirun`` here.
         environ: whose CUDA_VISIBLE_DEVICES bounds the GPUs; None: this process's.
+        on_size: called with each micro-batch before it is predicted, which takes seconds.
 
     Raises:
         ConfigError: the config cannot be used, or is of another trainer.
@@ -154,7 +156,13 @@ def plan_memory(
     from robust_train.planning.prediction import StepPredictor
     from robust_train.vision.datasets import training_images
 
-    predict = functools.lru_cache(maxsize=None)(StepPredictor(cfg).predict)
+    predictor = StepPredictor(cfg)
+
+    @functools.cache
+    def predict(size: int, accumulates: bool) -> Peak:
+        on_size(size)
+        return predictor.predict(size, accumulates=accumulates)
+
     truth = find_truth(cfg, map(Path, ROOTS if runs is None else runs))
     images = training_images(cfg.dataset)
     rooms, problem = read_rooms(cfg, os.environ if environ is None else environ)

@@ -169,7 +169,7 @@ class LiveStatus:
         """Show the state as it is now."""
         if self._area is None:
             return
-        now, columns = time.monotonic(), self._area.columns - _MARGIN
+        now, columns = time.monotonic(), self._area.size[0] - _MARGIN
         self._pace = self._pace.after(state, now)
         lines = status_lines(state, self._pace, now, columns)
         self._area.show([_styled(line, number) for number, line in enumerate(lines)])
