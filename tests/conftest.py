@@ -54,6 +54,15 @@ def whole_heap() -> Iterator[None]:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _not_the_users_own_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Fixtures of a module or a session start runs too, before a test has folders of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ROBUST_TRAIN_STATE_DIR", str(tmp_path_factory.mktemp("runs")))
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _own_list_of_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs of one test must not be found by those of another."""

@@ -36,7 +36,7 @@ from robust_train.memory.stability import attempt_stability
 from robust_train.policy.decide import concluded, decide, decide_on_request, first_attempt, on_gpus
 from robust_train.policy.rules import with_gpu_at_fault
 from robust_train.queue import devices
-from robust_train.queue.wait import NoGpu, WaitStatus
+from robust_train.queue.waiting import NoGpu, WaitStatus
 from robust_train.report import narration
 from robust_train.report.html import write_report
 from robust_train.report.status import LiveStatus
@@ -44,7 +44,7 @@ from robust_train.runfolder.command_line import how_to_go_on, resume_command
 from robust_train.runfolder.folder import RunFolder
 from robust_train.runfolder.identity import begin_job, complete_job, resume_from
 from robust_train.runfolder.journal import AttemptEnded, DecidedAgain, JobEnded, JobStarted, Journal
-from robust_train.runfolder.notify import Notifier
+from robust_train.runfolder.notifier import Notifier
 from robust_train.runfolder.summary import AttemptRecord, Summary, evidence_of
 from robust_train.values import (
     MEMORY_FAILURES,

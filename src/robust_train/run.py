@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from robust_train.batch.plan import MicroBatchPlan as MicroBatchPlan
+from robust_train.batch.micro_batch_plan import MicroBatchPlan as MicroBatchPlan
 from robust_train.events import (
     CheckpointSaved,
     EpochEnded,
@@ -35,7 +35,7 @@ from robust_train.speed.meter import SpeedMeter
 if TYPE_CHECKING:
     from robust_train.batch.search import BatchSearch
     from robust_train.microbatch.batcher import MicroBatcher
-    from robust_train.microbatch.batches import MicroBatches
+    from robust_train.microbatch.micro_batches import MicroBatches
 
 log = logging.getLogger("robust_train")
 

@@ -30,7 +30,7 @@ from robust_train.memory.allocator import (
 from robust_train.policy.sizes import PolicySettings
 from robust_train.runfolder.command_line import command
 from robust_train.runfolder.detach import is_detached
-from robust_train.runfolder.notify import EVENTS, URLS_VARIABLE, NotifySettings, is_secret
+from robust_train.runfolder.notifier import EVENTS, URLS_VARIABLE, NotifySettings, is_secret
 from robust_train.script.placeholders import placeholders_in
 from robust_train.values import MIB, AttemptSpec
 

@@ -123,6 +123,7 @@ def test_the_run_folder_is_named_after_the_script(scripts: CommandWorld):
     ("typed", "words"),
     [
         ([], ["no program to run", "--"]),
+        (["stauts"], ["stauts: did you mean status?", "-- stauts"]),
         (["--batch-size", "8"], ["no program to run"]),
         (["--batch-size", "8", "--"], ["no program to run"]),
         (["python3", "train.py"], ["no program to run"]),

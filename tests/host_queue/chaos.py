@@ -151,7 +151,7 @@ def _member(number: int, plan: dict[str, Any], chaos: Chaos, log: int) -> None:
     from robust_train.gpu.visible import Visible, visible_gpus
     from robust_train.queue.host_queue import HostQueue
     from robust_train.queue.queue_dir import directory_for
-    from robust_train.queue.wait import GpuRequest, NoGpu
+    from robust_train.queue.waiting import GpuRequest, NoGpu
 
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     asked = looked = 0.0

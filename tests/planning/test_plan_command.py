@@ -75,7 +75,7 @@ def test_without_a_gpu_common_sizes_are_shown_as_a_hint(
     code = main(["plan", *LARGE, "--batch-sizes", "512"])
     shown = capsys.readouterr()
     assert (code, shown.err) == (0, "")
-    assert "CUDA_VISIBLE_DEVICES hides every GPU: no GPU to fit it to" in shown.out
+    assert "CUDA_VISIBLE_DEVICES hides every GPU: the largest batch" in shown.out
     lines = shown.out.splitlines()
     header = next(i for i, line in enumerate(lines) if line.split()[:2] == ["8", "GB"])
     largest = [int(number) for number in lines[header + 1].split()]

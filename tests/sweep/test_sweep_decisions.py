@@ -16,7 +16,7 @@ from robust_train.files import set_aside
 from robust_train.sweep.current import _OF_HYDRA
 from robust_train.sweep.gpu_queue import count_gpus, jobs_at_once
 from robust_train.sweep.job_record import Entry, JobRecord, decide, read_record
-from robust_train.sweep.live_table import LiveRow, most_important
+from robust_train.sweep.live_table import LiveRow, most_important, table_lines
 from robust_train.sweep.plugins_of_others import misplaced_launcher
 from robust_train.sweep.sweep_table import differing_overrides, exit_code_of, row_of, tally
 from simulated_nvml import Gpu
@@ -141,6 +141,15 @@ def test_a_table_too_long_for_the_terminal_keeps_what_runs_and_what_failed():
     rows = [LiveRow(n, "", statuses.get(n, "completed")) for n in range(10)]
     assert [r.job for r in most_important(rows, 3)] == [0, 4, 7]
     assert len(most_important(rows, -5)) == 1
+
+
+def test_the_live_table_fits_its_terminal():
+    rows = [LiveRow(n, f"training.lr=0.{n} " + "model.name=x " * 9, "pending") for n in range(9)]
+    lines = table_lines(rows, 80, 9)
+    assert max(map(len, lines)) <= 80
+    assert len(lines) == 8, "and a line for the cursor"
+    assert lines[0].split() == ["job", "overrides", "status", "attempt", "device", "batch", "step"]
+    assert lines[-1] == "9 jobs: 9 pending (3 not shown)"
 
 
 def test_a_launcher_counts_only_where_hydra_reads_it_in_time():

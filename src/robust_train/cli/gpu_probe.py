@@ -18,7 +18,7 @@ from robust_train.gpu.bounded import NoAnswer, run_command
 from robust_train.gpu.inventory import read_inventory
 from robust_train.gpu.visible import VARIABLE, visible_gpus
 from robust_train.queue.host_queue import HostQueue
-from robust_train.queue.wait import GpuRequest, NoGpu
+from robust_train.queue.waiting import GpuRequest, NoGpu
 from robust_train.values import GIB, GpuInfo
 
 if TYPE_CHECKING:

@@ -7,11 +7,12 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from robust_train.cli.output import Parser, print_json, print_table
 from robust_train.errors import EXIT_BAD_CONFIG
+from robust_train.gpu.nvml_session import NO_DRIVER
 from robust_train.gpu.visible import VARIABLE
 from robust_train.values import GIB, MIB
 
@@ -30,10 +31,18 @@ examples:
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the plan; return the exit code."""
     arguments = _parser().parse_intermixed_args(argv)
+    from rich.console import Console
+
+    about = "predicting memory, training nothing"
+    with Console(stderr=True).status(f"{about}: importing torch") as status:
+        return _print_plan(arguments, lambda size: status.update(f"{about}: micro-batch {size}"))
+
+
+def _print_plan(arguments: argparse.Namespace, on_size: Callable[[int], None]) -> int:
     from robust_train.config.refusals import REFUSALS, explain
 
     try:
-        plan = _plan(arguments)
+        plan = _plan(arguments, on_size)
     except REFUSALS as error:
         print(explain(error, "robust", arguments.overrides), file=sys.stderr)
         return EXIT_BAD_CONFIG
@@ -68,7 +77,7 @@ def _sizes(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
-def _plan(arguments: argparse.Namespace) -> MemoryPlan:
+def _plan(arguments: argparse.Namespace, on_size: Callable[[int], None]) -> MemoryPlan:
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     from robust_train.config.refusals import composed
@@ -87,7 +96,8 @@ def _plan(arguments: argparse.Namespace) -> MemoryPlan:
     log.setLevel(logging.WARNING)  # what the model's builder logs is not for here
     os.environ[VARIABLE] = ""  # torch must not start CUDA here
     try:
-        return plan_memory(cfg, batch_sizes=arguments.batch_sizes, environ=environ)
+        sizes = arguments.batch_sizes
+        return plan_memory(cfg, batch_sizes=sizes, environ=environ, on_size=on_size)
     finally:
         log.setLevel(level)
         os.environ.pop(VARIABLE)
@@ -110,7 +120,8 @@ def _show(plan: MemoryPlan) -> None:
         columns = ("GPU", "name", "usable", "total", "largest batch now", "if it were empty")
         print_table((*columns, "note"), [_gpu(fit) for fit in plan.gpus], {*columns} - {"name"})
     else:
-        print(f"{plan.problem}: no GPU to fit it to; the largest batch on one that is empty:")
+        problem = "no GPU here" if plan.problem == NO_DRIVER else plan.problem
+        print(f"{problem}: the largest batch on one that is empty:")
         sizes = [f"{size // GIB} GB" for size in plan.sizes]
         print_table(sizes, [[_largest(batch) for batch in plan.sizes.values()]], sizes)
     print(f"planned in {plan.seconds:.1f} s")

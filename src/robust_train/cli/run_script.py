@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import logging
 import re
@@ -38,13 +39,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     split = arguments.index("--") if "--" in arguments else len(arguments)
     parser = _parser()
+    if arguments and split == len(arguments):
+        verb = arguments[0]
+        if near := difflib.get_close_matches(verb, OF_LIVE_RUNS, n=1):
+            parser.error(f"{verb}: did you mean {near[0]}? To run a program: -- {verb}")
     options = parser.parse_args(arguments[:split])
     program = arguments[split + 1 :]
     if not program:
         parser.error(
             "no program to run; put -- before it: robust-train run --batch-size 128 -- "
-            "python train.py --batch_size {batch_size} (live runs are steered with "
-            f"{', '.join(OF_LIVE_RUNS)})"
+            "python train.py --batch_size {batch_size} (live runs: "
+            f"robust-train run {' | '.join(OF_LIVE_RUNS)})"
         )
     try:
         overrides = _overrides(options, program)
@@ -161,7 +166,7 @@ def _run(overrides: Sequence[str], texts: dict[str, Json], run_dir: Path | None)
     from robust_train.errors import JobInterrupted
     from robust_train.launcher import Job
     from robust_train.runfolder import detach
-    from robust_train.runfolder.notify import is_secret
+    from robust_train.runfolder.notifier import is_secret
     from robust_train.script.command import CommandSettings
     from robust_train.settings import hide_urls, run_folder
 

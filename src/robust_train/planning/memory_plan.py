@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -23,9 +23,9 @@ from robust_train.planning.fit import Peak
 from robust_train.queue.exclusions import mark_excluded, read_exclusions
 from robust_train.queue.order import GpuReservation, QueueRules, WaitingJob
 from robust_train.queue.queue_dir import directory_for
+from robust_train.queue.queue_rules import read_rules
 from robust_train.queue.queued_job import split
 from robust_train.queue.reservations import boottime, existing_registry
-from robust_train.queue.rules import read_rules
 from robust_train.queue.scheduler import open_to
 from robust_train.settings import target_of
 from robust_train.values import MIB, GpuInfo
@@ -99,6 +99,7 @@ def plan_memory(
     *,
     batch_sizes: Sequence[int] | None = None,
     environ: Mapping[str, str] | None = None,
+    on_size: Callable[[int], None] = lambda size: None,
 ) -> MemoryPlan:
     """Predict the GPU memory of a job of the built-in trainer, and where it fits now.
 
@@ -108,6 +109,7 @@ def plan_memory(
         cfg: as for :func:`robust_train.launch`: a Hydra config, or a mapping with any part of it.
         batch_sizes: micro-batches to predict; None: the configured one, twice that, and halves.
         environ: whose CUDA_VISIBLE_DEVICES bounds the GPUs; None: this process's.
+        on_size: called with each micro-batch before it is predicted, which takes seconds.
 
     Raises:
         ConfigError: the config cannot be used, or is of another trainer.
@@ -125,7 +127,13 @@ def plan_memory(
     from robust_train.planning.prediction import StepPredictor
     from robust_train.vision.datasets import training_images
 
-    predict = functools.lru_cache(maxsize=None)(StepPredictor(cfg).predict)
+    predictor = StepPredictor(cfg)
+
+    @functools.cache
+    def predict(size: int, accumulates: bool) -> Peak:
+        on_size(size)
+        return predictor.predict(size, accumulates=accumulates)
+
     images = training_images(cfg.dataset)
     rooms, problem = read_rooms(cfg, os.environ if environ is None else environ)
 

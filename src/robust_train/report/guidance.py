@@ -10,7 +10,7 @@ from robust_train.readable import duration, memory, percent
 from robust_train.report.attempts import AttemptStory
 from robust_train.report.series import OOM, DeviceMemory, Mark
 from robust_train.report.times import Span, Use
-from robust_train.speed import advice as speed_advice
+from robust_train.speed import speed_advice
 from robust_train.values import MEMORY_FAILURES, Evidence, FailureKind
 
 _TIGHT = 0.9

@@ -19,7 +19,7 @@ from robust_train.runfolder.summary import (
     attempts_table,
     gpu_memory_summary,
 )
-from robust_train.speed.advice import advice_of, text_of
+from robust_train.speed.speed_advice import advice_of, text_of
 from robust_train.values import (
     Attempt,
     AttemptSpec,

@@ -23,12 +23,12 @@ from robust_train.errors import (
 )
 from robust_train.events import Event, Json
 from robust_train.gpu.processes import user_name
-from robust_train.queue.wait import WaitStatus
-from robust_train.runfolder import detach, runs
+from robust_train.queue.waiting import WaitStatus
+from robust_train.runfolder import detach, run_list
 from robust_train.runfolder.identity import count_launch
 from robust_train.runfolder.journal import AttemptStarted
 from robust_train.runfolder.lock import RunLock
-from robust_train.runfolder.notify import Notifier, NotifySettings
+from robust_train.runfolder.notifier import Notifier, NotifySettings
 from robust_train.runfolder.provenance import Provenance
 from robust_train.runfolder.requests import (
     LAUNCHERS_VERB,
@@ -126,7 +126,7 @@ class RunFolder:
                 error.strerror,
             )
         self._file.write_if_due()
-        runs.register(self._run_dir, self.token)
+        run_list.register(self._run_dir, self.token)
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, frames: object) -> None:

@@ -20,7 +20,7 @@ from robust_train.compat import torch_cuda_version
 from robust_train.events import Json
 from robust_train.files import read_object, write_json
 from robust_train.gpu.bounded import printed_by
-from robust_train.runfolder.notify import URLS_VARIABLE, is_secret
+from robust_train.runfolder.notifier import URLS_VARIABLE, is_secret
 from robust_train.values import Group
 
 log = logging.getLogger("robust_train")

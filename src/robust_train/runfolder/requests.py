@@ -21,7 +21,7 @@ from robust_train.events import Json
 from robust_train.files import parse_json, read_small, write_json
 from robust_train.gpu.processes import user_name
 from robust_train.runfolder.lock import is_held
-from robust_train.runfolder.runs import Run
+from robust_train.runfolder.run_list import Run
 
 log = logging.getLogger("robust_train")
 
