@@ -192,7 +192,7 @@ def job_name(cfg: DictConfig, trainer: str | Callable[..., Any]) -> str:
     target = name_of(trainer)
     if target.startswith("__main__."):
         script = getattr(sys.modules["__main__"], "__file__", None)  # None in a notebook
-        target = target.replace("__main__", Path(script).stem if script else "notebook", 1)
+        target = target.replace("__main__.", f"{Path(script).stem}." if script else "", 1)
     return names.job_name(chosen, model, dataset, target, OmegaConf.select(cfg, "trainer.argv"))
 
 
