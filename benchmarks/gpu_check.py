@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+STARTED = time.monotonic()  # before torch is imported, which may take a minute
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
@@ -36,6 +37,7 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from robust_train.failures import classify_failure  # noqa: E402
+from robust_train.gpu.footprint import CONTEXT_BYTES  # noqa: E402
 from robust_train.gpu.inventory import read_inventory  # noqa: E402
 from robust_train.gpu.visible import visible_gpus  # noqa: E402
 from robust_train.memory.allocator import VARIABLE, allocator_settings  # noqa: E402
@@ -53,7 +55,9 @@ from robust_train.microbatch.probing import (  # noqa: E402
 from robust_train.values import GIB, MIB, FailureKind  # noqa: E402
 from robust_train.vision.step import _step_or_undo  # noqa: E402
 
-TOTAL_SECONDS = 600
+TOTAL_SECONDS = 570
+SHRINK = 1
+"""Sizes are divided by it where a stand-in runs the probes without a GPU."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,10 @@ def milliseconds(work: Callable[[], Any], times: int = 1) -> float:
     return 1000 * (time.perf_counter() - started) / times
 
 
+def side(length: int) -> int:
+    return max(length // SHRINK, 8)
+
+
 def limit_to(size: float) -> None:
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(min(size / total, 1.0))
@@ -102,7 +110,10 @@ def free_bytes() -> int:
 
 def gpu() -> Any:
     """The first GPU that this process may use, as NVML shows it."""
-    return visible_gpus(read_inventory(processes=True), os.environ).gpus[0]
+    visible = visible_gpus(read_inventory(processes=True), os.environ)
+    if not visible.gpus:
+        raise RuntimeError(f"NVML shows no GPU: {visible.why_none}")
+    return visible.gpus[0]
 
 
 def largest_difference(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
@@ -148,16 +159,18 @@ def probe_guard() -> Checks:
 
 def probe_context() -> Checks:
     before = free_bytes()
-    a = torch.randn(4096, 4096, device="cuda")
+    a = torch.randn(side(4096), side(4096), device="cuda")
     a @ a, a.bfloat16() @ a.bfloat16()
     conv = nn.Conv2d(64, 64, 3).cuda().bfloat16()
-    conv(torch.randn(8, 64, 64, 64, device="cuda").bfloat16()).sum().backward()
+    conv(torch.randn(8, 64, side(64), side(64), device="cuda").bfloat16()).sum().backward()
     torch.cuda.synchronize()
     beside = before - free_bytes() - torch.cuda.memory_reserved()
     measured = memory_in_use().get("context_bytes")
     yield figure("context, cuBLAS and cuDNN", f"{beside // MIB} MiB")
-    if measured is None:
+    if measured is None and gpu().processes:
         yield Check("the attempt's own measure", "known", "NVML does not show it", False)
+    elif measured is None:
+        yield figure("NVML lists no process (a container)", f"{CONTEXT_BYTES // MIB} MiB assumed")
     else:
         yield below("… differs from that by", 128, abs(measured - beside) / MIB, " MiB")
 
@@ -218,8 +231,15 @@ def _step(kind: str) -> Checks:
     net = Net({"checkpoint": False, "reentrant": True}.get(kind)).cuda()
     model = torch.compile(net, dynamic=True) if kind == "compile" else net
     scaler = torch.amp.GradScaler("cuda", enabled=kind == "fp16 scaler")
-    x = torch.randn(32, 32, 64, 64).pin_memory().requires_grad_(kind == "reentrant")
+    x = torch.randn(32, 32, side(64), side(64)).pin_memory().requires_grad_(kind == "reentrant")
     half = torch.float16 if "fp16" in kind else torch.bfloat16
+    if kind == "compile":
+        try:
+            model(x[:8].cuda()).mean().backward()
+        except Exception as error:  # no C compiler, no Python.h: nothing of ours
+            yield figure("torch.compile itself fails here", f"{type(error).__name__}: {error}"[:80])
+            return
+        net.zero_grad()
 
     def step(size: int, most: int | None) -> tuple[list[torch.Tensor], int]:
         Late.most = most
@@ -249,7 +269,7 @@ def _step(kind: str) -> Checks:
 def probe_retry() -> Checks:
     """A failed try's gradients do not count."""
     limit_to(2 * GIB)
-    net, x = Net().cuda(), torch.randn(32, 32, 64, 64, device="cuda")
+    net, x = Net().cuda(), torch.randn(32, 32, side(64), side(64), device="cuda")
 
     def accumulate(batch_size: int) -> None:
         torch.manual_seed(1)
@@ -266,7 +286,7 @@ def probe_retry() -> Checks:
 
 
 def probe_optimizer() -> Checks:
-    model = nn.Linear(16384, 16384, bias=False, device="cuda")
+    model = nn.Linear(side(16384), side(16384), bias=False, device="cuda")
     optimizer = torch.optim.AdamW(model.parameters())
     size = model.weight.numel() * 4
     model.weight.grad = torch.ones_like(model.weight)
@@ -293,6 +313,7 @@ def probe_fraction() -> Checks:
     held = torch.empty(7 * GIB, dtype=torch.uint8, device="cuda")
     try:
         torch.empty(2 * GIB, dtype=torch.uint8, device="cuda")
+        yield Check("memory at the limit", "runs out", "is enough", False)
     except torch.OutOfMemoryError as error:
         failure = classify_failure(error)
         yield equal("kind", FailureKind.DEVICE_OOM, failure.kind)
@@ -338,7 +359,7 @@ def probe_sticky() -> Checks:
 def probe_graph() -> Checks:
     """Clearing between two replays of a graph that uses cuBLAS's workspace."""
     stream = torch.cuda.Stream()
-    a, b = (torch.randn(32768, 640, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    a, b = (torch.randn(side(32768), 640, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         for _ in range(3):  # long sums, so that it is split over K
@@ -352,7 +373,7 @@ def probe_graph() -> Checks:
     expected = out.clone()
     for workspaces in (False, True):
         return_memory(thorough=False, workspaces=workspaces)
-        others = [torch.full((64 * MIB,), 7, dtype=torch.uint8, device="cuda") for _ in range(8)]
+        others = [torch.full((GIB // 16,), 7, dtype=torch.uint8, device="cuda") for _ in range(8)]
         graph.replay()
         torch.cuda.synchronize()
         after = "a failure" if workspaces else "a step"
@@ -383,6 +404,9 @@ def probe_buffers() -> Checks:
             work()
             torch.cuda.synchronize()
         rows = profile.key_averages()
+        if not rows:
+            yield Check("kernels", "counted", "the profiler shows none (CUPTI)", False)
+            return
         copies[work] = sum(row.count for row in rows if "copy" in row.key.lower())
     yield below("more copies a step, 53 BatchNorms", 10, copies[ours] - copies[plain])
     pairs = [(milliseconds(plain, 10), milliseconds(ours, 10)) for _ in range(7)]
@@ -414,7 +438,7 @@ def _rank(rank: int, how: str, folder: str) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     torch.cuda.set_device(0)
     torch.manual_seed(0)
-    net = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(6))).cuda()
+    net = nn.Sequential(*(nn.Linear(side(2048), side(2048)) for _ in range(6))).cuda()
     model: nn.Module = DistributedDataParallel(net)
     if how == "inside of another":
         model = nn.Sequential(model)
@@ -450,11 +474,11 @@ def probe_teardown() -> Checks:
     )
     for expandable in (True, False):
         before = free_bytes()
-        environ = {k: v for k, v in os.environ.items() if "ALLOC_CONF" not in k}
-        environ[VARIABLE] = allocator_settings({}, expandable_segments=expandable)
+        ours = {VARIABLE: allocator_settings({}, expandable_segments=expandable)}
+        environ = {**os.environ, **ours}
         child = subprocess.Popen([sys.executable, "-c", code], env=environ, stdout=subprocess.PIPE)
         assert child.stdout is not None
-        child.stdout.readline()
+        yield equal(f"a child holds {size} GiB", "ready", child.stdout.readline().decode().strip())
         started = time.perf_counter()
         child.send_signal(signal.SIGKILL)
         child.wait()
@@ -466,7 +490,7 @@ def probe_teardown() -> Checks:
 
 
 def probe_sampler() -> Checks:
-    a = torch.randn(1024, 1024, device="cuda")
+    a = torch.randn(side(1024), side(1024), device="cuda")
 
     def work() -> None:
         for _ in range(200):
@@ -486,11 +510,14 @@ def probe_sampler() -> Checks:
 def probe_doctor() -> Checks:
     """What users run: facts, then an allocation, an out-of-memory error and a recovery."""
     command = [sys.executable, "-m", "robust_train.cli.main", "doctor", "--probe"]
-    only = {"CUDA_VISIBLE_DEVICES": gpu().uuid, "PYTHONPATH": str(ROOT / "src")}
-    environ = {**os.environ, **only}
+    # libraries that the image lacks may be on the path, too
+    path = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
+    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu().uuid, "PYTHONPATH": path}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     yield equal("exit code of robust-train doctor --probe", 0, done.returncode)
-    yield figure("its last line", (done.stdout.strip().splitlines() or [""])[-1][:100])
+    lines = [line for line in done.stdout.splitlines() if line.startswith("probe of")]
+    said = lines[0] if lines else (done.stderr.strip().splitlines() or [""])[-1]
+    yield Check("it recovers", "went on", said[:100], "went on with" in said)
 
 
 def probe_clear() -> Checks:
@@ -535,8 +562,15 @@ PROBES: dict[str, tuple[Callable[[], Checks], int]] = {
 def run_probe(name: str, seconds: float) -> list[Check]:
     """Run one probe in a process of its own; whatever it has seen when its time is up counts."""
     command = [sys.executable, __file__, "--probe", name]
+    # settings that the user has exported would decide about segments
+    environ = {name: value for name, value in os.environ.items() if "ALLOC_CONF" not in name}
     child = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     try:
         output, errors = child.communicate(timeout=max(seconds, 1))
@@ -579,7 +613,7 @@ def main() -> int:
         return 2
     print(f"torch {torch.__version__}, Python {sys.version.split()[0]}")
     print(f"{'probe':<10} {'what':<46} {'expected':<18} {'seen':<34}")
-    deadline = time.monotonic() + TOTAL_SECONDS
+    deadline = STARTED + TOTAL_SECONDS
     failed = 0
     for name in arguments.probes or PROBES:
         left = deadline - time.monotonic()

@@ -39,7 +39,7 @@ def measure(rounds: int) -> None:
     from robust_train.queue.queue_dir import directory_for
     from robust_train.queue.queued_job import QueuedJob
     from robust_train.queue.reservations import JobRegistry, new_record
-    from robust_train.queue.wait import GpuRequest, NoGpu
+    from robust_train.queue.waiting import GpuRequest, NoGpu
 
     base = directory_for(None, os.environ)
 

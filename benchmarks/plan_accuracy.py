@@ -25,7 +25,7 @@ import torch
 from real_steps import RealSteps
 from training_config import config
 
-from robust_train.planning.fit import WORKSPACE_BYTES, error_percent
+from robust_train.planning.fit import WORKSPACE_BYTES
 from robust_train.planning.prediction import StepPredictor
 from robust_train.values import MIB
 
@@ -76,7 +76,7 @@ def compare(device: str, batch_sizes: list[int]) -> list[float]:
         for size in batch_sizes:
             predicted = predictor.predict(size).tensors_bytes + beside
             measured = real.peak_bytes(size)
-            error = error_percent(predicted, measured)
+            error = 100 * (predicted / measured - 1)
             errors.append(abs(error))
             sizes = f"{predicted / MIB:.1f} | {measured / MIB:.1f}"
             print(f"| {name} | {size} | {sizes} | {error:+.2f} % |", flush=True)

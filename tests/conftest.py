@@ -39,13 +39,11 @@ def alone(world: World) -> None:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def small_heap() -> Iterator[None]:
+def small_heap() -> None:
     """Whoever collects garbage in a test goes through that test's objects alone, and not through
     the million that libraries and earlier tests have left in this process."""
-    gc.collect()
+    gc.collect()  # what earlier modules left stays frozen: it is not gone through for each module
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture
@@ -54,6 +52,15 @@ def whole_heap() -> Iterator[None]:
     gc.unfreeze()
     yield
     gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _not_the_users_own_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Fixtures of a module or a session start runs too, before a test has folders of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ROBUST_TRAIN_STATE_DIR", str(tmp_path_factory.mktemp("runs")))
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,6 @@ class SweepWorld:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        world.alone = True  # its jobs start their own interpreters
         self.folder = world.folder / "sweep"
         self.place = world.folder / "place"
         self.place.mkdir()

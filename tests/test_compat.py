@@ -158,3 +158,8 @@ def test_hydra_composes_once_where_the_command_line_alone_says_whether_to_sweep(
 )
 def test_a_config_of_ones_own_may_say_whether_to_sweep(argument: str, may: bool):
     assert _may_set_mode([argument]) is may
+
+
+def test_hydras_parser_names_what_it_does_not_know():
+    given = ["-m", "--config-name", "robust", "model=lora", "--modle=lora"]
+    assert compat.unknown_to_hydra(given) == ["--modle=lora"]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import types
 
 import pytest
 import torch
 
-from robust_train.values import GIB, GpuInfo, Inventory
+from cuda_on_the_cpu import cuda_on_the_cpu
+from robust_train.values import GIB, MIB, GpuInfo, GpuProcess, Inventory
 from world import ROOT
 
 SPEC = importlib.util.spec_from_file_location("gpu_check", ROOT / "benchmarks/gpu_check.py")
@@ -74,3 +76,101 @@ def test_the_gpu_that_is_measured_is_the_one_that_the_mask_shows(monkeypatch):
     for mask, index in (("1", 1), ("GPU-0", 0), ("GPU-1", 1)):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mask)
         assert gpu_check.gpu().index == index
+
+
+@pytest.fixture
+def h200(monkeypatch):
+    """A GPU of a container: it lists no processes. What stands in for it holds a thousandth."""
+    gpu = GpuInfo("GPU-0000", "NVIDIA H200", 0, "00", 139 * GIB, 139 * GIB, 0, processes=())
+    monkeypatch.setattr(gpu_check, "read_inventory", lambda processes: Inventory((gpu,)))
+    monkeypatch.setattr(gpu_check, "GIB", MIB)
+    monkeypatch.setattr(gpu_check, "SHRINK", 64)
+    monkeypatch.setattr(torch, "compile", lambda model, **named: model)
+    with cuda_on_the_cpu() as stand_in:
+        yield stand_in
+
+
+@pytest.mark.parametrize("probe", ["nvml", "retry", "optimizer", "fraction", "tight", "graph"])
+def test_a_probe_passes_on_a_stand_in_for_the_gpu(h200, probe):
+    checks = list(gpu_check.PROBES[probe][0]())
+    assert checks
+    assert [check for check in checks if not check.passed] == []
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "plain",
+        *(
+            pytest.param(kind, marks=pytest.mark.slow)
+            for kind in ("checkpoint", "reentrant", "bf16", "fp16 scaler", "compile")
+        ),
+    ],
+)
+def test_a_step_of_each_kind_is_repeated_on_a_stand_in_for_the_gpu(h200, kind):
+    gpu_check.limit_to(4 * MIB)
+    checks = list(gpu_check._step(kind))
+    assert [check.seen for check in checks[:1]] == ["2"]
+    assert [check for check in checks if not check.passed] == []
+
+
+@pytest.mark.parametrize("probe", ["fraction", "optimizer"])
+def test_memory_that_does_not_run_out_is_a_difference(h200, monkeypatch, probe):
+    monkeypatch.setattr(gpu_check, "limit_to", lambda size: None)
+    checks = list(gpu_check.PROBES[probe][0]())
+    assert [(check.seen, check.passed) for check in checks][:1] == [("is enough", False)]
+
+
+def test_after_a_fault_all_is_asked_that_an_attempt_asks(h200, monkeypatch):
+    ended = types.SimpleNamespace(stdout="3.0\n")
+    monkeypatch.setattr(gpu_check.subprocess, "run", lambda *args, **named: ended)
+    checks = list(gpu_check.probe_sticky())
+    assert checks[0].seen == "AcceleratorError: device_fault"
+    assert all(check.passed for check in checks)
+
+
+def test_a_container_that_shows_no_processes_is_no_difference(h200, monkeypatch):
+    assert all(check.passed for check in gpu_check.probe_context())
+    gpu = GpuInfo("GPU-0000", "H200", 0, "00", GIB, GIB, 0, processes=(GpuProcess(1, None),))
+    monkeypatch.setattr(gpu_check, "read_inventory", lambda processes: Inventory((gpu,)))
+    assert [check.seen for check in gpu_check.probe_context()][1:] == ["NVML does not show it"]
+
+
+def test_without_nvml_a_probe_says_why(monkeypatch):
+    empty = Inventory(problem="libnvidia-ml.so.1 was not found")
+    monkeypatch.setattr(gpu_check, "read_inventory", lambda processes: empty)
+    with pytest.raises(RuntimeError, match=r"libnvidia-ml\.so\.1"):
+        gpu_check.gpu()
+
+
+def doctor(monkeypatch, code: int, output: str) -> tuple[list[bool], dict[str, str]]:
+    seen: dict[str, str] = {}
+
+    def run(command, env, **named):
+        seen.update(env)
+        return types.SimpleNamespace(returncode=code, stdout=output, stderr="")
+
+    monkeypatch.setattr(gpu_check.subprocess, "run", run)
+    monkeypatch.setenv("PYTHONPATH", "/wheels")
+    return [check.passed for check in gpu_check.probe_doctor()], seen
+
+
+def test_a_doctor_that_probed_nothing_is_a_difference(h200, monkeypatch):
+    went_on = "probe of GPU 0: computed, ran out of memory and went on with 1/2 of it\nqueue: /q"
+    passed, environ = doctor(monkeypatch, 0, went_on)
+    assert passed == [True, True]
+    assert environ["PYTHONPATH"].endswith(":/wheels"), "where libraries may be that the image lacks"
+    passed, _ = doctor(monkeypatch, 0, "probe of GPU 0: not probed: busy\nqueue: /q")
+    assert passed == [True, False]
+
+
+def test_a_child_that_cannot_hold_memory_is_a_difference(h200, monkeypatch):
+    monkeypatch.setattr(gpu_check.sys, "executable", "/bin/false")
+    checks = list(gpu_check.probe_teardown())
+    assert [check.passed for check in checks[::2]] == [False, False]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("probe", ["buffers", "sampler", "clear"])
+def test_a_probe_that_measures_ends_on_a_stand_in_for_the_gpu(h200, probe):
+    assert list(gpu_check.PROBES[probe][0]())

@@ -37,14 +37,16 @@ RAN_OUT = Outcome(Failure(FailureKind.DEVICE_OOM, "CUDA out of memory"))
 class Job:
     """The sizes of one job, whose attempts are described rather than run."""
 
-    def __init__(self, found: dict[str, int] | None = None, **cfg: object) -> None:
+    def __init__(
+        self, found: dict[str, int] | None = None, requested: int | None = None, **cfg: object
+    ) -> None:
         self.cfg = complete(cfg)
         is_auto = settle_batch_size(self.cfg)
         self.settings = policy_settings(self.cfg, finds_batch_size=is_auto)
         self.said: list[Event] = []
-        self.sizes = BatchSizes(
-            batch_settings(self.cfg, "my.trainer"), self.settings, found or {}, self.said.append
-        )
+        batch = batch_settings(self.cfg, "my.trainer")
+        about = (found or {}, self.said.append, requested)
+        self.sizes = BatchSizes(batch, self.settings, *about)
 
     def begin(self, *gpus: GpuInfo):
         return self.begin_on(gpus or (GPU,))
@@ -60,6 +62,18 @@ class Job:
 
 
 AUTO = {"batch_size": "auto"}
+
+
+def test_a_job_whose_batch_was_halved_on_request_goes_on_with_that_after_it_was_killed(caplog):
+    caplog.set_level("INFO")
+    assert Job(requested=32).begin() == (32, 2)
+    assert (
+        "micro-batch 32 instead of 64, as 'robust-train run halve-batch' requested" in caplog.text
+    )
+    assert Job(requested=32, training={"batch_size": 16}).begin() == (16, 1)
+    assert Job(requested=32, reuse_known_batch=False).begin() == (64, 1)
+    job = Job(requested=8, training={"batch_size": "auto"})
+    assert (job.begin(), job.search) == ((8, 8), None)
 
 
 def test_a_batch_that_ran_out_is_not_tried_again_by_the_next_job(caplog):

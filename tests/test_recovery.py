@@ -472,3 +472,9 @@ def test_a_try_that_zeroes_its_gradients_begins_each_time_with_those_of_the_call
     retry_on_oom()(train)(8)
     assert len(seen) == 2
     assert torch.equal(*seen)
+
+
+def test_a_message_names_the_gpu_whose_memory_ran_out(caplog):
+    """No launcher has chosen it, and it is not the CPU."""
+    adaptive_batch_training(lambda batch_size: batch_size > 4 and out_of_memory(), 8, 1)
+    assert "out of memory on the GPU: micro-batch 8 → 4" in caplog.text

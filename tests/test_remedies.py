@@ -770,3 +770,32 @@ def test_fewer_gpus_keep_the_effective_batch_and_no_larger_micro_batch(
         assert (fewer.ranks, len(fewer.gpus)) == (count, count)
         assert fewer.effective_batch_size == settings.effective_batch_size
         assert settings.min_batch_size <= fewer.batch_size <= batch_size
+
+
+def test_a_batch_that_changes_nothing_is_halved_once():
+    big = Evidence(requested_bytes=900 * GIB, allocated_bytes=0)
+    place = {"traceback": 'Traceback …:\n  File "train.py", line 3\nError: 5 MiB are free\n'}
+    spec = first_attempt(SETTINGS, (gpu(0, 20),))
+    silent = failed(spec, FailureKind.DEVICE_OOM, replace(big, free_bytes=5), **place)
+    retry = after(silent, gpus=(gpu(0, 20),))
+    assert retry.action == "halve_batch"
+    assert "no step was reported, so the batch may not matter: micro-batch 64 → 32" in retry.reason
+    smaller = replace(spec, batch_size=32, gradient_accumulation_steps=2)
+    place = {"traceback": place["traceback"].replace("5 MiB", "6 MiB")}
+    again = failed(smaller, FailureKind.DEVICE_OOM, big, **place)
+    assert after(silent, again, gpus=(gpu(0, 20), gpu(1, 40))).action == "switch_gpu"
+    assert after(silent, again).spec.gpus == (), "no third size on this GPU"
+    # halved further where place or figures differ or are unknown, or there was a step
+    for evidence, reported in (
+        (replace(big, requested_bytes=GIB), place),
+        (replace(big, allocated_bytes=GIB), place),
+        (Evidence(), place),
+        (big, {"traceback": place["traceback"].replace("line 3", "line 4")}),
+        (big, {}),
+        (big, {**place, "end_step": 3}),
+    ):
+        other = failed(smaller, FailureKind.DEVICE_OOM, evidence, **reported)
+        assert after(silent, other).action == "halve_batch"
+    script = failed(spec, FailureKind.DEVICE_OOM, big)
+    assert after(script, replace(script, spec=smaller)).action == "halve_batch"
+    assert "may not matter" not in after(failed(spec, FailureKind.DEVICE_OOM, end_step=3)).reason

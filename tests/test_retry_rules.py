@@ -9,6 +9,7 @@ import pytest
 from robust_train.config.retry_rules import retry_rules
 from robust_train.config.schema import complete, validate
 from robust_train.errors import ConfigError
+from robust_train.failures import bounded_search
 from robust_train.policy.decide import decide, first_attempt
 from robust_train.policy.rules import with_gpu_at_fault
 from robust_train.policy.sizes import PolicySettings
@@ -191,3 +192,17 @@ def test_a_script_has_exit_codes_and_no_exceptions():
     for rule in ({"exception": "X", "then": "stop"}, {"exit_code": -9, "then": "stop"}):
         with pytest.raises(ConfigError, match=r"retry.rules\[0\].ex"):
             retry_rules(complete({"retry": {"rules": [rule]}}), is_script=True)
+
+
+def test_a_pattern_that_takes_exponential_time_is_passed_over_in_a_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(bounded_search, "LIMIT_SECONDS", 0.5)
+    settings = settings_with(
+        RetryRule("stop", message="(a+)+$"), RetryRule("stop", message="x.*nan")
+    )
+    attempt = failed(settings, output="a" * 60 + "b\nx\ud800 nan")
+    assert decided(settings, attempt).reason.endswith("retry.rules[1]: stop")
+    assert decided(settings, attempt).reason.endswith("retry.rules[1]: stop")
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("retry.rules: message (a+)+$ is passed over: it takes more than 0.5 s")

@@ -187,12 +187,6 @@ def prints(cfg):
     return sys.stdout.isatty(), sys.stderr.isatty()
 
 
-def allocator_settings(cfg):
-    import torch
-
-    return torch._C._accelerator_getAllocatorSettings()
-
-
 def openmp_settings(cfg):
     """As they were when torch was loaded: what this process says now comes too late for that."""
     environ = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")

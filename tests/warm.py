@@ -38,10 +38,14 @@ _IMPORTS = (
     "robust_train.report.html",
 )
 _LARGE_IMPORTS = {
-    "": ("torch",),
+    # the latter is imported when an optimizer is built
+    "": ("torch", "torch._dynamo"),
     # what the built-in trainer's default imports
-    "vision": ("torch._dynamo", "torch.utils.tensorboard", "sklearn.datasets"),
+    "vision": ("torch.utils.tensorboard", "sklearn.datasets"),
+    # and the trainer itself, for programs without a launcher (see preloaded)
+    "trainer": ("robust_train.vision.trainer",),
 }
+_FORKED_FROM = {"vision": "", "trainer": "vision"}
 _M_MMAP_THRESHOLD = -3  # malloc.h
 _MMAP_THRESHOLD = "MALLOC_MMAP_THRESHOLD_"
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -50,6 +54,8 @@ _READ_BEFORE = (
     *("GLIBC_", "GOMP_", "KMP_", "LD_PRELOAD", "MALLOC_", "MKL_", "NPY_", "OMP_", "OPENBLAS_"),
     *("PYTHONM", "PYTHONU", "PYTHONH", "PYTORCH_", "TORCH"),
 )
+# set by scikit-learn and torch when they are imported, be it in the test's process
+_SET_BY_LIBRARIES = ("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "TORCHINDUCTOR_CACHE_DIR")
 
 _to_servers: dict[str, socket.socket] = {}
 _large: dict[str, types.ModuleType] = {}
@@ -114,24 +120,34 @@ class Command:
         self.send_signal(signal.SIGTERM)
 
 
-def start(argv: Sequence[str], cwd: Path, environ: Mapping[str, str]) -> Command:
+def start(
+    argv: Sequence[str], cwd: Path, environ: Mapping[str, str], kind: str | None = None
+) -> Command:
     """Start ``python argv…``: a script, ``-m module`` or ``-c code``; the caller waits for it."""
     (stdout, stdout_there), (stderr, stderr_there) = os.pipe(), os.pipe()
     argv = [str(one) for one in argv]
     request = {"is": "command", "argv": argv, "cwd": str(cwd), "environ": dict(environ)}
     with _adopting_orphans():
-        pid = _fork_there(request, [stdout_there, stderr_there], _kind(argv))
+        pid = _fork_there(request, [stdout_there, stderr_there], kind or _kind(argv))
     os.close(stdout_there)
     os.close(stderr_there)
     return Command(argv, pid, os.fdopen(stdout), os.fdopen(stderr))
 
 
 def run(
-    argv: Sequence[str], environ: Mapping[str, str], cwd: Path | None = None, timeout: float = 120
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    cwd: Path | None = None,
+    timeout: float = 120,
+    kind: str | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run ``python argv…`` to its end."""
-    command = start(argv, cwd or Path.cwd(), environ)
-    stdout, stderr = command.communicate(timeout)
+    command = start(argv, cwd or Path.cwd(), environ, kind)
+    try:
+        stdout, stderr = command.communicate(timeout)
+    except subprocess.TimeoutExpired:
+        command.kill()
+        raise
     return subprocess.CompletedProcess(list(argv), command.wait(), stdout, stderr)
 
 
@@ -206,7 +222,8 @@ class ForkServers:
 
 def _of_importance(environ: Mapping[str, str]) -> dict[str, str]:
     found = {name: value for name, value in environ.items() if name.startswith(_READ_BEFORE)}
-    found.pop(_MMAP_THRESHOLD, None)
+    for name in (_MMAP_THRESHOLD, *_SET_BY_LIBRARIES):
+        found.pop(name, None)
     return found
 
 
@@ -233,7 +250,8 @@ def _server(kind: str = "") -> socket.socket:
     if kind not in _to_servers:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         if kind:
-            _fork_there({"is": "server", "imports": _LARGE_IMPORTS[kind]}, [theirs.fileno()])
+            request = {"is": "server", "imports": _LARGE_IMPORTS[kind]}
+            _fork_there(request, [theirs.fileno()], _FORKED_FROM[kind])
         else:
             source = Path(__file__).resolve().parents[1] / "src"
             process = subprocess.Popen(

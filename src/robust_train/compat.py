@@ -13,7 +13,7 @@ import logging
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -112,6 +112,16 @@ def mode_of_command_line() -> Iterator[None]:
     finally:
         if own is not None:
             Hydra.get_mode = own  # type: ignore[method-assign]
+
+
+def unknown_to_hydra(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments that are neither Hydra's options nor overrides; none where Hydra's
+    parser is not found."""
+    try:
+        from hydra._internal.utils import get_args_parser
+    except ImportError:
+        return []
+    return list(get_args_parser().parse_known_args(list(arguments))[1])
 
 
 def format_of(handler: logging.Handler) -> str | None:

@@ -6,9 +6,11 @@ import contextlib
 import dataclasses
 import errno
 import functools
+import itertools
 import json
 import math
 import os
+import re
 import stat
 import types
 import typing
@@ -21,6 +23,7 @@ Json = Any  # A value of JSON's types
 T = TypeVar("T")
 
 _LARGEST = 2**1023  # of the integers that are floats, too
+_DRAWABLE = 2.0**63
 
 
 @contextlib.contextmanager
@@ -51,6 +54,70 @@ def sync(path: Path) -> None:
             raise
     finally:
         os.close(fd)
+
+
+def write_json(
+    path: Path, content: Json, *, indent: int | None = None, durable: bool = False
+) -> None:
+    """Write a file of JSON by :func:`replacing`; NaN becomes null. Raises OSError: it cannot be
+    written."""
+    text = json.dumps(strict_json(content), indent=indent, ensure_ascii=False, default=str)
+    with replacing(path, durable=durable) as temporary:
+        # bytes of a path that are no text are escaped, as JSON does it
+        temporary.write_bytes((text + "\n").encode("utf-8", "backslashreplace"))
+
+
+def set_aside(folder: Path, stays: re.Pattern[str] | None = None) -> Path | None:
+    """Move what a folder holds into ``earlier-<n>`` there, but for names that match ``stays``;
+    return the new folder, None where there was nothing. Raises OSError: that is not possible."""
+    left = [
+        item
+        for item in folder.iterdir()
+        if not item.name.startswith("earlier-") and not (stays and stays.fullmatch(item.name))
+    ]
+    if not left:
+        return None
+    names = (folder / f"earlier-{number}" for number in itertools.count(1))
+    earlier = next(path for path in names if not path.exists())
+    earlier.mkdir()
+    for item in left:
+        item.rename(earlier / item.name)
+    return earlier
+
+
+class LineFile:
+    """Appends lines to a file, which may be replaced meanwhile. A line that was torn (by a full
+    disk, by the end of its process) is ended before the next one."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._after_torn_line = self._ends_torn()
+        self._name_is_durable = False
+
+    def append(self, data: bytes, *, durable: bool = False) -> None:
+        """Append whole lines, which survive a power cut if they are ``durable``. Raises OSError."""
+        descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        try:
+            data = b"\n" + data if self._after_torn_line else data
+            while data:
+                written = os.write(descriptor, data)
+                self._after_torn_line = data[written - 1 : written] != b"\n"
+                data = data[written:]
+            if durable:
+                os.fsync(descriptor)
+                if not self._name_is_durable:
+                    sync(self._path.parent)
+                    self._name_is_durable = True
+        finally:
+            os.close(descriptor)
+
+    def _ends_torn(self) -> bool:
+        with contextlib.suppress(OSError):
+            if self._path.is_file():
+                with self._path.open("rb") as file:
+                    file.seek(-1, os.SEEK_END)
+                    return file.read(1) != b"\n"
+        return False
 
 
 class DirectoryProblem(Exception):
@@ -128,6 +195,38 @@ def read_object(path: Path) -> dict[str, Json]:
     return {}
 
 
+def finite(value: object) -> float | None:
+    """Return ``value`` if it is a number that can be drawn, else None; booleans are no numbers."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        # a comparison with NaN is false
+        return float(value) if -_DRAWABLE < value < _DRAWABLE else None
+    return None
+
+
+# numbers that cannot be drawn are read as unknown
+_DECODER = json.JSONDecoder(
+    parse_int=lambda text: int(text) if len(text) < 20 and abs(int(text)) < _DRAWABLE else None,
+    parse_float=lambda text: finite(float(text)),
+    parse_constant=lambda text: None,
+)
+
+
+def json_lines(path: Path) -> Iterator[dict[str, Json] | None]:
+    """Yield the JSON object in each line of a file, None for a line without one; nothing of a
+    device or pipe, which may have no end. Raises OSError: it is not there, or cannot be read."""
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        return
+    # in bytes: only b"\n" ends a line there, and texts may hold other separators
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                content = _DECODER.decode(line.decode("utf-8", "replace").strip())
+            except (ValueError, RecursionError):
+                content = None
+            if isinstance(content, dict) or line.strip():
+                yield content if isinstance(content, dict) else None
+
+
 def printable(value: Json) -> Json:
     """Return JSON with its text without control characters; ValueError: a number is not finite."""
     if isinstance(value, str):
@@ -202,4 +301,15 @@ def as_json(value: object) -> Json:
         return {str(key): as_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [as_json(item) for item in value]
+    return value
+
+
+def strict_json(value: Any) -> Any:
+    """Return ``value`` with NaN and infinities, which JSON lacks, replaced by None."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {str(key): strict_json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [strict_json(item) for item in value]
     return value

@@ -36,7 +36,7 @@ from robust_train.memory.stability import attempt_stability
 from robust_train.policy.decide import concluded, decide, decide_on_request, first_attempt, on_gpus
 from robust_train.policy.rules import with_gpu_at_fault
 from robust_train.queue import devices
-from robust_train.queue.wait import NoGpu, WaitStatus
+from robust_train.queue.waiting import NoGpu, WaitStatus
 from robust_train.report import narration
 from robust_train.report.html import write_report
 from robust_train.report.status import LiveStatus
@@ -44,7 +44,7 @@ from robust_train.runfolder.command_line import how_to_go_on, resume_command
 from robust_train.runfolder.folder import RunFolder
 from robust_train.runfolder.identity import begin_job, complete_job, resume_from
 from robust_train.runfolder.journal import AttemptEnded, DecidedAgain, JobEnded, JobStarted, Journal
-from robust_train.runfolder.notify import Notifier
+from robust_train.runfolder.notifier import Notifier
 from robust_train.runfolder.summary import AttemptRecord, Summary, evidence_of
 from robust_train.values import (
     MEMORY_FAILURES,
@@ -121,11 +121,12 @@ class Job:
         found = find_trainer(self.trainer, self.settings.runs_inline)
         self.trainer_ref, self.libraries, heeds = found
         self.policy = settings.policy_settings(cfg, finds_batch_size=is_auto, can_checkpoint=heeds)
-        self.run_dir = settings.run_folder(run_dir)
+        name = settings.job_name(cfg, self.trainer)
+        self.run_dir = settings.run_folder(run_dir, name)
         self.signals = SignalWatch()
-        self.wanted = settings.device_settings(cfg, self.run_dir)
+        self.wanted = settings.device_settings(cfg, name)
         self.live = LiveStatus(is_wanted=self.settings.owns_terminal)
-        about = (self.run_dir, self.wanted.job_name, self.signals)
+        about = (self.run_dir, name, self.signals)
         resume = resume_command(cfg, self.run_dir)
         notifier = Notifier(settings.take_notify_settings(cfg), self.run_dir)
         self.folder = RunFolder(*about, settings.sweep_folder(), resume, self.live.show, notifier)
@@ -142,7 +143,7 @@ class Job:
             ConfigError: the trainer cannot be imported, or refuses the configuration.
             JobInterrupted: after the summary was written.
         """
-        with self.live, self.folder, self.signals:
+        with self.live, self.signals, self.folder:
             try:
                 self._begin()
                 return self._train()
@@ -165,16 +166,14 @@ class Job:
         resume, most = self.settings.resume, self.settings.max_launches
         self.beginning = begin_job(self.run_dir, resume=resume, max_launches=most)
         self.checkpoint = self.beginning.checkpoint
-        self.batch_sizes = BatchSizes(
-            settings.batch_settings(self.cfg, self.trainer),
-            self.policy,
-            self.beginning.found,
-            self.journal.write,
-        )
-        trainer, about = settings.name_of(self.trainer), settings.about_job(self.cfg, self.run_dir)
+        trainer, name = settings.name_of(self.trainer), self.wanted.job_name
+        about = settings.about_job(self.cfg, name)
         started = JobStarted(str(self.run_dir), trainer, self.beginning.job, about)
         self.journal.write(started)
         self.folder.on_event(started)
+        batch = settings.batch_settings(self.cfg, self.trainer)
+        known = (self.beginning.found, self.journal.write, self.folder.state.requested_micro_batch)
+        self.batch_sizes = BatchSizes(batch, self.policy, *known)
         if self.checkpoint is not None:
             log.info("this run folder holds an unfinished job: resuming from %s", self.checkpoint)
 
@@ -394,7 +393,5 @@ class Job:
         write_report(self.run_dir)
         if status == "failed" and exit_code is not None:  # the caller prints one line
             return summary
-        narration.show_attempts(summary)
-        self._explain(summary)
-        narration.conclude(summary, how_to_go_on(self.cfg, self.run_dir))
+        narration.show_end(summary, self._explain, how_to_go_on(self.cfg, self.run_dir))
         return summary

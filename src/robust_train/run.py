@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from robust_train.batch.plan import MicroBatchPlan as MicroBatchPlan
+from robust_train.batch.micro_batch_plan import MicroBatchPlan as MicroBatchPlan
 from robust_train.events import (
     CheckpointSaved,
     EpochEnded,
@@ -35,7 +35,7 @@ from robust_train.speed.meter import SpeedMeter
 if TYPE_CHECKING:
     from robust_train.batch.search import BatchSearch
     from robust_train.microbatch.batcher import MicroBatcher
-    from robust_train.microbatch.batches import MicroBatches
+    from robust_train.microbatch.micro_batches import MicroBatches
 
 log = logging.getLogger("robust_train")
 
@@ -104,6 +104,7 @@ class Run:
             steps of this attempt, None if it never did.
         has_live_status: the launcher shows steps and loss on a terminal.
         memory_keeper, batch_search, logs_memory: set by whoever calls the trainer.
+        uses_batch: the same; returns whether the trainer has read ``training.batch_size``.
         rank: number of this process among those that share the optimizer steps, from 0.
         world_size: how many these are. Only rank 0's progress, checkpoints, epochs and result
             count; the others may report them as well.
@@ -134,6 +135,7 @@ class Run:
         self.last_micro_batch: int | None = None
         self.memory_keeper: MemoryKeeper | None = None
         self.logs_memory = False
+        self.uses_batch: Callable[[], bool] = lambda: True
         self.has_live_status = has_live_status
         self.rank = rank
         self.world_size = world_size
@@ -149,9 +151,7 @@ class Run:
         self._unsent: tuple[int, int | None, Mapping[str, float]] | None = None
         self._stop = threading.Event()
         self._report = report or (lambda event: None)
-        self.speed = SpeedMeter(
-            rank, world_size, lambda: self._micro_batch_plan.samples, self.report
-        )
+        self.speed = SpeedMeter(rank, world_size, self._samples, self.report)
         self._restart_requested = False
         self._checkpoint_answers: list[Answer] = []
         self._requests: Sequence[object] = ()
@@ -341,6 +341,9 @@ class Run:
     def splits_batches(self) -> bool:
         """Whether the trainer has begun to use :meth:`micro_batches`."""
         return self._micro_batcher is not None
+
+    def _samples(self) -> int | None:
+        return self._micro_batch_plan.samples if self.uses_batch() else None
 
     def _step_now(self) -> int:
         return 1 + (self._steps_before if self.last_step is None else self.last_step)

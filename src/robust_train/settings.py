@@ -18,6 +18,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from robust_train.batch.known import memory_settings
+from robust_train.config import names
 from robust_train.config.retry_rules import retry_rules
 from robust_train.config.schema import RobustConfig
 from robust_train.errors import ConfigError
@@ -29,7 +30,7 @@ from robust_train.memory.allocator import (
 from robust_train.policy.sizes import PolicySettings
 from robust_train.runfolder.command_line import command
 from robust_train.runfolder.detach import is_detached
-from robust_train.runfolder.notify import EVENTS, URLS_VARIABLE, NotifySettings, is_secret
+from robust_train.runfolder.notifier import EVENTS, URLS_VARIABLE, NotifySettings, is_secret
 from robust_train.script.placeholders import placeholders_in
 from robust_train.values import MIB, AttemptSpec
 
@@ -165,10 +166,10 @@ class DeviceSettings:
         return self.num_gpus > 1 or self.min_free_bytes > default_bytes
 
 
-def device_settings(cfg: DictConfig, run_dir: Path) -> DeviceSettings:
+def device_settings(cfg: DictConfig, name: str) -> DeviceSettings:
     """Return the part of the config that :class:`robust_train.queue.devices.Devices` needs."""
     return DeviceSettings(
-        job_name=job_name(cfg, run_dir),
+        job_name=name,
         device=str(cfg.device),
         auto_device=cfg.auto_device,
         num_gpus=cfg.num_gpus,
@@ -183,13 +184,16 @@ def device_settings(cfg: DictConfig, run_dir: Path) -> DeviceSettings:
     )
 
 
-def job_name(cfg: DictConfig, run_dir: Path) -> str:
-    """Return ``job_name``, or ``lora_flowers102`` from the config, or the run folder's name."""
-    chosen = OmegaConf.select(cfg, "job_name")  # train.py's config has none
-    if chosen:
-        return str(chosen)
-    parts = (OmegaConf.select(cfg, f"{group}.name") for group in ("model", "dataset"))
-    return "_".join(str(part) for part in parts if part) or run_dir.name
+def job_name(cfg: DictConfig, trainer: str | Callable[..., Any]) -> str:
+    """Return how queue, tables and run folder call the job."""
+    # train.py's config has no `job_name`
+    keys = ("job_name", "model.name", "dataset.name")
+    chosen, model, dataset = (OmegaConf.select(cfg, key) for key in keys)
+    target = name_of(trainer)
+    if target.startswith("__main__."):
+        script = getattr(sys.modules["__main__"], "__file__", None)  # None in a notebook
+        target = target.replace("__main__", Path(script).stem if script else "notebook", 1)
+    return names.job_name(chosen, model, dataset, target, OmegaConf.select(cfg, "trainer.argv"))
 
 
 @dataclass(frozen=True)
@@ -268,10 +272,10 @@ def name_of(trainer: str | Callable[..., Any]) -> str:
     return f"{module}.{name}" if name else f"__main__.{type(trainer).__name__}"
 
 
-def about_job(cfg: DictConfig, run_dir: Path) -> dict[str, str]:
+def about_job(cfg: DictConfig, name: str) -> dict[str, str]:
     """Return what a launch records of its job: name, model, data set, overrides and command."""
     overrides = list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
-    about = {"name": job_name(cfg, run_dir)}
+    about = {"name": name}
     for group in ("model", "dataset"):
         # the default is no matter of a trainer that has its own
         if _is_built_in(cfg) or any(one.startswith(group) for one in overrides):
@@ -300,8 +304,8 @@ def hydra_config() -> DictConfig | None:
     return config  # type: ignore[no-any-return]
 
 
-def run_folder(run_dir: str | Path | None) -> Path:
-    """The run folder, made if need be: the one given, Hydra's, or a new one.
+def run_folder(run_dir: str | Path | None, name: str) -> Path:
+    """The run folder, made if need be: the one given, Hydra's, or a new one for a job's name.
 
     Raises:
         ConfigError: it cannot be made.
@@ -311,7 +315,8 @@ def run_folder(run_dir: str | Path | None) -> Path:
     elif HydraConfig.initialized():
         path = Path(HydraConfig.get().runtime.output_dir)
     else:
-        path = Path("outputs") / time.strftime(f"%Y-%m-%d/%H-%M-%S_{os.getpid()}")
+        name = f"{names.folder_name(name)}_{os.getpid()}"
+        path = Path("outputs") / time.strftime(f"%Y-%m-%d/%H-%M-%S_{name}")
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -13,7 +13,7 @@ import pytest
 from robust_train import ConfigError, launch
 from robust_train.cli.main import main
 from robust_train.runfolder import detach
-from robust_train.runfolder.runs import choose_run, find_runs
+from robust_train.runfolder.run_list import choose_run, find_runs
 from terminal import run_at_a_terminal
 from world import World, wait_until
 

@@ -11,7 +11,8 @@ import pytest
 import yaml
 
 from command_world import CommandWorld, script
-from robust_train.cli.run_script import main, name_of
+from robust_train.cli.run_script import main
+from robust_train.config.names import name_of_program
 
 EVERYTHING = [
     "it's",
@@ -122,6 +123,7 @@ def test_the_run_folder_is_named_after_the_script(scripts: CommandWorld):
     ("typed", "words"),
     [
         ([], ["no program to run", "--"]),
+        (["stauts"], ["stauts: did you mean status?", "-- stauts"]),
         (["--batch-size", "8"], ["no program to run"]),
         (["--batch-size", "8", "--"], ["no program to run"]),
         (["python3", "train.py"], ["no program to run"]),
@@ -175,7 +177,7 @@ def test_is_refused_in_one_line(scripts: CommandWorld, typed: list[str], words: 
     ],
 )
 def test_a_job_is_called_after_its_script(program: list[str], name: str):
-    assert name_of(program) == name
+    assert name_of_program(program) == name
 
 
 def test_a_run_folder_that_cannot_be_made_is_refused(scripts: CommandWorld):

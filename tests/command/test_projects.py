@@ -12,16 +12,20 @@ from typing import Any
 
 import pytest
 
+import warm
 from world import ROOT, World
 
 
 def _run(world: World, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """Run a command in a project's folder, as on a machine where robust-train is installed."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{world.environ['PATH']}"
+    environ = {**world.environ, "PYTHONPATH": str(ROOT / "src"), "PATH": path}
+    if words[:2] == (sys.executable, "main.py"):
+        return warm.run((f"{folder}/main.py", *words[2:]), environ, folder)
     return subprocess.run(
         words,
         cwd=folder,
-        env={**world.environ, "PYTHONPATH": str(ROOT / "src"), "PATH": path},
+        env=environ,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -48,7 +52,8 @@ def project(world: World) -> Path:
 def test_a_new_project_trains_at_once_and_its_recipe_goes_on_from_its_checkpoint(
     world: World, project: Path
 ):
-    if shutil.which("just", path=str(Path(sys.executable).parent)) is None:
+    just = shutil.which("just", path=str(Path(sys.executable).parent))
+    if just is None:
         pytest.skip("just is not installed (pip install rust-just)")
     ended = _run(world, project, sys.executable, "main.py")
     assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -64,7 +69,10 @@ def test_a_new_project_trains_at_once_and_its_recipe_goes_on_from_its_checkpoint
     identity = folder / "job.json"
     identity.write_text(json.dumps(json.loads(identity.read_text()) | {"completed": None}))
     more = (f"spirals.steps={steps + 20}", f"hydra.run.dir={folder}")
-    ended = _run(world, project, "just", "train", *more)
+    assert _run(world, project, just, "--evaluate", "python").stdout == "python"
+    recipe = _run(world, project, just, "python=echo", "train", *more)
+    assert recipe.stdout.split() == ["main.py", *more]
+    ended = _run(world, project, sys.executable, *recipe.stdout.split())
     assert ended.returncode == 0, ended.stdout + ended.stderr
     (attempt,) = _summaries(project)[0]["attempts"]
     assert (attempt["start_step"], attempt["end_step"]) == (steps, steps + 20)

@@ -237,7 +237,7 @@ def test_train_py_runs_a_script_once(scripts: CommandWorld):
     assert "trained 2 x 1" in ended.stdout
 
 
-def test_a_run_folder_is_named_after_the_trainer_where_it_brings_model_and_data(
+def test_a_run_folder_is_named_after_the_script(
     scripts: CommandWorld,
 ):
     process = subprocess.run(
@@ -249,7 +249,7 @@ def test_a_run_folder_is_named_after_the_trainer_where_it_brings_model_and_data(
     )
     assert process.returncode == 0
     (folder,) = scripts.folder.glob("outputs/*/*")
-    assert folder.name.split("_")[1] == "command"
+    assert folder.name.split("_")[1] == "true"
 
 
 @pytest.mark.parametrize(

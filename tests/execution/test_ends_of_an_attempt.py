@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
+from robust_train.config.schema import complete
 from robust_train.events import Event, UserEvent
 from robust_train.execution import attempt_clock
 from robust_train.execution.environment import attempt_environment
 from robust_train.memory.allocator import VARIABLE
+from robust_train.settings import launcher_settings
 from robust_train.values import FailureKind
 from world import wait_until
 
@@ -149,6 +151,21 @@ def test_openmp_spins_only_for_a_moment_unless_the_user_wants_it(
     assert given == {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
     assert attempts.run("trainers.openmp_settings").result == {"OMP_WAIT_POLICY": "ACTIVE"}
+
+
+@pytest.mark.parametrize(
+    ("names", "argv", "by_index"),
+    [
+        ("auto", ["vllm"], True),
+        ("auto", None, False),
+        ("index", None, True),
+        ("uuid", ["vllm"], False),
+    ],
+)
+def test_scripts_are_given_numbers_of_gpus_and_functions_uuids(names, argv, by_index):
+    trainer = {} if argv is None else {"trainer": {"argv": argv}}
+    settings = launcher_settings(complete({"cuda_visible_devices": names, **trainer}))
+    assert settings.gpus_by_index is by_index
 
 
 def test_allocator_settings_of_the_user_come_first():

@@ -18,6 +18,7 @@ from robust_train.execution import screen
 from robust_train.execution.live_area import LiveArea, Rows
 from robust_train.report.status import Pace, status_lines
 from robust_train.runfolder.state import RunState
+from robust_train.values import Speed
 from terminal_screen import lines_shown
 
 RUNNING = RunState(
@@ -36,6 +37,7 @@ RUNNING = RunState(
     memory={"allocated": 3 << 30},
     checkpoint="/run/checkpoints/step-50.pt",
     checkpoint_step=50,
+    speed=(Speed(100, 0.5, 0.6, samples_per_second=256.0),),
 )
 
 
@@ -259,3 +261,11 @@ def test_the_last_lines_are_left_alone_while_the_shell_has_the_terminal(
         assert "step 3" in seen
         monkeypatch.setattr("os.tcgetpgrp", lambda descriptor: 1)
     assert "\x1b" not in shown_on(reads)
+
+
+def test_steps_are_counted_where_the_samples_are_unknown():
+    unknown = (Speed(100, 0.5, 0.6),)
+    for speed in (unknown, None):
+        begun, later = (replace(RUNNING, step=step, speed=speed) for step in (1, 9))
+        pace = pace_of((0.0, begun), (4.0, later))
+        assert "step 9/400 · 2 steps/s" in status_lines(later, pace, 4.0, 160)[2]

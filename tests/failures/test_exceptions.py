@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import concurrent.futures
+import errno
 import json
+import multiprocessing.synchronize
+import os
 import socket
 import subprocess
 import sys
@@ -321,3 +324,19 @@ def test_descriptors_that_data_loaders_exhaust_mean_fewer_workers() -> None:
     loader = raised_in("/lib/python3.11/multiprocessing/reduction.py")
     assert classify_failure(loader).kind is FailureKind.WORKER_DEATH
     assert classify_failure(raised_in("/home/me/train.py")).kind is FailureKind.BUG
+
+
+@pytest.mark.parametrize("number", [errno.ENOENT, errno.EROFS, errno.ENOSYS, errno.EACCES])
+def test_a_lock_for_workers_that_finds_no_shared_memory_is_the_workers_matter(monkeypatch, number):
+    """As in a container without /dev/shm; torch's loader makes such queues."""
+
+    def refuse(*args: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(multiprocessing.synchronize._multiprocessing, "SemLock", refuse)
+    with pytest.raises(OSError, match=os.strerror(number)) as raised:
+        multiprocessing.Queue()
+    failure = classify_failure(raised.value)
+    assert failure.kind is FailureKind.WORKER_DEATH
+    assert "shared memory" in " ".join(failure.advice)
+    assert classify_failure(OSError(number, "a file of the trainer's")).kind is FailureKind.BUG

@@ -362,7 +362,7 @@ def test_reading_imports_no_torch(machine_with: MachineWith) -> None:
     assert machine.python(
         """
         import json, sys
-        import robust_train.cli.gpus, robust_train.gpu.best, robust_train.queue.wait
+        import robust_train.cli.gpus, robust_train.gpu.best, robust_train.queue.waiting
         from robust_train.gpu.inventory import read_inventory
         read_inventory()
         print(json.dumps("torch" not in sys.modules and "rich" not in sys.modules))
@@ -429,3 +429,30 @@ def test_cudas_numbers_are_known_where_both_lists_surely_agree(
         for version in ("", "_v2"):
             machine.fail(f"nvmlDeviceGetMemoryInfo{version}", UNKNOWN, 0)
         assert [gpu["cuda_index"] for gpu in read(machine)["gpus"]] == [None]
+
+
+def test_each_recovery_that_the_driver_asks_for_has_words(machine_with: MachineWith) -> None:
+    words = (
+        *("to be reset", "rebooted", "drained of peer", "drained and reset", "restart nvidia-imex"),
+        *("does not suffice", "NVLink switches", "needs recovery action 8"),
+    )
+    machine = machine_with(*(Gpu(recovery=action) for action in range(len(words) + 1)))
+    healthy, *others = read(machine)["gpus"]
+    assert healthy["unusable"] is None
+    for gpu, expected in zip(others, words, strict=True):
+        assert expected in gpu["unusable"]
+
+
+def test_in_a_container_mps_is_known_by_its_pipes(
+    machine_with: MachineWith, tmp_path: Path
+) -> None:
+    """The server's number is another machine's here: no process has it."""
+    in_a_container = "from robust_train.gpu import processes\n"
+    in_a_container += "processes.sees_host_pids = lambda: False\n" + READ
+    machine = machine_with(Gpu(compute_mode=3, compute=[(2**30, 500)]))
+    (owned,) = read(machine)["gpus"]
+    assert "owns it" in owned["unusable"]
+    (tmp_path / "control").touch()
+    pipes = {"CUDA_MPS_PIPE_DIRECTORY": str(tmp_path)}
+    (shared,) = machine.python(in_a_container, **pipes)["gpus"]
+    assert (shared["unusable"], shared["mps"]) == (None, True)

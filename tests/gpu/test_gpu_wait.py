@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from robust_train.gpu.visible import Visible
-from robust_train.queue.wait import GpuRequest, NoGpu, WaitStatus, wait_for_gpu
+from robust_train.queue.waiting import GpuRequest, NoGpu, WaitStatus, wait_for_gpu
 from robust_train.report.status import LiveStatus
 from robust_train.values import MIB, GpuInfo, GpuProcess
 from simulated_nvml import Gpu, Machine
@@ -213,7 +213,7 @@ WAIT = """
 import os, sys
 from robust_train.gpu.inventory import read_inventory
 from robust_train.gpu.visible import visible_gpus
-from robust_train.queue.wait import GpuRequest, wait_for_gpu
+from robust_train.queue.waiting import GpuRequest, wait_for_gpu
 request = GpuRequest(4000 * 1024**2, timeout_seconds=300, interval_seconds={interval})
 try:
     found = wait_for_gpu(

@@ -29,6 +29,7 @@ from simulated_nvml.device import OutOfMemory, SharedDevice
 MIB = 1024**2
 _TOLD = struct.Struct("<qq")  # rank, MiB
 _CREATED, _CLOSED_AFTER_WRITE = 0x100, 0x8  # inotify's IN_CREATE, IN_CLOSE_WRITE
+_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,7 @@ def main() -> None:
         }
         for _ in range(chaos.launchers)
     ]
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     pids = {}
     for number, member in enumerate(plans):
         pid = os.fork()
@@ -129,10 +131,11 @@ def main() -> None:
         thread.start()
     for thread in killing:  # before anybody is reaped: a process id must not be used again
         thread.join()
-    for pid in pids.values():
-        os.waitpid(pid, 0)
+    with contextlib.suppress(ChildProcessError):  # orphaned trainers too: who lives has its lock
+        while True:
+            os.waitpid(-1, 0)
     deadline = time.monotonic() + 30
-    while device.used() and time.monotonic() < deadline:  # orphaned trainers
+    while device.used() and time.monotonic() < deadline:  # the dead's memory
         time.sleep(0.02)
     locked = sum(_is_locked(path) for path in queue.glob("job.*"))
     done.set()
@@ -148,7 +151,7 @@ def _member(number: int, plan: dict[str, Any], chaos: Chaos, log: int) -> None:
     from robust_train.gpu.visible import Visible, visible_gpus
     from robust_train.queue.host_queue import HostQueue
     from robust_train.queue.queue_dir import directory_for
-    from robust_train.queue.wait import GpuRequest, NoGpu
+    from robust_train.queue.waiting import GpuRequest, NoGpu
 
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     asked = looked = 0.0

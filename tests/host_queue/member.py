@@ -20,7 +20,7 @@ from robust_train.gpu.inventory import read_inventory
 from robust_train.gpu.visible import Visible, visible_gpus
 from robust_train.queue.host_queue import HostQueue
 from robust_train.queue.queue_dir import directory_for
-from robust_train.queue.wait import GpuRequest, NoGpu, WaitStatus
+from robust_train.queue.waiting import GpuRequest, NoGpu, WaitStatus
 from robust_train.values import MIB
 
 

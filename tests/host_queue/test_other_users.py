@@ -35,7 +35,7 @@ from robust_train.queue.queued_job import QueuedJob
 from robust_train.queue.records import LAST_TICKET, JobRecord, JobState, decode, encode, sealed
 from robust_train.queue.reservations import JobRegistry, Reservation, new_record
 from robust_train.queue.usage import HOUR, add_usage, read_usage
-from robust_train.queue.wait import GpuRequest, NoGpu
+from robust_train.queue.waiting import GpuRequest, NoGpu
 from robust_train.values import MIB, GpuInfo
 from simulated_nvml import Gpu
 from world import is_running, wait_until

@@ -18,11 +18,11 @@ from robust_train.gpu.visible import Visible
 from robust_train.queue import host_queue, reservations
 from robust_train.queue.host_queue import HostQueue
 from robust_train.queue.order import DEFAULT_RULES, QueueRules
+from robust_train.queue.queue_rules import NAME, read_rules
 from robust_train.queue.records import IDLE_SECONDS, JobRecord, JobState, decode, encode, sealed
 from robust_train.queue.reservations import JobRegistry, boottime, new_record
-from robust_train.queue.rules import NAME, read_rules
 from robust_train.queue.usage import HOUR, WEEK, add_usage, read_usage, recent_hours, week_hours
-from robust_train.queue.wait import GpuRequest
+from robust_train.queue.waiting import GpuRequest
 from robust_train.values import MIB, GpuInfo
 
 ME = os.geteuid()

@@ -184,11 +184,14 @@ def test_the_last_lines_say_how_it_ended_and_how_it_goes_on(
     (completed,) = [one for one in said if one.startswith("completed after")]
     assert completed.endswith("on cpu with micro-batch 64; result: 0.5")
     assert said[said.index(completed) + 1] == f"run folder: {tmp_path / 'a'}"
-    assert said[-1] == f"to go on: launch(…, run_dir='{tmp_path / 'b'}')"
+    assert said[-1] == f"after mending it: launch(…, run_dir='{tmp_path / 'b'}')"
     with caplog.at_level("INFO", "robust_train"):
         launch(lambda cfg: 0.5, {"isolation": "none"}, run_dir=tmp_path / "b")
     tables = [one.message for one in caplog.records if one.message.startswith("attempts:")]
-    assert tables[-1].splitlines()[2].startswith("2 "), "as in attempt-2.log"
+    first, second = tables[-1].splitlines()[2:]
+    assert first.startswith("1 ")
+    assert first.endswith("give_up  user error"), "of the launch before"
+    assert second.startswith("2 "), "as in attempt-2.log"
     assert "give_up  user error" in next(one for one in said[::-1] if one.startswith("attempts:"))
 
 

@@ -175,7 +175,7 @@ def test_absent_data_is_refused_in_one_line_with_the_way_out(world: World):
 @pytest.mark.proves("built-in trainer", "one GPU", "in the step")
 def test_a_real_out_of_memory_error_repeats_the_step_only(world: World):
     """The limit is between what the whole batch needs and what half of it does."""
-    arguments = ("model.width=64", "training.batch_size=1024", "training.epochs=1")
+    arguments = ("model.width=40", "training.batch_size=1024", "training.epochs=1")
     # freed blocks go back at once, so that the limit is one on what is held
     world.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
     world.environ["GROWTH_FILE"] = str(world.folder / "growth")

@@ -26,7 +26,7 @@ from robust_train.values import Evidence, Failure, FailureKind, Outcome, Room
 def devices(environ={}, **keys):
     cfg = complete({"num_gpus": 2, **keys})
     folder = Path("run")
-    settings = device_settings(cfg, folder)
+    settings = device_settings(cfg, "job")
     sleep = lambda seconds, wake=None: sleep_until_readable(seconds, wake)
     return Devices(settings, {**os.environ, **environ}, folder, sleep)
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import pytest
+import torch
+from omegaconf import OmegaConf
 
+from forked_ranks import of_forks
 from robust_train.config.schema import complete, validate
 from robust_train.errors import ConfigError
+from robust_train.execution import rank
 from robust_train.runfolder.state import read_state
 from simulated_nvml import Gpu, Machine
 from world import World, wait_until
@@ -182,3 +188,22 @@ def test_a_group_that_loses_a_gpu_goes_on_with_fewer_at_the_same_effective_batch
 def test_numbers_of_gpus_that_cannot_be_are_refused(keys: dict[str, object], said: str):
     with pytest.raises(ConfigError, match=said):
         validate(complete(keys))
+
+
+def test_ranks_on_gpus_divide_the_cores_among_them_and_each_has_its_gpu(tmp_path, monkeypatch):
+    def set_up(count: int) -> tuple[int, str, int]:
+        os.environ.pop("OMP_NUM_THREADS", None)
+        actions = []
+        monkeypatch.setattr(rank, "when_cuda_starts", lambda torch, action: actions.append(action))
+        monkeypatch.setattr(torch.cuda, "set_device", actions.append)
+        cfg = OmegaConf.create({"device": f"cuda:{count - 1}"})
+        request = SimpleNamespace(cfg=cfg, ranks=count, stacks_file=tmp_path / "stacks")
+        rank._set_up(count - 1, request)
+        actions[0]()
+        return torch.get_num_threads(), os.environ["OMP_NUM_THREADS"], actions[1]
+
+    cores = len(os.sched_getaffinity(0))
+    (alone,) = of_forks(1, lambda _: set_up(1))
+    (shared,) = of_forks(1, lambda _: set_up(2 * cores))
+    assert alone == [cores, str(cores), 0]
+    assert shared == [1, "1", 2 * cores - 1]

@@ -10,7 +10,7 @@ import hydra
 import pytest
 
 from robust_train.config.batch import settle_batch_size
-from robust_train.config.refusals import REFUSALS, explain
+from robust_train.config.refusals import REFUSALS, explain, explain_option
 from robust_train.config.schema import validate
 from world import World
 
@@ -100,6 +100,22 @@ def test_a_configuration_is_refused_in_one_line(arguments: list[str], words: lis
         assert word in message
 
 
+@pytest.mark.parametrize(
+    ("arguments", "write"),
+    [
+        (["model=cnn", "--modle=lora"], "write model=lora"),
+        (["--epochs", "3"], "write training.epochs=3"),
+        (["--batch-size=32", "-m"], "write training.batch_size=32"),
+        (["--frobnicate"], "write KEY=VALUE"),
+    ],
+)
+def test_an_override_with_dashes_is_answered_with_what_to_write(arguments: list[str], write: str):
+    line = explain_option(arguments, "robust")
+    assert line is not None
+    assert line.endswith(write)
+    assert explain_option(["-m", "--config-name", "robust", "model=cnn"], "robust") is None
+
+
 def test_a_target_that_is_not_callable_is_refused_in_one_line(world: World):
     """Only its import, in the first attempt, can show it."""
     world.run("trainer._target_=trainers.json").was_refused(["trainers.json", "not callable"])
@@ -168,3 +184,16 @@ def test_a_limit_that_leaves_no_room_to_import_torch_is_one_line(world: World):
     ended = world.run(preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, limit))
     ended.was_refused(["400 MiB (ulimit -d)", "no room to import torch"])
     assert ended.summary["attempts"] == []
+
+
+def test_a_library_that_crashes_for_lack_of_room_adds_no_words_of_its_own(world: World):
+    code = "import os\nos.write(2, b'terminate called: std::bad_alloc')\nos.abort()\n"
+    (world.folder / "falls_over.py").write_text(code)
+    limit = (1 << 30, 1 << 30)
+    ended = world.run(
+        "trainer._target_=trainers.finishes",
+        "trainer.preload_modules=[falls_over]",
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, limit),
+    )
+    ended.was_refused(["1.0 GiB (ulimit -d)", "no room to import falls_over"])
+    assert "bad_alloc" not in ended.output

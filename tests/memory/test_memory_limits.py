@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from robust_train.memory import set_memory_fraction
-from robust_train.memory.allocator import VARIABLE
+from robust_train.memory.allocator import VARIABLE, use_expandable_segments
 from simulated_nvml import MIB
 
 pytestmark = pytest.mark.skipif(
@@ -116,3 +116,46 @@ def test_a_limit_is_told_in_mib() -> None:
         "cuda:0: at most 512 of 1,024 MiB (0.5), 600 MiB in use; that is more already, so the next "
         "larger request will fail"
     )
+
+
+@pytest.mark.parametrize(
+    ("expected", "setting", "where"),
+    [
+        (True, "auto", {}),
+        (False, "auto", {"is_script": True}),
+        (False, "auto", {"gpus": 2}),
+        (False, "auto", {"kernel": "Linux version 5.15.90.1-microsoft-standard-WSL2"}),
+        (True, True, {"is_script": True, "gpus": 2, "kernel": "microsoft"}),
+        (False, False, {}),
+    ],
+)
+def test_expandable_segments_are_left_alone_where_they_may_fail(expected, setting, where) -> None:
+    kernel = {"kernel": "Linux version 6.8.0-45-generic"}
+    assert use_expandable_segments(setting, {}, **kernel | where) is expected
+    exported = {VARIABLE: f"expandable_segments:{not expected}"}
+    assert use_expandable_segments(setting, exported, **kernel | where) is not expected
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="this build of torch has no CUDA")
+def test_torch_takes_an_attempts_settings_in_a_fork_and_before_the_newer_name() -> None:
+    """As torch's own snapshot of its allocator has them, which needs no GPU."""
+    settings = python(
+        f"""
+        import json, os, torch
+        from robust_train.execution.environment import attempt_environment
+        seen = []
+        for expandable in (True, False):
+            reading, writing = os.pipe()
+            if os.fork() == 0:
+                os.environ.update(attempt_environment({{}}, (), expandable_segments=expandable))
+                os.environ["PYTORCH_ALLOC_CONF"] = f"expandable_segments:{{not expandable}}"
+                known = torch._C._cuda_memorySnapshot(None)["allocator_settings"]
+                both = known[{VARIABLE!r}], known["expandable_segments"]
+                os.write(writing, json.dumps(both).encode())
+                os._exit(0)
+            os.close(writing)
+            seen.append(json.loads(os.read(reading, 999)))
+        print(json.dumps(seen))
+        """
+    )
+    assert settings == [["expandable_segments:True", True], ["expandable_segments:False", False]]

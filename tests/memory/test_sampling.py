@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import resource
@@ -14,14 +15,8 @@ import pytest
 from memory_world import ON_CPU, run, start
 
 from robust_train.memory.sampler import Sampler
-from robust_train.memory.samples import (
-    FILE_NAME,
-    Limits,
-    Sample,
-    SampleFile,
-    encode,
-    read_samples,
-)
+from robust_train.memory.samples import FILE_NAME, Sample, SampleFile, encode, read_samples
+from robust_train.runfolder.thinning import Limits
 from robust_train.values import MIB
 from simulated_nvml import Gpu, Machine
 from two_gpu_machine import A, B
@@ -115,48 +110,45 @@ def test_train_py_samples_too(world: World):
     assert ended.attempts[0]["memory_returned"]["of"] == "resident"
 
 
-def sampled(folder: Path, attempt: int, limits: Limits, until: Callable[[], bool]) -> None:
-    # as fast as it can: the share of the time is what the benchmark is about
-    sampler = Sampler(folder, attempt, "cpu", 0.0, lambda: 1, limits, cost_share=1.0)
-    sampler.start()
-    wait_until(until, "enough samples")
-    sampler.stop()
-    assert not any(thread.name == "memory sampler" for thread in threading.enumerate())
-
-
 def test_the_file_stays_small_and_keeps_earlier_attempts(tmp_path: Path):
-    limits = Limits(first=10, between=20, newest=10, slack=20)
     earlier = [Sample(float(number), 1, "cpu", number) for number in range(30)]
     path = tmp_path / FILE_NAME
     torn = encode(earlier[0])[:20]
     path.write_text("".join(encode(sample) + "\n" for sample in earlier) + torn)
-    first_time: list[float] = []
-
-    def has_thinned() -> bool:
-        own = [sample for sample in read_samples(path) if sample.attempt == 2]
-        first_time.extend(sample.time for sample in own[:1])
-        assert len(own) <= limits.most
-        return bool(own) and own[-1].time - own[0].time > 0.3
-
-    sampled(tmp_path, 2, limits, has_thinned)
+    file = SampleFile(path, Limits(between=60, newest=10), slack=20)
+    for number in range(500):
+        file.add(Sample(30.0 + number / 10, 2, "cpu", number))
+        assert len(read_samples(path)) <= 60 + 10 + 20 + 4, "the ends of both attempts stay"
     samples = read_samples(path)
-    assert [sample for sample in samples if sample.attempt == 1] == earlier
-    own = [sample for sample in samples if sample.attempt == 2]
-    assert len(own) <= limits.most
-    assert own[0].time == first_time[0]
+    assert (samples[0], samples[-1].step) == (earlier[0], 499)
+    assert [s.step for s in samples if s.attempt == 2][-10:] == list(range(490, 500))
+    for attempt in (1, 2):
+        times = [s.time for s in samples if s.attempt == attempt]
+        gaps = [after - before for before, after in itertools.pairwise(times)]
+        assert max(gaps) < 4 * 80 / 60, "the others are spread over the time"
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_disk_that_is_full_is_warned_about_once_and_has_all_once_there_is_room(
-    tmp_path: Path, caplog
-):
+def test_a_sampler_ends_with_its_last_sample(tmp_path: Path):
     path = tmp_path / FILE_NAME
-    file = SampleFile(path, Limits(first=0, between=9, newest=3, slack=3))
+    # as fast as it can: the share of the time is what the benchmark is about
+    sampler = Sampler(tmp_path, 2, "cpu", 0.0, lambda: 1, cost_share=1.0)
+    sampler.start()
+    wait_until(lambda: len(read_samples(path)) > 20, "enough samples")
+    sampler.stop()
+    assert not any(thread.name == "memory sampler" for thread in threading.enumerate())
+    assert path.read_text().endswith("}\n")
+
+
+def test_a_disk_that_is_full_is_warned_about_once_and_tears_nothing(tmp_path: Path, caplog):
+    path = tmp_path / FILE_NAME
+    file = SampleFile(path)
     samples = [Sample(float(number), 1, "cpu", number) for number in range(10)]
+    file.add(samples[0])
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 5, hard))
     try:
-        for sample in samples[:5]:
+        for sample in samples[1:5]:
             file.add(sample)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -164,5 +156,4 @@ def test_a_disk_that_is_full_is_warned_about_once_and_has_all_once_there_is_room
     assert warning == f"cannot write {path}: File too large; training goes on"
     for sample in samples[5:]:
         file.add(sample)
-    file.close()
-    assert read_samples(path) == samples
+    assert read_samples(path) == [samples[0], *samples[5:]]

@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_truth import DONE, SPEC, leave_run
 
 import robust_train
 import warm
 from robust_train.cli.main import main
 from robust_train.queue.reservations import JobRegistry, new_record
-from robust_train.values import MIB, Attempt
+from robust_train.values import MIB
 from simulated_nvml import Gpu, Machine
 
 LARGE = ("model=cnn", "model.image_size=96")
@@ -30,9 +28,7 @@ def no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_plan_says_what_fits_on_the_gpus_now_and_what_earlier_runs_measured(
-    machine_with: MachineWith, tmp_path: Path
-) -> None:
+def test_a_plan_says_what_fits_on_the_gpus_now(machine_with: MachineWith, tmp_path: Path) -> None:
     machine = machine_with(
         Gpu(total_mib=8192, free_mib=8000),
         Gpu(total_mib=40960, free_mib=40000),
@@ -40,13 +36,6 @@ def test_a_plan_says_what_fits_on_the_gpus_now_and_what_earlier_runs_measured(
     )
     queue = tmp_path / "queue"
     queue.mkdir(mode=0o700)
-    leave_run(
-        tmp_path / "outputs" / "one",
-        Attempt(
-            replace(SPEC, batch_size=48, gradient_accumulation_steps=1),
-            replace(DONE, peak_memory_bytes=75 * MIB),
-        ),
-    )
     registry = JobRegistry(queue)
     try:
         with registry.locked():
@@ -66,16 +55,10 @@ def test_a_plan_says_what_fits_on_the_gpus_now_and_what_earlier_runs_measured(
     plan = json.loads(done.stdout)
     assert [(row["batch_size"], row["accumulates"]) for row in plan["rows"]] == [
         (8, True),
-        (48, False),
         (64, False),
     ]
-    eight, measured, asked = plan["rows"]
-    assert eight["tensors_bytes"] < measured["tensors_bytes"] < asked["tensors_bytes"] < 64 * MIB
-    assert sum(asked["parts"].values()) == asked["tensors_bytes"]
-    assert measured["measured_bytes"] == 75 * MIB
-    error = 100 * (measured["allocated_bytes"] / (75 * MIB) - 1)
-    assert plan["mean_error_percent"] == pytest.approx(abs(error))
-    assert eight["measured_bytes"] is None
+    eight, asked = plan["rows"]
+    assert eight["tensors_bytes"] < asked["tensors_bytes"] < 64 * MIB
     small, large, full = plan["gpus"]
     assert small["why_not"] == f"reserved by other, {record.user}"
     assert (small["usable_bytes"], small["largest_batch_now"]) == (0, None)
@@ -89,18 +72,16 @@ def test_a_plan_says_what_fits_on_the_gpus_now_and_what_earlier_runs_measured(
 def test_without_a_gpu_common_sizes_are_shown_as_a_hint(
     no_gpu: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    leave_run(no_gpu / "outputs" / "one", Attempt(replace(SPEC, gpus=()), DONE), overrides=LARGE)
     code = main(["plan", *LARGE, "--batch-sizes", "512"])
     shown = capsys.readouterr()
     assert (code, shown.err) == (0, "")
-    assert "CUDA_VISIBLE_DEVICES hides every GPU: no GPU to fit it to" in shown.out
+    assert "CUDA_VISIBLE_DEVICES hides every GPU: the largest batch" in shown.out
     lines = shown.out.splitlines()
     header = next(i for i, line in enumerate(lines) if line.split()[:2] == ["8", "GB"])
     largest = [int(number) for number in lines[header + 1].split()]
     assert largest == sorted(largest)
     assert len(largest) == 6
     assert largest[-1] == 1438, "the training images of digits"
-    assert "no earlier run of this job on a GPU was found (1 was on the CPU" in shown.out
     assert lines[0] == "cnn on digits, bfloat16 (float16 takes the same); sizes in MiB"
 
 
@@ -115,7 +96,6 @@ def test_without_a_gpu_common_sizes_are_shown_as_a_hint(
         (["training.batch_size"], "training.batch_size: cannot be read as an override"),
         (["--batch-sizes", "8,x"], "robust-train plan: argument --batch-sizes: 8,x"),
         (["--batch-sizes", "0"], "accepted are integers of 1 or more"),
-        (["--runs", "absent"], "argument --runs: absent: there is no such folder"),
         (
             ["dataset=image_folder", "dataset.root=absent"],
             "dataset.root=absent: there is no folder absent/train",
@@ -156,7 +136,7 @@ def test_a_program_can_plan_too(no_gpu: Path) -> None:
         },
         batch_sizes=[8, 16],
     )
-    assert [(row.peak.batch_size, row.peak.accumulates) for row in plan.rows] == [
+    assert [(row.batch_size, row.accumulates) for row in plan.rows] == [
         (8, True),
         (16, True),
     ]

@@ -31,10 +31,12 @@ with SignalWatch() as signals, RunFolder(Path(sys.argv[1]), "elsewhere", signals
 
 
 @contextlib.contextmanager
-def open_folder(run_dir: Path, name: str = "a job") -> Iterator[RunFolder]:
+def open_folder(
+    run_dir: Path, name: str = "a job", sweep: Path | None = None
+) -> Iterator[RunFolder]:
     """A run folder that this process holds."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    with SignalWatch() as signals, RunFolder(run_dir, name, signals) as folder:
+    with SignalWatch() as signals, RunFolder(run_dir, name, signals, sweep) as folder:
         yield folder
 
 

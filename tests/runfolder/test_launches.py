@@ -15,7 +15,7 @@ from robust_train.errors import ConfigError, NoProgress
 from robust_train.runfolder.identity import begin_job, complete_job, count_launch
 from robust_train.runfolder.journal import AttemptStarted
 from robust_train.runfolder.manifests import record_checkpoint
-from robust_train.runfolder.requests import REQUESTS
+from robust_train.runfolder.requests import REQUESTS, request_sweep_stop
 
 
 def launch(run_dir: Path, *, saves: int | None = None, most: int = 3) -> str:
@@ -82,6 +82,7 @@ def test_a_job_file_of_an_earlier_version_has_had_no_launch(tmp_path: Path):
         (signal.SIGINT, 0),
         (signal.SIGHUP, 0),
         ("run stop", 0),
+        ("another job of the sweep failed", 0),
         (ConfigError("refused by the trainer"), 0),
         (signal.SIGTERM, 1),  # preempted
         (signal.SIGUSR1, 1),
@@ -93,7 +94,9 @@ def test_a_job_file_of_an_earlier_version_has_had_no_launch(tmp_path: Path):
 def test_who_ended_a_launch_decides_whether_it_counts(tmp_path: Path, how: object, counts: int):
     begin_job(tmp_path, resume=True)
     ends = (KeyboardInterrupt, ConfigError, RuntimeError)
-    with contextlib.suppress(*ends), open_folder(tmp_path) as folder:
+    sweep = tmp_path / "sweep"
+    sweep.mkdir()
+    with contextlib.suppress(*ends), open_folder(tmp_path, sweep=sweep) as folder:
         for number in (1, 2):
             folder.attempt_starts(number, AttemptStarted("cpu"))
         assert launches(tmp_path) == 1
@@ -103,6 +106,9 @@ def test_who_ended_a_launch_decides_whether_it_counts(tmp_path: Path, how: objec
             raise how
         elif how == "failed":
             folder.ended("failed", "a reason")
+        elif how == "another job of the sweep failed":
+            request_sweep_stop(sweep)
+            os.kill(os.getpid(), signal.SIGTERM)
         else:
             request = tmp_path / REQUESTS / "1.json"
             request.write_text('{"verb": "stop", "options": {}}')

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import http.server
 import json
+import os
+import signal
 import sys
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,9 +20,10 @@ from omegaconf import OmegaConf
 from robust_train import ConfigError, launch
 from robust_train.cli.main import main
 from robust_train.events import NoProgress, Stalled
-from robust_train.runfolder import notify
-from robust_train.runfolder.notify import Notifier, NotifySettings, is_secret, news, sentence
-from robust_train.runfolder.state import RunState
+from robust_train.runfolder import notifier as module
+from robust_train.runfolder.lock import is_held
+from robust_train.runfolder.notifier import Notifier, NotifySettings, is_secret, news, sentence
+from robust_train.runfolder.state import RunState, read_state
 from robust_train.settings import hide_urls, take_notify_settings
 from sweep_world import SweepWorld
 from world import World
@@ -32,7 +36,7 @@ ON_CPU = replace(NEW, state="running", attempt=2, device="cpu")
 
 @pytest.fixture(autouse=True)
 def _nobody_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(notify.URLS_VARIABLE, "")
+    monkeypatch.setenv(module.URLS_VARIABLE, "")
 
 
 @pytest.mark.parametrize(
@@ -66,7 +70,7 @@ def test_each_event_has_its_line():
 
 def _writes(path: Path) -> tuple[str, ...]:
     code = "import os, sys; f = open(sys.argv[1], 'a'); print(sys.stdin.read(), file=f); "
-    code += f"print(os.environ['{notify.TEXT_VARIABLE}'], file=f)"
+    code += f"print(os.environ['{module.TEXT_VARIABLE}'], file=f)"
     return (sys.executable, "-S", "-c", code, str(path))
 
 
@@ -110,6 +114,26 @@ def test_a_failed_delivery_is_one_line(
     assert notifier.has_failed
 
 
+def test_a_signal_cuts_the_last_deliveries_short_and_the_job_stays_completed(tmp_path: Path):
+    begun = tmp_path / "begun"
+    code = f"import time; open({str(begun)!r}, 'w'); time.sleep(600)"
+
+    def stop_when_it_is_being_delivered() -> None:
+        while not begun.exists() or is_held(tmp_path / "run"):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=stop_when_it_is_being_delivered)
+    thread.start()
+    cfg = {"isolation": "none", "notify": {"command": [sys.executable, "-S", "-c", code]}}
+    started = time.monotonic()
+    summary = launch(lambda cfg: 0.5, cfg, run_dir=tmp_path / "run")
+    assert time.monotonic() - started < module._LAST_CHANCE_SECONDS
+    thread.join()
+    assert (summary.status, summary.result) == ("completed", 0.5)
+    assert read_state(tmp_path / "run").exit_code == 0
+
+
 def test_a_program_that_hangs_at_its_start_holds_nothing_up(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
@@ -119,8 +143,8 @@ def test_a_program_that_hangs_at_its_start_holds_nothing_up(
         released.wait()
         raise OSError
 
-    monkeypatch.setattr(notify.subprocess, "Popen", popen)
-    monkeypatch.setattr(notify, "_AFTER_KILL_SECONDS", 0.0)
+    monkeypatch.setattr(module.subprocess, "Popen", popen)
+    monkeypatch.setattr(module, "_AFTER_KILL_SECONDS", 0.0)
     notifier = Notifier(NotifySettings(("on-a-hung-disk",)))
     notifier.send("failed", "text", {})
     notifier.finish(0.0)

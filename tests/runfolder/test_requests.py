@@ -27,7 +27,7 @@ from robust_train.runfolder.requests import (
     status,
     sweep_stop_requested,
 )
-from robust_train.runfolder.runs import choose_run, read_run
+from robust_train.runfolder.run_list import choose_run, read_run
 from robust_train.values import Attempt, AttemptSpec, Failure, FailureKind, Outcome
 from world import wait_until
 

@@ -29,7 +29,7 @@ from robust_train.cli.main import main
 from robust_train.errors import ConfigError
 from robust_train.run import Run
 from robust_train.runfolder.requests import ControlError, StillQueued, ask
-from robust_train.runfolder.runs import choose_run, read_run
+from robust_train.runfolder.run_list import choose_run, read_run
 from simulated_nvml import Gpu, Machine
 from sweep_world import SweepWorld
 from two_gpu_machine import A

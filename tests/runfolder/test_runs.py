@@ -10,10 +10,10 @@ import pytest
 from live_folder import another_launcher, as_on_another_host, open_folder
 
 from robust_train.cli import queue
-from robust_train.runfolder import runs
+from robust_train.runfolder import run_list
 from robust_train.runfolder.journal import AttemptStarted
 from robust_train.runfolder.requests import ControlError, ask
-from robust_train.runfolder.runs import (
+from robust_train.runfolder.run_list import (
     NoLiveRun,
     choose_run,
     find_live_runs,
@@ -124,7 +124,7 @@ def test_where_the_list_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def test_the_list_stays_short_and_forgets_folders_that_are_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(runs, "MOST_LINKS", 3)
+    monkeypatch.setattr(run_list, "MOST_LINKS", 3)
     folders = [tmp_path / str(number) for number in range(5)]
     for folder in folders:
         folder.mkdir()

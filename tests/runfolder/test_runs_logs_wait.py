@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import psutil
@@ -13,9 +13,10 @@ import pytest
 from live_folder import another_launcher, change_json, open_folder
 
 from robust_train.cli import logs
+from robust_train.cli.logs import as_shown
 from robust_train.cli.main import main
 from robust_train.runfolder.folder import RunFolder
-from robust_train.runfolder.runs import state_directory
+from robust_train.runfolder.run_list import state_directory
 from robust_train.runfolder.summary import Summary
 
 
@@ -32,7 +33,7 @@ def died(run_dir: Path, name: str = "clip", *, with_the_host: bool = False) -> s
     with open_folder(run_dir, name) as folder:
         state = replace(folder.state, resume_command=f"cd /w && train hydra.run.dir={run_dir}")
         before = psutil.boot_time() - 100 if with_the_host else state.since
-    content = replace(state, state="running", updated=before).as_json()
+    content = asdict(replace(state, state="running", updated=before))
     (run_dir / "state.json").write_text(json.dumps(content))
     return state.id
 
@@ -95,6 +96,21 @@ def test_of_many_runs_the_newest_are_shown(
     assert "1 older ones: --all" in out
     assert main(["runs", "--all"]) == 0
     assert "one" in capsys.readouterr().out
+
+
+def test_on_a_terminal_log_lines_begin_with_the_time_of_day(monkeypatch: pytest.MonkeyPatch):
+    log = (
+        b"[2026-11-22 13:59:17,339][robust_train][INFO] - epoch 1\n"
+        b"[2026-11-22 13:59:18,001][my.trainer][WARNING] - slow\n"
+        b"a line of its own [2026-11-22 13:59:17,339]\n"
+    )
+    assert as_shown(log) == log, "in a pipe it is as it is in the file"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert as_shown(log).splitlines() == [
+        b"13:59:17 epoch 1",
+        b"13:59:18 warning: slow",
+        b"a line of its own [2026-11-22 13:59:17,339]",
+    ]
 
 
 def test_logs_shows_the_last_attempt_or_the_one_that_is_named(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from live_folder import open_folder
 
 from robust_train.events import (
     AttemptProcess,
@@ -21,12 +23,14 @@ from robust_train.events import (
 )
 from robust_train.runfolder.journal import AttemptStarted, JobStarted
 from robust_train.runfolder.state import (
+    REQUESTED,
     RunState,
     StateFile,
     after_event,
     read_state,
     with_attempt,
 )
+from robust_train.values import Attempt, AttemptSpec, FailureKind, Outcome, Retry
 
 STATE = RunState("0-a", "job", "/run", 1, "host", "user", 1.0, 2.0)
 
@@ -57,6 +61,26 @@ def test_events_of_an_attempt_are_folded():
     assert again.checkpoint == "/c"
 
 
+def test_a_requested_micro_batch_is_kept_for_the_next_launch_of_the_job(tmp_path: Path):
+    for event, requested in (
+        (MicroBatchChanged(3, True, 64, 32, "memory", FailureKind.DEVICE_OOM), None),
+        (MicroBatchChanged(4, True, 32, 16, "memory is nearly out"), None),
+        (MicroBatchChanged(5, True, 16, 8, REQUESTED), 8),
+        (MicroBatchChanged(6, True, 8, 4, "memory", FailureKind.DEVICE_OOM), 8),
+    ):
+        with open_folder(tmp_path) as folder:
+            folder.on_event(JobStarted("/run", "trainer", "c0ffee"))
+            folder.on_event(event)
+        assert read_state(tmp_path).requested_micro_batch == requested, event
+    with open_folder(tmp_path) as folder:
+        folder.on_event(JobStarted("/run", "trainer", "another"))
+        assert folder.state.requested_micro_batch is None
+        began = AttemptSpec((), 64, 1)
+        stopped = Attempt(began, Outcome(None, stopped_for="halve_batch"))
+        folder.decided(stopped, Retry(replace(began, batch_size=32), "halve", "why"), None)
+    assert read_state(tmp_path).requested_micro_batch == 32
+
+
 def test_what_is_written_is_read(tmp_path: Path):
     kept = StateFile(tmp_path, STATE)
     kept.update(lambda state: with_attempt(state, 1, AttemptStarted("cpu", 8, 1)))
@@ -85,12 +109,12 @@ def test_progress_is_written_once_a_second_at_most(tmp_path: Path):
         b"\xff\xfe",
         b"[" * 100_000,
         b'{"schema": 1}',
-        json.dumps({**STATE.as_json(), "pid": "1"}).encode(),
-        json.dumps({**STATE.as_json(), "schema": 99}).encode(),
-        json.dumps({**STATE.as_json(), "waiting": 3}).encode(),
-        json.dumps({**STATE.as_json(), "step": True}).encode(),
-        json.dumps({**STATE.as_json(), "started": float("nan")}).encode(),
-        json.dumps(STATE.as_json()).replace("1.0", "1e999").encode(),
+        json.dumps({**asdict(STATE), "pid": "1"}).encode(),
+        json.dumps({**asdict(STATE), "schema": 99}).encode(),
+        json.dumps({**asdict(STATE), "waiting": 3}).encode(),
+        json.dumps({**asdict(STATE), "step": True}).encode(),
+        json.dumps({**asdict(STATE), "started": float("nan")}).encode(),
+        json.dumps(asdict(STATE)).replace("1.0", "1e999").encode(),
     ],
     ids=lambda content: repr(content[:20]),
 )
@@ -101,7 +125,7 @@ def test_torn_foreign_and_wrongly_typed_files_are_no_state(tmp_path: Path, conte
 
 def test_control_characters_do_not_reach_a_terminal():
     found = RunState.parse(
-        json.dumps({**STATE.as_json(), "name": "a\x1b[2Jb", "waiting": {"reason": "\n"}})
+        json.dumps({**asdict(STATE), "name": "a\x1b[2Jb", "waiting": {"reason": "\n"}})
     )
     assert found is not None
     assert (found.name, found.waiting) == ("a?[2Jb", {"reason": "?"})

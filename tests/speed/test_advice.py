@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from robust_train.speed.advice import advice_of, text_of
+from robust_train.speed.speed_advice import advice_of, text_of
 from robust_train.values import Pace, Speed
 
 FAST = Speed(1000, 0.2, 0.3, 320.0)

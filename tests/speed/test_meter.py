@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
+import pickle
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from omegaconf import DictConfig, OmegaConf
 
+from robust_train.config.schema import complete
 from robust_train.events import SpeedMeasured
+from robust_train.execution.runner import call_trainer
 from robust_train.run import MicroBatchPlan, Run
 from robust_train.speed import meter as module
 from robust_train.speed.meter import Histogram, SpeedMeter
@@ -261,3 +268,28 @@ def test_a_gpu_without_a_context_gets_none(gpu: type, monkeypatch: pytest.Monkey
     monkeypatch.setattr(gpu, "record", asked.append)
     assert module.Moment().is_past()
     assert not asked
+
+
+def _looks(cfg: DictConfig) -> object:
+    return cfg.training.lr, copy.deepcopy(cfg), pickle.dumps(cfg)
+
+
+@pytest.mark.parametrize(
+    ("look", "samples"),
+    [
+        (_looks, None),
+        (lambda cfg: cfg.training.batch_size, 64),
+        (lambda cfg: cfg["data"]["train_batch_size"], 64),
+        (lambda cfg: OmegaConf.to_container(cfg), 64),
+        (lambda cfg: copy.deepcopy(cfg).training.batch_size, 64),
+    ],
+)
+def test_a_trainer_that_does_not_look_at_the_batch_size_has_no_samples(
+    tmp_path: Path, look: Callable[[DictConfig], object], samples: int | None
+):
+    """``data.train_batch_size`` refers to it, and is resolved before."""
+    cfg = complete({"data": {"train_batch_size": "${training.batch_size}"}})
+    OmegaConf.resolve(cfg)
+    run, seen = Run(run_dir=tmp_path), []
+    call_trainer(lambda cfg: seen.append((look(cfg), cfg.training.lr)), cfg, run)
+    assert run._samples() == samples

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 
 import pytest
 
@@ -53,13 +54,31 @@ def test_a_job_whose_process_is_killed_is_listed_and_the_others_go_on(sweeps: Sw
     assert "SIGKILL" in sweeps.jobs[1]["reason"]
 
 
+@pytest.mark.parametrize(
+    ("swept", "reason"),
+    [
+        ("training.batch_size=8,16,0", "training.batch_size=0"),
+        ("model=none,cnn,cmn", "model=cmn: no such option"),
+    ],
+)
+def test_a_value_that_cannot_be_used_is_refused_before_the_first_job_starts(
+    sweeps: SweepWorld, swept: str, reason: str
+):
+    ended = sweeps.sweep("objective", swept)
+    assert ended.returncode == 2, ended.output
+    assert reason in ended.stderr
+    assert len(ended.stderr.splitlines()) == 1
+    assert not sweeps.folder.exists()
+
+
 @LAUNCHERS
 def test_a_refused_job_says_so_once_and_the_exit_code_is_2(sweeps: SweepWorld, launcher: str):
-    ended = sweeps.sweep("objective", "training.batch_size=0,8", f"hydra/launcher={launcher}")
+    both = ("training.batch_size=8,4", "min_batch_size=4,8")  # each is fine beside the first ones
+    ended = sweeps.sweep("objective", *both, f"hydra/launcher={launcher}")
     assert ended.returncode == 2, ended.output
-    assert ended.output.count("must be 1 or more") == 1
-    assert sweeps.column("status") == ["refused", "completed"]
-    assert "training.batch_size=0" in sweeps.jobs[0]["reason"]
+    assert ended.output.count("must not be above") == 1
+    assert sweeps.column("status") == ["completed", "completed", "completed", "refused"]
+    assert "min_batch_size=8" in sweeps.jobs[3]["reason"]
 
 
 def test_fail_fast_starts_no_more_jobs_and_ends_those_that_run(sweeps: SweepWorld):
@@ -73,6 +92,7 @@ def test_fail_fast_starts_no_more_jobs_and_ends_those_that_run(sweeps: SweepWorl
     assert sweeps.column("status") == ["interrupted", "failed", "not_started", "not_started"]
     assert sweeps.returned()["values"] == ["nan"] * 4
     assert sweeps.summary(0)["checkpoint"] is not None
+    assert json.loads((sweeps.folder / "0" / "job.json").read_text())["launches"] == 0
     assert not (sweeps.folder / "2").exists()
     assert not (sweeps.folder / "3").exists()
 

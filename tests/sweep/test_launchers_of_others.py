@@ -11,7 +11,7 @@ from simulated_nvml import Gpu
 from sweep_world import RECORDING, SweepWorld
 from world import wait_until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("alone")]
 
 JOBLIB = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
 SUBMITIT = ["hydra/launcher=submitit_local"]

@@ -11,6 +11,9 @@ import pytest
 from sweep_world import SweepWorld, processes_mentioning
 from world import is_running, wait_until
 
+# the environment of forks is not seen in /proc
+pytestmark = pytest.mark.usefixtures("alone")
+
 
 def both_at_work(sweeps: SweepWorld) -> bool:
     return bool(sweeps.pid_at_work(1) and sweeps.pid_at_work(2))

@@ -12,9 +12,11 @@ import pytest
 from omegaconf import OmegaConf
 
 from robust_train.execution.signals import FORWARDED, SignalWatch
+from robust_train.files import set_aside
+from robust_train.sweep.current import _OF_HYDRA
 from robust_train.sweep.gpu_queue import count_gpus, jobs_at_once
-from robust_train.sweep.job_record import Entry, JobRecord, decide, read_record, set_aside
-from robust_train.sweep.live_table import LiveRow, most_important
+from robust_train.sweep.job_record import Entry, JobRecord, decide, read_record
+from robust_train.sweep.live_table import LiveRow, most_important, table_lines
 from robust_train.sweep.plugins_of_others import misplaced_launcher
 from robust_train.sweep.sweep_table import differing_overrides, exit_code_of, row_of, tally
 from simulated_nvml import Gpu
@@ -141,6 +143,15 @@ def test_a_table_too_long_for_the_terminal_keeps_what_runs_and_what_failed():
     assert len(most_important(rows, -5)) == 1
 
 
+def test_the_live_table_fits_its_terminal():
+    rows = [LiveRow(n, f"training.lr=0.{n} " + "model.name=x " * 9, "pending") for n in range(9)]
+    lines = table_lines(rows, 80, 9)
+    assert max(map(len, lines)) <= 80
+    assert len(lines) == 8, "and a line for the cursor"
+    assert lines[0].split() == ["job", "overrides", "status", "attempt", "device", "batch", "step"]
+    assert lines[-1] == "9 jobs: 9 pending (3 not shown)"
+
+
 def test_a_launcher_counts_only_where_hydra_reads_it_in_time():
     typed = ["hydra/launcher=joblib"]
     assert misplaced_launcher("joblib", None, typed, in_sweep=False) is not None
@@ -154,10 +165,10 @@ def test_setting_aside_keeps_what_belongs_to_the_new_job(tmp_path: Path):
         (tmp_path / name).touch()
     for name in (".hydra", "checkpoints"):
         (tmp_path / name).mkdir()
-    assert set_aside(tmp_path) == tmp_path / "earlier-1"
+    assert set_aside(tmp_path, _OF_HYDRA) == tmp_path / "earlier-1"
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {".hydra", "train_robust.log", "output.log", "earlier-1"}
-    assert set_aside(tmp_path) is None
+    assert set_aside(tmp_path, _OF_HYDRA) is None
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "7", '{"sweep": 1}', '{"overrides": 7}'])

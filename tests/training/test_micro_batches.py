@@ -6,6 +6,7 @@ import gc
 import random
 import traceback
 import weakref
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -14,7 +15,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from robust_train.microbatch import replicas
 from robust_train.microbatch.batcher import MicroBatcher
+from robust_train.microbatch.rng import GeneratorStates
 from robust_train.run import MicroBatchPlan, Run
 
 
@@ -747,3 +750,39 @@ def test_a_fault_of_the_device_is_raised_though_the_step_s_start_cannot_be_resto
         poisoned.__exit__(None, None, None)
     assert raised.value is fault
     assert "the step's start cannot be restored: CUDA error" in caplog.text
+
+
+def test_the_generators_of_all_gpus_go_back_to_the_steps_start(monkeypatch):
+    """The model may be on another GPU than the current one."""
+    states = [torch.tensor([1]), torch.tensor([2])]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: list(states))
+    monkeypatch.setattr(
+        torch.cuda, "set_rng_state_all", lambda now: states.__setitem__(slice(None), now)
+    )
+    kept = GeneratorStates()
+    states[:] = [torch.tensor([3]), torch.tensor([4])]
+    kept.restore()
+    assert [int(state) for state in states] == [1, 2]
+
+
+def test_a_bucket_is_put_together_while_the_one_before_is_on_its_way(monkeypatch):
+    order = []
+
+    def all_reduce(flat, group, async_op):
+        assert async_op
+        order.append("sent")
+        return SimpleNamespace(wait=lambda: order.append("received"))
+
+    monkeypatch.setattr(replicas.dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(replicas, "_BUCKET_BYTES", 16)
+    parameters = [nn.Parameter(torch.zeros(2)) for _ in range(4)]
+    for parameter in parameters[:3]:
+        parameter.grad = torch.ones(2)
+    loss = replicas.sum_gradients(
+        parameters, (True, True, True, False), 0.5, torch.tensor(4.0), SimpleNamespace()
+    )
+    assert order == ["sent", "sent", "received", "received"]
+    assert [p.grad.tolist() for p in parameters[:3]] == [[0.5, 0.5]] * 3
+    assert parameters[3].grad is None
+    assert loss == 2

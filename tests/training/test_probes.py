@@ -6,6 +6,7 @@ import json
 import random
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +22,8 @@ from robust_train.microbatch.find_batch_size import find_batch_size
 from robust_train.microbatch.probing import (
     HostMeter,
     Prober,
+    device_of,
+    meter_of,
     optimizer_state_bytes,
     optimizer_step_bytes,
 )
@@ -360,3 +363,10 @@ def test_where_the_step_s_own_copy_does_not_fit_no_size_does():
     assert Prober((1, 2), Full(), 0, 10).begin() == 2
     assert Prober((1, 2), Full(), 0, 11).begin() is None
     assert Prober((1, 2), Full(), 11).begin() is None
+
+
+def test_the_device_is_the_one_that_the_parameters_are_on_and_not_the_current_one():
+    on = [SimpleNamespace(device=torch.device(name)) for name in ("cpu", "cuda:1")]
+    assert device_of(on) == torch.device("cuda:1")
+    assert meter_of(device_of(on), 0.5)._index == 1
+    assert device_of(on[:1]) == torch.device("cpu")

@@ -38,11 +38,13 @@ class BatchSizes:
         # sizes that earlier launches of this run folder found, by memory_key
         found: Mapping[str, int],
         record: Callable[[events.Event], None],  # writes an event to the journal
+        requested: int | None = None,  # the size that was requested in an earlier launch
     ) -> None:
         self._batch = batch
         self._policy = policy
         self._found_before = dict(found)
         self._record = record
+        self._requested = requested
         self._store = KnownBatches(cache_directory(os.environ))
         self._host_bytes = read_host_memory().total
         self._settings = policy  # for the ranks of the attempt
@@ -69,6 +71,11 @@ class BatchSizes:
         known = Known()
         if batch.reuse_known_batch:
             known = self._store.read(self._key).at(time.time(), _room(spec))
+            requested, self._requested = self._requested, None
+            if requested is not None and requested < spec.batch_size:
+                asked = "as 'robust-train run halve-batch' requested of this job"
+                why = f"micro-batch {requested} instead of {spec.batch_size}, {asked}"
+                return self._use_known(spec, requested, why), None
         if not self._policy.finds_batch_size:
             return self._less_than_known_to_run_out(spec, known), None
         return self._to_be_found(spec, known)

@@ -13,16 +13,14 @@ import json
 import logging
 import os
 import resource
-import stat
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from robust_train.config.schema import RobustConfig
-from robust_train.files import from_json, replacing
+from robust_train.files import from_json, parse_json, read_small, write_json
 from robust_train.gpu.footprint import footprint
 from robust_train.values import GIB, GpuInfo, Pace
 
@@ -32,6 +30,7 @@ SCHEMA = 1
 VALID_SECONDS = 30 * 86400
 """How long anything counts: trainers' own code changes, and is no part of the key."""
 
+_MOST_BYTES = 1 << 16
 _SAME_ROOM = 0.05
 
 # how long a run goes and what it is called, not what a step needs; the launcher's keys likewise
@@ -190,13 +189,14 @@ class KnownBatches:
             return Known()
         path = self._folder / f"{key}.json"
         try:
-            about = path.lstat()
-            if not stat.S_ISREG(about.st_mode) or about.st_uid != os.geteuid():
-                raise ValueError("not a file of this user's")
-            return _parsed(json.loads(path.read_bytes()))
+            data, owner = read_small(path, _MOST_BYTES)
+            content = parse_json(data)
+            if owner == os.geteuid() and content["schema"] == SCHEMA:
+                return from_json(Known, content)
+            log.debug("%s: of user %d, or of another version, ignored", path, owner)
         except FileNotFoundError:
             pass
-        except (OSError, ValueError, TypeError, KeyError, OverflowError) as error:
+        except (OSError, ValueError, TypeError, KeyError) as error:
             log.debug("%s: %s, ignored", path, error)
         return Known()
 
@@ -209,28 +209,6 @@ class KnownBatches:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if self._folder.stat().st_uid != os.geteuid():
                 raise PermissionError(errno.EPERM, "another user's")
-            with replacing(self._folder / f"{key}.json") as temporary:
-                temporary.write_text(json.dumps(content, indent=2) + "\n")
+            write_json(self._folder / f"{key}.json", content, indent=2)
         except OSError as error:
             log.debug("%s: %s, nothing is remembered", self._folder, error)
-
-
-def _parsed(content: Any) -> Known:
-    if content["schema"] != SCHEMA:
-        raise ValueError(f"schema {content['schema']}")
-    # earlier versions have no paces
-    fastest = tuple(from_json(Pace, one) for one in content.get("fastest", ()))
-    return Known(_fact(content["fitted"]), _fact(content["too_large"]), fastest)
-
-
-def _fact(content: Any) -> Fact | None:
-    if content is None:
-        return None
-    room, peak = content["room_bytes"], content["peak_bytes"]
-    return Fact(
-        batch_size=max(int(content["batch_size"]), 1),
-        when=float(content["when"]),
-        room_bytes=None if room is None else int(room),
-        peak_bytes=None if peak is None else int(peak),
-        predicted=bool(content["predicted"]),
-    )

@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from robust_train.cli.logs import add_which, output_of
+from robust_train.cli.logs import add_which, as_shown, output_of
 from robust_train.cli.output import Parser, fail
 from robust_train.cli.wait import wait_for
 from robust_train.execution import screen
 from robust_train.report.status import LiveStatus
-from robust_train.runfolder.runs import NoLiveRun, choose_run, read_run
+from robust_train.runfolder.run_list import NoLiveRun, choose_run, read_run
 
 _LAST_BYTES = 4096
 
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with screen.never_blocking_output(), LiveStatus(is_wanted=sys.stdout.isatty()) as live:
             for data in output_of(run.run_dir, follow=True, last_bytes=_LAST_BYTES):
-                screen.show(sys.stdout.fileno(), data)
+                screen.show(sys.stdout.fileno(), as_shown(data))
                 now = read_run(run.run_dir)
                 if now is not None and now.alive and now.state is not None:
                     live.show(now.state)

@@ -21,7 +21,8 @@ from typing import Any, NoReturn
 from robust_train.errors import EXIT_BAD_CONFIG, EXIT_FAILED, ConfigError
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"
-_CONFIGS = "pkg://robust_train.configs"
+_PACKAGE = "robust_train.configs"
+_CONFIGS = f"pkg://{_PACKAGE}"
 
 
 def open_robust(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -124,7 +125,7 @@ def _open(
 
     from robust_train import compat
     from robust_train.cli import jobs
-    from robust_train.config.refusals import REFUSALS, explain
+    from robust_train.config.refusals import REFUSALS, explain, explain_option
     from robust_train.execution import at_hand
     from robust_train.sweep import session
     from robust_train.sweep.plugins_of_others import known_problem
@@ -135,6 +136,9 @@ def _open(
             return 0
         # names the log file; Hydra would call the job after the module that the task is defined in
         os.environ.setdefault("HYDRA_MAIN_MODULE", name)
+    if (mistake := explain_option(sys.argv[1:], config_name, config_path)) is not None:
+        print(mistake, file=sys.stderr)
+        return EXIT_BAD_CONFIG
     session.door_is_open(jobs.check if name else None)
     user_wants_everything = os.environ.get(_FULL_ERROR) == "1"
     # otherwise Hydra prints errors its own way and exits with 1
@@ -247,18 +251,22 @@ keys people use{only}:
   hydra.run.dir=FOLDER           the run folder; with an unfinished job in it: go on
 
 more: --cfg job (every key with its value), --hydra-help (Hydra's options), --version
-      -sc install=bash (shell completion), docs/configuration.md (what every key means)
+      robust-train completion (for bash and zsh), docs/configuration.md (what every key means)
 """
 
 
 def help_text(name: str) -> str:
     """Return the help of ``train_robust.py`` or ``train.py``, by the command that was run."""
-    configs = resources.files("robust_train.configs")
-    groups = []
-    for group in ("model", "dataset", "trainer"):
-        found = sorted(entry.name for entry in configs.joinpath(group).iterdir())
-        choices = ", ".join(one[: -len(".yaml")] for one in found if one.endswith(".yaml"))
-        groups.append(f"  {group:<8} {choices}")
+    choices = "\n".join(f"  {group:<8} {', '.join(names)}" for group, names in groups().items())
     only = "" if name == "train_robust" else " (those about devices and retries: train_robust.py)"
     command = sys.argv[0] if sys.argv[0].startswith("robust-train ") else f"python {name}.py"
-    return _HELP.format(command=command, groups="\n".join(groups), only=only)
+    return _HELP.format(command=command, groups=choices, only=only)
+
+
+def groups() -> dict[str, list[str]]:
+    """Return the choices of each config group that people choose from."""
+    found = {}
+    for group in ("model", "dataset", "trainer"):
+        files = sorted(one.name for one in resources.files(f"{_PACKAGE}.{group}").iterdir())
+        found[group] = [name.removesuffix(".yaml") for name in files if name.endswith(".yaml")]
+    return found

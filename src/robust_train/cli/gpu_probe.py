@@ -18,7 +18,7 @@ from robust_train.gpu.bounded import NoAnswer, run_command
 from robust_train.gpu.inventory import read_inventory
 from robust_train.gpu.visible import VARIABLE, visible_gpus
 from robust_train.queue.host_queue import HostQueue
-from robust_train.queue.wait import GpuRequest, NoGpu
+from robust_train.queue.waiting import GpuRequest, NoGpu
 from robust_train.values import GIB, GpuInfo
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def _in_a_process(uuid: str) -> tuple[bool, str]:
         return False, last
     seen = json.loads(last)
     return seen["left_bytes"] == 0, (
-        f"computed, ran out of memory and went on with 1/{seen['parts']} of it in "
+        f"computed, ran out of memory and went on with 1/{seen['parts']:g} of it in "
         f"{seen['seconds']:.1f} s, {seen['left_bytes']} bytes left"
     )
 

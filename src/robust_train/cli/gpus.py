@@ -14,8 +14,8 @@ from robust_train.gpu.inventory import read_inventory
 from robust_train.gpu.visible import VARIABLE, visible_gpus
 from robust_train.queue.exclusions import mark_excluded, read_exclusions
 from robust_train.queue.queue_dir import directory_for
+from robust_train.queue.queue_rules import running
 from robust_train.queue.reservations import existing_registry
-from robust_train.queue.rules import running
 from robust_train.readable import as_clock
 from robust_train.values import MIB
 

@@ -12,7 +12,7 @@ from robust_train.events import Json
 from robust_train.readable import as_clock
 from robust_train.runfolder import requests
 from robust_train.runfolder.lock import is_held
-from robust_train.runfolder.runs import NoLiveRun, Run, choose_run, find_live_runs
+from robust_train.runfolder.run_list import NoLiveRun, Run, choose_run, find_live_runs
 from robust_train.values import MIB
 
 _VERBS = {

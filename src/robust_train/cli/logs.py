@@ -9,11 +9,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from robust_train.cli.output import Parser, fail
-from robust_train.runfolder import runs
+from robust_train.runfolder import run_list
 
 POLL_SECONDS = 0.3
 _CHUNK_BYTES = 1 << 20
 _NAME = re.compile(r"attempt-(\d+)\.log")
+_LOG_LINE = re.compile(rb"^\[[\d-]{10} ([\d:]{8}),\d{3}\]\[[^]\n]+\]\[([A-Z]+)\] - ", re.MULTILINE)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         run = any_run(arguments.which)
-    except runs.NoLiveRun as problem:
+    except run_list.NoLiveRun as problem:
         return fail("logs", str(problem))
     follows, attempt = arguments.follow and run.alive, arguments.attempt
     numbers = attempts_in(run.run_dir)
@@ -39,9 +40,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         reason = (run.state and run.state.reason) or run.run_dir
         return fail("logs", f"{run.id} ({run.status}) has started no attempt: {reason}")
     for data in output_of(run.run_dir, attempt, follow=follows):
-        sys.stdout.buffer.write(data)
+        sys.stdout.buffer.write(as_shown(data))
         sys.stdout.buffer.flush()
     return 0
+
+
+def as_shown(data: bytes) -> bytes:
+    """Return what a log holds: as it is for a pipe; with short log lines for a terminal."""
+    return _LOG_LINE.sub(_short_start, data) if sys.stdout.isatty() else data
+
+
+def _short_start(line: re.Match[bytes]) -> bytes:
+    time, level = line.groups()
+    return time + (b" " if level in (b"INFO", b"DEBUG") else b" %s: " % level.lower())
 
 
 def add_which(parser: Parser, nargs: str = "?") -> None:
@@ -50,13 +61,13 @@ def add_which(parser: Parser, nargs: str = "?") -> None:
     parser.add_argument("which", nargs=nargs, metavar="RUN", help=which)
 
 
-def any_run(which: str | None) -> runs.Run:
+def any_run(which: str | None) -> run_list.Run:
     """Return the run that is meant, live or past; by default the live one, else the newest. Raises
     NoLiveRun: none is meant, or more than one."""
     try:
-        return runs.choose_run(which, dead_too=True)
-    except runs.NothingAlive:
-        if not (known := runs.find_runs()):
+        return run_list.choose_run(which, dead_too=True)
+    except run_list.NothingAlive:
+        if not (known := run_list.find_runs()):
             raise
         return known[-1]
 
@@ -79,7 +90,7 @@ def output_of(
     begin so many bytes before the end, at most."""
     number, position, ends_line = attempt, 0, True
     while True:
-        run = runs.read_run(run_dir)  # before the file: what is written at the end is not missed
+        run = run_list.read_run(run_dir)  # before the file: what comes last is not missed
         goes_on = follow and run is not None and run.alive
         numbers = attempts_in(run_dir)
         if number is None and numbers:

@@ -31,10 +31,11 @@ commands:
   report  report.html of a run or sweep, made anew         PATH [--open] [--json]
   memory  of GPUs and of a live run: info, clear, reset,   [--json] [--run ID|PATH|PID]
           fraction, enable, snapshot, kill
+  completion  complete commands and keys in bash or zsh
   cleanup show it, and have a run release what it can      [--json] [--stats-only | --force]
 """
 
-_PLAIN = ("gpus", "queue", "init", "plan", "doctor", "report")
+_PLAIN = ("completion", "gpus", "queue", "init", "plan", "doctor", "report")
 _OF_JOBS = ("runs", "logs", "wait", "attach", "notify")
 COMMANDS = {name: f"{name}:main" for name in (*_PLAIN, *_OF_JOBS)} | {
     "train": "door:open_robust",
@@ -70,7 +71,9 @@ def _run(arguments: list[str]) -> int:
         print(f"robust-train {robust_train.__version__}")
         return 0
     if command not in COMMANDS:
-        problem = f"no such command; {meant(command, COMMANDS)}"
+        is_of_runs = command in OF_LIVE_RUNS
+        near = f"did you mean run {command}?" if is_of_runs else meant(command, COMMANDS)
+        problem = f"no such command; {near}"
         print(f"robust-train {command}: {problem}", file=sys.stderr)
         return 2
     module, _, function = COMMANDS[command].partition(":")

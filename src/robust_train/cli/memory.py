@@ -15,7 +15,7 @@ from robust_train.cli.output import EXIT_NOT_DONE, Parser, fail, print_json, pri
 from robust_train.events import Json
 from robust_train.memory import allocator
 from robust_train.runfolder.requests import ControlError, ask
-from robust_train.runfolder.runs import NoLiveRun, NothingAlive, Run, choose_run
+from robust_train.runfolder.run_list import NoLiveRun, NothingAlive, Run, choose_run
 from robust_train.values import MIB
 
 _WITHOUT_A_RUN = {
@@ -31,6 +31,7 @@ _WITHOUT_A_RUN = {
 }
 """What can and cannot be done where no run is alive, by action."""
 
+ACTIONS = ("info", "clear", "reset", "fraction", "enable", "snapshot", "kill")
 _OPTIONS = ("force", "fraction")
 _FIGURES = ("allocated", "reserved", "peak", "largest_free_block", "free")
 
@@ -42,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     action = arguments.action
     if action is None:
-        parser.error("an action is needed: info, clear, reset, fraction, enable, snapshot or kill")
+        parser.error(f"an action is needed: {', '.join(ACTIONS)}")
     if action == "info":
         return _info("memory info", arguments.run, as_json=arguments.json)
     if action == "enable":

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from robust_train.cli.output import EXIT_NOT_DONE, Parser, fail
 from robust_train.errors import EXIT_BAD_CONFIG
 from robust_train.gpu.processes import user_name
-from robust_train.runfolder.notify import URLS_VARIABLE, Notifier
+from robust_train.runfolder.notifier import URLS_VARIABLE, Notifier
 
 _SECONDS = 30.0
 

@@ -7,12 +7,12 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from robust_train.cli.output import Parser, print_json, print_table
 from robust_train.errors import EXIT_BAD_CONFIG
+from robust_train.gpu.nvml_session import NO_DRIVER
 from robust_train.gpu.visible import VARIABLE
 from robust_train.values import GIB, MIB
 
@@ -31,10 +31,18 @@ examples:
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the plan; return the exit code."""
     arguments = _parser().parse_intermixed_args(argv)
+    from rich.console import Console
+
+    about = "predicting memory, training nothing"
+    with Console(stderr=True).status(f"{about}: importing torch") as status:
+        return _print_plan(arguments, lambda size: status.update(f"{about}: micro-batch {size}"))
+
+
+def _print_plan(arguments: argparse.Namespace, on_size: Callable[[int], None]) -> int:
     from robust_train.config.refusals import REFUSALS, explain
 
     try:
-        plan = _plan(arguments)
+        plan = _plan(arguments, on_size)
     except REFUSALS as error:
         print(explain(error, "robust", arguments.overrides), file=sys.stderr)
         return EXIT_BAD_CONFIG
@@ -50,7 +58,7 @@ def _parser() -> Parser:
         prog="robust-train plan",
         usage="robust-train plan [OVERRIDE …] [OPTIONS]",
         description="How much GPU memory a job of the built-in trainer will take for each "
-        "micro-batch, predicted without a GPU; where it fits now; and what earlier runs measured.",
+        "micro-batch, predicted without a GPU, and where it fits now.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -59,8 +67,6 @@ def _parser() -> Parser:
     add("overrides", nargs="*", metavar="OVERRIDE", help="as for train_robust.py: model=lora")
     sizes = "micro-batches to predict (training.batch_size, twice that, and halves)"
     add("--batch-sizes", type=_sizes, metavar="N,N…", help=sizes)
-    runs = "look for earlier runs in it (outputs and multirun); may be given several times"
-    add("--runs", action="append", type=_folder, metavar="DIR", help=runs)
     parser.add_json()
     return parser
 
@@ -71,13 +77,7 @@ def _sizes(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
-def _folder(text: str) -> Path:
-    if not Path(text).is_dir():
-        raise argparse.ArgumentTypeError(f"{text}: there is no such folder")
-    return Path(text)
-
-
-def _plan(arguments: argparse.Namespace) -> MemoryPlan:
+def _plan(arguments: argparse.Namespace, on_size: Callable[[int], None]) -> MemoryPlan:
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     from robust_train.config.refusals import composed
@@ -96,8 +96,8 @@ def _plan(arguments: argparse.Namespace) -> MemoryPlan:
     log.setLevel(logging.WARNING)  # what the model's builder logs is not for here
     os.environ[VARIABLE] = ""  # torch must not start CUDA here
     try:
-        sizes, runs = arguments.batch_sizes, arguments.runs
-        return plan_memory(cfg, batch_sizes=sizes, runs=runs, environ=environ)
+        sizes = arguments.batch_sizes
+        return plan_memory(cfg, batch_sizes=sizes, environ=environ, on_size=on_size)
     finally:
         log.setLevel(level)
         os.environ.pop(VARIABLE)
@@ -110,62 +110,38 @@ def _show(plan: MemoryPlan) -> None:
     print(f"{plan.model} on {plan.dataset}, {plan.precision}{note}; sizes in MiB")
     rows = [_row(row) for row in plan.rows]
     shown = [name for name in rows[0] if name != "fits now on GPU" or plan.gpus]
-    if not plan.truth.measured:
-        shown = [name for name in shown if name not in ("measured", "error")]
     right = set(shown) - {"accumulates", "fits now on GPU"}
     print_table(shown, [[row[name] for name in shown] for row in rows], right)
-    asked = next((r for r in plan.rows if r.peak.batch_size == plan.batch_size), plan.rows[0])
-    parts = ", ".join(f"{name} {size / MIB:.1f}" for name, size in asked.peak.parts.items() if size)
-    print(f"at the peak with batch {asked.peak.batch_size}: {parts}")
     print(
         "allocated: tensors and cuBLAS (64 MiB); on the GPU: a tenth more for the allocator's "
-        "cache, and a CUDA context (512 MiB)"
+        "cache, and a CUDA context (512 MiB)\n"
     )
-    print(f"{_about_truth(plan)}\n")
     if plan.gpus:
         columns = ("GPU", "name", "usable", "total", "largest batch now", "if it were empty")
         print_table((*columns, "note"), [_gpu(fit) for fit in plan.gpus], {*columns} - {"name"})
     else:
-        print(f"{plan.problem}: no GPU to fit it to; the largest batch on one that is empty:")
+        problem = "no GPU here" if plan.problem == NO_DRIVER else plan.problem
+        print(f"{problem}: the largest batch on one that is empty:")
         sizes = [f"{size // GIB} GB" for size in plan.sizes]
         print_table(sizes, [[_largest(batch) for batch in plan.sizes.values()]], sizes)
     print(f"planned in {plan.seconds:.1f} s")
 
 
 def _row(row: PlannedSize) -> dict[str, str]:
-    peak, measured, error = row.peak, row.measured, row.error_percent
     return {
-        "batch": str(peak.batch_size),
-        "accumulates": "yes" if peak.accumulates else "no",
-        "tensors": f"{peak.tensors_bytes / MIB:.0f}",
-        "allocated": f"{peak.allocated_bytes / MIB:.0f}",
-        "on the GPU": f"{peak.gpu_bytes / MIB:.0f}",
+        "batch": str(row.batch_size),
+        "accumulates": "yes" if row.accumulates else "no",
+        "tensors": f"{row.tensors_bytes / MIB:.0f}",
+        "allocated": f"{row.allocated_bytes / MIB:.0f}",
+        "on the GPU": f"{row.gpu_bytes / MIB:.0f}",
         "fits now on GPU": ", ".join(map(str, row.fits_on)) or "none",
-        "measured": "-" if measured is None else f"{measured.peak_bytes / MIB:.0f}",
-        "error": "-" if error is None else f"{error:+.1f} %",
     }
 
 
-def _about_truth(plan: MemoryPlan) -> str:
-    error = plan.mean_error_percent
-    if error is not None:
-        count = sum(row.measured is not None for row in plan.rows)
-        rows = "1 size" if count == 1 else f"{count} sizes"
-        return (
-            f"measured: by earlier runs, {rows}; the prediction is off by {error:.1f} % on average"
-        )
-    note, count = "", plan.truth.on_cpu
-    if count:
-        runs = "1 was" if count == 1 else f"{count} were"
-        note = f" ({runs} on the CPU, where only whole processes are measured)"
-    return f"measured: no earlier run of this job on a GPU was found{note}"
-
-
 def _gpu(fit: GpuFit) -> list[str]:
-    gpu = fit.room.gpu
-    sizes = (str(size // MIB) for size in (fit.room.usable_bytes, gpu.total_bytes))
-    largest = map(_largest, (fit.now, fit.empty))
-    return [str(gpu.index), gpu.name, *sizes, *largest, fit.room.why_not or "-"]
+    sizes = (str(size // MIB) for size in (fit.usable_bytes, fit.total_bytes))
+    largest = map(_largest, (fit.largest_batch_now, fit.largest_batch_empty))
+    return [str(fit.index), fit.name, *sizes, *largest, fit.why_not or "-"]
 
 
 def _largest(batch: int | None) -> str:

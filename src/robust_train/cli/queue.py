@@ -19,15 +19,15 @@ from robust_train.gpu.processes import send_signal, user_name
 from robust_train.queue.exclusions import mark_excluded, read_exclusions
 from robust_train.queue.order import DEFAULT_RULES, QueueRules, why_overtaken
 from robust_train.queue.queue_dir import QueueProblem, directory_for
+from robust_train.queue.queue_rules import read_rules, running
 from robust_train.queue.queued_job import as_waiting, split
 from robust_train.queue.reasons import describe, why_waiting
 from robust_train.queue.records import JobRecord, JobState, printable
 from robust_train.queue.reservations import JobRegistry, LiveJob, RegistryBusy, boottime
-from robust_train.queue.rules import read_rules, running
 from robust_train.queue.scheduler import plan
 from robust_train.queue.usage import read_usage, recent_hours, week_hours
 from robust_train.readable import as_clock, shortened
-from robust_train.runfolder.runs import find_live_runs
+from robust_train.runfolder.run_list import find_live_runs
 from robust_train.values import MIB, GpuInfo
 
 COLUMNS = ("id", "#", "state", "job", "user", "MiB", "GPU", "for")

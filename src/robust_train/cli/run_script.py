@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import logging
-import os
 import re
 import shlex
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from robust_train.cli.main import OF_LIVE_RUNS
 from robust_train.cli.output import Parser
+from robust_train.config.names import name_of_program
 from robust_train.errors import EXIT_BAD_CONFIG
 from robust_train.events import Json
 from robust_train.script.placeholders import PLACEHOLDERS, literal, placeholders_in
@@ -39,13 +39,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     split = arguments.index("--") if "--" in arguments else len(arguments)
     parser = _parser()
+    if arguments and split == len(arguments):
+        verb = arguments[0]
+        if near := difflib.get_close_matches(verb, OF_LIVE_RUNS, n=1):
+            parser.error(f"{verb}: did you mean {near[0]}? To run a program: -- {verb}")
     options = parser.parse_args(arguments[:split])
     program = arguments[split + 1 :]
     if not program:
         parser.error(
             "no program to run; put -- before it: robust-train run --batch-size 128 -- "
-            "python train.py --batch_size {batch_size} (live runs are steered with "
-            f"{', '.join(OF_LIVE_RUNS)})"
+            "python train.py --batch_size {batch_size} (live runs: "
+            f"robust-train run {' | '.join(OF_LIVE_RUNS)})"
         )
     try:
         overrides = _overrides(options, program)
@@ -146,21 +150,10 @@ def _texts(options: argparse.Namespace, program: Sequence[str]) -> dict[str, Jso
         "trainer.argv": [literal(word) for word in program],
         "trainer.resume_argv": [literal(word) for word in resume] or None,
         "trainer.checkpoint_glob": options.checkpoint and literal(options.checkpoint),
-        "job_name": literal(options.name or name_of(program)),
+        "job_name": literal(options.name or name_of_program(program)),
         "device": options.device,
     }
     return {key: value for key, value in texts.items() if value is not None}
-
-
-def name_of(program: Sequence[str]) -> str:
-    """What people would call it: ``train_clip`` of ``python -u src/train_clip.py --lr 1``."""
-    for word in program:
-        name = Path(word).name
-        if re.search(r"\w\.(?:py|sh|bash|pl|R|r|jl|rb|js|lua|m)$", name):
-            return Path(name).stem
-    if "-m" in program[1:-1]:
-        return program[program.index("-m", 1) + 1]
-    return Path(program[0]).name or "script"
 
 
 def _run(overrides: Sequence[str], texts: dict[str, Json], run_dir: Path | None) -> int:
@@ -173,7 +166,7 @@ def _run(overrides: Sequence[str], texts: dict[str, Json], run_dir: Path | None)
     from robust_train.errors import JobInterrupted
     from robust_train.launcher import Job
     from robust_train.runfolder import detach
-    from robust_train.runfolder.notify import is_secret
+    from robust_train.runfolder.notifier import is_secret
     from robust_train.script.command import CommandSettings
     from robust_train.settings import hide_urls, run_folder
 
@@ -188,9 +181,7 @@ def _run(overrides: Sequence[str], texts: dict[str, Json], run_dir: Path | None)
         hide_urls(cfg)
         if cfg.detach and not detach.is_detached:
             return detach.start()
-        name = re.sub(r"[^\w.-]+", "_", cfg.job_name)
-        new = Path("outputs") / time.strftime(f"%Y-%m-%d/%H-%M-%S_{name}_{os.getpid()}")
-        folder = run_folder(run_dir or new)
+        folder = run_folder(run_dir, cfg.job_name)
         _log_into(folder)
         shown = [override for override in overrides if not is_secret(override)]
         _keep_config(folder, OmegaConf.to_yaml(cfg), shown)

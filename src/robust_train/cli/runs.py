@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from robust_train.cli.output import Parser, plain_lines, print_json
 from robust_train.events import Json
 from robust_train.readable import as_clock, shortened
-from robust_train.runfolder.runs import DIED, Run, find_runs
+from robust_train.runfolder.run_list import DIED, Run, find_runs
 from robust_train.runfolder.summary import read_summary
 from robust_train.sweep.sweep_table import short_result
 

@@ -10,7 +10,7 @@ from robust_train.cli.logs import add_which, any_run
 from robust_train.cli.output import EXIT_NOT_DONE, Parser, fail
 from robust_train.readable import shortened
 from robust_train.runfolder.lock import is_held
-from robust_train.runfolder.runs import NoLiveRun, read_run
+from robust_train.runfolder.run_list import NoLiveRun, read_run
 from robust_train.sweep.sweep_table import read_table
 
 _POLL_SECONDS = 0.5

@@ -14,6 +14,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from robust_train.compat import unknown_to_hydra
 from robust_train.errors import ConfigError
 
 OURS = "pkg://robust_train.configs"
@@ -129,7 +130,7 @@ def _unknown_key(key: str, compose_with: Composed, overrides: Sequence[str]) -> 
     typed = next((o for o in overrides if o.partition("=")[0].lstrip("+~") == key), key)
     others = [o for o in overrides if o != typed and "," not in o]
     parent, _, name = key.rpartition(".")
-    everything = _all_keys(compose_with, others)
+    everything = all_keys(compose_with, others)
     accepted = [k.rpartition(".")[2] for k in everything if k.rpartition(".")[0] == parent]
     place = f" under {parent}" if parent else ""
     hint = f"; accepted{place} are {', '.join(accepted)}" if accepted else ""
@@ -165,7 +166,26 @@ def composed(
         return compose(config_name, overrides=list(overrides))
 
 
-def _all_keys(compose_with: Composed, overrides: Sequence[str]) -> list[str]:
+def explain_option(
+    arguments: Sequence[str], config_name: str, config_path: str = OURS
+) -> str | None:
+    """Return one line about an option that Hydra does not have, None where there is none."""
+    unknown = [one for one in unknown_to_hydra(arguments) if one.startswith("-")]
+    if not unknown:
+        return None
+    name, _, value = unknown[0].lstrip("-").partition("=")
+    after = arguments[arguments.index(unknown[0]) + 1 :][:1]
+    value = value or next((one for one in after if "=" not in one), "…")
+    compose_with = functools.partial(composed, config_path=config_path, config_name=config_name)
+    keys = all_keys(compose_with, ())
+    key = name.replace("-", "_")
+    by_name = {one.rpartition(".")[2]: one for one in reversed(keys)} | {one: one for one in keys}
+    close = difflib.get_close_matches(key, by_name, n=1)
+    write = f"{by_name[close[0]]}={value}" if close else "KEY=VALUE"
+    return f"{unknown[0]}: no such option; overrides have no dashes: write {write}"
+
+
+def all_keys(compose_with: Composed, overrides: Sequence[str]) -> list[str]:
     """Return the keys of the root and of all groups, ``training.lr`` before ``model.lr``."""
     try:
         cfg = compose_with(overrides)

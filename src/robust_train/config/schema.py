@@ -17,6 +17,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
+from robust_train.config.names import folder_name
 from robust_train.errors import ConfigError
 from robust_train.readable import meant
 
@@ -271,7 +272,7 @@ def register() -> None:
         _store_schemas(store)
     # cached like Hydra's ``now``: jobs that run in other processes belong to the same sweep folder
     OmegaConf.register_new_resolver("robust_pid", os.getpid, use_cache=True, replace=True)
-    OmegaConf.register_new_resolver("robust_job", _short_name, replace=True)
+    OmegaConf.register_new_resolver("robust_job", folder_name, replace=True)
 
 
 def _store_schemas(store: ConfigStore) -> None:
@@ -287,12 +288,6 @@ def _store_schemas(store: ConfigStore) -> None:
         ("trainer", "command", CommandConfig),
     ):
         store.store(group=f"schema/{group}", name=name, node=schema, provider="robust_train")
-
-
-def _short_name(job_name: str | None, model: str, dataset: str, trainer: str) -> str:
-    """Return the run folder's name: ``job_name``, else ``lora_flowers102``, else the trainer."""
-    name = job_name or "_".join(part for part in (model, dataset) if part != "none") or trainer
-    return re.sub(r"[^\w.-]+", "_", name)
 
 
 def complete(cfg: Mapping[str, Any] | DictConfig) -> DictConfig:

@@ -42,6 +42,7 @@ from robust_train.execution.stall_stacks import dump_stacks
 from robust_train.execution.stall_watch import StallWatch
 from robust_train.execution.trainer_ref import TrainerRef
 from robust_train.execution.wire import read_events
+from robust_train.memory.host import process_limits
 
 log = logging.getLogger("robust_train")
 
@@ -132,6 +133,8 @@ class ForkServer:
         """Have libraries imported; for the arguments see :class:`.fork_messages.Import`."""
         path = tuple(os.path.abspath(entry) for entry in sys.path)
         self._answers_due += 1
+        if process_limits():
+            self.pump.hold()
         self._send(Import(path, tuple(libraries), trainer, cfg))
 
     def poll_import(self, *, waits: bool, tick: Callable[[], None] = lambda: None) -> None:
@@ -156,6 +159,7 @@ class ForkServer:
                         self.unsafe |= message.unsafe
                         if message.refusal is not None:
                             raise ConfigError(message.refusal)
+        self.pump.release()
 
     def run(
         self,

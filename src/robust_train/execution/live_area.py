@@ -166,15 +166,15 @@ class LiveArea:
         self._rows: list[Text] = []
 
     @property
-    def columns(self) -> int:
-        """The terminal's width now."""
+    def size(self) -> tuple[int, int]:
+        """The terminal's columns and lines now."""
         from rich.console import ConsoleDimensions
 
         columns = lines = 0
         with contextlib.suppress(OSError):  # hung up
             columns, lines = os.get_terminal_size(self._descriptor)
         self._console.size = ConsoleDimensions(columns or 80, lines or 24)
-        return self._console.width
+        return self._console.width, self._console.height
 
     def __enter__(self) -> LiveArea:
         self._live.start()
@@ -218,7 +218,7 @@ class LiveArea:
             self._writer.is_muted = False
             self._screen.write("".join(f"{line}\n" for line in finished).encode(errors="replace"))
             return
-        columns = self.columns
+        columns, _ = self.size
         # a terminal that became narrower has broken the lines that did not fit
         if more := sum(max(row.cell_len - 1, 0) // columns for row in self._rows):
             self._screen.write(f"\x1b[{more}A\r\x1b[J".encode())

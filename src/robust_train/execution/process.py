@@ -188,6 +188,7 @@ class ProcessExecutor:
                 problem = no_room_to_import(next(iter(self._libraries), "Python"), None)
                 if problem is not None:
                     raise ConfigError(problem) from death
+                server.pump.release()
                 if not self._libraries:
                     raise
                 log.warning(

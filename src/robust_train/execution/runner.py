@@ -23,6 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from robust_train.errors import ConfigError, Interrupted, UserError
 from robust_train.events import Event, Failed, Finished, Json
+from robust_train.execution.batch_reads import note_reads
 from robust_train.execution.request import AttemptRequest
 from robust_train.execution.signals import STOP_SIGNALS
 from robust_train.failures import classify_failure
@@ -126,6 +127,7 @@ def call_trainer(trainer: Trainer, cfg: DictConfig, run: Run) -> Any:
     """
     run.memory_keeper = keeper = AttemptMemory(run, cfg)
     run.micro_batch_plan = MicroBatchPlan.of(cfg)
+    run.uses_batch = note_reads(cfg, run.micro_batch_plan.batch_size)
     run.saving.plan = SavePlan.of(cfg)
     run.logs_memory = cfg.memory.log_frequency > 0
     with keeper:

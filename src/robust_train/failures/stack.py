@@ -19,6 +19,7 @@ _MAKES_OR_MOVES_A_MODEL = re.compile(
 )
 _IS_IN_A_STEP = re.compile(r", in (?:_call_impl|backward|step|__next__)$", re.MULTILINE)
 _IN_A_LOADER = re.compile(r"[/\\]torch[/\\]utils[/\\]data[/\\]|[/\\]multiprocessing[/\\]")
+_MAKES_A_LOCK = re.compile(r"[/\\]multiprocessing[/\\]synchronize\.py\".*in __init__")
 _IS_IN_NETWORK_CODE = re.compile(
     r"[/\\](?:urllib|http|requests|urllib3|httpx|httpcore|aiohttp|fsspec|huggingface_hub|botocore)"
     r"[/\\]|[/\\](?:socket|ssl)\.py\""
@@ -138,6 +139,10 @@ def memory_clue(stack: str) -> str | None:
 
 def refined(found: Match | None, text: str, types: tuple[str, ...], stack: str) -> Match | None:
     """Return the match that the stack makes out of the one by words."""
+    # its file is in /dev/shm, which a container may lack: without workers none is needed
+    is_os_error = not {"OSError", "FileNotFoundError", "PermissionError"}.isdisjoint(types)
+    if is_os_error and _MAKES_A_LOCK.search(stack):
+        return Match(FailureKind.WORKER_DEATH, "multiprocessing")
     if found is None:
         # without telling words a time-out is the network's only if its code raised it
         timed_out = "TimeoutError" in types or _TIMEOUT.search(text)

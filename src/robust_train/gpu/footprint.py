@@ -7,7 +7,7 @@ import json
 import os
 from pathlib import Path
 
-from robust_train.files import replacing
+from robust_train.files import write_json
 from robust_train.values import GIB, MIB
 
 CONTEXT_BYTES = 512 * MIB
@@ -42,8 +42,7 @@ def learn_context_bytes(gpu_name: str, measured: int | None) -> None:
         with contextlib.suppress(OSError, RuntimeError):
             path = _file()
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with replacing(path) as temporary:
-                temporary.write_text(json.dumps({**known, gpu_name: measured}, indent=2) + "\n")
+            write_json(path, {**known, gpu_name: measured}, indent=2)
 
 
 def _read() -> dict[str, int]:

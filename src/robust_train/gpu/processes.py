@@ -143,11 +143,15 @@ def user_name(uid: int) -> str:
 
 
 def is_mps_server(pid: int) -> bool:
-    """Return whether a process is NVIDIA's Multi-Process Service, which shares a GPU."""
+    """Return whether a process is NVIDIA's Multi-Process Service, which shares a GPU. Its number
+    means nothing in a container: there MPS's pipe tells, which its clients need."""
     try:
-        return psutil.Process(pid).name().startswith("nvidia-cuda-mps")
+        if psutil.Process(pid).name().startswith("nvidia-cuda-mps"):
+            return True
     except psutil.Error:
-        return False
+        pass
+    pipes = os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps"
+    return not sees_host_pids() and os.path.exists(os.path.join(pipes, "control"))
 
 
 def _identify(pid: int, gpus: tuple[int, ...], used_bytes: int | None) -> CudaProcess | None:

@@ -6,7 +6,6 @@ It starts no CUDA and imports no torch.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import os
@@ -20,7 +19,7 @@ import psutil
 from robust_train.gpu.nvml_session import OneGpu
 from robust_train.memory.cuda import cached_on, device_index, started_torch
 from robust_train.memory.host import resident_bytes, resident_bytes_of_tree
-from robust_train.memory.samples import FILE_NAME, Limits, Sample, SampleFile
+from robust_train.memory.samples import FILE_NAME, Sample, SampleFile
 from robust_train.readable import first_line
 
 log = logging.getLogger("robust_train")
@@ -63,13 +62,12 @@ class Sampler:
         device: str,  # what the attempt trains on, in this process's own numbering
         interval_seconds: float,  # see above
         step: Callable[[], int | None],  # returns the last optimizer step that was reported
-        limits: Limits | None = None,  # how many samples are kept
         # all that this process has started counts, as where a script trains
         whole_tree: bool = False,
         # of the time, which samples may take: longer pauses follow expensive ones
         cost_share: float = _COST_SHARE,
     ) -> None:
-        self._file = SampleFile(run_dir / FILE_NAME, limits or Limits())
+        self._file = SampleFile(run_dir / FILE_NAME)
         self._attempt = attempt
         self._device = device
         self._index = device_index(device)
@@ -101,8 +99,7 @@ class Sampler:
 
     def _work(self) -> None:
         try:
-            with contextlib.closing(self._file):
-                self._sample_until_ended()
+            self._sample_until_ended()
         except Exception as error:  # nothing that is read here is worth an attempt
             log.warning("memory over time in %s ends: %s", FILE_NAME, first_line(error))
 

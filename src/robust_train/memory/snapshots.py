@@ -7,7 +7,6 @@ is torch's memory snapshot, for the viewer at pytorch.org/memory_viz.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import sys
 import time
@@ -17,7 +16,7 @@ from pathlib import Path
 
 from robust_train import compat
 from robust_train.events import OutOfMemory
-from robust_train.files import replacing
+from robust_train.files import replacing, write_json
 from robust_train.memory.cuda import started_torch
 from robust_train.memory.holders import TensorFacts, largest_tensors
 from robust_train.readable import first_line
@@ -73,9 +72,7 @@ def write_out_of_memory(
         }
         file: str | None = path.name
         try:
-            path.write_text(
-                json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
-            )
+            write_json(path, content, indent=2)
         except OSError as error:
             log.warning("cannot write %s: %s", path, error.strerror)
             file = None
@@ -105,8 +102,7 @@ def write_snapshot(run_dir: Path) -> tuple[list[Path], str]:
     while (tensors_path := run_dir / f"memory-tensors-{number}.json").exists():
         number += 1
     tensors = largest_tensors()
-    with replacing(tensors_path) as path:
-        path.write_text(json.dumps(tensors, indent=2) + "\n")
+    write_json(tensors_path, tensors, indent=2)
     sentence = f"the {len(tensors)} largest live tensors are in {tensors_path}"
     torch = started_torch()
     if torch is None:

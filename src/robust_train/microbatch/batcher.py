@@ -13,7 +13,7 @@ from typing import Any
 
 from robust_train.batch.search import BatchSearch
 from robust_train.microbatch import record, splitting
-from robust_train.microbatch.batches import MicroBatches
+from robust_train.microbatch.micro_batches import MicroBatches
 from robust_train.microbatch.part import MicroBatch
 from robust_train.microbatch.probing import probe_parts
 from robust_train.microbatch.rewind import Models, StepStart, Watch

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from robust_train.memory.cuda import memory_segments, started_torch
 from robust_train.microbatch import ranks, splitting
 from robust_train.microbatch.batcher import MicroBatcher
-from robust_train.microbatch.batches import MicroBatches
+from robust_train.microbatch.micro_batches import MicroBatches
 from robust_train.microbatch.part import MicroBatch
 from robust_train.microbatch.ranks import SharedStep
 from robust_train.microbatch.rewind import Models, StepStart

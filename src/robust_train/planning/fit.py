@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -29,7 +29,6 @@ class Peak:
     batch_size: int  # micro-batch, samples
     accumulates: bool  # the step has more than one micro-batch
     tensors_bytes: int  # of tensors, and of kernels while they run
-    parts: Mapping[str, int]  # the same by category at that moment
 
     @property
     def allocated_bytes(self) -> int:
@@ -75,8 +74,3 @@ def _fits_on_line(one: Peak, other: Peak, does_fit: Callable[[Peak], bool], size
     if run < 0:
         rise, run = -rise, -run
     return does_fit(replace(other, tensors_bytes=other.tensors_bytes - (-rise // run)))
-
-
-def error_percent(predicted: int, measured: int) -> float:
-    """Return the error of a prediction in percent of what was measured; positive: too high."""
-    return 100 * (predicted / measured - 1)

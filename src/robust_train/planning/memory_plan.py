@@ -5,77 +5,63 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-from robust_train.batch.known import memory_settings
 from robust_train.config.batch import settle_batch_size
 from robust_train.config.schema import complete, validate
 from robust_train.errors import ConfigError
+from robust_train.gpu.allocation import allocated_by
 from robust_train.gpu.footprint import CACHE_FACTOR, CONTEXT_BYTES
+from robust_train.gpu.inventory import read_inventory
+from robust_train.gpu.visible import visible_gpus
 from robust_train.planning import fit
 from robust_train.planning.fit import Peak
-from robust_train.planning.machine import GpuRoom, read_rooms
-from robust_train.runfolder.summary import read_summary
+from robust_train.queue.exclusions import mark_excluded, read_exclusions
+from robust_train.queue.order import GpuReservation, QueueRules, WaitingJob
+from robust_train.queue.queue_dir import directory_for
+from robust_train.queue.queue_rules import read_rules
+from robust_train.queue.queued_job import split
+from robust_train.queue.reservations import boottime, existing_registry
+from robust_train.queue.scheduler import open_to
 from robust_train.settings import target_of
+from robust_train.values import MIB, GpuInfo
 
 SCHEMA = 1
 BUILT_IN = "robust_train.vision.trainer.train"
 _ROWS = 4
+_BEHIND_ALL = 10**15
 
 
 @dataclass(frozen=True)
 class PlannedSize:
-    """One micro-batch."""
+    """One micro-batch: what its steps are predicted to take, as in :class:`Peak`."""
 
-    peak: Peak  # predicted
-    fits_on: tuple[int, ...] = ()  # indices (NVML's) of the GPUs on which it fits now
-    # by the newest earlier run with this micro-batch, None where there is none
-    measured: Measured | None = None
-
-    @property
-    def error_percent(self) -> float | None:
-        """Return the prediction's error, None where nothing was measured."""
-        if self.measured is None:
-            return None
-        return fit.error_percent(self.peak.allocated_bytes, self.measured.peak_bytes)
-
-    def as_json(self) -> dict[str, object]:
-        """Return the row in JSON's types."""
-        measured = self.measured
-        return {
-            **asdict(self.peak),
-            "allocated_bytes": self.peak.allocated_bytes,
-            "gpu_bytes": self.peak.gpu_bytes,
-            "fits_on": list(self.fits_on),
-            "measured_bytes": None if measured is None else measured.peak_bytes,
-            "measured_in": None if measured is None else str(measured.run_dir),
-            "error_percent": self.error_percent,
-        }
+    batch_size: int
+    accumulates: bool
+    tensors_bytes: int
+    allocated_bytes: int
+    gpu_bytes: int
+    fits_on: tuple[int, ...]  # indices (NVML's) of the GPUs on which it fits now
 
 
 @dataclass(frozen=True)
 class GpuFit:
-    """A GPU and the largest micro-batches that fit there."""
+    """A GPU as NVML reports it, and what a new job can count on there."""
 
-    room: GpuRoom
-    now: int | None = None  # the largest micro-batch that fits now
-    empty: int | None = None  # the same if the GPU were empty
-
-    def as_json(self) -> dict[str, object]:
-        """Return the fit in JSON's types."""
-        names = ("index", "uuid", "name", "total_bytes", "free_bytes")
-        return {
-            **{name: getattr(self.room.gpu, name) for name in names},
-            "usable_bytes": self.room.usable_bytes,
-            "why_not": self.room.why_not,
-            "largest_batch_now": self.now,
-            "largest_batch_empty": self.empty,
-        }
+    index: int
+    uuid: str
+    name: str
+    total_bytes: int
+    free_bytes: int
+    # free, less what others have reserved and not taken yet; 0 where no new job may start now
+    usable_bytes: int
+    why_not: str | None  # in that case the reason
+    largest_batch_now: int | None = None  # the largest micro-batch that fits now
+    largest_batch_empty: int | None = None  # the same if the GPU were empty
 
 
 @dataclass(frozen=True)
@@ -91,33 +77,20 @@ class MemoryPlan:
     problem: str | None  # why there are none
     # where there are none, the largest micro-batch for GPUs of common sizes (bytes)
     sizes: Mapping[int, int | None]
-    truth: Truth  # what earlier runs have measured
     seconds: float  # that all this took, imports included
-
-    @property
-    def mean_error_percent(self) -> float | None:
-        """Return the mean of the rows' absolute errors; None where nothing was measured."""
-        errors = [abs(row.error_percent) for row in self.rows if row.error_percent is not None]
-        return sum(errors) / len(errors) if errors else None
 
     def as_json(self) -> dict[str, object]:
         """Return the plan in JSON's types; sizes are bytes."""
-        names = ("model", "dataset", "precision", "batch_size", "problem", "mean_error_percent")
+        content = {"schema": SCHEMA, **asdict(self), "seconds": round(self.seconds, 2)}
+        sizes = content.pop("sizes").items()
         return {
-            "schema": SCHEMA,
-            **{name: getattr(self, name) for name in names},
+            **content,
             "allowances": {
                 "cublas_bytes": fit.WORKSPACE_BYTES,
                 "cache_factor": CACHE_FACTOR,
                 "context_bytes": CONTEXT_BYTES,
             },
-            "rows": [row.as_json() for row in self.rows],
-            "gpus": [found.as_json() for found in self.gpus],
-            "typical_gpus": [
-                {"total_bytes": size, "largest_batch": batch} for size, batch in self.sizes.items()
-            ],
-            "runs_on_cpu": self.truth.on_cpu,
-            "seconds": round(self.seconds, 2),
+            "typical_gpus": [{"total_bytes": one, "largest_batch": batch} for one, batch in sizes],
         }
 
 
@@ -125,8 +98,8 @@ def plan_memory(
     cfg: Any,
     *,
     batch_sizes: Sequence[int] | None = None,
-    runs: Iterable[str | Path] | None = None,
     environ: Mapping[str, str] | None = None,
+    on_size: Callable[[int], None] = lambda size: None,
 ) -> MemoryPlan:
     """Predict the GPU memory of a job of the built-in trainer, and where it fits now.
 
@@ -135,8 +108,8 @@ def plan_memory(
     Args:
         cfg: as for :func:`robust_train.launch`: a Hydra config, or a mapping with any part of it.
         batch_sizes: micro-batches to predict; None: the configured one, twice that, and halves.
-        runs: folders to look for earlier runs in; None: ``outputs`` and ``multirun`` here.
         environ: whose CUDA_VISIBLE_DEVICES bounds the GPUs; None: this process's.
+        on_size: called with each micro-batch before it is predicted, which takes seconds.
 
     Raises:
         ConfigError: the config cannot be used, or is of another trainer.
@@ -154,8 +127,13 @@ def plan_memory(
     from robust_train.planning.prediction import StepPredictor
     from robust_train.vision.datasets import training_images
 
-    predict = functools.lru_cache(maxsize=None)(StepPredictor(cfg).predict)
-    truth = find_truth(cfg, map(Path, ROOTS if runs is None else runs))
+    predictor = StepPredictor(cfg)
+
+    @functools.cache
+    def predict(size: int, accumulates: bool) -> Peak:
+        on_size(size)
+        return predictor.predict(size, accumulates=accumulates)
+
     images = training_images(cfg.dataset)
     rooms, problem = read_rooms(cfg, os.environ if environ is None else environ)
 
@@ -172,25 +150,28 @@ def plan_memory(
 
     def row(size: int, accumulates: bool) -> PlannedSize:
         peak = predict(size, accumulates=accumulates)
-        on = [r.gpu.index for r in rooms if does_fit(peak, r.usable_bytes, r.gpu.total_bytes)]
-        return PlannedSize(peak, tuple(on), truth.of(size, accumulates))
+        on = (r.index for r in rooms if does_fit(peak, r.usable_bytes, r.total_bytes))
+        return PlannedSize(
+            **vars(peak),
+            allocated_bytes=peak.allocated_bytes,
+            gpu_bytes=peak.gpu_bytes,
+            fits_on=tuple(on),
+        )
 
-    def gpu_fit(room: GpuRoom) -> GpuFit:
-        total = room.gpu.total_bytes
-        return GpuFit(room, largest(room.usable_bytes, total), largest(total, total))
+    def with_largest(room: GpuFit) -> GpuFit:
+        now, empty = largest(room.usable_bytes, room.total_bytes), room.total_bytes
+        return replace(room, largest_batch_now=now, largest_batch_empty=largest(empty, empty))
 
     wanted = {(size, _accumulates(cfg, size)) for size in batch_sizes or _default_sizes(cfg)}
-    wanted |= {(found.batch_size, found.accumulates) for found in truth.measured}
     return MemoryPlan(
         model=cfg.model.name,
         dataset=cfg.dataset.name,
         precision="bfloat16" if cfg.training.mixed_precision else "float32",
         batch_size=cfg.training.batch_size,
         rows=tuple(row(size, accumulates) for size, accumulates in sorted(wanted)),
-        gpus=tuple(map(gpu_fit, rooms)),
+        gpus=tuple(map(with_largest, rooms)),
         problem=problem,
         sizes={} if rooms else {size: largest(size, size) for size in fit.TYPICAL_SIZES},
-        truth=truth,
         seconds=time.monotonic() - started,
     )
 
@@ -210,74 +191,50 @@ def _default_sizes(cfg: DictConfig) -> list[int]:
     return sizes
 
 
-ROOTS = ("outputs", "multirun")  # Where Hydra puts run folders, relative to where the command runs
-_LEAST_STEPS = 2
+def read_rooms(
+    cfg: DictConfig, environ: Mapping[str, str]
+) -> tuple[tuple[GpuFit, ...], str | None]:
+    """Return the GPUs for a job with this config that starts now, or why there are none.
+
+    Args:
+        cfg: a complete config: ``gpu_queue``, ``gpu_queue_dir``, ``gpu_jobs_per_device`` and
+            ``min_gpu_memory_mb`` count.
+        environ: whose CUDA_VISIBLE_DEVICES bounds the choice.
+    """
+    visible = visible_gpus(read_inventory(processes=False), environ)
+    gpus: Sequence[GpuInfo] = visible.gpus
+    waiting: Sequence[WaitingJob] = ()
+    reservations: Sequence[GpuReservation] = ()
+    rules = QueueRules()
+    queues = cfg.gpu_queue and gpus and allocated_by(environ) is None
+    with existing_registry(directory_for(cfg.gpu_queue_dir, environ)) as registry:
+        if registry is not None and queues:
+            gpus = mark_excluded(visible.gpus, read_exclusions(registry.directory))
+            jobs = registry.jobs()
+            waiting, reservations = split(jobs)
+            rules = read_rules(registry.directory, jobs)
+    now = boottime()
+    need, uuids = cfg.min_gpu_memory_mb * MIB, frozenset(gpu.uuid for gpu in gpus)
+    me = WaitingJob("", _BEHIND_ALL, need, uuids, cfg.gpu_jobs_per_device, now, user=os.geteuid())
+    found = open_to(me, waiting, reservations, gpus, now, rules)
+    usable = {gpu.uuid: gpu.free_bytes for gpu in found}
+    rooms = tuple(
+        GpuFit(
+            *(gpu.index, gpu.uuid, gpu.name, gpu.total_bytes, gpu.free_bytes),
+            usable_bytes=usable.get(gpu.uuid, 0),
+            why_not=None if gpu.uuid in usable else _why_not(gpu, need, reservations),
+        )
+        for gpu in gpus
+    )
+    return rooms, None if rooms else visible.why_none
 
 
-@dataclass(frozen=True)
-class Measured:
-    """The peak of one attempt on a GPU."""
-
-    batch_size: int  # micro-batch, samples
-    accumulates: bool  # its steps had more than one
-    peak_bytes: int  # `torch.cuda.max_memory_allocated` at its end
-    run_dir: Path  # the run folder
-    time: float  # of the run's end, seconds since the epoch
-
-
-@dataclass(frozen=True)
-class Truth:
-    """Peaks on GPUs, newest first, and the number of attempts on the CPU, whose figures are those
-    of a whole process and show nothing of a GPU."""
-
-    measured: tuple[Measured, ...] = ()
-    on_cpu: int = 0
-
-    def of(self, batch_size: int, accumulates: bool) -> Measured | None:
-        """Return the newest of a size."""
-        key = (batch_size, accumulates)
-        return next((m for m in self.measured if (m.batch_size, m.accumulates) == key), None)
-
-
-def find_truth(cfg: DictConfig, roots: Iterable[Path]) -> Truth:
-    """Find runs of the same model, data shape and precision, in ``roots`` at any depth. Attempts
-    that ran out of memory, had no second step, changed their micro-batch, or were one of several
-    ranks (which also hold what they send each other) do not count."""
-    wanted = memory_settings(cfg)
-    measured: list[Measured] = []
-    on_cpu = 0
-    for folder in _run_folders(roots):
-        summary = read_summary(folder)
-        if summary is None or not _is_of(folder, wanted):
-            continue
-        time = (folder / "summary.json").stat().st_mtime
-        for one in summary.attempts:
-            peak, size = one.peak_memory_bytes, one.batch_size
-            on_cpu += not one.gpu_uuids
-            is_whole = one.outcome in ("completed", "interrupted") and one.ranks == 1
-            steps = (one.end_step or 0) - one.start_step
-            if one.gpu_uuids and is_whole and steps >= _LEAST_STEPS and peak and size:
-                accumulates = one.gradient_accumulation_steps != 1
-                measured.append(Measured(size, accumulates, peak, folder, time))
-    return Truth(tuple(sorted(measured, key=lambda m: -m.time)), on_cpu)
-
-
-def _run_folders(roots: Iterable[Path]) -> Iterator[Path]:
-    for root in roots:
-        for folder, folders, files in os.walk(root):
-            if "summary.json" in files:
-                # a run folder; its checkpoints and logs hold no other
-                folders.clear()
-                yield Path(folder)
-
-
-def _is_of(folder: Path, wanted: object) -> bool:
-    try:
-        cfg = OmegaConf.load(folder / ".hydra" / "config.yaml")
-        if not isinstance(cfg, DictConfig) or memory_settings(cfg) != wanted:
-            return False
-        journal = folder / "journal.jsonl"
-        has_journal = journal.exists()
-        return not has_journal or b'"micro_batch_changed"' not in journal.read_bytes()
-    except Exception:  # whatever is wrong with a file of the past, it is none to compare with
-        return False
+def _why_not(gpu: GpuInfo, need: int, reservations: Sequence[GpuReservation]) -> str:
+    if gpu.unusable is not None:
+        return gpu.unusable
+    owners = [r.owner or r.id for r in reservations if r.gpu in (gpu.uuid, None)]
+    if owners:
+        return f"reserved by {'; '.join(owners)}"
+    if gpu.free_bytes < need:
+        return f"less than min_gpu_memory_mb={need // MIB} is free"
+    return "kept for jobs that came earlier"

@@ -88,6 +88,26 @@ class FailureContext:
         )
 
     @property
+    def nothing_was_reported(self) -> bool:
+        """Whether no attempt reported anything that shows a step: the batch may be no matter."""
+        return not any(attempt.outcome.has_begun for attempt in self.history)
+
+    @property
+    def ran_out_alike_before(self) -> bool:
+        """Whether a larger batch ran out here, at the same place, for the same request and with as
+        much in use, and nothing was ever reported: the batch is no matter."""
+
+        def figures(attempt: Attempt) -> tuple[object, ...]:
+            seen = Evidence() if (failure := attempt.outcome.failure) is None else failure.evidence
+            lines = (attempt.outcome.traceback or "").splitlines()
+            place = [line for line in lines if line.startswith("  File ")] or object()
+            return attempt.spec.device_key, place, seen.requested_bytes, seen.allocated_bytes
+
+        larger = (a for a in self.history[:-1] if a.spec.batch_size > self.last.batch_size)
+        is_known = self.nothing_was_reported and self.evidence.requested_bytes is not None
+        return is_known and any(figures(a) == figures(self.attempt) for a in larger)
+
+    @property
     def tried_devices(self) -> frozenset[str]:
         """UUIDs of the GPUs that have had an attempt since progress, and ``cpu`` if it has."""
         return frozenset(key for a in self.since_progress for key in uuids(a.spec.gpus) or ("cpu",))

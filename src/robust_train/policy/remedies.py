@@ -90,12 +90,15 @@ def halve_batch(context: FailureContext) -> Retry | None:
     settings, last = context.settings, context.last
     if last.batch_size <= settings.min_batch_size or context.failed_before_training:
         return None
-    if _confirmed_by_another_gpu(context):
+    if _confirmed_by_another_gpu(context) or context.ran_out_alike_before:
         return None
     is_last = context.smaller_batches_tried_here >= settings.max_retries
     if is_last and not settings.finds_batch_size:
         return None
-    return halved(context, "halve_batch", f"{what_failed(context)}: micro-batch ")
+    why = what_failed(context)
+    if context.nothing_was_reported:
+        why += ", and no step was reported, so the batch may not matter"
+    return halved(context, "halve_batch", f"{why}: micro-batch ")
 
 
 def halve_batch_on_request(context: FailureContext) -> Retry:
@@ -389,7 +392,8 @@ def what_failed(context: FailureContext) -> str:
     rank = "" if failure.rank is None else f" (rank {failure.rank})"
     if failure.kind is FailureKind.DEVICE_OOM:
         limit = " at this job's own limit (memory.fraction)" if failure.evidence.own_limit else ""
-        return f"out of memory on {device}{rank}{limit}"
+        where = device if context.failed_gpus else "the GPU"  # of a process that chose it itself
+        return f"out of memory on {where}{rank}{limit}"
     if failure.kind is FailureKind.HOST_OOM:
         return f"out of memory on the host{rank}"
     if failure.kind is FailureKind.DEVICE_FAULT:

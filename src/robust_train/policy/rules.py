@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
+from robust_train.failures.bounded_search import is_found
 from robust_train.policy.context import FailureContext
 from robust_train.policy.remedies import halved, pause_before
 from robust_train.policy.sizes import PolicySettings
@@ -88,7 +88,7 @@ def _fits(rule: RetryRule, outcome: Outcome) -> bool:
     texts = (failure.message, outcome.traceback or "", outcome.output)
     # progress bars: one line of their thousands takes patterns like `.*a.*b` hours
     text = "\n".join(texts).replace("\r", "\n")
-    return rule.message is None or re.search(rule.message, text, re.MULTILINE) is not None
+    return rule.message is None or is_found(rule.message, text)
 
 
 def _can(rule: RetryRule, context: FailureContext) -> bool:

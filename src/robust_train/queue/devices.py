@@ -13,13 +13,13 @@ from robust_train.events import Event, MemoryReported
 from robust_train.gpu.allocation import allocated_by
 from robust_train.gpu.footprint import footprint, learn_context_bytes
 from robust_train.gpu.inventory import ask_health_again, read_inventory
-from robust_train.gpu.nvml_session import close_session
+from robust_train.gpu.nvml_session import NO_DRIVER, close_session
 from robust_train.gpu.select import can_be_one_of, could_ever_fit, rank
 from robust_train.gpu.visible import Visible, visible_gpus
 from robust_train.policy.unhealthy import excluded_after
 from robust_train.queue.host_queue import HostQueue, Sleep
 from robust_train.queue.queue_dir import directory_for
-from robust_train.queue.wait import (
+from robust_train.queue.waiting import (
     GpuRequest,
     NoGpu,
     WaitStatus,
@@ -259,7 +259,8 @@ class Devices:
         if has_gpus:
             log.warning("%s: training on the CPU, which may take many times as long", reason)
         else:
-            log.info("%s: training on the CPU", reason)
+            why = "no GPU here" if reason == NO_DRIVER else reason
+            log.info("%s: training on the CPU (details: robust-train doctor)", why)
         return ()
 
 

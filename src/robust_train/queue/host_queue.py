@@ -20,6 +20,7 @@ from robust_train.gpu.processes import user_name
 from robust_train.gpu.visible import Visible
 from robust_train.queue.exclusions import SECONDS, exclude, mark_excluded, read_exclusions
 from robust_train.queue.queue_dir import QueueProblem
+from robust_train.queue.queue_rules import NAME, read_rules
 from robust_train.queue.queued_job import QueuedJob, as_waiting, split
 from robust_train.queue.records import JobRecord, JobState
 from robust_train.queue.reservations import (
@@ -30,9 +31,8 @@ from robust_train.queue.reservations import (
     boottime,
     new_record,
 )
-from robust_train.queue.rules import NAME, read_rules
 from robust_train.queue.scheduler import open_to
-from robust_train.queue.wait import GpuRequest, NoGpu, WaitStatus, wait_for_gpu
+from robust_train.queue.waiting import GpuRequest, NoGpu, WaitStatus, wait_for_gpu
 from robust_train.values import GpuInfo, Group
 
 log = logging.getLogger("robust_train")

@@ -18,6 +18,7 @@ from robust_train.gpu.processes import user_name
 from robust_train.gpu.visible import Visible
 from robust_train.queue.inotify import Watch
 from robust_train.queue.order import GpuReservation, QueueRules, WaitingJob, queue_order
+from robust_train.queue.queue_rules import read_rules
 from robust_train.queue.reasons import why_waiting
 from robust_train.queue.records import JobRecord, JobState
 from robust_train.queue.reservations import (
@@ -28,7 +29,6 @@ from robust_train.queue.reservations import (
     Reservation,
     boottime,
 )
-from robust_train.queue.rules import read_rules
 from robust_train.queue.scheduler import Plan, Untaken, plan, to_pass_over, untaken
 from robust_train.values import GpuInfo, Group
 

@@ -111,23 +111,12 @@ class Bar:
 
 
 @dataclass(frozen=True)
-class TimelineRow:
-    """A row of a timeline; ``href`` is a relative path."""
-
-    label: str
-    detail: str
-    bars: Sequence[Bar]
-    href: str | None = None
-
-
-@dataclass(frozen=True)
 class Timeline:
-    """Rows of bars over one axis of time."""
+    """Rows of bars over one axis of time; each row has a label, a detail and its bars."""
 
-    rows: Sequence[TimelineRow]
+    rows: Sequence[tuple[str, str, Sequence[Bar]]]
     x: Axis
     legend: Sequence[Key]
-    caption: str = "Timeline"
     note: str | None = None
 
 
@@ -213,17 +202,8 @@ def thinned(points: Sequence[Point]) -> list[Point]:
 
 
 def path(points: Sequence[Point]) -> str:
-    """Return points as an SVG path in relative steps of a tenth of a unit."""
-    parts = []
-    x = y = 0
-    for index, (px, py) in enumerate(points):
-        nx, ny = round(10 * px), round(10 * py)
-        dx, dy = nx - x, ny - y
-        if index and not dx and not dy:
-            continue
-        parts.append(f"{'l' if index else 'M'}{dx / 10:g},{dy / 10:g}")
-        x, y = nx, ny
-    return "".join(parts)
+    """Return points as an SVG path, to a tenth of a unit."""
+    return "M" + "L".join(f"{x:.1f},{y:.1f}" for x, y in points)
 
 
 def line_of(

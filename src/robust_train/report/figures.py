@@ -19,7 +19,6 @@ from robust_train.report.charts import (
     Point,
     Tick,
     Timeline,
-    TimelineRow,
     byte_ticks,
     labelled,
     line_of,
@@ -80,33 +79,32 @@ def timeline_of(story: Story) -> Timeline | None:
     clock = Clock(story)
     groups = [list(own) for _, own in itertools.groupby(story.spans, key=lambda span: span.use)]
     whole = [Span(own[0].use, own[0].start, own[-1].end) for own in groups]
-    rows = [TimelineRow("job", "", bars_of(whole, clock))]
+    rows = [("job", "", _bars_of(whole, clock))]
     shown = story.attempts[-_MOST_ROWS:]
     for attempt in shown:
         own = [span for span in story.spans if span.attempt == attempt.number]
         detail = f"{attempt.device}, {size_text(attempt)}"
-        rows.append(TimelineRow(str(attempt.number), detail, bars_of(own, clock)))
+        rows.append((str(attempt.number), detail, _bars_of(own, clock)))
     left_out = len(story.attempts) - len(shown)
     note = f"The first {left_out} attempts are only in the uppermost row." if left_out else None
-    return Timeline(rows, clock.axis, use_legend(story.spans), note=note)
+    there = {span.use for span in story.spans} - {Use.STOPPED}
+    legend = [Key(use.value, text) for use, text in USES.items() if use in there]
+    return Timeline(rows, clock.axis, legend, note=note)
 
 
-def bars_of(spans: Iterable[Span], clock: Clock | None = None) -> list[Bar]:
-    """Return spans as bars of a timeline; without a clock their times are its seconds."""
-    bars = []
-    for span in spans:
-        if span.use is not Use.STOPPED:
-            start, end = (t if clock is None else clock(t) for t in (span.start, span.end))
-            whose = "" if span.attempt is None else f"attempt {span.attempt}: "
-            text = f"{whose}{USES[span.use]}, {duration(span.seconds)}"
-            bars.append(Bar(start, end, span.use.value, text))
-    return bars
-
-
-def use_legend(spans: Iterable[Span]) -> list[Key]:
-    """Return the legend of the uses that occur."""
-    there = {span.use for span in spans} - {Use.STOPPED}
-    return [Key(use.value, text) for use, text in USES.items() if use in there]
+def _bars_of(spans: Iterable[Span], clock: Clock) -> list[Bar]:
+    """Return spans as bars of a timeline."""
+    return [
+        Bar(
+            clock(span.start),
+            clock(span.end),
+            span.use.value,
+            ("" if span.attempt is None else f"attempt {span.attempt}: ")
+            + f"{USES[span.use]}, {duration(span.seconds)}",
+        )
+        for span in spans
+        if span.use is not Use.STOPPED
+    ]
 
 
 def size_text(attempt: AttemptStory) -> str:
@@ -124,7 +122,7 @@ def memory_charts(story: Story) -> list[Chart]:
         if len(device.samples) < 2 and not device.marks:  # there is nothing to see
             continue
         charts.append(_memory_chart(story, device, device.samples, clock, clock.axis))
-        close = _first_steps(device)
+        close = _last_samples(device)
         if close:
             low, high = clock(close[0].time), clock(close[-1].time)
             if high - low < 0.4 * clock.axis.high:
@@ -133,11 +131,11 @@ def memory_charts(story: Story) -> list[Chart]:
     return charts
 
 
-def _first_steps(device: DeviceMemory) -> Sequence[Sample]:
-    """Return the first samples of the last attempt that trained here; none where they are few."""
+def _last_samples(device: DeviceMemory) -> Sequence[Sample]:
+    """Return the last samples of the last attempt that trained here; none where they are few."""
     trained = [s for s in device.samples if s.step is not None and device.sampled]
     own = [s for s in trained if s.attempt == trained[-1].attempt]
-    return own[:_CLOSE] if len(own) > _CLOSE else []
+    return own[-_CLOSE:] if len(own) > _CLOSE else []
 
 
 def _memory_chart(

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from robust_train import readable
-from robust_train.files import replacing
+from robust_train.files import finite, replacing
 from robust_train.report import charts, figures, wording
-from robust_train.report.sources import finite, read_sources
+from robust_train.report.sources import read_sources
 from robust_train.report.story import Story, story_of
 from robust_train.report.times import USES, Use
 

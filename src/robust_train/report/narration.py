@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from robust_train.readable import by_processes, duration, shortened
 from robust_train.readable import number as number_text
-from robust_train.runfolder.journal import AttemptStarted, DeviceAcquired
+from robust_train.report.attempts import AttemptStory, attempts_of, launches_of
+from robust_train.report.sources import Entry, read_entries
+from robust_train.runfolder.journal import AttemptStarted, DeviceAcquired, JobStarted
 from robust_train.runfolder.summary import (
     AttemptRecord,
     Summary,
     attempts_table,
     gpu_memory_summary,
 )
-from robust_train.speed.advice import advice_of, text_of
+from robust_train.speed.speed_advice import advice_of, text_of
 from robust_train.values import (
+    Attempt,
     AttemptSpec,
     Decision,
+    Evidence,
+    Failure,
     FailureKind,
+    GiveUp,
+    GpuInfo,
     Group,
     Outcome,
     Retry,
@@ -27,6 +36,8 @@ from robust_train.values import (
 )
 
 log = logging.getLogger("robust_train")
+
+_MOST_EARLIER = 20  # attempts of earlier launches
 
 
 def started(spec: AttemptSpec, resume_checkpoint: Path | None) -> AttemptStarted:
@@ -65,13 +76,46 @@ def announce(number: int, spec: AttemptSpec, *, is_searched: bool = False) -> No
     log.info("attempt %d on %s: %s, effective batch size %d", number, where, chosen, effective)
 
 
-def show_attempts(summary: Summary) -> None:
-    """Log the table of attempts."""
+def show_end(
+    summary: Summary, explain: Callable[[Summary], object], how_to_go_on: str | None
+) -> None:
+    """Log how a job ended: its attempts, what ``explain`` shows, and the last lines."""
+    earlier = _earlier(tuple(read_entries(summary.run_dir / "journal.jsonl", [])))
     if summary.attempts:
-        log.info("attempts:\n%s", attempts_table(summary))
+        before = tuple(map(_record, attempts_of(earlier)[-_MOST_EARLIER:]))
+        first = summary.first_attempt - len(before)
+        whole = replace(summary, attempts=(*before, *summary.attempts), first_attempt=first)
+        log.info("attempts:\n%s", attempts_table(whole))
         memory = gpu_memory_summary(summary.attempts[-1])
         if memory is not None:
             log.info("%s", memory)
+    explain(summary)
+    conclude(summary, how_to_go_on, sum(one.end - one.start for one in launches_of(earlier)))
+
+
+def _earlier(entries: Sequence[Entry]) -> Sequence[Entry]:
+    """Return what a journal has of the job's launches before the last one."""
+    starts = [number for number, one in enumerate(entries) if isinstance(one.event, JobStarted)]
+    jobs = [getattr(entries[start].event, "job", "") for start in starts]
+    return entries[starts[jobs.index(jobs[-1])] : starts[-1]] if starts else ()
+
+
+def _record(story: AttemptStory) -> AttemptRecord:
+    """Return an attempt of an earlier launch as one of this launch would be."""
+    gpus = tuple(GpuInfo("", "", int(n), "", 0, 0, 0) for n in re.findall(r"\d+", story.device))
+    sizes = (story.batch_size or 1, story.gradient_accumulation_steps or 1, story.ranks)
+    spec = AttemptSpec(gpus, *sizes, has_batch=story.batch_size is not None)
+    failure, decision, action = None, None, story.action
+    if story.outcome != "completed":
+        is_known = story.outcome in set(FailureKind)  # not `unfinished`
+        kind = FailureKind(story.outcome) if is_known else FailureKind.INTERRUPTED
+        evidence = Evidence(clue=str(story.evidence.get("clue")))
+        failure = Failure(kind, story.message or story.outcome, evidence)
+    if action is not None and failure is not None:
+        is_end = action in ("give_up", "stopped")
+        decision = GiveUp("", action) if is_end else Retry(spec, action, "")
+    outcome = Outcome(failure, None, story.seconds, story.start_step, story.end_step)
+    return AttemptRecord(Attempt(spec, outcome), decision)
 
 
 def speed_advice(records: Sequence[AttemptRecord]) -> tuple[str, ...]:
@@ -83,9 +127,14 @@ def speed_advice(records: Sequence[AttemptRecord]) -> tuple[str, ...]:
     return advice_of(last.speed, last.faster_before, last.num_workers)
 
 
-def conclude(summary: Summary, how_to_go_on: str | None = None) -> None:
-    """Log the last lines: how and where a job ended, its run folder, how it goes on."""
-    ending = f"{summary.status} after {duration(summary.wall_seconds)}"
+def conclude(
+    summary: Summary, how_to_go_on: str | None = None, earlier_seconds: float = 0.0
+) -> None:
+    """Log the last lines: how and where a job ended, its run folder, how it goes on. The time is
+    the job's, with the ``earlier_seconds`` of its launches before."""
+    ending = f"{summary.status} after {duration(earlier_seconds + summary.wall_seconds)}"
+    if earlier_seconds:
+        ending += f" (this launch: {duration(summary.wall_seconds)})"
     if summary.attempts:
         last = summary.attempts[-1].attempt
         ending += f" on {last.spec.device}"
@@ -107,7 +156,10 @@ def conclude(summary: Summary, how_to_go_on: str | None = None) -> None:
     log.info("run folder: %s", summary.run_dir)
     can_go_on = summary.attempts or summary.status == "interrupted"
     if can_go_on and summary.status != "completed" and how_to_go_on:
-        log.info("to go on: %s", how_to_go_on)
+        failures = [record.attempt.outcome.failure for record in summary.attempts[-1:]]
+        is_bug = any(failure and failure.kind is FailureKind.BUG for failure in failures)
+        first = "after mending it" if is_bug and summary.status == "failed" else "to go on"
+        log.info("%s: %s", first, how_to_go_on)
 
 
 def say(number: int, outcome: Outcome, decision: Decision | None) -> None:
@@ -122,6 +174,9 @@ def say(number: int, outcome: Outcome, decision: Decision | None) -> None:
     if decision.action == "stopped":  # by its user
         log.info("attempt %d: stopped", number)
         return
-    log.error("attempt %d: %s", number, decision.reason)
+    # the reason follows at the job's end, whole
+    is_bug, names = outcome.failure.kind is FailureKind.BUG, outcome.exceptions
+    what = names[0].rpartition(".")[2] if is_bug and names else outcome.label
+    log.error("attempt %d failed: %s", number, what)
     if outcome.failure.advice and outcome.failure.kind is not FailureKind.BUG:
         log.error("what may help: %s", "; ".join(outcome.failure.advice))

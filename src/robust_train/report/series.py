@@ -7,10 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from robust_train import events
+from robust_train.files import finite
 from robust_train.memory.samples import Sample
 from robust_train.readable import memory
 from robust_train.report.attempts import AttemptStory
-from robust_train.report.sources import Entry, finite
+from robust_train.report.sources import Entry
 from robust_train.values import MEMORY_FAILURES
 
 OOM = frozenset(kind.value for kind in MEMORY_FAILURES)

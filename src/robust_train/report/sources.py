@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from robust_train.events import Event, MalformedEvent, from_json, parse
-from robust_train.files import Json
+from robust_train.files import Json, finite, json_lines
 from robust_train.memory.samples import FILE_NAME as SAMPLES_FILE
 from robust_train.memory.samples import Sample
 from robust_train.runfolder.provenance import read_environment
 from robust_train.runfolder.summary import SavedSummary, read_summary
 
-_LARGEST = 2.0**63
 _MOST_FILES = 40
 
 
@@ -41,20 +39,12 @@ class Sources:
     gaps: tuple[str, ...] = ()  # one sentence for each thing that is missing or damaged
 
 
-def finite(value: object) -> float | None:
-    """Return ``value`` if it is a number that can be drawn, else None; booleans are no numbers."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        # a comparison with NaN is false
-        return float(value) if -_LARGEST < value < _LARGEST else None
-    return None
-
-
 def read_sources(folder: Path) -> Sources:
     """Read a run folder. Nothing in it need be there or be whole."""
     gaps: list[str] = []
     return Sources(
         folder=folder,
-        entries=tuple(_entries(folder / "journal.jsonl", gaps)),
+        entries=tuple(read_entries(folder / "journal.jsonl", gaps)),
         samples=tuple(_samples(folder / SAMPLES_FILE, gaps)),
         summary=read_summary(folder),
         environment=read_environment(folder),
@@ -63,7 +53,8 @@ def read_sources(folder: Path) -> Sources:
     )
 
 
-def _entries(path: Path, gaps: list[str]) -> Iterator[Entry]:
+def read_entries(path: Path, gaps: list[str]) -> Iterator[Entry]:
+    """Yield what can be understood of a journal; what cannot is counted in ``gaps``."""
     latest, unknown = -math.inf, 0
     for content in _objects(path, gaps):
         time, attempt = finite(content.get("time")), content.get("attempt")
@@ -91,39 +82,21 @@ def _samples(path: Path, gaps: list[str]) -> Iterator[Sample]:
         yield replace(sample, time=latest)
 
 
-def _objects(path: Path, gaps: list[str]) -> Iterator[Mapping[str, object]]:
+def _objects(path: Path, gaps: list[str]) -> Iterator[Mapping[str, Json]]:
     """Yield the JSON objects of a file, one a line."""
     damaged = 0
     if path.exists() and not path.is_file():
-        gaps.append(f"{path.name}: is no regular file")  # a device or a pipe may have no end
+        gaps.append(f"{path.name}: is no regular file")
         return
     try:
-        # in bytes: only b"\n" ends a line there, and texts may hold other separators
-        with path.open("rb") as file:
-            for line in file:
-                try:
-                    content = _DECODER.decode(line.decode("utf-8", "replace").strip())
-                except (ValueError, RecursionError):
-                    damaged += bool(line.strip())
-                    continue
-                if isinstance(content, dict):
-                    yield content
+        for content in json_lines(path):
+            damaged += content is None
+            if content is not None:
+                yield content
     except OSError as error:
         gaps.append(f"{path.name}: {error.strerror or error}")
     if damaged:
         gaps.append(f"{path.name}: {_lines(damaged, 'damaged ')} skipped")
-
-
-def _integer(text: str) -> int | None:
-    return int(text) if len(text) < 20 and abs(int(text)) < _LARGEST else None
-
-
-# numbers that cannot be drawn are read as unknown
-_DECODER = json.JSONDecoder(
-    parse_int=_integer,
-    parse_float=lambda text: finite(float(text)),
-    parse_constant=lambda text: None,
-)
 
 
 def _lines(count: int, kind: str = "") -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from robust_train.execution.hydra_state import shorten_lines_on_terminals
 from robust_train.execution.live_area import LiveArea, live_area
-from robust_train.queue.wait import WaitStatus
+from robust_train.queue.waiting import WaitStatus
 from robust_train.readable import as_clock, by_processes, changed, memory, number
 from robust_train.runfolder.state import RunState
 
@@ -101,7 +101,8 @@ def _how_far(state: RunState, pace: Pace, now: float) -> list[str]:
         total = f"/{state.total_steps}" if state.total_steps else ""
         parts.append(f"step {state.step}{total}")
     if speed is not None:
-        size = state.effective_batch_size
+        is_known = all(one.samples_per_second is not None for one in state.speed or ())
+        size = state.effective_batch_size if state.speed and is_known else None
         parts.append(f"{number(speed * (size or 1))} {'samples' if size else 'steps'}/s")
     if speed is not None and state.total_steps and state.step is not None:
         left = math.ceil((state.total_steps - state.step) / speed)
@@ -169,7 +170,7 @@ class LiveStatus:
         """Show the state as it is now."""
         if self._area is None:
             return
-        now, columns = time.monotonic(), self._area.columns - _MARGIN
+        now, columns = time.monotonic(), self._area.size[0] - _MARGIN
         self._pace = self._pace.after(state, now)
         lines = status_lines(state, self._pace, now, columns)
         self._area.show([_styled(line, number) for number, line in enumerate(lines)])

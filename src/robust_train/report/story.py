@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from robust_train.files import strict_json
 from robust_train.memory.samples import Sample
 from robust_train.memory.stability import stability
 from robust_train.report import guidance, wording
@@ -19,7 +20,7 @@ from robust_train.report.attempts import (
 from robust_train.report.series import Curve, DeviceMemory, Mark, curves_of, marks_of, memory_of
 from robust_train.report.sources import Sources
 from robust_train.report.times import Span, kept_steps, spans_of, totals
-from robust_train.runfolder.journal import JobStarted, strict_json
+from robust_train.runfolder.journal import JobStarted
 from robust_train.runfolder.provenance import in_words
 from robust_train.runfolder.summary import objective_of
 

@@ -21,6 +21,7 @@ from robust_train.memory.on_request import perform
 from robust_train.readable import first_line
 from robust_train.run import Run, memory_in_use
 from robust_train.runfolder.requests import LAUNCHERS_VERB, Refused, Reply, Request, find_requests
+from robust_train.runfolder.state import REQUESTED
 
 log = logging.getLogger("robust_train")
 
@@ -162,7 +163,7 @@ class AttemptRequests:
 
     def _split_finer(self) -> Reply:
         batcher = self._run.micro_batcher
-        changed = batcher.shrink("requested by 'robust-train run halve-batch'")
+        changed = batcher.shrink(REQUESTED)
         if changed is None and batcher.size is None:
             raise Refused("no batch was split so far; try again after the first step")
         if changed is None:

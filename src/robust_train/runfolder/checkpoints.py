@@ -147,7 +147,7 @@ def write_atomically(content: Content, path: Path) -> None:
                     raise recording.error from None
                 raise
     except OSError as error:
-        raise CheckpointError(f"cannot write {path}: {error.strerror or error}") from error
+        raise CheckpointError(f"cannot write {path}: {error.strerror or error}") from None
 
 
 class _RecordingFile:

@@ -11,7 +11,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from robust_train.runfolder.notify import is_secret
+from robust_train.runfolder.notifier import is_secret
 
 
 def this_command(key: str, folder: Path) -> str:

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -22,12 +23,12 @@ from robust_train.errors import (
 )
 from robust_train.events import Event, Json
 from robust_train.gpu.processes import user_name
-from robust_train.queue.wait import WaitStatus
-from robust_train.runfolder import detach, runs
+from robust_train.queue.waiting import WaitStatus
+from robust_train.runfolder import detach, run_list
 from robust_train.runfolder.identity import count_launch
 from robust_train.runfolder.journal import AttemptStarted
 from robust_train.runfolder.lock import RunLock
-from robust_train.runfolder.notify import Notifier, NotifySettings
+from robust_train.runfolder.notifier import Notifier, NotifySettings
 from robust_train.runfolder.provenance import Provenance
 from robust_train.runfolder.requests import (
     LAUNCHERS_VERB,
@@ -60,6 +61,9 @@ class Signals(Protocol):
     def deliver(self, signum: int) -> None:
         """Act as if the signal had come."""
 
+    def handed_to(self, handler: Callable[[int], None]) -> AbstractContextManager[object]:
+        """Have signals call ``handler(signum)`` within a block."""
+
 
 class RunFolder:
     """Holds the lock, keeps the state and takes the requests of one launch; a context manager.
@@ -91,7 +95,8 @@ class RunFolder:
         where = (str(run_dir), os.getpid(), socket.gethostname(), user_name(os.geteuid()))
         state = RunState(job_id, name, *where, now, now, resume_command=resume_command)
         if (before := read_state(run_dir)) is not None:
-            state = replace(state, job=before.job, longest_pause=before.longest_pause)
+            kept = ("job", "longest_pause", "requested_micro_batch")
+            state = replace(state, **{name: getattr(before, name) for name in kept})
         self._file = StateFile(run_dir, state)
         self._is_counted = self._was_asked_to_stop = False
         self._next_poll = 0.0
@@ -121,7 +126,7 @@ class RunFolder:
                 error.strerror,
             )
         self._file.write_if_due()
-        runs.register(self._run_dir, self.token)
+        run_list.register(self._run_dir, self.token)
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, frames: object) -> None:
@@ -135,8 +140,10 @@ class RunFolder:
                 self.ended("failed", f"{type(error).__name__}: {error}")
         for request in (*find_requests(self._run_dir, TAKEN), *find_requests(self._run_dir)):
             request.answer({"error": "the run ended before it came to that"})
-        self._lock.release()
-        self._notifier.finish()
+        # the end is recorded: a signal cuts the last deliveries short, and changes nothing else
+        with self._signals.handed_to(lambda signum: self._notifier.hurry()):
+            self._lock.release()
+            self._notifier.finish()
 
     def tick(self) -> None:
         """Take requests and write what is due. To be called twice a second, by any thread."""
@@ -156,7 +163,7 @@ class RunFolder:
                 request.answer({"error": problem})
         sweep = self._sweep_folder
         if sweep is not None and self._signals.received is None and sweep_stop_requested(sweep):
-            log.info("the sweep is stopped by robust-train run stop")
+            log.info("the sweep is stopped")
             self._signals.deliver(signal.SIGTERM)
 
     def queued(self, job_id: str | None) -> None:
@@ -200,7 +207,11 @@ class RunFolder:
         reason = self.state.reason if decision is None else decision.reason
         # the last figures of an attempt come less often than its steps
         step = self.state.step if attempt.outcome.end_step is None else attempt.outcome.end_step
-        self._change(state="between attempts", reason=reason, step=step)
+        size = self.state.requested_micro_batch
+        if isinstance(decision, Retry) and attempt.outcome.stopped_for is not None:
+            size = decision.spec.batch_size
+        changes = {"reason": reason, "step": step, "requested_micro_batch": size}
+        self._change(state="between attempts", **changes)
         for request in find_requests(self._run_dir, TAKEN):
             request.answer(_reply_after(request, attempt, decision, checkpoint))
 

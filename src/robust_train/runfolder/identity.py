@@ -8,7 +8,6 @@ completed; a launch after that, or with ``resume=false``, begins a new job, and 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import logging
 import time
@@ -20,7 +19,7 @@ from typing import TypeVar
 
 from robust_train.errors import ConfigError, NoProgress
 from robust_train.events import from_json
-from robust_train.files import replacing, sync
+from robust_train.files import set_aside, sync, write_json
 from robust_train.readable import shortened
 from robust_train.runfolder.journal import read_earlier
 from robust_train.runfolder.manifests import Manifest, newest_checkpoint, read_manifests
@@ -186,8 +185,7 @@ def read_identity(run_dir: Path) -> Identity | None:
 def _write(run_dir: Path, identity: Identity) -> None:
     path = run_dir / "job.json"
     try:
-        with replacing(path, durable=True) as temporary:
-            temporary.write_text(json.dumps(asdict(identity)) + "\n")
+        write_json(path, asdict(identity), durable=True)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
 
@@ -195,18 +193,12 @@ def _write(run_dir: Path, identity: Identity) -> None:
 def _set_aside(folder: Path) -> None:
     """Move what another job has left out of the way, where it is neither resumed nor removed."""
     try:
-        left = [path for path in folder.iterdir() if not path.name.startswith("earlier-")]
-        if not left:
-            return
-        names = (folder / f"earlier-{number}" for number in itertools.count(1))
-        aside = next(path for path in names if not path.exists())
-        aside.mkdir()
-        for path in left:
-            path.rename(aside / path.name)
+        aside = set_aside(folder)
     except (FileNotFoundError, NotADirectoryError):
         return
     except OSError as error:
         raise ConfigError(
             f"{folder}: what another job has left cannot be set aside ({error.strerror}); move it"
         ) from error
-    log.info("%s holds what an earlier job of this run folder has left in checkpoints", aside)
+    if aside is not None:
+        log.info("%s holds what an earlier job of this run folder has left in checkpoints", aside)

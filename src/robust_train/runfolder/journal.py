@@ -5,16 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import math
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from robust_train.events import BatchSizeFound, CheckpointSaved, Event, Json, parse
-from robust_train.files import sync
+from robust_train.files import LineFile, MalformedEvent, json_lines, strict_json
 from robust_train.runfolder.thinning import THINNED, thin
 
 log = logging.getLogger("robust_train")
@@ -98,9 +95,8 @@ class Journal:
     def __init__(self, path: Path, *, slack_bytes: int = 512 * 1024) -> None:
         self.path = path
         self._has_warned = False
-        self._after_torn_line = _ends_torn(path)
+        self._file = LineFile(path)
         self._owed: list[bytes] = []
-        self._name_is_durable = False
         self._slack = slack_bytes
         self._grown = 0
         with contextlib.suppress(OSError):
@@ -115,7 +111,7 @@ class Journal:
         is_many = event.name in THINNED
         matters = not is_many or isinstance(event, CheckpointSaved)
         try:
-            self._append(b"".join((*self._owed, line)), durable=matters)
+            self._file.append(b"".join((*self._owed, line)), durable=matters)
             self._owed.clear()
         except OSError as error:
             if matters and len(self._owed) < _MOST_OWED:
@@ -129,22 +125,6 @@ class Journal:
                 thin(self.path)
             except OSError as error:
                 self._warn(error)
-
-    def _append(self, data: bytes, *, durable: bool) -> None:
-        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-        try:
-            data = b"\n" + data if self._after_torn_line else data
-            while data:
-                written = os.write(descriptor, data)
-                self._after_torn_line = data[written - 1 : written] != b"\n"
-                data = data[written:]
-            if durable:
-                os.fsync(descriptor)
-                if not self._name_is_durable:
-                    sync(self.path.parent)
-                    self._name_is_durable = True
-        finally:
-            os.close(descriptor)
 
     def _warn(self, error: OSError) -> None:
         if not self._has_warned:
@@ -165,38 +145,12 @@ def read_earlier(path: Path) -> Earlier:
     """Read what earlier launches have written to the same journal; torn lines are skipped. Raises
     OSError: it cannot be read just now."""
     attempts, found = 0, {}
-    if path.exists() and not (path.is_file() or path.is_dir()):
-        return Earlier()  # a device or a pipe may have no end
-    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
-        for line in file:
-            try:
-                content = json.loads(line.decode("utf-8", "replace"))
-                event = parse(content)
-            except (ValueError, RecursionError):
-                continue
+    with contextlib.suppress(FileNotFoundError):
+        for content in filter(None, json_lines(path)):
             number = content.get("attempt")
             attempts = max(attempts, number if isinstance(number, int) else 0)
-            if isinstance(event, BatchSizeFound) and event.batch_size:
-                found[event.key] = event.batch_size
+            with contextlib.suppress(MalformedEvent):
+                event = parse(content)
+                if isinstance(event, BatchSizeFound) and event.batch_size:
+                    found[event.key] = event.batch_size
     return Earlier(attempts, found)
-
-
-def _ends_torn(path: Path) -> bool:
-    """Whether the last line was cut short, as by a full disk or the end of its process."""
-    with contextlib.suppress(OSError):
-        if path.is_file():
-            with path.open("rb") as file:
-                file.seek(-1, os.SEEK_END)
-                return file.read(1) != b"\n"
-    return False
-
-
-def strict_json(value: Any) -> Any:
-    """Return ``value`` with NaN and infinities, which JSON lacks, replaced by None."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Mapping):
-        return {str(key): strict_json(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [strict_json(item) for item in value]
-    return value

@@ -12,7 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from robust_train.events import Json
 from robust_train.files import as_json
-from robust_train.runfolder.runs import read_run
+from robust_train.runfolder.run_list import read_run
 from robust_train.runfolder.summary import SavedSummary, read_summary
 from robust_train.sweep.sweep_table import job_folders
 

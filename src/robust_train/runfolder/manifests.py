@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Literal
 
-from robust_train.files import replacing, sync
+from robust_train.files import sync, write_json
 
 log = logging.getLogger("robust_train")
 
@@ -68,8 +68,7 @@ def record_checkpoint(
     beside = path.parent == folder.absolute()
     content = asdict(manifest) | {"path": path.name if beside else str(path)}
     folder.mkdir(parents=True, exist_ok=True)
-    with replacing(_file_of(folder, path), durable=True) as temporary:
-        temporary.write_text(json.dumps({"schema": SCHEMA, **content}) + "\n")
+    write_json(_file_of(folder, path), {"schema": SCHEMA, **content}, durable=True)
     sync(folder.parent)
     for newer, other in enumerate(reversed(of_job(folder, job))):
         # removed by a trainer's own rotation; or a trainer that keeps all of them

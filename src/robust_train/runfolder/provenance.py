@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import json
 import logging
 import os
 import platform
@@ -19,9 +18,9 @@ from pathlib import Path
 
 from robust_train.compat import torch_cuda_version
 from robust_train.events import Json
-from robust_train.files import read_object, replacing
+from robust_train.files import read_object, write_json
 from robust_train.gpu.bounded import printed_by
-from robust_train.runfolder.notify import URLS_VARIABLE, is_secret
+from robust_train.runfolder.notifier import URLS_VARIABLE, is_secret
 from robust_train.values import Group
 
 log = logging.getLogger("robust_train")
@@ -126,8 +125,7 @@ class Provenance:
             content |= _changes(cwd, self._run_dir / DIFF_FILE, self._urls)
             short = {name: content[name] for name in _SHORT}
             self._short = {**short, "gpus": [gpu.name for gpu in self._gpus]}
-            with replacing(self._run_dir / FILE) as temporary:
-                temporary.write_text(json.dumps(content, indent=1) + "\n")
+            write_json(self._run_dir / FILE, content, indent=1)
         except Exception as error:  # a record is never worth a job
             log.info("no %s: %s: %s", FILE, type(error).__name__, error)
 

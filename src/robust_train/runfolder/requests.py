@@ -8,7 +8,6 @@ it; the client removes the answer. The launcher takes ``stop``, the attempt all 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import shutil
@@ -19,10 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from robust_train.events import Json
-from robust_train.files import parse_json, read_small, replacing
+from robust_train.files import parse_json, read_small, write_json
 from robust_train.gpu.processes import user_name
 from robust_train.runfolder.lock import is_held
-from robust_train.runfolder.runs import Run
+from robust_train.runfolder.run_list import Run
 
 log = logging.getLogger("robust_train")
 
@@ -59,8 +58,8 @@ class Request:
     def answer(self, reply: Reply) -> None:
         """Answer the request and remove it. A full disk loses the answer."""
         answer = self.path.with_suffix(ANSWER)
-        with contextlib.suppress(OSError), replacing(answer) as file:
-            file.write_text(json.dumps(reply, default=repr))
+        with contextlib.suppress(OSError):
+            write_json(answer, reply)
         for suffix in (NEW, TAKEN):
             with contextlib.suppress(OSError):
                 self.path.with_suffix(suffix).unlink()
@@ -128,12 +127,11 @@ def request_sweep_stop(folder: Path) -> None:
     if sweep.get("status", "running") != "running":
         raise Refused("this sweep has ended")
     content = {"sweep": sweep.get("sweep"), "user": user_name(os.geteuid())}
-    with replacing(folder / SWEEP_STOP_FILE) as temporary:
-        temporary.write_text(json.dumps(content) + "\n")
+    write_json(folder / SWEEP_STOP_FILE, content)
 
 
 def sweep_stop_requested(folder: Path) -> bool:
-    """Return whether ``robust-train run stop`` was run for this launch of the sweep."""
+    """Return whether this launch of the sweep was stopped, by somebody or its own failure."""
     path = folder / SWEEP_STOP_FILE
     try:
         return bool(_read_own(path)["sweep"] == _sweep(folder).get("sweep"))
@@ -183,8 +181,7 @@ def ask(
     """
     request = run.run_dir / REQUESTS / f"{time.time_ns():020}-{os.urandom(4).hex()}{NEW}"
     try:
-        with replacing(request) as temporary:
-            temporary.write_text(json.dumps({"verb": verb, "options": options}))
+        write_json(request, {"verb": verb, "options": options})
     except OSError as error:
         problem = f"{request.parent} takes no request: {error.strerror}"
         raise ControlError(f"{run.id}: {problem}") from error

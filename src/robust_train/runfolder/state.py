@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
@@ -24,8 +23,8 @@ from robust_train.events import (
     TrainingStarted,
     from_json,
 )
-from robust_train.files import parse_json, read_small, replacing
-from robust_train.runfolder.journal import AttemptStarted, JobStarted, strict_json
+from robust_train.files import parse_json, read_small, write_json
+from robust_train.runfolder.journal import AttemptStarted, JobStarted
 from robust_train.values import Speed
 
 log = logging.getLogger("robust_train")
@@ -33,6 +32,8 @@ log = logging.getLogger("robust_train")
 STATE_FILE = "state.json"
 SCHEMA = 1
 FINAL = frozenset({"completed", "failed", "no_device", "interrupted"})
+REQUESTED = "requested by 'robust-train run halve-batch'"
+"""Why a micro-batch changed on request, as the event says it."""
 _INTERVAL_SECONDS = 1.0
 _MAX_BYTES = 1 << 20
 
@@ -42,7 +43,7 @@ class RunState:
     """State of a job. Bytes and seconds (of the epoch); None if unknown."""
 
     id: str  # the job's id in `robust-train queue`, or `0-…` for one that never queued
-    name: str  # `job_name`, or what model and dataset, or the run folder, are called
+    name: str  # `job_name`, or how model and dataset, the function or the script are called
     run_dir: str  # where the folder was when the job started
     pid: int  # of the launcher, on `host`
     host: str
@@ -80,6 +81,8 @@ class RunState:
     checkpoint: str | None = None  # the last one that was reported
     checkpoint_step: int | None = None
     longest_pause: float | None = None  # between two reports of progress, seconds
+    # the micro-batch that `robust-train run halve-batch` has led to, for the next launch too
+    requested_micro_batch: int | None = None
     reason: str | None = None  # why the last attempt, or the job, ended
     exit_code: int | None = None  # of the job that ended
     resume_command: str | None = None  # what goes on with the job after it was interrupted
@@ -88,11 +91,6 @@ class RunState:
     def is_final(self) -> bool:
         """Whether the job has ended."""
         return self.state in FINAL
-
-    def as_json(self) -> dict[str, Json]:
-        """Return the content of ``state.json``."""
-        content: dict[str, Json] = strict_json(asdict(self))
-        return content
 
     @classmethod
     def parse(cls, data: bytes | str) -> RunState | None:
@@ -133,6 +131,8 @@ def after_event(state: RunState, event: Event) -> RunState:
     if isinstance(event, MemoryReported) and event.rank is None:
         return replace(state, memory=event.figures)
     if isinstance(event, MicroBatchChanged) and event.training:
+        if event.reason == REQUESTED:
+            state = replace(state, requested_micro_batch=event.after)
         return replace(state, micro_batch=event.after)
     if isinstance(event, BatchSizeFound) and event.batch_size is not None:
         steps = event.gradient_accumulation_steps or state.gradient_accumulation_steps
@@ -142,8 +142,9 @@ def after_event(state: RunState, event: Event) -> RunState:
         return replace(state, longest_pause=event.seconds)
     if isinstance(event, JobStarted):
         # what another job in this folder has taught does not count
-        pause = state.longest_pause if state.job == event.job else None
-        return replace(state, job=event.job, longest_pause=pause)
+        if state.job != event.job:
+            state = replace(state, longest_pause=None, requested_micro_batch=None)
+        return replace(state, job=event.job)
     if isinstance(event, AttemptProcess):
         return replace(state, attempt_pid=event.pid)
     return state
@@ -199,10 +200,8 @@ class StateFile:
             if not self._is_due or now < self._next_write:
                 return
             self._is_due, self._next_write = False, now + _INTERVAL_SECONDS
-            content = replace(self.state, updated=time.time()).as_json()
             try:
-                with replacing(self._path) as temporary:
-                    temporary.write_text(json.dumps(content, ensure_ascii=False) + "\n")
+                write_json(self._path, asdict(replace(self.state, updated=time.time())))
             except OSError as error:
                 self._is_due = True
                 if not self._has_warned:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import re
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,10 +13,9 @@ from typing import Any
 
 from robust_train.errors import AttemptsExhausted, NoDevice, TrainerFailed
 from robust_train.events import Json, from_json
-from robust_train.files import replacing
+from robust_train.files import strict_json, write_json
 from robust_train.memory.stability import Stability
 from robust_train.readable import by_processes, changed, shortened
-from robust_train.runfolder.journal import strict_json
 from robust_train.values import (
     GIB,
     MEMORY_FAILURES,
@@ -24,6 +25,7 @@ from robust_train.values import (
     FailureKind,
     Outcome,
     Pace,
+    Retry,
     Speed,
 )
 
@@ -31,6 +33,7 @@ log = logging.getLogger("robust_train")
 
 FILE_NAME = "summary.json"
 SCHEMA = 2
+_ENDING_OF_A_PROCESS = re.compile(r"ended (?:with|by) ([^:]+)")
 
 
 @dataclass(frozen=True)
@@ -203,10 +206,8 @@ class Summary:
     def write(self) -> None:
         """Write ``summary.json``, whole or not at all; a full disk costs a warning."""
         path = self.run_dir / FILE_NAME
-        text = json.dumps(self.as_json(), indent=2, ensure_ascii=False) + "\n"
         try:
-            with replacing(path, durable=True) as temporary:
-                temporary.write_text(text)
+            write_json(path, self.as_json(), indent=2, durable=True)
         except OSError as error:
             log.warning("cannot write %s: %s", path, error.strerror)
 
@@ -217,29 +218,32 @@ def objective_of(result: Any) -> Any:
 
 
 def attempts_table(summary: Summary) -> str:
-    """Return the attempts, by their numbers, as plain columns for any output."""
-    header = "attempt device batch accum. effective steps time next outcome"
-    rows = [header.split()]
+    """Return the attempts, by their numbers, as plain columns of 80 characters for any output."""
+    rows = [["#", "device", "batch", "effective", "steps", "time", "outcome"]]
     for number, record in enumerate(summary.attempts, start=summary.first_attempt):
-        spec, outcome = record.attempt.spec, record.attempt.outcome
-        action = "" if record.decision is None else record.decision.action
+        spec, outcome, decision = record.attempt.spec, record.attempt.outcome, record.decision
         where = spec.device + by_processes(spec.ranks)
+        is_stop = decision is not None and decision.action == "stopped"
+        ending = ending_of(outcome, is_stop=is_stop)
+        if isinstance(decision, Retry):
+            ending += f" → {decision.action}"
         seconds = f"{outcome.seconds:.1f} s"
-        ending = ending_of(outcome, is_stop=action == "stopped")
-        rows.append([str(number), where, *_sizes(record.attempt), seconds, action, ending])
-    return "\n".join(aligned(rows))
+        rows.append([str(number), where, *_sizes(record.attempt), seconds, ending])
+    lines = aligned(rows)
+    below = " " * lines[0].index(rows[0][-1])
+    wrap = textwrap.TextWrapper(80, subsequent_indent=below, break_long_words=False)
+    return "\n".join(line for row in lines for line in wrap.wrap(row))
 
 
-def _sizes(attempt: Attempt) -> tuple[str, str, str, str]:
-    """Return micro-batch (and what it became), accumulation, effective batch, steps."""
+def _sizes(attempt: Attempt) -> tuple[str, str, str]:
+    """Return micro-batch (and what it became), effective batch, steps."""
     spec, outcome = attempt.spec, attempt.outcome
     steps = f"{outcome.start_step}-{'?' if outcome.end_step is None else outcome.end_step}"
     if outcome.end_step is None and not outcome.start_step:
         steps = "-"
     if not spec.has_batch:
-        return "-", "-", "-", steps
-    size = changed(spec.batch_size, outcome.micro_batch)
-    return size, str(spec.gradient_accumulation_steps), str(spec.effective_batch_size), steps
+        return "-", "-", steps
+    return changed(spec.batch_size, outcome.micro_batch), str(spec.effective_batch_size), steps
 
 
 def ending_of(outcome: Outcome, *, is_stop: bool) -> str:
@@ -252,6 +256,9 @@ def ending_of(outcome: Outcome, *, is_stop: bool) -> str:
         return words[failure.evidence.clue]
     if failure is not None and failure.kind is FailureKind.INTERRUPTED:
         return shortened(failure.message, 60)
+    process = failure and _ENDING_OF_A_PROCESS.match(failure.message)
+    if process and failure is not None and failure.kind is FailureKind.BUG:
+        return process[1]  # a script's may mean anything
     return outcome.label
 
 

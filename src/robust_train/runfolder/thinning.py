@@ -1,11 +1,13 @@
-"""Keeps a journal small: what comes many times a minute becomes sparser as the job goes on."""
+"""Keeps journals and memory samples small: what comes many times a minute becomes sparser as the
+job goes on."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from robust_train import events
 from robust_train.files import replacing
@@ -25,7 +27,7 @@ _MOST_NAMES = 100
 
 @dataclass(frozen=True)
 class Limits:
-    """How much is kept of each kind of event: so many spread evenly over the time, so many of the
+    """How much is kept of each kind of line: so many spread evenly over the time, so many of the
     newest, and at most so many bytes."""
 
     between: int = 1000
@@ -33,9 +35,12 @@ class Limits:
     bytes: int = 2 * 1024**2
 
 
+DEFAULT_LIMITS = Limits()
+
+
 @dataclass(frozen=True)
 class Line:
-    """One line of a journal: its number, length in bytes, time and attempt."""
+    """One line of a file: its number, length in bytes, time and attempt."""
 
     number: int
     length: int
@@ -43,12 +48,25 @@ class Line:
     attempt: int
 
 
-def thin(path: Path, limits: Limits | None = None) -> None:
-    """Remove from a journal what is more than ``limits`` allow, in one step. Raises OSError: it
-    cannot be read or written; the journal is as it was."""
-    limits = limits or Limits()
+def kind_of_event(content: Mapping[str, Any]) -> str | None:
+    """Return the kind of a journal's line; None for one that is kept for good."""
+    name = str(content["event"])
+    if name not in THINNED:
+        return None
+    if name == events.UserEvent.name:
+        name = f"user {content['event_name']}"
+    return f"{name} {content.get('rank') or ''}"  # every rank's own
+
+
+def thin(
+    path: Path,
+    limits: Limits = DEFAULT_LIMITS,
+    kind_of: Callable[[Mapping[str, Any]], str | None] = kind_of_event,
+) -> None:
+    """Remove from a file what is more than ``limits`` allow of a kind, in one step. Raises OSError:
+    it cannot be read or written; the file is as it was."""
     surplus: set[int] = set()
-    for stream in _streams(path).values():
+    for stream in _streams(path, kind_of).values():
         surplus |= {line.number for line in set(stream).difference(chosen(stream, limits))}
     if not surplus:
         return
@@ -58,31 +76,29 @@ def thin(path: Path, limits: Limits | None = None) -> None:
         temporary.chmod(path.stat().st_mode)
 
 
-def _streams(path: Path) -> dict[str, list[Line]]:
-    """Return the lines that may be removed, by kind of event."""
+def _streams(
+    path: Path, kind_of: Callable[[Mapping[str, Any]], str | None]
+) -> dict[str, list[Line]]:
+    """Return the lines that may be removed, by kind."""
     streams: dict[str, list[Line]] = {}
     with path.open("rb") as file:
         for number, data in enumerate(file):
             try:
                 content = json.loads(data)
-                name = content["event"]
-                if name not in THINNED:
-                    continue
-                if name == events.UserEvent.name:
-                    name = f"user {content['event_name']}"
-                attempt = int(content.get("attempt") or 0)
+                kind, attempt = kind_of(content), int(content.get("attempt") or 0)
                 line = Line(number, len(data), float(content["time"]), attempt)
-                key = f"{name} {content.get('rank') or ''}"  # every rank's own
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
                 continue
-            if key not in streams and len(streams) >= _MOST_NAMES:
-                key = "others"
-            streams.setdefault(key, []).append(line)
+            if kind is None:
+                continue
+            if kind not in streams and len(streams) >= _MOST_NAMES:
+                kind = "others"
+            streams.setdefault(kind, []).append(line)
     return streams
 
 
 def chosen(stream: Sequence[Line], limits: Limits) -> list[Line]:
-    """Return the lines of one kind of event that stay: of each attempt the first and the last, the
+    """Return the lines of one kind that stay: of each attempt the first and the last, the
     newest, and as many as may be in between, spread over the time. Pure."""
     last = {line.attempt: line for line in stream}
     first = {line.attempt: line for line in reversed(stream)}

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import json
 import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from robust_train.files import read_object, replacing
+from robust_train.files import read_object, write_json
 
 FILE = "trackers.json"
 WANDB_ID, WANDB_RESUME, MLFLOW_ID = "WANDB_RUN_ID", "WANDB_RESUME", "MLFLOW_RUN_ID"
@@ -65,5 +64,4 @@ class TrackerNote:
                 return
             self._noted = found
             note = {"job": self._job, "mlflow_run_id": found, "server": self._server}
-            with replacing(self._run_dir / FILE) as temporary:
-                temporary.write_text(json.dumps(note) + "\n")
+            write_json(self._run_dir / FILE, note)

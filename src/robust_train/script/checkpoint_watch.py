@@ -12,7 +12,6 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from robust_train.files import replacing
 from robust_train.runfolder.manifests import SUFFIX, UNFINISHED, files_in, is_whole
 
 Stamp = tuple[int, int]
@@ -71,14 +70,8 @@ def stamp_of(path: Path) -> Stamp:
     return changed, sum(one.st_size for one in inside)
 
 
-def write_stamps(path: Path, found: Mapping[str, Stamp]) -> None:
-    """Remember what was found, whole or not at all."""
-    with replacing(path) as temporary:
-        temporary.write_text(json.dumps(found))
-
-
 def read_stamps(path: Path) -> dict[str, Stamp] | None:
-    """Return what :func:`write_stamps` wrote, None where it cannot be read."""
+    """Return what was written as JSON, None where it cannot be read."""
     try:
         found = json.loads(path.read_text()).items()
         return {name: (changed, size) for name, (changed, size) in found}

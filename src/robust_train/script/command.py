@@ -30,6 +30,7 @@ from robust_train.events import (
 )
 from robust_train.execution import TICK_SECONDS
 from robust_train.execution.environment import shared_machine_environment
+from robust_train.files import write_json
 from robust_train.run import Run
 from robust_train.runfolder.cadence import AUTO
 from robust_train.runfolder.manifests import is_whole
@@ -39,7 +40,6 @@ from robust_train.script.checkpoint_watch import (
     read_stamps,
     stamp_of,
     stamps,
-    write_stamps,
 )
 from robust_train.script.messages import LineReader, NotUnderstood, OwnFailure, Result, parse
 from robust_train.script.placeholders import (
@@ -209,7 +209,7 @@ def _before(pattern: str | None, settings: CommandSettings, run: Run) -> Mapping
     noted = None if run.attempt == 1 or starts_afresh else read_stamps(path)
     if noted is None:
         noted = stamps(pattern)
-        write_stamps(path, noted)
+        write_json(path, noted)
     return noted
 
 

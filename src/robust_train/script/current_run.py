@@ -24,6 +24,7 @@ from pathlib import Path
 from types import FrameType
 
 from robust_train.events import Json
+from robust_train.files import LineFile
 from robust_train.run import MicroBatchPlan, Run
 from robust_train.runfolder.cadence import SavePlan
 from robust_train.script.placeholders import EVENTS_VARIABLE, value_from
@@ -88,15 +89,12 @@ def current_run() -> ScriptRun:
 
 
 def _appending_to(path: Path) -> ReportLine:
-    is_torn = False
+    file = LineFile(path)
 
     def report(event: dict[str, Json]) -> None:
-        nonlocal is_torn
-        line = json.dumps(event, default=_plain) + "\n"
-        data = (b"\n" if is_torn else b"") + line.encode()
         # a launcher that is gone, or a full disk, must not end the script
-        with contextlib.suppress(OSError), path.open("ab", buffering=0) as file:
-            is_torn = file.write(data) < len(data)  # one write: lines of several processes
+        with contextlib.suppress(OSError):
+            file.append((json.dumps(event, default=_plain) + "\n").encode())
 
     return report
 

@@ -46,8 +46,9 @@ class SweepCallback(Callback):
         hide_urls(config)
         self._launcher = str(config.hydra.runtime.choices.get("hydra/launcher"))
         try:
+            if not detach.is_detached:
+                session.check_jobs(config)
             if _detaches(config):
-                session.check_first_job(config)
                 raise SystemExit(detach.start())
             session.begin(config)
         except ConfigError as error:

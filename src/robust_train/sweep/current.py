@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from robust_train.files import set_aside
 from robust_train.runfolder.lock import refusal
 from robust_train.runfolder.requests import sweep_stop_requested
 from robust_train.runfolder.summary import read_summary
@@ -26,13 +28,14 @@ from robust_train.sweep.job_record import (
     JobRecord,
     decide,
     read_record,
-    set_aside,
 )
 from robust_train.sweep.plugins_of_others import misplaced_launcher, no_objective
 from robust_train.sweep.sweep_table import has_failed
 
 log = logging.getLogger("robust_train")
 
+# what Hydra has just put there for the new job: its folder and open log files
+_OF_HYDRA = re.compile(r"\.hydra|(?!attempt-\d+\.).*\.log")
 SWEEP_VARIABLE = "ROBUST_TRAIN_SWEEP"
 """The id of this launch of a sweep, for the processes that launchers start for its jobs."""
 
@@ -140,7 +143,7 @@ def _enter_sweep(job: CurrentJob, config: DictConfig) -> None:
         reuse(job.record, job.folder)
         return
     try:
-        if entry is Entry.RUN_ANEW and (earlier := set_aside(job.folder)) is not None:
+        if entry is Entry.RUN_ANEW and (earlier := set_aside(job.folder, _OF_HYDRA)) is not None:
             log.info("what an earlier job left in this run folder is now in %s", earlier)
         # else a job that dies early would seem to have ended as the one before it
         (job.folder / "summary.json").unlink(missing_ok=True)

@@ -37,7 +37,7 @@ from robust_train.errors import EXIT_BAD_CONFIG
 from robust_train.execution import at_hand
 from robust_train.execution.signals import SignalWatch
 from robust_train.gpu.bounded import NoAnswer, run_command
-from robust_train.runfolder.requests import sweep_stop_requested
+from robust_train.runfolder.requests import Refused, request_sweep_stop, sweep_stop_requested
 from robust_train.runfolder.state import read_state
 from robust_train.runfolder.summary import read_summary
 from robust_train.sweep import current, job_record, session
@@ -147,12 +147,12 @@ class GpuQueue:
             while self._pending and len(self._running) < slots:
                 if self._stopping is not None or self._received:
                     break
-                self._start(self._pending.popleft(), table)
+                self._start(self._pending.popleft())
             if not self._running:
                 return
             self._poll(table)
 
-    def _start(self, job: _Job, table: LiveTable) -> None:
+    def _start(self, job: _Job) -> None:
         """Start a job's process, unless the job is refused or completed earlier."""
         job.config = self._compose(job)
         job.folder = _run_folder(job.config)
@@ -160,7 +160,7 @@ class GpuQueue:
             # two jobs in one folder would write over each other
             reason = f"{job.folder} is another job's; hydra.sweep.subdir must differ between jobs"
             self._plan(job, job_record.REFUSED, exit_code=EXIT_BAD_CONFIG, reason=reason)
-            table.show_line(f"job {job.number} refused: {reason}", level=logging.ERROR)
+            log.error("job %d refused: %s", job.number, reason)
             job.folder, job.status = None, job_record.REFUSED
             return
         entry, record = current.plan(job.config, job.folder)
@@ -173,7 +173,7 @@ class GpuQueue:
         job.process = JobProcess(partial(self._work, job), log_path, self._detach)
         job.status = "running"
         self._running.append(job)
-        table.show_line(f"job {job.number} starts: {job.shown}; {log_path}")
+        log.info("job %d starts: %s; %s", job.number, job.shown, log_path)
 
     def _compose(self, job: _Job) -> DictConfig:
         config = self._context.config_loader.load_sweep_config(self._config, list(job.overrides))
@@ -209,12 +209,12 @@ class GpuQueue:
         self._pass_on_signals()
         if self._stopping is None and sweep_stop_requested(Path(self._config.hydra.sweep.dir)):
             self._stopping = "request"  # which the jobs see as well
-            table.show_line("robust-train run stop: no more jobs start, running ones are stopped")
+            log.info("robust-train run stop: no more jobs start, running ones are stopped")
         for job in [job for job in self._running if job.process and job.process.poll() is not None]:
             self._running.remove(job)
-            self._take_result(job, table)
+            self._take_result(job)
 
-    def _take_result(self, job: _Job, table: LiveTable) -> None:
+    def _take_result(self, job: _Job) -> None:
         assert job.process is not None
         assert job.folder is not None
         row = self._settled(job, job.folder, job.process.returncode or 0)
@@ -223,10 +223,12 @@ class GpuQueue:
         job.result = self._return(
             job, row.result if completed else no_objective(self._config.hydra)
         )
-        table.show_line(ending_line(row, job.folder / LOG_FILE))
+        log.info("%s", ending_line(row, job.folder / LOG_FILE))
         if self._fail_fast and not completed and self._stopping is None:
+            with contextlib.suppress(OSError, Refused):  # then it counts as a launch of theirs
+                request_sweep_stop(Path(self._config.hydra.sweep.dir))
             self._stop("sweep_fail_fast=true", signal.SIGTERM)
-            table.show_line("sweep_fail_fast=true: no more jobs start, running ones are stopped")
+            log.info("sweep_fail_fast=true: no more jobs start, running ones are stopped")
 
     def _settled(self, job: _Job, folder: Path, returncode: int) -> SweepRow:
         """Return the row of a job that has ended, and record its end if the job could not."""
@@ -263,8 +265,8 @@ class GpuQueue:
             self._poll(table)
             if self._killed_at and time.monotonic() > self._killed_at + _KILLED_SECONDS:
                 numbers = ", ".join(str(job.number) for job in self._running)
-                line = f"left behind: the processes of jobs {numbers} do not end when killed"
-                table.show_line(line, level=logging.ERROR)
+                line = "left behind: the processes of jobs %s do not end when killed"
+                log.error(line, numbers)
                 return
 
     def _return(self, job: _Job, value: Any) -> JobReturn:

@@ -6,16 +6,14 @@ From it a later launch of the same sweep reads which overrides the folder was us
 from __future__ import annotations
 
 import enum
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from robust_train.events import Json, MalformedEvent, from_json
-from robust_train.files import replacing
-from robust_train.runfolder.journal import strict_json
+from robust_train.events import MalformedEvent, from_json
+from robust_train.files import read_object, write_json
 
 FILE = "sweep_job.json"
 SCHEMA = 1
@@ -28,7 +26,6 @@ NOT_STARTED = "not_started"
 DIED = "died"
 
 _OF_THE_SWEEP = re.compile(r"\+{0,2}(sweep_resume|sweep_fail_fast|resume)=")
-_OF_THE_NEW_JOB = re.compile(r"earlier-.*|\.hydra|(?!attempt-\d+\.).*\.log")
 
 
 @dataclass(frozen=True)
@@ -47,7 +44,7 @@ class JobRecord:
     def write(self, folder: Path) -> None:
         """Write the record into the job's run folder, whole or not at all. Raises OSError: it
         cannot be written."""
-        write_json(folder / FILE, {"schema": SCHEMA, **asdict(self)})
+        write_json(folder / FILE, {"schema": SCHEMA, **asdict(self)}, indent=2)
 
 
 class Entry(enum.Enum):
@@ -82,36 +79,6 @@ def decide(
 def read_record(folder: Path) -> JobRecord | None:
     """Return the record in a run folder, None where there is none that can be read."""
     try:
-        return from_json(JobRecord, read_json(folder / FILE))
+        return from_json(JobRecord, read_object(folder / FILE))
     except MalformedEvent:
         return None
-
-
-def set_aside(folder: Path) -> Path | None:
-    """Move what an earlier job left into ``earlier-<n>/``; None where it left nothing. What Hydra
-    has just put there for the new job stays: its ``.hydra`` folder and open log files."""
-    left = [item for item in folder.iterdir() if not _OF_THE_NEW_JOB.fullmatch(item.name)]
-    if not left:
-        return None
-    number = 1
-    while (earlier := folder / f"earlier-{number}").exists():
-        number += 1
-    earlier.mkdir()
-    for item in left:
-        item.rename(earlier / item.name)
-    return earlier
-
-
-def read_json(path: Path) -> Json:
-    """Return the JSON in a file; None where it is absent or torn."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-
-
-def write_json(path: Path, content: Json) -> None:
-    """Write a file of JSON, whole or not at all. Raises OSError: it cannot be written."""
-    text = json.dumps(strict_json(content), indent=2, ensure_ascii=False, default=str)
-    with replacing(path) as temporary:
-        temporary.write_text(text + "\n", encoding="utf-8")

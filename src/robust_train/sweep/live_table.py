@@ -1,28 +1,31 @@
-"""What a running sweep shows: a live table on a terminal, one line an event elsewhere."""
+"""What a running sweep shows: its jobs below the log lines on a terminal."""
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import os
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
+from robust_train.execution.hydra_state import shorten_lines_on_terminals
+from robust_train.execution.live_area import LiveArea, live_area
+from robust_train.readable import shortened
 from robust_train.runfolder.state import RunState
-
-log = logging.getLogger("robust_train")
+from robust_train.runfolder.summary import aligned
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.text import Text
 
 _REFRESH_SECONDS = 0.5
 _COLUMNS = ("job", "overrides", "status", "attempt", "device", "batch", "step")
 _LAST = {"pending": 2, "completed": 3}
 _ENDED_BADLY = ("failed", "no_device", "interrupted", "refused", "died")
-_FRAME_LINES = 7  # the table's own lines, the tally and the line with the cursor
+_OTHER_LINES = 3  # the names of the columns, the tally and the line with the cursor
+_LEAST_COLUMNS = 16  # of the overrides
 
 
 @dataclass(frozen=True)
@@ -48,48 +51,42 @@ class LiveRow:
 
 
 class LiveTable:
-    """Context manager that shows a sweep on ``stream``, standard error by default."""
+    """Context manager that shows a sweep's jobs, on a terminal; elsewhere nothing."""
 
-    def __init__(self, stream: TextIO | None = None) -> None:
-        self._stream = sys.stderr if stream is None else stream
+    def __init__(self) -> None:
+        self._open = contextlib.ExitStack()
+        self._area: LiveArea | None = None
         self._next_refresh = 0.0
-        self.is_live = self._stream.isatty() and os.environ.get("TERM") != "dumb"
 
     def __enter__(self) -> LiveTable:
-        if self.is_live:
-            from rich.console import Console
-            from rich.live import Live
-
-            # no thread that refreshes: the sweep forks its jobs
-            self._live = Live(
-                console=Console(file=self._stream),
-                auto_refresh=False,
-                redirect_stdout=False,
-                redirect_stderr=False,
-                transient=True,
-            )
-            self._live.start()
+        shorten_lines_on_terminals()
+        if sys.stdout.isatty() and os.environ.get("TERM") != "dumb":
+            self._area = self._open.enter_context(live_area())
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self.is_live:
-            self._live.stop()
-
-    def show_line(self, line: str, *, level: int = logging.INFO) -> None:
-        """Show a line that stays."""
-        if self.is_live:
-            from rich.text import Text
-
-            self._live.console.print(Text(line))
-        else:
-            log.log(level, "%s", line)
+        self._area = None
+        self._open.close()
 
     def show(self, rows: Callable[[], Sequence[LiveRow]]) -> None:
         """Show the table as it is now, at most twice a second."""
-        if self.is_live and time.monotonic() >= self._next_refresh:
+        if self._area is not None and time.monotonic() >= self._next_refresh:
             self._next_refresh = time.monotonic() + _REFRESH_SECONDS
-            now, height = rows(), self._live.console.size.height - _FRAME_LINES
-            self._live.update(_render(most_important(now, height), now), refresh=True)
+            columns, lines = self._area.size
+            self._area.show([_styled(line) for line in table_lines(rows(), columns, lines)])
+
+
+def table_lines(rows: Sequence[LiveRow], columns: int, lines: int) -> list[str]:
+    """Return the table of the jobs in at most ``lines`` lines of about ``columns`` characters."""
+    shown = most_important(rows, lines - _OTHER_LINES)
+    cells = [_COLUMNS, *(row.cells() for row in shown)]
+    others = sum(max(len(row[n]) for row in cells) + 2 for n in range(len(_COLUMNS)) if n != 1)
+    room = max(columns - others, _LEAST_COLUMNS)
+    table = aligned([(job, shortened(own, room), *rest) for job, own, *rest in cells])
+    counts = Counter(row.status for row in rows)
+    tally = f"{len(rows)} jobs: " + ", ".join(f"{n} {status}" for status, n in counts.items())
+    hidden = f" ({len(rows) - len(shown)} not shown)" if len(shown) < len(rows) else ""
+    return [*table, tally + hidden]
 
 
 def most_important(rows: Sequence[LiveRow], most: int) -> list[LiveRow]:
@@ -102,18 +99,7 @@ def most_important(rows: Sequence[LiveRow], most: int) -> list[LiveRow]:
     return [row for row in rows if id(row) in kept]
 
 
-def _render(shown: Sequence[LiveRow], rows: Sequence[LiveRow]) -> RenderableType:
-    from rich.console import Group
-    from rich.table import Table
+def _styled(line: str) -> Text:
     from rich.text import Text
 
-    table = Table()
-    for name in _COLUMNS:
-        table.add_column(name, no_wrap=True, overflow="ellipsis")
-    for row in shown:
-        # as text: an override may contain what rich reads as markup
-        table.add_row(*(Text(cell) for cell in row.cells()))
-    counts = Counter(row.status for row in rows)
-    tally = f"{len(rows)} jobs: " + ", ".join(f"{n} {status}" for status, n in counts.items())
-    hidden = f" ({len(rows) - len(shown)} not shown)" if len(shown) < len(rows) else ""
-    return Group(table, Text(tally + hidden))
+    return Text(line, style="dim")

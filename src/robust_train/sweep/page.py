@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from robust_train import readable
-from robust_train.report.charts import Timeline, TimelineRow, time_axis
-from robust_train.report.figures import bars_of, loss_of_jobs, use_legend
+from robust_train.files import strict_json
+from robust_train.report.figures import loss_of_jobs
 from robust_train.report.guidance import Advice
 from robust_train.report.html import FILE_NAME, render, shares, try_to_save
 from robust_train.report.sources import read_sources
 from robust_train.report.story import Story, story_of
-from robust_train.report.times import Span, Use
-from robust_train.runfolder.journal import strict_json
+from robust_train.report.times import Use
 from robust_train.runfolder.lock import is_held
 from robust_train.sweep import sweep_table
 from robust_train.sweep.job_record import read_record
@@ -111,7 +110,6 @@ def _jobs(folder: Path, table: sweep_table.SweepTable | None) -> list[JobStory]:
 
 def sweep_page(sweep: SweepStory) -> str:
     """Return the page of a sweep."""
-    timeline = _timeline(sweep)
     differing = sweep_table.differing_overrides([job.row.overrides for job in sweep.jobs])
     named = [(job.label, job.story) for job in sweep.jobs if job.story is not None]
     return render(
@@ -123,7 +121,6 @@ def sweep_page(sweep: SweepStory) -> str:
             (job, " ".join(overrides), _href(sweep, job), _wall_seconds(job))
             for job, overrides in zip(sweep.jobs, differing, strict=True)
         ],
-        timeline=timeline,
         loss=loss_of_jobs(named),
         advice=_advice(sweep.jobs),
     )
@@ -140,21 +137,6 @@ def _href(sweep: SweepStory, job: JobStory) -> str | None:
     if job.story is None:
         return None
     return os.path.join(os.path.relpath(job.story.folder, sweep.folder), FILE_NAME)
-
-
-def _timeline(sweep: SweepStory) -> Timeline | None:
-    shown = [(job, job.story) for job in sweep.jobs if job.story is not None and job.story.spans]
-    if not shown:
-        return None
-    start = min(story.spans[0].start for _, story in shown)
-    end = max(story.spans[-1].end for _, story in shown)
-    rows = []
-    for job, story in shown:
-        moved = [Span(s.use, s.start - start, s.end - start, s.attempt) for s in story.spans]
-        detail = ", ".join(job.row.devices) or "-"
-        rows.append(TimelineRow(job.label, detail, bars_of(moved), _href(sweep, job)))
-    spans = [span for _, story in shown for span in story.spans]
-    return Timeline(rows, time_axis(0.0, max(end - start, 1e-3)), use_legend(spans))
 
 
 def _advice(jobs: Sequence[JobStory]) -> list[tuple[str, Advice]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import logging
 import os
 import socket
@@ -22,11 +23,12 @@ from robust_train.config.batch import settle_batch_size
 from robust_train.config.refusals import REFUSALS, explain
 from robust_train.config.schema import complete, validate
 from robust_train.errors import ConfigError
+from robust_train.execution.signals import SignalWatch
 from robust_train.readable import duration
 from robust_train.runfolder import detach
 from robust_train.runfolder.command_line import this_command
 from robust_train.runfolder.lock import RunLock, read_holder
-from robust_train.runfolder.notify import Notifier, NotifySettings
+from robust_train.runfolder.notifier import Notifier, NotifySettings
 from robust_train.settings import take_notify_settings
 from robust_train.sweep.current import SWEEP_VARIABLE
 from robust_train.sweep.job_record import INTERRUPTED, NOT_STARTED, JobRecord
@@ -46,6 +48,8 @@ from robust_train.sweep.sweep_table import (
 )
 
 log = logging.getLogger("robust_train")
+
+_MOST_CHECKS = 50
 
 
 @dataclass
@@ -131,18 +135,28 @@ def begin(config: DictConfig) -> None:
     atexit.register(finish)
 
 
-def check_first_job(config: DictConfig) -> None:
-    """Check the configuration with the first value of each swept key. Raises ConfigError: it cannot
-    be used."""
-    overrides = []
+def check_jobs(config: DictConfig) -> None:
+    """Check each value of each swept key, with the first ones of the other keys: a few seconds at
+    most, and before a job starts. Raises ConfigError: a configuration cannot be used."""
+    fixed, swept = [], []
     for override in OverridesParser.create().parse_overrides(list(config.hydra.overrides.task)):
-        line = override.input_line
         if override.is_sweep_override():
             with contextlib.suppress(Exception):  # an interval, a glob: the sweeper's to choose
-                value = next(iter(override.sweep_string_iterator()))
-                overrides.append(f"{override.get_key_element()}={value}")
-        elif line is not None:
-            overrides.append(line)
+                values = list(itertools.islice(override.sweep_string_iterator(), _MOST_CHECKS))
+                swept.append([f"{override.get_key_element()}={value}" for value in values])
+        elif override.input_line is not None:
+            fixed.append(override.input_line)
+    first = [values[0] for values in swept]
+    others = [
+        [*first[:number], value, *first[number + 1 :]]
+        for number, values in enumerate(swept)
+        for value in values[1:]
+    ]
+    for chosen in [first, *others][:_MOST_CHECKS]:
+        _check_one(config, [*fixed, *chosen])
+
+
+def _check_one(config: DictConfig, overrides: list[str]) -> None:
     try:
         loader = GlobalHydra.instance().config_loader()
         cfg = loader.load_sweep_config(config, overrides)
@@ -150,9 +164,12 @@ def check_first_job(config: DictConfig) -> None:
         raise ConfigError(explain(error, "robust", overrides)) from error
     with open_dict(cfg):
         del cfg["hydra"]
+    if _check is None and not cfg.get("detach"):
+        return  # a project's main may complete it
     cfg = complete(cfg)
     settle_batch_size(cfg)
     validate(cfg)
+    check_job(cfg)
 
 
 def _lock(folder: Path, sweep: str) -> RunLock:
@@ -181,7 +198,9 @@ def finish() -> int:
         _show_and_write(sweep)
     finally:
         sweep.lock.release()
-        sweep.notifier.finish()
+        signals = SignalWatch()
+        with signals, signals.handed_to(lambda signum: sweep.notifier.hurry()):
+            sweep.notifier.finish()
     return _exit_code
 
 

@@ -18,6 +18,7 @@ from omegaconf import ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from robust_train.events import MalformedEvent, from_json
+from robust_train.files import read_object, write_json
 from robust_train.runfolder.summary import SavedSummary, aligned, read_summary
 from robust_train.sweep import job_record
 
@@ -188,13 +189,13 @@ class SweepTable:
 
     def write(self, folder: Path) -> None:
         """Write ``sweep.json``; raise ``OSError`` if that is not possible."""
-        job_record.write_json(folder / FILE, asdict(self))
+        write_json(folder / FILE, asdict(self), indent=2)
 
 
 def read_table(folder: Path) -> SweepTable | None:
     """Return the table in a sweep folder; None where there is none that can be read."""
     try:
-        return from_json(SweepTable, job_record.read_json(folder / FILE))
+        return from_json(SweepTable, read_object(folder / FILE))
     except MalformedEvent:
         return None
 

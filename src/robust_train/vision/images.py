@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -185,7 +186,7 @@ class Part:
     source: ImageSource
     indices: Sequence[int]
 
-    @property
+    @cached_property  # asked for with every sample
     def labels(self) -> Sequence[int]:
         return [self.source.labels[index] for index in self.indices]
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from robust_train.failures import classify_failure
 from robust_train.microbatch import ranks
 from robust_train.microbatch.batcher import MicroBatcher
-from robust_train.microbatch.batches import MicroBatches
+from robust_train.microbatch.micro_batches import MicroBatches
 from robust_train.values import MEMORY_FAILURES
 from robust_train.vision.batches import Batch
 

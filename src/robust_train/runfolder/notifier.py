@@ -19,9 +19,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from robust_train.events import Event, Json, NoProgress, Stalled
-from robust_train.files import printable
+from robust_train.files import printable, strict_json
 from robust_train.readable import duration, shortened
-from robust_train.runfolder.journal import strict_json
 from robust_train.runfolder.state import RunState
 from robust_train.runfolder.summary import read_summary
 
@@ -169,16 +168,19 @@ class Notifier:
     def finish(self, seconds: float = _LAST_CHANCE_SECONDS) -> None:
         """Wait a moment for what is being delivered, and end the rest; Ctrl-C ends it at once."""
         until = time.monotonic() + seconds
-        for _ in range(2):
-            for delivery in self._deliveries:
-                delivery.until = min(delivery.until, until)
+        for delivery in self._deliveries:
+            delivery.until = min(delivery.until, until)
+        while any(delivery.may_end() for delivery in self._deliveries):
             try:
-                for delivery in self._deliveries:
-                    delivery.join(until - time.monotonic() + _AFTER_KILL_SECONDS)
-                break
+                time.sleep(_POLL_SECONDS)
             except KeyboardInterrupt:
-                until = time.monotonic()
+                self.hurry()
         self._log_failures(over=True)
+
+    def hurry(self) -> None:
+        """End what is being delivered."""
+        for delivery in self._deliveries:
+            delivery.until = min(delivery.until, time.monotonic())
 
 
 class _Delivery(threading.Thread):
@@ -194,6 +196,10 @@ class _Delivery(threading.Thread):
         environ = {key: value for key, value in os.environ.items() if key != URLS_VARIABLE}
         self._command, self._environ = command, {**environ, **more}
         self._given = json.dumps(given, default=str).encode()
+
+    def may_end(self) -> bool:
+        """Return whether it is under way, and worth waiting for."""
+        return self.is_alive() and time.monotonic() < self.until + _AFTER_KILL_SECONDS
 
     def run(self) -> None:
         """Deliver, until the time is over."""

@@ -8,7 +8,7 @@ import os
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
@@ -92,8 +92,8 @@ class Run:
         status = self.status
         known: dict[str, Json] = {"id": self.id, "pid": self.pid}
         if self.state is not None:
-            content = self.state.as_json()
-            known = {k: v for k, v in content.items() if v is not None or k == "waiting"}
+            content = asdict(self.state).items()
+            known = {k: v for k, v in content if v is not None or k == "waiting"}
             known["gpu_uuid"] = next(iter(self.state.gpu_uuids), None)
             until = time.time() if self.alive else self.state.updated
             known["seconds_in_state"] = round(until - self.state.since, 1)

@@ -1,0 +1,53 @@
+"""``robust-train completion``: a script for bash or zsh that completes commands, keys and choices.
+
+All words are in the script: a Tab starts no Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from robust_train.cli.door import groups
+from robust_train.cli.main import COMMANDS, OF_LIVE_RUNS
+from robust_train.cli.memory import ACTIONS
+from robust_train.cli.output import Parser
+from robust_train.config.refusals import all_keys, composed
+
+_OF_HYDRA = ("hydra.run.dir", "hydra.sweep.dir")
+_LAUNCHER = "hydra/launcher=gpu_queue"
+_SCRIPT = """\
+# robust-train completion: commands, keys and choices
+_robust_train() {{
+    local line="${{COMP_LINE:0:$COMP_POINT}}" words="" IFS=$'\\n'
+    local cur="${{line##* }}"
+    case "$line" in
+        *" -- "*) ;;
+        *train_robust.py\\ *|*train.py\\ *|robust-train\\ train\\ *|robust-train\\ plan\\ *)
+            words='{keys}' ;;
+        robust-train\\ run\\ *) words='{run}' ;;
+        robust-train\\ memory\\ *) words='{memory}' ;;
+        robust-train\\ *\\ *) ;;
+        robust-train\\ *) words='{commands}' ;;
+    esac
+    COMPREPLY=($(compgen -W "$words" -- "$cur" | sed 's/[^=]$/& /'))
+    # the shell completes what follows the last = as a word of its own
+    if [[ "$COMP_WORDBREAKS" == *=* && "$cur" == *=* ]]; then
+        COMPREPLY=("${{COMPREPLY[@]#"${{cur%=*}}="}}")
+    fi
+}}
+complete -o nospace -o default -F _robust_train robust-train python python3
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the script."""
+    about = "Print a script that completes commands, keys and choices in bash and zsh."
+    Parser(prog="robust-train completion", description=about).parse_args(argv)
+    choices = [f"{group}={name}" for group, names in groups().items() for name in names]
+    choices = [f"{group}={name}" for group, names in groups().items() for name in names]
+    found = (*all_keys(composed, ()), *_OF_HYDRA)
+    inner = {key.partition(".")[0] for key in found if "." in key}
+    keys = [*choices, _LAUNCHER, *(f"{key}=" for key in found if key not in inner)]
+    words = {"commands": COMMANDS, "keys": keys, "run": OF_LIVE_RUNS, "memory": ACTIONS}
+    print(_SCRIPT.format(**{name: "\n".join(given) for name, given in words.items()}), end="")
+    return 0

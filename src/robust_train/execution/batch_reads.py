@@ -1,0 +1,37 @@
+"""Whether a trainer reads ``training.batch_size``; if not, its samples a second are unknown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from omegaconf import AnyNode, DictConfig
+
+
+class NotedValue(AnyNode):
+    """A value of a config; notes that one like it was read in this process."""
+
+    was_read: ClassVar[bool] = False
+
+    def _value(self) -> Any:
+        NotedValue.was_read = True
+        return super()._value()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NotedValue:
+        copied = NotedValue()
+        self._deepcopy_impl(copied, memo)
+        return copied
+
+
+def note_reads(cfg: DictConfig, batch_size: object) -> Callable[[], bool]:
+    """Return what tells whether a key ``…batch_size`` with this value has been read since, for what
+    refers to ``training.batch_size`` is resolved by now."""
+    parts: list[Any] = [cfg]
+    for part in parts:
+        for name, node in part._content.items() if isinstance(part._content, dict) else ():
+            if isinstance(node, DictConfig):
+                parts.append(node)
+            elif str(name).endswith("batch_size") and node == batch_size:
+                part._content[name] = NotedValue(batch_size, key=name, parent=part)
+    NotedValue.was_read = False
+    return lambda: NotedValue.was_read

@@ -1,0 +1,63 @@
+"""What the screen shows at a job's end: the job's figures, and each error whole only once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from journals import Journal
+
+from robust_train.cli.jobs import print_failure
+from robust_train.report import narration
+from robust_train.runfolder.journal import JobEnded, JobStarted
+from robust_train.runfolder.summary import AttemptRecord, Summary
+from robust_train.values import Attempt, AttemptSpec, Failure, FailureKind, GiveUp, Outcome
+
+SPEC = AttemptSpec((), 32, 2)
+MESSAGE = "ValueError: the labels go from 0 to 12, and the model has ten outputs"
+
+
+def lines_of(caplog: pytest.LogCaptureFixture, summary: Summary) -> list[str]:
+    with caplog.at_level("INFO", "robust_train"):
+        narration.show_end(summary, print_failure, "the command")
+    return [line for one in caplog.records for line in one.getMessage().splitlines()]
+
+
+def test_time_and_attempts_are_those_of_the_job_through_all_its_launches(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    journal = Journal(tmp_path)
+    journal(0, JobStarted("/run", "train", "another"))
+    journal(500, JobEnded("completed"))
+    journal(9, JobStarted("/run", "train", "own"))
+    journal.start(1, device="cpu", size=32)
+    journal.steps(1, 1, 6)  # and is killed
+    journal(100, JobStarted("/run", "train", "own"))
+    journal.start(2, device="cpu", size=32)
+    outcome = Outcome(None, 0.9, 24.0, start_step=4, end_step=9)
+    record = AttemptRecord(Attempt(SPEC, outcome))
+    summary = Summary("completed", tmp_path, None, 0.9, 24.0, 0.0, (record,), first_attempt=2)
+    lines = lines_of(caplog, summary)
+    first, second = (line.split() for line in lines[2:4])
+    assert first == ["1", "cpu", "32", "2", "64", "0-6", "6.0", "s", "unfinished"]
+    assert second == ["2", "cpu", "32", "2", "64", "4-9", "24.0", "s", "completed"]
+    assert lines[4].startswith("completed after 30 s (this launch: 24 s) on cpu")
+
+
+def test_a_bug_is_shown_whole_once_and_the_command_is_for_after_it_is_mended(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+):
+    trace = f'Traceback …:\n  File "train.py", line 3\n{MESSAGE}\n'
+    failure = Failure(FailureKind.BUG, MESSAGE)
+    outcome = Outcome(failure, traceback=trace, exceptions=("builtins.ValueError",))
+    give_up = GiveUp(MESSAGE)
+    record = AttemptRecord(Attempt(SPEC, outcome), give_up)
+    summary = Summary("failed", tmp_path, MESSAGE, wall_seconds=12.0, attempts=(record,))
+    narration.say(1, outcome, give_up)
+    lines = lines_of(caplog, summary)
+    assert lines[0] == "attempt 1 failed: ValueError"
+    assert [line for line in lines if MESSAGE in line] == [
+        f"failed after 12 s on cpu with micro-batch 32; {MESSAGE}"
+    ]
+    assert capsys.readouterr().err == trace
+    assert lines[-1] == "after mending it: the command"
