@@ -164,6 +164,14 @@ def noted_collectives(before: Callable[..., None]) -> tuple[Any, Any]:
     return NotedAllGather(), NotedReduceScatter()
 
 
+def settle_buckets(wrapper: Any) -> None:
+    """Have DistributedDataParallel exchange now how it groups gradients, which it does once: in the
+    forward pass after its first step."""
+    rebuild = getattr(wrapper.reducer, "_rebuild_buckets", None)
+    if rebuild is not None and rebuild():
+        wrapper._has_rebuilt_buckets = True
+
+
 def collectives_begun(group: Any) -> int:
     """Return how many collectives a process group has begun; the same where nobody counts them."""
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from world import Ended, World
 # What half a batch needs is well below the limit, and what comes and goes by itself (8 MiB for
 # the stack of a new thread) well below the other half.
 WIDE = "model.width=128"
+
+Weights = Callable[[list[dict[str, Any]]], dict[str, Any]]
 
 TWO_RANKS = ("num_gpus=2", "auto_device=false", "device=cpu")
 
@@ -123,6 +126,27 @@ def repeated_the_step(ended: Ended) -> None:
     assert all(e["after"] < e["before"] for e in changed)
     assert "allocate memory" in changed[0]["reason"]
     assert not events(ended.journal, "memory_held")
+
+
+def two_ranks_repeat_the_step(example: Example, weights: Weights, *more: str) -> None:
+    """Assert that a job of two ranks is stopped at a step of both and resumed, and repeats a step
+    where memory runs out on the second, to the weights of one with enough."""
+    ranks = (*TWO_RANKS, *more)
+    ended = stopped_and_resumed(example, "stopped-ranks", "limited", 4, *ranks)
+    repeated_the_step(ended)
+    assert {a["ranks"] for a in ended.attempts} == {2}
+    assert {e["rank"] for e in events(ended.journal, "micro_batch_changed")} == {1}
+    # of two ranks as well: an epoch's last step may have more samples than that of one
+    whole = example.run("example", "whole-ranks", *ranks)
+    differ_by_rounding_alone(weights(ended.journal), weights(whole.journal))
+
+
+def both_ranks_go_on_with_half(example: Example, *more: str) -> None:
+    """Assert that memory that runs out between two steps of a rank ends the attempt of both."""
+    ended = example.run("out_of_memory_between_steps", "ranks", *TWO_RANKS, *more)
+    went_on(ended)
+    assert {a["ranks"] for a in ended.attempts} == {2}
+    assert "(rank 1)" in ended.attempts[0]["reason"]
 
 
 def differ_by_rounding_alone(found: Any, expected: dict[str, Any], within: float = 1e-4) -> None:

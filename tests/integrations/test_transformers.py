@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from jobs import (
-    TWO_RANKS,
     Example,
-    differ_by_rounding_alone,
+    both_ranks_go_on_with_half,
     events,
     recorded,
     repeated_the_step,
     stopped_and_resumed,
+    two_ranks_repeat_the_step,
     went_on,
 )
 from omegaconf import OmegaConf
@@ -89,14 +89,13 @@ def test_where_memory_runs_out_it_goes_on_to_the_same_weights(
 def test_two_ranks_stop_at_the_same_step_and_repeat_one_where_memory_runs_out_on_one(
     example: Example,
 ):
-    ranks = (*TWO_RANKS, "training.batch_size=64")
-    ended = stopped_and_resumed(example, "stopped-ranks", "limited", 4, *ranks)
-    repeated_the_step(ended)
-    assert {a["ranks"] for a in ended.attempts} == {2}
-    assert {e["rank"] for e in events(ended.journal, "micro_batch_changed")} == {1}
-    # in an epoch's last step two ranks have more samples than one
-    whole = example.run("example", "whole-ranks", *ranks)
-    differ_by_rounding_alone(weights(ended.journal), weights(whole.journal))
+    two_ranks_repeat_the_step(example, weights, "training.batch_size=64")
+
+
+@pytest.mark.proves("transformers", "several GPUs", "new attempt")
+@pytest.mark.slow
+def test_memory_that_runs_out_between_steps_of_one_rank_ends_the_attempt_of_both(example: Example):
+    both_ranks_go_on_with_half(example, "training.batch_size=64")
 
 
 @pytest.mark.slow

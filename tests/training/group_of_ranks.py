@@ -154,6 +154,9 @@ def wrapped(how: str, rank: int, ranks: int) -> object:
     model: nn.Module = shared
     if how == "compiled":
         model = torch.compile(shared, backend="eager")
+    elif how == "after a plain step":  # its next pass would communicate
+        shared(data(4, 3)[0]).sum().backward()
+        net.zero_grad()
     elif how == "inside of another":
         model = nn.Sequential(nn.Identity(), shared)
     x, y = data(16, 5)
@@ -182,6 +185,7 @@ def wrapped(how: str, rank: int, ranks: int) -> object:
 
 WAYS = (
     "plain",
+    "after a plain step",
     "compiled",
     "inside of another",
     "around the one that is named",

@@ -97,6 +97,7 @@ def test_a_model_that_communicates_in_its_passes_is_refused(group: dict[str, Any
     "how",
     [
         "plain",
+        "after a plain step",
         "compiled",
         "inside of another",
         "around the one that is named",

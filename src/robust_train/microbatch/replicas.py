@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from robust_train.compat import preserve_version_counter
+from robust_train.compat import preserve_version_counter, settle_buckets
 from robust_train.errors import UserError
 from robust_train.memory.holders import live_objects
 from robust_train.values import MIB
@@ -87,6 +87,7 @@ def without_collectives(replicas: Sequence[Replica]) -> Iterator[None]:
     wrappers = [replica for replica in replicas if isinstance(replica, DistributedDataParallel)]
     with contextlib.ExitStack() as stack:
         for wrapper in wrappers:
+            settle_buckets(wrapper)
             stack.enter_context(wrapper.no_sync())
             wrapper.require_forward_param_sync = False  # nor their buffers
         try:
