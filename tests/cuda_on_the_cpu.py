@@ -88,6 +88,7 @@ class Gpu:
             "is_initialized": lambda: True,
             "device_count": lambda: 1,
             "current_device": lambda: 0,
+            "is_current_stream_capturing": lambda: False,
             "get_device_properties": lambda device=None: about,
             "get_rng_state_all": lambda: [torch.get_rng_state()],
             "memory_snapshot": lambda *args, **named: [],
