@@ -28,6 +28,8 @@ class Gpu:
         self.fraction = 1.0
         self.reserved = self.retries = self.workspaces_cleared = 0
         self.is_broken = False
+        self._before = 0
+        self._before = self.allocated()
 
     def answer(self) -> None:
         """Raise what every call raises after a fault."""
@@ -49,8 +51,8 @@ class Gpu:
         self.reserved += asked
 
     def allocated(self) -> int:
-        """Return the bytes of all tensors."""
-        return sum(holders.storages(holders.live_tensors()).values())
+        """Return the bytes of all tensors that were not there before."""
+        return max(sum(holders.storages(holders.live_tensors()).values()) - self._before, 0)
 
     def functions(self) -> dict[str, Any]:
         """Return what stands for functions of ``torch.cuda``."""
