@@ -9,7 +9,9 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,9 @@ from robust_train.execution.signals import SignalWatch
 from robust_train.execution.trainer_ref import end_import_at_launch
 from robust_train.failures.advice import with_fitting_advice
 from robust_train.memory.stability import attempt_stability
+from robust_train.nodes.follower import Follower
+from robust_train.nodes.leader import Leader
+from robust_train.nodes.place import Place, place_of
 from robust_train.policy.decide import concluded, decide, decide_on_request, first_attempt, on_gpus
 from robust_train.policy.rules import with_gpu_at_fault
 from robust_train.queue import devices
@@ -88,17 +93,28 @@ def launch(
     end_import_at_launch(trainer)
     with logged_to_screen():
         try:
-            summary = Job(trainer, complete(cfg or {}), run_dir).run()
+            summary = run_job(trainer, complete(cfg or {}), run_dir)
         except (ConfigError, JobInterrupted) as error:
             raise error.with_traceback(None) from error.__cause__  # without our own frames
     summary.raise_unless_completed()
     return summary
 
 
+def run_job(
+    trainer: Trainer | None, cfg: DictConfig, run_dir: str | Path | None = None, **options: Any
+) -> Summary:
+    """Run a :class:`Job`, or this node's part of one that another node's launcher leads."""
+    place = place_of(cfg, os.environ)
+    if place is None or place.leads:
+        return Job(trainer, cfg, run_dir, place, **options).run()
+    return Follower(trainer, cfg, run_dir, place).run()
+
+
 class Job:
     """One launch, from a complete config to its summary.
 
-    ``remedies``: it may be tried again; ``explain`` is called before the last lines.
+    ``place``: which node this is; ``remedies``: it may be tried again; ``explain`` is called before
+    the last lines.
 
     Raises:
         ConfigError: config or trainer cannot be used, or a live job holds the run folder.
@@ -109,6 +125,7 @@ class Job:
         trainer: Trainer | None,
         cfg: DictConfig,
         run_dir: str | Path | None = None,
+        place: Place | None = None,
         *,
         remedies: bool = True,
         explain: Callable[[Summary], object] = lambda summary: None,
@@ -134,6 +151,11 @@ class Job:
         self.checkpoint: Path | None = None
         self.wait_seconds, self._started = 0.0, time.monotonic()
         self._has_remedies, self._explain = remedies, explain
+        self.leader: Leader | None = None
+        if place is not None:
+            wait = self.wanted.wait_timeout_seconds
+            about_nodes = (place, self.run_dir, cfg, self.signals, wait)
+            self.leader = Leader(*about_nodes, lambda: self.folder.state, os.environ)
 
     def run(self) -> Summary:
         """Run the job to its end and write ``summary.json``.
@@ -142,8 +164,10 @@ class Job:
             ConfigError: the trainer cannot be imported, or refuses the configuration.
             JobInterrupted: after the summary was written.
         """
-        with self.live, self.folder, self.signals:
+        with self.live, self.leader or nullcontext(), self.folder, self.signals:
             try:
+                if self.leader is not None:
+                    self.leader.gather(self.folder.tick)
                 self._begin()
                 return self._train()
             except JobInterrupted as interruption:
@@ -189,6 +213,8 @@ class Job:
             executor.prepare(self.folder.tick)
             last = self._attempt_until_done(first_attempt(self.policy, group))
             healthy = True
+            if self.leader is not None and last.decision is not None:
+                self.leader.check()
         except NoDevice as error:
             return self._end("no_device", str(error))
         finally:
@@ -201,19 +227,22 @@ class Job:
         self.signals.raise_if_received()
         return self._end("failed", last.decision.reason)
 
-    def _executor(self) -> InlineExecutor | ProcessExecutor:
+    def _executor(self) -> InlineExecutor | ProcessExecutor | Leader:
         """How attempts run. A separate process starts importing libraries right away."""
         if self.settings.runs_inline:
             function = self.trainer_ref.load() if isinstance(self.trainer, str) else self.trainer
             return InlineExecutor(lambda: function, self.signals, can_restart=self._has_remedies)
         cfg = self.cfg.copy()
         OmegaConf.resolve(cfg)
-        return ProcessExecutor(self.trainer_ref, self.libraries, cfg, self.run_dir, self.signals)
+        about = (self.trainer_ref, self.libraries, cfg, self.run_dir, self.signals)
+        executor = ProcessExecutor(*about)
+        return executor if self.leader is None else self.leader.with_local(executor)
 
     def _acquire_device(self) -> Group:
         started = time.monotonic()
         try:
-            group = self.devices.acquire(self.policy.fewer_ranks(self.policy.ranks))
+            acquire = partial(self.devices.acquire, self.policy.fewer_ranks(self.policy.ranks))
+            group = acquire() if self.leader is None else self.leader.acquire(acquire, self._tick)
         finally:
             self.wait_seconds = time.monotonic() - started
         self.folder.acquired(self.devices.job_id, group)
@@ -319,10 +348,7 @@ class Job:
         free_after = self.devices.ended(spec.gpus, outcome, free_before if own_process else ())
         trainer = (spec.num_workers, self.settings.is_script, self.policy.reports_start)
         outcome = with_fitting_advice(outcome, *trainer)
-        if outcome.failure is None or not spec.gpus or not own_process:
-            return outcome
-        before, after = (free[outcome.failure.rank or 0] for free in (free_before, free_after))
-        return replace(outcome, gpu_free_before_bytes=before, gpu_free_after_bytes=after)
+        return devices.with_free_bytes(outcome, free_before, free_after) if own_process else outcome
 
     def _decide(self, attempt: Attempt, earlier: tuple[Attempt, ...]) -> Decision | None:
         failure = attempt.outcome.failure

@@ -126,6 +126,7 @@ def _open(
     from robust_train.cli import jobs
     from robust_train.config.refusals import REFUSALS, explain
     from robust_train.execution import at_hand
+    from robust_train.nodes.place import node_in
     from robust_train.sweep import session
     from robust_train.sweep.plugins_of_others import known_problem
 
@@ -135,6 +136,8 @@ def _open(
             return 0
         # names the log file; Hydra would call the job after the module that the task is defined in
         os.environ.setdefault("HYDRA_MAIN_MODULE", name)
+    if node := node_in(os.environ, sys.argv[1:]):  # the leader alone writes the config
+        sys.argv += ["hydra.output_subdir=null", f"hydra.job.name={name or 'job'}.node{node}"]
     session.door_is_open(jobs.check if name else None)
     user_wants_everything = os.environ.get(_FULL_ERROR) == "1"
     # otherwise Hydra prints errors its own way and exits with 1
