@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from pathlib import Path
 
@@ -28,7 +30,7 @@ def _save(run, step):
 
 
 def four_steps(cfg, run):
-    """Four steps with a checkpoint after each; the last rank needs room for its batch in the third."""
+    """Four steps, each with a checkpoint; the last rank may need room for its batch in the third."""
     start = _start(run)
     about = torch.tensor([start, cfg.training.batch_size])
     dist.all_reduce(about)
@@ -59,3 +61,17 @@ def until_stopped(cfg, run):
         run.progress(step)
         if step == 3:
             (run.run_dir / f"rank-{run.rank}-trains").touch()
+
+
+def is_killed_once(cfg, run):
+    """In the first attempt a rank of node 1 is killed after three steps."""
+    start = _start(run)
+    (run.run_dir / f"rank-{run.rank}-trains").touch()
+    for step in range(start + 1, 6):
+        dist.all_reduce(torch.ones(1))
+        _save(run, step)
+        run.progress(step)
+        dist.barrier()
+        if run.rank == 1 and run.attempt == 1 and step == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+    dist.destroy_process_group()
