@@ -30,7 +30,7 @@ def _save(run, step):
 
 
 def four_steps(cfg, run):
-    """Four steps, each with a checkpoint; the last rank may need room for its batch in the third."""
+    """Four steps, each with a checkpoint; the last rank may need room for its batch in step 3."""
     start = _start(run)
     about = torch.tensor([start, cfg.training.batch_size])
     dist.all_reduce(about)
