@@ -35,9 +35,8 @@ from robust_train.execution.signals import SignalWatch
 from robust_train.execution.trainer_ref import end_import_at_launch
 from robust_train.failures.advice import with_fitting_advice
 from robust_train.memory.stability import attempt_stability
-from robust_train.nodes.follower import Follower
-from robust_train.nodes.leader import Leader
-from robust_train.nodes.place import Place, place_of
+from robust_train.nodes.follower import follow
+from robust_train.nodes.leader import Leader, leader_of
 from robust_train.policy.decide import concluded, decide, decide_on_request, first_attempt, on_gpus
 from robust_train.policy.rules import with_gpu_at_fault
 from robust_train.queue import devices
@@ -93,28 +92,18 @@ def launch(
     end_import_at_launch(trainer)
     with logged_to_screen():
         try:
-            summary = run_job(trainer, complete(cfg or {}), run_dir)
+            whole = complete(cfg or {})
+            summary = follow(trainer, whole, run_dir) or Job(trainer, whole, run_dir).run()
         except (ConfigError, JobInterrupted) as error:
             raise error.with_traceback(None) from error.__cause__  # without our own frames
     summary.raise_unless_completed()
     return summary
 
 
-def run_job(
-    trainer: Trainer | None, cfg: DictConfig, run_dir: str | Path | None = None, **options: Any
-) -> Summary:
-    """Run a :class:`Job`, or this node's part of one that another node's launcher leads."""
-    place = place_of(cfg, os.environ)
-    if place is None or place.leads:
-        return Job(trainer, cfg, run_dir, place, **options).run()
-    return Follower(trainer, cfg, run_dir, place).run()
-
-
 class Job:
     """One launch, from a complete config to its summary.
 
-    ``place``: which node this is; ``remedies``: it may be tried again; ``explain`` is called before
-    the last lines.
+    ``remedies``: it may be tried again; ``explain`` is called before the last lines.
 
     Raises:
         ConfigError: config or trainer cannot be used, or a live job holds the run folder.
@@ -125,7 +114,6 @@ class Job:
         trainer: Trainer | None,
         cfg: DictConfig,
         run_dir: str | Path | None = None,
-        place: Place | None = None,
         *,
         remedies: bool = True,
         explain: Callable[[Summary], object] = lambda summary: None,
@@ -151,11 +139,7 @@ class Job:
         self.checkpoint: Path | None = None
         self.wait_seconds, self._started = 0.0, time.monotonic()
         self._has_remedies, self._explain = remedies, explain
-        self.leader: Leader | None = None
-        if place is not None:
-            wait = self.wanted.wait_timeout_seconds
-            about_nodes = (place, self.run_dir, cfg, self.signals, wait)
-            self.leader = Leader(*about_nodes, lambda: self.folder.state, os.environ)
+        self.leader = leader_of(cfg, self.run_dir, self.signals, self.folder)
 
     def run(self) -> Summary:
         """Run the job to its end and write ``summary.json``.
@@ -167,7 +151,7 @@ class Job:
         with self.live, self.leader or nullcontext(), self.folder, self.signals:
             try:
                 if self.leader is not None:
-                    self.leader.gather(self.folder.tick)
+                    self.leader.gather()
                 self._begin()
                 return self._train()
             except JobInterrupted as interruption:
@@ -236,7 +220,7 @@ class Job:
         OmegaConf.resolve(cfg)
         about = (self.trainer_ref, self.libraries, cfg, self.run_dir, self.signals)
         executor = ProcessExecutor(*about)
-        return executor if self.leader is None else self.leader.with_local(executor)
+        return executor if self.leader is None else self.leader.over(executor)
 
     def _acquire_device(self) -> Group:
         started = time.monotonic()

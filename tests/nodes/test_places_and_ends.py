@@ -29,7 +29,7 @@ def job(**keys: object) -> DictConfig:
 def test_a_node_is_known_by_what_its_scheduler_sets(environ: dict[str, str]):
     place = place_of(job(), environ)
     assert place is not None
-    assert (place.node, place.nodes, place.leads) == (1, 2, False)
+    assert (place.node, place.nodes) == (1, 2)
 
 
 @pytest.mark.parametrize(

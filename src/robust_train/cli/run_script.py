@@ -171,7 +171,7 @@ def _run(overrides: Sequence[str], texts: dict[str, Json], run_dir: Path | None)
     from robust_train.config.refusals import REFUSALS, composed, explain
     from robust_train.config.schema import validate
     from robust_train.errors import JobInterrupted
-    from robust_train.launcher import run_job
+    from robust_train.launcher import Job
     from robust_train.runfolder import detach
     from robust_train.runfolder.notify import is_secret
     from robust_train.script.command import CommandSettings
@@ -194,7 +194,7 @@ def _run(overrides: Sequence[str], texts: dict[str, Json], run_dir: Path | None)
         _log_into(folder)
         shown = [override for override in overrides if not is_secret(override)]
         _keep_config(folder, OmegaConf.to_yaml(cfg), shown)
-        return exit_code_of(run_job(None, cfg, folder, explain=print_failure))
+        return exit_code_of(Job(None, cfg, folder, explain=print_failure).run())
     except JobInterrupted as error:
         return error.exit_code
     except REFUSALS as error:

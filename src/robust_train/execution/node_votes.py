@@ -8,25 +8,12 @@ with the flag due after the furthest look of all. No collective, and nothing whe
 from __future__ import annotations
 
 import json
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from robust_train.execution.votes import FLAGS, Votes
 
-
-class Store(Protocol):
-    """What this needs of :class:`torch.distributed.Store`."""
-
-    def set(self, key: str, value: str) -> None:
-        """Set a key."""
-
-    def get(self, key: str) -> bytes:
-        """Return a key's value."""
-
-    def add(self, key: str, amount: int) -> int:
-        """Add to a number; return it."""
-
-    def check(self, keys: list[str]) -> bool:
-        """Return whether all keys are set."""
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
 
 
 class NodeVotes:

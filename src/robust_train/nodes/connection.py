@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import hmac
 import importlib.metadata
 import json
+import multiprocessing.connection
 import os
 import platform
 import secrets
-import select
 import socket
+import struct
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,104 +18,82 @@ from pathlib import Path
 import psutil
 from omegaconf import DictConfig, OmegaConf
 
-from robust_train.events import from_json
-from robust_train.files import MalformedEvent
+from robust_train.files import MalformedEvent, from_json
 from robust_train.nodes.messages import Message, decode, encode
-
-LOST_SECONDS = 15
-"""A node from which nothing comes for so long, not even an acknowledgement, is lost."""
 
 HOST_VARIABLE = "ROBUST_TRAIN_NODE_HOST"
 _FILE = "leader.json"
 _MOST_BYTES = 4 << 20
-_SEND_SECONDS = 10.0
-_KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 2}
-_VIRTUAL = ("docker", "virbr", "br-", "cni", "flannel")
-
-
-class Lost(Exception):
-    """The other launcher is gone, or its machine is; the message says how that was seen."""
+_SILENT_SECONDS = 15  # a node that acknowledges nothing for so long is lost
+_KEEPALIVE = {"KEEPIDLE": 5, "KEEPINTVL": 5, "KEEPCNT": 2, "USER_TIMEOUT": _SILENT_SECONDS * 1000}
+_PART_SECONDS = 5  # for the rest of a message, or of a greeting
 
 
 class Connection:
-    """Messages over TCP. What is sent to one that is gone is lost; reading tells."""
+    """Messages over TCP between two that know ``secret``; nobody waits for the other for long.
 
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock, self._rest = sock, b""
-        sock.settimeout(_SEND_SECONDS)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    What is sent to one that is gone is lost. Raises OSError, EOFError,
+    multiprocessing.AuthenticationError: the other one is gone, or does not know the secret.
+
+    Attributes:
+        here, there: this host's address as the other one sees it, and the other's.
+        lost: how it was seen that the other one is gone, else None.
+    """
+
+    def __init__(self, sock: socket.socket, secret: str, *, leads: bool) -> None:
+        self.lost: str | None = None
+        self.here, self.there = str(sock.getsockname()[0]), str(sock.getpeername()[0])
+        sock.settimeout(None)
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", _PART_SECONDS, 0))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in (*_KEEPALIVE.items(), ("TCP_USER_TIMEOUT", LOST_SECONDS * 1000)):
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        for name, value in (("NODELAY", 1), *_KEEPALIVE.items()):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{name}"), value)
+        self._pipe = multiprocessing.connection.Connection(sock.detach())
+        proofs = (
+            multiprocessing.connection.deliver_challenge,
+            multiprocessing.connection.answer_challenge,
+        )
+        try:
+            for prove in proofs if leads else reversed(proofs):
+                prove(self._pipe, secret.encode())
+        except BaseException:
+            self._pipe.close()
+            raise
 
     def fileno(self) -> int:
         """Return the descriptor, which becomes readable when there is something."""
-        return self._sock.fileno()
-
-    @property
-    def here(self) -> str:
-        """This host's address, as the other one reaches it."""
-        return str(self._sock.getsockname()[0])
-
-    @property
-    def there(self) -> str:
-        """The other host's address."""
-        return str(self._sock.getpeername()[0])
+        return self._pipe.fileno()
 
     def send(self, message: Message) -> None:
         """Send a message."""
         with contextlib.suppress(OSError):
-            self._sock.sendall(encode(message))
+            self._pipe.send_bytes(encode(message))
 
-    def receive(self) -> list[Message]:
-        """Return what has arrived; never wait. Raises Lost: nothing will any more."""
+    def receive(self, seconds: float = 0.0) -> list[Message]:
+        """Return what has arrived, after waiting for it so long."""
         messages: list[Message] = []
         try:
-            while is_readable(self, 0.0):
-                data = self._sock.recv(1 << 16)
-                if not data:
-                    raise Lost("its launcher has ended")
-                *lines, self._rest = (self._rest + data).split(b"\n")
-                messages += [decode(line) for line in lines]
-                if len(self._rest) > _MOST_BYTES:
-                    raise Lost("it sends what is no message")
+            while self.lost is None and self._pipe.poll(0.0 if messages else seconds):
+                messages.append(decode(self._pipe.recv_bytes(_MOST_BYTES)))
+        except EOFError:
+            self.lost = "its launcher has ended"
+        except TimeoutError:
+            self.lost = f"silent for {_SILENT_SECONDS} s"
         except (OSError, MalformedEvent) as error:
-            if not messages:
-                silent = isinstance(error, TimeoutError)
-                why = f"silent for {LOST_SECONDS} s" if silent else str(error)
-                raise Lost(why) from None
-        except Lost:
-            if not messages:
-                raise
+            self.lost = str(error)
         return messages
 
     def close(self) -> None:
         """Close the connection."""
-        self._sock.close()
-
-
-def is_readable(source: Connection | socket.socket, seconds: float) -> bool:
-    """Return whether something has arrived, after waiting for it."""
-    poll = select.poll()
-    poll.register(source, select.POLLIN)
-    return bool(poll.poll(seconds * 1000))
-
-
-def proof(secret: str, nonce: str, who: str) -> str:
-    """Return what shows that ``who`` (``leader`` or ``follower``) knows the secret."""
-    return hmac.new(secret.encode(), f"{who} {nonce}".encode(), "sha256").hexdigest()
-
-
-def is_proof(given: str, secret: str, nonce: str, who: str) -> bool:
-    """Return whether ``given`` is a proof."""
-    return hmac.compare_digest(given, proof(secret, nonce, who))
+        self._pipe.close()
 
 
 @dataclass(frozen=True)
 class Address:
     """The content of ``leader.json``: where the leader listens, and the secret of this launch."""
 
-    hosts: tuple[str, ...]  # addresses to try in this order
+    hosts: tuple[str, ...]  # to try in this order
     port: int
     secret: str
 
@@ -146,48 +124,37 @@ def addresses(environ: Mapping[str, str]) -> tuple[str, ...]:
     """Return the addresses of this host, the likeliest to be reached from others first."""
     if host := environ.get(HOST_VARIABLE):
         return (host,)
-    found = {
-        one.address: name
-        for name, all_of in psutil.net_if_addrs().items()
-        for one in all_of
-        if one.family == socket.AF_INET
-    }
     named = ""
     with contextlib.suppress(OSError):
         named = socket.gethostbyname(socket.gethostname())
-
-    def order(address: str) -> tuple[bool, bool, bool]:
-        name = found[address]
-        return address.startswith("127."), name.startswith(_VIRTUAL), address != named
-
-    return tuple(sorted(found, key=order))
+    found = [one for one in _interfaces() if "." in one]
+    return tuple(sorted(found, key=lambda one: (one.startswith("127."), one != named)))
 
 
 def interface_of(address: str) -> str:
     """Return the name of the network interface that has an address of this host."""
-    for name, all_of in psutil.net_if_addrs().items():
-        if any(one.address == address for one in all_of):
-            return name
-    return "lo"
+    return _interfaces().get(address, "lo")
 
 
-def versions() -> dict[str, str]:
-    """Return what has to be the same on all nodes."""
+def _interfaces() -> dict[str, str]:
+    interfaces = psutil.net_if_addrs().items()
+    return {one.address: name for name, addresses in interfaces for one in addresses}
+
+
+def started_with(cfg: DictConfig) -> dict[str, str]:
+    """Return what has to be the same on all nodes: versions, and the config by dotted key.
+
+    Interpolations, whose values may differ, as such.
+    """
     found = {"Python": ".".join(platform.python_version_tuple()[:2])}
     for name in ("robust-train", "torch"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-    return found
-
-
-def flat(cfg: DictConfig) -> dict[str, str]:
-    """Return a config as text by dotted key; interpolations, whose values may differ, as such."""
-    found: dict[str, str] = {}
 
     def walk(value: object, key: str) -> None:
         if isinstance(value, dict) and value:
             for name, one in value.items():
-                walk(one, f"{key}.{name}" if key else str(name))
+                walk(one, f"{key}.{name}".lstrip("."))
         else:
             found[key] = str(value)
 

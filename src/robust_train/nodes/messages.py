@@ -1,11 +1,10 @@
-"""What the launchers of a job's nodes send each other: one JSON object a line."""
+"""What the launchers of a job's nodes send each other, as JSON."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 from robust_train.files import Json, MalformedEvent, as_json, from_json
 from robust_train.values import AttemptSpec, Clue, Failure, FailureKind
@@ -13,64 +12,38 @@ from robust_train.values import AttemptSpec, Clue, Failure, FailureKind
 
 @dataclass(frozen=True)
 class Message:
-    """Base of all messages; ``say`` is the message's name in JSON."""
-
-    say: ClassVar[str]
-
-
-@dataclass(frozen=True)
-class Challenge(Message):
-    """Leader: prove with this that you know the secret."""
-
-    say = "challenge"
-    nonce: str
+    """Base of all messages."""
 
 
 @dataclass(frozen=True)
 class Hello(Message):
-    """Follower: who it is, and what it was started with."""
+    """Follower: who it is, and what it was started with; the config by dotted key."""
 
-    say = "hello"
     node: int
     host: str
-    proof: str
-    nonce: str  # for the leader's own proof
-    versions: Mapping[str, str]
-    config: Mapping[str, str]  # of the job, by dotted key
-
-
-@dataclass(frozen=True)
-class Welcome(Message):
-    """Leader: the follower belongs to the job."""
-
-    say = "welcome"
-    proof: str
+    started_with: Mapping[str, str]
 
 
 @dataclass(frozen=True)
 class Reserve(Message):
     """Leader: reserve GPUs on your host, wait for them if need be, and import the libraries."""
 
-    say = "reserve"
-
 
 @dataclass(frozen=True)
 class Reserved(Message):
-    """Follower: the GPUs that it has, none for the CPU; or why it has none."""
+    """Follower: its GPUs, none for the CPU; or why it has none, or refuses the config."""
 
-    say = "reserved"
     gpus: tuple[str, ...] = ()
     problem: str | None = None
-    is_refusal: bool = False  # the trainer refuses the config
+    refuses: bool = False
 
 
 @dataclass(frozen=True)
 class Begin(Message):
     """Leader: run your ranks of an attempt."""
 
-    say = "begin"
     number: int
-    spec: AttemptSpec  # with the GPUs of nobody
+    spec: AttemptSpec  # without GPUs
     job: str
     port: int  # of the ranks' store, on the leader's host
     checkpoint: str | None = None  # relative to the run folder where it lies there
@@ -80,7 +53,6 @@ class Begin(Message):
 class Reported(Message):
     """Follower: an event of one of its ranks."""
 
-    say = "reported"
     event: Mapping[str, Json]
 
 
@@ -88,7 +60,6 @@ class Reported(Message):
 class Ended(Message):
     """Follower: its ranks have ended, and how."""
 
-    say = "ended"
     number: int  # of the attempt
     failure: Failure | None = None
     was_ended: bool = False  # because of what happened on another node
@@ -101,27 +72,35 @@ class Ended(Message):
     host: str = ""
 
     @property
-    def order(self) -> int:
-        """Smaller for what rather was the cause than a consequence."""
+    def is_sudden(self) -> bool:
+        """Whether it failed so that ranks of other nodes would wait for ever."""
+        if self.failure is None or self.others_know:
+            return self.refusal is not None
+        return self.failure.kind is not FailureKind.INTERRUPTED or self.was_killed
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether a rank was killed, by whom ever: it reports nothing."""
         failure = self.failure
-        if failure is None or (self.was_ended and failure.evidence.clue == Clue.KILLED):
-            return 9
-        by_kernel = failure.kind is FailureKind.HOST_OOM and failure.evidence.library == "kernel"
-        if self.refusal is not None or by_kernel or failure.evidence.clue == Clue.KILLED:
-            return 0
-        return 3 if failure.kind in (FailureKind.COMM, FailureKind.INTERRUPTED) else 1
+        if failure is None or failure.evidence.clue == Clue.KILLED:
+            return failure is not None
+        return failure.kind is FailureKind.HOST_OOM and failure.evidence.library == "kernel"
 
 
 def root_of(ends: tuple[Ended, ...], ranks: int) -> Ended | None:
-    """Return the end that the others followed from, the earliest of several; None if all completed.
+    """Return the end that the others followed from, the first of several; None if none failed.
 
-    A report that names a rank of another node (each has ``ranks``) was heard from there.
+    What names a rank of another node was heard from there; each has ``ranks``.
     """
 
-    def order(end: Ended) -> tuple[int, int]:
-        rank = None if end.failure is None else end.failure.rank
-        is_heard = end.order == 1 and rank is not None and rank // ranks != end.node
-        return (2 if is_heard else end.order), ends.index(end)
+    def order(end: Ended) -> int:
+        assert end.failure is not None
+        if end.was_killed:
+            return 4 if end.was_ended else 0
+        if end.failure.kind in (FailureKind.COMM, FailureKind.INTERRUPTED):
+            return 3
+        is_own = end.failure.rank is None or end.failure.rank // ranks == end.node
+        return 1 if is_own else 2
 
     return min((end for end in ends if end.failure is not None), key=order, default=None)
 
@@ -130,7 +109,6 @@ def root_of(ends: tuple[Ended, ...], ranks: int) -> Ended | None:
 class End(Message):
     """Leader: the attempt has failed elsewhere; end your ranks after so long."""
 
-    say = "end"
     seconds: float
 
 
@@ -138,32 +116,30 @@ class End(Message):
 class Stop(Message):
     """Either: this signal asks the job to stop."""
 
-    say = "stop"
     signum: int
 
 
 @dataclass(frozen=True)
 class Done(Message):
-    """Leader: the job has ended, or the follower is refused; as ``summary.json`` has it."""
+    """Leader: the job has ended, as ``summary.json`` has it."""
 
-    say = "done"
     status: str
     exit_code: int
     reason: str | None = None
 
 
-_CLASSES = {cls.say: cls for cls in Message.__subclasses__()}
+_CLASSES = {cls.__name__: cls for cls in Message.__subclasses__()}
 
 
 def encode(message: Message) -> bytes:
-    """Return the line of a message."""
-    return json.dumps({"say": message.say, **as_json(message)}, default=repr).encode() + b"\n"
+    """Return a message as it is sent."""
+    return json.dumps({"say": type(message).__name__, **as_json(message)}, default=repr).encode()
 
 
-def decode(line: bytes) -> Message:
-    """Return the message in a line; MalformedEvent: it is none."""
+def decode(data: bytes) -> Message:
+    """Return a message that was sent; MalformedEvent: it is none."""
     try:
-        data = json.loads(line)
-        return from_json(_CLASSES[data["say"]], data)
+        found = json.loads(data)
+        return from_json(_CLASSES[found["say"]], found)
     except (KeyError, TypeError, RecursionError, ValueError) as error:
         raise MalformedEvent(f"{type(error).__name__}: {error}") from error
