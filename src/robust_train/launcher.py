@@ -15,17 +15,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import tenacity
 from omegaconf import DictConfig, OmegaConf
 
-from robust_train import settings
+from robust_train import settings, values
 from robust_train.batch.job_sizes import BatchSizes
 from robust_train.batch.search import BatchSearch
 from robust_train.config.batch import settle_batch_size
 from robust_train.config.schema import complete, validate
 from robust_train.errors import ConfigError, JobInterrupted, NoDevice, NoProgress
 from robust_train.events import CheckpointSaved, Event
-from robust_train.execution import decided_pause, sleep_with_ticks
+from robust_train.execution import sleep_with_ticks
 from robust_train.execution.hydra_state import logged_to_screen
 from robust_train.execution.inline import InlineExecutor
 from robust_train.execution.library_imports import find_trainer
@@ -50,16 +49,7 @@ from robust_train.runfolder.identity import begin_job, complete_job, resume_from
 from robust_train.runfolder.journal import AttemptEnded, DecidedAgain, JobEnded, JobStarted, Journal
 from robust_train.runfolder.notify import Notifier
 from robust_train.runfolder.summary import AttemptRecord, Summary, evidence_of
-from robust_train.values import (
-    MEMORY_FAILURES,
-    Attempt,
-    AttemptSpec,
-    Decision,
-    GiveUp,
-    Group,
-    Outcome,
-    Retry,
-)
+from robust_train.values import Attempt, AttemptSpec, Decision, GiveUp, Group, Outcome, Retry
 
 log = logging.getLogger("robust_train")
 
@@ -218,9 +208,8 @@ class Job:
             return InlineExecutor(lambda: function, self.signals, can_restart=self._has_remedies)
         cfg = self.cfg.copy()
         OmegaConf.resolve(cfg)
-        about = (self.trainer_ref, self.libraries, cfg, self.run_dir, self.signals)
-        executor = ProcessExecutor(*about)
-        return executor if self.leader is None else self.leader.over(executor)
+        own = ProcessExecutor(self.trainer_ref, self.libraries, cfg, self.run_dir, self.signals)
+        return own if self.leader is None else self.leader.over(own)
 
     def _acquire_device(self) -> Group:
         started = time.monotonic()
@@ -235,19 +224,14 @@ class Job:
 
     def _attempt_until_done(self, first: AttemptSpec) -> AttemptRecord:
         """Run attempts as long as the decision after each is to retry."""
-        retrying = tenacity.Retrying(
-            retry=tenacity.retry_if_result(lambda record: isinstance(record.decision, Retry)),
-            wait=decided_pause,
-            sleep=self.sleep,
-            stop=tenacity.stop_never,
-        )
-        return retrying(self._next_attempt, first)
+        record = self._attempt(first)
+        while isinstance(record.decision, Retry):
+            self.sleep(record.decision.pause_seconds)
+            record = self._next_attempt(self._with_room(record))
+        return record
 
-    def _next_attempt(self, first: AttemptSpec) -> AttemptRecord:
-        """Run the first attempt, or what was decided after the last one if it can be had."""
-        record = self._with_room(self.records[-1]) if self.records else None
-        if record is None:
-            return self._attempt(first)
+    def _next_attempt(self, record: AttemptRecord) -> AttemptRecord:
+        """Run what was decided after the last attempt if it can be had."""
         while isinstance(record.decision, Retry):
             spec = record.decision.spec
             if self.devices.take(spec.gpus):
@@ -344,7 +328,7 @@ class Job:
         if attempt.outcome.stopped_for is not None:
             return decide_on_request(self.policy, history)
         if not self._has_remedies:
-            hint = "; train_robust.py would go on" if failure.kind in MEMORY_FAILURES else ""
+            hint = "; train_robust.py would go on" if failure.kind in values.MEMORY_FAILURES else ""
             return GiveUp(failure.message + hint)
         if not attempt.spec.gpus:
             return decide(self.policy, history, ())

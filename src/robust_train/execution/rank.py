@@ -136,9 +136,9 @@ def _set_environment(local: int, request: AttemptRequest, port: int) -> None:
     os.environ |= {
         "LOCAL_RANK": str(local),
         "LOCAL_WORLD_SIZE": str(request.ranks),
-        "GROUP_RANK": str(0 if span is None else span.node),
-        "GROUP_WORLD_SIZE": str(1 if span is None else span.nodes),
-        "MASTER_ADDR": "127.0.0.1" if span is None else span.host,
+        "GROUP_RANK": str(span.node),
+        "GROUP_WORLD_SIZE": str(span.nodes),
+        "MASTER_ADDR": span.host,
         "MASTER_PORT": str(port),
         "TORCHELASTIC_RUN_ID": "robust_train",
         "TORCHELASTIC_RESTART_COUNT": "0",
@@ -148,7 +148,7 @@ def _set_environment(local: int, request: AttemptRequest, port: int) -> None:
     }
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     # no look-up of the host's name, which may have no address, or one that others do not reach
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if span is None else span.interface)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", span.interface)
     if (lightning := sys.modules.get("lightning_utilities.core.rank_zero")) is not None:
         lightning.rank_zero_only.rank = rank  # read when it was imported, before there was a rank
 

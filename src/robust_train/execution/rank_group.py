@@ -65,17 +65,17 @@ class _Group:
     """The ranks' processes, from their fork to their end."""
 
     def __init__(self, request: AttemptRequest, send: EventSender, hold: Sequence[int]) -> None:
-        span = request.span
+        span, is_first = request.span, request.first_rank == 0
         self.missing: list[int] = []  # nodes that were not there in time
         self._grace_seconds, self._first = request.stop_grace_seconds, request.first_rank
-        self._votes = Votes(request.ranks, request.first_rank, is_part=span is not None)
+        self._votes = Votes(request.ranks, request.first_rank, is_part=span.nodes > 1)
         self._endings = [os.memfd_create(f"rank-{rank}") for rank in range(request.ranks)]
         self._pids: list[int] = []
         self._dead: dict[int, RankEnd] = {}
         self._kill_at: float | None = None
         self._killed_at: float | None = None
         with _listener(span, hold) as listener:
-            port = listener.getsockname()[1] if span is None else span.port
+            port = span.port or listener.getsockname()[1]
             me = os.getpid()
             for rank in range(request.ranks):
                 if (pid := os.fork()) == 0:
@@ -87,17 +87,16 @@ class _Group:
                 self._pids.append(pid)
             # only now: its thread would not be in the ranks, which may be connecting already
             self._store = TCPStore(
-                "127.0.0.1" if span is None else span.host,
+                span.host,
                 port,
-                is_master=request.first_rank == 0,
+                is_master=is_first,
                 wait_for_workers=False,
-                master_listen_fd=listener.detach() if request.first_rank == 0 else None,
+                master_listen_fd=listener.detach() if is_first else None,
                 use_libuv=False,  # before torch 2.6 that takes no open socket
             )
-        self._nodes: NodeVotes | None = None
-        if span is not None:
-            store = PrefixStore("robust_train", self._store)
-            self._nodes = NodeVotes(self._votes, store, span.node, span.nodes)
+        store = PrefixStore("robust_train", self._store)
+        votes = NodeVotes(self._votes, store, span.node, span.nodes)
+        self._nodes = votes if span.nodes > 1 else None
         self._begin_at = time.monotonic() + _BEGIN_SECONDS
         self._stacks_file = request.stacks_file
         self._pass_signals_on()
@@ -203,11 +202,11 @@ class _Group:
         signal.signal(DUMP_STACKS, lambda signum, frame: self._dump_stacks())
 
 
-def _listener(span: NodeSpan | None, hold: Sequence[int]) -> socket.socket:
+def _listener(span: NodeSpan, hold: Sequence[int]) -> socket.socket:
     """Return the store's socket; on another than the first node one that nobody uses."""
-    if span is None or span.node > 0:
-        return socket.create_server(("127.0.0.1", 0))
-    return socket.socket(fileno=os.dup(hold[-1]))
+    if span.nodes > 1 and span.node == 0:
+        return socket.socket(fileno=os.dup(hold[-1]))
+    return socket.create_server(("127.0.0.1", 0))
 
 
 def _ending(ends: Sequence[RankEnd]) -> tuple[Event, int]:

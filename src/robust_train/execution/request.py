@@ -19,13 +19,13 @@ from robust_train.values import AttemptSpec
 
 @dataclass(frozen=True)
 class NodeSpan:
-    """An attempt on several nodes, as one of them sees it."""
+    """The nodes of an attempt, as one of them sees it."""
 
-    node: int  # this one, from 0; the ranks' store is on node 0
-    nodes: int
-    host: str  # address of the store
-    port: int
-    interface: str  # the network interface that leads there
+    node: int = 0  # this one; the ranks' store is on node 0
+    nodes: int = 1
+    host: str = "127.0.0.1"  # address of the store
+    port: int = 0  # 0: any
+    interface: str = "lo"  # the network interface that leads there
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class AttemptRequest:
     longest_pause: float = 0.0  # between two reports in the job so far, seconds
     gpu_uuids: tuple[str, ...] = ()
     ranks: int = 1  # processes of this node that run the trainer together
-    span: NodeSpan | None = None  # with those of other nodes
+    span: NodeSpan = NodeSpan()  # the nodes
     stop_grace_seconds: float = 20.0  # time for a last checkpoint
     batch_search: BatchSearch | None = None  # the micro-batch is to be found before training
     has_live_status: bool = False  # the launcher shows steps and loss on a terminal
@@ -63,12 +63,12 @@ class AttemptRequest:
     @property
     def world_size(self) -> int:
         """Processes that run the trainer together, on all nodes."""
-        return self.ranks * (1 if self.span is None else self.span.nodes)
+        return self.ranks * self.span.nodes
 
     @property
     def first_rank(self) -> int:
         """Rank of this node's first process."""
-        return self.ranks * (0 if self.span is None else self.span.node)
+        return self.ranks * self.span.node
 
     @property
     def is_supervised(self) -> bool:
@@ -87,7 +87,7 @@ class AttemptRequest:
 
     @property
     def _stem(self) -> str:
-        node = f".node{self.span.node}" if self.first_rank and self.span is not None else ""
+        node = f".node{self.span.node}" if self.span.node else ""
         return f"attempt-{self.attempt}{node}"
 
 

@@ -8,21 +8,20 @@ import json
 import multiprocessing.connection
 import os
 import platform
-import secrets
 import socket
 import struct
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
 from omegaconf import DictConfig, OmegaConf
 
-from robust_train.files import MalformedEvent, from_json
+from robust_train.files import MalformedEvent, from_json, replacing
 from robust_train.nodes.messages import Message, decode, encode
 
-HOST_VARIABLE = "ROBUST_TRAIN_NODE_HOST"
-_FILE = "leader.json"
+LEADER_FILE = "leader.json"
+_HOST = "ROBUST_TRAIN_NODE_HOST"
+_CONNECT_SECONDS = 3.0
 _MOST_BYTES = 4 << 20
 _SILENT_SECONDS = 15  # a node that acknowledges nothing for so long is lost
 _KEEPALIVE = {"KEEPIDLE": 5, "KEEPINTVL": 5, "KEEPCNT": 2, "USER_TIMEOUT": _SILENT_SECONDS * 1000}
@@ -98,31 +97,30 @@ class Address:
     secret: str
 
     def write(self, run_dir: Path) -> None:
-        """Write it for this user only; whole, or not at all. Raises OSError."""
-        temporary = run_dir / f".{_FILE}.{secrets.token_hex(4)}.tmp"
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with open(descriptor, "w") as file:
-            json.dump(asdict(self), file)
-        temporary.replace(run_dir / _FILE)
-
-    def remove(self, run_dir: Path) -> None:
-        """Remove it, unless another launch has written its own."""
-        with contextlib.suppress(OSError):
-            if read_address(run_dir) == self:
-                (run_dir / _FILE).unlink()
+        """Write it, for this user only. Raises OSError."""
+        with replacing(run_dir / LEADER_FILE) as temporary:
+            temporary.touch()
+            temporary.chmod(0o600)
+            temporary.write_text(json.dumps(asdict(self)))
 
 
-def read_address(run_dir: Path) -> Address | None:
-    """Return where the leader of a run folder listens, None where there is none."""
+def connect(run_dir: Path) -> Connection | None:
+    """Return a connection to who knows the secret of ``leader.json``; None without one."""
+    own = os.environ.get(_HOST, "")
     with contextlib.suppress(OSError, ValueError):  # MalformedEvent among them
         os.listdir(run_dir)  # a network disk asks its server anew
-        return from_json(Address, json.loads((run_dir / _FILE).read_text()))
+        address = from_json(Address, json.loads((run_dir / LEADER_FILE).read_text()))
+        for host in address.hosts:
+            with contextlib.suppress(OSError, EOFError, multiprocessing.AuthenticationError):
+                there = host, address.port
+                sock = socket.create_connection(there, _CONNECT_SECONDS, (own, 0))
+                return Connection(sock, address.secret, leads=False)
     return None
 
 
-def addresses(environ: Mapping[str, str]) -> tuple[str, ...]:
+def addresses() -> tuple[str, ...]:
     """Return the addresses of this host, the likeliest to be reached from others first."""
-    if host := environ.get(HOST_VARIABLE):
+    if host := os.environ.get(_HOST):
         return (host,)
     named = ""
     with contextlib.suppress(OSError):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import multiprocessing
 import os
 import socket
 import time
@@ -17,18 +16,10 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from robust_train import settings
+from robust_train import errors, settings
 from robust_train.config.batch import settle_batch_size
 from robust_train.config.schema import validate
-from robust_train.errors import (
-    EXIT_BAD_CONFIG,
-    EXIT_NO_DEVICE,
-    EXIT_NO_PROGRESS,
-    ConfigError,
-    JobInterrupted,
-    NoDevice,
-    NoProgress,
-)
+from robust_train.errors import ConfigError, JobInterrupted, NoDevice, NoProgress
 from robust_train.events import Event, MemoryReported
 from robust_train.execution import TICK_SECONDS, sleep_with_ticks
 from robust_train.execution.library_imports import find_trainer
@@ -36,13 +27,7 @@ from robust_train.execution.process import ProcessExecutor
 from robust_train.execution.request import AttemptRequest, NodeSpan, request_for
 from robust_train.execution.signals import SignalWatch
 from robust_train.nodes import messages
-from robust_train.nodes.connection import (
-    HOST_VARIABLE,
-    Connection,
-    interface_of,
-    read_address,
-    started_with,
-)
+from robust_train.nodes.connection import Connection, connect, interface_of, started_with
 from robust_train.nodes.leader import ended_by
 from robust_train.nodes.place import Place, place_of
 from robust_train.queue import devices
@@ -51,7 +36,6 @@ from robust_train.values import Group, Outcome
 
 log = logging.getLogger("robust_train")
 
-_CONNECT_SECONDS = 3.0
 _FIRST_LINE_SECONDS = 10.0
 _CHECKPOINT_SECONDS = 60.0
 _MOST_OUTPUT = 50_000
@@ -107,9 +91,9 @@ class Follower:
                     self._follow()
         if done.status == "interrupted":
             raise JobInterrupted(max(done.exit_code - 128, 1))
-        if done.exit_code in (EXIT_BAD_CONFIG, EXIT_NO_PROGRESS):
-            refusal = NoProgress if done.exit_code == EXIT_NO_PROGRESS else ConfigError
-            raise refusal(str(done.reason))
+        for refusal in (ConfigError, NoProgress):
+            if done.exit_code == refusal.exit_code:
+                raise refusal(str(done.reason))
         reason = f": {done.reason}" if done.reason else ""
         log.info("node %d: %s%s", self._place.node, done.status, reason)
         return Summary(done.status, self._run_dir, done.reason)
@@ -124,7 +108,7 @@ class Follower:
     def _meet(self) -> Connection:
         """Return a connection to the leader, once it is there."""
         started, has_said = time.monotonic(), False
-        while (connection := self._connect()) is None:
+        while (connection := connect(self._run_dir)) is None:
             waited = time.monotonic() - started
             if waited > self._wanted.wait_timeout_seconds:
                 raise ConfigError(
@@ -138,18 +122,6 @@ class Follower:
         host = socket.gethostname()
         connection.send(messages.Hello(self._place.node, host, started_with(self._cfg)))
         return connection
-
-    def _connect(self) -> Connection | None:
-        """Return a connection to who knows the secret of ``leader.json``; None without one."""
-        address, own = read_address(self._run_dir), os.environ.get(HOST_VARIABLE, "")
-        if address is None:
-            return None
-        for host in address.hosts:
-            with contextlib.suppress(OSError, EOFError, multiprocessing.AuthenticationError):
-                there = host, address.port
-                sock = socket.create_connection(there, _CONNECT_SECONDS, (own, 0))
-                return Connection(sock, address.secret, leads=False)
-        return None
 
     def _look(self) -> None:
         """Take in what the leader has sent, and tell it of a signal: it stops the job."""
@@ -166,7 +138,7 @@ class Follower:
                     self._orders.append(message)
         if self._connection.lost is not None and self._done is None:
             reason = f"node 0 is lost ({self._connection.lost}): start all nodes again"
-            self._done = messages.Done("no_device", EXIT_NO_DEVICE, reason)
+            self._done = messages.Done("no_device", errors.EXIT_NO_DEVICE, reason)
         if self._signals.received is not None and not self._knows_of_stop:
             self._knows_of_stop = True
             self._connection.send(messages.Stop(self._signals.received))

@@ -23,7 +23,14 @@ from robust_train.execution.process import ProcessExecutor
 from robust_train.execution.request import AttemptRequest, NodeSpan
 from robust_train.execution.signals import SignalWatch
 from robust_train.nodes import messages
-from robust_train.nodes.connection import Address, Connection, addresses, interface_of, started_with
+from robust_train.nodes.connection import (
+    LEADER_FILE,
+    Address,
+    Connection,
+    addresses,
+    interface_of,
+    started_with,
+)
 from robust_train.nodes.messages import Ended
 from robust_train.nodes.place import place_of
 from robust_train.runfolder.folder import RunFolder
@@ -70,7 +77,7 @@ class Leader:
             started_with(cfg),
             60 * cfg.gpu_wait_timeout_minutes,
         )
-        self._hosts, self._secret = addresses(os.environ), secrets.token_hex(16)
+        self._hosts, self._secret = addresses(), secrets.token_hex(16)
         self._followers: list[_Follower] = []
         self._on_event: Callable[[Event], None] = lambda event: None
         self._number = 0
@@ -78,16 +85,16 @@ class Leader:
 
     def __enter__(self) -> Leader:
         self._listener = socket.create_server((self._hosts[0] if len(self._hosts) == 1 else "", 0))
-        self._address = Address(self._hosts, self._listener.getsockname()[1], self._secret)
         try:
-            self._address.write(self._run_dir)
+            port = self._listener.getsockname()[1]
+            Address(self._hosts, port, self._secret).write(self._run_dir)
         except OSError as error:
             problem = f"num_nodes={self._nodes}: {self._run_dir}: cannot be written"
             raise ConfigError(f"{problem}: {error.strerror}") from None
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, frames: object) -> None:
-        self._address.remove(self._run_dir)
+        (self._run_dir / LEADER_FILE).unlink(missing_ok=True)
         self._listener.close()
         state = self._folder.state
         code = getattr(error, "exit_code", 1) if state.exit_code is None else state.exit_code
