@@ -203,7 +203,7 @@ def failed_gpus(attempt: Attempt) -> Group:
 
 def exchanged(group: Group, leaving: Group, offers: Sequence[GpuInfo]) -> Group | None:
     """``group`` with the best of ``offers`` in place of those that leave; None if too few."""
-    if len(offers) < len(leaving):
+    if len(offers) < len(leaving) or not leaving:  # none is ours: it failed on another node
         return None
     best = iter(offers)
     return tuple(next(best) if gpu in leaving else gpu for gpu in group)

@@ -389,6 +389,8 @@ def effective_batch_warning(settings: PolicySettings, spec: AttemptSpec) -> str 
 def what_failed(context: FailureContext) -> str:
     """Return what failed and where, for the beginning of a reason."""
     failure, device = context.failure, device_name(context.failed_gpus)
+    if context.last.gpus and not context.failed_gpus:
+        device = "another node"
     rank = "" if failure.rank is None else f" (rank {failure.rank})"
     if failure.kind is FailureKind.DEVICE_OOM:
         limit = " at this job's own limit (memory.fraction)" if failure.evidence.own_limit else ""
