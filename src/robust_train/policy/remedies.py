@@ -17,6 +17,7 @@ from robust_train.values import (
     Group,
     Retry,
     Room,
+    device_name,
 )
 
 NOTABLE_BYTES = 256 * MIB
