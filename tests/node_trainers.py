@@ -75,3 +75,11 @@ def is_killed_once(cfg, run):
         if run.rank == 1 and run.attempt == 1 and step == 3:
             os.kill(os.getpid(), signal.SIGKILL)
     dist.destroy_process_group()
+
+
+def has_a_bug_on_node_1(cfg, run):
+    """Rank 1 asks for a key that is not there; rank 0 waits for it."""
+    _start(run)
+    if run.rank == 1:
+        return {}["a key that is not there"]
+    dist.all_reduce(torch.ones(1))

@@ -78,6 +78,16 @@ def test_other_commands_on_the_nodes_are_refused_in_one_line_on_each(world: Worl
 
 
 @pytest.mark.slow
+def test_a_bug_on_node_1_ends_the_job_with_its_traceback_on_node_0(world: World):
+    leader, follower = run_both(world, "has_a_bug_on_node_1")
+    assert (leader.returncode, follower.returncode) == (1, 1), leader.output + follower.output
+    assert "KeyError: 'a key that is not there'" in leader.stderr
+    assert "(rank 1)" in leader.summary["reason"]
+    assert "(rank 1)" in follower.stderr
+    assert "Traceback" not in follower.output
+
+
+@pytest.mark.slow
 def test_other_versions_are_refused_in_one_line_on_each(world: World, tmp_path: Path):
     info = tmp_path / "other" / "robust_train-9.9.dist-info"
     info.mkdir(parents=True)

@@ -115,6 +115,9 @@ def _job(cfg: DictConfig, *, remedies: bool) -> Any:
         # printed here, because Hydra puts lines of its own around what a job raises
         ending.refuse(error)
         current.job_refused(str(error), error.exit_code)
+    except TrainerFailed as error:  # on another node
+        print(error, file=sys.stderr)
+        ending.note(EXIT_FAILED)
     except JobInterrupted as error:
         current.job_interrupted(error, error.exit_code)
         folder = sweep_folder()
