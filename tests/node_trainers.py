@@ -81,5 +81,18 @@ def has_a_bug_on_node_1(cfg, run):
     """Rank 1 asks for a key that is not there; rank 0 waits for it."""
     _start(run)
     if run.rank == 1:
-        return {}["a key that is not there"]
+        print({}["a key that is not there"])
     dist.all_reduce(torch.ones(1))
+
+
+def runs_out_of_gpu_memory_on_node_1(cfg, run):
+    """Returns what each rank sees of GPUs; at the first batch size rank 1 has not enough memory."""
+    _start(run)
+    run.progress(1)
+    seen = [None] * run.world_size
+    dist.all_gather_object(seen, os.environ["CUDA_VISIBLE_DEVICES"])
+    assert cfg.device == "cuda:0"
+    if cfg.training.batch_size == 16 and run.rank == 1:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    dist.barrier()
+    return seen
