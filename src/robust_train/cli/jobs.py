@@ -102,6 +102,9 @@ def _job(cfg: DictConfig, *, remedies: bool) -> Any:
         print(error, file=sys.stderr)
         ending.note(error.exit_code)
         current.job_refused(str(error), error.exit_code)
+    except TrainerFailed as error:  # on another node
+        print(error, file=sys.stderr)
+        ending.note(EXIT_FAILED)
     except JobInterrupted as error:
         current.job_interrupted(error, error.exit_code)
         folder = sweep_folder()
