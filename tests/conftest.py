@@ -46,6 +46,11 @@ def small_heap() -> None:
     gc.freeze()
 
 
+def pytest_sessionfinish() -> None:
+    """Let the interpreter take down what it has, at its end."""
+    gc.unfreeze()
+
+
 @pytest.fixture
 def whole_heap() -> Iterator[None]:
     """For a test that asks who holds an object: that may be a module of long ago."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +28,8 @@ class Gpu:
         self.fraction = 1.0
         self.reserved = self.retries = self.workspaces_cleared = 0
         self.is_broken = False
+        self._before = 0
+        self._before = self.allocated()
 
     def answer(self) -> None:
         """Raise what every call raises after a fault."""
@@ -48,8 +51,8 @@ class Gpu:
         self.reserved += asked
 
     def allocated(self) -> int:
-        """Return the bytes of all tensors."""
-        return sum(holders.storages(holders.live_tensors()).values())
+        """Return the bytes of all tensors that were not there before."""
+        return max(sum(holders.storages(holders.live_tensors()).values()) - self._before, 0)
 
     def functions(self) -> dict[str, Any]:
         """Return what stands for functions of ``torch.cuda``."""
@@ -79,7 +82,7 @@ class Gpu:
         sizes = ("memory_allocated", "max_memory_allocated", "memory_reserved")
         does_nothing = (
             *("synchronize", "empty_cache", "ipc_collect", "reset_peak_memory_stats"),
-            *("set_device", "manual_seed_all", "set_rng_state_all"),
+            *("set_device", "manual_seed_all", "set_rng_state_all", "set_rng_state", "init"),
         )
         return {
             **dict.fromkeys(sizes, allocated),
@@ -88,8 +91,12 @@ class Gpu:
             "is_initialized": lambda: True,
             "device_count": lambda: 1,
             "current_device": lambda: 0,
+            "is_current_stream_capturing": lambda: False,
             "get_device_properties": lambda device=None: about,
+            "get_device_name": lambda device=None: about.name,
+            "get_rng_state": lambda device="cuda": torch.get_rng_state(),
             "get_rng_state_all": lambda: [torch.get_rng_state()],
+            "is_bf16_supported": lambda including_emulation=True: True,
             "memory_snapshot": lambda *args, **named: [],
             "memory_stats_as_nested_dict": statistics,
             "mem_get_info": lambda device=None: (TOTAL - self.allocated(), TOTAL),
@@ -111,6 +118,22 @@ def _message(asked: int, most: float) -> str:
         f"{most / MIB:.2f} MiB allowed; Of the allocated memory 0.50 MiB is allocated by PyTorch, "
         "and 0.10 MiB is reserved by PyTorch but unallocated."
     )
+
+
+class Event:
+    """As torch's, of a GPU that is never behind."""
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.at = time.perf_counter()
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: Event) -> float:
+        return 1000 * (end.at - self.at)
 
 
 class OnTheHost(TorchFunctionMode):
@@ -154,6 +177,8 @@ def cuda_on_the_cpu() -> Iterator[Gpu]:
         for name in ("Stream", "CUDAGraph", "graph"):
             own = mock.MagicMock(spec=getattr(torch.cuda, name))
             stack.enter_context(mock.patch.object(torch.cuda, name, own))
+        event = mock.create_autospec(torch.cuda.Event, side_effect=Event)
+        stack.enter_context(mock.patch.object(torch.cuda, "Event", event))
         empty = torch.empty
 
         def take(*args: Any, **named: Any) -> torch.Tensor:  # in backward passes as well

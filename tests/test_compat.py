@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import logging
+import operator
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -16,6 +19,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, register_optimiz
 
 from robust_train import compat
 from robust_train.cli.door import _may_set_mode
+from world import ROOT
 
 
 def test_autograd_numbers_its_operations():
@@ -58,6 +62,35 @@ def test_what_waits_for_cuda_is_not_called_before():
         called = []
         compat.when_cuda_starts(torch, lambda: called.append(1))
         assert not called
+
+
+def name_of(node: ast.expr) -> str:
+    if isinstance(node, ast.Attribute):
+        return f"{name_of(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else "?"
+
+
+def calls_of_torch_cuda() -> list[tuple[str, ast.Call]]:
+    """Every call by its whole name in our sources, most of which no machine without a GPU runs."""
+    paths = [*(ROOT / "src").glob("**/*.py"), *(ROOT / "benchmarks").glob("*.py")]
+    nodes = (node for path in paths for node in ast.walk(ast.parse(path.read_text())))
+    calls = ((name_of(node.func), node) for node in nodes if isinstance(node, ast.Call))
+    return [(name, call) for name, call in calls if name.startswith("torch.cuda.")]
+
+
+def test_every_call_of_torch_cuda_is_one_that_this_torch_takes():
+    calls = calls_of_torch_cuda()
+    assert len(calls) > 50
+    refused = []
+    for name, call in calls:
+        function = operator.attrgetter(name.removeprefix("torch."))(torch)
+        named = {key.arg: None for key in call.keywords if key.arg is not None}
+        try:
+            inspect.signature(function).bind(*call.args, **named)
+        except TypeError as error:
+            refused.append(f"{name}({ast.unparse(call)}): {error}")
+    # before torch 2.8 without that argument, and asked without it then
+    assert [line for line in refused if "include_traces" not in line] == []
 
 
 def test_the_private_functions_of_the_cuda_allocator_exist():

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from cuda_on_the_cpu import cuda_on_the_cpu
+from robust_train.cli.gpu_probe import exercise
 from robust_train.values import GIB, MIB, GpuInfo, GpuProcess, Inventory
 from world import ROOT
 
@@ -141,6 +142,13 @@ def test_without_nvml_a_probe_says_why(monkeypatch):
     monkeypatch.setattr(gpu_check, "read_inventory", lambda processes: empty)
     with pytest.raises(RuntimeError, match=r"libnvidia-ml\.so\.1"):
         gpu_check.gpu()
+
+
+def test_what_doctor_runs_on_a_gpu_finds_half_of_it_and_leaves_nothing(h200):
+    gpu_check.limit_to(7 * MIB)
+    seen = exercise(torch.device("cuda", 0), 8 * MIB)
+    assert (seen["parts"], seen["left_bytes"]) == (2, 0)
+    assert h200.workspaces_cleared
 
 
 def doctor(monkeypatch, code: int, output: str) -> tuple[list[bool], dict[str, str]]:

@@ -11,7 +11,7 @@ from torch import nn
 
 from robust_train import launch
 from robust_train.errors import TrainerFailed
-from robust_train.memory.holders import holder_of
+from robust_train.memory.holders import holders_of
 from robust_train.vision.step import Precision, apply_gradients
 
 pytestmark = pytest.mark.usefixtures("whole_heap")
@@ -34,7 +34,7 @@ def new_tensor():
 
 def the_holder(tensor_of):
     """Of a tensor that nothing here refers to while it is looked for."""
-    return holder_of(tensor_of())
+    return holders_of([tensor_of()])[0]
 
 
 def test_a_list_of_a_module_is_named():
@@ -50,11 +50,10 @@ def test_a_local_variable_of_a_running_function_is_named():
     assert "test_a_local_variable_of_a_running_function_is_named" in name
 
 
-def test_an_attribute_is_named_with_its_class():
+def test_an_attribute_is_named():
     owner = Owner(new_tensor())
     name = the_holder(lambda: owner.value)
     assert name.startswith("owner.value (")
-    assert name.endswith(", in Owner.value")
 
 
 def test_an_optimizer_s_state_is_named_without_the_numbers_of_its_parameter():
@@ -66,7 +65,7 @@ def test_an_optimizer_s_state_is_named_without_the_numbers_of_its_parameter():
 
 def test_a_module_s_weight_is_named_as_its_user_writes_it():
     model = nn.Sequential(nn.Linear(2, 2))
-    assert "Linear.weight" in the_holder(lambda: model[0].weight)
+    assert the_holder(lambda: model[0].weight).startswith("model.0.weight (")
 
 
 def test_a_function_s_closure_is_named():
@@ -86,14 +85,14 @@ def test_a_slot_is_named_by_its_owner():
 
 
 def test_what_nothing_holds_is_said_so():
-    name = holder_of(new_tensor())
+    name = holders_of([new_tensor()])[0]
     assert name == "no Python object"
 
 
 def test_looking_for_a_holder_holds_nothing_itself():
     tensor = new_tensor()
     gone = weakref.ref(tensor)
-    holder_of(tensor)
+    holders_of([tensor])
     del tensor
     assert gone() is None
 

@@ -55,7 +55,7 @@ class Kind:
 
 KINDS = [
     Kind("function", (f"{TARGET}learns",)),
-    Kind("built-in", BUILT_IN, on_gpus=False),
+    Kind("built-in", (f"{TARGET}built_in", *BUILT_IN), on_gpus=False),
     Kind(
         "script",
         (
@@ -88,6 +88,7 @@ class Day:
             self.arguments.append(f"hydra.sweep.dir={world.folder / 'sweep'}")
             self.run_dir = world.folder / "sweep" / "0"
         self.ready_file = world.folder / "ready"
+        self.hold = world.folder / "ready.hold"
         self.weights_file = world.folder / "weights"
         world.environ |= {
             "READY_FILE": str(self.ready_file),
@@ -105,7 +106,8 @@ class Day:
         return manifests[-1] if manifests else None
 
     def start(self) -> None:
-        """Start the command and wait until it trains and has saved."""
+        """Start the command and wait until it trains and has saved; there it is held."""
+        self.hold.touch()
         self.world.alone = True
         self.process = self.world.start(*self.arguments)
         self.world.alone = self.kind.is_sweep
@@ -113,31 +115,24 @@ class Day:
         root = psutil.Process(self.process.pid)
         self.pids = [root.pid, *(one.pid for one in root.children(recursive=True))]
         # from the trainer outwards to the command
-        innermost = self._attempt()
-        self.chain = [innermost.pid]
+        self.chain = [int(self.ready_file.read_text())]
         while self.chain[-1] != self.process.pid:
             parent = psutil.Process(self.chain[-1]).parent()
             assert parent is not None
             self.chain.append(parent.pid)
 
-    def _attempt(self) -> psutil.Process:
-        if self.ready_file.exists():
-            return psutil.Process(int(self.ready_file.read_text()))
-        state = json.loads((self.run_dir / "state.json").read_text())
-        return psutil.Process(state["attempt_pid"])
-
     def _trains(self) -> bool:
         assert self.process.poll() is None, self.process.communicate()
-        if self.kind.name == "built-in":
-            return self.newest() is not None
-        return self.ready_file.exists() and self.newest() is not None
+        is_ready = self.ready_file.exists() and self.ready_file.read_text()
+        return bool(is_ready) and self.newest() is not None
 
     @property
     def _ended_early(self) -> str:
         return str(sorted(path.name for path in self.run_dir.glob("**/*")))
 
     def end(self) -> Ended:
-        """Wait for the command, which has a bound."""
+        """Let it go on, and wait for the command, which has a bound."""
+        self.hold.unlink(missing_ok=True)
         stdout, stderr = self.process.communicate(timeout=BOUND_SECONDS)
         return Ended(self.process.returncode, stdout, stderr, self.run_dir)
 
@@ -275,15 +270,13 @@ def unreadable_folder(day: Day) -> None:
 
 def blocked_stdout(day: Day) -> None:
     """Nobody reads what it prints, which is more than a pipe holds."""
+    day.hold.unlink()
     assert day.process.wait(BOUND_SECONDS) == 0
     day.end()
 
 
 def second_launcher(day: Day) -> None:
-    hold = day.ready_file.with_name(day.ready_file.name + ".hold")
-    hold.touch()  # the second one comes before the first has ended, however busy the machine is
     second = day.world.run(*day.arguments)
-    hold.unlink()
     assert second.returncode == 2, second.output
     ended = day.end()
     assert ended.returncode == 0, ended.output

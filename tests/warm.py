@@ -438,6 +438,9 @@ def _run_and_exit() -> NoReturn:
             runpy.run_path(sys.argv[0], run_name="__main__")
     except SystemExit as end:
         code = end.code
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        code = 1
     if not isinstance(code, int | None):
         print(code, file=sys.stderr)
         code = 1

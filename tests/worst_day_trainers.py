@@ -1,7 +1,7 @@
 """One training in three forms: a function, ranks and (run as a program) a script.
 
 What it learns is exact arithmetic, so that a job which lost or repeated a step ends with other
-weights. It prints more than a pipe holds.
+weights. It prints more than a pipe holds. From its ready step on it waits as long as it is held.
 """
 
 from __future__ import annotations
@@ -32,12 +32,17 @@ def final_weights() -> str:
 
 def _step(weights: int, step: int) -> int:
     time.sleep(0.02)
-    while Path(os.environ["READY_FILE"] + ".hold").exists():
-        time.sleep(0.02)
     print("x" * 2000, flush=True)
-    if step == READY_STEP:
-        Path(os.environ["READY_FILE"]).write_text(str(os.getpid()))
+    _be_held(step)
     return learned(weights, step)
+
+
+def _be_held(step: int) -> None:
+    ready = os.environ["READY_FILE"]
+    if step == READY_STEP:
+        Path(ready).write_text(str(os.getpid()))
+    while step >= READY_STEP and Path(ready + ".hold").exists():
+        time.sleep(0.02)
 
 
 def _save(folder: Path, weights: int, step: int) -> Path:
@@ -92,6 +97,18 @@ def learns_in_ranks(cfg, run):
         Path(os.environ["WEIGHTS_FILE"]).write_text(str(weights))
     dist.destroy_process_group()
     return {"weights": str(weights)}
+
+
+def built_in(cfg, run):
+    """The built-in trainer."""
+    from robust_train.vision.trainer import train
+
+    def progress(step, **more):
+        _be_held(step)
+        return report(step, **more)
+
+    report, run.progress = run.progress, progress
+    return train(cfg, run)
 
 
 def main() -> None:

@@ -9,21 +9,22 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import tenacity
 from omegaconf import DictConfig, OmegaConf
 
-from robust_train import settings
+from robust_train import settings, values
 from robust_train.batch.job_sizes import BatchSizes
 from robust_train.batch.search import BatchSearch
 from robust_train.config.batch import settle_batch_size
 from robust_train.config.schema import complete, validate
 from robust_train.errors import ConfigError, JobInterrupted, NoDevice, NoProgress
 from robust_train.events import CheckpointSaved, Event
-from robust_train.execution import decided_pause, sleep_with_ticks
+from robust_train.execution import sleep_with_ticks
 from robust_train.execution.hydra_state import logged_to_screen
 from robust_train.execution.inline import InlineExecutor
 from robust_train.execution.library_imports import find_trainer
@@ -33,6 +34,8 @@ from robust_train.execution.signals import SignalWatch
 from robust_train.execution.trainer_ref import end_import_at_launch
 from robust_train.failures.advice import with_fitting_advice
 from robust_train.memory.stability import attempt_stability
+from robust_train.nodes.follower import follow
+from robust_train.nodes.leader import Leader, leader_of
 from robust_train.policy.decide import concluded, decide, decide_on_request, first_attempt, on_gpus
 from robust_train.policy.rules import with_gpu_at_fault
 from robust_train.queue import devices
@@ -46,16 +49,7 @@ from robust_train.runfolder.identity import begin_job, complete_job, resume_from
 from robust_train.runfolder.journal import AttemptEnded, DecidedAgain, JobEnded, JobStarted, Journal
 from robust_train.runfolder.notifier import Notifier
 from robust_train.runfolder.summary import AttemptRecord, Summary, evidence_of
-from robust_train.values import (
-    MEMORY_FAILURES,
-    Attempt,
-    AttemptSpec,
-    Decision,
-    GiveUp,
-    Group,
-    Outcome,
-    Retry,
-)
+from robust_train.values import Attempt, AttemptSpec, Decision, GiveUp, Group, Outcome, Retry
 
 log = logging.getLogger("robust_train")
 
@@ -88,7 +82,8 @@ def launch(
     end_import_at_launch(trainer)
     with logged_to_screen():
         try:
-            summary = Job(trainer, complete(cfg or {}), run_dir).run()
+            whole = complete(cfg or {})
+            summary = follow(trainer, whole, run_dir) or Job(trainer, whole, run_dir).run()
         except (ConfigError, JobInterrupted) as error:
             raise error.with_traceback(None) from error.__cause__  # without our own frames
     summary.raise_unless_completed()
@@ -135,6 +130,7 @@ class Job:
         self.checkpoint: Path | None = None
         self.wait_seconds, self._started = 0.0, time.monotonic()
         self._has_remedies, self._explain = remedies, explain
+        self.leader = leader_of(cfg, self.run_dir, self.signals, self.folder)
 
     def run(self) -> Summary:
         """Run the job to its end and write ``summary.json``.
@@ -143,8 +139,10 @@ class Job:
             ConfigError: the trainer cannot be imported, or refuses the configuration.
             JobInterrupted: after the summary was written.
         """
-        with self.live, self.signals, self.folder:
+        with self.live, self.leader or nullcontext(), self.signals, self.folder:
             try:
+                if self.leader is not None:
+                    self.leader.gather()
                 self._begin()
                 return self._train()
             except JobInterrupted as interruption:
@@ -188,6 +186,8 @@ class Job:
             executor.prepare(self.folder.tick)
             last = self._attempt_until_done(first_attempt(self.policy, group))
             healthy = True
+            if self.leader is not None and last.decision is not None:
+                self.leader.check()
         except NoDevice as error:
             return self._end("no_device", str(error))
         finally:
@@ -200,19 +200,21 @@ class Job:
         self.signals.raise_if_received()
         return self._end("failed", last.decision.reason)
 
-    def _executor(self) -> InlineExecutor | ProcessExecutor:
+    def _executor(self) -> InlineExecutor | ProcessExecutor | Leader:
         """How attempts run. A separate process starts importing libraries right away."""
         if self.settings.runs_inline:
             function = self.trainer_ref.load() if isinstance(self.trainer, str) else self.trainer
             return InlineExecutor(lambda: function, self.signals, can_restart=self._has_remedies)
         cfg = self.cfg.copy()
         OmegaConf.resolve(cfg)
-        return ProcessExecutor(self.trainer_ref, self.libraries, cfg, self.run_dir, self.signals)
+        own = ProcessExecutor(self.trainer_ref, self.libraries, cfg, self.run_dir, self.signals)
+        return own if self.leader is None else self.leader.over(own)
 
     def _acquire_device(self) -> Group:
         started = time.monotonic()
         try:
-            group = self.devices.acquire(self.policy.fewer_ranks(self.policy.ranks))
+            acquire = partial(self.devices.acquire, self.policy.fewer_ranks(self.policy.ranks))
+            group = acquire() if self.leader is None else self.leader.acquire(acquire, self._tick)
         finally:
             self.wait_seconds = time.monotonic() - started
         self.folder.acquired(self.devices.job_id, group)
@@ -221,19 +223,14 @@ class Job:
 
     def _attempt_until_done(self, first: AttemptSpec) -> AttemptRecord:
         """Run attempts as long as the decision after each is to retry."""
-        retrying = tenacity.Retrying(
-            retry=tenacity.retry_if_result(lambda record: isinstance(record.decision, Retry)),
-            wait=decided_pause,
-            sleep=self.sleep,
-            stop=tenacity.stop_never,
-        )
-        return retrying(self._next_attempt, first)
+        record = self._attempt(first)
+        while isinstance(record.decision, Retry):
+            self.sleep(record.decision.pause_seconds)
+            record = self._next_attempt(self._with_room(record))
+        return record
 
-    def _next_attempt(self, first: AttemptSpec) -> AttemptRecord:
-        """Run the first attempt, or what was decided after the last one if it can be had."""
-        record = self._with_room(self.records[-1]) if self.records else None
-        if record is None:
-            return self._attempt(first)
+    def _next_attempt(self, record: AttemptRecord) -> AttemptRecord:
+        """Run what was decided after the last attempt if it can be had."""
         while isinstance(record.decision, Retry):
             spec = record.decision.spec
             if self.devices.take(spec.gpus):
@@ -318,10 +315,7 @@ class Job:
         free_after = self.devices.ended(spec.gpus, outcome, free_before if own_process else ())
         trainer = (spec.num_workers, self.settings.is_script, self.policy.reports_start)
         outcome = with_fitting_advice(outcome, *trainer)
-        if outcome.failure is None or not spec.gpus or not own_process:
-            return outcome
-        before, after = (free[outcome.failure.rank or 0] for free in (free_before, free_after))
-        return replace(outcome, gpu_free_before_bytes=before, gpu_free_after_bytes=after)
+        return devices.with_free_bytes(outcome, free_before, free_after) if own_process else outcome
 
     def _decide(self, attempt: Attempt, earlier: tuple[Attempt, ...]) -> Decision | None:
         failure = attempt.outcome.failure
@@ -333,7 +327,7 @@ class Job:
         if attempt.outcome.stopped_for is not None:
             return decide_on_request(self.policy, history)
         if not self._has_remedies:
-            hint = "; train_robust.py would go on" if failure.kind in MEMORY_FAILURES else ""
+            hint = "; train_robust.py would go on" if failure.kind in values.MEMORY_FAILURES else ""
             return GiveUp(failure.message + hint)
         if not attempt.spec.gpus:
             return decide(self.policy, history, ())

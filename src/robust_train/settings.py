@@ -43,6 +43,7 @@ _LONGEST_COMMAND = 2000
 class LauncherSettings:
     """What the launcher itself goes by."""
 
+    num_nodes: int  # machines that the job spans
     resume: bool  # go on with the unfinished job that the run folder holds
     max_launches: int  # of a job, in a row, that save no new checkpoint; 0: any number
     runs_inline: bool  # attempts run in the launcher's process
@@ -65,6 +66,7 @@ def launcher_settings(cfg: DictConfig) -> LauncherSettings:
     is_script = bool(OmegaConf.select(cfg, "trainer.argv"))
     names, stalls = cfg.cuda_visible_devices, cfg.stall_timeout_minutes
     return LauncherSettings(
+        num_nodes=cfg.num_nodes,
         resume=cfg.resume,
         max_launches=cfg.max_launches,
         runs_inline=cfg.isolation == "none",
@@ -113,19 +115,21 @@ def policy_settings(
         cfg.memory.expandable_segments,
         os.environ,
         is_script=is_script,
-        gpus=cfg.num_gpus,
+        gpus=cfg.num_gpus * cfg.num_nodes,
     )
     return PolicySettings(
         batch_size=cfg.training.batch_size,
         gradient_accumulation_steps=cfg.training.gradient_accumulation_steps,
-        ranks=cfg.num_gpus,
+        ranks=cfg.num_gpus * cfg.num_nodes,
+        nodes=cfg.num_nodes,
         min_ranks=cfg.min_num_gpus,
-        cpu_ranks=1 if cfg.auto_device or cfg.device != "cpu" else cfg.num_gpus,
+        cpu_ranks=1 if cfg.auto_device or cfg.device != "cpu" else cfg.num_gpus * cfg.num_nodes,
         num_workers=cfg.training.num_workers,
         min_batch_size=cfg.min_batch_size,
         max_retries=cfg.max_retries,
-        may_switch_gpu=cfg.auto_device,
-        allow_cpu_fallback=cfg.allow_cpu_fallback,
+        # the others' GPUs are not ours to choose
+        may_switch_gpu=cfg.auto_device and cfg.num_nodes == 1,
+        allow_cpu_fallback=cfg.allow_cpu_fallback and cfg.num_nodes == 1,
         preserve_effective_batch_size=cfg.preserve_effective_batch_size,
         min_gpu_memory_bytes=cfg.min_gpu_memory_mb * MIB,
         prefetch_factor=cfg.training.prefetch_factor,
@@ -177,7 +181,7 @@ def device_settings(cfg: DictConfig, name: str) -> DeviceSettings:
         wait=cfg.wait_for_gpu,
         wait_timeout_seconds=cfg.gpu_wait_timeout_minutes * 60,
         check_interval_seconds=cfg.gpu_check_interval_seconds,
-        allow_cpu_fallback=cfg.allow_cpu_fallback,
+        allow_cpu_fallback=cfg.allow_cpu_fallback and cfg.num_nodes == 1,
         queue=cfg.gpu_queue,
         queue_dir=cfg.gpu_queue_dir,
         jobs_per_device=cfg.gpu_jobs_per_device,
@@ -192,7 +196,7 @@ def job_name(cfg: DictConfig, trainer: str | Callable[..., Any]) -> str:
     target = name_of(trainer)
     if target.startswith("__main__."):
         script = getattr(sys.modules["__main__"], "__file__", None)  # None in a notebook
-        target = target.replace("__main__", Path(script).stem if script else "notebook", 1)
+        target = target.replace("__main__.", f"{Path(script).stem}." if script else "", 1)
     return names.job_name(chosen, model, dataset, target, OmegaConf.select(cfg, "trainer.argv"))
 
 
@@ -243,7 +247,7 @@ def attempt_config(cfg: DictConfig, spec: AttemptSpec, device: str) -> DictConfi
     cfg = cfg.copy()
     with open_dict(cfg):
         cfg.device = device
-        cfg.num_gpus = spec.ranks
+        cfg.num_gpus = spec.ranks // cfg.num_nodes
         cfg.training.batch_size = spec.batch_size
         cfg.training.gradient_accumulation_steps = spec.gradient_accumulation_steps
         cfg.training.num_workers = spec.num_workers

@@ -255,6 +255,7 @@ class Outcome:
     traceback: str | None = None  # the trainer's own traceback as text, None where there is none
     exit_code: int | None = None  # a script's, as shells have it (128 + signal)
     exceptions: tuple[str, ...] = ()  # dotted names of the trainer's exception and its bases
+    others_know: bool = False  # the other ranks end by themselves, after a last checkpoint
     output: str = field(default="", compare=False, repr=False)  # the end of what it printed
     # the exception itself where it could be carried over, else None
     error: BaseException | None = field(default=None, compare=False)

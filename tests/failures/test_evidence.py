@@ -9,7 +9,7 @@ import pytest
 
 from robust_train.failures import classify_failure
 from robust_train.failures.advice import with_fitting_advice
-from robust_train.values import Clue, Evidence, Outcome
+from robust_train.values import Clue, Evidence, FailureKind, Outcome
 
 KIB, MIB, GIB = 1024, 1024**2, 1024**3
 
@@ -301,3 +301,18 @@ def test_before_the_first_step_no_smaller_batch_is_advised() -> None:
 @pytest.mark.parametrize("error", [KeyError("lr"), KeyboardInterrupt()])
 def test_bugs_and_interruptions_need_no_advice(error: BaseException) -> None:
     assert classify_failure(error).advice == ()
+
+
+@pytest.mark.parametrize(("free", "is_ours"), [("0 bytes", False), ("6.00 GiB", True)])
+def test_the_asynchronous_allocator_names_a_limit_that_may_be_the_gpus(free: str, is_ours: bool):
+    text = (
+        "Allocation on device 0 would exceed allowed memory. (out of memory)\n"
+        "Currently allocated     : 15.16 GiB\nRequested               : 512.00 MiB\n"
+        f"Device limit            : 15.99 GiB\nFree (according to CUDA): {free}\n"
+        "PyTorch limit (set by user-supplied memory fraction)\n"
+        "                        : 17179869184.00 GiB"
+    )
+    failure = classify_failure(RuntimeError(text))
+    assert failure.kind is FailureKind.DEVICE_OOM
+    assert failure.evidence.requested_bytes == 512 * MIB
+    assert failure.evidence.own_limit is is_ours

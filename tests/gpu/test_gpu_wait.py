@@ -8,11 +8,13 @@ import os
 import signal
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from robust_train.gpu import nvml_session
 from robust_train.gpu.visible import Visible
 from robust_train.queue.waiting import GpuRequest, NoGpu, WaitStatus, wait_for_gpu
 from robust_train.report.status import LiveStatus
@@ -99,6 +101,29 @@ def test_waiting_never_overshoots_its_deadline(timeout: float, interval: float) 
     answer = story.wait(replace(REQUEST, timeout_seconds=timeout, interval_seconds=interval))
     assert isinstance(answer, NoGpu)
     assert story.now == pytest.approx(timeout)
+
+
+@pytest.mark.parametrize(("interval", "is_open"), [(30.0, False), (0.5, True)])
+def test_between_two_polls_that_are_far_apart_no_nvml_session_is_open(interval, is_open) -> None:
+    """An open one would block a reset of any GPU."""
+    story = always(FULL)
+    nvml = SimpleNamespace(nvmlShutdown=lambda: None, NVMLError=OSError)
+    seen: list[bool] = []
+
+    def read(processes: bool) -> Visible:
+        nvml_session._session = nvml_session.Session(nvml, os.getpid(), None)
+        return story.read(processes)
+
+    def sleep(seconds: float) -> None:
+        seen.append(nvml_session.known_session() is not None)
+        story.sleep(seconds)
+
+    request = replace(REQUEST, timeout_seconds=60, interval_seconds=interval)
+    try:
+        wait_for_gpu(request, read=read, on_status=print, sleep=sleep, clock=lambda: story.now)
+    finally:
+        nvml_session.forget_session()
+    assert set(seen) == {is_open}
 
 
 def test_processes_are_listed_once_per_look_and_the_time_left_counts_down() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ import pytest
 
 from robust_train import memory
 from robust_train.gpu import footprint
-from robust_train.memory import in_use
+from robust_train.memory import in_use, steering
 from robust_train.memory.cleanup import return_memory
 from robust_train.memory.cuda import busiest_gpu, cached_on
 from robust_train.memory.steering import AttemptMemory
@@ -227,3 +228,35 @@ def test_a_context_is_measured_as_nvml_shows_it_and_learned_by_model(use, monkey
     assert footprint.footprint(GIB, "A GPU") == before + 88 * MIB
     Path(tmp_path / "robust-train/contexts.json").write_text("[")
     assert footprint.footprint(GIB, "A GPU") == before
+
+
+class Caching(FakeCuda):
+    """One whose cache is a GiB whenever it is ``filled``."""
+
+    is_filled = True
+
+    def memory_reserved(self, index: int) -> int:
+        return (2 + self.is_filled) * GIB * index
+
+    def empty_cache(self) -> None:
+        self.is_filled = False
+
+
+@pytest.mark.parametrize("reason", ["save", "epoch"])
+def test_clearings_that_training_undoes_become_rare_after_saves_and_epochs_too(
+    use, tmp_path, monkeypatch, reason
+):
+    cuda, clock = use(Caching()), itertools.count(step=1000.0)
+    monkeypatch.setattr(steering.time, "monotonic", lambda: next(clock))
+    events: list[Any] = []
+    run = Run(run_dir=tmp_path, report=events.append)
+    keeper = AttemptMemory(run, {"device": "cuda:0", "memory": {"sample_interval_ms": 0}})
+    occasion = {"save": keeper.checkpoint_saved, "epoch": keeper.epoch_ended}[reason]
+    cleared = []
+    for number in range(1, 17):
+        occasion()
+        if not cuda.is_filled:
+            cleared.append(number)
+        cuda.is_filled = True
+    assert cleared == [1, 2, 4, 8, 16]
+    assert {event.reason for event in events} == {reason}

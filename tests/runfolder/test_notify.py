@@ -114,7 +114,9 @@ def test_a_failed_delivery_is_one_line(
     assert notifier.has_failed
 
 
-def test_a_signal_cuts_the_last_deliveries_short_and_the_job_stays_completed(tmp_path: Path):
+def test_a_signal_cuts_the_last_deliveries_short_and_the_job_stays_completed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
     begun = tmp_path / "begun"
     code = f"import time; open({str(begun)!r}, 'w'); time.sleep(600)"
 
@@ -132,6 +134,7 @@ def test_a_signal_cuts_the_last_deliveries_short_and_the_job_stays_completed(tmp
     thread.join()
     assert (summary.status, summary.result) == ("completed", 0.5)
     assert read_state(tmp_path / "run").exit_code == 0
+    assert "ended by a signal" in caplog.text
 
 
 def test_a_program_that_hangs_at_its_start_holds_nothing_up(

@@ -111,6 +111,7 @@ def test_a_split_leaves_every_class_something_to_train_on():
     assert sorted([*train_part.indices, *test_part.indices]) == list(range(6))
     assert 0 in train_part.indices
     assert len(test_part.labels) == 3
+    assert test_part.labels is test_part.labels, "not made anew for each sample"
 
 
 @pytest.mark.parametrize(

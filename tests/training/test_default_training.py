@@ -51,11 +51,6 @@ def short(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     return Ended(run, result, messages)
 
 
-@pytest.mark.slow
-def test_the_default_job_reads_97_of_100_digits_and_more(tmp_path):
-    assert train(config(), WatchedRun(tmp_path))["test_accuracy"] >= 0.97
-
-
 def test_the_result_names_the_accuracy_and_the_weights(short: Ended):
     assert short.result["test_accuracy"] > 0.5
     assert f"Test accuracy: {100 * short.result['test_accuracy']:.2f} %" in short.messages

@@ -110,12 +110,6 @@ def next_size(sizes: Sequence[int], probes: Sequence[Probe], limits: Limits) -> 
     return largest if largest > low * (1 + MARGIN) else None
 
 
-def predicted_bytes(probes: Sequence[Probe], size: int, limits: Limits) -> int | None:
-    """Return what ``size`` is expected to need, None before any probe has fitted."""
-    best = largest_that_fits(probes, limits)
-    return None if best is None else int(_line(probes, best, limits)(size))
-
-
 def fits(probe: Probe, limits: Limits) -> bool:
     """Return whether a probe went through and left half the margin free."""
     return probe.peak_bytes is not None and probe.peak_bytes <= limits.but_for(MARGIN / 2)

@@ -27,6 +27,7 @@ from robust_train.errors import (
 from robust_train.execution.library_imports import libraries_of
 from robust_train.execution.trainer_ref import TrainerRef
 from robust_train.launcher import Job
+from robust_train.nodes.follower import follow
 from robust_train.runfolder.requests import sweep_stop_requested
 from robust_train.runfolder.summary import Summary
 from robust_train.settings import sweep_folder, target_of
@@ -103,7 +104,8 @@ def _job(cfg: DictConfig, *, remedies: bool) -> Any:
     try:
         if job is not None and job.refusal is not None:
             raise ConfigError(job.refusal)
-        summary = Job(None, cfg, remedies=remedies, explain=print_failure).run()
+        led = follow(None, cfg)
+        summary = led or Job(None, cfg, remedies=remedies, explain=print_failure).run()
         if summary.status == "completed":
             return summary.objective
         code = exit_code_of(summary)

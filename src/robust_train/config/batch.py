@@ -22,18 +22,20 @@ def settle_batch_size(cfg: DictConfig) -> bool:
     chosen = training.batch_size
     effective = training.effective_batch_size
     accumulation = training.gradient_accumulation_steps
-    ranks = OmegaConf.select(cfg, "num_gpus") or 1
+    gpus, nodes = (OmegaConf.select(cfg, key) or 1 for key in ("num_gpus", "num_nodes"))
+    ranks, processes = gpus * nodes, f"num_gpus={gpus}"
+    processes += f" × num_nodes={nodes}" if nodes > 1 else ""
     if effective is not None and effective < 1:
         raise ConfigError(f"training.effective_batch_size={effective}: must be 1 or more")
     is_auto = isinstance(chosen, str) and chosen.strip().lower() == AUTO
     if is_auto:
         effective = TrainingConfig.batch_size if effective is None else effective
-        size, accumulation = _share(effective, ranks), 1
+        size, accumulation = _share(effective, ranks, processes), 1
         _check_auto(cfg, size)
     else:
         size = _integer(chosen)
         if effective is not None:
-            accumulation = _accumulation(size, accumulation, effective, ranks)
+            accumulation = _accumulation(size, accumulation, effective, ranks, processes)
     with open_dict(cfg):
         training.batch_size = size
         training.gradient_accumulation_steps = accumulation
@@ -41,10 +43,10 @@ def settle_batch_size(cfg: DictConfig) -> bool:
     return is_auto
 
 
-def _share(effective: int, ranks: int) -> int:
+def _share(effective: int, ranks: int, processes: str) -> int:
     if effective % max(ranks, 1):
         raise ConfigError(
-            f"training.effective_batch_size={effective}: is no multiple of num_gpus={ranks}"
+            f"training.effective_batch_size={effective}: is no multiple of {processes}"
         )
     return effective // max(ranks, 1)
 
@@ -77,9 +79,9 @@ def _integer(value: object) -> int:
     return value
 
 
-def _accumulation(size: int, steps: int, effective: int, ranks: int) -> int:
+def _accumulation(size: int, steps: int, effective: int, ranks: int, processes: str) -> int:
     needed, rest = divmod(effective, max(size * ranks, 1))
-    processes = "" if ranks == 1 else f" × num_gpus={ranks}"
+    processes = "" if ranks == 1 else f" × {processes}"
     if rest or needed < 1:
         raise ConfigError(
             f"training.effective_batch_size={effective}: is no multiple of "

@@ -223,6 +223,7 @@ class RobustConfig(PlainConfig):
     detach: bool = False
     auto_device: bool = True
     num_gpus: int = _in(FROM_1, 1)
+    num_nodes: int = _in(FROM_1, 1)
     min_num_gpus: int | None = _in(FROM_1, None)
     wait_for_gpu: bool = True
     min_gpu_memory_mb: int = _in(FROM_0, 4000)

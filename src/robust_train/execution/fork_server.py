@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import psutil
 from omegaconf import DictConfig
@@ -58,6 +59,17 @@ _START = (
 
 _alive: set[str] = set()
 """The tokens of this process's servers."""
+
+
+class OtherNodes(Protocol):
+    """What of an attempt runs on other nodes."""
+
+    @property
+    def descriptors(self) -> Sequence[int]:
+        """What becomes readable when one of them says something."""
+
+    def poll_nodes(self) -> float | None:
+        """Return in how many seconds the attempt is to end here as well; None: it goes on."""
 
 
 class ServerDied(Exception):
@@ -169,6 +181,7 @@ class ForkServer:
         signals: SignalWatch,
         hold: tuple[int, ...],
         tick: Callable[[], None],
+        others: OtherNodes | None = None,
     ) -> Exited:
         """Run one attempt to its end, whatever that is.
 
@@ -196,7 +209,11 @@ class ForkServer:
             clock.stop()
             send_stop()
 
-        with signals.handed_to(stop) as wakeup, self._selector(self._events, wakeup) as selector:
+        more = () if others is None else others.descriptors
+        with (
+            signals.handed_to(stop) as wakeup,
+            self._selector(self._events, wakeup, *more) as selector,
+        ):
             signals.raise_if_received()
             self._is_running = True
             self._send(request, hold)
@@ -209,6 +226,8 @@ class ForkServer:
                     os.read(wakeup, 4096)
                 while unanswered:
                     log.info("%s", _stopping(unanswered.pop(), request.stop_grace_seconds))
+                if others is not None and (left := others.poll_nodes()) is not None:
+                    clock.kill_in(left)
                 if clock.kills_now():
                     self._send(int(signal.SIGKILL))
                 # messages before events and output: what the child sent before it ended is then

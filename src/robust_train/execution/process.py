@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from robust_train.events import Event, Failed, Finished, ScriptStarted, Stalled
 from robust_train.execution import at_hand
 from robust_train.execution.flight_recorder import remove_pipes
 from robust_train.execution.fork_messages import Exited
-from robust_train.execution.fork_server import ForkServer, ServerDied
+from robust_train.execution.fork_server import ForkServer, OtherNodes, ServerDied
 from robust_train.execution.library_imports import PRELOAD
 from robust_train.execution.progress import AttemptProgress
 from robust_train.execution.request import AttemptRequest
@@ -66,7 +67,7 @@ class ProcessExecutor:
         if wanted is not None and not isinstance(wanted, ListConfig):
             raise ConfigError(f"trainer.{PRELOAD}={wanted}: accepted is a list of modules")
         self._libraries = list(libraries) if wanted is None else [str(name) for name in wanted]
-        if cfg.num_gpus > 1 and OmegaConf.select(cfg, "trainer.argv") is None:
+        if cfg.num_gpus * cfg.num_nodes > 1 and OmegaConf.select(cfg, "trainer.argv") is None:
             self._libraries.append("torch.distributed")
         self._unsafe: set[str] = set()
         self._server: ForkServer | None = None
@@ -89,8 +90,10 @@ class ProcessExecutor:
         *,
         hold: tuple[int, ...] = (),
         tick: Callable[[], None] = lambda: None,
+        others: OtherNodes | None = None,
     ) -> Outcome:
-        """Run one attempt; raises ConfigError if the trainer cannot be imported or refuses."""
+        """Run one attempt; raises ConfigError if the trainer cannot be imported or refuses.
+        ``others``: what of it runs on other nodes."""
         started = time.monotonic()
         oom_kills = OomKillWatch()
         progress = AttemptProgress()
@@ -105,11 +108,11 @@ class ProcessExecutor:
             if not isinstance(event, (Finished, Failed)):
                 on_event(event)
 
-        log_path = self._run_dir / f"attempt-{request.attempt}.log"
         try:
             server = self._ready_server(request.environ, tick)
-            server.pump.start_log(log_path)
-            exited = server.run(request, on_event=take, signals=self._signals, hold=hold, tick=tick)
+            server.pump.start_log(request.log_file)
+            run = partial(server.run, request, on_event=take, signals=self._signals)
+            exited = run(hold=hold, tick=tick, others=others)
             server.pump.end_log()
             tail = server.pump.tail
             if not server.is_alive:
@@ -142,7 +145,7 @@ class ProcessExecutor:
             failure = _stalled(request, exited.stalled, stacks)
             return replace(outcome, failure=failure, traceback=stacks or None)
         if runs_script and failure is not None:
-            return replace(outcome, traceback=last_words(tail, log_path.name), error=None)
+            return replace(outcome, traceback=last_words(tail, request.log_file.name), error=None)
         stack = None if crash is None else str(crash)
         return replace(outcome, traceback=outcome.traceback or stack)
 

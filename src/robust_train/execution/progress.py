@@ -115,5 +115,6 @@ class AttemptProgress:
             traceback=failed.traceback if failed else None,
             exit_code=None if code is None else code if code >= 0 else 128 - code,
             exceptions=failed.exceptions if failed else (),
+            others_know=failed is not None and failed.others_know,
             error=error,
         )

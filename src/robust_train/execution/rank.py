@@ -31,7 +31,7 @@ from robust_train.events import (
 )
 from robust_train.execution.attempt_output import flush_output
 from robust_train.execution.request import AttemptRequest
-from robust_train.execution.runner import new_run, run_attempt, stop_on_signals
+from robust_train.execution.runner import Trainer, new_run, run_attempt, stop_on_signals
 from robust_train.execution.signals import DUMP_STACKS, STOP_SIGNALS
 from robust_train.execution.votes import Votes
 from robust_train.execution.wire import EventSender
@@ -44,20 +44,27 @@ _EVENTS_OF_ANY_RANK = (
 
 
 def be_rank(
-    rank: int, request: AttemptRequest, send: EventSender, votes: Votes, ending: int, port: int
+    local: int, request: AttemptRequest, send: EventSender, votes: Votes, ending: int, port: int
 ) -> NoReturn:
     """Run the trainer as one of the ranks, in a process that was forked for it.
 
-    ``ending`` is a file in memory for the event of its end.
+    ``local`` is its number on this node; ``ending`` is a file in memory for the event of its end.
     """
     status = 1
+    rank = request.first_rank + local
     try:
-        _set_environment(rank, request, port)
-        _set_up(rank, request)
+        _set_environment(local, request, port)
+        _set_up(local, rank, request)
+
+        def load() -> Trainer:
+            trainer = request.trainer.load()
+            votes.begin(rank)
+            return trainer
+
         error = run_attempt(
-            replace(request, cfg=_config_of(rank, request.cfg)),
+            replace(request, cfg=_config_of(local, rank, request.cfg)),
             new_run(request, _report_of(rank, send), rank=rank, flags=votes),
-            request.trainer.load,
+            load,
             _ending_to(ending),
             stopping=stop_on_signals,
             process_ends=True,
@@ -106,29 +113,32 @@ def _report_of(rank: int, send: EventSender) -> Callable[[Event], None]:
     return of_another if rank else send
 
 
-def _config_of(rank: int, cfg: DictConfig) -> DictConfig:
+def _config_of(local: int, rank: int, cfg: DictConfig) -> DictConfig:
     cfg = cfg.copy()
     with open_dict(cfg):
         if str(cfg.device).startswith("cuda"):
-            cfg.device = f"cuda:{rank}"
+            cfg.device = f"cuda:{local}"
         if rank:
             # one record of memory over time, in one file
             cfg.memory.sample_interval_ms = 0
     return cfg
 
 
-def _set_environment(rank: int, request: AttemptRequest, port: int) -> None:
+def _set_environment(local: int, request: AttemptRequest, port: int) -> None:
     """Set what torch's ``env://`` and other libraries read, as torch's own launcher does."""
+    rank, span = request.first_rank + local, request.span
     for name in request.of_first_rank if rank else ():
         os.environ.pop(name, None)
-    for name in ("RANK", "LOCAL_RANK", "ROLE_RANK"):
+    for name in ("RANK", "ROLE_RANK"):
         os.environ[name] = str(rank)
-    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"):
-        os.environ[name] = str(request.ranks)
+    for name in ("WORLD_SIZE", "ROLE_WORLD_SIZE"):
+        os.environ[name] = str(request.world_size)
     os.environ |= {
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
+        "LOCAL_RANK": str(local),
+        "LOCAL_WORLD_SIZE": str(request.ranks),
+        "GROUP_RANK": str(span.node),
+        "GROUP_WORLD_SIZE": str(span.nodes),
+        "MASTER_ADDR": span.host,
         "MASTER_PORT": str(port),
         "TORCHELASTIC_RUN_ID": "robust_train",
         "TORCHELASTIC_RESTART_COUNT": "0",
@@ -137,13 +147,13 @@ def _set_environment(rank: int, request: AttemptRequest, port: int) -> None:
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
-    # all ranks are on this host: no look-up of its name, which may have no address
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # no look-up of the host's name, which may have no address, or one that others do not reach
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", span.interface)
     if (lightning := sys.modules.get("lightning_utilities.core.rank_zero")) is not None:
         lightning.rank_zero_only.rank = rank  # read when it was imported, before there was a rank
 
 
-def _set_up(rank: int, request: AttemptRequest) -> None:
+def _set_up(local: int, rank: int, request: AttemptRequest) -> None:
     """Set up what each of several processes of one machine needs."""
     if rank:
         # the same lines of every rank would hide what differs
@@ -154,7 +164,7 @@ def _set_up(rank: int, request: AttemptRequest) -> None:
     torch = sys.modules["torch"]
     if str(request.cfg.device).startswith("cuda"):
         # for trainers that say just "cuda"
-        when_cuda_starts(torch, lambda: torch.cuda.set_device(rank))
+        when_cuda_starts(torch, lambda: torch.cuda.set_device(local))
     threads = torch.get_num_threads()
     if "OMP_NUM_THREADS" not in os.environ:
         threads = max(1, len(os.sched_getaffinity(0)) // request.ranks)

@@ -18,12 +18,13 @@ from dataclasses import replace
 from types import FrameType
 
 import psutil
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from robust_train.events import Event, Failed, RankDied
 from robust_train.execution.linux import signal_at_parents_death
+from robust_train.execution.node_votes import NodeVotes
 from robust_train.execution.rank import be_rank, read_ending
-from robust_train.execution.request import AttemptRequest
+from robust_train.execution.request import AttemptRequest, NodeSpan
 from robust_train.execution.root_cause import RankEnd, root_cause
 from robust_train.execution.signals import DUMP_STACKS, STOP_SIGNALS, stop_signal
 from robust_train.execution.votes import Votes
@@ -36,15 +37,26 @@ _LAST_REPORT_SECONDS = 1.0
 """Time of the others after a failure: for a report of their own that explains more."""
 _AFTER_KILL_SECONDS = 5.0
 _STACKS_SECONDS = 0.3
+_BEGIN_SECONDS = 300.0  # from the start until all ranks of all nodes call the trainer
 
 
-def run_ranks(request: AttemptRequest, send: EventSender) -> int:
+def run_ranks(request: AttemptRequest, send: EventSender, hold: Sequence[int] = ()) -> int:
     """Run the trainer in ``request.ranks`` processes, and send how that ended as one event.
+
+    Args:
+        request: the attempt.
+        send: takes events.
+        hold: open descriptors; on the first of several nodes the last is the store's socket.
 
     Returns:
         0 if all ranks completed, else 1.
     """
-    ending, status = _ending(_Group(request, send).run())
+    group = _Group(request, send, hold)
+    ending, status = _ending(group.run())
+    if status and group.missing:
+        nodes = ", ".join(map(str, group.missing))
+        message = f"not all ranks have begun within {_BEGIN_SECONDS:g} s: node {nodes} is missing"
+        ending = Failed(Failure(FailureKind.COMM, message))
     send(ending)
     return status
 
@@ -52,16 +64,18 @@ def run_ranks(request: AttemptRequest, send: EventSender) -> int:
 class _Group:
     """The ranks' processes, from their fork to their end."""
 
-    def __init__(self, request: AttemptRequest, send: EventSender) -> None:
-        self._grace_seconds = request.stop_grace_seconds
-        self._votes = Votes(request.ranks)
+    def __init__(self, request: AttemptRequest, send: EventSender, hold: Sequence[int]) -> None:
+        span, is_first = request.span, request.first_rank == 0
+        self.missing: list[int] = []  # nodes that were not there in time
+        self._grace_seconds, self._first = request.stop_grace_seconds, request.first_rank
+        self._votes = Votes(request.ranks, request.first_rank, is_part=span.nodes > 1)
         self._endings = [os.memfd_create(f"rank-{rank}") for rank in range(request.ranks)]
         self._pids: list[int] = []
         self._dead: dict[int, RankEnd] = {}
         self._kill_at: float | None = None
         self._killed_at: float | None = None
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            port = listener.getsockname()[1]
+        with _listener(span, hold) as listener:
+            port = span.port or listener.getsockname()[1]
             me = os.getpid()
             for rank in range(request.ranks):
                 if (pid := os.fork()) == 0:
@@ -73,13 +87,17 @@ class _Group:
                 self._pids.append(pid)
             # only now: its thread would not be in the ranks, which may be connecting already
             self._store = TCPStore(
-                "127.0.0.1",
+                span.host,
                 port,
-                is_master=True,
+                is_master=is_first,
                 wait_for_workers=False,
-                master_listen_fd=listener.detach(),
+                master_listen_fd=listener.detach() if is_first else None,
                 use_libuv=False,  # before torch 2.6 that takes no open socket
             )
+        store = PrefixStore("robust_train", self._store)
+        votes = NodeVotes(self._votes, store, span.node, span.nodes)
+        self._nodes = votes if span.nodes > 1 else None
+        self._begin_at = time.monotonic() + _BEGIN_SECONDS
         self._stacks_file = request.stacks_file
         self._pass_signals_on()
 
@@ -97,13 +115,38 @@ class _Group:
                 self._signal(signal.SIGKILL)
                 if now >= self._killed_at + _AFTER_KILL_SECONDS:
                     break  # one hangs in the kernel
+            self._meet_other_nodes(now)
+        if not any(end.is_failure for end in self._ends()):
+            self._await_other_nodes()
         return self._ends()
+
+    def _await_other_nodes(self) -> None:
+        """Keep the store for as long as ranks of other nodes need it; the launcher may kill us."""
+        with contextlib.suppress(RuntimeError):
+            if self._nodes is not None:
+                self._nodes.end()
+            while self._nodes is not None and not self._nodes.is_over:
+                time.sleep(_POLL_SECONDS)
+                self._nodes.poll(len(self._pids))
+
+    def _meet_other_nodes(self, now: float) -> None:
+        """Agree with other nodes on flags; end where one of them does not begin."""
+        if self._nodes is None or self._killed_at is not None:
+            return
+        try:
+            self._nodes.poll(len(self._pids))
+            if self._begin_at and now >= self._begin_at and self._first == 0:
+                self.missing, self._begin_at = self._nodes.missing(), 0.0
+                self._kill_at = now if self.missing else None
+        except RuntimeError:  # the store is gone, and so is the attempt
+            self._nodes = None
 
     def _set_clock(self, now: float) -> None:
         """Set when to kill: after the first failure, or when all have reported their end."""
         if self._kill_at is not None:
             return
-        known = [end for end in self._ends() if end.ending is not None or end.rank in self._dead]
+        ends = self._ends()
+        known = [end for end in ends if end.ending is not None or end.returncode is not None]
         failed = [end for end in known if end.is_failure]
         if failed:
             knows = all(end.others_know for end in failed)
@@ -117,7 +160,8 @@ class _Group:
     def _end(self, rank: int, returncode: int | None) -> RankEnd:
         at, ending = read_ending(self._endings[rank]) or (time.monotonic(), None)
         was_killed = self._killed_at is not None
-        return RankEnd(rank, self._pids[rank], ending, at, returncode, was_killed)
+        number = self._first + rank
+        return RankEnd(number, self._pids[rank], ending, at, returncode, was_killed)
 
     def _signal(self, signum: int) -> None:
         for rank, pid in enumerate(self._pids):
@@ -131,7 +175,8 @@ class _Group:
             if rank in self._dead:
                 continue
             with contextlib.suppress(OSError, psutil.Error):
-                heading = f"rank {rank} (process {pid}, {psutil.Process(pid).status()})\n"
+                number = self._first + rank
+                heading = f"rank {number} (process {pid}, {psutil.Process(pid).status()})\n"
                 with self._stacks_file.open("a") as file:
                     file.write(heading)
                 size = self._stacks_file.stat().st_size
@@ -155,6 +200,13 @@ class _Group:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         faulthandler.unregister(DUMP_STACKS)
         signal.signal(DUMP_STACKS, lambda signum, frame: self._dump_stacks())
+
+
+def _listener(span: NodeSpan, hold: Sequence[int]) -> socket.socket:
+    """Return the store's socket; on another than the first node one that nobody uses."""
+    if span.nodes > 1 and span.node == 0:
+        return socket.socket(fileno=os.dup(hold[-1]))
+    return socket.create_server(("127.0.0.1", 0))
 
 
 def _ending(ends: Sequence[RankEnd]) -> tuple[Event, int]:

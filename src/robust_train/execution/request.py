@@ -18,6 +18,17 @@ from robust_train.values import AttemptSpec
 
 
 @dataclass(frozen=True)
+class NodeSpan:
+    """The nodes of an attempt, as one of them sees it."""
+
+    node: int = 0  # this one; the ranks' store is on node 0
+    nodes: int = 1
+    host: str = "127.0.0.1"  # address of the store
+    port: int = 0  # 0: any
+    interface: str = "lo"  # the network interface that leads there
+
+
+@dataclass(frozen=True)
 class AttemptRequest:
     """One attempt, ready to be carried to another process."""
 
@@ -35,10 +46,13 @@ class AttemptRequest:
     stall_timeout_seconds: float | None = 0.0
     longest_pause: float = 0.0  # between two reports in the job so far, seconds
     gpu_uuids: tuple[str, ...] = ()
-    ranks: int = 1  # processes that run the trainer together
+    ranks: int = 1  # processes of this node that run the trainer together
+    span: NodeSpan = NodeSpan()  # the nodes
     stop_grace_seconds: float = 20.0  # time for a last checkpoint
     batch_search: BatchSearch | None = None  # the micro-batch is to be found before training
     has_live_status: bool = False  # the launcher shows steps and loss on a terminal
+    spec: AttemptSpec | None = None  # what it was made of
+    job: str = ""  # identity of the job
     of_first_rank: tuple[str, ...] = ()  # variables in `environ` that the other ranks do without
 
     @property
@@ -47,14 +61,34 @@ class AttemptRequest:
         return OmegaConf.select(self.cfg, "trainer.argv") is not None
 
     @property
+    def world_size(self) -> int:
+        """Processes that run the trainer together, on all nodes."""
+        return self.ranks * self.span.nodes
+
+    @property
+    def first_rank(self) -> int:
+        """Rank of this node's first process."""
+        return self.ranks * self.span.node
+
+    @property
     def is_supervised(self) -> bool:
         """Whether the attempt's own process only supervises those that train."""
-        return self.ranks > 1 or self.runs_script
+        return self.world_size > 1 or self.runs_script
+
+    @property
+    def log_file(self) -> Path:
+        """What the attempt prints on this node."""
+        return self.run_dir / f"{self._stem}.log"
 
     @property
     def stacks_file(self) -> Path:
         """What the threads of the attempt's processes are doing when it stalls."""
-        return self.run_dir / f"attempt-{self.attempt}.stacks"
+        return self.run_dir / f"{self._stem}.stacks"
+
+    @property
+    def _stem(self) -> str:
+        node = f".node{self.span.node}" if self.span.node else ""
+        return f"attempt-{self.attempt}{node}"
 
 
 def request_for(
@@ -85,6 +119,8 @@ def request_for(
         trainer=trainer,
         cfg=attempt_config(cfg, spec, device),
         hydra_cfg=hydra_config(),
+        spec=spec,
+        job=job,
         attempt=number,
         run_dir=run_dir,
         resume_checkpoint=checkpoint,
@@ -95,7 +131,7 @@ def request_for(
         longest_pause=longest_pause,
         gpu_uuids=tuple(gpu.uuid for gpu in spec.gpus),
         # a script starts its processes itself
-        ranks=1 if settings.is_script else spec.ranks,
+        ranks=1 if settings.is_script else spec.ranks // settings.num_nodes,
         stop_grace_seconds=settings.stop_grace_seconds,
         batch_search=search,
         has_live_status=settings.owns_terminal,

@@ -56,7 +56,7 @@ def new_run(
     rank: int = 0,
     flags: Flags | None = None,
 ) -> Run:
-    """Return what the trainer of an attempt is given."""
+    """Return what the trainer of an attempt is given; ``rank``: of all on all nodes."""
     run = Run(
         run_dir=request.run_dir,
         attempt=request.attempt,
@@ -64,7 +64,7 @@ def new_run(
         report=report,
         can_restart=can_restart,
         rank=rank,
-        world_size=request.ranks,
+        world_size=request.world_size,
         flags=flags,
         has_live_status=request.has_live_status,
     )

@@ -82,7 +82,7 @@ class _Server:
             self._control.send(imported)
         elif isinstance(message, AttemptRequest):
             hold = receive_descriptors(self._control)
-            self._fork(message)
+            self._fork(message, hold)
             for descriptor in hold:
                 os.close(descriptor)
         elif isinstance(message, int) and self._child is not None:
@@ -112,7 +112,7 @@ class _Server:
         gc.freeze()
         return Imported(unsafe)
 
-    def _fork(self, request: AttemptRequest) -> None:
+    def _fork(self, request: AttemptRequest, hold: Sequence[int]) -> None:
         server = os.getpid()
         # a signal that comes before the attempt's own handlers must not be lost
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, signals.STOP_SIGNALS)
@@ -126,7 +126,7 @@ class _Server:
             if os.getppid() != server:
                 os._exit(1)
             self._control.close()
-            _be_attempt(request, EventSender(self._events))
+            _be_attempt(request, EventSender(self._events), hold)
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         self._child = pid
 
@@ -177,7 +177,7 @@ def _write_stacks(request: AttemptRequest) -> None:
     faulthandler.register(signals.DUMP_STACKS, file=stacks)
 
 
-def _be_attempt(request: AttemptRequest, send: EventSender) -> NoReturn:
+def _be_attempt(request: AttemptRequest, send: EventSender, hold: Sequence[int]) -> NoReturn:
     """Run the attempt in this process, which was forked for it."""
     status = 1
     try:
@@ -188,11 +188,11 @@ def _be_attempt(request: AttemptRequest, send: EventSender) -> NoReturn:
         _write_stacks(request)
         adopt_hydra(request.hydra_cfg)
         importlib.invalidate_caches()
-        if request.ranks > 1:
+        if request.world_size > 1:
             # it brings much of torch along that one process does without
             from robust_train.execution.rank_group import run_ranks
 
-            status = run_ranks(request, send)
+            status = run_ranks(request, send, hold)
         else:
             error = run_attempt(
                 request,

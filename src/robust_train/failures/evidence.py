@@ -30,6 +30,7 @@ _REQUESTED = _table(
     r"Trying to allocate COUNT",  # c10's mobile allocator gives no unit
     r"(?:malloc|realloc|buffer|memory|block) of size:? COUNT",
     r"Requested (?:size|memory):? (?:SIZE|(?P<plain>\d+))",
+    r"Requested\s+: SIZE",  # with backend:cudaMallocAsync, limit or not
     r"requested bytes of COUNT",
     r"Invalid buffer size: SIZE",
     r"Cannot allocate SIZE memory",
@@ -49,13 +50,14 @@ _UNUSED = _table(
 _RESERVED = _table(r"SIZE reserved in total")
 _FREE = _table(
     r"of which SIZE is free",
+    r"Free \(according to CUDA\): SIZE",
     r"SIZE free\b",
     r"available memory is only SIZE",
     r"Free memory: (?:SIZE|(?P<plain>\d+))",
     r"Available memory of COUNT is smaller",
 )
 _ALLOWED = _table(r"SIZE allowed;")
-_PREEMPTIVE = re.compile(r"preemptively rejected|exceed allowed memory", re.IGNORECASE)
+_PREEMPTIVE = re.compile(r"preemptively rejected", re.IGNORECASE)
 _TOTAL = _table(r"SIZE total capacity", r"total capaci?ty of SIZE", r"max allowed: SIZE")
 
 # whose allocator's statistics are those of torch

@@ -7,7 +7,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from robust_train.errors import UserError
+from robust_train.errors import ConfigError, UserError
 from robust_train.failures import classify_failure
 from robust_train.microbatch.ranks import here
 from robust_train.run import Run
@@ -17,6 +17,8 @@ from robust_train.values import MEMORY_FAILURES
 
 def effective_batch_size(cfg: DictConfig) -> int:
     """Return the samples in an optimizer step, however they are split."""
+    if (nodes := OmegaConf.select(cfg, "num_nodes") or 1) > 1:
+        raise ConfigError(f"num_nodes={nodes}: this framework is supported on one machine only")
     ranks = OmegaConf.select(cfg, "num_gpus") or 1
     return int(cfg.training.batch_size * cfg.training.gradient_accumulation_steps * ranks)
 

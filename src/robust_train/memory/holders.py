@@ -90,7 +90,7 @@ class HeldTensor:
     shape: tuple[int, ...]  # its own
     dtype: str  # `float32`
     device: str  # `cuda:0`, `cpu`
-    owner: str  # who holds it, as holder_of returns it
+    owner: str  # who holds it, as holders_of returns it
     has_graph: bool  # it keeps the graph that it was computed by, and what that has saved
 
     def __str__(self) -> str:
@@ -128,14 +128,9 @@ def largest(
     ]
 
 
-def holder_of(item: Any) -> str:
-    """Return who holds ``item``, as a person would write it: ``kept[0] (global of module x)``."""
-    items = [item]
-    return holders_of(items)[0]
-
-
 def holders_of(items: Sequence[Any], ignore: Collection[int] = ()) -> list[str]:
-    """Do :func:`holder_of` for several objects at once; ``ignore``: ids of what holds them here."""
+    """Return who holds each item, as a person would write it: ``kept[0] (global of module x)``.
+    ``ignore``: ids of what holds them here."""
     wanted, names = {id(item) for item in items}, {}
     seen = {id(items), *ignore}
     # breadth first: the shortest path from a name is the one that a person recognises
@@ -156,22 +151,18 @@ def holders_of(items: Sequence[Any], ignore: Collection[int] = ()) -> list[str]:
 
 @dataclass(frozen=True, eq=False)
 class _Path:
-    """How one gets to ``value``: by ``text`` (``table['kept'][0]``) from the variables ``where``.
-    ``attribute`` is the end of it from the last object with attributes on: ``Owner.value``."""
+    """How one gets to ``value``: ``text`` (``table['kept'][0]``) from the variables ``where``."""
 
     value: Any
     text: str
     where: str
-    attribute: str = ""
 
     def __str__(self) -> str:
-        attribute = f", in {self.attribute}" if self.attribute else ""
-        return _MODULE_TABLES.sub(r".\1", f"{self.text} ({self.where}){attribute}")
+        return _MODULE_TABLES.sub(r".\1", f"{self.text} ({self.where})")
 
     def to(self, value: Any, step: str) -> _Path:
         """Return the path one step further."""
-        attribute = self.attribute and self.attribute + step
-        return _Path(value, self.text + step, self.where, attribute)
+        return _Path(value, self.text + step, self.where)
 
     def further(self) -> Iterator[_Path]:
         """Yield the paths to all that ``value`` refers to."""
@@ -189,8 +180,7 @@ class _Path:
         elif not isinstance(value, (type, ModuleType, FrameType)):
             attributes = _attributes(value)
             for name, one in list(attributes.items()):
-                step = f".{name}"
-                yield _Path(one, self.text + step, self.where, type(value).__name__ + step)
+                yield self.to(one, f".{name}")
             for one in gc.get_referents(value):  # in slots, in sets, of bound methods
                 if one is not attributes:
                     yield self.to(one, "")

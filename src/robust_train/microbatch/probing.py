@@ -22,7 +22,6 @@ from robust_train.batch.search import (
     fits,
     largest_that_fits,
     next_size,
-    predicted_bytes,
 )
 from robust_train.memory import host
 from robust_train.memory.cleanup import return_memory
@@ -43,8 +42,6 @@ class FoundBatchSize:
         probes: what was tried, in order.
         rest_bytes: what was in use before a pass.
         limit_bytes: what there was to use, without what the optimizer is going to take.
-        predicted_bytes: what ``batch_size`` was expected to need before it was tried; None where
-            it was the first one tried.
         measured_bytes: what it needed.
         seconds: all probes together.
     """
@@ -53,7 +50,6 @@ class FoundBatchSize:
     probes: tuple[Probe, ...]
     rest_bytes: int
     limit_bytes: int
-    predicted_bytes: int | None
     measured_bytes: int | None
     seconds: float
 
@@ -63,10 +59,8 @@ class FoundBatchSize:
         probes = f"{len(self.probes)} probe{'s' * (len(self.probes) != 1)} ({tried})"
         if self.batch_size is None or self.measured_bytes is None:
             return f"{probes}: none fits into {shown(self.limit_bytes)}"
-        known = self.predicted_bytes is not None
-        predicted = f"predicted {shown(self.predicted_bytes or 0)}, " if known else ""
         return (
-            f"{probes} → {self.batch_size}, {predicted}measured {shown(self.measured_bytes)} of "
+            f"{probes} → {self.batch_size}, measured {shown(self.measured_bytes)} of "
             f"{shown(self.limit_bytes)}, {self.seconds:.1f} s"
         )
 
@@ -98,7 +92,6 @@ class Prober:
         self._reserve = reserve_bytes
         self._step_bytes = step_bytes
         self._probes: list[Probe] = []
-        self._expected: dict[int, int | None] = {}
         self._limits = Limits()
         self._size = 0
         self._started = time.monotonic()
@@ -108,7 +101,6 @@ class Prober:
         size = next_size(self._sizes, self._probes, self._limits)
         if size is None:
             return None
-        self._expected[size] = predicted_bytes(self._probes, size, self._limits)
         rest = self._meter.begin()
         limit = self._meter.limit() - self._reserve
         # threads and workspaces come with the first pass and stay
@@ -140,7 +132,6 @@ class Prober:
             probes=tuple(self._probes),
             rest_bytes=self._limits.rest_bytes,
             limit_bytes=self._limits.limit_bytes,
-            predicted_bytes=None if best is None else self._expected[best.batch_size],
             measured_bytes=None if best is None else best.peak_bytes,
             seconds=time.monotonic() - self._started,
         )

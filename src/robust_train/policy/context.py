@@ -16,6 +16,7 @@ from robust_train.values import (
     FailureKind,
     GpuInfo,
     Group,
+    device_name,
     gpus_of,
 )
 
@@ -203,7 +204,7 @@ def failed_gpus(attempt: Attempt) -> Group:
 
 def exchanged(group: Group, leaving: Group, offers: Sequence[GpuInfo]) -> Group | None:
     """``group`` with the best of ``offers`` in place of those that leave; None if too few."""
-    if len(offers) < len(leaving):
+    if len(offers) < len(leaving) or not leaving:  # none is ours: it failed on another node
         return None
     best = iter(offers)
     return tuple(next(best) if gpu in leaving else gpu for gpu in group)
@@ -212,3 +213,22 @@ def exchanged(group: Group, leaving: Group, offers: Sequence[GpuInfo]) -> Group 
 def uuids(gpus: Group) -> tuple[str, ...]:
     """The identities of ``gpus``."""
     return tuple(gpu.uuid for gpu in gpus)
+
+
+def what_failed(context: FailureContext) -> str:
+    """Return what failed and where, for the beginning of a reason."""
+    failure, device = context.failure, device_name(context.failed_gpus)
+    if context.last.gpus and not context.failed_gpus:
+        device = "another node"
+    rank = "" if failure.rank is None else f" (rank {failure.rank})"
+    if failure.kind is FailureKind.DEVICE_OOM:
+        limit = " at this job's own limit (memory.fraction)" if failure.evidence.own_limit else ""
+        where = device if context.last.gpus else "the GPU"  # of a process that chose it itself
+        return f"out of memory on {where}{rank}{limit}"
+    if failure.kind is FailureKind.HOST_OOM:
+        return f"out of memory on the host{rank}"
+    if failure.kind is FailureKind.DEVICE_FAULT:
+        return f"{device} failed ({failure.message})"
+    if failure.kind is FailureKind.DEVICE_UNAVAILABLE:
+        return f"{device} is not available ({failure.message})"
+    return failure.message

@@ -66,8 +66,8 @@ REMEDIES: dict[FailureKind, tuple[Rule, ...]] = {
 
 
 def first_attempt(settings: PolicySettings, gpus: Group) -> AttemptSpec:
-    """Return the requested batch on the GPUs that were found, or on the CPU."""
-    settings = settings.for_ranks(len(gpus) or settings.cpu_ranks)
+    """Return the requested batch on the GPUs that were found on each node, or on the CPU."""
+    settings = settings.for_ranks(len(gpus) * settings.nodes or settings.cpu_ranks)
     return AttemptSpec(
         gpus=gpus,
         ranks=settings.ranks,

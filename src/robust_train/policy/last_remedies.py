@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from robust_train.policy.context import FailureContext
-from robust_train.policy.remedies import effective_batch_warning, sized, what_failed
+from robust_train.policy.context import FailureContext, what_failed
+from robust_train.policy.remedies import effective_batch_warning, sized
 from robust_train.policy.sizes import sizes
 from robust_train.values import FailureKind, Retry
 

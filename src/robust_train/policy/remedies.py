@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from robust_train.policy.context import FailureContext, exchanged, failed_gpus, uuids
+from robust_train.policy.context import FailureContext, exchanged, failed_gpus, uuids, what_failed
 from robust_train.policy.sizes import PolicySettings, largest_up_to, next_smaller
 from robust_train.policy.unhealthy import is_hardware_fault
 from robust_train.values import (
@@ -384,20 +384,3 @@ def effective_batch_warning(settings: PolicySettings, spec: AttemptSpec) -> str 
         f"no micro-batch from {settings.min_batch_size} to {spec.batch_size} divides the effective "
         f"batch size {wanted}; it is now {spec.effective_batch_size}"
     )
-
-
-def what_failed(context: FailureContext) -> str:
-    """Return what failed and where, for the beginning of a reason."""
-    failure, device = context.failure, device_name(context.failed_gpus)
-    rank = "" if failure.rank is None else f" (rank {failure.rank})"
-    if failure.kind is FailureKind.DEVICE_OOM:
-        limit = " at this job's own limit (memory.fraction)" if failure.evidence.own_limit else ""
-        where = device if context.failed_gpus else "the GPU"  # of a process that chose it itself
-        return f"out of memory on {where}{rank}{limit}"
-    if failure.kind is FailureKind.HOST_OOM:
-        return f"out of memory on the host{rank}"
-    if failure.kind is FailureKind.DEVICE_FAULT:
-        return f"{device} failed ({failure.message})"
-    if failure.kind is FailureKind.DEVICE_UNAVAILABLE:
-        return f"{device} is not available ({failure.message})"
-    return failure.message

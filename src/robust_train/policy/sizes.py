@@ -15,6 +15,7 @@ class PolicySettings:
     batch_size: int  # requested micro-batch of each rank
     gradient_accumulation_steps: int = 1  # requested accumulation of each rank
     ranks: int = 1  # requested processes that share a step, one for each GPU
+    nodes: int = 1  # machines that have equally many of them
     cpu_ranks: int = 1  # processes on the CPU
     min_ranks: int | None = None  # fewest GPUs to go on with; None: never fewer than `ranks`
     num_workers: int = 0  # requested data-loader workers

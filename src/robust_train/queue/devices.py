@@ -282,6 +282,15 @@ def _free_bytes(group: Group) -> FreeBytes:
     return tuple(now.get(gpu.uuid) for gpu in group)
 
 
+def with_free_bytes(outcome: Outcome, before: FreeBytes, after: FreeBytes) -> Outcome:
+    """Return the outcome with the free memory of the GPU on which it failed, if that is ours."""
+    rank = 0 if outcome.failure is None else outcome.failure.rank or 0
+    if outcome.failure is None or rank >= min(len(before), len(after)):
+        return outcome
+    free = before[rank], after[rank]
+    return replace(outcome, gpu_free_before_bytes=free[0], gpu_free_after_bytes=free[1])
+
+
 def name_for_trainer(group: Group, environ: Mapping[str, str], *, own_process: bool) -> str:
     """Return the value of ``cfg.device`` for the trainer.
 

@@ -180,7 +180,8 @@ class Notifier:
     def hurry(self) -> None:
         """End what is being delivered."""
         for delivery in self._deliveries:
-            delivery.until = min(delivery.until, time.monotonic())
+            if delivery.is_alive():
+                delivery.problem, delivery.until = "ended by a signal", time.monotonic()
 
 
 class _Delivery(threading.Thread):

@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from robust_train.errors import EXIT_BAD_CONFIG, ConfigError
 from robust_train.events import Json
+from robust_train.nodes.place import node_in
 from robust_train.runfolder import detach
 from robust_train.runfolder.lock import refusal
 from robust_train.settings import hide_urls
@@ -31,7 +32,8 @@ class SweepCallback(Callback):
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Before anything is written to the run folder."""
         hide_urls(config)
-        problem = refusal(Path(str(config.hydra.run.dir)))
+        follows = node_in(os.environ, config.hydra.overrides.task) > 0
+        problem = None if follows else refusal(Path(str(config.hydra.run.dir)))
         if problem is not None:
             _refuse(problem)
         try:

@@ -1,0 +1,1 @@
+"""One job on several machines: the launcher of node 0 leads, those of the others follow."""

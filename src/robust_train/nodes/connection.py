@@ -1,0 +1,160 @@
+"""A connection between two launchers, and ``leader.json``, through which they find each other."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import multiprocessing.connection
+import os
+import platform
+import socket
+import struct
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+from omegaconf import DictConfig, OmegaConf
+
+from robust_train.files import MalformedEvent, from_json, replacing
+from robust_train.nodes.messages import Message, decode, encode
+
+LEADER_FILE = "leader.json"
+_HOST = "ROBUST_TRAIN_NODE_HOST"
+_CONNECT_SECONDS = 3.0
+_MOST_BYTES = 4 << 20
+_SILENT_SECONDS = 15  # a node that acknowledges nothing for so long is lost
+_KEEPALIVE = {"KEEPIDLE": 5, "KEEPINTVL": 5, "KEEPCNT": 2, "USER_TIMEOUT": _SILENT_SECONDS * 1000}
+_PART_SECONDS = 5  # for the rest of a message, or of a greeting
+
+
+class Connection:
+    """Messages over TCP between two that know ``secret``; nobody waits for the other for long.
+
+    What is sent to one that is gone is lost. Raises OSError, EOFError,
+    multiprocessing.AuthenticationError: the other one is gone, or does not know the secret.
+
+    Attributes:
+        here, there: this host's address as the other one sees it, and the other's.
+        lost: how it was seen that the other one is gone, else None.
+    """
+
+    def __init__(self, sock: socket.socket, secret: str, *, leads: bool) -> None:
+        self.lost: str | None = None
+        self.here, self.there = str(sock.getsockname()[0]), str(sock.getpeername()[0])
+        sock.settimeout(None)
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", _PART_SECONDS, 0))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in (("NODELAY", 1), *_KEEPALIVE.items()):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{name}"), value)
+        self._pipe = multiprocessing.connection.Connection(sock.detach())
+        proofs = (
+            multiprocessing.connection.deliver_challenge,
+            multiprocessing.connection.answer_challenge,
+        )
+        try:
+            for prove in proofs if leads else reversed(proofs):
+                prove(self._pipe, secret.encode())
+        except BaseException:
+            self._pipe.close()
+            raise
+
+    def fileno(self) -> int:
+        """Return the descriptor, which becomes readable when there is something."""
+        return self._pipe.fileno()
+
+    def send(self, message: Message) -> None:
+        """Send a message."""
+        with contextlib.suppress(OSError):
+            self._pipe.send_bytes(encode(message))
+
+    def receive(self, seconds: float = 0.0) -> list[Message]:
+        """Return what has arrived, after waiting for it so long."""
+        messages: list[Message] = []
+        try:
+            while self.lost is None and self._pipe.poll(0.0 if messages else seconds):
+                messages.append(decode(self._pipe.recv_bytes(_MOST_BYTES)))
+        except EOFError:
+            self.lost = "its launcher has ended"
+        except TimeoutError:
+            self.lost = f"silent for {_SILENT_SECONDS} s"
+        except (OSError, MalformedEvent) as error:
+            self.lost = str(error)
+        return messages
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._pipe.close()
+
+
+@dataclass(frozen=True)
+class Address:
+    """The content of ``leader.json``: where the leader listens, and the secret of this launch."""
+
+    hosts: tuple[str, ...]  # to try in this order
+    port: int
+    secret: str
+
+    def write(self, run_dir: Path) -> None:
+        """Write it, for this user only. Raises OSError."""
+        with replacing(run_dir / LEADER_FILE) as temporary:
+            temporary.touch()
+            temporary.chmod(0o600)
+            temporary.write_text(json.dumps(asdict(self)))
+
+
+def connect(run_dir: Path) -> Connection | None:
+    """Return a connection to who knows the secret of ``leader.json``; None without one."""
+    own = os.environ.get(_HOST, "")
+    with contextlib.suppress(OSError, ValueError):  # MalformedEvent among them
+        os.listdir(run_dir)  # a network disk asks its server anew
+        address = from_json(Address, json.loads((run_dir / LEADER_FILE).read_text()))
+        for host in address.hosts:
+            with contextlib.suppress(OSError, EOFError, multiprocessing.AuthenticationError):
+                there = host, address.port
+                sock = socket.create_connection(there, _CONNECT_SECONDS, (own, 0))
+                return Connection(sock, address.secret, leads=False)
+    return None
+
+
+def addresses() -> tuple[str, ...]:
+    """Return the addresses of this host, the likeliest to be reached from others first."""
+    if host := os.environ.get(_HOST):
+        return (host,)
+    named = ""
+    with contextlib.suppress(OSError):
+        named = socket.gethostbyname(socket.gethostname())
+    found = [one for one in _interfaces() if "." in one]
+    return tuple(sorted(found, key=lambda one: (one.startswith("127."), one != named)))
+
+
+def interface_of(address: str) -> str:
+    """Return the name of the network interface that has an address of this host."""
+    return _interfaces().get(address, "lo")
+
+
+def _interfaces() -> dict[str, str]:
+    interfaces = psutil.net_if_addrs().items()
+    return {one.address: name for name, addresses in interfaces for one in addresses}
+
+
+def started_with(cfg: DictConfig) -> dict[str, str]:
+    """Return what has to be the same on all nodes: versions, and the config by dotted key.
+
+    Interpolations, whose values may differ, as such.
+    """
+    found = {"Python": ".".join(platform.python_version_tuple()[:2])}
+    for name in ("robust-train", "torch"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+
+    def walk(value: object, key: str) -> None:
+        if isinstance(value, dict) and value:
+            for name, one in value.items():
+                walk(one, f"{key}.{name}".lstrip("."))
+        else:
+            found[key] = str(value)
+
+    walk(OmegaConf.to_container(cfg, resolve=False), "")
+    return found

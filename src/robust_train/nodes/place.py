@@ -1,0 +1,91 @@
+"""Which of a job's nodes this process is on, and what a job on several nodes cannot be. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+from robust_train.errors import ConfigError
+
+_BY_HAND = "ROBUST_TRAIN_NODE_RANK", "ROBUST_TRAIN_NUM_NODES"
+_VARIABLES = {
+    _BY_HAND[0]: _BY_HAND[1],
+    "PET_NODE_RANK": "PET_NNODES",  # Kubeflow's trainer, as torchrun reads them
+    "SLURM_NODEID": "SLURM_STEP_NUM_NODES",
+    "JOB_COMPLETION_INDEX": "",  # an indexed Job of Kubernetes
+}
+"""The number of this node, and of how many it is one; the first that is set counts. PyTorchJob's
+``RANK`` and ``WORLD_SIZE`` count pods: never these."""
+
+_DIFFERS = re.compile(r"\$\{(now|robust_pid)\b|\$\{hydra[.:]job\.(id|num)\b")
+
+
+@dataclass(frozen=True)
+class Place:
+    """This node, counted from 0, and how many there are; node 0 leads."""
+
+    node: int
+    nodes: int
+
+
+def place_of(cfg: DictConfig, environ: Mapping[str, str]) -> Place | None:
+    """Return which node this is; None for a job on one node.
+
+    Raises:
+        ConfigError: that is not known, numbers do not agree, or such a job cannot span nodes.
+    """
+    nodes, name = int(cfg.num_nodes), next(filter(environ.__contains__, _VARIABLES), "")
+    if nodes <= 1:
+        count = environ.get(_BY_HAND[1], "1")
+        if nodes == 1 and count != "1":
+            raise ConfigError(f"num_nodes=1, but {_BY_HAND[1]}={count}: give num_nodes={count}")
+        return None
+    if problem := _why_one_node(cfg):
+        raise ConfigError(f"num_nodes={nodes}: {problem}")
+    if not name:
+        raise ConfigError(
+            f"num_nodes={nodes}: which of them is this? Set {_BY_HAND[0]} to 0 … {nodes - 1}, "
+            "another number on each, or start the command with srun (docs/several-machines.md)"
+        )
+    node, counts = environ[name], {_VARIABLES[name]: ""}
+    if name == "SLURM_NODEID":
+        counts["SLURM_STEP_NUM_TASKS"] = " (srun --ntasks-per-node=1)"
+    for of, hint in counts.items():
+        if environ.get(of, str(nodes)) != str(nodes):
+            raise ConfigError(f"num_nodes={nodes}, but {of}={environ[of]}: must agree{hint}")
+    if not node.isdigit() or int(node) >= nodes:
+        raise ConfigError(f"{name}={node}: num_nodes={nodes} has nodes 0 to {nodes - 1}")
+    return Place(int(node), nodes)
+
+
+def node_in(environ: Mapping[str, str], arguments: Sequence[str]) -> int:
+    """Return the number of this node where a command line has ``num_nodes``, else 0: for what comes
+    before there is a config. What is wrong is refused later."""
+    given = [one.partition("=")[2] for one in arguments if one.startswith("num_nodes=")]
+    node = next((environ[name] for name in _VARIABLES if name in environ), "0")
+    return int(node) if given and given[-1] != "1" and node.isdigit() else 0
+
+
+def _why_one_node(cfg: DictConfig) -> str | None:
+    """Return why this job cannot span nodes."""
+    is_one_gpu = not cfg.auto_device and cfg.device != "cpu"
+    refused = {
+        "isolation=none is one process": cfg.isolation == "none",
+        "a script starts its own: torchrun on each": OmegaConf.select(cfg, "trainer.argv"),
+        f"not with min_num_gpus={cfg.min_num_gpus}": cfg.min_num_gpus is not None,
+        "not with detach=true: use sbatch, or nohup on each node": cfg.detach,
+        f"not with device={cfg.device}: accepted is cpu, or auto_device=true": is_one_gpu,
+    }
+    if HydraConfig.initialized():
+        config: Any = HydraConfig.instance().cfg
+        raw: Any = OmegaConf.to_container(config.hydra.run, resolve=False)
+        refused["not in a sweep (-m)"] = config.hydra.mode == RunMode.MULTIRUN
+        shared = "give hydra.run.dir=FOLDER, the same on all nodes, on a disk that all of them see"
+        refused[shared] = _DIFFERS.search(str(raw["dir"]))
+    return next((problem for problem, applies in refused.items() if applies), None)

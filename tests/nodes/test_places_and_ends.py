@@ -1,0 +1,108 @@
+"""Which node a launcher is on, and which of several nodes' ends is the reason for the others."""
+
+from __future__ import annotations
+
+import pytest
+from omegaconf import DictConfig
+
+from robust_train.config.schema import complete
+from robust_train.errors import ConfigError
+from robust_train.nodes.messages import Begin, Ended, decode, encode, root_of
+from robust_train.nodes.place import node_in, place_of
+from robust_train.values import AttemptSpec, Clue, Evidence, Failure, FailureKind
+
+
+def job(**keys: object) -> DictConfig:
+    return complete({"num_nodes": 2, **keys})
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"ROBUST_TRAIN_NODE_RANK": "1"},
+        {"ROBUST_TRAIN_NODE_RANK": "1", "ROBUST_TRAIN_NUM_NODES": "2", "SLURM_NODEID": "0"},
+        {"PET_NODE_RANK": "1", "PET_NNODES": "2", "RANK": "0", "WORLD_SIZE": "9"},
+        {"SLURM_NODEID": "1", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2"},
+        {"JOB_COMPLETION_INDEX": "1"},
+    ],
+)
+def test_a_node_is_known_by_what_its_scheduler_sets(environ: dict[str, str]):
+    place = place_of(job(), environ)
+    assert place is not None
+    assert (place.node, place.nodes) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("keys", "environ", "words"),
+    [
+        ({}, {}, "ROBUST_TRAIN_NODE_RANK"),
+        ({}, {"ROBUST_TRAIN_NODE_RANK": "2"}, "nodes 0 to 1"),
+        ({}, {"ROBUST_TRAIN_NODE_RANK": "one"}, "ROBUST_TRAIN_NODE_RANK=one"),
+        ({}, {"PET_NODE_RANK": "0", "PET_NNODES": "4"}, "PET_NNODES=4"),
+        ({}, {"PET_NODE_RANK": "0", "PET_NNODES": "1:4"}, "PET_NNODES=1:4"),
+        (
+            {},
+            {"SLURM_NODEID": "0", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "16"},
+            "--ntasks-per-node=1",
+        ),
+        ({"num_nodes": 1}, {"ROBUST_TRAIN_NUM_NODES": "2"}, "give num_nodes=2"),
+        ({"isolation": "none"}, {"ROBUST_TRAIN_NODE_RANK": "0"}, "isolation=none"),
+        ({"trainer": {"argv": ["x"]}}, {"ROBUST_TRAIN_NODE_RANK": "0"}, "scripts"),
+        ({"min_num_gpus": 1}, {"ROBUST_TRAIN_NODE_RANK": "0"}, "min_num_gpus"),
+        ({"detach": True}, {"ROBUST_TRAIN_NODE_RANK": "0"}, "detach"),
+        (
+            {"auto_device": False, "device": "cuda:1"},
+            {"ROBUST_TRAIN_NODE_RANK": "0"},
+            "device=cuda:1",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(keys: dict[str, object], environ: dict[str, str], words: str):
+    with pytest.raises(ConfigError, match=words):
+        place_of(job(**keys), environ)
+
+
+def test_a_job_of_one_node_asks_for_no_number():
+    assert place_of(job(num_nodes=1), {"SLURM_NODEID": "3", "SLURM_STEP_NUM_NODES": "8"}) is None
+    assert node_in({"SLURM_NODEID": "3"}, ["training.lr=1"]) == 0
+    assert node_in({"SLURM_NODEID": "3"}, ["num_nodes=8"]) == 3
+
+
+def end(node: int, kind: FailureKind | None, rank: int = 0, **more: object) -> Ended:
+    evidence = Evidence(clue=more.pop("clue", None), library=more.pop("library", None))
+    failure = None if kind is None else Failure(kind, "…", evidence, rank=rank)
+    return Ended(1, failure, node=node, **more)
+
+
+OOM, COMM, STOP = FailureKind.DEVICE_OOM, FailureKind.COMM, FailureKind.INTERRUPTED
+
+
+@pytest.mark.parametrize(
+    ("ends", "node"),
+    [
+        pytest.param([end(0, None), end(1, None, 2)], None, id="all completed"),
+        pytest.param([end(0, COMM), end(1, OOM, 2)], 1, id="a lost connection follows"),
+        pytest.param([end(0, OOM, 2), end(1, OOM, 2)], 1, id="node 0 has heard of it"),
+        pytest.param(
+            [end(0, STOP, clue=Clue.KILLED, was_ended=True), end(1, FailureKind.BUG, 3)],
+            1,
+            id="node 0 was ended for it",
+        ),
+        pytest.param(
+            [end(0, FailureKind.BUG), end(1, STOP, 2, clue=Clue.KILLED)],
+            1,
+            id="who was killed reports nothing, so that comes first",
+        ),
+        pytest.param([end(0, STOP), end(1, STOP, 2)], 0, id="both were asked to stop"),
+        pytest.param([end(0, None), end(1, FailureKind.BUG, 2)], 1, id="after node 0's end"),
+    ],
+)
+def test_the_reason_is_what_other_nodes_follow_from(ends: list[Ended], node: int | None):
+    root = root_of(tuple(ends), ranks=2)
+    assert (None if root is None else root.node) == node
+
+
+def test_messages_travel_as_they_are():
+    spec = AttemptSpec((), 16, 2, ranks=4, gradient_checkpointing=True)
+    for message in (Begin(3, spec, "job", 1234, "checkpoints/5"), end(1, OOM, 2, output="\n")):
+        assert decode(encode(message)) == message

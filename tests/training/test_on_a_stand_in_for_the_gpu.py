@@ -1,0 +1,43 @@
+"""The built-in trainer's code for a GPU, from start to resumption, on a stand-in for one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_module
+from training_world import WatchedRun
+
+from cuda_on_the_cpu import cuda_on_the_cpu
+from robust_train.errors import Interrupted
+from robust_train.execution.runner import call_trainer
+from robust_train.vision.trainer import train
+
+OVERRIDES = (
+    *("device=cuda:0", "dataset=digits", "training.epochs=1", "training.batch_size=256"),
+    *("training.num_workers=0", "training.mixed_precision=true", "memory.log_frequency=1"),
+    *("memory.empty_cache_frequency=1", "memory.sample_interval_ms=1000"),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set")
+def test_the_built_in_trainer_goes_all_its_ways_on_a_gpu(tmp_path: Path, caplog):
+    with initialize_config_module("robust_train.configs", version_base="1.3"):
+        cfg = compose("robust", overrides=[*OVERRIDES])
+    caplog.set_level("INFO")
+    with cuda_on_the_cpu() as gpu:
+        first = WatchedRun(tmp_path, stop_at_step=3)
+        with pytest.raises(Interrupted):
+            call_trainer(train, cfg, first)
+        second = WatchedRun(tmp_path, resume=first.last_checkpoint)
+        result = call_trainer(train, cfg, second)
+    assert result["steps"] == 6
+    assert 0 < gpu.fraction < 1, "memory.fraction"
+    assert "GPU Memory - Allocated" in caplog.text
+    saved = torch.load(first.last_checkpoint, weights_only=True)
+    assert "cuda" in saved["rng"]
+    assert first.of("memory_cleared")[0]["reason"] == "start"
+    second.speed.send()
+    assert second.of("speed")
