@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hydra._internal.hydra import Hydra
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import _global_optimizer_post_hooks, register_optimizer_step_post_hook
 
 from robust_train import compat
@@ -42,6 +43,16 @@ def test_collectives_are_counted(tmp_path):
         before = compat.collectives_begun(dist.group.WORLD)
         dist.all_reduce(torch.ones(1))
         assert compat.collectives_begun(dist.group.WORLD) == before + 1
+        wrapper = DistributedDataParallel(torch.nn.Linear(2, 2))
+        wrapper(torch.ones(1, 2)).sum().backward()
+        before = compat.collectives_begun(dist.group.WORLD)
+        for _ in range(2):
+            compat.settle_buckets(wrapper)
+            assert compat.collectives_begun(dist.group.WORLD) > before, "once"
+        with wrapper.no_sync():
+            before = compat.collectives_begun(dist.group.WORLD)
+            wrapper(torch.ones(1, 2)).sum().backward()
+        assert compat.collectives_begun(dist.group.WORLD) == before
     finally:
         dist.destroy_process_group()
 

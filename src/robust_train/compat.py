@@ -164,8 +164,7 @@ def noted_collectives(before: Callable[..., None]) -> tuple[Any, Any]:
 def settle_buckets(wrapper: Any) -> None:
     """Have DistributedDataParallel exchange now how it groups gradients, which it does once: in the
     forward pass after its first step."""
-    rebuild = getattr(wrapper.reducer, "_rebuild_buckets", None)
-    if rebuild is not None and rebuild():
+    if wrapper.reducer._rebuild_buckets():
         wrapper._has_rebuilt_buckets = True
 
 

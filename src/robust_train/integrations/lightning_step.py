@@ -224,8 +224,7 @@ def _reduced(meta: Any, found: list[tuple[Tensor, int]]) -> Tensor:
 
 def _why_not(trainer: Any, model: Any) -> str | None:
     """Return what makes it impossible to run a step in parts, if anything."""
-    strategy = trainer.strategy
-    # DeepSpeed's and XLA's derive from DDP's
+    strategy = trainer.strategy  # DeepSpeed's and XLA's derive from DDP's
     if type(strategy) not in (_strategies.SingleDeviceStrategy, _strategies.DDPStrategy):
         return f"{type(strategy).__name__} runs the model"
     name = "optimizer_zero_grad"
