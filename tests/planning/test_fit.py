@@ -39,7 +39,7 @@ def test_the_largest_batch_fits_and_the_next_does_not(
     def predict(size: int) -> Peak:
         asked.append(size)
         by_place = max(flat[0] + flat[1] * size, steep[0] + steep[1] * size)
-        return Peak(size, size < near, by_place + (gradients if size < near else 0))
+        return Peak(size, size < near, by_place + (gradients if size < near else 0), {})
 
     def does_fit(peak: Peak) -> bool:
         return peak.tensors_bytes <= room
@@ -60,14 +60,14 @@ def test_four_predictions_are_enough_where_memory_is_affine() -> None:
 
     def predict(size: int) -> Peak:
         asked.append(size)
-        return Peak(size, False, 100 * MIB + 7 * MIB * size)
+        return Peak(size, False, 100 * MIB + 7 * MIB * size, {})
 
     assert largest_batch(predict, lambda peak: peak.tensors_bytes <= 10 * GIB, 64) == 1448
     assert asked == [64, 128, 1448, 1449]
 
 
 def test_free_memory_has_to_hold_context_and_cache_too() -> None:
-    peak = Peak(8, False, 1000 * MIB)
+    peak = Peak(8, False, 1000 * MIB, {})
     needed = int(1.1 * (1000 * MIB + WORKSPACE_BYTES)) + 512 * MIB
     assert peak.gpu_bytes == needed
     assert fits(peak, needed, 8 * GIB, 0.95)
@@ -75,6 +75,6 @@ def test_free_memory_has_to_hold_context_and_cache_too() -> None:
 
 
 def test_the_fraction_of_the_gpu_that_a_job_may_take_bounds_its_cache() -> None:
-    peak = Peak(8, False, 4 * GIB)
+    peak = Peak(8, False, 4 * GIB, {})
     assert fits(peak, 7 * GIB, 8 * GIB, 0.95)
     assert not fits(peak, 7 * GIB, 8 * GIB, 0.5)

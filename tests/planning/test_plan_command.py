@@ -59,6 +59,7 @@ def test_a_plan_says_what_fits_on_the_gpus_now(machine_with: MachineWith, tmp_pa
     ]
     eight, asked = plan["rows"]
     assert eight["tensors_bytes"] < asked["tensors_bytes"] < 64 * MIB
+    assert sum(asked["parts"].values()) == asked["tensors_bytes"]
     small, large, full = plan["gpus"]
     assert small["why_not"] == f"reserved by other, {record.user}"
     assert (small["usable_bytes"], small["largest_batch_now"]) == (0, None)

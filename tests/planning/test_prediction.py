@@ -11,6 +11,9 @@ from training_config import config
 
 from robust_train.planning.prediction import StepPredictor
 from robust_train.planning.tracker import (
+    GRADIENTS,
+    OPTIMIZER,
+    WEIGHTS,
     AsOnCuda,
     StorageTracker,
 )
@@ -75,11 +78,19 @@ def test_more_samples_take_more_and_memory_is_near_affine_in_them(
     assert steps.predict(32).tensors_bytes == small, "a prediction changes none that follows"
 
 
-def test_weights_gradients_and_states_are_all_in_the_peak() -> None:
+def test_weights_gradients_and_optimizer_are_what_the_parameters_say() -> None:
     cfg = config("model=full_finetune", *SMALL)
     peak = StepPredictor(cfg).predict(4, accumulates=True)
     trained = sum(-(-p.numel() * 4 // 512) * 512 for p in RealSteps(cfg, "cpu").model.parameters())
-    assert 4 * trained < peak.tensors_bytes
+    assert peak.parts[WEIGHTS] == trained
+    assert peak.parts[GRADIENTS] == trained
+    assert peak.parts[OPTIMIZER] == 2 * trained
+
+
+def test_a_frozen_backbone_has_neither_gradients_nor_states(lora: StepPredictor) -> None:
+    parts = lora.predict(64, accumulates=True).parts
+    assert 0 < parts[GRADIENTS] < 0.1 * parts[WEIGHTS]
+    assert parts[OPTIMIZER] == pytest.approx(2 * parts[GRADIENTS], rel=0.01)
 
 
 def test_what_saves_memory_is_seen_to_save_it() -> None:

@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from robust_train.planning.tracker import StorageTracker
+from robust_train.planning.tracker import (
+    ACTIVATIONS,
+    CATEGORIES,
+    GRADIENTS,
+    OPTIMIZER,
+    TEMPORARIES,
+    WEIGHTS,
+    StorageTracker,
+)
 
 FLOAT = 4
 kinds = pytest.mark.parametrize(
@@ -58,16 +66,22 @@ def test_a_stack_of_linear_layers_takes_what_was_worked_out_by_hand(
 
     weights = [a * b for a, b in itertools.pairwise(widths)]
     with mode(), StorageTracker(on_cuda=on_cuda) as tracker:
-        layers = [nn.Linear(a, b, bias=False) for a, b in itertools.pairwise(widths)]
-        network = nn.Sequential(*layers)
+        with tracker.taking_for(WEIGHTS):
+            layers = [nn.Linear(a, b, bias=False) for a, b in itertools.pairwise(widths)]
+            network = nn.Sequential(*layers)
         assert tracker.current == size(*weights)
         tracker.reset_peak()
-        result = network(torch.empty(samples, widths[0]))
+        with tracker.taking_for(ACTIVATIONS):
+            result = network(torch.empty(samples, widths[0]))
         # autograd keeps the input of each layer, we keep the result of the last
         assert tracker.current == size(*weights) + size(*(samples * width for width in widths))
-        assert tracker.peak == tracker.current
+        assert tracker.at_peak == dict.fromkeys(CATEGORIES, 0) | {
+            WEIGHTS: size(*weights),
+            ACTIVATIONS: size(*(samples * width for width in widths)),
+        }
         result.backward(torch.ones_like(result))
         del result
+        tracker.label((layer.weight.grad for layer in layers), GRADIENTS)
         assert tracker.current == 2 * size(*weights)
         optimizer = torch.optim.AdamW(network.parameters(), foreach=False, capturable=False)
         for parameter in network.parameters():
@@ -76,18 +90,22 @@ def test_a_stack_of_linear_layers_takes_what_was_worked_out_by_hand(
                 "exp_avg": torch.zeros_like(parameter),
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
+        states = [t for s in optimizer.state.values() for t in s.values()]
+        tracker.label(states, OPTIMIZER)
         steps = size(*([1] * len(weights)))
         assert tracker.current == 4 * size(*weights) + steps
         optimizer.zero_grad()
         assert tracker.current == 3 * size(*weights) + steps
 
 
-def test_what_was_there_before_counts_once_it_is_named() -> None:
-    before = torch.empty(10)
+def test_a_peak_says_what_it_was_made_of() -> None:
     with StorageTracker() as tracker:
-        tracker.count([before, before[3:], None])
+        kept = torch.empty(10)
+        tracker.label([kept, None], WEIGHTS)
         passing = torch.empty(100)
         del passing
         later = torch.empty(20)
     assert tracker.peak == 110 * FLOAT
+    assert tracker.at_peak[WEIGHTS] == kept.numel() * FLOAT
+    assert tracker.at_peak[TEMPORARIES] == 100 * FLOAT
     assert tracker.current == (10 + later.numel()) * FLOAT

@@ -108,6 +108,9 @@ def _show(plan: MemoryPlan) -> None:
     shown = [name for name in rows[0] if name != "fits now on GPU" or plan.gpus]
     right = set(shown) - {"accumulates", "fits now on GPU"}
     print_table(shown, [[row[name] for name in shown] for row in rows], right)
+    asked = next((r for r in plan.rows if r.batch_size == plan.batch_size), plan.rows[0])
+    parts = ", ".join(f"{name} {size / MIB:.1f}" for name, size in asked.parts.items() if size)
+    print(f"at the peak with batch {asked.batch_size}: {parts}")
     print(
         "allocated: tensors and cuBLAS (64 MiB); on the GPU: a tenth more for the allocator's "
         "cache, and a CUDA context (512 MiB)\n"

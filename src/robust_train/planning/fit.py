@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -29,6 +29,7 @@ class Peak:
     batch_size: int  # micro-batch, samples
     accumulates: bool  # the step has more than one micro-batch
     tensors_bytes: int  # of tensors, and of kernels while they run
+    parts: Mapping[str, int]  # the same by category at that moment
 
     @property
     def allocated_bytes(self) -> int:

@@ -43,6 +43,7 @@ class PlannedSize:
     batch_size: int
     accumulates: bool
     tensors_bytes: int
+    parts: Mapping[str, int]
     allocated_bytes: int
     gpu_bytes: int
     fits_on: tuple[int, ...]  # indices (NVML's) of the GPUs on which it fits now

@@ -11,13 +11,20 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from robust_train.errors import ConfigError
 from robust_train.microbatch.batcher import MicroBatcher
 from robust_train.planning.fit import Peak
-from robust_train.planning.tracker import AsOnCuda, StorageTracker
+from robust_train.planning.tracker import (
+    ACTIVATIONS,
+    GRADIENTS,
+    OPTIMIZER,
+    WEIGHTS,
+    AsOnCuda,
+    StorageTracker,
+)
 from robust_train.readable import first_line
 from robust_train.vision import models
 from robust_train.vision.batches import Batch
@@ -65,12 +72,13 @@ class StepPredictor:
             self._optimizer = make_optimizer(
                 self._model.parameters(), lr=training.lr, weight_decay=training.weight_decay
             )
-        self._tracker.count((*self._model.parameters(), *self._model.buffers()))
+        weights = (*self._model.state_dict(keep_vars=True).values(), *self._model.buffers())
+        self._tracker.label(weights, WEIGHTS)
         if self._on_cuda:
             for group in self._optimizer.param_groups:
                 # torch's own choice on a GPU, which it does not make for fake tensors
                 group["foreach"] = True
-            self._compute_as_on_cuda()
+        self._watch()
         self._is_warm = False
 
     def predict(self, batch_size: int, *, accumulates: bool = False) -> Peak:
@@ -86,7 +94,11 @@ class StepPredictor:
         """
         try:
             if not self._is_warm:
-                self._step(_WARM_UP, 1)  # the optimizer makes its state
+                # the optimizer makes its state; the step's number in it is on the host
+                self._step(_WARM_UP, 1)
+                states = (t for s in self._optimizer.state.values() for t in s.values())
+                tensors = [t for t in states if isinstance(t, Tensor) and t.ndim]
+                self._tracker.label(tensors, OPTIMIZER)
                 self._is_warm = True
             self._tracker.reset_peak()
             self._step(batch_size, 2 if accumulates else 1)
@@ -95,11 +107,11 @@ class StepPredictor:
                 f"model.name={self._cfg.model.name}: a step with {batch_size} samples cannot be "
                 f"done with fake tensors ({first_line(error)})"
             ) from error
-        return Peak(batch_size, accumulates, self._tracker.peak)
+        return Peak(batch_size, accumulates, self._tracker.peak, dict(self._tracker.at_peak))
 
     def _step(self, batch_size: int, parts: int) -> None:
         model, training = self._model, self._cfg.training
-        samples = _FakeSamples(batch_size * parts, self._images)
+        samples = _FakeSamples(batch_size * parts, self._images, self._tracker)
         with self._fake, self._tracker:
             models.set_train_mode(model)
             micro_batches = MicroBatcher(batch_size).micro_batches(
@@ -115,40 +127,51 @@ class StepPredictor:
             clip, precision = training.max_grad_norm, self._precision
             apply_gradients(model, self._optimizer, precision=precision, max_grad_norm=clip)
 
-    def _compute_as_on_cuda(self) -> None:
-        """Let modules compute as on a GPU. Every module has its hooks, not the model alone: a
-        backward pass recomputes single modules, and torch runs it without the modes for
-        functions."""
+    def _watch(self) -> None:
+        """Label activations and gradients, and let modules compute as on a GPU. Every module has
+        its hooks, not the model alone: a backward pass recomputes single modules, and torch runs it
+        without the modes for functions."""
+        tracker = self._tracker
         open_modes: list[ExitStack] = []
 
         def enter(module: nn.Module, inputs: Any) -> None:
             stack = ExitStack()
             if not open_modes:
-                stack.enter_context(AsOnCuda())
+                stack.enter_context(tracker.taking_for(ACTIVATIONS))
+                if self._on_cuda:
+                    stack.enter_context(AsOnCuda())
             open_modes.append(stack)
 
         def leave(module: nn.Module, inputs: Any, output: Any) -> None:
             open_modes.pop().close()
 
+        def note_gradient(parameter: Tensor) -> None:
+            tracker.label([parameter.grad], GRADIENTS)
+
         for module in self._model.modules():
             module.register_forward_pre_hook(enter)
             module.register_forward_hook(leave, always_call=True)
+        for parameter in self._model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(note_gradient)  # type: ignore[no-untyped-call]
 
 
 class _FakeSamples:
     """The samples of a step, which are on the device once they are read."""
 
-    def __init__(self, samples: int, images: ImageSpec) -> None:
+    def __init__(self, samples: int, images: ImageSpec, tracker: StorageTracker) -> None:
         self._samples = samples
         self._images = images
+        self._tracker = tracker
 
     def __len__(self) -> int:
         return self._samples
 
     def part(self, start: int, stop: int) -> Batch:
         count, size = stop - start, self._images.size
-        images_BCHW = torch.empty(count, self._images.channels, size, size)
-        return images_BCHW, torch.empty(count, dtype=torch.long)
+        with self._tracker.taking_for(ACTIVATIONS):
+            images_BCHW = torch.empty(count, self._images.channels, size, size)
+            return images_BCHW, torch.empty(count, dtype=torch.long)
 
 
 def _build(cfg: DictConfig) -> models.BuiltModel:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,10 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer"
+ACTIVATIONS, TEMPORARIES, KERNELS = "activations", "temporaries", "kernels"
+CATEGORIES = (WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, TEMPORARIES, KERNELS)
 
 BLOCK_BYTES = 512  # Sizes are multiples of it: `kMinBlockSize` in c10/cuda/CUDACachingAllocator.h
 
@@ -40,7 +45,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of live storages, real or fake, and remembers the most there were at once.
 
     Views share a storage, which counts once; it stops counting when its last tensor is gone,
-    autograd's saved tensors included. What existed before has to be given to :meth:`count`.
+    autograd's saved tensors included. What existed before has to be named with :meth:`label`.
     torch's own ``MemTracker`` needs torch.distributed and cannot count what kernels use. No value
     of a fake tensor is computed: whoever reads one gets a value that no size depends on.
 
@@ -50,18 +55,44 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         current: bytes that are live now.
         peak: the most that were.
+        at_peak: bytes of each category at that moment.
+        category: what new storages are taken for.
     """
 
     def __init__(self, *, on_cuda: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.current = self.peak = 0
+        self.at_peak: Mapping[str, int] = dict.fromkeys(CATEGORIES, 0)
+        self.category = TEMPORARIES
         self._on_cuda = on_cuda
         self._block_bytes = BLOCK_BYTES if on_cuda else 1
-        self._live: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._live: dict[int, tuple[weakref.ref[Any], int, str]] = {}
+        self._now = dict.fromkeys(CATEGORIES, 0)
 
     def reset_peak(self) -> None:
         """Let the peak start anew from what is live now."""
-        self.peak = self.current
+        self.peak, self.at_peak = self.current, dict(self._now)
+
+    def label(self, tensors: Iterable[Tensor | None], category: str) -> None:
+        """Count ``tensors`` to a category; those that are not known yet begin to count."""
+        for tensor in tensors:
+            if tensor is None:
+                continue
+            self._see(tensor)
+            key = tensor.untyped_storage()._cdata
+            reference, size, before = self._live[key]
+            self._live[key] = (reference, size, category)
+            self._now[before] -= size
+            self._now[category] += size
+
+    @contextmanager
+    def taking_for(self, category: str) -> Iterator[None]:
+        """Count new storages within the block to this category."""
+        before, self.category = self.category, category
+        try:
+            yield
+        finally:
+            self.category = before
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -74,34 +105,41 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # what a GPU copies to the host by its name, as the trainer does with buffers, is not there
         if self._on_cuda and func is aten._to_copy.default and options.get("device"):
             return result
-        self.count(tree_leaves(result))
+        for item in tree_leaves(result):
+            if isinstance(item, Tensor):
+                self._see(item)
         if self._on_cuda:
             self._note_peak(_scratch(func, args, result))
         return result
 
-    def count(self, items: Iterable[Any]) -> None:
-        """Count the tensors among ``items`` that are not known yet."""
-        for tensor in items:
-            if not isinstance(tensor, Tensor):
-                continue
-            storage = tensor.untyped_storage()
-            key = storage._cdata
-            size = -(-storage.nbytes() // self._block_bytes) * self._block_bytes
-            reference, before = self._live.get(key, (None, 0))
-            # the storage's Python object lives as long as the storage itself
-            self._live[key] = (reference or weakref.ref(storage, partial(self._forget, key)), size)
-            self._add(size - before)  # it may have been resized
+    def _see(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        size = -(-storage.nbytes() // self._block_bytes) * self._block_bytes
+        known = self._live.get(key)
+        if known is not None:
+            if known[1] != size:  # it was resized
+                self._live[key] = (known[0], size, known[2])
+                self._count(known[2], size - known[1])
+            return
+        # the storage's Python object lives as long as the storage itself
+        gone = weakref.ref(storage, partial(self._forget, key))
+        self._live[key] = (gone, size, self.category)
+        self._count(self.category, size)
 
     def _forget(self, key: int, reference: Any) -> None:
-        _, size = self._live.pop(key)
-        self._add(-size)
+        _, size, category = self._live.pop(key)
+        self._count(category, -size)
 
-    def _add(self, size: int) -> None:
+    def _count(self, category: str, size: int) -> None:
         self.current += size
+        self._now[category] += size
         self._note_peak(0)
 
     def _note_peak(self, scratch: int) -> None:
-        self.peak = max(self.peak, self.current + scratch)
+        if self.current + scratch > self.peak:
+            self.peak = self.current + scratch
+            self.at_peak = self._now | {KERNELS: scratch}
 
 
 class AsOnCuda(TorchFunctionMode):
