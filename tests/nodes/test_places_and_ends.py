@@ -50,7 +50,7 @@ def test_a_node_is_known_by_what_its_scheduler_sets(environ: dict[str, str]):
         pytest.param(
             {"trainer": {"argv": ["x"]}},
             {"ROBUST_TRAIN_NODE_RANK": "0"},
-            "scripts",
+            "a script starts its own",
             marks=pytest.mark.proves("scripts", "several machines", "refused", "every script"),
         ),
         ({"min_num_gpus": 1}, {"ROBUST_TRAIN_NODE_RANK": "0"}, "min_num_gpus"),
