@@ -451,7 +451,8 @@ def _rank(rank: int, how: str, folder: str) -> None:
         model = nn.Sequential(model)
     if how == "another default device":
         torch.set_default_device("cuda")
-    x = torch.randn(65536, 2048, generator=torch.Generator("cpu").manual_seed(rank), device="cpu")
+    generator = torch.Generator("cpu").manual_seed(rank)
+    x = torch.randn(side(65536), side(2048), generator=generator, device="cpu")
 
     def step(size: int) -> tuple[list[torch.Tensor], int]:
         parts = MicroBatcher(size).micro_batches(x, model)
@@ -462,11 +463,11 @@ def _rank(rank: int, how: str, folder: str) -> None:
         net.zero_grad()
         return gradients, parts.repeats
 
-    expected, _ = step(4096)
+    expected, _ = step(side(4096))
     torch.cuda.empty_cache()
     if rank == 0:
         limit_to(torch.cuda.memory_allocated() + 2.5 * GIB)
-    found, repeats = step(65536)
+    found, repeats = step(side(65536))
     seen = [repeats, largest_difference(found, expected)]
     Path(folder, f"rank-{rank}").write_text(json.dumps(seen))
 

@@ -75,3 +75,24 @@ def is_killed_once(cfg, run):
         if run.rank == 1 and run.attempt == 1 and step == 3:
             os.kill(os.getpid(), signal.SIGKILL)
     dist.destroy_process_group()
+
+
+def has_a_bug_on_node_1(cfg, run):
+    """Rank 1 asks for a key that is not there; rank 0 waits for it."""
+    _start(run)
+    if run.rank == 1:
+        print({}["a key that is not there"])
+    dist.all_reduce(torch.ones(1))
+
+
+def runs_out_of_gpu_memory_on_node_1(cfg, run):
+    """Returns what each rank sees of GPUs; at the first batch size rank 1 has not enough memory."""
+    _start(run)
+    run.progress(1)
+    seen = [None] * run.world_size
+    dist.all_gather_object(seen, os.environ["CUDA_VISIBLE_DEVICES"])
+    assert cfg.device == "cuda:0"
+    if cfg.training.batch_size == 16 and run.rank == 1:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    dist.barrier()
+    return seen

@@ -269,6 +269,8 @@ def _server(kind: str = "") -> socket.socket:
 
 def _serve(connection: socket.socket) -> None:
     """Fork for each request; return in the fork, which is to be the command."""
+    # where the first one wants a fork server: its launcher blocks them meanwhile
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
     while True:
         data, descriptors, _, _ = socket.recv_fds(connection, _REQUEST_BYTES, 5)
         if not data:
@@ -454,6 +456,8 @@ def _run_and_exit() -> NoReturn:
 
 if __name__ == "__main__":
     del sys.path[0]  # this folder
+    # a launch in the test's process starts its fork server with these blocked
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
     _warm_up()
     _serve(socket.socket(fileno=int(sys.argv[1])))
     _run_and_exit()

@@ -49,7 +49,7 @@ def train(cfg, run):
     "summary.status, summary.result",
 )
 _REDRAWN = "\r\x1b[2K"
-_LEFT_OUT = re.compile(r"NVIDIA driver|^[\w ,.-]*GPU access|mixed_precision|oneDNN")
+_LEFT_OUT = re.compile(r"oneDNN")
 
 
 def run(folder: Path, limit_mib: int) -> str:

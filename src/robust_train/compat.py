@@ -115,12 +115,9 @@ def mode_of_command_line() -> Iterator[None]:
 
 
 def unknown_to_hydra(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments that are neither Hydra's options nor overrides; none where Hydra's
-    parser is not found."""
-    try:
-        from hydra._internal.utils import get_args_parser
-    except ImportError:
-        return []
+    """Return the arguments that are neither Hydra's options nor overrides."""
+    from hydra._internal.utils import get_args_parser
+
     return list(get_args_parser().parse_known_args(list(arguments))[1])
 
 

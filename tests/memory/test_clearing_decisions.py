@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from robust_train.memory.pacing import AllocRetries, BackOff
+from robust_train.memory.pacing import AllocRetries, BackOff, Cost
 from robust_train.values import GIB
 
 
@@ -60,6 +60,32 @@ def test_what_a_checkpoint_takes_each_time_is_returned_ever_more_rarely():
             cleared.append(number)
             state.cleared(after=2 * GIB, returned=8 * GIB)
     assert cleared == [1, 2, 4, 8, 16]
+
+
+@given(st.floats(1e-6, 10), st.floats(0, 10), st.integers(2, 500))
+def test_clearing_and_taking_again_take_one_percent_of_the_time(clearing, taking, steps):
+    """Each clearing makes the next step longer; other steps take a second."""
+    now, spent, clearings, cost = 0.0, 0.0, 0, Cost()
+    cost.step_done(0.0)
+    for _ in range(steps):
+        longer = taking if cost.was_cleared else 0.0
+        now, spent = now + 1.0 + longer, spent + longer
+        cost.step_done(now)
+        if not clearings or cost.is_affordable(now):
+            now, spent, clearings = now + clearing, spent + clearing, clearings + 1
+            cost.clearing_done(clearing, now)
+    # the last one has not been paid for yet
+    assert spent - (clearing + taking) <= 0.0101 * now + 1e-6
+
+
+def test_a_step_after_a_clearing_is_no_measure_of_the_usual_one():
+    cost = Cost()
+    for now in (0.0, 1.0):
+        cost.step_done(now)
+    cost.clearing_done(0.1, 1.1)
+    cost.step_done(5.1)
+    assert not cost.is_affordable(311.0)
+    assert cost.is_affordable(311.2)
 
 
 def test_memory_is_tight_when_two_steps_in_a_row_had_to_empty_the_cache():

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 
 from robust_train import memory
+from robust_train.failures import classify_failure
 from robust_train.gpu import footprint
 from robust_train.memory import in_use, steering
 from robust_train.memory.cleanup import return_memory
 from robust_train.memory.cuda import busiest_gpu, cached_on
 from robust_train.memory.steering import AttemptMemory
 from robust_train.run import Run
-from robust_train.values import GIB, MIB, GpuInfo, GpuProcess, Inventory
+from robust_train.values import GIB, MIB, FailureKind, GpuInfo, GpuProcess, Inventory
 
 OWN, PRIVATE = (0, 0), (0, 1)
 
@@ -260,3 +261,11 @@ def test_clearings_that_training_undoes_become_rare_after_saves_and_epochs_too(
         cuda.is_filled = True
     assert cleared == [1, 2, 4, 8, 16]
     assert {event.reason for event in events} == {reason}
+
+
+def test_running_out_is_known_as_such_though_the_driver_answers_nothing(use):
+    use(FakeCuda(is_broken=True))
+    failure = classify_failure(RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB."))
+    assert failure.kind is FailureKind.DEVICE_OOM
+    assert failure.evidence.requested_bytes == 2 * GIB
+    assert failure.evidence.free_bytes is None

@@ -7,12 +7,13 @@ import itertools
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
+from simulated_nvml import Gpu, Machine
 from world import Ended, World, is_running, wait_until
 
 ON_THE_CPU = ("num_nodes=2", "num_gpus=1", "auto_device=false", "device=cpu")
@@ -76,6 +77,38 @@ def test_other_commands_on_the_nodes_are_refused_in_one_line_on_each(world: Worl
     ends = run_both(world, "four_steps", only_node_1=("training.epochs=3",))
     for ended in ends:
         ended.was_refused(["node 1", "training.epochs=3", "all nodes"])
+
+
+@pytest.mark.slow
+def test_a_bug_on_node_1_ends_the_job_with_its_traceback_on_node_0(world: World):
+    leader, follower = run_both(world, "has_a_bug_on_node_1")
+    assert (leader.returncode, follower.returncode) == (1, 1), leader.output + follower.output
+    assert "KeyError: 'a key that is not there'" in leader.stderr
+    assert "(rank 1)" in leader.summary["reason"]
+    assert "(rank 1)" in follower.stderr
+    assert "Traceback" not in follower.output
+
+
+@pytest.mark.slow
+def test_each_node_reserves_gpus_of_its_own(
+    world: World, cuda_machine_with: Callable[..., Machine]
+):
+    """Both share this host and its queue, so they have one GPU each; memory runs out on node 1."""
+    world.with_environ(cuda_machine_with(Gpu(), Gpu()).environ)
+    keys = ("num_nodes=2", "training.batch_size=16", "training.num_workers=0")
+    words = ("trainer._target_=node_trainers.runs_out_of_gpu_memory_on_node_1", *keys)
+    leader, follower = nodes_of(world)
+    processes = leader.start(*words), follower.start(*words)
+    ended = follower.end(processes[1])
+    assert ended.returncode == 0, ended.output
+    ended = leader.end(processes[0])
+    first, second = ended.attempts
+    assert (first["outcome"], first["action"]) == ("device_oom", "halve_batch")
+    assert "on another node (rank 1)" in first["reason"]
+    assert (second["batch_size"], second["effective_batch_size"]) == (8, 32)
+    own, other = (one for one in ended.summary["result"])
+    assert own != other
+    assert own == first["gpu_uuids"][0]
 
 
 @pytest.mark.slow

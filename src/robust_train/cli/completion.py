@@ -1,7 +1,4 @@
-"""``robust-train completion``: a script for bash or zsh that completes commands, keys and choices.
-
-All words are in the script: a Tab starts no Python.
-"""
+"""``robust-train completion``: a script for bash or zsh; with it a Tab starts no Python."""
 
 from __future__ import annotations
 
@@ -13,8 +10,7 @@ from robust_train.cli.memory import ACTIONS
 from robust_train.cli.output import Parser
 from robust_train.config.refusals import all_keys, composed
 
-_OF_HYDRA = ("hydra.run.dir", "hydra.sweep.dir")
-_LAUNCHER = "hydra/launcher=gpu_queue"
+_OF_HYDRA = ["hydra/launcher=gpu_queue", "hydra.run.dir=", "hydra.sweep.dir="]
 _SCRIPT = """\
 # robust-train completion: commands, keys and choices
 _robust_train() {{
@@ -44,10 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     about = "Print a script that completes commands, keys and choices in bash and zsh."
     Parser(prog="robust-train completion", description=about).parse_args(argv)
     choices = [f"{group}={name}" for group, names in groups().items() for name in names]
-    choices = [f"{group}={name}" for group, names in groups().items() for name in names]
-    found = (*all_keys(composed, ()), *_OF_HYDRA)
-    inner = {key.partition(".")[0] for key in found if "." in key}
-    keys = [*choices, _LAUNCHER, *(f"{key}=" for key in found if key not in inner)]
-    words = {"commands": COMMANDS, "keys": keys, "run": OF_LIVE_RUNS, "memory": ACTIONS}
+    found = all_keys(composed, ())
+    keys = [f"{key}=" for key in found if not any(one.startswith(f"{key}.") for one in found)]
+    words = {"commands": COMMANDS, "keys": [*choices, *keys, *_OF_HYDRA]}
+    words |= {"run": OF_LIVE_RUNS, "memory": ACTIONS}
     print(_SCRIPT.format(**{name: "\n".join(given) for name, given in words.items()}), end="")
     return 0

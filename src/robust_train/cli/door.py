@@ -120,7 +120,11 @@ def _open(
     """Compose the config and run the job or sweep; return the exit code. ``name`` is that of our
     own command, empty for a project's."""
     if name and {"--help", "-h"} & set(sys.argv[1:]):
-        return _help(name)
+        from robust_train.execution.screen import never_blocking_output
+
+        with never_blocking_output():  # it ends quietly where ``| head`` has seen enough
+            print(help_text(name), end="")
+        return 0
     import hydra
 
     from robust_train import compat
@@ -186,14 +190,6 @@ def _may_set_mode(arguments: list[str]) -> bool:
         return True
     folder = Path(__file__).parents[1] / "configs"
     return any("mode:" in file.read_text("utf-8").split() for file in folder.rglob("*.yaml"))
-
-
-def _help(name: str) -> int:
-    from robust_train.execution.screen import never_blocking_output
-
-    with never_blocking_output():  # it ends quietly where ``| head`` has seen enough
-        print(help_text(name), end="")
-    return 0
 
 
 def _libraries(arguments: list[str]) -> tuple[str, ...] | None:

@@ -37,23 +37,9 @@ from robust_train.values import MEMORY_FAILURES, FailureKind
 
 
 class Ending:
-    """How this process ends.
+    """This process's exit code: that of the first job that did not complete, else 0."""
 
-    Attributes:
-        code: exit code: that of the first job that did not complete, else 0.
-    """
-
-    def __init__(self) -> None:
-        self.code = 0
-        self._refusals: set[str] = set()
-
-    def refuse(self, error: ConfigError) -> None:
-        """Print why a job was refused; jobs of a sweep that share the mistake print it once."""
-        message = str(error)
-        if message not in self._refusals:
-            self._refusals.add(message)
-            print(message, file=sys.stderr)
-        self.note(error.exit_code)
+    code = 0
 
     def note(self, code: int) -> None:
         """Take one job's exit code into account."""
@@ -113,8 +99,12 @@ def _job(cfg: DictConfig, *, remedies: bool) -> Any:
         current.job_ended(summary.status, code, reason=summary.reason)
     except ConfigError as error:
         # printed here, because Hydra puts lines of its own around what a job raises
-        ending.refuse(error)
+        print(error, file=sys.stderr)
+        ending.note(error.exit_code)
         current.job_refused(str(error), error.exit_code)
+    except TrainerFailed as error:  # on another node
+        print(error, file=sys.stderr)
+        ending.note(EXIT_FAILED)
     except JobInterrupted as error:
         current.job_interrupted(error, error.exit_code)
         folder = sweep_folder()

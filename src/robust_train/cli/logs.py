@@ -14,7 +14,9 @@ from robust_train.runfolder import run_list
 POLL_SECONDS = 0.3
 _CHUNK_BYTES = 1 << 20
 _NAME = re.compile(r"attempt-(\d+)\.log")
-_LOG_LINE = re.compile(rb"^\[[\d-]{10} ([\d:]{8}),\d{3}\]\[[^]\n]+\]\[([A-Z]+)\] - ", re.MULTILINE)
+_LOG_LINE = re.compile(
+    rb"^\[[\d-]{10} ([\d:]{8}),\d{3}\]\[[^]\n]+\]\[(?:INFO|DEBUG|([A-Z]+))\] - ", re.MULTILINE
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,12 +49,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def as_shown(data: bytes) -> bytes:
     """Return what a log holds: as it is for a pipe; with short log lines for a terminal."""
-    return _LOG_LINE.sub(_short_start, data) if sys.stdout.isatty() else data
 
+    def short(line: re.Match[bytes]) -> bytes:
+        return b"%s %s" % (line[1], line[2].lower() + b": " if line[2] else b"")
 
-def _short_start(line: re.Match[bytes]) -> bytes:
-    time, level = line.groups()
-    return time + (b" " if level in (b"INFO", b"DEBUG") else b" %s: " % level.lower())
+    return _LOG_LINE.sub(short, data) if sys.stdout.isatty() else data
 
 
 def add_which(parser: Parser, nargs: str = "?") -> None:

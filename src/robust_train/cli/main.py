@@ -71,9 +71,8 @@ def _run(arguments: list[str]) -> int:
         print(f"robust-train {robust_train.__version__}")
         return 0
     if command not in COMMANDS:
-        is_of_runs = command in OF_LIVE_RUNS
-        near = f"did you mean run {command}?" if is_of_runs else meant(command, COMMANDS)
-        problem = f"no such command; {near}"
+        names = (*COMMANDS, *(f"run {verb}" for verb in OF_LIVE_RUNS))
+        problem = f"no such command; {meant(command, names)}"
         print(f"robust-train {command}: {problem}", file=sys.stderr)
         return 2
     module, _, function = COMMANDS[command].partition(":")

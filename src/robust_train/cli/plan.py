@@ -19,6 +19,7 @@ from robust_train.values import GIB, MIB
 if TYPE_CHECKING:
     from robust_train.planning.memory_plan import GpuFit, MemoryPlan, PlannedSize
 
+_ABOUT = "predicting memory, training nothing"
 _EPILOG = """
 exit codes: 0 planned, 2 cannot be planned as asked
 
@@ -33,19 +34,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_intermixed_args(argv)
     from rich.console import Console
 
-    about = "predicting memory, training nothing"
-    with Console(stderr=True).status(f"{about}: importing torch") as status:
-        return _print_plan(arguments, lambda size: status.update(f"{about}: micro-batch {size}"))
-
-
-def _print_plan(arguments: argparse.Namespace, on_size: Callable[[int], None]) -> int:
     from robust_train.config.refusals import REFUSALS, explain
 
-    try:
-        plan = _plan(arguments, on_size)
-    except REFUSALS as error:
-        print(explain(error, "robust", arguments.overrides), file=sys.stderr)
-        return EXIT_BAD_CONFIG
+    with Console(stderr=True).status(f"{_ABOUT}: importing torch") as status:
+        try:
+            plan = _plan(arguments, lambda size: status.update(f"{_ABOUT}: micro-batch {size}"))
+        except REFUSALS as error:
+            print(explain(error, "robust", arguments.overrides), file=sys.stderr)
+            return EXIT_BAD_CONFIG
     if arguments.json:
         print_json(plan.as_json())
     else:
@@ -120,8 +116,8 @@ def _show(plan: MemoryPlan) -> None:
         columns = ("GPU", "name", "usable", "total", "largest batch now", "if it were empty")
         print_table((*columns, "note"), [_gpu(fit) for fit in plan.gpus], {*columns} - {"name"})
     else:
-        problem = "no GPU here" if plan.problem == NO_DRIVER else plan.problem
-        print(f"{problem}: the largest batch on one that is empty:")
+        why = "no GPU here" if plan.problem == NO_DRIVER else plan.problem
+        print(f"{why}: the largest batch on one that is empty:")
         sizes = [f"{size // GIB} GB" for size in plan.sizes]
         print_table(sizes, [[_largest(batch) for batch in plan.sizes.values()]], sizes)
     print(f"planned in {plan.seconds:.1f} s")

@@ -39,10 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     split = arguments.index("--") if "--" in arguments else len(arguments)
     parser = _parser()
-    if arguments and split == len(arguments):
-        verb = arguments[0]
-        if near := difflib.get_close_matches(verb, OF_LIVE_RUNS, n=1):
-            parser.error(f"{verb}: did you mean {near[0]}? To run a program: -- {verb}")
+    verb = "" if split < len(arguments) else "".join(arguments[:1])
+    if near := difflib.get_close_matches(verb, OF_LIVE_RUNS, n=1):
+        parser.error(f"{verb}: did you mean {near[0]}? To run a program: -- {verb}")
     options = parser.parse_args(arguments[:split])
     program = arguments[split + 1 :]
     if not program:

@@ -141,12 +141,18 @@ def _unknown_key(key: str, compose_with: Composed, overrides: Sequence[str]) -> 
     if parent and accepted:
         return f"{typed}: no such key{_did_you_mean(name, accepted)}{hint}"
     near = difflib.get_close_matches(name, accepted, n=1, cutoff=0.8)
-    names = [one.rpartition(".")[2] for one in everything]
-    inner = difflib.get_close_matches(name, names, n=1, cutoff=0.8)
-    if name in names or (inner and not near):
-        return f"{typed}: no such key (did you mean {everything[names.index(inner[0])]}?)"
+    inner = _nearest(name, everything, 0.8)
+    if inner and (not near or inner.endswith(f".{name}")):
+        return f"{typed}: no such key (did you mean {inner}?)"
     meant = _did_you_mean(name, accepted) or _did_you_mean(key, everything, 0.75)
     return f"{typed}: no such key{meant}{hint}"
+
+
+def _nearest(name: str, keys: Sequence[str], cutoff: float = 0.6) -> str | None:
+    """Return the key that is most like ``name``, which may leave out its group."""
+    full = {key.rpartition(".")[2]: key for key in reversed(keys)} | {key: key for key in keys}
+    close = difflib.get_close_matches(name, full, n=1, cutoff=cutoff)
+    return full[close[0]] if close else None
 
 
 def _did_you_mean(name: str, names: Sequence[str], cutoff: float = 0.6) -> str:
@@ -178,10 +184,8 @@ def explain_option(
     value = value or next((one for one in after if "=" not in one), "…")
     compose_with = functools.partial(composed, config_path=config_path, config_name=config_name)
     keys = all_keys(compose_with, ())
-    key = name.replace("-", "_")
-    by_name = {one.rpartition(".")[2]: one for one in reversed(keys)} | {one: one for one in keys}
-    close = difflib.get_close_matches(key, by_name, n=1)
-    write = f"{by_name[close[0]]}={value}" if close else "KEY=VALUE"
+    key = _nearest(name.replace("-", "_"), keys)
+    write = f"{key}={value}" if key else "KEY=VALUE"
     return f"{unknown[0]}: no such option; overrides have no dashes: write {write}"
 
 

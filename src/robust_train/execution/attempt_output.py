@@ -107,15 +107,12 @@ class OutputPump:
         self.streams = self.stdout, self.stderr = OutputStream(sys.stdout), OutputStream(sys.stderr)
         self._log: AttemptLog | None = None
         self._tail = b""
-        self._held: list[tuple[OutputStream, bytes]] | None = None
-
-    def hold(self) -> None:
-        """Show nothing until :meth:`release`: a process may die in words that we can do better."""
-        self._held = self._held or []
+        # what is not shown yet: a process may die in words that we can do better; None: all is
+        self.held: list[tuple[OutputStream, bytes]] | None = None
 
     def release(self) -> None:
         """Show what was held back, and from now on what comes."""
-        held, self._held = self._held or (), None
+        held, self.held = self.held or (), None
         for stream, data in held:
             stream.show(data)
 
@@ -149,10 +146,10 @@ class OutputPump:
                     break
                 moved = True
                 flush_output()
-                if self._held is None:
+                if self.held is None:
                     stream.show(data)
                 else:
-                    self._held.append((stream, data))
+                    self.held.append((stream, data))
                 self._tail = (self._tail + data)[-_TAIL_BYTES:]
                 if self._log is not None:
                     self._log.write(data, number)

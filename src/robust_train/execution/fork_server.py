@@ -146,7 +146,7 @@ class ForkServer:
         path = tuple(os.path.abspath(entry) for entry in sys.path)
         self._answers_due += 1
         if process_limits():
-            self.pump.hold()
+            self.pump.held = self.pump.held or []
         self._send(Import(path, tuple(libraries), trainer, cfg))
 
     def poll_import(self, *, waits: bool, tick: Callable[[], None] = lambda: None) -> None:

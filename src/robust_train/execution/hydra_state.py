@@ -16,6 +16,7 @@ from robust_train.compat import format_of
 from robust_train.execution.screen import log_handlers, never_blocking_output
 
 HYDRAS_FORMAT = "[%(asctime)s][%(name)s][%(levelname)s] - %(message)s"
+_OF_SWEEPS = "[%(asctime)s][HYDRA] %(message)s"
 
 
 @contextlib.contextmanager
@@ -75,5 +76,5 @@ def shorten_lines_on_terminals() -> None:
         stream = handler.stream
         is_cell = type(stream).__module__.startswith("ipykernel.")
         is_read = is_cell or getattr(stream, "isatty", lambda: False)()
-        if is_read and format_of(handler) == HYDRAS_FORMAT:
+        if is_read and format_of(handler) in (HYDRAS_FORMAT, _OF_SWEEPS):
             handler.setFormatter(_ShortLines())

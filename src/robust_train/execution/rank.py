@@ -31,7 +31,7 @@ from robust_train.events import (
 )
 from robust_train.execution.attempt_output import flush_output
 from robust_train.execution.request import AttemptRequest
-from robust_train.execution.runner import Trainer, new_run, run_attempt, stop_on_signals
+from robust_train.execution.runner import new_run, run_attempt, stop_on_signals
 from robust_train.execution.signals import DUMP_STACKS, STOP_SIGNALS
 from robust_train.execution.votes import Votes
 from robust_train.execution.wire import EventSender
@@ -55,16 +55,11 @@ def be_rank(
     try:
         _set_environment(local, request, port)
         _set_up(local, rank, request)
-
-        def load() -> Trainer:
-            trainer = request.trainer.load()
-            votes.begin(rank)
-            return trainer
-
+        votes.begin(rank)
         error = run_attempt(
             replace(request, cfg=_config_of(local, rank, request.cfg)),
             new_run(request, _report_of(rank, send), rank=rank, flags=votes),
-            load,
+            request.trainer.load,
             _ending_to(ending),
             stopping=stop_on_signals,
             process_ends=True,

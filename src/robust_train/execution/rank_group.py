@@ -37,7 +37,7 @@ _LAST_REPORT_SECONDS = 1.0
 """Time of the others after a failure: for a report of their own that explains more."""
 _AFTER_KILL_SECONDS = 5.0
 _STACKS_SECONDS = 0.3
-_BEGIN_SECONDS = 300.0  # from the start until all ranks of all nodes call the trainer
+_BEGIN_SECONDS = 300.0  # from the start until all ranks of all nodes are up
 
 
 def run_ranks(request: AttemptRequest, send: EventSender, hold: Sequence[int] = ()) -> int:

@@ -1,5 +1,5 @@
-"""When emptying the CUDA cache during training pays; and when the allocator's own clearings show
-that memory is nearly out.
+"""When emptying the CUDA cache during training pays, and is not too soon for what it costs; and
+when the allocator's own clearings show that memory is nearly out.
 
 Decisions only: nothing here reads a clock or the memory.
 """
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 _CAME_BACK = 0.5
 _LONGEST_GAP = 100_000
+_MOST_OF_THE_TIME = 0.01
 
 
 class BackOff:
@@ -55,6 +56,38 @@ class BackOff:
     def cleared(self, after: int, returned: int) -> None:
         """Note a clearing: bytes that stayed reserved, and bytes that were returned."""
         self._cleared = (after, returned)
+
+
+class Cost:
+    """The time that clearing costs, in seconds: its own, and taking the memory again.
+    ``cudaMalloc`` waits for the GPU, so memory that a step has to take again makes it longer."""
+
+    def __init__(self) -> None:
+        self._last = 0.0
+        self._ended = float("-inf")
+        self._usual_step: float | None = None
+        self._step_began: float | None = None
+        self.was_cleared = False
+        """Since the last step."""
+
+    def is_affordable(self, now: float) -> bool:
+        """Return whether clearing again keeps it below one percent of the time."""
+        return (now - self._ended) * _MOST_OF_THE_TIME >= self._last
+
+    def clearing_done(self, seconds: float, now: float) -> None:
+        """Note a clearing that took ``seconds``; the next step begins now."""
+        self._last, self._ended, self._step_began, self.was_cleared = seconds, now, now, True
+
+    def step_done(self, now: float) -> None:
+        """Note the end of a step."""
+        began, self._step_began = self._step_began, now
+        if began is None:
+            return
+        if not self.was_cleared:
+            self._usual_step = now - began
+        elif self._usual_step is not None:
+            self._last += max(now - began - self._usual_step, 0.0)
+        self.was_cleared = False
 
 
 @dataclass(frozen=True)

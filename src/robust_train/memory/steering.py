@@ -26,15 +26,13 @@ from robust_train.memory.cuda import (
 )
 from robust_train.memory.host import resident_bytes
 from robust_train.memory.limits import limit_when_cuda_starts
-from robust_train.memory.pacing import AllocRetries, BackOff
+from robust_train.memory.pacing import AllocRetries, BackOff, Cost
 from robust_train.memory.sampler import Sampler
 from robust_train.memory.snapshots import record_history_after_an_oom, write_out_of_memory
 from robust_train.run import Run
 from robust_train.values import MEMORY_FAILURES, MIB, Failure
 
 log = logging.getLogger("robust_train")
-
-_MOST_OF_THE_TIME = 0.01
 
 
 class AttemptMemory:
@@ -69,7 +67,7 @@ class AttemptMemory:
             "epoch": BackOff(),
         }
         self._occasions = {"save": 0, "epoch": 0}
-        self._next_clearing = 0.0
+        self._cost = Cost()
         self._next_log: int | None = None
         self._has_written_oom = False
         self._is_set_up = False
@@ -110,6 +108,7 @@ class AttemptMemory:
 
     def step_done(self, step: int) -> None:
         """Check the cache, and log memory, where it is time to."""
+        self._cost.step_done(time.monotonic())
         if not self._is_set_up:
             self._set_up_cuda()
         self._watch_allocator(step)
@@ -181,9 +180,9 @@ class AttemptMemory:
         if cached is None:
             return
         pays = back_off.check(number, cached.reserved, cached.unused_share)
-        if pays and time.monotonic() >= self._next_clearing:
+        if pays and self._cost.is_affordable(time.monotonic()):
             done = self._clear(reason, thorough=False)
-            self._next_clearing = time.monotonic() + done.seconds / _MOST_OF_THE_TIME
+            self._cost.clearing_done(done.seconds, time.monotonic())
             back_off.cleared(done.after_bytes, done.returned_bytes)
 
     def _clear(

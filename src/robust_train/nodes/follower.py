@@ -83,6 +83,7 @@ class Follower:
         Raises:
             ConfigError: node 0 was started with something else, or is not there.
             JobInterrupted: the job was stopped.
+            TrainerFailed: it failed.
         """
         with self._signals, contextlib.ExitStack() as stack:
             stack.callback(self._release)
@@ -93,6 +94,8 @@ class Follower:
                     self._follow()
         if done.status == "interrupted":
             raise JobInterrupted(max(done.exit_code - 128, 1))
+        if done.exit_code == errors.EXIT_FAILED:
+            raise errors.TrainerFailed(f"node {self._place.node}: {done.status}: {done.reason}")
         for refusal in (ConfigError, NoProgress):
             if done.exit_code == refusal.exit_code:
                 raise refusal(str(done.reason))

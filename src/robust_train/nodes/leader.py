@@ -85,6 +85,7 @@ class Leader:
 
     def __enter__(self) -> Leader:
         self._listener = socket.create_server((self._hosts[0] if len(self._hosts) == 1 else "", 0))
+        self._listener.setblocking(False)  # whoever came may be gone again
         try:
             port = self._listener.getsockname()[1]
             Address(self._hosts, port, self._secret).write(self._run_dir)

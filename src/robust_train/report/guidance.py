@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from robust_train.events import MalformedEvent, from_json
+from robust_train.failures.advice import advice_for
 from robust_train.readable import duration, memory, percent
 from robust_train.report.attempts import AttemptStory
 from robust_train.report.series import OOM, DeviceMemory, Mark
@@ -83,9 +84,11 @@ def _failures(attempts: Sequence[AttemptStory]) -> Iterator[Advice]:
             evidence = from_json(Evidence, attempt.evidence)
         except MalformedEvent:
             evidence = Evidence()
-        recorded = attempt.evidence.get("advice")  # what fitted the trainer then
-        if isinstance(recorded, list) and recorded:
-            yield Advice(_finding(attempt, kind, evidence), tuple(map(str, recorded)))
+        # what fitted the trainer then; journals of earlier versions do not have it
+        recorded = attempt.evidence.get("advice")
+        steps = tuple(map(str, recorded)) if isinstance(recorded, list) else None
+        if steps := advice_for(kind, evidence) if steps is None else steps:
+            yield Advice(_finding(attempt, kind, evidence), steps)
 
 
 def _finding(attempt: AttemptStory, kind: FailureKind, evidence: Evidence) -> str:

@@ -73,7 +73,7 @@ def announce(number: int, spec: AttemptSpec, *, is_searched: bool = False) -> No
     if spec.gradient_checkpointing:
         chosen += ", gradient checkpointing"
     effective = spec.effective_batch_size
-    log.info("attempt %d on %s: %s, effective batch size %d", number, where, chosen, effective)
+    log.info("attempt %d on %s: %s, effective %d", number, where, chosen, effective)
 
 
 def show_end(

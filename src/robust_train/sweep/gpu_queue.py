@@ -131,8 +131,9 @@ class GpuQueue:
             gpus_per_job=OmegaConf.select(self._config, "num_gpus", default=1),
             cpus=len(os.sched_getaffinity(0)),
         )
-        log.info("%d jobs, %d at once", len(self._jobs), slots)
         with self._signals, LiveTable() as table:
+            outputs = Path(str(self._config.hydra.sweep.dir)) / "*" / LOG_FILE
+            log.info("%d jobs, %d at once; they print to %s", len(self._jobs), slots, outputs)
             with self._signals.handed_to(self._received.append):
                 try:
                     self._run(slots, table)
@@ -169,11 +170,10 @@ class GpuQueue:
             job.status = job_record.COMPLETED
             job.result = self._return(job, record.objective)
             return
-        log_path = job.folder / LOG_FILE
-        job.process = JobProcess(partial(self._work, job), log_path, self._detach)
+        job.process = JobProcess(partial(self._work, job), job.folder / LOG_FILE, self._detach)
         job.status = "running"
         self._running.append(job)
-        log.info("job %d starts: %s; %s", job.number, job.shown, log_path)
+        log.info("job %d starts: %s", job.number, job.shown)
 
     def _compose(self, job: _Job) -> DictConfig:
         config = self._context.config_loader.load_sweep_config(self._config, list(job.overrides))
@@ -249,6 +249,8 @@ class GpuQueue:
             if self._stopping == "signal":
                 signum = signal.SIGKILL
                 self._killed_at = time.monotonic()
+            else:
+                log.info("stopping: each job saves a checkpoint; Ctrl-C again kills them")
             self._stop("signal", signum)
 
     def _stop(self, why: str, signum: int) -> None:

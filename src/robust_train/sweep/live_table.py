@@ -9,16 +9,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from robust_train.execution.hydra_state import shorten_lines_on_terminals
 from robust_train.execution.live_area import LiveArea, live_area
 from robust_train.readable import shortened
 from robust_train.runfolder.state import RunState
 from robust_train.runfolder.summary import aligned
-
-if TYPE_CHECKING:
-    from rich.text import Text
 
 _REFRESH_SECONDS = 0.5
 _COLUMNS = ("job", "overrides", "status", "attempt", "device", "batch", "step")
@@ -39,15 +35,12 @@ class LiveRow:
 
     def cells(self) -> tuple[str, ...]:
         """Return the texts of the columns."""
-        state = self.state
-        if state is None:
-            return str(self.job), self.overrides, self.status, "", "", "", ""
-        step: object = state.step
-        if step is not None and state.total_steps:
-            step = f"{step}/{state.total_steps}"
-        shown = (state.attempt, state.device, state.batch_size, step)
-        cells = ("" if value is None else str(value) for value in shown)
-        return str(self.job), self.overrides, self.status, *cells
+        shown: list[object] = [self.job, self.overrides, self.status, None, None, None, None]
+        if (state := self.state) is not None:
+            of = f"/{state.total_steps}" if state.total_steps else ""
+            step = None if state.step is None else f"{state.step}{of}"
+            shown[3:] = state.attempt, state.device, state.batch_size, step
+        return tuple("" if value is None else str(value) for value in shown)
 
 
 class LiveTable:
@@ -72,8 +65,10 @@ class LiveTable:
         """Show the table as it is now, at most twice a second."""
         if self._area is not None and time.monotonic() >= self._next_refresh:
             self._next_refresh = time.monotonic() + _REFRESH_SECONDS
-            columns, lines = self._area.size
-            self._area.show([_styled(line) for line in table_lines(rows(), columns, lines)])
+            from rich.text import Text
+
+            table = table_lines(rows(), *self._area.size)
+            self._area.show([Text(line, style="dim") for line in table])
 
 
 def table_lines(rows: Sequence[LiveRow], columns: int, lines: int) -> list[str]:
@@ -83,10 +78,9 @@ def table_lines(rows: Sequence[LiveRow], columns: int, lines: int) -> list[str]:
     others = sum(max(len(row[n]) for row in cells) + 2 for n in range(len(_COLUMNS)) if n != 1)
     room = max(columns - others, _LEAST_COLUMNS)
     table = aligned([(job, shortened(own, room), *rest) for job, own, *rest in cells])
-    counts = Counter(row.status for row in rows)
-    tally = f"{len(rows)} jobs: " + ", ".join(f"{n} {status}" for status, n in counts.items())
+    counts = ", ".join(f"{n} {status}" for status, n in Counter(r.status for r in rows).items())
     hidden = f" ({len(rows) - len(shown)} not shown)" if len(shown) < len(rows) else ""
-    return [*table, tally + hidden]
+    return [*table, f"{len(rows)} jobs: {counts}{hidden}"]
 
 
 def most_important(rows: Sequence[LiveRow], most: int) -> list[LiveRow]:
@@ -97,9 +91,3 @@ def most_important(rows: Sequence[LiveRow], most: int) -> list[LiveRow]:
 
     kept = {id(row) for row in sorted(rows, key=rank)[: max(most, 1)]}
     return [row for row in rows if id(row) in kept]
-
-
-def _styled(line: str) -> Text:
-    from rich.text import Text
-
-    return Text(line, style="dim")

@@ -142,17 +142,15 @@ def check_jobs(config: DictConfig) -> None:
     for override in OverridesParser.create().parse_overrides(list(config.hydra.overrides.task)):
         if override.is_sweep_override():
             with contextlib.suppress(Exception):  # an interval, a glob: the sweeper's to choose
-                values = list(itertools.islice(override.sweep_string_iterator(), _MOST_CHECKS))
-                swept.append([f"{override.get_key_element()}={value}" for value in values])
+                values = itertools.islice(override.sweep_string_iterator(), _MOST_CHECKS)
+                own = [f"{override.get_key_element()}={value}" for value in values]
+                swept += [own] if own else []
         elif override.input_line is not None:
             fixed.append(override.input_line)
-    first = [values[0] for values in swept]
-    others = [
-        [*first[:number], value, *first[number + 1 :]]
-        for number, values in enumerate(swept)
-        for value in values[1:]
-    ]
-    for chosen in [first, *others][:_MOST_CHECKS]:
+    jobs = [first := [values[0] for values in swept]]
+    for n, own in enumerate(swept):
+        jobs += [[*first[:n], value, *first[n + 1 :]] for value in own[1:]]
+    for chosen in jobs[:_MOST_CHECKS]:
         _check_one(config, [*fixed, *chosen])
 
 

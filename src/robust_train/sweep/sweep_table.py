@@ -225,6 +225,8 @@ def ending_line(row: SweepRow, log_path: Path) -> str:
     if row.status == job_record.COMPLETED:
         seconds = "" if row.wall_seconds is None else f" in {row.wall_seconds:.1f} s"
         return f"job {row.job} completed{seconds}"
+    if row.status == job_record.INTERRUPTED:
+        return f"job {row.job} interrupted"
     reason = " ".join(str(row.reason).split())
     return f"job {row.job} {row.status}: {reason}; {log_path}"
 

@@ -47,7 +47,7 @@ def _best_of(device: torch.device, mixed: bool) -> torch.dtype:
         has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
         return torch.bfloat16 if has_bf16 else torch.float16
     if mixed:
-        log.info("training.mixed_precision has no effect on the CPU: float32 is used")
+        log.debug("training.mixed_precision has no effect on the CPU: float32 is used")
     return torch.float32
 
 
