@@ -17,7 +17,7 @@ BEGIN, END = "<!-- what the tests prove: just proved -->\n", "<!-- end -->\n"
 
 FRAMEWORKS = (
     "built-in trainer",
-    "`run.micro_batches`",
+    "functions (`run.micro_batches`)",
     "accelerate",
     "Lightning",
     "transformers",

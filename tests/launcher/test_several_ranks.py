@@ -35,8 +35,8 @@ def tight_world(world: World) -> World:
     return world.with_environ({"MALLOC_MMAP_THRESHOLD_": "65536"})
 
 
-@pytest.mark.proves("`run.micro_batches`", "several GPUs", "in the step")
-@pytest.mark.proves("`run.micro_batches`", "several GPUs", "new attempt")
+@pytest.mark.proves("functions (`run.micro_batches`)", "several GPUs", "in the step")
+@pytest.mark.proves("functions (`run.micro_batches`)", "several GPUs", "new attempt")
 def test_memory_that_runs_out_on_one_rank_splits_the_step_of_both_or_both_end_with_a_checkpoint(
     tight_world: World,
 ):

@@ -47,7 +47,12 @@ def test_a_node_is_known_by_what_its_scheduler_sets(environ: dict[str, str]):
         ),
         ({"num_nodes": 1}, {"ROBUST_TRAIN_NUM_NODES": "2"}, "give num_nodes=2"),
         ({"isolation": "none"}, {"ROBUST_TRAIN_NODE_RANK": "0"}, "isolation=none"),
-        ({"trainer": {"argv": ["x"]}}, {"ROBUST_TRAIN_NODE_RANK": "0"}, "script"),
+        pytest.param(
+            {"trainer": {"argv": ["x"]}},
+            {"ROBUST_TRAIN_NODE_RANK": "0"},
+            "a script starts its own",
+            marks=pytest.mark.proves("scripts", "several machines", "refused", "every script"),
+        ),
         ({"min_num_gpus": 1}, {"ROBUST_TRAIN_NODE_RANK": "0"}, "min_num_gpus"),
         ({"detach": True}, {"ROBUST_TRAIN_NODE_RANK": "0"}, "detach"),
         (

@@ -51,6 +51,7 @@ def family(process) -> list[int]:
     return [one.pid for one in psutil.Process(process.pid).children(recursive=True)]
 
 
+@pytest.mark.proves("functions (`run.micro_batches`)", "several machines", "new attempt")
 def test_memory_that_runs_out_on_node_1_halves_the_batch_of_both(world: World):
     world.with_environ({"MALLOC_MMAP_THRESHOLD_": "65536"})
     keys = ("+runs_out=true", "training.batch_size=32", "training.num_workers=0")

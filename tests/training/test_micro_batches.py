@@ -102,7 +102,7 @@ def unlimited(**options):
     return model
 
 
-@pytest.mark.proves("`run.micro_batches`", "one GPU", "in the step")
+@pytest.mark.proves("functions (`run.micro_batches`)", "one GPU", "in the step")
 @pytest.mark.parametrize(
     ("where", "most", "names_model"),
     [("forward", 11, True), ("forward", 1, False), ("backward", 1, True), ("backward", 11, False)],

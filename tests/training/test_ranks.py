@@ -83,8 +83,8 @@ def test_a_wish_for_smaller_parts_on_one_rank_reaches_all(group: dict[str, Any])
     assert {member["wished"] for member in members(group, 4)} == {2}
 
 
-@pytest.mark.proves("`run.micro_batches`", "several GPUs", "refused", "SyncBatchNorm")
-@pytest.mark.proves("`run.micro_batches`", "several GPUs", "refused", "static_graph")
+@pytest.mark.proves("functions (`run.micro_batches`)", "several GPUs", "refused", "SyncBatchNorm")
+@pytest.mark.proves("functions (`run.micro_batches`)", "several GPUs", "refused", "static_graph")
 def test_a_model_that_communicates_in_its_passes_is_refused(group: dict[str, Any]):
     assert {m["refused"].split(" gathers")[0] for m in members(group, 4)} == {
         "run.micro_batches: 1 (SyncBatchNorm)"

@@ -44,7 +44,7 @@ def must_give_the_gradients_of_one_process(ranks: list[dict[str, Any]]) -> None:
             assert place["size"] == 2, place
 
 
-@pytest.mark.proves("`run.micro_batches`", "FSDP2", "in the step")
+@pytest.mark.proves("functions (`run.micro_batches`)", "FSDP2", "in the step")
 def test_a_step_is_repeated_wherever_memory_runs_out(ranks: list[dict[str, Any]]):
     assert len(ranks[0]["places"]) == 4
     must_give_the_gradients_of_one_process(ranks)
@@ -90,52 +90,62 @@ def test_where_one_rank_cannot_go_on_both_end(ranks: list[dict[str, Any]]):
             "own",
             "collectives of its own",
             marks=pytest.mark.proves(
-                "`run.micro_batches`", "FSDP2", "refused", "custom collectives"
+                "functions (`run.micro_batches`)", "FSDP2", "refused", "custom collectives"
             ),
         ),
         pytest.param(
             "in part",
             "is not sharded, beside parameters that are",
             marks=pytest.mark.proves(
-                "`run.micro_batches`", "FSDP2", "refused", "models sharded in part"
+                "functions (`run.micro_batches`)", "FSDP2", "refused", "models sharded in part"
             ),
         ),
         pytest.param(
             "hybrid",
             "hybrid sharding or tensor parallelism",
-            marks=pytest.mark.proves("`run.micro_batches`", "FSDP2", "refused", "hybrid sharding"),
+            marks=pytest.mark.proves(
+                "functions (`run.micro_batches`)", "FSDP2", "refused", "hybrid sharding"
+            ),
         ),
         pytest.param(
             "beside",
             "DistributedDataParallel beside a sharded one",
             marks=pytest.mark.proves(
-                "`run.micro_batches`", "FSDP2", "refused", "DistributedDataParallel beside it"
+                "functions (`run.micro_batches`)",
+                "FSDP2",
+                "refused",
+                "DistributedDataParallel beside it",
             ),
         ),
         pytest.param(
             "split",
             "1.wide (Linear) gathers its weights",
             marks=pytest.mark.proves(
-                "`run.micro_batches`", "FSDP2", "refused", "tensor parallelism"
+                "functions (`run.micro_batches`)", "FSDP2", "refused", "tensor parallelism"
             ),
         ),
         pytest.param(
             "first kind",
             "(FullyShardedDataParallel) gathers its weights",
-            marks=pytest.mark.proves("`run.micro_batches`", "several GPUs", "refused", "FSDP1"),
+            marks=pytest.mark.proves(
+                "functions (`run.micro_batches`)", "several GPUs", "refused", "FSDP1"
+            ),
         ),
         pytest.param(
             "averages",
             "a collective of your own",
             marks=pytest.mark.proves(
-                "`run.micro_batches`", "FSDP2", "refused", "a collective inside a micro-batch"
+                "functions (`run.micro_batches`)",
+                "FSDP2",
+                "refused",
+                "a collective inside a micro-batch",
             ),
         ),
         pytest.param(
             "averages in replicas",
             "a collective of your own",
             marks=pytest.mark.proves(
-                "`run.micro_batches`",
+                "functions (`run.micro_batches`)",
                 "several GPUs",
                 "refused",
                 "a collective inside a micro-batch",
