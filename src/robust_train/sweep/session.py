@@ -137,7 +137,8 @@ def begin(config: DictConfig) -> None:
 def check_jobs(config: DictConfig) -> None:
     """Check each value of each swept key, with the first ones of the other keys: a few seconds at
     most, and before a job starts. Raises ConfigError: a configuration cannot be used."""
-    fixed, swept = [], []
+    fixed: list[str] = []
+    swept: list[list[str]] = []
     for override in OverridesParser.create().parse_overrides(list(config.hydra.overrides.task)):
         if override.is_sweep_override():
             with contextlib.suppress(Exception):  # an interval, a glob: the sweeper's to choose
@@ -147,8 +148,8 @@ def check_jobs(config: DictConfig) -> None:
         elif override.input_line is not None:
             fixed.append(override.input_line)
     jobs = [first := [values[0] for values in swept]]
-    for n, values in enumerate(swept):
-        jobs += [[*first[:n], value, *first[n + 1 :]] for value in values[1:]]
+    for n, own in enumerate(swept):
+        jobs += [[*first[:n], value, *first[n + 1 :]] for value in own[1:]]
     for chosen in jobs[:_MOST_CHECKS]:
         _check_one(config, [*fixed, *chosen])
 
