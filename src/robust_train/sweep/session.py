@@ -138,7 +138,8 @@ def begin(config: DictConfig) -> None:
 def check_jobs(config: DictConfig) -> None:
     """Check each value of each swept key, with the first ones of the other keys: a few seconds at
     most, and before a job starts. Raises ConfigError: a configuration cannot be used."""
-    fixed, swept = [], []
+    fixed: list[str] = []
+    swept: list[list[str]] = []
     for override in OverridesParser.create().parse_overrides(list(config.hydra.overrides.task)):
         if override.is_sweep_override():
             with contextlib.suppress(Exception):  # an interval, a glob: the sweeper's to choose
