@@ -796,6 +796,8 @@ def test_a_batch_that_changes_nothing_is_halved_once():
     ):
         other = failed(smaller, FailureKind.DEVICE_OOM, evidence, **reported)
         assert after(silent, other).action == "halve_batch"
+    auto = replace(SETTINGS, finds_batch_size=True)
+    assert after(silent, again, settings=auto).action == "halve_batch"
     script = failed(spec, FailureKind.DEVICE_OOM, big)
     assert after(script, replace(script, spec=smaller)).action == "halve_batch"
     assert "may not matter" not in after(failed(spec, FailureKind.DEVICE_OOM, end_step=3)).reason

@@ -93,9 +93,10 @@ def within_a_budget(cfg):
         while not Path(os.environ["GO_FILE"]).exists():
             time.sleep(0.01)
     if cfg.training.batch_size > budgets.get(gpu, 10**9):
+        wanted = 2 + cfg.training.batch_size / 100
         raise RuntimeError(
-            "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of "
-            "15.78 GiB of which 1.20 GiB is free."
+            f"CUDA out of memory. Tried to allocate {wanted:.2f} GiB. GPU 0 has a total capacity "
+            "of 15.78 GiB of which 1.20 GiB is free."
         )
     return "trained"
 

@@ -90,7 +90,9 @@ def halve_batch(context: FailureContext) -> Retry | None:
     settings, last = context.settings, context.last
     if last.batch_size <= settings.min_batch_size or context.failed_before_training:
         return None
-    if _confirmed_by_another_gpu(context) or context.ran_out_alike_before:
+    if _confirmed_by_another_gpu(context):
+        return None
+    if context.ran_out_alike_before and not settings.finds_batch_size:
         return None
     is_last = context.smaller_batches_tried_here >= settings.max_retries
     if is_last and not settings.finds_batch_size:
