@@ -20,7 +20,7 @@ from types import FrameType
 import psutil
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from robust_train.events import Event, Failed, RankDied
+from robust_train.events import Event, Failed, Finished, RankDied
 from robust_train.execution.linux import signal_at_parents_death
 from robust_train.execution.node_votes import NodeVotes
 from robust_train.execution.rank import be_rank, read_ending
@@ -116,7 +116,7 @@ class _Group:
                 if now >= self._killed_at + _AFTER_KILL_SECONDS:
                     break  # one hangs in the kernel
             self._meet_other_nodes(now)
-        if not any(end.is_failure for end in self._ends()):
+        if all(isinstance(end.ending, Finished) for end in self._ends()):
             self._await_other_nodes()
         return self._ends()
 
