@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import tenacity
 from omegaconf import DictConfig, OmegaConf
 
 from robust_train import settings, values
@@ -24,7 +25,7 @@ from robust_train.config.batch import settle_batch_size
 from robust_train.config.schema import complete, validate
 from robust_train.errors import ConfigError, JobInterrupted, NoDevice, NoProgress
 from robust_train.events import CheckpointSaved, Event
-from robust_train.execution import sleep_with_ticks
+from robust_train.execution import decided_pause, sleep_with_ticks
 from robust_train.execution.hydra_state import logged_to_screen
 from robust_train.execution.inline import InlineExecutor
 from robust_train.execution.library_imports import find_trainer
@@ -223,14 +224,19 @@ class Job:
 
     def _attempt_until_done(self, first: AttemptSpec) -> AttemptRecord:
         """Run attempts as long as the decision after each is to retry."""
-        record = self._attempt(first)
-        while isinstance(record.decision, Retry):
-            self.sleep(record.decision.pause_seconds)
-            record = self._next_attempt(self._with_room(record))
-        return record
+        retrying = tenacity.Retrying(
+            retry=tenacity.retry_if_result(lambda record: isinstance(record.decision, Retry)),
+            wait=decided_pause,
+            sleep=self.sleep,
+            stop=tenacity.stop_never,
+        )
+        return retrying(self._next_attempt, first)
 
-    def _next_attempt(self, record: AttemptRecord) -> AttemptRecord:
-        """Run what was decided after the last attempt if it can be had."""
+    def _next_attempt(self, first: AttemptSpec) -> AttemptRecord:
+        """Run the first attempt, or what was decided after the last one if it can be had."""
+        record = self._with_room(self.records[-1]) if self.records else None
+        if record is None:
+            return self._attempt(first)
         while isinstance(record.decision, Retry):
             spec = record.decision.spec
             if self.devices.take(spec.gpus):

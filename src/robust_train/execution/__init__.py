@@ -5,6 +5,10 @@ from __future__ import annotations
 import select
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # attempts do without it
+    import tenacity
 
 TICK_SECONDS = 0.5
 
@@ -26,3 +30,8 @@ def sleep_until_readable(seconds: float, wake: int | None) -> bool:
     poll = select.poll()  # not select.select: descriptors may be above 1023
     poll.register(wake, select.POLLIN)
     return bool(poll.poll(seconds * 1000))
+
+
+def decided_pause(state: tenacity.RetryCallState) -> float:
+    """Return the seconds that the last decision asks to let pass."""
+    return float(state.outcome.result().decision.pause_seconds) if state.outcome else 0.0
