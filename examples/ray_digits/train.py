@@ -1,0 +1,150 @@
+"""A small network on scikit-learn's digits. One ``train(cfg, run)``, under the launcher::
+
+    python train_robust.py trainer._target_=examples.ray_digits.train.train num_gpus=2
+
+and in two workers of Ray, which places them and starts them again::
+
+    python -m examples.ray_digits.train
+"""
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from robust_train import Interrupted, Run
+
+
+def digits():
+    """1,797 scanned digits of 8 x 8 pixels, and what they are."""
+    data = load_digits()
+    return torch.tensor(data.images, dtype=torch.float32)[:, None] / 16, torch.tensor(data.target)
+
+
+def network(width):
+    """Two convolutions and a linear layer."""
+    return nn.Sequential(
+        nn.Conv2d(1, width, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(width, width, 3, padding=1),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(4 * width, 10),
+    )
+
+
+def save(run, step, **state):
+    """Write a checkpoint that is whole or not there."""
+    run.checkpoint_dir.mkdir(parents=True, exist_ok=True)
+    path = run.checkpoint_dir / f"step-{step:06d}.pt"
+    torch.save({"step": step, **state}, path.with_suffix(".tmp"))
+    path.with_suffix(".tmp").replace(path)
+    run.checkpoint_saved(path, step)
+
+
+def accuracy(model, images, labels, cfg, run):
+    """Share of the digits that are recognised; also found where only a part fits into memory."""
+    parts = run.micro_batches((images, labels), training=False)
+    with torch.no_grad():
+        for micro in parts:
+            with micro:
+                x, y = (tensor.to(cfg.device) for tensor in micro.data)
+                micro.keep((model(x).argmax(1) == y).sum().item())
+    return sum(parts.kept) / parts.samples
+
+
+def train(cfg, run):
+    """Train for ``cfg.training.epochs``; the launcher and Ray call this for each attempt."""
+    if run.world_size > 1 and not dist.is_initialized():  # Ray's workers have their group
+        dist.init_process_group("gloo" if cfg.device == "cpu" else "nccl")
+    torch.manual_seed(cfg.training.seed)
+    images, labels = digits()
+    model = network(cfg.model.width).to(cfg.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.training.lr)
+    step = 0
+    if run.resume_checkpoint is not None:
+        saved = torch.load(run.resume_checkpoint, weights_only=True, map_location=cfg.device)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        step = saved["step"]
+    whole = DistributedDataParallel(model) if run.world_size > 1 else model
+    per_step = cfg.training.batch_size * cfg.training.gradient_accumulation_steps * run.world_size
+    in_epoch = -(-len(labels) // per_step)
+    run.started(step)
+
+    def checkpoint():
+        if run.is_main:
+            save(run, step, model=model.state_dict(), optimizer=optimizer.state_dict())
+
+    while step < cfg.training.epochs * in_epoch:
+        epoch, number = divmod(step, in_epoch)
+        shuffled = torch.Generator().manual_seed(cfg.training.seed + epoch)
+        order = torch.randperm(len(labels), generator=shuffled)
+        mine = order[number * per_step : (number + 1) * per_step][run.rank :: run.world_size]
+        parts = run.micro_batches((images[mine], labels[mine]), whole)
+        for micro in parts:
+            with micro:
+                x, y = (tensor.to(cfg.device) for tensor in micro.data)
+                micro.backward(nn.functional.cross_entropy(whole(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+        step += 1
+        run.progress(step, loss=parts.loss)
+        stops = run.stop_requested
+        if run.checkpoint_due or stops:
+            checkpoint()
+        if stops:
+            raise Interrupted
+    checkpoint()
+    return accuracy(model, images, labels, cfg, run)
+
+
+def worker(config):
+    """Run ``train`` as one of Ray's workers, from the newest checkpoint in the run folder."""
+    import ray.train.torch
+    from omegaconf import OmegaConf
+
+    cfg = OmegaConf.create(config["cfg"])
+    cfg.device = str(ray.train.torch.get_device())
+    context, run_dir = ray.train.get_context(), Path(config["run_dir"])
+    run = Run(
+        run_dir=run_dir,
+        resume_checkpoint=max(run_dir.glob("checkpoints/step-*.pt"), default=None),
+        rank=context.get_world_rank(),
+        world_size=context.get_world_size(),
+    )
+    accuracy = train(cfg, run)
+    if run.is_main:
+        print(f"accuracy {accuracy:.3f}")
+
+
+def main(run_dir="outputs/ray_digits", workers=2, use_gpu=torch.cuda.is_available()):
+    """Train in Ray's workers; a worker that dies starts all again, up to three times."""
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+
+    training = {
+        "batch_size": 128,
+        "gradient_accumulation_steps": 1,
+        "epochs": 10,
+        "lr": 1e-3,
+        "seed": 1,
+    }
+    trainer = TorchTrainer(
+        worker,
+        train_loop_config={
+            "cfg": {"model": {"width": 32}, "training": training},
+            "run_dir": str(Path(run_dir).resolve()),  # on a disk that all workers see
+        },
+        scaling_config=ScalingConfig(num_workers=workers, use_gpu=use_gpu),
+        run_config=RunConfig(failure_config=FailureConfig(max_failures=3)),
+    )
+    trainer.fit()
+
+
+if __name__ == "__main__":
+    main()
