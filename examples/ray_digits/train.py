@@ -122,7 +122,7 @@ def worker(config):
         print(f"accuracy {accuracy:.3f}")
 
 
-def main(run_dir="outputs/ray_digits", workers=2, use_gpu=torch.cuda.is_available()):
+def main(run_dir="outputs/ray_digits", workers=2):
     """Train in Ray's workers; a worker that dies starts all again, up to three times."""
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
@@ -140,7 +140,7 @@ def main(run_dir="outputs/ray_digits", workers=2, use_gpu=torch.cuda.is_availabl
             "cfg": {"model": {"width": 32}, "training": training},
             "run_dir": str(Path(run_dir).resolve()),  # on a disk that all workers see
         },
-        scaling_config=ScalingConfig(num_workers=workers, use_gpu=use_gpu),
+        scaling_config=ScalingConfig(num_workers=workers, use_gpu=torch.cuda.is_available()),
         run_config=RunConfig(failure_config=FailureConfig(max_failures=3)),
     )
     trainer.fit()
