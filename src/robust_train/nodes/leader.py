@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import multiprocessing
-import os
 import secrets
 import socket
 import time
@@ -24,7 +23,7 @@ from robust_train.execution.request import AttemptRequest, NodeSpan
 from robust_train.execution.signals import SignalWatch
 from robust_train.nodes import messages
 from robust_train.nodes.connection import (
-    LEADER_FILE,
+    HOST_VARIABLE,
     Address,
     Connection,
     addresses,
@@ -32,7 +31,6 @@ from robust_train.nodes.connection import (
     started_with,
 )
 from robust_train.nodes.messages import Ended
-from robust_train.nodes.place import place_of
 from robust_train.runfolder.folder import RunFolder
 from robust_train.values import Failure, FailureKind, Group, Outcome
 
@@ -84,19 +82,9 @@ class Leader:
         self._has_sent_stop = False
 
     def __enter__(self) -> Leader:
-        self._listener = socket.create_server((self._hosts[0] if len(self._hosts) == 1 else "", 0))
-        self._listener.setblocking(False)  # whoever came may be gone again
-        try:
-            port = self._listener.getsockname()[1]
-            Address(self._hosts, port, self._secret).write(self._run_dir)
-        except OSError as error:
-            problem = f"num_nodes={self._nodes}: {self._run_dir}: cannot be written"
-            raise ConfigError(f"{problem}: {error.strerror}") from None
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, frames: object) -> None:
-        (self._run_dir / LEADER_FILE).unlink(missing_ok=True)
-        self._listener.close()
         state = self._folder.state
         code = getattr(error, "exit_code", 1) if state.exit_code is None else state.exit_code
         for follower in self._followers:
@@ -111,6 +99,21 @@ class Leader:
         Raises:
             ConfigError: one was started with something else, or some do not appear.
         """
+        host = self._hosts[0] if len(self._hosts) == 1 else ""
+        try:
+            self._listener = socket.create_server((host, 0))
+        except OSError as error:
+            raise ConfigError(
+                f"num_nodes={self._nodes}: cannot listen at {host or 'any address'} "
+                f"({error.strerror}); {HOST_VARIABLE} is for an IPv4 address of node 0"
+            ) from None
+        self._listener.setblocking(False)  # whoever came may be gone again
+        address = Address(self._hosts, self._listener.getsockname()[1], self._secret)
+        with self._listener, address.shown_in(self._run_dir):
+            self._await_all()
+        log.info("leads %s", ", ".join(one.name for one in self._followers))
+
+    def _await_all(self) -> None:
         started, has_said = time.monotonic(), False
         while missing := {*range(1, self._nodes)}.difference(one.node for one in self._followers):
             self._look(TICK_SECONDS, self._folder.tick)
@@ -125,8 +128,6 @@ class Leader:
             if waited > _FIRST_LINE_SECONDS and not has_said:
                 has_said = True
                 log.info("waiting for %s: the same command there, in a folder that it sees", who)
-        self._listener.close()
-        log.info("leads %s", ", ".join(one.name for one in self._followers))
 
     def _greet(self) -> None:
         """Take somebody in who knows the secret; raises ConfigError if it is no other node's."""
@@ -314,13 +315,6 @@ class Leader:
             case messages.Stop():
                 log.info("%s was asked to stop", follower.name)
                 self._signals.deliver(message.signum)
-
-
-def leader_of(
-    cfg: DictConfig, run_dir: Path, signals: SignalWatch, folder: RunFolder
-) -> Leader | None:
-    """Return the leader of a job on several nodes; ConfigError as :func:`place_of`."""
-    return None if place_of(cfg, os.environ) is None else Leader(cfg, run_dir, signals, folder)
 
 
 def ended_by(number: int, outcome: Outcome, *, was_ended: bool) -> Ended:
