@@ -13,6 +13,7 @@ import pytest
 
 from robust_train.config.schema import complete
 from robust_train.errors import ConfigError
+from robust_train.execution.signals import SignalWatch
 from robust_train.nodes import connection as module
 from robust_train.nodes.connection import (
     HOST_VARIABLE,
@@ -23,9 +24,10 @@ from robust_train.nodes.connection import (
     started_with,
 )
 from robust_train.nodes.follower import Follower
+from robust_train.nodes.leader import Leader, _Follower
 from robust_train.nodes.messages import Begin, Done, End, Ended, Message, Stop
 from robust_train.nodes.place import Place
-from robust_train.values import AttemptSpec, FailureKind
+from robust_train.values import AttemptSpec, Failure, FailureKind
 
 
 def meet(secret: str, other: str) -> tuple[Connection | BaseException, Connection | BaseException]:
@@ -142,6 +144,17 @@ def test_an_attempt_that_a_signal_forestalls_has_ended(led: tuple[Connection, Fo
     (ended,) = (one for one in heard if isinstance(one, Ended))
     assert (ended.number, ended.failure.kind) == (3, FailureKind.INTERRUPTED)
     assert not ended.was_killed
+
+
+def test_ranks_of_node_0_do_not_wait_for_those_that_ended_after_a_checkpoint(tmp_path: Path):
+    connection, _ = meet("a secret", "a secret")
+    leader = Leader(complete({"num_nodes": 2}), tmp_path, SignalWatch(), None)
+    leader._followers, leader._grace_seconds = [_Follower(1, "a host", connection)], 20.0
+    assert leader.poll_nodes() is None
+    leader._followers[0].ended = Ended(1, Failure(FailureKind.INTERRUPTED, "…"))
+    assert leader.poll_nodes() == 20.0
+    leader._followers[0].ended = Ended(1, Failure(FailureKind.BUG, "…"))
+    assert leader.poll_nodes() == 1.0
 
 
 def test_an_order_to_end_is_about_the_attempt_before_it(

@@ -68,14 +68,13 @@ class Connection:
 
     def send(self, message: Message) -> None:
         """Send a message."""
-        try:
-            self._pipe.send_bytes(encode(message))
-        except BlockingIOError:  # half of it is on its way: nothing can follow
-            self.lost = f"it has taken no message for {_PART_SECONDS} s"
-            with socket.socket(fileno=os.dup(self.fileno())) as sock, contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
-        except OSError:  # gone
-            pass
+        with contextlib.suppress(OSError):  # gone
+            try:
+                self._pipe.send_bytes(encode(message))
+            except BlockingIOError:  # half of it is on its way: nothing can follow
+                self.lost = f"it has taken no message for {_PART_SECONDS} s"
+                with socket.socket(fileno=os.dup(self.fileno())) as sock:
+                    sock.shutdown(socket.SHUT_RDWR)
 
     def receive(self, seconds: float = 0.0) -> list[Message]:
         """Return what has arrived, after waiting for it so long."""

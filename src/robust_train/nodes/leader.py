@@ -71,14 +71,13 @@ class Leader:
     ) -> None:
         self._nodes, self._run_dir = int(cfg.num_nodes), run_dir
         self._signals, self._folder = signals, folder
-        self._started_with, self._wait_seconds = (
-            started_with(cfg),
-            60 * cfg.gpu_wait_timeout_minutes,
-        )
+        self._started_with = started_with(cfg)
+        self._wait_seconds = 60 * cfg.gpu_wait_timeout_minutes
         self._hosts, self._secret = addresses(), secrets.token_hex(16)
+        self._listeners: list[socket.socket] = []  # one until all nodes are there
         self._followers: list[_Follower] = []
         self._on_event: Callable[[Event], None] = lambda event: None
-        self._number = 0
+        self._number, self._grace_seconds = 0, 0.0
         self._has_sent_stop = False
 
     def __enter__(self) -> Leader:
@@ -101,16 +100,18 @@ class Leader:
         """
         host = self._hosts[0] if len(self._hosts) == 1 else ""
         try:
-            self._listener = socket.create_server((host, 0))
+            listener = socket.create_server((host, 0))
         except OSError as error:
             raise ConfigError(
                 f"num_nodes={self._nodes}: cannot listen at {host or 'any address'} "
                 f"({error.strerror}); {HOST_VARIABLE} is for an IPv4 address of node 0"
             ) from None
-        self._listener.setblocking(False)  # whoever came may be gone again
-        address = Address(self._hosts, self._listener.getsockname()[1], self._secret)
-        with self._listener, address.shown_in(self._run_dir):
+        listener.setblocking(False)  # whoever came may be gone again
+        address = Address(self._hosts, listener.getsockname()[1], self._secret)
+        with listener, address.shown_in(self._run_dir):
+            self._listeners.append(listener)
             self._await_all()
+        self._listeners.clear()
         log.info("leads %s", ", ".join(one.name for one in self._followers))
 
     def _await_all(self) -> None:
@@ -129,10 +130,10 @@ class Leader:
                 has_said = True
                 log.info("waiting for %s: the same command there, in a folder that it sees", who)
 
-    def _greet(self) -> None:
+    def _greet(self, listener: socket.socket) -> None:
         """Take somebody in who knows the secret; raises ConfigError if it is no other node's."""
         try:
-            connection = Connection(self._listener.accept()[0], self._secret, leads=True)
+            connection = Connection(listener.accept()[0], self._secret, leads=True)
         except (OSError, EOFError, multiprocessing.AuthenticationError):
             return
         hello = next(iter(connection.receive(_GREETING_SECONDS)), None)
@@ -216,6 +217,7 @@ class Leader:
         """Run one attempt on all nodes; raises ConfigError if a trainer refuses the config."""
         self.check()
         self._on_event, self._number, self._has_sent_stop = on_event, request.attempt, False
+        self._grace_seconds = request.stop_grace_seconds
         host, checkpoint = self._followers[0].connection.here, request.resume_checkpoint
         if checkpoint is not None and checkpoint.is_relative_to(self._run_dir):
             checkpoint = checkpoint.relative_to(self._run_dir)
@@ -232,7 +234,7 @@ class Leader:
             hold = (*hold, store.fileno())
             outcome = self._local.run(request, on_event, hold=hold, tick=tick, others=self)
         mine = ended_by(request.attempt, outcome, was_ended=self._seconds_left() is not None)
-        self._collect(mine, request.stop_grace_seconds, tick)
+        self._collect(mine, tick)
         if (problem := self._problem()) is not None:
             return replace(outcome, failure=Failure(FailureKind.INTERRUPTED, problem))
         for end in self._ends():
@@ -241,9 +243,9 @@ class Leader:
         root = messages.root_of((mine, *self._ends()), request.ranks)
         return outcome if root is None or root is mine else _with_failure_of(root, outcome)
 
-    def _collect(self, mine: Ended, grace_seconds: float, tick: Tick) -> None:
+    def _collect(self, mine: Ended, tick: Tick) -> None:
         """Wait for the ends on the other nodes, which are hurried if their ranks would wait."""
-        until = time.monotonic() + grace_seconds + _LATE_SECONDS
+        until = time.monotonic() + self._grace_seconds + _LATE_SECONDS
         has_hurried = False
         with self._signals.handed_to(lambda signum: None):
             while self._problem() is None and len(self._ends()) < len(self._followers):
@@ -286,7 +288,10 @@ class Leader:
     def _seconds_left(self) -> float | None:
         if self._problem() is not None:
             return 0.0
-        return _LAST_REPORT_SECONDS if any(end.is_sudden for end in self._ends()) else None
+        failed = [end for end in self._ends() if end.failure is not None or end.is_sudden]
+        if any(end.is_sudden for end in failed):
+            return _LAST_REPORT_SECONDS
+        return self._grace_seconds if failed else None
 
     def _send(self, message: messages.Message) -> None:
         for follower in self._followers:
@@ -294,11 +299,10 @@ class Leader:
 
     def _look(self, seconds: float, tick: Tick) -> None:
         """Take in what arrives within so many seconds."""
-        listens = self._listener.fileno() >= 0
-        ready = wait([*self.descriptors, *([self._listener] if listens else [])], seconds)
+        ready = wait([*self.descriptors, *self._listeners], seconds)
         tick()
-        if self._listener in ready:
-            self._greet()
+        for listener in filter(ready.__contains__, self._listeners):
+            self._greet(listener)
         for follower in self._followers:
             for message in follower.connection.receive():
                 self._take(follower, message)
