@@ -19,6 +19,8 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, register_optimiz
 
 from robust_train import compat
 from robust_train.cli.door import _may_set_mode
+from robust_train.errors import UserError
+from robust_train.microbatch import ranks
 from world import ROOT
 
 
@@ -53,6 +55,29 @@ def test_collectives_are_counted(tmp_path):
             before = compat.collectives_begun(dist.group.WORLD)
             wrapper(torch.ones(1, 2)).sum().backward()
         assert compat.collectives_begun(dist.group.WORLD) == before
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_group_that_counts_no_collectives_has_nobody_refused(tmp_path, monkeypatch):
+    """As XPUs' do, and one with several backends for what goes over another than the first."""
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        group = ranks.Ranks()
+        monkeypatch.setattr(ranks, "here", lambda: group)
+        step = ranks.SharedStep()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ranks, "collectives_begun", lambda group: 0)
+            step.begin_part()
+            group.vote(False)
+            group.ledger.sent += 1
+            step.end_part(ran_out=False)
+        step.begin_part()
+        group.vote(False)
+        dist.all_reduce(torch.ones(1))
+        with pytest.raises(UserError, match="a collective of your own"):
+            step.end_part(ran_out=False)
     finally:
         dist.destroy_process_group()
 

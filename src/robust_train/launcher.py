@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tenacity
 from omegaconf import DictConfig, OmegaConf
@@ -35,8 +35,7 @@ from robust_train.execution.signals import SignalWatch
 from robust_train.execution.trainer_ref import end_import_at_launch
 from robust_train.failures.advice import with_fitting_advice
 from robust_train.memory.stability import attempt_stability
-from robust_train.nodes.follower import follow
-from robust_train.nodes.leader import Leader, leader_of
+from robust_train.nodes import follow, leader_of
 from robust_train.policy.decide import concluded, decide, decide_on_request, first_attempt, on_gpus
 from robust_train.policy.rules import with_gpu_at_fault
 from robust_train.queue import devices
@@ -51,6 +50,9 @@ from robust_train.runfolder.journal import AttemptEnded, DecidedAgain, JobEnded,
 from robust_train.runfolder.notifier import Notifier
 from robust_train.runfolder.summary import AttemptRecord, Summary, evidence_of
 from robust_train.values import Attempt, AttemptSpec, Decision, GiveUp, Group, Outcome, Retry
+
+if TYPE_CHECKING:
+    from robust_train.nodes.leader import Leader
 
 log = logging.getLogger("robust_train")
 

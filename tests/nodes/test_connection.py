@@ -1,9 +1,10 @@
-"""The line between two launchers, on this machine's loopback."""
+"""The line between two launchers, on this machine's loopback, and how a follower obeys."""
 
 from __future__ import annotations
 
 import json
 import multiprocessing
+import signal
 import socket
 import threading
 from pathlib import Path
@@ -11,8 +12,22 @@ from pathlib import Path
 import pytest
 
 from robust_train.config.schema import complete
-from robust_train.nodes.connection import LEADER_FILE, Address, Connection, connect, started_with
-from robust_train.nodes.messages import Message, Stop
+from robust_train.errors import ConfigError
+from robust_train.execution.signals import SignalWatch
+from robust_train.nodes import connection as module
+from robust_train.nodes.connection import (
+    HOST_VARIABLE,
+    LEADER_FILE,
+    Address,
+    Connection,
+    connect,
+    started_with,
+)
+from robust_train.nodes.follower import Follower
+from robust_train.nodes.leader import Leader, _Follower
+from robust_train.nodes.messages import Begin, Done, End, Ended, Message, Stop
+from robust_train.nodes.place import Place
+from robust_train.values import AttemptSpec, Failure, FailureKind
 
 
 def meet(secret: str, other: str) -> tuple[Connection | BaseException, Connection | BaseException]:
@@ -52,25 +67,49 @@ def test_messages_go_both_ways_until_one_end_is_closed():
     leader.close()
 
 
+def test_half_a_message_is_the_last_one(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "_PART_SECONDS", 1)
+    leader, follower = meet("a secret", "a secret")
+    assert isinstance(leader, Connection)
+    assert isinstance(follower, Connection)
+    sent = Done("failed", 1, "x" * (1 << 20))
+    for _ in range(100):  # until the other one, which is stopped, takes no more
+        follower.send(sent)
+        if follower.lost is not None:
+            break
+    assert follower.lost == "it has taken no message for 1 s"
+    follower.send(Stop(15))
+    heard: list[Message] = []
+    while leader.lost is None:
+        heard += leader.receive(10)
+    assert heard == [sent] * len(heard)
+    assert "end of file" in leader.lost
+
+
 def test_who_does_not_know_the_secret_is_not_taken_in():
     ends = meet("a secret", "another")
     assert not any(isinstance(end, Connection) for end in ends)
 
 
-def test_the_leader_is_found_by_a_file_for_its_user_only(tmp_path: Path):
+def test_the_leader_is_found_by_a_file_for_its_user_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv(HOST_VARIABLE, "192.0.2.1")  # node 0's, set on all nodes alike
     assert connect(tmp_path) is None
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        Address(("127.0.0.1",), port, "a secret").write(tmp_path)
-        assert (tmp_path / LEADER_FILE).stat().st_mode & 0o777 == 0o600
-        assert json.loads((tmp_path / LEADER_FILE).read_text())["port"] == port
         leader: list[Connection] = []
         serve = threading.Thread(
-            target=lambda: leader.append(Connection(listener.accept()[0], "a secret", leads=True))
+            target=lambda: leader.append(Connection(listener.accept()[0], "a secret", leads=True)),
+            daemon=True,
         )
-        serve.start()
-        follower = connect(tmp_path)
-        serve.join()
+        with Address(("127.0.0.1",), port, "a secret").shown_in(tmp_path):
+            assert (tmp_path / LEADER_FILE).stat().st_mode & 0o777 == 0o600
+            assert json.loads((tmp_path / LEADER_FILE).read_text())["port"] == port
+            serve.start()
+            follower = connect(tmp_path)
+        assert not (tmp_path / LEADER_FILE).exists()
+        serve.join(10)
     assert follower is not None
     for end in (*leader, follower):
         end.close()
@@ -80,3 +119,58 @@ def test_the_leader_is_found_by_a_file_for_its_user_only(tmp_path: Path):
 @pytest.mark.parametrize("key", ["training.epochs", "Python", "robust-train", "num_nodes"])
 def test_what_has_to_be_the_same_is_compared(key: str):
     assert key in started_with(complete({"num_nodes": 2}))
+
+
+BEGIN = Begin(3, AttemptSpec((), 8, 1, 2), "a job", 1234)
+
+
+@pytest.fixture
+def led(tmp_path: Path) -> tuple[Connection, Follower]:
+    """The leader's end of a line, and who is at the other."""
+    keys = {"num_nodes": 2, "auto_device": False, "device": "cpu"}
+    follower = Follower("node_trainers.four_steps", complete(keys), tmp_path, Place(1, 2))
+    leader, follower._connection = meet("a secret", "a secret")
+    return leader, follower
+
+
+def test_an_attempt_that_a_signal_forestalls_has_ended(led: tuple[Connection, Follower]):
+    """Otherwise the leader would wait for its end, and take the node for lost."""
+    leader, follower = led
+    leader.send(BEGIN)
+    follower._signals.received = signal.SIGTERM
+    follower._follow()
+    heard = leader.receive(1.0)
+    assert heard[0] == Stop(signal.SIGTERM)
+    (ended,) = (one for one in heard if isinstance(one, Ended))
+    assert (ended.number, ended.failure.kind) == (3, FailureKind.INTERRUPTED)
+    assert not ended.was_killed
+
+
+def test_ranks_of_node_0_do_not_wait_for_those_that_ended_after_a_checkpoint(tmp_path: Path):
+    connection, _ = meet("a secret", "a secret")
+    leader = Leader(complete({"num_nodes": 2}), tmp_path, SignalWatch(), None)
+    leader._followers, leader._grace_seconds = [_Follower(1, "a host", connection)], 20.0
+    assert leader.poll_nodes() is None
+    leader._followers[0].ended = Ended(1, Failure(FailureKind.INTERRUPTED, "…"))
+    assert leader.poll_nodes() == 20.0
+    leader._followers[0].ended = Ended(1, Failure(FailureKind.BUG, "…"))
+    assert leader.poll_nodes() == 1.0
+
+
+def test_an_order_to_end_is_about_the_attempt_before_it(
+    led: tuple[Connection, Follower], monkeypatch: pytest.MonkeyPatch
+):
+    leader, follower = led
+    seen = []
+
+    def run(*about: object, others: Follower, **more: object) -> None:
+        seen.append(others.poll_nodes())
+        raise ConfigError("enough")
+
+    monkeypatch.setattr(follower._executor, "run", run)
+    for message in (End(3.0), BEGIN, End(5.0)):
+        leader.send(message)
+    follower._follow()
+    leader.send(BEGIN)
+    follower._follow()
+    assert seen == [5.0, None]

@@ -92,3 +92,16 @@ def test_a_node_whose_ranks_have_not_begun_is_missing():
     votes[1].begin(3)
     nodes[1].poll(2)
     assert nodes[0].missing() == []
+
+
+def test_nobody_waits_for_a_node_whose_ranks_have_ended():
+    store = _Store()
+    votes = [Votes(1, first=node, is_part=True) for node in range(2)]
+    nodes = [NodeVotes(votes[node], store, node, 2) for node in range(2)]
+    nodes[1].end()
+    votes[0].raise_flag(CHECKPOINT)
+    for _ in range(3):
+        nodes[0].poll(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module.time, "sleep", _would_wait)
+        assert votes[0].look(CHECKPOINT, 0) == 1

@@ -27,7 +27,7 @@ from robust_train.errors import (
 from robust_train.execution.library_imports import libraries_of
 from robust_train.execution.trainer_ref import TrainerRef
 from robust_train.launcher import Job
-from robust_train.nodes.follower import follow
+from robust_train.nodes import follow
 from robust_train.runfolder.requests import sweep_stop_requested
 from robust_train.runfolder.summary import Summary
 from robust_train.settings import sweep_folder, target_of

@@ -43,8 +43,9 @@ class NodeVotes:
             self._held = store.get(f"round/{self._rounds}").decode()
             looks = votes.hold(self._held)
             store.set(self._key(self._node), json.dumps(looks))
-        elif self._held is not None and store.check([self._key(node) for node in self._nodes]):
-            looks_of = [json.loads(store.get(self._key(node))) for node in self._nodes]
+        elif self._held is not None and all(map(self._has_answered, self._nodes)):
+            keys = [key for key in map(self._key, self._nodes) if store.check([key])]
+            looks_of = [json.loads(store.get(key)) for key in keys]
             votes.release(self._held, [(fewest, most) for fewest, most in looks_of])
             self._held = None
 
@@ -68,6 +69,10 @@ class NodeVotes:
                 self._seen[flag] = raised
                 self._store.set(f"round/{self._rounds + 1}", flag)
                 return
+
+    def _has_answered(self, node: int) -> bool:
+        """Return whether a node has written its looks down, or never will."""
+        return any(self._store.check([key]) for key in (f"ended/{node}", self._key(node)))
 
     def _key(self, node: int) -> str:
         return f"looks/{self._rounds}/{node}"

@@ -130,7 +130,9 @@ class Ranks:
         return bool(vote.item())
 
     def foreign(self) -> int:
-        """Return how many collectives were begun that neither this class nor FSDP2 knows of."""
+        """Return how many collectives were begun that neither this class nor FSDP2 knows of.
+
+        It falls where the group counts none, or only those of its default backend."""
         return collectives_begun(self.world) - self._votes - self.ledger.sent
 
     def most_and_sum(self, parts: int, items: float) -> tuple[int, float]:
@@ -228,7 +230,7 @@ class SharedStep:
         """
         if self._group is None:
             return
-        if not ran_out and self._group.foreign() != self._foreign:
+        if not ran_out and self._group.foreign() > self._foreign:
             raise UserError(
                 "run.micro_batches: a collective of your own (torch.distributed) runs inside a "
                 "micro-batch, where a rank that runs out of memory would leave the others waiting; "

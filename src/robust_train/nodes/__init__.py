@@ -1,1 +1,44 @@
-"""One job on several machines: the launcher of node 0 leads, those of the others follow."""
+"""One job on several machines: the launcher of node 0 leads, those of the others follow.
+
+A job on one machine imports no more of this than :mod:`.place`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import DictConfig
+
+from robust_train.nodes.place import place_of
+
+if TYPE_CHECKING:
+    from robust_train.execution.signals import SignalWatch
+    from robust_train.nodes.leader import Leader
+    from robust_train.runfolder.folder import RunFolder
+    from robust_train.runfolder.summary import Summary
+
+
+def leader_of(
+    cfg: DictConfig, run_dir: Path, signals: SignalWatch, folder: RunFolder
+) -> Leader | None:
+    """Return the leader of a job on several nodes; ConfigError as :func:`place_of`."""
+    if place_of(cfg, os.environ) is None:
+        return None
+    from robust_train.nodes.leader import Leader
+
+    return Leader(cfg, run_dir, signals, folder)
+
+
+def follow(
+    trainer: str | Callable[..., Any] | None, cfg: DictConfig, run_dir: str | Path | None = None
+) -> Summary | None:
+    """Follow to the job's end if another node's launcher leads; None: it is this one's to run."""
+    place = place_of(cfg, os.environ)
+    if place is None or place.node == 0:
+        return None
+    from robust_train.nodes.follower import Follower
+
+    return Follower(trainer, cfg, run_dir, place).run()

@@ -10,17 +10,19 @@ import os
 import platform
 import socket
 import struct
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
 from omegaconf import DictConfig, OmegaConf
 
+from robust_train.errors import ConfigError
 from robust_train.files import MalformedEvent, from_json, replacing
 from robust_train.nodes.messages import Message, decode, encode
 
 LEADER_FILE = "leader.json"
-_HOST = "ROBUST_TRAIN_NODE_HOST"
+HOST_VARIABLE = "ROBUST_TRAIN_NODE_HOST"
 _CONNECT_SECONDS = 3.0
 _MOST_BYTES = 4 << 20
 _SILENT_SECONDS = 15  # a node that acknowledges nothing for so long is lost
@@ -66,8 +68,13 @@ class Connection:
 
     def send(self, message: Message) -> None:
         """Send a message."""
-        with contextlib.suppress(OSError):
-            self._pipe.send_bytes(encode(message))
+        with contextlib.suppress(OSError):  # gone
+            try:
+                self._pipe.send_bytes(encode(message))
+            except BlockingIOError:  # half of it is on its way: nothing can follow
+                self.lost = f"it has taken no message for {_PART_SECONDS} s"
+                with socket.socket(fileno=os.dup(self.fileno())) as sock:
+                    sock.shutdown(socket.SHUT_RDWR)
 
     def receive(self, seconds: float = 0.0) -> list[Message]:
         """Return what has arrived, after waiting for it so long."""
@@ -79,6 +86,8 @@ class Connection:
             self.lost = "its launcher has ended"
         except TimeoutError:
             self.lost = f"silent for {_SILENT_SECONDS} s"
+        except BlockingIOError:
+            self.lost = "silent in the middle of a message"
         except (OSError, MalformedEvent) as error:
             self.lost = str(error)
         return messages
@@ -96,31 +105,39 @@ class Address:
     port: int
     secret: str
 
-    def write(self, run_dir: Path) -> None:
-        """Write it, for this user only. Raises OSError."""
-        with replacing(run_dir / LEADER_FILE) as temporary:
-            temporary.touch()
-            temporary.chmod(0o600)
-            temporary.write_text(json.dumps(asdict(self)))
+    @contextlib.contextmanager
+    def shown_in(self, run_dir: Path) -> Iterator[None]:
+        """Have it there within the block, for this user only. Raises ConfigError."""
+        path = run_dir / LEADER_FILE
+        try:
+            with replacing(path) as temporary:
+                temporary.touch()
+                temporary.chmod(0o600)
+                temporary.write_text(json.dumps(asdict(self)))
+        except OSError as error:
+            raise ConfigError(f"num_nodes: {path} cannot be written: {error.strerror}") from None
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
 
 
 def connect(run_dir: Path) -> Connection | None:
     """Return a connection to who knows the secret of ``leader.json``; None without one."""
-    own = os.environ.get(_HOST, "")
     with contextlib.suppress(OSError, ValueError):  # MalformedEvent among them
         os.listdir(run_dir)  # a network disk asks its server anew
         address = from_json(Address, json.loads((run_dir / LEADER_FILE).read_text()))
         for host in address.hosts:
             with contextlib.suppress(OSError, EOFError, multiprocessing.AuthenticationError):
                 there = host, address.port
-                sock = socket.create_connection(there, _CONNECT_SECONDS, (own, 0))
+                sock = socket.create_connection(there, _CONNECT_SECONDS)
                 return Connection(sock, address.secret, leads=False)
     return None
 
 
 def addresses() -> tuple[str, ...]:
     """Return the addresses of this host, the likeliest to be reached from others first."""
-    if host := os.environ.get(_HOST):
+    if host := os.environ.get(HOST_VARIABLE):
         return (host,)
     named = ""
     with contextlib.suppress(OSError):

@@ -29,10 +29,10 @@ from robust_train.execution.signals import SignalWatch
 from robust_train.nodes import messages
 from robust_train.nodes.connection import Connection, connect, interface_of, started_with
 from robust_train.nodes.leader import ended_by
-from robust_train.nodes.place import Place, place_of
+from robust_train.nodes.place import Place
 from robust_train.queue import devices
 from robust_train.runfolder.summary import Summary
-from robust_train.values import Group, Outcome
+from robust_train.values import Failure, FailureKind, Group, Outcome
 
 log = logging.getLogger("robust_train")
 
@@ -140,6 +140,7 @@ class Follower:
                     self._knows_of_stop = True
                     self._signals.deliver(message.signum)
                 case _:
+                    self._end_in = None  # what was to end has ended
                     self._orders.append(message)
         if self._connection.lost is not None and self._done is None:
             reason = f"node 0 is lost ({self._connection.lost}): start all nodes again"
@@ -175,8 +176,8 @@ class Follower:
             if not self._orders and self._done is None:
                 wait([*self.descriptors, wakeup], TICK_SECONDS)
         orders, self._orders = self._orders, []
-        for order in orders if self._signals.received is None else ():
-            if isinstance(order, messages.Reserve):
+        for order in orders:
+            if isinstance(order, messages.Reserve) and self._signals.received is None:
                 self._connection.send(self._reserve())
             elif isinstance(order, messages.Begin):
                 self._connection.send(self._run_attempt(order))
@@ -191,13 +192,15 @@ class Follower:
         return messages.Reserved(tuple(names))
 
     def _run_attempt(self, order: messages.Begin) -> messages.Ended:
-        self._end_in = None
-        request = self._request(order)
-        run = partial(self._executor.run, request, partial(self._on_event, request))
         try:
+            self._signals.raise_if_received()
+            request = self._request(order)
+            run = partial(self._executor.run, request, partial(self._on_event, request))
             outcome = run(hold=self._devices.hold, tick=self._devices.tick, others=self)
         except ConfigError as error:
             return messages.Ended(order.number, refusal=str(error))
+        except JobInterrupted as error:  # before it had begun
+            return messages.Ended(order.number, Failure(FailureKind.INTERRUPTED, str(error)))
         with self._signals.handed_to(lambda signum: None):
             self._devices.ended(self._group, _on_this_node(outcome, request), ())
         outcome = replace(outcome, output=outcome.output[-_MOST_OUTPUT:])
@@ -233,16 +236,6 @@ class Follower:
         self._connection.send(messages.Reported(event.as_json()))
         if isinstance(event, MemoryReported) and event.rank is not None:
             self._devices.on_event(replace(event, rank=event.rank - request.first_rank))
-
-
-def follow(
-    trainer: str | Callable[..., Any] | None, cfg: DictConfig, run_dir: str | Path | None = None
-) -> Summary | None:
-    """Follow to the job's end if another node's launcher leads; None: it is this one's to run."""
-    place = place_of(cfg, os.environ)
-    if place is None or place.node == 0:
-        return None
-    return Follower(trainer, cfg, run_dir, place).run()
 
 
 def _on_this_node(outcome: Outcome, request: AttemptRequest) -> Outcome:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import multiprocessing
-import os
 import secrets
 import socket
 import time
@@ -24,7 +23,7 @@ from robust_train.execution.request import AttemptRequest, NodeSpan
 from robust_train.execution.signals import SignalWatch
 from robust_train.nodes import messages
 from robust_train.nodes.connection import (
-    LEADER_FILE,
+    HOST_VARIABLE,
     Address,
     Connection,
     addresses,
@@ -32,7 +31,6 @@ from robust_train.nodes.connection import (
     started_with,
 )
 from robust_train.nodes.messages import Ended
-from robust_train.nodes.place import place_of
 from robust_train.runfolder.folder import RunFolder
 from robust_train.values import Failure, FailureKind, Group, Outcome
 
@@ -73,30 +71,19 @@ class Leader:
     ) -> None:
         self._nodes, self._run_dir = int(cfg.num_nodes), run_dir
         self._signals, self._folder = signals, folder
-        self._started_with, self._wait_seconds = (
-            started_with(cfg),
-            60 * cfg.gpu_wait_timeout_minutes,
-        )
+        self._started_with = started_with(cfg)
+        self._wait_seconds = 60 * cfg.gpu_wait_timeout_minutes
         self._hosts, self._secret = addresses(), secrets.token_hex(16)
+        self._listeners: list[socket.socket] = []  # one until all nodes are there
         self._followers: list[_Follower] = []
         self._on_event: Callable[[Event], None] = lambda event: None
-        self._number = 0
+        self._number, self._grace_seconds = 0, 0.0
         self._has_sent_stop = False
 
     def __enter__(self) -> Leader:
-        self._listener = socket.create_server((self._hosts[0] if len(self._hosts) == 1 else "", 0))
-        self._listener.setblocking(False)  # whoever came may be gone again
-        try:
-            port = self._listener.getsockname()[1]
-            Address(self._hosts, port, self._secret).write(self._run_dir)
-        except OSError as error:
-            problem = f"num_nodes={self._nodes}: {self._run_dir}: cannot be written"
-            raise ConfigError(f"{problem}: {error.strerror}") from None
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, frames: object) -> None:
-        (self._run_dir / LEADER_FILE).unlink(missing_ok=True)
-        self._listener.close()
         state = self._folder.state
         code = getattr(error, "exit_code", 1) if state.exit_code is None else state.exit_code
         for follower in self._followers:
@@ -111,6 +98,23 @@ class Leader:
         Raises:
             ConfigError: one was started with something else, or some do not appear.
         """
+        host = self._hosts[0] if len(self._hosts) == 1 else ""
+        try:
+            listener = socket.create_server((host, 0))
+        except OSError as error:
+            raise ConfigError(
+                f"num_nodes={self._nodes}: cannot listen at {host or 'any address'} "
+                f"({error.strerror}); {HOST_VARIABLE} is for an IPv4 address of node 0"
+            ) from None
+        listener.setblocking(False)  # whoever came may be gone again
+        address = Address(self._hosts, listener.getsockname()[1], self._secret)
+        with listener, address.shown_in(self._run_dir):
+            self._listeners.append(listener)
+            self._await_all()
+        self._listeners.clear()
+        log.info("leads %s", ", ".join(one.name for one in self._followers))
+
+    def _await_all(self) -> None:
         started, has_said = time.monotonic(), False
         while missing := {*range(1, self._nodes)}.difference(one.node for one in self._followers):
             self._look(TICK_SECONDS, self._folder.tick)
@@ -125,13 +129,11 @@ class Leader:
             if waited > _FIRST_LINE_SECONDS and not has_said:
                 has_said = True
                 log.info("waiting for %s: the same command there, in a folder that it sees", who)
-        self._listener.close()
-        log.info("leads %s", ", ".join(one.name for one in self._followers))
 
-    def _greet(self) -> None:
+    def _greet(self, listener: socket.socket) -> None:
         """Take somebody in who knows the secret; raises ConfigError if it is no other node's."""
         try:
-            connection = Connection(self._listener.accept()[0], self._secret, leads=True)
+            connection = Connection(listener.accept()[0], self._secret, leads=True)
         except (OSError, EOFError, multiprocessing.AuthenticationError):
             return
         hello = next(iter(connection.receive(_GREETING_SECONDS)), None)
@@ -215,6 +217,7 @@ class Leader:
         """Run one attempt on all nodes; raises ConfigError if a trainer refuses the config."""
         self.check()
         self._on_event, self._number, self._has_sent_stop = on_event, request.attempt, False
+        self._grace_seconds = request.stop_grace_seconds
         host, checkpoint = self._followers[0].connection.here, request.resume_checkpoint
         if checkpoint is not None and checkpoint.is_relative_to(self._run_dir):
             checkpoint = checkpoint.relative_to(self._run_dir)
@@ -231,7 +234,7 @@ class Leader:
             hold = (*hold, store.fileno())
             outcome = self._local.run(request, on_event, hold=hold, tick=tick, others=self)
         mine = ended_by(request.attempt, outcome, was_ended=self._seconds_left() is not None)
-        self._collect(mine, request.stop_grace_seconds, tick)
+        self._collect(mine, tick)
         if (problem := self._problem()) is not None:
             return replace(outcome, failure=Failure(FailureKind.INTERRUPTED, problem))
         for end in self._ends():
@@ -240,9 +243,9 @@ class Leader:
         root = messages.root_of((mine, *self._ends()), request.ranks)
         return outcome if root is None or root is mine else _with_failure_of(root, outcome)
 
-    def _collect(self, mine: Ended, grace_seconds: float, tick: Tick) -> None:
+    def _collect(self, mine: Ended, tick: Tick) -> None:
         """Wait for the ends on the other nodes, which are hurried if their ranks would wait."""
-        until = time.monotonic() + grace_seconds + _LATE_SECONDS
+        until = time.monotonic() + self._grace_seconds + _LATE_SECONDS
         has_hurried = False
         with self._signals.handed_to(lambda signum: None):
             while self._problem() is None and len(self._ends()) < len(self._followers):
@@ -285,7 +288,10 @@ class Leader:
     def _seconds_left(self) -> float | None:
         if self._problem() is not None:
             return 0.0
-        return _LAST_REPORT_SECONDS if any(end.is_sudden for end in self._ends()) else None
+        failed = [end for end in self._ends() if end.failure is not None or end.is_sudden]
+        if any(end.is_sudden for end in failed):
+            return _LAST_REPORT_SECONDS
+        return self._grace_seconds if failed else None
 
     def _send(self, message: messages.Message) -> None:
         for follower in self._followers:
@@ -293,11 +299,10 @@ class Leader:
 
     def _look(self, seconds: float, tick: Tick) -> None:
         """Take in what arrives within so many seconds."""
-        listens = self._listener.fileno() >= 0
-        ready = wait([*self.descriptors, *([self._listener] if listens else [])], seconds)
+        ready = wait([*self.descriptors, *self._listeners], seconds)
         tick()
-        if self._listener in ready:
-            self._greet()
+        for listener in filter(ready.__contains__, self._listeners):
+            self._greet(listener)
         for follower in self._followers:
             for message in follower.connection.receive():
                 self._take(follower, message)
@@ -314,13 +319,6 @@ class Leader:
             case messages.Stop():
                 log.info("%s was asked to stop", follower.name)
                 self._signals.deliver(message.signum)
-
-
-def leader_of(
-    cfg: DictConfig, run_dir: Path, signals: SignalWatch, folder: RunFolder
-) -> Leader | None:
-    """Return the leader of a job on several nodes; ConfigError as :func:`place_of`."""
-    return None if place_of(cfg, os.environ) is None else Leader(cfg, run_dir, signals, folder)
 
 
 def ended_by(number: int, outcome: Outcome, *, was_ended: bool) -> Ended:

@@ -23,7 +23,7 @@ _VARIABLES = {
 """The number of this node, and of how many it is one; the first that is set counts. PyTorchJob's
 ``RANK`` and ``WORLD_SIZE`` count pods: never these."""
 
-_DIFFERS = re.compile(r"\$\{(now|robust_pid)\b|\$\{hydra[.:]job\.(id|num)\b")
+_DIFFERS = re.compile(r"\$\{(now|robust_pid)\b|\$\{hydra[.:]job\.(id|num|name)\b")
 
 
 @dataclass(frozen=True)
