@@ -143,7 +143,8 @@ def check_jobs(config: DictConfig) -> None:
     fixed: list[str] = []
     swept: list[list[str]] = []
     hydra: Any = OmegaConf.to_container(config.hydra)  # ``${hydra:job.num}`` is each job's own
-    given = [f"{key}={value}" for key, value in (hydra["sweeper"].get("params") or {}).items()]
+    params = hydra["sweeper"].get("params")  # a sweeper of another kind may have a list
+    given = [f"{k}={value}" for k, value in params.items()] if isinstance(params, dict) else []
     for line in [*given, *hydra["overrides"]["task"]]:
         with contextlib.suppress(Exception):  # an interval, a glob: the sweeper's to choose
             override = OverridesParser.create().parse_override(line)
