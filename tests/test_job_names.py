@@ -11,6 +11,7 @@ from hydra.core.global_hydra import GlobalHydra
 
 import trainers
 from robust_train import launch
+from robust_train.config.names import folder_name
 from robust_train.runfolder.state import read_state
 
 OWN = "trainer._target_=my_project.training.train"
@@ -33,6 +34,12 @@ def test_the_run_folder_is_named_by_what_trains(overrides: list[str], name: str)
         cfg = compose("robust", overrides, return_hydra_config=True)
     folder = str(cfg.hydra.run.dir).rpartition("/")[2]
     assert re.fullmatch(rf"\d\d-\d\d-\d\d_{re.escape(name)}_\d+", folder), folder
+
+
+def test_a_function_within_another_and_a_long_name_make_names_of_folders():
+    assert folder_name(None, None, None, "fit.main.<locals>.train") == "main.train"
+    assert len(f"12-00-00_{folder_name('ä' * 300)}_12345".encode()) <= 255
+    assert folder_name("a/b c") == "a_b_c"
 
 
 def test_a_function_gives_its_name_to_its_job_and_run_folder(

@@ -72,6 +72,9 @@ def test_a_job_whose_batch_was_halved_on_request_goes_on_with_that_after_it_was_
     )
     assert Job(requested=32, training={"batch_size": 16}).begin() == (16, 1)
     assert Job(requested=32, reuse_known_batch=False).begin() == (64, 1)
+    # the effective batch is the user's: no part of it may be more, nor be too small
+    assert Job(requested=16, training={"batch_size": 24}).begin() == (12, 2)
+    assert Job(requested=8, min_batch_size=16).begin() == (64, 1)
     job = Job(requested=8, training={"batch_size": "auto"})
     assert (job.begin(), job.search) == ((8, 8), None)
 

@@ -789,6 +789,7 @@ def test_a_batch_that_changes_nothing_is_halved_once():
     for evidence, reported in (
         (replace(big, requested_bytes=GIB), place),
         (replace(big, allocated_bytes=GIB), place),
+        (replace(big, reserved_unallocated_bytes=1), place),
         (Evidence(), place),
         (big, {"traceback": place["traceback"].replace("line 3", "line 4")}),
         (big, {}),

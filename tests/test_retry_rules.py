@@ -206,3 +206,13 @@ def test_a_pattern_that_takes_exponential_time_is_passed_over_in_a_line(
     assert decided(settings, attempt).reason.endswith("retry.rules[1]: stop")
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith("retry.rules: message (a+)+$ is passed over: it takes more than 0.5 s")
+
+
+def test_a_search_whose_process_fails_is_passed_over_in_a_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(bounded_search, "_SEARCH", "raise SystemExit(3)")
+    attempt = failed(settings_with(), output="out of nowhere")
+    decided(settings_with(RetryRule("stop", message="nowhere")), attempt)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line == "retry.rules: message nowhere is passed over: its process ended with 3"

@@ -71,11 +71,13 @@ class BatchSizes:
         known = Known()
         if batch.reuse_known_batch:
             known = self._store.read(self._key).at(time.time(), _room(spec))
-            requested, self._requested = self._requested, None
-            if requested is not None and requested < spec.batch_size:
+            requested, self._requested = self._requested or 0, None
+            # the job may go on with other sizes than it was requested with
+            size = max((size for size in self._sizes if size <= requested), default=None)
+            if size is not None and size < spec.batch_size:
                 asked = "as 'robust-train run halve-batch' requested of this job"
-                why = f"micro-batch {requested} instead of {spec.batch_size}, {asked}"
-                return self._use_known(spec, requested, why), None
+                why = f"micro-batch {size} instead of {spec.batch_size}, {asked}"
+                return self._use_known(spec, size, why), None
         if not self._policy.finds_batch_size:
             return self._less_than_known_to_run_out(spec, known), None
         return self._to_be_found(spec, known)

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+_MOST_BYTES = 200
+
 
 def job_name(
     chosen: object,
@@ -21,7 +23,7 @@ def job_name(
     # our defaults, which the config of a trainer of the user's own has too
     both = () if is_own and (model, dataset) == ("cnn", "digits") else (model, dataset)
     name = chosen or "_".join(str(one) for one in both if one not in (None, "", "none"))
-    path = (target or "").split(".")
+    path = [part for part in (target or "").split(".") if part != "<locals>"]
     return str(name or (name_of_program(argv) if argv else ".".join(path[-2:])))
 
 
@@ -37,5 +39,7 @@ def name_of_program(program: Sequence[str]) -> str:
 
 
 def folder_name(*about: Any) -> str:
-    """Return a job's name as a part of its run folder's; ``about``: that of :func:`job_name`."""
-    return re.sub(r"[^\w.-]+", "_", job_name(*about) or "job")
+    """Return a job's name as a part of its run folder's, which file systems limit to 255 bytes;
+    ``about``: that of :func:`job_name`."""
+    name = re.sub(r"[^\w.-]+", "_", job_name(*about) or "job")
+    return name.encode()[:_MOST_BYTES].decode(errors="ignore")

@@ -22,6 +22,10 @@ class NotedValue(AnyNode):
         self._deepcopy_impl(copied, memo)
         return copied
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Be pickled as any value is: a checkpoint has to be read without this class, too."""
+        return AnyNode, (), self.__getstate__()
+
 
 def note_reads(cfg: DictConfig, batch_size: object) -> Callable[[], bool]:
     """Return what tells whether a key ``…batch_size`` with this value has been read since, for what

@@ -21,7 +21,9 @@ def is_found(pattern: str, text: str) -> bool:
     given = json.dumps([pattern, text]).encode()
     try:
         found = subprocess.run(command, input=given, capture_output=True, timeout=LIMIT_SECONDS)
-        return found.stdout.strip() == b"True"
+        if found.returncode == 0:
+            return found.stdout.strip() == b"True"
+        why = f"its process ended with {found.returncode}"
     except subprocess.TimeoutExpired:
         why = f"it takes more than {LIMIT_SECONDS:g} s, as nested repetition like (a+)+ does"
     except OSError as error:

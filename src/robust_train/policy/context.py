@@ -102,7 +102,9 @@ class FailureContext:
             seen = Evidence() if (failure := attempt.outcome.failure) is None else failure.evidence
             lines = (attempt.outcome.traceback or "").splitlines()
             place = [line for line in lines if line.startswith("  File ")] or object()
-            return attempt.spec.device_key, place, seen.requested_bytes, seen.allocated_bytes
+            # a message rounds all but the last, so that a full GPU always looks alike
+            used = (seen.requested_bytes, seen.allocated_bytes, seen.reserved_unallocated_bytes)
+            return attempt.spec.device_key, place, used
 
         larger = (a for a in self.history[:-1] if a.spec.batch_size > self.last.batch_size)
         is_known = self.nothing_was_reported and self.evidence.requested_bytes is not None

@@ -14,8 +14,10 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf, open_dict
 
@@ -49,7 +51,7 @@ from robust_train.sweep.sweep_table import (
 
 log = logging.getLogger("robust_train")
 
-_MOST_CHECKS = 50
+_MOST_CHECKS, _MOST_SECONDS = 50, 5.0
 
 
 @dataclass
@@ -140,19 +142,34 @@ def check_jobs(config: DictConfig) -> None:
     most, and before a job starts. Raises ConfigError: a configuration cannot be used."""
     fixed: list[str] = []
     swept: list[list[str]] = []
-    for override in OverridesParser.create().parse_overrides(list(config.hydra.overrides.task)):
-        if override.is_sweep_override():
-            with contextlib.suppress(Exception):  # an interval, a glob: the sweeper's to choose
+    hydra: Any = OmegaConf.to_container(config.hydra)  # ``${hydra:job.num}`` is each job's own
+    params = hydra["sweeper"].get("params")  # a sweeper of another kind may have a list
+    given = [f"{k}={value}" for k, value in params.items()] if isinstance(params, dict) else []
+    for line in [*given, *hydra["overrides"]["task"]]:
+        with contextlib.suppress(Exception):  # an interval, a glob: the sweeper's to choose
+            override = OverridesParser.create().parse_override(line)
+            if override.is_sweep_override():
                 values = itertools.islice(override.sweep_string_iterator(), _MOST_CHECKS)
                 own = [f"{override.get_key_element()}={value}" for value in values]
                 swept += [own] if own else []
-        elif override.input_line is not None:
-            fixed.append(override.input_line)
-    jobs = [first := [values[0] for values in swept]]
+            else:
+                fixed.append(line)
+    first = [values[0] for values in swept]
+    jobs = [(first, first)]
     for n, own in enumerate(swept):
-        jobs += [[*first[:n], value, *first[n + 1 :]] for value in own[1:]]
-    for chosen in jobs[:_MOST_CHECKS]:
-        _check_one(config, [*fixed, *chosen])
+        for k, value in enumerate(own[1:], start=1):
+            beside = [values[min(k, len(values) - 1)] for values in swept]
+            jobs.append(([*first[:n], value, *first[n + 1 :]], beside))
+    until = time.monotonic() + _MOST_SECONDS
+    for chosen, beside in jobs[:_MOST_CHECKS]:
+        if time.monotonic() > until:
+            return
+        try:
+            _check_one(config, [*fixed, *chosen])
+        except ConfigError:
+            if chosen == beside:
+                raise
+            _check_one(config, [*fixed, *beside])  # it may go with others' values only
 
 
 def _check_one(config: DictConfig, overrides: list[str]) -> None:
@@ -161,14 +178,20 @@ def _check_one(config: DictConfig, overrides: list[str]) -> None:
         cfg = loader.load_sweep_config(config, overrides)
     except REFUSALS as error:
         raise ConfigError(explain(error, "robust", overrides)) from error
-    with open_dict(cfg):
-        del cfg["hydra"]
     if _check is None and not cfg.get("detach"):
         return  # a project's main may complete it
-    cfg = complete(cfg)
-    settle_batch_size(cfg)
-    validate(cfg)
-    check_job(cfg)
+    before = HydraConfig.instance().cfg
+    try:
+        with open_dict(cfg):
+            cfg.hydra.job.num, cfg.hydra.job.id, cfg.hydra.runtime.output_dir = 0, "0", "."
+            HydraConfig.instance().set_config(cfg)
+            del cfg["hydra"]
+        cfg = complete(cfg)
+        settle_batch_size(cfg)
+        validate(cfg)
+        check_job(cfg)
+    finally:
+        HydraConfig.instance().cfg = before
 
 
 def _lock(folder: Path, sweep: str) -> RunLock:
