@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import operator
 import re
@@ -161,7 +162,9 @@ def _looks_as_if(where: str, values: dict[str, object], monkeypatch: pytest.Monk
                 patch.setattr(operator.attrgetter(where)(trainer), name, value)
             transformers_step.recover_in_steps(trainer, run)
 
-    monkeypatch.setattr("robust_train.integrations.transformers.recover_in_steps", recover)
+    # by its name: another test may have imported the package anew
+    module = importlib.import_module("robust_train.integrations.transformers")
+    monkeypatch.setattr(module, "recover_in_steps", recover)
 
 
 _KIND = accelerate.utils.DistributedType

@@ -190,9 +190,9 @@ def test_the_last_lines_say_how_it_ended_and_how_it_goes_on(
     tables = [one.message for one in caplog.records if one.message.startswith("attempts:")]
     first, second = tables[-1].splitlines()[2:]
     assert first.startswith("1 ")
-    assert first.endswith("give_up  user error"), "of the launch before"
+    assert first.endswith("user error"), "of the launch before"
     assert second.startswith("2 "), "as in attempt-2.log"
-    assert "give_up  user error" in next(one for one in said[::-1] if one.startswith("attempts:"))
+    assert "user error" in next(one for one in said[::-1] if one.startswith("attempts:"))
 
 
 @pytest.mark.parametrize("isolation", ["process", "none"])

@@ -198,7 +198,7 @@ def test_ranks_on_gpus_divide_the_cores_among_them_and_each_has_its_gpu(tmp_path
         monkeypatch.setattr(torch.cuda, "set_device", actions.append)
         cfg = OmegaConf.create({"device": f"cuda:{count - 1}"})
         request = SimpleNamespace(cfg=cfg, ranks=count, stacks_file=tmp_path / "stacks")
-        rank._set_up(count - 1, request)
+        rank._set_up(count - 1, count - 1, request)
         actions[0]()
         return torch.get_num_threads(), os.environ["OMP_NUM_THREADS"], actions[1]
 

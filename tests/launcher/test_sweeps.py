@@ -67,7 +67,7 @@ def test_the_result_is_the_objective_of_a_sweeper(world: World, sweep: Path):
     assert [s["result"]["note"] for s in job_summaries(sweep)] == [0.5, 0.5]
 
 
-def test_a_refused_job_of_a_sweep_is_named_and_the_exit_code_says_so(world: World, sweep: Path):
+def test_a_sweep_with_a_wrong_value_is_refused_before_its_first_job(world: World, sweep: Path):
     ended = world.run(
         "-m",
         "trainer._target_=trainers.returns_an_objective",
@@ -76,4 +76,4 @@ def test_a_refused_job_of_a_sweep_is_named_and_the_exit_code_says_so(world: Worl
     )
     assert ended.returncode == 2, ended.output
     assert "training.batch_size=0" in ended.stderr
-    assert [s["status"] for s in job_summaries(sweep)] == ["completed"]
+    assert job_summaries(sweep) == []

@@ -134,7 +134,7 @@ def test_a_terminal_is_told_how_to_use_the_lines_and_programs_get_json() -> None
     [
         (
             ("memory",),
-            "an action is needed: info, clear, reset, fraction, enable, snapshot or kill",
+            "an action is needed: info, clear, reset, fraction, enable, snapshot, kill",
         ),
         (("memory", "shrink"), "invalid choice: 'shrink'"),
         (("memory", "fraction", "80"), "80: accepted is a number over 0, up to 1"),

@@ -37,9 +37,23 @@ from robust_train.values import MEMORY_FAILURES, FailureKind
 
 
 class Ending:
-    """This process's exit code: that of the first job that did not complete, else 0."""
+    """How this process ends.
 
-    code = 0
+    Attributes:
+        code: exit code: that of the first job that did not complete, else 0.
+    """
+
+    def __init__(self) -> None:
+        self.code = 0
+        self._refusals: set[str] = set()
+
+    def refuse(self, error: ConfigError) -> None:
+        """Print why a job was refused; jobs of a sweep that share the mistake print it once."""
+        message = str(error)
+        if message not in self._refusals:
+            self._refusals.add(message)
+            print(message, file=sys.stderr)
+        self.note(error.exit_code)
 
     def note(self, code: int) -> None:
         """Take one job's exit code into account."""
@@ -99,8 +113,7 @@ def _job(cfg: DictConfig, *, remedies: bool) -> Any:
         current.job_ended(summary.status, code, reason=summary.reason)
     except ConfigError as error:
         # printed here, because Hydra puts lines of its own around what a job raises
-        print(error, file=sys.stderr)
-        ending.note(error.exit_code)
+        ending.refuse(error)
         current.job_refused(str(error), error.exit_code)
     except TrainerFailed as error:  # on another node
         print(error, file=sys.stderr)

@@ -97,6 +97,7 @@ class OOMHandler:
             may_switch_gpu=False,
             allow_cpu_fallback=False,
             preserve_effective_batch_size=preserve_effective_batch_size,
+            may_report=False,
         )
         self._batch_argument = batch_argument
         self._spec = first_attempt(self._settings, ())

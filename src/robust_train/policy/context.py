@@ -91,7 +91,7 @@ class FailureContext:
     @property
     def nothing_was_reported(self) -> bool:
         """Whether no attempt reported anything that shows a step: the batch may be no matter."""
-        return not any(attempt.outcome.has_begun for attempt in self.history)
+        return self.settings.may_report and not any(one.outcome.has_begun for one in self.history)
 
     @property
     def ran_out_alike_before(self) -> bool:

@@ -35,6 +35,7 @@ class PolicySettings:
     retry_pause_seconds: float = 10.0  # before the first retry of the same thing; doubles with each
     # `training.batch_size=auto`: `batch_size` is only the largest, so halving it is no retry
     finds_batch_size: bool = False
+    may_report: bool = True  # an attempt can report its steps, if its trainer does
     reports_start: bool = False  # the trainer is known to report when training begins
     has_batch: bool = True  # the trainer is given a batch size
     gradient_checkpointing: bool = False  # what the user asked for
