@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-_MOST_BYTES = 200
-
 
 def job_name(
     chosen: object,
@@ -39,7 +37,6 @@ def name_of_program(program: Sequence[str]) -> str:
 
 
 def folder_name(*about: Any) -> str:
-    """Return a job's name as a part of its run folder's, which file systems limit to 255 bytes;
-    ``about``: that of :func:`job_name`."""
+    """Return a job's name as a part of its run folder's; ``about``: that of :func:`job_name`."""
     name = re.sub(r"[^\w.-]+", "_", job_name(*about) or "job")
-    return name.encode()[:_MOST_BYTES].decode(errors="ignore")
+    return name.encode()[:200].decode(errors="ignore")  # file systems take 255 bytes

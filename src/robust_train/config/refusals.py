@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import functools
-import itertools
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -181,9 +180,8 @@ def explain_option(
     if not unknown:
         return None
     name, _, value = unknown[0].lstrip("-").partition("=")
-    pairs = itertools.pairwise(arguments)
-    after = [two for one, two in pairs if one == unknown[0] and not re.search("^-[a-z-]|=", two)]
-    value = value or (*after, "…")[0]
+    after = arguments[arguments.index(unknown[0]) + 1 :][:1] if unknown[0] in arguments else ()
+    value = value or next((one for one in after if not re.search("^-[a-z-]|=", one)), "…")
     compose_with = functools.partial(composed, config_path=config_path, config_name=config_name)
     keys = all_keys(compose_with, ())
     key = _nearest(name.replace("-", "_"), keys)

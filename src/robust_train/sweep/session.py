@@ -161,15 +161,12 @@ def check_jobs(config: DictConfig) -> None:
             beside = [values[min(k, len(values) - 1)] for values in swept]
             jobs.append(([*first[:n], value, *first[n + 1 :]], beside))
     until = time.monotonic() + _MOST_SECONDS
-    for chosen, beside in jobs[:_MOST_CHECKS]:
-        if time.monotonic() > until:
-            return
+    in_time = itertools.takewhile(lambda _: time.monotonic() < until, jobs[:_MOST_CHECKS])
+    for chosen, beside in in_time:
         try:
             _check_one(config, [*fixed, *chosen])
-        except ConfigError:
-            if chosen == beside:
-                raise
-            _check_one(config, [*fixed, *beside])  # it may go with others' values only
+        except ConfigError:  # it may go with others' values only
+            _check_one(config, [*fixed, *beside])
 
 
 def _check_one(config: DictConfig, overrides: list[str]) -> None:
