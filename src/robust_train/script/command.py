@@ -84,6 +84,8 @@ def train(cfg: DictConfig, run: Run) -> Json:
     argv = tuple(values.fill(word) for word in template)
     watch = CheckpointWatch(pattern, before) if pattern else None
     attempt = _Attempt(run, settings.cwd, watch, checkpoint)
+    if run.stop_requested:  # from here on a signal is for the script, and interrupts nothing here
+        raise Interrupted("asked to stop before the script was started")
     run.report(ScriptStarted(argv, str(settings.cwd)))
     program = Program(argv, _environment(values, attempt.events), settings.cwd)
     try:
