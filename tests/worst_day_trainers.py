@@ -37,11 +37,11 @@ def _step(weights: int, step: int) -> int:
     return learned(weights, step)
 
 
-def _be_held(step: int) -> None:
+def _be_held(step: int, ready_step: int = READY_STEP) -> None:
     ready = os.environ["READY_FILE"]
-    if step == READY_STEP:
+    if step == ready_step:
         Path(ready).write_text(str(os.getpid()))
-    while step >= READY_STEP and Path(ready + ".hold").exists():
+    while step >= ready_step and Path(ready + ".hold").exists():
         time.sleep(0.02)
 
 
@@ -101,10 +101,18 @@ def learns_in_ranks(cfg, run):
 
 def built_in(cfg, run):
     """The built-in trainer."""
+    from robust_train.runfolder.manifests import SUFFIX
     from robust_train.vision.trainer import train
 
+    ready_step = 0
+
     def progress(step, **more):
-        _be_held(step)
+        nonlocal ready_step
+        # it saves in the background, and announces that at a later step
+        if not ready_step and any(run.checkpoint_dir.glob(f"*{SUFFIX}")):
+            ready_step = step
+        if ready_step:
+            _be_held(step, ready_step)
         return report(step, **more)
 
     report, run.progress = run.progress, progress
