@@ -7,6 +7,8 @@ import signal
 import time
 from pathlib import Path
 
+from robust_train.errors import UserError
+
 PATIENCE_SECONDS = 60
 
 
@@ -61,6 +63,10 @@ def fails_at_2(cfg):
     if cfg.training.seed == 2:
         raise ValueError("two is not for me")
     return float(cfg.training.seed)
+
+
+def is_refused(cfg):
+    raise UserError("no weights here")
 
 
 def is_killed_at_2(cfg):

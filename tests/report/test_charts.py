@@ -49,9 +49,11 @@ def test_a_thinned_line_keeps_its_ends_and_the_extremes_of_every_column(points):
 
 @given(pixels)
 def test_a_path_leads_through_all_its_points(points):
-    reached = [
-        (float(x), float(y)) for x, y in re.findall(r"[ML](-?[\d.]+),(-?[\d.]+)", path(points))
-    ]
+    x = y = 0.0
+    reached = []
+    for index, (a, b) in enumerate(re.findall(r"[Ml](-?[\d.]+),(-?[\d.]+)", path(points))):
+        x, y = (float(a), float(b)) if index == 0 else (x + float(a), y + float(b))
+        reached.append((x, y))
     for wanted in points:
         assert any(math.dist(wanted, got) < 0.08 for got in reached)
 

@@ -202,8 +202,18 @@ def thinned(points: Sequence[Point]) -> list[Point]:
 
 
 def path(points: Sequence[Point]) -> str:
-    """Return points as an SVG path, to a tenth of a unit."""
-    return "M" + "L".join(f"{x:.1f},{y:.1f}" for x, y in points)
+    """Return points as an SVG path in relative steps of a tenth of a unit: what the page's script
+    reads."""
+    parts = []
+    x = y = 0
+    for index, (px, py) in enumerate(points):
+        nx, ny = round(10 * px), round(10 * py)
+        dx, dy = nx - x, ny - y
+        if index and not dx and not dy:
+            continue
+        parts.append(f"{'l' if index else 'M'}{dx / 10:g},{dy / 10:g}")
+        x, y = nx, ny
+    return "".join(parts)
 
 
 def line_of(
