@@ -11,6 +11,7 @@ from torch import nn
 
 from robust_train import launch
 from robust_train.errors import TrainerFailed
+from robust_train.memory import holders
 from robust_train.memory.holders import holders_of
 from robust_train.vision.step import Precision, apply_gradients
 
@@ -63,7 +64,9 @@ def test_an_optimizer_s_state_is_named_without_the_numbers_of_its_parameter():
     assert name.startswith("table[Parameter]['momentum'] (")
 
 
-def test_a_module_s_weight_is_named_as_its_user_writes_it():
+def test_a_module_s_weight_is_named_as_its_user_writes_it(monkeypatch: pytest.MonkeyPatch):
+    # a session of thousands of tests, which is met on the way, is larger than a user's program
+    monkeypatch.setattr(holders, "_MOST_PATHS", 2_000_000)
     model = nn.Sequential(nn.Linear(2, 2))
     assert the_holder(lambda: model[0].weight).startswith("model.0.weight (")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -40,11 +41,12 @@ def test_a_detached_job_outlives_its_terminal_and_is_followed_by_its_id(
     assert "\x1b" not in shown
     launcher = psutil.Process(live.pid)
     assert os.getsid(launcher.pid) == launcher.pid, "a session of its own"
-    for process in (launcher, *launcher.children(recursive=True)):
-        open_files = [os.readlink(fd) for fd in Path(f"/proc/{process.pid}/fd").iterdir()]
-        assert not [path for path in open_files if path.startswith("/dev/pts")], process
     log = live.run_dir / "attempt-1.log"
     wait_until(lambda: log.exists() and "trains False" in log.read_text(), "it trains")
+    for process in (launcher, *launcher.children(recursive=True)):
+        for descriptor in Path(f"/proc/{process.pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                assert not os.readlink(descriptor).startswith("/dev/pts"), process
     (world.folder / "go").touch()
     assert main(["wait", live.id]) == 0
     capfdbinary.readouterr()
