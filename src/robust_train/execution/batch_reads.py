@@ -28,7 +28,7 @@ class NotedValue(AnyNode):
 
 
 def note_reads(cfg: DictConfig, batch_size: object) -> Callable[[], bool]:
-    """Return what tells whether a key ``…batch_size`` with this value has been read since, for what
+    """Return a function: whether a key ``…batch_size`` with this value has been read since. What
     refers to ``training.batch_size`` is resolved by now."""
     parts: list[Any] = [cfg]
     for part in parts:

@@ -66,7 +66,7 @@ class OtherNodes(Protocol):
 
     @property
     def descriptors(self) -> Sequence[int]:
-        """What becomes readable when one of them says something."""
+        """What becomes readable when one of them sends something."""
 
     def poll_nodes(self) -> float | None:
         """Return in how many seconds the attempt is to end here as well; None: it goes on."""

@@ -144,7 +144,7 @@ def user_name(uid: int) -> str:
 
 def is_mps_server(pid: int) -> bool:
     """Return whether a process is NVIDIA's Multi-Process Service, which shares a GPU. Its number
-    means nothing in a container: there MPS's pipe tells, which its clients need."""
+    means nothing in a container: there MPS's pipe shows it, which its clients need."""
     try:
         if psutil.Process(pid).name().startswith("nvidia-cuda-mps"):
             return True

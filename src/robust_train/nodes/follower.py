@@ -90,7 +90,7 @@ class Follower:
             self._connection = self._meet()
             stack.callback(self._connection.close)
             while (done := self._done) is None:
-                with contextlib.suppress(_Over, JobInterrupted):  # the leader is told of it
+                with contextlib.suppress(_Over, JobInterrupted):  # the leader is sent its end
                     self._follow()
         if done.status == "interrupted":
             raise JobInterrupted(max(done.exit_code - 128, 1))
@@ -129,7 +129,7 @@ class Follower:
         return connection
 
     def _look(self) -> None:
-        """Take in what the leader has sent, and tell it of a signal: it stops the job."""
+        """Take in what the leader has sent, and send it a signal: it stops the job."""
         for message in self._connection.receive():
             match message:
                 case messages.Done():
@@ -151,7 +151,7 @@ class Follower:
 
     @property
     def descriptors(self) -> Sequence[int]:
-        """What becomes readable when the leader says something."""
+        """What becomes readable when the leader sends something."""
         return (self._connection.fileno(),)
 
     def poll_nodes(self) -> float | None:

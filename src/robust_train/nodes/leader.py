@@ -273,7 +273,7 @@ class Leader:
 
     @property
     def descriptors(self) -> Sequence[int]:
-        """What becomes readable when a node says something."""
+        """What becomes readable when a node sends something."""
         here = [one.connection for one in self._followers if one.connection.lost is None]
         return [connection.fileno() for connection in here]
 

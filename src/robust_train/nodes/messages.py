@@ -90,7 +90,7 @@ class Ended(Message):
 def root_of(ends: tuple[Ended, ...], ranks: int) -> Ended | None:
     """Return the end that the others followed from, the first of several; None if none failed.
 
-    What names a rank of another node was heard from there; each has ``ranks``.
+    What names a rank of another node was sent from there; each has ``ranks``.
     """
 
     def order(end: Ended) -> int:

@@ -33,7 +33,7 @@ STATE_FILE = "state.json"
 SCHEMA = 1
 FINAL = frozenset({"completed", "failed", "no_device", "interrupted"})
 REQUESTED = "requested by 'robust-train run halve-batch'"
-"""Why a micro-batch changed on request, as the event says it."""
+"""Why a micro-batch changed on request, as the event has it."""
 _INTERVAL_SECONDS = 1.0
 _MAX_BYTES = 1 << 20
 

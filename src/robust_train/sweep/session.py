@@ -145,9 +145,10 @@ def check_jobs(config: DictConfig) -> None:
     hydra: Any = OmegaConf.to_container(config.hydra)  # ``${hydra:job.num}`` is each job's own
     params = hydra["sweeper"].get("params")  # a sweeper of another kind may have a list
     given = [f"{k}={value}" for k, value in params.items()] if isinstance(params, dict) else []
+    parser = OverridesParser.create()
     for line in [*given, *hydra["overrides"]["task"]]:
         with contextlib.suppress(Exception):  # an interval, a glob: the sweeper's to choose
-            override = OverridesParser.create().parse_override(line)
+            override = parser.parse_override(line)
             if override.is_sweep_override():
                 values = itertools.islice(override.sweep_string_iterator(), _MOST_CHECKS)
                 own = [f"{override.get_key_element()}={value}" for value in values]
