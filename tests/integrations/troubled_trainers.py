@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import os
 import signal
-from pathlib import Path
 
 import ranks_of_frameworks
+import running_out
 import torch
 import torch.distributed as dist
 from running_out import Fuse
@@ -19,8 +19,8 @@ SAMPLES = 24
 
 
 def _troubled(cfg, run):
-    """Kill rank 1 after the first step of the second epoch; in the next attempt less than a
-    micro-batch fits from the second step on."""
+    """Kill rank 1 after a step; in the next attempt half a micro-batch fits from the second step
+    on."""
     if run.rank != 1:
         return
     if run.resume_checkpoint is None:
@@ -56,6 +56,7 @@ def transformers(cfg, run):
 def built_in(cfg, run):
     from robust_train.vision.trainer import train
 
+    running_out.SAMPLE_BYTES = 16 << 20
     _troubled(cfg, run)
     return train(cfg, run)
 
@@ -99,9 +100,9 @@ def _in_a_loop(cfg, run, wrapped):
                 parameter.grad = None
         weights = whole(net.state_dict(), keeps=True)
         if step == 3 and run.is_main:
-            run.checkpoint_dir.mkdir()
+            run.checkpoint_dir.mkdir(parents=True, exist_ok=True)
             torch.save((step, weights), run.checkpoint_dir / "3.pt")
-            run.checkpoint_saved(Path(run.checkpoint_dir / "3.pt"), step)
+            run.checkpoint_saved(run.checkpoint_dir / "3.pt", step)
         run.progress(step)
     if run.world_size > 1:
         dist.destroy_process_group()

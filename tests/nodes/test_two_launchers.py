@@ -16,6 +16,7 @@ from simulated_nvml import Gpu, Machine
 from two_nodes import ON_THE_CPU, nodes_of, run_both
 from world import Ended, World, is_running, wait_until
 
+
 def run_trainer(world: World, trainer: str, *keys: str, only_node_1: tuple[str, ...] = ()):
     target = f"trainer._target_=node_trainers.{trainer}"
     return run_both(world, target, *keys, only_node_1=only_node_1)
