@@ -15,12 +15,12 @@ from robust_train.errors import Interrupted, UserError
 from robust_train.integrations.attempt import (
     Steps,
     effective_batch_size,
-    of_all_ranks,
     refuse_saving_on_each_node,
 )
 from robust_train.integrations.sample_order import take_over
 from robust_train.integrations.step_shares import StepShares
 from robust_train.microbatch.micro_batches import MicroBatches
+from robust_train.microbatch.ranks import of_all_ranks
 from robust_train.microbatch.splitting import part_of
 from robust_train.run import Run
 

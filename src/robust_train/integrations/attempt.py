@@ -1,4 +1,4 @@
-"""What the integrations share: what ranks agree on, the steps that are sent, the job's result."""
+"""What the integrations share: the effective batch, the steps that are sent, the job's result."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from robust_train.errors import UserError
 from robust_train.failures import classify_failure
-from robust_train.microbatch.ranks import here
 from robust_train.run import Run
 from robust_train.runfolder.cadence import SavePlan
 from robust_train.values import MEMORY_FAILURES
@@ -33,12 +32,6 @@ def refuse_saving_on_each_node(owner: str, options: Any, cfg: DictConfig) -> Non
             f"{owner}: save_on_each_node=True: all nodes would write the same files into the run "
             "folder, which they share; leave it out"
         )
-
-
-def of_all_ranks(value: Any) -> list[Any]:
-    """Return every rank's value, by rank, when all have called this; without ranks its own."""
-    ranks = here()
-    return [value] if ranks is None else ranks.gather(value)
 
 
 class Steps:
