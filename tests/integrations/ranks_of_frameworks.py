@@ -128,7 +128,7 @@ def transformers(cfg, run: Run, samples: int) -> Line:
         lr_scheduler_type="constant",
         optim="sgd",
         max_grad_norm=0,
-        save_strategy="no",
+        save_strategy="epoch",
         report_to="none",
         disable_tqdm=True,
     )

@@ -236,6 +236,13 @@ def test_an_accumulation_of_accelerates_own_is_refused(tmp_path: Path):
         _train(tmp_path, _cfg(8), gradient_accumulation_steps=2)
 
 
+def test_nodes_that_would_write_the_same_files_are_refused(tmp_path: Path):
+    wanted = accelerate.utils.ProjectConfiguration(save_on_each_node=True)
+    cfg = OmegaConf.merge(_cfg(8), {"num_nodes": 2})
+    with pytest.raises(UserError, match=r"save_on_each_node=True: .* which they share"):
+        _train(tmp_path, cfg, project_config=wanted)
+
+
 def test_a_loader_of_micro_batches_is_refused(tmp_path: Path):
     from robust_train.integrations.accelerate import RobustLoop
 

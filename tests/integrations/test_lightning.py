@@ -256,6 +256,14 @@ def test_what_would_change_the_effective_batch_is_refused_in_one_line(
     assert "\n" not in str(refused.value)
 
 
+def test_a_trainer_gets_the_devices_of_its_node_and_the_number_of_nodes(tmp_path: Path):
+    from robust_train.integrations.lightning import trainer_arguments
+
+    run = Run(run_dir=tmp_path, rank=2, world_size=6)
+    found = trainer_arguments(OmegaConf.merge(_cfg(), {"num_gpus": 3, "num_nodes": 2}), run)
+    assert (found["devices"], found["num_nodes"], found["strategy"]) == (3, 2, "ddp")
+
+
 def test_a_loader_with_a_batch_size_of_its_own_is_refused(tmp_path: Path):
     with pytest.raises(UserError, match=r"makes batches of 5, but this attempt uses 4"):
         _fit(tmp_path, _cfg(4), _loader(5))

@@ -236,13 +236,15 @@ def test_another_effective_batch_is_logged(tmp_path: Path, caplog: pytest.LogCap
         ({"ignore_data_skip": True}, "ignore_data_skip=True"),
         ({"save_only_model": True}, "save_only_model=True"),
         ({"dataloader_drop_last": True}, "dataloader_drop_last=True"),
+        ({"save_on_each_node": True}, "save_on_each_node=True: .* which they share"),
     ],
 )
 def test_what_would_change_the_training_is_refused_in_one_line(
     tmp_path: Path, option: dict, said: str
 ):
+    cfg = OmegaConf.merge(_cfg(8), {"num_nodes": 2 if "save_on_each_node" in option else 1})
     with pytest.raises(UserError, match=said) as refused:
-        _fit(tmp_path, _cfg(8), **option)
+        _fit(tmp_path, cfg, **option)
     assert "\n" not in str(refused.value)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import os
 import signal
@@ -14,28 +13,13 @@ import psutil
 import pytest
 
 from simulated_nvml import Gpu, Machine
+from two_nodes import ON_THE_CPU, nodes_of, run_both
 from world import Ended, World, is_running, wait_until
 
-ON_THE_CPU = ("num_nodes=2", "num_gpus=1", "auto_device=false", "device=cpu")
 
-
-def nodes_of(world: World) -> tuple[World, World]:
-    """The same folder on two hosts."""
-    found = []
-    for node, host in enumerate(("127.0.0.1", "127.0.0.2")):
-        one = copy.copy(world)
-        one.environ = {**world.environ, "ROBUST_TRAIN_NODE_HOST": host}
-        one.environ |= {"ROBUST_TRAIN_NODE_RANK": str(node)}
-        found.append(one)
-    return found[0], found[1]
-
-
-def run_both(world: World, trainer: str, *keys: str, only_node_1: tuple[str, ...] = ()):
-    words = (f"trainer._target_=node_trainers.{trainer}", *ON_THE_CPU, *keys)
-    leader, follower = nodes_of(world)
-    processes = leader.start(*words), follower.start(*words, *only_node_1)
-    ended = follower.end(processes[1])  # a leader would wait for one that was refused
-    return leader.end(processes[0]), ended
+def run_trainer(world: World, trainer: str, *keys: str, only_node_1: tuple[str, ...] = ()):
+    target = f"trainer._target_=node_trainers.{trainer}"
+    return run_both(world, target, *keys, only_node_1=only_node_1)
 
 
 def train(world: World, trainer: str):
@@ -55,7 +39,7 @@ def family(process) -> list[int]:
 def test_memory_that_runs_out_on_node_1_halves_the_batch_of_both(world: World):
     world.with_environ({"MALLOC_MMAP_THRESHOLD_": "65536"})
     keys = ("+runs_out=true", "training.batch_size=32", "training.num_workers=0")
-    leader, follower = run_both(world, "four_steps", *keys)
+    leader, follower = run_trainer(world, "four_steps", *keys)
     assert leader.returncode == follower.returncode == 0, leader.output + follower.output
     first, second = leader.attempts
     assert (first["outcome"], first["action"]) == ("host_oom", "halve_batch")
@@ -74,14 +58,14 @@ def test_memory_that_runs_out_on_node_1_halves_the_batch_of_both(world: World):
 
 
 def test_other_commands_on_the_nodes_are_refused_in_one_line_on_each(world: World):
-    ends = run_both(world, "four_steps", only_node_1=("training.epochs=3",))
+    ends = run_trainer(world, "four_steps", only_node_1=("training.epochs=3",))
     for ended in ends:
         ended.was_refused(["node 1", "training.epochs=3", "all nodes"])
 
 
 @pytest.mark.slow
 def test_a_bug_on_node_1_ends_the_job_with_its_traceback_on_node_0(world: World):
-    leader, follower = run_both(world, "has_a_bug_on_node_1")
+    leader, follower = run_trainer(world, "has_a_bug_on_node_1")
     assert (leader.returncode, follower.returncode) == (1, 1), leader.output + follower.output
     assert "KeyError: 'a key that is not there'" in leader.stderr
     assert "(rank 1)" in leader.summary["reason"]

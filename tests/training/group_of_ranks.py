@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from training_world import config, write_image_folder
 
 from forked_ranks import of_forks, of_ranks
-from robust_train.errors import Interrupted, UserError
+from robust_train.errors import ConfigError, Interrupted, UserError
 from robust_train.microbatch.batcher import MicroBatcher
 from robust_train.run import Run
 from robust_train.vision import trainer
@@ -289,6 +289,22 @@ def attempt(
     return of_ranks(ranks, lambda rank: built_in(folder, rank, ranks, resume, stop_at, *more))
 
 
+def differ_in_the_checkpoint(folder: Path, saved: Path) -> list[object]:
+    """What two ranks do with a checkpoint of which the second has half."""
+    half = folder.parent / "half" / saved.name
+    half.parent.mkdir()
+    half.write_bytes(saved.read_bytes()[: saved.stat().st_size // 2])
+
+    def resume(rank: int) -> str:
+        try:
+            built_in(folder, rank, 2, half if rank else saved, 1)
+        except ConfigError as error:
+            return str(error)
+        return "resumed"
+
+    return of_ranks(2, resume)
+
+
 def main() -> None:
     folder = sys.argv[1]
     alone = train(MicroBatcher(), Net(), 0, 1)
@@ -305,7 +321,9 @@ def main() -> None:
     first = attempt(Path(folder) / "several", 2, stop_at=1)
     saved = Path(first[0]["saved"][-1])
     rest = attempt(Path(folder) / "several", 4, resume=saved)
-    print(json.dumps({"alone": alone, "ranks": told, "one": one, "first": first, "rest": rest}))
+    other_disk = differ_in_the_checkpoint(Path(folder) / "several", saved)
+    seen = {"alone": alone, "ranks": told, "one": one, "first": first, "rest": rest}
+    print(json.dumps({**seen, "other disk": other_disk}))
 
 
 if __name__ == "__main__":

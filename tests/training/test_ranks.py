@@ -135,6 +135,13 @@ def test_the_built_in_trainer_gives_the_same_on_any_number_of_ranks_also_resumed
         assert epoch["metrics"]["val_loss"] == pytest.approx(alone["metrics"]["val_loss"], abs=1e-4)
 
 
+def test_ranks_that_would_resume_different_checkpoints_say_so(group: dict[str, Any]):
+    """As on nodes whose disks differ: each would train another step's samples."""
+    for line in group["other disk"]:
+        assert "different checkpoints" in line
+        assert "one folder that all nodes see" in line
+
+
 REPORTS = st.builds(
     RankReport,
     st.sampled_from(State),

@@ -12,10 +12,15 @@ from omegaconf import DictConfig
 
 from robust_train.config.extras import require
 from robust_train.errors import Interrupted, UserError
-from robust_train.integrations.attempt import Steps, effective_batch_size, of_all_ranks
+from robust_train.integrations.attempt import (
+    Steps,
+    effective_batch_size,
+    refuse_saving_on_each_node,
+)
 from robust_train.integrations.sample_order import take_over
 from robust_train.integrations.step_shares import StepShares
 from robust_train.microbatch.micro_batches import MicroBatches
+from robust_train.microbatch.ranks import of_all_ranks
 from robust_train.microbatch.splitting import part_of
 from robust_train.run import Run
 
@@ -52,6 +57,7 @@ class RobustLoop:
         self, accelerator: Any, model: Any, loader: Any, *, cfg: DictConfig, run: Run
     ) -> None:
         _check(accelerator, run)
+        refuse_saving_on_each_node("Accelerator", accelerator.project_configuration, cfg)
         if (its_log := logging.getLogger("accelerate")).level == logging.NOTSET:
             its_log.setLevel(logging.WARNING)  # it has twelve lines for a checkpoint, we one
         self.accelerator = accelerator

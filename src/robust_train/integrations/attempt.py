@@ -1,4 +1,4 @@
-"""What the integrations share: what ranks agree on, the steps that are sent, the job's result."""
+"""What the integrations share: the effective batch, the steps that are sent, the job's result."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from robust_train.errors import ConfigError, UserError
+from robust_train.errors import UserError
 from robust_train.failures import classify_failure
-from robust_train.microbatch.ranks import here
 from robust_train.run import Run
 from robust_train.runfolder.cadence import SavePlan
 from robust_train.values import MEMORY_FAILURES
@@ -17,16 +16,22 @@ from robust_train.values import MEMORY_FAILURES
 
 def effective_batch_size(cfg: DictConfig) -> int:
     """Return the samples in an optimizer step, however they are split."""
-    if (nodes := OmegaConf.select(cfg, "num_nodes") or 1) > 1:
-        raise ConfigError(f"num_nodes={nodes}: this framework is supported on one machine only")
-    ranks = OmegaConf.select(cfg, "num_gpus") or 1
+    ranks = (OmegaConf.select(cfg, "num_gpus") or 1) * nodes_of(cfg)
     return int(cfg.training.batch_size * cfg.training.gradient_accumulation_steps * ranks)
 
 
-def of_all_ranks(value: Any) -> list[Any]:
-    """Return every rank's value, by rank, when all have called this; without ranks its own."""
-    ranks = here()
-    return [value] if ranks is None else ranks.gather(value)
+def nodes_of(cfg: DictConfig) -> int:
+    """Return the machines that the job spans."""
+    return OmegaConf.select(cfg, "num_nodes") or 1
+
+
+def refuse_saving_on_each_node(owner: str, options: Any, cfg: DictConfig) -> None:
+    """Raise UserError if every node would write the same files: all see the run folder."""
+    if getattr(options, "save_on_each_node", False) and nodes_of(cfg) > 1:
+        raise UserError(
+            f"{owner}: save_on_each_node=True: all nodes would write the same files into the run "
+            "folder, which they share; leave it out"
+        )
 
 
 class Steps:

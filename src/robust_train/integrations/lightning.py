@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 
 from robust_train.config.extras import require
 from robust_train.errors import Interrupted, UserError
-from robust_train.integrations.attempt import result_of
+from robust_train.integrations.attempt import nodes_of, result_of
 from robust_train.integrations.lightning_callback import RobustCallback, Stopped, logged
 from robust_train.integrations.lightning_step import recover_in_steps
 from robust_train.run import Run
@@ -35,15 +35,15 @@ __all__ = ["RobustCallback", "fit", "trainer_arguments"]
 
 def trainer_arguments(cfg: DictConfig, run: Run) -> dict[str, Any]:
     """Return arguments for ``Trainer``: the attempt's devices and the run folder."""
-    device = torch.device(cfg.device)
+    device, nodes = torch.device(cfg.device), nodes_of(cfg)
     arguments: dict[str, Any] = {
         "accelerator": "gpu" if device.type == "cuda" else "cpu",
-        "devices": run.world_size,
+        "devices": run.world_size // nodes,
         "default_root_dir": str(run.run_dir),
     }
     if run.world_size > 1:
         # fit gives each rank its samples of every step
-        arguments |= {"strategy": "ddp", "use_distributed_sampler": False}
+        arguments |= {"num_nodes": nodes, "strategy": "ddp", "use_distributed_sampler": False}
     elif device.type == "cuda":
         arguments["devices"] = [device.index or 0]
     return arguments
@@ -108,7 +108,7 @@ def _check(trainer: Any, model: Any, cfg: DictConfig, run: Run) -> None:
     if trainer.world_size != run.world_size:
         raise UserError(
             f"Trainer: uses {trainer.world_size} devices, but this attempt has {run.world_size}: "
-            "Trainer(**trainer_arguments(cfg, run)), and num_gpus=… for more"
+            "Trainer(**trainer_arguments(cfg, run)), and num_gpus=…, num_nodes=… for more"
         )
     if not model.automatic_optimization:
         raise UserError(

@@ -25,10 +25,11 @@ from robust_train.integrations.attempt import (
     Steps,
     effective_batch_size,
     log_out_of_memory,
-    of_all_ranks,
+    refuse_saving_on_each_node,
     result_of,
 )
 from robust_train.integrations.transformers_step import recover_in_steps
+from robust_train.microbatch.ranks import of_all_ranks
 from robust_train.run import Run
 
 _NEEDED_BY = "robust_train.integrations.transformers"
@@ -243,6 +244,7 @@ def _check(args: Any, cfg: DictConfig, run: Run) -> None:
             f"this attempt has {run.world_size}: leave isolation=process, and set num_gpus=… for "
             "more"
         )
+    refuse_saving_on_each_node("TrainingArguments", args, cfg)
     config = args.accelerator_config
     if run.world_size > 1 and (config.split_batches or config.dispatch_batches):
         raise UserError(

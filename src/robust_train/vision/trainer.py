@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from robust_train.errors import ConfigError, Interrupted, UserError
 from robust_train.failures import classify_failure
+from robust_train.microbatch.ranks import of_all_ranks
 from robust_train.microbatch.replicas import Replicated
 from robust_train.microbatch.rng import seed_everything, seed_rank
 from robust_train.microbatch.splitting import share_of
@@ -183,6 +184,12 @@ class Training:
             self.folder.remove_leftovers()
         if run.resume_checkpoint is not None:
             found = checkpoints.read_newest(Path(run.resume_checkpoint), REQUIRED)
+            names = {*of_all_ranks("none" if found is None else found[0].name)}
+            if len(names) > 1:
+                raise ConfigError(
+                    f"the ranks find different checkpoints ({', '.join(sorted(names))}): "
+                    f"{run.checkpoint_dir} has to be one folder that all nodes see"
+                )
             if found is None:
                 log.warning("no checkpoint is intact: training starts from the beginning")
             else:
