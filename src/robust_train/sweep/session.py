@@ -138,8 +138,8 @@ def begin(config: DictConfig) -> None:
 
 
 def check_jobs(config: DictConfig) -> None:
-    """Check each value of each swept key, with the first ones of the other keys: a few seconds at
-    most, and before a job starts. Raises ConfigError: a configuration cannot be used."""
+    """Check that each value of each swept key goes with some values of the other keys: a few
+    seconds at most, and before a job starts. Raises ConfigError: no job can use a value."""
     fixed: list[str] = []
     swept: list[list[str]] = []
     hydra: Any = OmegaConf.to_container(config.hydra)  # ``${hydra:job.num}`` is each job's own
@@ -155,19 +155,31 @@ def check_jobs(config: DictConfig) -> None:
                 swept += [own] if own else []
             else:
                 fixed.append(line)
-    first = [values[0] for values in swept]
-    jobs = [(first, first)]
-    for n, own in enumerate(swept):
-        for k, value in enumerate(own[1:], start=1):
-            beside = [values[min(k, len(values) - 1)] for values in swept]
-            jobs.append(([*first[:n], value, *first[n + 1 :]], beside))
+    checked: dict[tuple[str, ...], ConfigError | None] = {}
     until = time.monotonic() + _MOST_SECONDS
-    in_time = itertools.takewhile(lambda _: time.monotonic() < until, jobs[:_MOST_CHECKS])
-    for chosen, beside in in_time:
-        try:
-            _check_one(config, [*fixed, *chosen])
-        except ConfigError:  # it may go with others' values only
-            _check_one(config, [*fixed, *beside])
+    each = [[*swept[:n], [value], *swept[n + 1 :]] for n, own in enumerate(swept) for value in own]
+    for columns in each or [[]]:
+        most = max(map(len, columns), default=1)
+        rows = [tuple(values[k % len(values)] for values in columns) for k in range(most)]
+        problems: list[str] = []
+        for job in itertools.chain(rows, itertools.product(*columns)):
+            if job not in checked:
+                if len(checked) == _MOST_CHECKS or time.monotonic() > until:
+                    return
+                checked[job] = None
+                try:
+                    _check_one(config, [*fixed, *job])
+                except ConfigError as error:
+                    checked[job] = error
+            problem = checked[job]
+            if problem is None:
+                break
+            problems.append(str(problem))
+            if problems == [str(problem)] * 2:  # whatever the values of all other keys
+                raise problem
+        else:
+            assert problem is not None
+            raise problem
 
 
 def _check_one(config: DictConfig, overrides: list[str]) -> None:
