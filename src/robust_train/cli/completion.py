@@ -34,17 +34,17 @@ _robust_train() {{
 }}
 complete -o nospace -o default -F _robust_train robust-train
 # python completes as before where another script follows
-for _name in python3 python; do
+{{ __load_completion python || _comp_load python; }} &> /dev/null
+for _name in python python3; do
     if [[ -n "${{ZSH_VERSION-}}" ]]; then
-        _was="${{_comps[$_name]:-${{_comps[python]:-_default}}}}" _set="compdef $_was $_name"
+        _was="${{_comps[$_name]:-_python}}" _set="compdef $_was $_name"
         _ours="_bash_complete -o nospace -F _robust_train"
     else
-        {{ __load_completion $_name || _comp_load $_name; }} &> /dev/null
         _set="$(complete -p $_name 2> /dev/null || echo "complete -o default -F : $_name")"
         _was="${{_set##*-F }}" _was="${{_was%% *}}" _ours="_robust_train && compopt -o nospace"
     fi
     [[ "$_set" == *" $_was "* && "$_was" != _robust_train* ]] || continue
-    eval "_robust_train_$_name() {{ $_ours || $_was \"\$@\"; }}"
+    eval "_robust_train_$_name() {{ $_ours || $_was "'"$@"; }}'
     eval "${{_set/$_was/_robust_train_$_name}}"
 done
 unset _name _was _set _ours
