@@ -132,9 +132,7 @@ def test_after_a_fault_all_is_asked_that_an_attempt_asks(h200, monkeypatch):
 
 
 @pytest.mark.parametrize("others", [0, 5 * GIB])
-def test_a_container_that_shows_no_processes_learns_what_a_context_takes(
-    h200, monkeypatch, others
-):
+def test_a_container_that_shows_no_processes_learns_what_a_context_takes(h200, monkeypatch, others):
     def read(processes: bool) -> Inventory:
         held = h200.allocated()
         used = others + (held and held + 480 * MIB)

@@ -155,31 +155,21 @@ def check_jobs(config: DictConfig) -> None:
                 swept += [own] if own else []
             else:
                 fixed.append(line)
-    checked: dict[tuple[str, ...], ConfigError | None] = {}
     until = time.monotonic() + _MOST_SECONDS
     each = [[*swept[:n], [value], *swept[n + 1 :]] for n, own in enumerate(swept) for value in own]
-    for columns in each or [[]]:
-        most = max(map(len, columns), default=1)
-        rows = [tuple(values[k % len(values)] for values in columns) for k in range(most)]
-        problems: list[str] = []
-        for job in itertools.chain(rows, itertools.product(*columns)):
-            if job not in checked:
-                if len(checked) == _MOST_CHECKS or time.monotonic() > until:
-                    return
-                checked[job] = None
-                try:
-                    _check_one(config, [*fixed, *job])
-                except ConfigError as error:
-                    checked[job] = error
-            problem = checked[job]
-            if problem is None:
+    for columns in each[:_MOST_CHECKS] or [[]]:
+        apart = [tuple(values[k % len(values)] for values in columns) for k in (0, 1)]
+        all_jobs = itertools.islice(itertools.product(*columns), _MOST_CHECKS)
+        jobs, problems = dict.fromkeys([*apart, *all_jobs]), list[str]()
+        for job in itertools.takewhile(lambda _: time.monotonic() < until, jobs):
+            try:
+                _check_one(config, [*fixed, *job])
                 break
-            problems.append(str(problem))
-            if problems == [str(problem)] * 2:  # whatever the values of all other keys
-                raise problem
-        else:
-            assert problem is not None
-            raise problem
+            except ConfigError as error:
+                problems.append(str(error))
+                # in every job, or whatever the values of all other keys
+                if len(problems) == len(jobs) < _MOST_CHECKS or problems == [str(error)] * 2:
+                    raise
 
 
 def _check_one(config: DictConfig, overrides: list[str]) -> None:
