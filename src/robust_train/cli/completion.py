@@ -46,8 +46,7 @@ for _name in python python3; do
     [[ "$_set" == *" $_was "* && "$_was" != _robust_train* ]] || continue
     eval "_robust_train_$_name() {{ $_ours || $_was "'"$@"; }}'
     eval "${{_set/$_was/_robust_train_$_name}}"
-done
-unset _name _was _set _ours
+done; unset _name _was _set _ours
 """
 
 

@@ -1,5 +1,4 @@
-"""Whether a trainer reads ``training.batch_size``; if not, its samples a second are unknown. And
-whether it reads ``training.num_workers``; if not, fewer workers are no remedy."""
+"""Whether a trainer reads ``training.batch_size`` and ``training.num_workers``."""
 
 from __future__ import annotations
 
