@@ -37,7 +37,6 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from robust_train.failures import classify_failure  # noqa: E402
-from robust_train.gpu.footprint import CONTEXT_BYTES  # noqa: E402
 from robust_train.gpu.inventory import read_inventory  # noqa: E402
 from robust_train.gpu.visible import visible_gpus  # noqa: E402
 from robust_train.memory.allocator import VARIABLE, allocator_settings  # noqa: E402
@@ -165,19 +164,21 @@ def probe_guard() -> Checks:
 
 
 def probe_context() -> Checks:
-    before = free_bytes()
+    before, taken = free_bytes(), gpu().used_bytes
     a = torch.randn(side(4096), side(4096), device="cuda")
     a @ a, a.bfloat16() @ a.bfloat16()
     conv = nn.Conv2d(64, 64, 3).cuda().bfloat16()
     conv(torch.randn(8, 64, side(64), side(64), device="cuda").bfloat16()).sum().backward()
     torch.cuda.synchronize()
     beside = before - free_bytes() - torch.cuda.memory_reserved()
-    measured = memory_in_use().get("context_bytes")
+    figures = memory_in_use()
+    measured = figures.get("context_bytes")
     yield figure("context, cuBLAS and cuDNN", f"{beside // MIB} MiB")
     if measured is None and gpu().processes:
         yield Check("the attempt's own measure", "known", "NVML does not show it", False)
-    elif measured is None:
-        yield figure("NVML lists no process (a container)", f"{CONTEXT_BYTES // MIB} MiB assumed")
+    elif measured is None:  # a container
+        own = figures.get("context_at_most_bytes", 0) - taken
+        yield below("… by what all of the GPU holds, off by", 128, abs(own - beside) / MIB, " MiB")
     else:
         yield below("… differs from that by", 128, abs(measured - beside) / MIB, " MiB")
 

@@ -11,6 +11,7 @@ import torch
 
 from cuda_on_the_cpu import cuda_on_the_cpu
 from robust_train.cli.gpu_probe import exercise
+from robust_train.memory import in_use
 from robust_train.values import GIB, MIB, GpuInfo, GpuProcess, Inventory
 from world import ROOT
 
@@ -130,8 +131,25 @@ def test_after_a_fault_all_is_asked_that_an_attempt_asks(h200, monkeypatch):
     assert all(check.passed for check in checks)
 
 
-def test_a_container_that_shows_no_processes_is_no_difference(h200, monkeypatch):
-    assert all(check.passed for check in gpu_check.probe_context())
+@pytest.mark.parametrize("others", [0, 5 * GIB])
+def test_a_container_that_shows_no_processes_learns_what_a_context_takes(h200, monkeypatch, others):
+    def read(processes: bool) -> Inventory:
+        held = h200.allocated()
+        used = others + (held and held + 480 * MIB)
+        shown = dict.fromkeys(("total_bytes", "free_bytes"), 139 * GIB - used)
+        gpu = GpuInfo("GPU-0000", "H200", 0, "00", used_bytes=used, processes=(), **shown)
+        return Inventory((gpu,))
+
+    monkeypatch.setattr(gpu_check, "read_inventory", read)
+    monkeypatch.setattr(in_use, "read_inventory", read)
+    own, off = gpu_check.probe_context()
+    assert own.seen == "480 MiB"
+    assert off.passed
+    monkeypatch.setattr(in_use, "beside_cache", lambda torch, index: {})
+    assert [check.passed for check in gpu_check.probe_context()] == [True, False]
+
+
+def test_a_process_that_nvml_lists_without_its_memory_is_a_difference(h200, monkeypatch):
     gpu = GpuInfo("GPU-0000", "H200", 0, "00", GIB, GIB, 0, processes=(GpuProcess(1, None),))
     monkeypatch.setattr(gpu_check, "read_inventory", lambda processes: Inventory((gpu,)))
     assert [check.seen for check in gpu_check.probe_context()][1:] == ["NVML does not show it"]

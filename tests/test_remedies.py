@@ -225,6 +225,12 @@ def test_host_memory_is_freed_by_fewer_workers_with_less_ahead_before_smaller_ba
     assert spec.device == "cuda:0"
 
 
+def test_a_trainer_that_reads_no_number_of_workers_is_halved_at_once():
+    spec = first_attempt(SETTINGS, ())
+    retry = after(failed(spec, FailureKind.HOST_OOM, Evidence(no_workers=True)))
+    assert (retry.action, retry.spec.num_workers, retry.spec.batch_size) == ("halve_batch", 4, 32)
+
+
 def test_a_worker_that_died_means_fewer_workers_down_to_none_and_then_the_end():
     spec = first_attempt(SETTINGS, ())
     history: tuple[Attempt, ...] = ()

@@ -42,6 +42,7 @@ from robust_train.queue import devices
 from robust_train.queue.waiting import NoGpu, WaitStatus
 from robust_train.report import narration
 from robust_train.report.html import write_report
+from robust_train.report.sources import read_sources
 from robust_train.report.status import LiveStatus
 from robust_train.runfolder.command_line import how_to_go_on, resume_command
 from robust_train.runfolder.folder import RunFolder
@@ -380,6 +381,7 @@ class Job:
             result=result,
             run_dir=self.run_dir,
             wall_seconds=time.monotonic() - self._started,
+            earlier_seconds=self.folder.state.earlier_seconds,
             wait_seconds=self.wait_seconds,
             attempts=tuple(self.records),
             checkpoint=self.checkpoint,
@@ -392,8 +394,7 @@ class Job:
         if status == "completed":
             complete_job(self.run_dir)
         self.folder.ended(status, reason, exit_code)
-        write_report(self.run_dir)
-        if status == "failed" and exit_code is not None:  # the caller prints one line
-            return summary
-        narration.show_end(summary, self._explain, how_to_go_on(self.cfg, self.run_dir))
+        write_report(found := read_sources(self.run_dir))
+        if status != "failed" or exit_code is None:  # else the caller prints one line
+            narration.show_end(summary, found, self._explain, how_to_go_on(self.cfg, self.run_dir))
         return summary

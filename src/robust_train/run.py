@@ -104,7 +104,7 @@ class Run:
             steps of this attempt, None if it never did.
         has_live_status: the launcher shows steps and loss on a terminal.
         memory_keeper, batch_search, logs_memory: set by whoever calls the trainer.
-        uses_batch: the same; returns whether the trainer has read ``training.batch_size``.
+        has_read: the same; returns whether the trainer has read ``training.<key>``.
         rank: number of this process among those that share the optimizer steps, from 0.
         world_size: how many these are. Only rank 0's progress, checkpoints, epochs and result
             count; the others may report them as well.
@@ -135,7 +135,7 @@ class Run:
         self.last_micro_batch: int | None = None
         self.memory_keeper: MemoryKeeper | None = None
         self.logs_memory = False
-        self.uses_batch: Callable[[], bool] = lambda: True
+        self.has_read: Callable[[str], bool] = lambda key: True
         self.has_live_status = has_live_status
         self.rank = rank
         self.world_size = world_size
@@ -343,7 +343,7 @@ class Run:
         return self._micro_batcher is not None
 
     def _samples(self) -> int | None:
-        return self._micro_batch_plan.samples if self.uses_batch() else None
+        return self._micro_batch_plan.samples if self.has_read("batch_size") else None
 
     def _step_now(self) -> int:
         return 1 + (self._steps_before if self.last_step is None else self.last_step)

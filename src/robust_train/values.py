@@ -113,6 +113,7 @@ class Evidence:
     own_limit: bool = False
     clue: str | None = None  # what message or stack show beyond the kind, one of Clue
     library: str | None = None  # who raised (`torch`, `cublas`, `cudnn`, `numpy`, `kernel` …)
+    no_workers: bool = False  # the trainer has read no number of data-loader workers
 
 
 class Clue:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 
 import pytest
@@ -28,6 +29,8 @@ def test_bash_completes_commands_keys_and_choices(capsys: pytest.CaptureFixture[
         "python train_robust.py -m training.effective": "training.effective_batch_size=",
         "robust-train plan hydra/l": "hydra/launcher=gpu_queue ",
         "python other.py mod": "",
+        "python pretrain.py mod": "",
+        "python train.py mod": "",
         "robust-train run -- python train.py mod": "",
     }
     script = capsys.readouterr().out + _ASKS
@@ -39,3 +42,61 @@ def test_bash_completes_commands_keys_and_choices(capsys: pytest.CaptureFixture[
     )
     assert ended.stderr == ""
     assert dict(zip(expected, ended.stdout.splitlines(), strict=True)) == expected
+
+
+_ASKS_OTHERS = """
+compopt() { :; }
+for name in python python3; do
+    for script in other.py train.py train_robust.py; do
+        COMP_LINE="$name $script model=lin" COMP_POINT=${#COMP_LINE}
+        _robust_train_$name
+        echo "${COMPREPLY[*]}"
+    done
+done
+complete -p
+"""
+
+
+def test_python_completes_other_scripts_as_before(capsys: pytest.CaptureFixture[str]):
+    assert main(["completion"]) == 0
+    script = capsys.readouterr().out
+    before = "_theirs() { COMPREPLY=(theirs); }; complete -o filenames -F _theirs python3\n"
+    before += "__load_completion() { complete -F _theirs python; }\n"
+    ended = subprocess.run(
+        ["bash", "-c", before + script + script + _ASKS_OTHERS], capture_output=True, text=True
+    )
+    assert ended.stderr == ""
+    *completed, one, two, three = ended.stdout.splitlines()
+    assert completed == 2 * ["theirs", "theirs", "linear_probe "]
+    assert sorted([one, two, three]) == [
+        "complete -F _robust_train_python python",
+        "complete -o default -o nospace -F _robust_train robust-train",
+        "complete -o filenames -F _robust_train_python3 python3",
+    ]
+    ended = subprocess.run(
+        ["bash", "-c", f"complete -C other python\n{script}complete -p python"],
+        capture_output=True,
+        text=True,
+    )
+    assert ended.stdout == "complete -C 'other' python\n", "not a function, so left alone"
+
+
+@pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed")
+def test_zsh_completes_other_scripts_as_before(capsys: pytest.CaptureFixture[str]):
+    assert main(["completion"]) == 0
+    script = capsys.readouterr().out
+    begins = "autoload -Uz compinit bashcompinit && compinit -D && bashcompinit\n"
+    asks = """
+    _python() { print others $words }
+    words=(python other.py mod) CURRENT=3 PREFIX=mod
+    compadd() { print ours }
+    $_comps[python]
+    words=(python3 train_robust.py mod) PREFIX=
+    $_comps[python3]
+    """
+    ended = subprocess.run(
+        ["zsh", "-fc", begins + script + script + asks], capture_output=True, text=True
+    )
+    others, *ours = ended.stdout.splitlines()
+    assert others == "others python other.py mod"
+    assert {line.split()[0] for line in ours} == {"ours"}

@@ -101,6 +101,27 @@ def test_before_cuda_is_started_nvml_tells_of_the_gpu_that_would_be_used(
     assert host["device"] == "cpu"
 
 
+def test_where_nvml_lists_no_process_the_whole_gpu_bounds_what_a_context_takes(
+    machine_with: MachineWith,
+) -> None:
+    machine = machine_with(
+        Gpu(uuid="GPU-0000", total_mib=4000, free_mib=3000 - 64, reserved_mib=500)
+    )
+    code = """
+    import json, torch
+    from cuda_on_the_cpu import cuda_on_the_cpu
+    from robust_train.memory.in_use import memory_in_use
+    with cuda_on_the_cpu():
+        held = torch.empty(64 * 1024**2, dtype=torch.uint8, device="cuda")
+        print(json.dumps(memory_in_use()))
+    """
+    figures = machine.python(code)
+    assert figures["reserved"] == 64 * MIB
+    assert figures["context_at_most_bytes"] == 500 * MIB
+    machine.update(0, compute=[(7, 300)])
+    assert machine.python(code)["context_bytes"] == 236 * MIB
+
+
 @pytest.mark.parametrize(
     ("device", "ordinal"),
     [

@@ -223,12 +223,38 @@ def test_a_context_is_measured_as_nvml_shows_it_and_learned_by_model(use, monkey
         assert in_use.memory_in_use().get("context_bytes") == expected
     assert footprint.learned_context_bytes("A GPU") is None
     before = footprint.footprint(GIB, "A GPU")
-    for measured in (600 * MIB, 550 * MIB, None, 99 * GIB):
-        footprint.learn_context_bytes("A GPU", measured)
+    for measured in (600 * MIB, 550 * MIB, 99 * GIB):
+        footprint.learn_context_bytes("A GPU", {"context_bytes": measured})
     assert footprint.learned_context_bytes("A GPU") == 600 * MIB
     assert footprint.footprint(GIB, "A GPU") == before + 88 * MIB
     Path(tmp_path / "robust-train/contexts.json").write_text("[")
     assert footprint.footprint(GIB, "A GPU") == before
+
+
+def test_where_nvml_lists_no_process_a_context_is_at_most_what_the_whole_gpu_holds(
+    use, monkeypatch, tmp_path
+):
+    cuda = use(FakeCuda())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    before = footprint.footprint(GIB, "A GPU")
+    for others, learned in (
+        (9 * GIB, None),  # somebody else is there
+        (800 * MIB, 1400 * MIB),
+        (0, 600 * MIB),
+        (100 * MIB, 600 * MIB),
+        (-500 * MIB, 600 * MIB),
+    ):
+        used = 3 * GIB + 600 * MIB + others
+        gpus = (GpuInfo("GPU-uuid-1", "A GPU", 1, "", 80 * GIB, 80 * GIB - used, used),)
+        monkeypatch.setattr(in_use, "read_inventory", lambda g=gpus, **_: Inventory(g))
+        figures = in_use.memory_in_use()
+        assert figures["context_at_most_bytes"] == 600 * MIB + others
+        footprint.learn_context_bytes("A GPU", figures)
+        assert footprint.learned_context_bytes("A GPU") == learned
+    assert cuda.contexts == {1}
+    assert footprint.footprint(GIB, "A GPU") == before + 88 * MIB
+    footprint.learn_context_bytes("A GPU", {"context_bytes": 700 * MIB})
+    assert footprint.learned_context_bytes("A GPU") == 700 * MIB, "the process's own is exact"
 
 
 class Caching(FakeCuda):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from journals import Journal
 
 from robust_train.cli.jobs import print_failure
 from robust_train.report import narration
+from robust_train.report.sources import read_sources
 from robust_train.runfolder.journal import JobEnded, JobStarted
 from robust_train.runfolder.summary import AttemptRecord, Summary
 from robust_train.values import Attempt, AttemptSpec, Failure, FailureKind, GiveUp, Outcome
@@ -19,7 +21,7 @@ MESSAGE = "ValueError: the labels go from 0 to 12, and the model has ten outputs
 
 def lines_of(caplog: pytest.LogCaptureFixture, summary: Summary) -> list[str]:
     with caplog.at_level("INFO", "robust_train"):
-        narration.show_end(summary, print_failure, "the command")
+        narration.show_end(summary, read_sources(summary.run_dir), print_failure, "the command")
     return [line for one in caplog.records for line in one.getMessage().splitlines()]
 
 
@@ -36,7 +38,8 @@ def test_time_and_attempts_are_those_of_the_job_through_all_its_launches(
     journal.start(2, device="cpu", size=32)
     outcome = Outcome(None, 0.9, 24.0, start_step=4, end_step=9)
     record = AttemptRecord(Attempt(SPEC, outcome))
-    summary = Summary("completed", tmp_path, None, 0.9, 24.0, 0.0, (record,), first_attempt=2)
+    launch = Summary("completed", tmp_path, None, 0.9, 24.0, 0.0, (record,), first_attempt=2)
+    summary = replace(launch, earlier_seconds=6.0)
     lines = lines_of(caplog, summary)
     first, second = (line.split() for line in lines[2:4])
     assert first == ["1", "cpu", "32", "64", "0-6", "6.0", "s", "unfinished"]

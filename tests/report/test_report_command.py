@@ -12,6 +12,7 @@ from journals import COMPLETED, STARTED, Journal, write_failed, write_recovered,
 
 from robust_train.cli.report import main
 from robust_train.report.html import write_report
+from robust_train.report.sources import read_sources
 
 
 @pytest.fixture
@@ -78,7 +79,7 @@ def test_a_report_that_cannot_be_written_fails_the_command_but_costs_a_job_one_w
 ):
     (run / "report.html" / "in the way").mkdir(parents=True)
     with caplog.at_level(logging.WARNING, "robust_train"):
-        assert write_report(run) is None
+        assert write_report(read_sources(run)) is None
     assert [record.message.split(": ")[0] for record in caplog.records] == [
         f"cannot write {run / 'report.html'}"
     ]
@@ -127,4 +128,4 @@ def test_a_job_of_which_only_the_journal_is_there_has_a_report(tmp_path: Path):
     journal = Journal(tmp_path)
     journal(0, STARTED)
     journal(1, COMPLETED)
-    assert write_report(tmp_path) == tmp_path / "report.html"
+    assert write_report(read_sources(tmp_path)) == tmp_path / "report.html"

@@ -9,13 +9,14 @@ import signal
 from pathlib import Path
 
 import pytest
-from live_folder import open_folder
+from live_folder import change_json, open_folder
 
 from robust_train.errors import ConfigError, NoProgress
 from robust_train.runfolder.identity import begin_job, complete_job, count_launch
-from robust_train.runfolder.journal import AttemptStarted
+from robust_train.runfolder.journal import AttemptStarted, JobStarted
 from robust_train.runfolder.manifests import record_checkpoint
 from robust_train.runfolder.requests import REQUESTS, request_sweep_stop
+from robust_train.runfolder.run_list import read_run
 
 
 def launch(run_dir: Path, *, saves: int | None = None, most: int = 3) -> str:
@@ -115,3 +116,13 @@ def test_who_ended_a_launch_decides_whether_it_counts(tmp_path: Path, how: objec
             while True:
                 folder.tick()
     assert launches(tmp_path) == counts
+
+
+def test_the_time_of_a_job_is_that_of_all_its_launches(tmp_path: Path):
+    for job, earlier in (("a", 0), ("a", 100), ("a", 200), ("b", 0)):
+        with open_folder(tmp_path) as folder:
+            folder.on_event(JobStarted("/run", "train", job))
+            assert folder.state.earlier_seconds == earlier
+            folder.ended("completed", None, 0)
+        assert earlier <= read_run(tmp_path).about()["seconds"] < earlier + 60
+        change_json(tmp_path / "state.json", started=1000.0, updated=1100.0)

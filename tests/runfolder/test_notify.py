@@ -62,6 +62,7 @@ def test_each_event_has_its_line():
     broken = replace(NEW, state="failed", reason="CUDA error\nthere")
     for event, state, line in (
         ("completed", NEW, "lora on gpu1 completed in 1 min: 0.5"),
+        ("completed", replace(NEW, earlier_seconds=120.0), "lora on gpu1 completed in 3 min: 0.5"),
         ("failed", broken, "lora on gpu1 failed after 1 min: CUDA error there"),
         ("waiting", WAITING, "lora on gpu1 has waited 1 min: GPU 0 is taken"),
     ):

@@ -295,3 +295,4 @@ def test_a_trainer_that_does_not_look_at_the_batch_size_has_no_samples(
     run, seen = Run(run_dir=tmp_path), []
     call_trainer(lambda cfg: seen.append((look(cfg), cfg.training.lr)), cfg, run)
     assert run._samples() == samples
+    assert not run.has_read("num_workers") or "to_container" in look.__code__.co_names

@@ -10,7 +10,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import setup_globals
 from hydra.types import RunMode
-from omegaconf import open_dict
+from omegaconf import DictConfig, open_dict
 
 from robust_train.cli import jobs
 from robust_train.errors import ConfigError
@@ -55,3 +55,41 @@ def test_values_of_a_file_count_too():
     check("training.effective_batch_size=16", training__batch_size="8,16")
     with pytest.raises(ConfigError, match=r"training\.lr=hello"):
         check("seed=1,2", training__lr="0.1,hello")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("training.batch_size=64,32", "training.effective_batch_size=96,64"),
+        ("min_batch_size=8,4", "training.batch_size=4,8", "seed=1,2,3"),
+        ("isolation=none,process", "num_gpus=2,1", "training.lr=0.1,0.2,0.3,0.4", "seed=1,2"),
+    ],
+)
+def test_jobs_that_alone_are_impossible_are_left_to_themselves(overrides: tuple[str, ...]):
+    check(*overrides)
+
+
+def test_a_value_that_goes_with_no_value_of_another_key_is_a_mistake():
+    with pytest.raises(ConfigError, match=r"training\.batch_size=64"):
+        check("seed=1,2", "training.batch_size=64,32", "training.effective_batch_size=96,32")
+
+
+def test_a_mistake_is_checked_once_or_with_two_jobs_at_most(monkeypatch: pytest.MonkeyPatch):
+    seen: list[list[str]] = []
+    check_one = session._check_one
+
+    def count(config: DictConfig, overrides: list[str]) -> None:
+        seen.append(overrides)
+        check_one(config, overrides)
+
+    monkeypatch.setattr(session, "_check_one", count)
+    for overrides, checks in (
+        (("training.lr=hello,0.1",), 1),
+        (("training.lr=0.1,hello",), 2),
+        (("training.lr=0.1,0.2", "seed=range(100)", "device=moon"), 2),
+        (("training.lr=0.1,hello", "seed=1,2,3"), 3),
+    ):
+        seen.clear()
+        with pytest.raises(ConfigError):
+            check(*overrides)
+        assert len(seen) == checks

@@ -18,7 +18,7 @@ _robust_train() {{
     local cur="${{line##* }}"
     case "$line" in
         *" -- "*) ;;
-        *train_robust.py\\ *|*train.py\\ *|robust-train\\ train\\ *|robust-train\\ plan\\ *)
+        *[\\ /]train_robust.py\\ *|robust-train\\ train\\ *|robust-train\\ plan\\ *)
             words='{keys}' ;;
         robust-train\\ run\\ *) words='{run}' ;;
         robust-train\\ memory\\ *) words='{memory}' ;;
@@ -30,8 +30,23 @@ _robust_train() {{
     if [[ "$COMP_WORDBREAKS" == *=* && "$cur" == *=* ]]; then
         COMPREPLY=("${{COMPREPLY[@]#"${{cur%=*}}="}}")
     fi
+    [[ -n "${{COMPREPLY-}}" ]]
 }}
-complete -o nospace -o default -F _robust_train robust-train python python3
+complete -o nospace -o default -F _robust_train robust-train
+# python completes as before where another script follows
+{{ __load_completion python || _comp_load python; }} &> /dev/null
+for _name in python python3; do
+    if [[ -n "${{ZSH_VERSION-}}" ]]; then
+        _was="${{_comps[$_name]:-_python}}" _set="compdef $_was $_name"
+        _ours="_bash_complete -o nospace -F _robust_train"
+    else
+        _set="$(complete -p $_name 2> /dev/null || echo "complete -o default -F : $_name")"
+        _was="${{_set##*-F }}" _was="${{_was%% *}}" _ours="_robust_train && compopt -o nospace"
+    fi
+    [[ "$_set" == *" $_was "* && "$_was" != _robust_train* ]] || continue
+    eval "_robust_train_$_name() {{ $_ours || $_was "'"$@"; }}'
+    eval "${{_set/$_was/_robust_train_$_name}}"
+done; unset _name _was _set _ours
 """
 
 

@@ -1,4 +1,4 @@
-"""Whether a trainer reads ``training.batch_size``; if not, its samples a second are unknown."""
+"""Whether a trainer reads ``training.batch_size`` and ``training.num_workers``."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from omegaconf import AnyNode, DictConfig
 
 
 class NotedValue(AnyNode):
-    """A value of a config; notes that one like it was read in this process."""
+    """A value of a config; notes the names of those that were read in this process."""
 
-    was_read: ClassVar[bool] = False
+    names: ClassVar[set[str]] = set()
 
     def _value(self) -> Any:
-        NotedValue.was_read = True
+        NotedValue.names.add(str(self._key()))
         return super()._value()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NotedValue:
@@ -27,15 +27,17 @@ class NotedValue(AnyNode):
         return AnyNode, (), self.__getstate__()
 
 
-def note_reads(cfg: DictConfig, batch_size: object) -> Callable[[], bool]:
-    """Return a function: whether a key ``…batch_size`` with this value has been read since. What
-    refers to ``training.batch_size`` is resolved by now."""
+def note_reads(cfg: DictConfig, batch_size: object) -> Callable[[str], bool]:
+    """Return a function: whether a key ``…batch_size`` with this value, or ``…num_workers``, has
+    been read since. What refers to ``training.batch_size`` is resolved by now."""
     parts: list[Any] = [cfg]
     for part in parts:
         for name, node in part._content.items() if isinstance(part._content, dict) else ():
             if isinstance(node, DictConfig):
                 parts.append(node)
-            elif str(name).endswith("batch_size") and node == batch_size:
-                part._content[name] = NotedValue(batch_size, key=name, parent=part)
-    NotedValue.was_read = False
-    return lambda: NotedValue.was_read
+            elif str(name).endswith("num_workers") or (
+                str(name).endswith("batch_size") and node == batch_size
+            ):
+                part._content[name] = NotedValue(node._value(), key=name, parent=part)
+    NotedValue.names.clear()
+    return lambda ending: any(name.endswith(ending) for name in NotedValue.names)

@@ -103,7 +103,7 @@ def run_attempt(
                 message = f"the trainer called sys.exit({stop.code!r})"
                 error, ending = stop, _failed(Failure(FailureKind.BUG, message), stop)
         except BaseException as raised:
-            error, ending = raised, _failed(_failure_of(raised), raised)
+            error, ending = raised, _failed(_failure_of(raised, run), raised)
         if run.stops_to_restart and (error is None or isinstance(error, Interrupted)):
             message = "stopped to go on with half the micro-batch"
             failure = Failure(FailureKind.INTERRUPTED, message)
@@ -127,7 +127,7 @@ def call_trainer(trainer: Trainer, cfg: DictConfig, run: Run) -> Any:
     """
     run.memory_keeper = keeper = AttemptMemory(run, cfg)
     run.micro_batch_plan = MicroBatchPlan.of(cfg)
-    run.uses_batch = note_reads(cfg, run.micro_batch_plan.batch_size)
+    run.has_read = note_reads(cfg, run.micro_batch_plan.batch_size)
     run.saving.plan = SavePlan.of(cfg)
     run.logs_memory = cfg.memory.log_frequency > 0
     with keeper:
@@ -142,12 +142,15 @@ def call_trainer(trainer: Trainer, cfg: DictConfig, run: Run) -> Any:
         return trainer(cfg, run) if len(given) >= 2 else trainer(cfg)
 
 
-def _failure_of(error: BaseException) -> Failure:
+def _failure_of(error: BaseException, run: Run) -> Failure:
     if isinstance(error, (Interrupted, KeyboardInterrupt)):
         return Failure(FailureKind.INTERRUPTED, str(error) or "interrupted")
     if isinstance(error, (ConfigError, UserError)):
         return Failure(FailureKind.BUG, str(error), Evidence(clue=Clue.USER_ERROR))
-    return classify_failure(error)
+    failure = classify_failure(error)
+    if failure.kind is FailureKind.HOST_OOM and not run.has_read("num_workers"):
+        failure = replace(failure, evidence=replace(failure.evidence, no_workers=True))
+    return failure
 
 
 def _failed(failure: Failure, error: BaseException) -> Failed:

@@ -119,7 +119,7 @@ def with_fitting_advice(
     if outcome.failure is None:
         return outcome
     unfit: frozenset[str] = frozenset()
-    if num_workers == 0 or is_script:
+    if num_workers == 0 or is_script or outcome.failure.evidence.no_workers:
         unfit |= _NEEDS_WORKERS
     if not is_built_in:
         unfit |= frozenset(_OF_THE_MODEL[1:])

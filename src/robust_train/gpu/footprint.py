@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from robust_train.files import write_json
@@ -19,6 +20,8 @@ driver for 2 MiB or 20 MiB at least (``kSmallBuffer``, ``kLargeBuffer`` in CUDAC
 and keeps what lies between tensors. With expandable segments it is mostly less."""
 
 _PLAUSIBLE = range(64 * MIB, 8 * GIB)
+_PLAUSIBLE_AT_MOST = range(128 * MIB, 2 * GIB)
+_AT_MOST = " at most"
 
 
 def footprint(allocated_bytes: int, gpu_name: str | None = None) -> int:
@@ -29,20 +32,26 @@ def footprint(allocated_bytes: int, gpu_name: str | None = None) -> int:
 
 
 def learned_context_bytes(gpu_name: str) -> int | None:
-    """Return the largest context of this user's jobs on GPUs of this model, if known."""
-    return _read().get(gpu_name)
-
-
-def learn_context_bytes(gpu_name: str, measured: int | None) -> None:
-    """Remember an attempt's ``context_bytes``. Never raises: a guess is all that is lost."""
-    if measured is None or measured not in _PLAUSIBLE:
-        return
+    """Return the largest context of this user's jobs on GPUs of this model, if known; where NVML
+    lists no processes, the smallest that it is at most."""
     known = _read()
-    if measured > known.get(gpu_name, 0):
+    return known.get(gpu_name) or known.get(gpu_name + _AT_MOST)
+
+
+def learn_context_bytes(gpu_name: str, figures: Mapping[str, int]) -> None:
+    """Remember what an attempt measured. Never raises: a guess is all that is lost."""
+    known, measured = _read(), figures.get("context_bytes", 0)
+    at_most, name = figures.get("context_at_most_bytes", 0), gpu_name + _AT_MOST
+    learned = dict(known)
+    if measured in _PLAUSIBLE:
+        learned[gpu_name] = max(measured, known.get(gpu_name, 0))
+    if at_most in _PLAUSIBLE_AT_MOST:  # others' memory only adds
+        learned[name] = min(at_most, known.get(name, at_most))
+    if learned != known:
         with contextlib.suppress(OSError, RuntimeError):
             path = _file()
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            write_json(path, {**known, gpu_name: measured}, indent=2)
+            write_json(path, learned, indent=2)
 
 
 def _read() -> dict[str, int]:

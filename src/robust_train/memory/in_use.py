@@ -18,9 +18,9 @@ from robust_train.values import GIB
 def memory_in_use(*, context: bool = True) -> dict[str, int]:
     """Return bytes in use: of CUDA where this process has started it, else of the process.
 
-    ``allocated``, ``reserved`` and ``max_allocated`` of the GPU that holds most, and
-    ``context_bytes`` where NVML shows them; or ``resident`` and ``max_resident``. After a fault of
-    the device, where CUDA may refuse to answer, the process's.
+    ``allocated``, ``reserved`` and ``max_allocated`` of the GPU that holds most, and what
+    :func:`beside_cache` returns; or ``resident`` and ``max_resident``. After a fault of the device,
+    where CUDA may refuse to answer, the process's.
     """
     torch = started_torch()
     if torch is not None:
@@ -31,30 +31,31 @@ def memory_in_use(*, context: bool = True) -> dict[str, int]:
                 "reserved": torch.cuda.memory_reserved(index),
                 "max_allocated": torch.cuda.max_memory_allocated(index),
             }
-            beside = context_bytes(torch, index) if context else None
-            return figures if beside is None else {**figures, "context_bytes": beside}
+            return {**figures, **(beside_cache(torch, index) if context else {})}
     with contextlib.suppress(OSError, psutil.Error):
         return {"resident": host.resident_bytes()[0], "max_resident": host.largest_resident()}
     return {}
 
 
-def context_bytes(torch: Any, index: int) -> int | None:
-    """Return what this process takes of a GPU beside torch's cache, as NVML shows it.
+def beside_cache(torch: Any, index: int) -> dict[str, int]:
+    """Return ``context_bytes``: what this process takes of a GPU beside torch's cache, by NVML.
 
-    That is the CUDA context with its kernels, cuBLAS's, cuDNN's and NCCL's own memory. None where
-    NVML does not show the process: in a container it may have another number there, and is known
-    only if it is alone.
+    That is the CUDA context with its kernels, cuBLAS's, cuDNN's and NCCL's own memory. Where NVML
+    does not list the process (a container), ``context_at_most_bytes``: others' memory counts too.
     """
     with contextlib.suppress(Exception):
         reserved = torch.cuda.memory_reserved(index)
         uuid = f"GPU-{torch.cuda.get_device_properties(index).uuid}"
         gpus = read_inventory(processes=True).gpus
-        for gpu in (gpu for gpu in gpus if gpu.uuid == uuid):
+        for gpu in (gpu for gpu in gpus if gpu.uuid == uuid and not gpu.unified_memory):
             computing = [process for process in gpu.processes or () if process.computes]
+            # in a container it may have another number, and is known only if it is alone
             own = [process for process in computing if process.pid == os.getpid()] or computing
             used = own[0].used_bytes if len(own) == 1 else None
-            return used - reserved if used is not None and used > reserved else None
-    return None
+            name = "context_at_most_bytes" if used is None else "context_bytes"
+            size = gpu.used_bytes if used is None else used
+            return {name: size - reserved} if size > reserved else {}
+    return {}
 
 
 def describe_memory(figures: Mapping[str, int]) -> str:

@@ -75,7 +75,8 @@ def expandable_segments(context: FailureContext) -> Retry | None:
 def fewer_workers(context: FailureContext) -> Retry | None:
     """Data-loader workers hold memory of their own: half of them, each with less ahead."""
     last = context.last
-    if last.num_workers == 0 or context.evidence.clue in (Clue.IMPORT, Clue.MODEL):
+    has_none = last.num_workers == 0 or context.evidence.no_workers
+    if has_none or context.evidence.clue in (Clue.IMPORT, Clue.MODEL):
         return None
     workers, prefetch = last.num_workers // 2, max(last.prefetch_factor // 2, 1)
     reason = f"{what_failed(context)}: {last.num_workers} → {workers} data-loader workers"

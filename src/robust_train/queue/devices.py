@@ -181,7 +181,7 @@ class Devices:
         if peak:
             name = group[0].name if group else None
             if name is not None:
-                learn_context_bytes(name, shown.get("context_bytes"))
+                learn_context_bytes(name, shown)
             self._need_bytes = max(self._settings.min_free_bytes, footprint(peak, name))
         if outcome.failure is None:
             return ()

@@ -14,7 +14,7 @@ from urllib.parse import quote
 from robust_train import readable
 from robust_train.files import finite, replacing
 from robust_train.report import charts, figures, wording
-from robust_train.report.sources import read_sources
+from robust_train.report.sources import Sources
 from robust_train.report.story import Story, story_of
 from robust_train.report.times import USES, Use
 
@@ -29,9 +29,9 @@ _LONGEST_TRACEBACK = 20_000
 _LONGEST_VALUE = 200
 
 
-def write_report(run_dir: Path) -> Path | None:
+def write_report(sources: Sources) -> Path | None:
     """Write ``report.html`` into a run folder; None, after a warning, if that fails."""
-    return try_to_save(run_dir / FILE_NAME, lambda: job_page(story_of(read_sources(run_dir))))
+    return try_to_save(sources.folder / FILE_NAME, lambda: job_page(story_of(sources)))
 
 
 def try_to_save(path: Path, page: Callable[[], str]) -> Path | None:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from robust_train.readable import by_processes, duration, shortened
 from robust_train.readable import number as number_text
-from robust_train.report.attempts import AttemptStory, attempts_of, launches_of
-from robust_train.report.sources import Entry, read_entries
+from robust_train.report.attempts import AttemptStory, attempts_of
+from robust_train.report.sources import Entry, Sources
 from robust_train.runfolder.journal import AttemptStarted, DeviceAcquired, JobStarted
 from robust_train.runfolder.summary import (
     AttemptRecord,
@@ -77,12 +77,11 @@ def announce(number: int, spec: AttemptSpec, *, is_searched: bool = False) -> No
 
 
 def show_end(
-    summary: Summary, explain: Callable[[Summary], object], how_to_go_on: str | None
+    summary: Summary, found: Sources, explain: Callable[[Summary], object], how_to_go_on: str | None
 ) -> None:
     """Log how a job ended: its attempts, what ``explain`` shows, and the last lines."""
-    earlier = _earlier(tuple(read_entries(summary.run_dir / "journal.jsonl", [])))
     if summary.attempts:
-        before = tuple(map(_record, attempts_of(earlier)[-_MOST_EARLIER:]))
+        before = tuple(map(_record, attempts_of(_earlier(found.entries))[-_MOST_EARLIER:]))
         first = summary.first_attempt - len(before)
         whole = replace(summary, attempts=(*before, *summary.attempts), first_attempt=first)
         log.info("attempts:\n%s", attempts_table(whole))
@@ -90,7 +89,7 @@ def show_end(
         if memory is not None:
             log.info("%s", memory)
     explain(summary)
-    conclude(summary, how_to_go_on, sum(one.end - one.start for one in launches_of(earlier)))
+    conclude(summary, how_to_go_on)
 
 
 def _earlier(entries: Sequence[Entry]) -> Sequence[Entry]:
@@ -127,13 +126,11 @@ def speed_advice(records: Sequence[AttemptRecord]) -> tuple[str, ...]:
     return advice_of(last.speed, last.faster_before, last.num_workers)
 
 
-def conclude(
-    summary: Summary, how_to_go_on: str | None = None, earlier_seconds: float = 0.0
-) -> None:
+def conclude(summary: Summary, how_to_go_on: str | None = None) -> None:
     """Log the last lines: how and where a job ended, its run folder, how it goes on. The time is
-    the job's, with the ``earlier_seconds`` of its launches before."""
-    ending = f"{summary.status} after {duration(earlier_seconds + summary.wall_seconds)}"
-    if earlier_seconds:
+    the job's, in all its launches."""
+    ending = f"{summary.status} after {duration(summary.earlier_seconds + summary.wall_seconds)}"
+    if summary.earlier_seconds:
         ending += f" (this launch: {duration(summary.wall_seconds)})"
     if summary.attempts:
         last = summary.attempts[-1].attempt

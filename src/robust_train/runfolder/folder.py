@@ -97,6 +97,7 @@ class RunFolder:
         if (before := read_state(run_dir)) is not None:
             kept = ("job", "longest_pause", "requested_micro_batch")
             state = replace(state, **{name: getattr(before, name) for name in kept})
+            state = replace(state, earlier_seconds=round(before.seconds(before.updated), 3))
         self._file = StateFile(run_dir, state)
         self._is_counted = self._was_asked_to_stop = False
         self._next_poll = 0.0

@@ -66,7 +66,7 @@ def news(before: RunState, after: RunState, now: float, waiting_seconds: float) 
 def sentence(event: str, state: RunState, result: Json, now: float) -> str:
     """Return a notification's line of text."""
     job, reason = f"{state.name} on {state.host}", shortened(state.reason or "", 300)
-    spent = duration(max(now - state.started, 0.0))
+    spent = duration(state.seconds(now))
     if event == "completed":
         shown = "" if result is None else f": {shortened(str(result), 200)}"
         return f"{job} completed in {spent}{shown}"
@@ -130,7 +130,7 @@ class Notifier:
         summary = read_summary(self._run_dir) if event == "completed" and self._run_dir else None
         result = None if summary is None else summary.objective
         about = {name: getattr(state, name) for name in _FIELDS.split()}
-        about |= {"job": state.name, "result": result, "seconds": round(now - state.started, 1)}
+        about |= {"job": state.name, "result": result, "seconds": round(state.seconds(now), 1)}
         self.send(event, text or sentence(event, state, result, now), about)
 
     def send(self, event: str, text: str, about: Mapping[str, Json]) -> None:

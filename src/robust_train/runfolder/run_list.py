@@ -97,7 +97,7 @@ class Run:
             known["gpu_uuid"] = next(iter(self.state.gpu_uuids), None)
             until = time.time() if self.alive else self.state.updated
             known["seconds_in_state"] = round(until - self.state.since, 1)
-            known["seconds"] = round(until - self.state.started, 1)
+            known["seconds"] = round(self.state.seconds(until), 1)
             if status == DIED:
                 known["last_state"] = self.state.state
         return {**known, "run_dir": str(self.run_dir), "alive": self.alive, "state": status}

@@ -57,6 +57,7 @@ class RunState:
     schema: int = SCHEMA
     earlier_ids: tuple[str, ...] = ()  # ids that the job had before
     job: str | None = None  # identity of the job through all its launches
+    earlier_seconds: float = 0.0  # duration of the job's launches before
     # `position`, `reason` and `seconds_left` while it waits for a GPU
     waiting: Mapping[str, Json] | None = None
     attempt: int | None = None  # number of the attempt, from 1; what follows is of it
@@ -86,6 +87,10 @@ class RunState:
     reason: str | None = None  # why the last attempt, or the job, ended
     exit_code: int | None = None  # of the job that ended
     resume_command: str | None = None  # what goes on with the job after it was interrupted
+
+    def seconds(self, now: float) -> float:
+        """Return the duration of all launches of the job until ``now``."""
+        return max(self.earlier_seconds + now - self.started, 0.0)
 
     @property
     def is_final(self) -> bool:
@@ -143,7 +148,8 @@ def after_event(state: RunState, event: Event) -> RunState:
     if isinstance(event, JobStarted):
         # what another job in this folder has taught does not count
         if state.job != event.job:
-            state = replace(state, longest_pause=None, requested_micro_batch=None)
+            fresh = replace(state, longest_pause=None, requested_micro_batch=None)
+            state = replace(fresh, earlier_seconds=0.0)
         return replace(state, job=event.job)
     if isinstance(event, AttemptProcess):
         return replace(state, attempt_pid=event.pid)

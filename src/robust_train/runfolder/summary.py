@@ -155,6 +155,7 @@ class Summary:
     environment: Mapping[str, Json] | None = None  # the short form of `environment.json`
     advice: tuple[str, ...] = ()  # what would make the job faster, a sentence each
     first_attempt: int = 1  # the number of the first, in all launches of the run folder
+    earlier_seconds: float = 0.0  # duration of the job's launches before
 
     def raise_unless_completed(self) -> None:
         """Raise what ended the job, if it did not complete.

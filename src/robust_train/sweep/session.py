@@ -138,8 +138,8 @@ def begin(config: DictConfig) -> None:
 
 
 def check_jobs(config: DictConfig) -> None:
-    """Check each value of each swept key, with the first ones of the other keys: a few seconds at
-    most, and before a job starts. Raises ConfigError: a configuration cannot be used."""
+    """Check that each value of each swept key goes with some values of the other keys: a few
+    seconds at most, and before a job starts. Raises ConfigError: no job can use a value."""
     fixed: list[str] = []
     swept: list[list[str]] = []
     hydra: Any = OmegaConf.to_container(config.hydra)  # ``${hydra:job.num}`` is each job's own
@@ -155,19 +155,21 @@ def check_jobs(config: DictConfig) -> None:
                 swept += [own] if own else []
             else:
                 fixed.append(line)
-    first = [values[0] for values in swept]
-    jobs = [(first, first)]
-    for n, own in enumerate(swept):
-        for k, value in enumerate(own[1:], start=1):
-            beside = [values[min(k, len(values) - 1)] for values in swept]
-            jobs.append(([*first[:n], value, *first[n + 1 :]], beside))
     until = time.monotonic() + _MOST_SECONDS
-    in_time = itertools.takewhile(lambda _: time.monotonic() < until, jobs[:_MOST_CHECKS])
-    for chosen, beside in in_time:
-        try:
-            _check_one(config, [*fixed, *chosen])
-        except ConfigError:  # it may go with others' values only
-            _check_one(config, [*fixed, *beside])
+    each = [[*swept[:n], [value], *swept[n + 1 :]] for n, own in enumerate(swept) for value in own]
+    for columns in each[:_MOST_CHECKS] or [[]]:
+        apart = [tuple(values[k % len(values)] for values in columns) for k in (0, 1)]
+        all_jobs = itertools.islice(itertools.product(*columns), _MOST_CHECKS)
+        jobs, problems = dict.fromkeys([*apart, *all_jobs]), list[str]()
+        for job in itertools.takewhile(lambda _: time.monotonic() < until, jobs):
+            try:
+                _check_one(config, [*fixed, *job])
+                break
+            except ConfigError as error:
+                problems.append(str(error))
+                # in every job, or whatever the values of all other keys
+                if len(problems) == len(jobs) < _MOST_CHECKS or problems == [str(error)] * 2:
+                    raise
 
 
 def _check_one(config: DictConfig, overrides: list[str]) -> None:
