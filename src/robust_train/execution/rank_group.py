@@ -74,26 +74,27 @@ class _Group:
         self._dead: dict[int, RankEnd] = {}
         self._kill_at: float | None = None
         self._killed_at: float | None = None
-        with _listener(span, hold) as listener:
-            port = span.port or listener.getsockname()[1]
-            me = os.getpid()
-            for rank in range(request.ranks):
-                if (pid := os.fork()) == 0:
-                    signal_at_parents_death(signal.SIGKILL)
-                    if os.getppid() != me:
-                        os._exit(1)
+        listener = _listener(span, hold) if is_first else None
+        port = span.port if listener is None else listener.getsockname()[1]
+        me = os.getpid()
+        for rank in range(request.ranks):
+            if (pid := os.fork()) == 0:
+                signal_at_parents_death(signal.SIGKILL)
+                if os.getppid() != me:
+                    os._exit(1)
+                if listener is not None:
                     listener.close()
-                    be_rank(rank, request, send, self._votes, self._endings[rank], port)
-                self._pids.append(pid)
-            # only now: its thread would not be in the ranks, which may be connecting already
-            self._store = TCPStore(
-                span.host,
-                port,
-                is_master=is_first,
-                wait_for_workers=False,
-                master_listen_fd=listener.detach() if is_first else None,
-                use_libuv=False,  # before torch 2.6 that takes no open socket
-            )
+                be_rank(rank, request, send, self._votes, self._endings[rank], port)
+            self._pids.append(pid)
+        # only now: its thread would not be in the ranks, which may be connecting already
+        self._store = TCPStore(
+            span.host,
+            port,
+            is_master=is_first,
+            wait_for_workers=False,
+            master_listen_fd=None if listener is None else listener.detach(),
+            use_libuv=False,  # before torch 2.6 that takes no open socket
+        )
         store = PrefixStore("robust_train", self._store)
         votes = NodeVotes(self._votes, store, span.node, span.nodes)
         self._nodes = votes if span.nodes > 1 else None
@@ -203,8 +204,8 @@ class _Group:
 
 
 def _listener(span: NodeSpan, hold: Sequence[int]) -> socket.socket:
-    """Return the store's socket; on another than the first node one that nobody uses."""
-    if span.nodes > 1 and span.node == 0:
+    """Return the store's socket, on the first node."""
+    if span.nodes > 1:
         return socket.socket(fileno=os.dup(hold[-1]))
     return socket.create_server(("127.0.0.1", 0))
 

@@ -28,6 +28,7 @@ from robust_train.nodes.connection import (
     Connection,
     addresses,
     interface_of,
+    machine,
     started_with,
 )
 from robust_train.nodes.messages import Ended
@@ -43,6 +44,7 @@ _LAST_REPORT_SECONDS = 1.0
 _LATE_SECONDS = 30.0  # for a node's end after its ranks had all their time
 _FIRST_LINE_SECONDS = 10.0
 _GREETING_SECONDS = 5.0
+_MUTE_SECONDS = 3600
 
 
 @dataclass
@@ -52,6 +54,7 @@ class _Follower:
     node: int
     host: str
     connection: Connection
+    machine: str = ""
     reserved: messages.Reserved | None = None
     ended: Ended | None = None
 
@@ -96,7 +99,8 @@ class Leader:
         """Wait until all nodes are there.
 
         Raises:
-            ConfigError: one was started with something else, or some do not appear.
+            ConfigError: one was started with something else, or refuses.
+            NoDevice: some do not appear.
         """
         host = self._hosts[0] if len(self._hosts) == 1 else ""
         try:
@@ -107,6 +111,8 @@ class Leader:
                 f"({error.strerror}); {HOST_VARIABLE} is for an IPv4 address of node 0"
             ) from None
         listener.setblocking(False)  # whoever came may be gone again
+        # nor does anybody who says nothing hold others up
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _MUTE_SECONDS)
         address = Address(self._hosts, listener.getsockname()[1], self._secret)
         with listener, address.shown_in(self._run_dir):
             self._listeners.append(listener)
@@ -122,7 +128,7 @@ class Leader:
             waited = time.monotonic() - started
             who = f"node {', '.join(map(str, sorted(missing)))} of {self._nodes}"
             if waited > self._wait_seconds:
-                raise ConfigError(
+                raise NoDevice(
                     f"{who} did not appear: start the same command there with the same "
                     f"hydra.run.dir, on a disk that all nodes see ({self._run_dir})"
                 )
@@ -141,8 +147,10 @@ class Leader:
             connection.close()
             return
         same = [one for one in self._followers if one.node == hello.node]
-        new = _Follower(hello.node, hello.host, connection)
+        new = _Follower(hello.node, hello.host, connection, hello.machine)
         self._followers.append(new)
+        if hello.refusal is not None:
+            raise ConfigError(f"{new.name}: {hello.refusal}")
         if same:
             raise ConfigError(
                 f"two launchers are node {new.node} (on {same[0].host} and {new.host}): each needs "
@@ -159,12 +167,13 @@ class Leader:
     def acquire(self, own: Callable[[], Group], tick: Tick) -> Group:
         """Return this node's GPUs once all nodes have theirs.
 
-        Node after node in the order of the hosts' names: two jobs cannot each hold one host and
-        wait for the other's.
+        Node after node in the order of their machines: two jobs cannot each hold one and wait for
+        the other's.
         """
         group: Group | None = None
-        for follower in sorted(self._followers, key=lambda one: (one.host, one.node)):
-            if group is None and socket.gethostname() <= follower.host:
+        here = machine(), socket.gethostname()
+        for follower in sorted(self._followers, key=lambda one: (one.machine, one.host, one.node)):
+            if group is None and here <= (follower.machine, follower.host):
                 group = own()
             follower.connection.send(messages.Reserve())
             while (found := follower.reserved) is None:

@@ -12,6 +12,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from robust_train.errors import ConfigError
+from robust_train.values import UNDER_SUBMITIT
 
 _BY_HAND = "ROBUST_TRAIN_NODE_RANK", "ROBUST_TRAIN_NUM_NODES"
 _VARIABLES = {
@@ -41,12 +42,13 @@ def place_of(cfg: DictConfig, environ: Mapping[str, str]) -> Place | None:
         ConfigError: that is not known, numbers do not agree, or such a job cannot span nodes.
     """
     nodes, name = int(cfg.num_nodes), next(filter(environ.__contains__, _VARIABLES), "")
+    under_submitit = environ.get(UNDER_SUBMITIT) == "slurm"
     if nodes <= 1:
-        count = environ.get(_BY_HAND[1], "1")
-        if nodes == 1 and count != "1":
-            raise ConfigError(f"num_nodes=1, but {_BY_HAND[1]}={count}: give num_nodes={count}")
+        of = "SLURM_STEP_NUM_TASKS" if under_submitit else _BY_HAND[1]
+        if nodes == 1 and (count := environ.get(of, "1")) != "1":
+            raise ConfigError(f"num_nodes=1, but {of}={count}: give num_nodes={count}")
         return None
-    if problem := _why_one_node(cfg):
+    if problem := _why_one_node(cfg, under_submitit):
         raise ConfigError(f"num_nodes={nodes}: {problem}")
     if not name:
         raise ConfigError(
@@ -56,6 +58,8 @@ def place_of(cfg: DictConfig, environ: Mapping[str, str]) -> Place | None:
     node, counts = environ[name], {_VARIABLES[name]: ""}
     if name == "SLURM_NODEID":
         counts["SLURM_STEP_NUM_TASKS"] = " (srun --ntasks-per-node=1)"
+    if under_submitit:
+        counts = dict.fromkeys(counts, f" (hydra.launcher.nodes={nodes} tasks_per_node=1)")
     for of, hint in counts.items():
         if environ.get(of, str(nodes)) != str(nodes):
             raise ConfigError(f"num_nodes={nodes}, but {of}={environ[of]}: must agree{hint}")
@@ -72,7 +76,7 @@ def node_in(environ: Mapping[str, str], arguments: Sequence[str]) -> int:
     return int(node) if given and given[-1] != "1" and node.isdigit() else 0
 
 
-def _why_one_node(cfg: DictConfig) -> str | None:
+def _why_one_node(cfg: DictConfig, under_submitit: bool) -> str | None:
     """Return why this job cannot span nodes."""
     is_one_gpu = not cfg.auto_device and cfg.device != "cpu"
     refused = {
@@ -85,7 +89,9 @@ def _why_one_node(cfg: DictConfig) -> str | None:
     if HydraConfig.initialized():
         config: Any = HydraConfig.instance().cfg
         raw: Any = OmegaConf.to_container(config.hydra.run, resolve=False)
-        refused["not in a sweep (-m)"] = config.hydra.mode == RunMode.MULTIRUN
+        in_sweep = config.hydra.mode == RunMode.MULTIRUN
+        in_slurm = "in a sweep (-m) only with hydra/launcher=robust_slurm"
+        refused[in_slurm] = in_sweep and not under_submitit
         shared = "give hydra.run.dir=FOLDER, the same on all nodes, on a disk that all of them see"
-        refused[shared] = _DIFFERS.search(str(raw["dir"]))
+        refused[shared] = not in_sweep and _DIFFERS.search(str(raw["dir"]))
     return next((problem for problem, applies in refused.items() if applies), None)

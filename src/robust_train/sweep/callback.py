@@ -6,15 +6,20 @@ import contextlib
 import math
 import os
 import sys
+import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig, OmegaConf
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf, read_write
 
-from robust_train.errors import EXIT_BAD_CONFIG, ConfigError
+from robust_train.errors import EXIT_BAD_CONFIG, EXIT_FAILED, ConfigError
 from robust_train.events import Json
+from robust_train.execution.hydra_state import adopt_hydra
+from robust_train.nodes import tell_refusal
 from robust_train.nodes.place import node_in
 from robust_train.runfolder import detach
 from robust_train.runfolder.lock import refusal
@@ -32,13 +37,15 @@ class SweepCallback(Callback):
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Before anything is written to the run folder."""
         hide_urls(config)
-        follows = node_in(os.environ, config.hydra.overrides.task) > 0
-        problem = None if follows else refusal(Path(str(config.hydra.run.dir)))
+        node, run_dir = _node(config), Path(str(config.hydra.run.dir))
+        problem = None if node else refusal(run_dir)
         if problem is not None:
             _refuse(problem)
         try:
             session.check_job(config)
         except ConfigError as error:
+            if node:
+                tell_refusal(run_dir, node, str(error))
             _refuse(str(error))
         if _detaches(config):
             raise SystemExit(detach.start())
@@ -57,13 +64,18 @@ class SweepCallback(Callback):
             _refuse(str(error))
         except OSError:
             pass  # Hydra fails at the same, with a message
+        except Exception:  # Hydra would warn, and run a sweep of which there is no record
+            traceback.print_exc()
+            raise SystemExit(EXIT_FAILED) from None
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
         """In the job's own process, once its run folder is there."""
         restore_mask(os.environ)
         if hide_urls(config):  # of a project's file: Hydra has just written its value
             _hide_in(Path(str(config.hydra.runtime.output_dir)) / str(config.hydra.output_subdir))
-        current.enter(config, self._launcher)
+        if (node := _node(config)) and config.hydra.mode == RunMode.MULTIRUN:
+            _log_apart(config, node)
+        current.enter(config, self._launcher, follows=node > 0)
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
         """After the job's function, unless it was interrupted."""
@@ -80,6 +92,20 @@ class SweepCallback(Callback):
         if code and not session.has_door():
             # not an Exception: those of callbacks are turned into warnings
             raise SystemExit(code)
+
+
+def _node(config: DictConfig) -> int:
+    nodes = OmegaConf.select(config, "num_nodes", default=1, throw_on_missing=False)
+    return node_in(os.environ, [f"num_nodes={nodes}"])
+
+
+def _log_apart(config: DictConfig, node: int) -> None:
+    """Have this node write a log of its own: all tasks of a scheduler begin with node 0's."""
+    with read_write(config.hydra):
+        config.hydra.job.name += f".node{node}"
+    hydra: Any = HydraConfig.instance()
+    hydra.set_config(config)
+    adopt_hydra(hydra.cfg)
 
 
 def _hide_in(folder: Path) -> None:
