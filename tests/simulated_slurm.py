@@ -175,11 +175,11 @@ def srun(state: Path, words: list[str]) -> int:
             "%A": os.environ.get("SLURM_ARRAY_JOB_ID", ""),
             "%a": os.environ.get("SLURM_ARRAY_TASK_ID", ""),
         }
-        streams = []
-        for name in ("output", "error"):
-            path = re.sub("%[jtAa]", lambda found, ids=ids: ids[found[0]], options.get(name, ""))
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            streams.append(Path(path).open("a") if path else None)
+        paths = [
+            re.sub("%[jtAa]", lambda found, ids=ids: ids[found[0]], options[name])
+            for name in ("output", "error")
+        ]
+        Path(paths[0]).parent.mkdir(parents=True, exist_ok=True)
         node, local = divmod(number, count // nodes)
         environ = {
             **os.environ,
@@ -192,10 +192,10 @@ def srun(state: Path, words: list[str]) -> int:
             "SLURM_STEP_NODELIST": os.environ["SLURM_JOB_NODELIST"],
             "SLURMD_NODENAME": f"node{node}",
         }
-        out, err = streams
-        task = subprocess.Popen(
-            command, env=environ, stdout=out, stderr=err or out, start_new_session=True
-        )
+        with open(paths[0], "a") as out, open(paths[1], "a") as err:
+            task = subprocess.Popen(
+                command, env=environ, stdout=out, stderr=err, start_new_session=True
+            )
         (state / os.environ["SIMULATED_SLURM_JOB"] / f"task-{number}").write_text(str(task.pid))
         tasks.append(task)
     codes = [task.wait() for task in tasks]

@@ -15,7 +15,6 @@ from robust_train.nodes.messages import Begin, Ended, decode, encode, root_of
 from robust_train.nodes.place import _DIFFERS, node_in, place_of
 from robust_train.values import AttemptSpec, Clue, Evidence, Failure, FailureKind
 
-
 IN_A_SWEEP = {"SUBMITIT_EXECUTOR": "slurm", "SLURM_NODEID": "0"}
 
 
