@@ -52,7 +52,7 @@ class Slurm:
 
     def end(self) -> None:
         """Kill what is left."""
-        for path in self.folder.glob("*/controller"):
+        for path in self.folder.glob("1*/controller"):
             with contextlib.suppress(psutil.Error):
                 _kill(psutil.Process(int(path.read_text())))
 

@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 from robust_train.config.schema import complete
 from robust_train.errors import ConfigError
 from robust_train.nodes.messages import Begin, Ended, decode, encode, root_of
-from robust_train.nodes.place import _DIFFERS, node_in, place_of
+from robust_train.nodes.place import node_in, place_of
 from robust_train.values import AttemptSpec, Clue, Evidence, Failure, FailureKind
 
 IN_A_SWEEP = {"SUBMITIT_EXECUTOR": "slurm", "SLURM_NODEID": "0"}
@@ -73,11 +73,6 @@ def test_a_node_is_known_by_what_its_scheduler_sets(environ: dict[str, str]):
 def test_what_cannot_be_is_refused(keys: dict[str, object], environ: dict[str, str], words: str):
     with pytest.raises(ConfigError, match=words):
         place_of(job(**keys), environ)
-
-
-def test_a_folder_named_after_hydras_job_is_refused_for_followers_have_another_name():
-    assert _DIFFERS.search("/shared/${hydra.job.name}")
-    assert not _DIFFERS.search("/shared/${hydra.job.config_name}")
 
 
 def test_a_job_of_one_node_imports_neither_leader_nor_follower():

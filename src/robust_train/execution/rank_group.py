@@ -24,7 +24,7 @@ from robust_train.events import Event, Failed, Finished, RankDied
 from robust_train.execution.linux import signal_at_parents_death
 from robust_train.execution.node_votes import NodeVotes
 from robust_train.execution.rank import be_rank, read_ending
-from robust_train.execution.request import AttemptRequest, NodeSpan
+from robust_train.execution.request import AttemptRequest
 from robust_train.execution.root_cause import RankEnd, root_cause
 from robust_train.execution.signals import DUMP_STACKS, STOP_SIGNALS, stop_signal
 from robust_train.execution.votes import Votes
@@ -74,7 +74,11 @@ class _Group:
         self._dead: dict[int, RankEnd] = {}
         self._kill_at: float | None = None
         self._killed_at: float | None = None
-        listener = _listener(span, hold) if is_first else None
+        listener = None
+        if is_first and span.nodes > 1:
+            listener = socket.socket(fileno=os.dup(hold[-1]))
+        elif is_first:
+            listener = socket.create_server(("127.0.0.1", 0))
         port = span.port if listener is None else listener.getsockname()[1]
         me = os.getpid()
         for rank in range(request.ranks):
@@ -201,13 +205,6 @@ class _Group:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         faulthandler.unregister(DUMP_STACKS)
         signal.signal(DUMP_STACKS, lambda signum, frame: self._dump_stacks())
-
-
-def _listener(span: NodeSpan, hold: Sequence[int]) -> socket.socket:
-    """Return the store's socket, on the first node."""
-    if span.nodes > 1:
-        return socket.socket(fileno=os.dup(hold[-1]))
-    return socket.create_server(("127.0.0.1", 0))
 
 
 def _ending(ends: Sequence[RankEnd]) -> tuple[Event, int]:

@@ -22,8 +22,7 @@ FORWARDED = {
         (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *WARNING_SIGNALS), start=1
     )
 }
-"""A sweep sends these to its jobs, and nodes deliver them to each other. A job that receives the
-signal itself as well counts it once."""
+"""From a sweep to its jobs, or node to node: one that receives the signal itself counts it once."""
 FORWARDED_AS: dict[int, int] = {signum: forwarded for forwarded, signum in FORWARDED.items()}
 
 DUMP_STACKS = signal.SIGRTMAX - 1

@@ -6,8 +6,6 @@ A job on one machine imports no more of this than :mod:`.place`.
 from __future__ import annotations
 
 import os
-import socket
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig
 
 from robust_train.errors import ConfigError
-from robust_train.execution import TICK_SECONDS
 from robust_train.nodes.place import place_of
 from robust_train.settings import run_folder
 
@@ -24,8 +21,6 @@ if TYPE_CHECKING:
     from robust_train.nodes.leader import Leader
     from robust_train.runfolder.folder import RunFolder
     from robust_train.runfolder.summary import Summary
-
-_TELL_SECONDS = 15.0
 
 
 def leader_of(
@@ -43,14 +38,13 @@ def follow(
     trainer: str | Callable[..., Any] | None,
     cfg: DictConfig,
     run_dir: str | Path | None = None,
-    *,
     is_over: Callable[[], bool] = lambda: False,
 ) -> Summary | None:
-    """Follow to the job's end if another node's launcher leads; None: it is this one's to run.
-    ``is_over``: nobody will lead."""
+    """Follow another node's launcher, unless the job ``is_over``; None: it is this one's to run."""
     place = place_of(cfg, os.environ)
     if place is None or place.node == 0:
         return None
+    from robust_train.nodes.connection import tell_refusal
     from robust_train.nodes.follower import Follower
 
     try:
@@ -59,15 +53,3 @@ def follow(
         tell_refusal(run_folder(run_dir, ""), place.node, str(error))
         raise
     return follower.run()
-
-
-def tell_refusal(run_dir: Path, node: int, problem: str) -> None:
-    """Tell the leader, if it appears soon, that this node cannot follow."""
-    from robust_train.nodes import connection, messages
-
-    until = time.monotonic() + _TELL_SECONDS
-    while (leader := connection.connect(run_dir)) is None and time.monotonic() < until:
-        time.sleep(TICK_SECONDS)
-    if leader is not None:
-        leader.send(messages.Hello(node, socket.gethostname(), {}, refusal=problem))
-        leader.close()

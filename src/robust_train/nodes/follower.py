@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -27,13 +26,7 @@ from robust_train.execution.process import ProcessExecutor
 from robust_train.execution.request import AttemptRequest, NodeSpan, request_for
 from robust_train.execution.signals import FORWARDED_AS, SignalWatch
 from robust_train.nodes import messages
-from robust_train.nodes.connection import (
-    Connection,
-    connect,
-    interface_of,
-    machine,
-    started_with,
-)
+from robust_train.nodes.connection import Connection, connect, hello, interface_of, started_with
 from robust_train.nodes.leader import ended_by
 from robust_train.nodes.place import Place
 from robust_train.queue import devices
@@ -78,7 +71,6 @@ class Follower:
         OmegaConf.resolve(resolved)
         about = (self._trainer, libraries, resolved, self._run_dir, self._signals)
         self._executor = ProcessExecutor(*about)
-        self._connection: Connection
         self._group: Group = ()
         self._orders: list[messages.Message] = []
         self._end_in: float | None = None
@@ -137,9 +129,8 @@ class Follower:
                 has_said = True
                 log.info("waiting for node 0, which leads: no launcher of it in %s", self._run_dir)
             time.sleep(TICK_SECONDS)
-        self._connection, host = connection, socket.gethostname()
-        hello = messages.Hello(self._place.node, host, started_with(self._cfg), machine())
-        connection.send(hello)
+        self._connection = connection
+        connection.send(hello(self._place.node, started_with(self._cfg)))
         return True
 
     def _look(self) -> None:

@@ -27,11 +27,12 @@ from robust_train.nodes.connection import (
     Address,
     Connection,
     addresses,
+    family_of,
     interface_of,
-    machine,
     started_with,
 )
 from robust_train.nodes.messages import Ended
+from robust_train.queue.queue_dir import boot_name
 from robust_train.runfolder.folder import RunFolder
 from robust_train.values import Failure, FailureKind, Group, Outcome
 
@@ -44,7 +45,6 @@ _LAST_REPORT_SECONDS = 1.0
 _LATE_SECONDS = 30.0  # for a node's end after its ranks had all their time
 _FIRST_LINE_SECONDS = 10.0
 _GREETING_SECONDS = 5.0
-_MUTE_SECONDS = 3600
 
 
 @dataclass
@@ -104,15 +104,15 @@ class Leader:
         """
         host = self._hosts[0] if len(self._hosts) == 1 else ""
         try:
-            listener = socket.create_server((host, 0))
+            listener = socket.create_server((host, 0), family=family_of(self._hosts[0]))
         except OSError as error:
             raise ConfigError(
                 f"num_nodes={self._nodes}: cannot listen at {host or 'any address'} "
-                f"({error.strerror}); {HOST_VARIABLE} is for an IPv4 address of node 0"
+                f"({error.strerror}); {HOST_VARIABLE} is for an address of node 0"
             ) from None
         listener.setblocking(False)  # whoever came may be gone again
-        # nor does anybody who says nothing hold others up
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _MUTE_SECONDS)
+        # who says nothing holds nobody up, for an hour
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, 3600)
         address = Address(self._hosts, listener.getsockname()[1], self._secret)
         with listener, address.shown_in(self._run_dir):
             self._listeners.append(listener)
@@ -171,7 +171,7 @@ class Leader:
         the other's.
         """
         group: Group | None = None
-        here = machine(), socket.gethostname()
+        here = boot_name(), socket.gethostname()
         for follower in sorted(self._followers, key=lambda one: (one.machine, one.host, one.node)):
             if group is None and here <= (follower.machine, follower.host):
                 group = own()
@@ -232,7 +232,7 @@ class Leader:
             checkpoint = checkpoint.relative_to(self._run_dir)
         path = None if checkpoint is None else str(checkpoint)
         assert request.spec is not None
-        with socket.create_server((host, 0)) as store:
+        with socket.create_server((host, 0), family=family_of(host)) as store:
             port = store.getsockname()[1]
             spec = replace(request.spec, gpus=())
             for follower in self._followers:

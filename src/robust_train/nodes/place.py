@@ -24,7 +24,7 @@ _VARIABLES = {
 """The number of this node, and of how many it is one; the first that is set counts. PyTorchJob's
 ``RANK`` and ``WORLD_SIZE`` count pods: never these."""
 
-_DIFFERS = re.compile(r"\$\{(now|robust_pid)\b|\$\{hydra[.:]job\.(id|num|name)\b")
+_DIFFERS = re.compile(r"\$\{(now|robust_pid)\b|\$\{hydra[.:]job\.(id|num)\b")
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,8 @@ def place_of(cfg: DictConfig, environ: Mapping[str, str]) -> Place | None:
         )
     node, counts = environ[name], {_VARIABLES[name]: ""}
     if name == "SLURM_NODEID":
-        counts["SLURM_STEP_NUM_TASKS"] = " (srun --ntasks-per-node=1)"
-    if under_submitit:
-        counts = dict.fromkeys(counts, f" (hydra.launcher.nodes={nodes} tasks_per_node=1)")
+        hint = f" (srun --ntasks-per-node=1; in a sweep hydra.launcher.nodes={nodes})"
+        counts = dict.fromkeys((*counts, "SLURM_STEP_NUM_TASKS"), hint)
     for of, hint in counts.items():
         if environ.get(of, str(nodes)) != str(nodes):
             raise ConfigError(f"num_nodes={nodes}, but {of}={environ[of]}: must agree{hint}")
@@ -90,8 +89,7 @@ def _why_one_node(cfg: DictConfig, under_submitit: bool) -> str | None:
         config: Any = HydraConfig.instance().cfg
         raw: Any = OmegaConf.to_container(config.hydra.run, resolve=False)
         in_sweep = config.hydra.mode == RunMode.MULTIRUN
-        in_slurm = "in a sweep (-m) only with hydra/launcher=robust_slurm"
-        refused[in_slurm] = in_sweep and not under_submitit
+        refused["a sweep needs hydra/launcher=robust_slurm"] = in_sweep and not under_submitit
         shared = "give hydra.run.dir=FOLDER, the same on all nodes, on a disk that all of them see"
         refused[shared] = not in_sweep and _DIFFERS.search(str(raw["dir"]))
     return next((problem for problem, applies in refused.items() if applies), None)

@@ -13,13 +13,11 @@ from typing import Any, NoReturn
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, read_write
 
 from robust_train.errors import EXIT_BAD_CONFIG, EXIT_FAILED, ConfigError
 from robust_train.events import Json
 from robust_train.execution.hydra_state import adopt_hydra
-from robust_train.nodes import tell_refusal
 from robust_train.nodes.place import node_in
 from robust_train.runfolder import detach
 from robust_train.runfolder.lock import refusal
@@ -45,6 +43,8 @@ class SweepCallback(Callback):
             session.check_job(config)
         except ConfigError as error:
             if node:
+                from robust_train.nodes.connection import tell_refusal
+
                 tell_refusal(run_dir, node, str(error))
             _refuse(str(error))
         if _detaches(config):
@@ -73,7 +73,7 @@ class SweepCallback(Callback):
         restore_mask(os.environ)
         if hide_urls(config):  # of a project's file: Hydra has just written its value
             _hide_in(Path(str(config.hydra.runtime.output_dir)) / str(config.hydra.output_subdir))
-        if (node := _node(config)) and config.hydra.mode == RunMode.MULTIRUN:
+        if node := _node(config):
             _log_apart(config, node)
         current.enter(config, self._launcher, follows=node > 0)
 
@@ -100,12 +100,11 @@ def _node(config: DictConfig) -> int:
 
 
 def _log_apart(config: DictConfig, node: int) -> None:
-    """Have this node write a log of its own: all tasks of a scheduler begin with node 0's."""
+    """Have this node write a log of its own: it has begun with node 0's."""
     with read_write(config.hydra):
         config.hydra.job.name += f".node{node}"
-    hydra: Any = HydraConfig.instance()
-    hydra.set_config(config)
-    adopt_hydra(hydra.cfg)
+    adopt_hydra(config)
+    HydraConfig.instance().set_config(config)
 
 
 def _hide_in(folder: Path) -> None:

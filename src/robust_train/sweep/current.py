@@ -82,8 +82,7 @@ def leave() -> None:
 
 
 def enter(config: DictConfig, launcher: str | None, *, follows: bool = False) -> None:
-    """Decide whether a job that Hydra enters runs, and prepare its run folder. ``follows``: node 0
-    decides and prepares."""
+    """Decide whether a job that Hydra enters runs, and prepare its folder; not if it ``follows``."""
     global _current
     in_sweep = config.hydra.mode == RunMode.MULTIRUN
     _current = job = CurrentJob(Path(str(config.hydra.runtime.output_dir)))
@@ -101,8 +100,8 @@ def enter(config: DictConfig, launcher: str | None, *, follows: bool = False) ->
 
 def is_skipped() -> bool:
     """Return whether node 0 does not run this process's job in this launch of the sweep."""
-    record = None if _current is None else read_record(_current.folder)
-    if record is None or record.sweep != os.environ.get(SWEEP_VARIABLE):
+    record = _current and read_record(_current.folder)
+    if not record or record.sweep != os.environ.get(SWEEP_VARIABLE):
         return False
     return record.reused or record.status in (NOT_STARTED, REFUSED)
 
