@@ -27,7 +27,7 @@ from robust_train.queue.queue_dir import boot_name
 LEADER_FILE = "leader.json"
 HOST_VARIABLE = "ROBUST_TRAIN_NODE_HOST"
 _CONNECT_SECONDS = 3.0
-_TELL_SECONDS = 15.0
+_TELL_SECONDS = 10.0
 _MOST_BYTES = 4 << 20
 _SILENT_SECONDS = 15  # a node that acknowledges nothing for so long is lost
 _KEEPALIVE = {"KEEPIDLE": 5, "KEEPINTVL": 5, "KEEPCNT": 2, "USER_TIMEOUT": _SILENT_SECONDS * 1000}

@@ -26,7 +26,7 @@ from robust_train.execution.process import ProcessExecutor
 from robust_train.execution.request import AttemptRequest, NodeSpan, request_for
 from robust_train.execution.signals import FORWARDED_AS, SignalWatch
 from robust_train.nodes import messages
-from robust_train.nodes.connection import Connection, connect, hello, interface_of, started_with
+from robust_train.nodes.connection import connect, hello, interface_of, started_with
 from robust_train.nodes.leader import ended_by
 from robust_train.nodes.place import Place
 from robust_train.queue import devices

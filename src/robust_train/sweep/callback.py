@@ -35,18 +35,15 @@ class SweepCallback(Callback):
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Before anything is written to the run folder."""
         hide_urls(config)
-        node, run_dir = _node(config), Path(str(config.hydra.run.dir))
+        node = node_in(os.environ, config.get("num_nodes", 1))
+        run_dir = Path(str(config.hydra.run.dir))
         problem = None if node else refusal(run_dir)
         if problem is not None:
             _refuse(problem)
         try:
             session.check_job(config)
         except ConfigError as error:
-            if node:
-                from robust_train.nodes.connection import tell_refusal
-
-                tell_refusal(run_dir, node, str(error))
-            _refuse(str(error))
+            _refuse(str(error), node, run_dir)
         if _detaches(config):
             raise SystemExit(detach.start())
 
@@ -73,7 +70,7 @@ class SweepCallback(Callback):
         restore_mask(os.environ)
         if hide_urls(config):  # of a project's file: Hydra has just written its value
             _hide_in(Path(str(config.hydra.runtime.output_dir)) / str(config.hydra.output_subdir))
-        if node := _node(config):
+        if node := node_in(os.environ, config.get("num_nodes", 1)):
             _log_apart(config, node)
         current.enter(config, self._launcher, follows=node > 0)
 
@@ -92,11 +89,6 @@ class SweepCallback(Callback):
         if code and not session.has_door():
             # not an Exception: those of callbacks are turned into warnings
             raise SystemExit(code)
-
-
-def _node(config: DictConfig) -> int:
-    nodes = OmegaConf.select(config, "num_nodes", default=1, throw_on_missing=False)
-    return node_in(os.environ, [f"num_nodes={nodes}"])
 
 
 def _log_apart(config: DictConfig, node: int) -> None:
@@ -119,8 +111,12 @@ def _detaches(config: DictConfig) -> bool:
     return bool(asked) and not detach.is_detached
 
 
-def _refuse(problem: str) -> NoReturn:
+def _refuse(problem: str, node: int = 0, run_dir: Path = Path()) -> NoReturn:
     print(problem, file=sys.stderr)
+    if node:
+        from robust_train.nodes.connection import tell_refusal
+
+        tell_refusal(run_dir, node, problem)
     # not an Exception: those of callbacks are turned into warnings
     raise SystemExit(EXIT_BAD_CONFIG)
 

@@ -82,7 +82,7 @@ def leave() -> None:
 
 
 def enter(config: DictConfig, launcher: str | None, *, follows: bool = False) -> None:
-    """Decide whether a job that Hydra enters runs, and prepare its folder; not if it ``follows``."""
+    """Decide whether a job that Hydra enters runs and prepare its folder; not if it ``follows``."""
     global _current
     in_sweep = config.hydra.mode == RunMode.MULTIRUN
     _current = job = CurrentJob(Path(str(config.hydra.runtime.output_dir)))
