@@ -225,5 +225,6 @@ def sacct(state: Path, words: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # jobs inherit nothing of the command's shell
     _, command, *words = sys.argv
     sys.exit(globals()[command](Path(os.environ[_STATE]), words))

@@ -36,6 +36,7 @@ def test_a_preempted_job_goes_on_on_both_nodes_and_is_not_run_again(
     sweep, job = sweeps.world.start(*words), sweeps.folder / "0"
     trains = [job / f"rank-{rank}-trains" for rank in range(2)]
     wait_until(lambda: all(path.exists() for path in trains), "training on both nodes")
+    slurm.tell("scancel", "--signal=TERM", "100")  # comes first where a job is preempted
     slurm.tell("scancel", "--signal=USR2", "100")
     ended = sweeps.end(sweep)
     assert ended.returncode == 0, ended.output

@@ -30,7 +30,7 @@ from robust_train.execution.signals import DUMP_STACKS, STOP_SIGNALS, stop_signa
 from robust_train.execution.votes import Votes
 from robust_train.execution.wire import EventSender
 from robust_train.run import STOP
-from robust_train.values import Failure, FailureKind
+from robust_train.values import UNDER_SUBMITIT, Failure, FailureKind
 
 _POLL_SECONDS = 0.05
 _LAST_REPORT_SECONDS = 1.0
@@ -199,6 +199,8 @@ class _Group:
             self._votes.raise_flag(STOP)
             self._signal(stop_signal(os.environ))
 
+        if UNDER_SUBMITIT in os.environ:  # comes with every preemption
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         for signum in STOP_SIGNALS:
             if signal.getsignal(signum) != signal.SIG_IGN:
                 signal.signal(signum, stop)
