@@ -181,11 +181,8 @@ def test_sigterm_on_any_node_stops_all_ranks_at_the_same_step_with_a_checkpoint(
     assert ends[0].summary["status"] == "interrupted"
 
 
-NETWORK = "10.77.41"
-
-
-@pytest.fixture
-def two_hosts() -> Iterator[tuple[str, str]]:
+@pytest.fixture(params=["10.77.41.{}/24", "fd77::{}/64"], ids=["IPv4", "IPv6"])
+def two_hosts(request: pytest.FixtureRequest) -> Iterator[tuple[str, str]]:
     """Two network namespaces that a cable joins."""
     if os.geteuid() != 0:
         pytest.skip("network namespaces need root")
@@ -202,7 +199,8 @@ def two_hosts() -> Iterator[tuple[str, str]]:
         for number, name in enumerate(names, start=1):
             link = f"rt-v{name[-1]}"
             ip(f"link set {link} netns {name}")
-            ip(f"-n {name} addr add {NETWORK}.{number}/24 dev {link}")
+            nodad = ["nodad"] if ":" in request.param else []
+            ip(" ".join((f"-n {name} addr add {request.param.format(number)} dev {link}", *nodad)))
             ip(f"-n {name} link set {link} up")
             ip(f"-n {name} link set lo up")
         if any(one.returncode for one in done):
