@@ -27,6 +27,12 @@ def slurm(tmp_path: Path, sweeps: SweepWorld) -> Iterator[Slurm]:
     slurm.end()
 
 
+def last_step(job: Path) -> int:
+    whole = (job / "journal.jsonl").read_text().rpartition("\n")[0]  # more is being written
+    events = map(json.loads, whole.splitlines())
+    return max(event["step"] for event in events if event["event"] == "progress")
+
+
 def test_a_preempted_job_goes_on_on_both_nodes_and_is_not_run_again(
     sweeps: SweepWorld, slurm: Slurm
 ):
@@ -37,6 +43,8 @@ def test_a_preempted_job_goes_on_on_both_nodes_and_is_not_run_again(
     trains = [job / f"rank-{rank}-trains" for rank in range(2)]
     wait_until(lambda: all(path.exists() for path in trains), "training on both nodes")
     slurm.tell("scancel", "--signal=TERM", "100")  # comes first where a job is preempted
+    before = last_step(job)
+    wait_until(lambda: last_step(job) > before + 200, "training goes on", 60)
     slurm.tell("scancel", "--signal=USR2", "100")
     ended = sweeps.end(sweep)
     assert ended.returncode == 0, ended.output
