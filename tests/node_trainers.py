@@ -63,6 +63,17 @@ def until_stopped(cfg, run):
             (run.run_dir / f"rank-{run.rank}-trains").touch()
 
 
+def goes_on_once_stopped(cfg, run):
+    """Trains until it is asked to stop; resumed, all ranks tell the step that they go on from."""
+    if run.resume_checkpoint is None:
+        until_stopped(cfg, run)
+    steps = [None] * run.world_size
+    start = _start(run)
+    dist.all_gather_object(steps, start)
+    dist.destroy_process_group()
+    return steps
+
+
 def is_killed_once(cfg, run):
     """In the first attempt a rank of node 1 is killed after three steps."""
     start = _start(run)

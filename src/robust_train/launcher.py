@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import tenacity
 from omegaconf import DictConfig, OmegaConf
 
-from robust_train import settings, values
+from robust_train import settings
 from robust_train.batch.job_sizes import BatchSizes
 from robust_train.batch.search import BatchSearch
 from robust_train.config.batch import settle_batch_size
@@ -155,6 +155,9 @@ class Job:
                     self._end("interrupted", str(interruption), exit_code=interruption.exit_code)
                 self.signals.pass_on()
                 raise
+            except NoDevice as error:
+                with self.signals.handed_to(lambda signum: None):
+                    return self._end("no_device", str(error))
             except ConfigError as error:
                 if not isinstance(error, NoProgress):  # what the last launch left stays
                     self._end("failed", str(error), exit_code=error.exit_code)
@@ -192,8 +195,6 @@ class Job:
             healthy = True
             if self.leader is not None and last.decision is not None:
                 self.leader.check()
-        except NoDevice as error:
-            return self._end("no_device", str(error))
         finally:
             # however often somebody presses Ctrl-C: the GPU is released
             with self.signals.handed_to(lambda signum: None):
@@ -336,7 +337,7 @@ class Job:
         if attempt.outcome.stopped_for is not None:
             return decide_on_request(self.policy, history)
         if not self._has_remedies:
-            hint = "; train_robust.py would go on" if failure.kind in values.MEMORY_FAILURES else ""
+            hint = "; train_robust.py would go on" if failure.kind.is_memory else ""
             return GiveUp(failure.message + hint)
         if not attempt.spec.gpus:
             return decide(self.policy, history, ())

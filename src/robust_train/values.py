@@ -94,6 +94,11 @@ class FailureKind(str, Enum):
     INTERRUPTED = "interrupted"
     BUG = "bug"
 
+    @property
+    def is_memory(self) -> bool:
+        """Whether memory ran out."""
+        return self in MEMORY_FAILURES
+
 
 MEMORY_FAILURES = frozenset({FailureKind.DEVICE_OOM, FailureKind.HOST_OOM})
 

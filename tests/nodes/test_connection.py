@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import signal
 import socket
 import threading
+from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -15,6 +18,7 @@ from robust_train.config.schema import complete
 from robust_train.errors import ConfigError
 from robust_train.execution.signals import SignalWatch
 from robust_train.nodes import connection as module
+from robust_train.nodes import follow
 from robust_train.nodes.connection import (
     HOST_VARIABLE,
     LEADER_FILE,
@@ -25,9 +29,19 @@ from robust_train.nodes.connection import (
 )
 from robust_train.nodes.follower import Follower
 from robust_train.nodes.leader import Leader, _Follower
-from robust_train.nodes.messages import Begin, Done, End, Ended, Message, Stop
+from robust_train.nodes.messages import (
+    Begin,
+    Done,
+    End,
+    Ended,
+    Hello,
+    Message,
+    Reserved,
+    Stop,
+)
 from robust_train.nodes.place import Place
 from robust_train.values import AttemptSpec, Failure, FailureKind
+from world import wait_until
 
 
 def meet(secret: str, other: str) -> tuple[Connection | BaseException, Connection | BaseException]:
@@ -114,6 +128,67 @@ def test_the_leader_is_found_by_a_file_for_its_user_only(
     for end in (*leader, follower):
         end.close()
     assert connect(tmp_path) is None, "nobody listens any more"
+
+
+@contextlib.contextmanager
+def gathering(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
+    """A leader that waits for its follower; afterwards the list has how that ended."""
+    monkeypatch.setenv(HOST_VARIABLE, "127.0.0.1")
+    leader = Leader(complete({"num_nodes": 2}), run_dir, SignalWatch(), Mock())
+    found: list[object] = []
+
+    def gather() -> None:
+        try:
+            leader.gather()
+            found.append(leader._followers[0].node)
+        except ConfigError as error:
+            found.append(str(error))
+
+    thread = threading.Thread(target=gather, daemon=True)
+    thread.start()
+    wait_until((run_dir / LEADER_FILE).exists, "the leader listens")
+    yield found
+    thread.join(30)
+
+
+def test_who_connects_and_says_nothing_holds_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(module, "_PART_SECONDS", 60)
+    with contextlib.ExitStack() as stack, gathering(tmp_path, monkeypatch) as found:
+        port = json.loads((tmp_path / LEADER_FILE).read_text())["port"]
+        for _ in range(3):
+            stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+        follower = connect(tmp_path)
+        assert follower is not None
+        follower.send(Hello(1, "a host", started_with(complete({"num_nodes": 2}))))
+    assert found == [1]
+
+
+def test_a_node_that_cannot_follow_tells_the_leader_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    with gathering(tmp_path, monkeypatch) as found:
+        cfg = complete({"num_nodes": 2, "auto_device": False, "device": "cpu"})
+        monkeypatch.setenv("ROBUST_TRAIN_NODE_RANK", "1")
+        with pytest.raises(ConfigError, match="not_a_module"):
+            follow("not_a_module.train", cfg, tmp_path)
+    (refusal,) = found
+    assert "node 1 (" in refusal
+    assert "not_a_module" in refusal
+
+
+def test_hosts_are_asked_in_the_order_of_their_machines(tmp_path: Path):
+    """Containers on different machines may have one name, and on one machine several."""
+    leader = Leader(complete({"num_nodes": 3}), tmp_path, SignalWatch(), Mock())
+    order: list[object] = []
+    for node, machine in ((1, "~"), (2, "")):
+        connection = Mock(lost=None, receive=list)
+        follower = _Follower(node, "a host", connection, machine, Reserved())
+        connection.send = lambda message, node=node: order.append(node)
+        leader._followers.append(follower)
+    leader.acquire(lambda: order.append("own") or (), lambda: None)
+    assert order == [2, "own", 1]
 
 
 @pytest.mark.parametrize("key", ["training.epochs", "Python", "robust-train", "num_nodes"])

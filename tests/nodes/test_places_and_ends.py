@@ -6,12 +6,13 @@ import subprocess
 import sys
 
 import pytest
+from hydra import compose, initialize_config_module
 from omegaconf import DictConfig
 
 from robust_train.config.schema import complete
 from robust_train.errors import ConfigError
 from robust_train.nodes.messages import Begin, Ended, decode, encode, root_of
-from robust_train.nodes.place import _DIFFERS, node_in, place_of
+from robust_train.nodes.place import node_in, place_of
 from robust_train.values import AttemptSpec, Clue, Evidence, Failure, FailureKind
 
 
@@ -48,6 +49,7 @@ def test_a_node_is_known_by_what_its_scheduler_sets(environ: dict[str, str]):
             {"SLURM_NODEID": "0", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "16"},
             "--ntasks-per-node=1",
         ),
+        ({}, {"SLURM_NODEID": "0", "SLURM_STEP_NUM_NODES": "1"}, "hydra.launcher.nodes=2"),
         ({"num_nodes": 1}, {"ROBUST_TRAIN_NUM_NODES": "2"}, "give num_nodes=2"),
         ({"isolation": "none"}, {"ROBUST_TRAIN_NODE_RANK": "0"}, "isolation=none"),
         pytest.param(
@@ -70,11 +72,6 @@ def test_what_cannot_be_is_refused(keys: dict[str, object], environ: dict[str, s
         place_of(job(**keys), environ)
 
 
-def test_a_folder_named_after_hydras_job_is_refused_for_followers_have_another_name():
-    assert _DIFFERS.search("/shared/${hydra.job.name}")
-    assert not _DIFFERS.search("/shared/${hydra.job.config_name}")
-
-
 def test_a_job_of_one_node_imports_neither_leader_nor_follower():
     lines = (
         "import robust_train.launcher, sys; print([one for one in sys.modules if '.nodes.' in one])"
@@ -86,10 +83,18 @@ def test_a_job_of_one_node_imports_neither_leader_nor_follower():
     assert "robust_train.nodes.leader" not in found.stdout
 
 
+def test_a_sweep_on_slurm_asks_for_as_many_nodes_and_gpus_as_the_job():
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason="the extra [slurm]")
+    with initialize_config_module("robust_train.configs", version_base="1.3"):
+        words = ["hydra/launcher=robust_slurm", "num_nodes=2", "num_gpus=8"]
+        launcher = compose("robust", words, return_hydra_config=True).hydra.launcher
+    assert (launcher.nodes, launcher.tasks_per_node, launcher.gpus_per_node) == (2, 1, 8)
+
+
 def test_a_job_of_one_node_asks_for_no_number():
     assert place_of(job(num_nodes=1), {"SLURM_NODEID": "3", "SLURM_STEP_NUM_NODES": "8"}) is None
-    assert node_in({"SLURM_NODEID": "3"}, ["training.lr=1"]) == 0
-    assert node_in({"SLURM_NODEID": "3"}, ["num_nodes=8"]) == 3
+    assert node_in({"SLURM_NODEID": "3"}, 1) == 0
+    assert node_in({"SLURM_NODEID": "3"}, 8) == 3
 
 
 def end(node: int, kind: FailureKind | None, rank: int = 0, **more: object) -> Ended:

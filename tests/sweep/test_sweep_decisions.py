@@ -6,13 +6,15 @@ import dataclasses
 import os
 import signal
 from pathlib import Path
+from unittest.mock import Mock
 
 import psutil
 import pytest
 from omegaconf import OmegaConf
 
-from robust_train.execution.signals import FORWARDED, SignalWatch
+from robust_train.execution.signals import FORWARDED, FORWARDED_AS, SignalWatch
 from robust_train.files import set_aside
+from robust_train.sweep import callback
 from robust_train.sweep.current import _OF_HYDRA
 from robust_train.sweep.gpu_queue import count_gpus, jobs_at_once
 from robust_train.sweep.job_record import Entry, JobRecord, decide, read_record
@@ -107,6 +109,29 @@ def test_a_signal_that_a_sweep_forwards_counts_once_for_a_job_that_received_it_t
         assert received == [signal.SIGTERM]
         os.kill(os.getpid(), signal.SIGTERM)
         assert received == [signal.SIGTERM] * 2, "a second one of its own is impatience"
+
+
+def test_a_signal_that_another_node_delivers_counts_once_for_a_node_that_receives_it_too():
+    """A scheduler warns all nodes at once; else the second would kill before the checkpoint."""
+    received: list[int] = []
+    signals = SignalWatch()
+    with signals, signals.handed_to(received.append):
+        signals.deliver(FORWARDED_AS[signal.SIGUSR2])
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert received == [signals.received] == [signal.SIGUSR2]
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert received == [signal.SIGUSR2] * 2
+
+
+def test_an_unexpected_error_before_the_first_job_ends_the_sweep(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Hydra makes a warning of an exception, and would run jobs that nothing records."""
+    monkeypatch.setattr(callback.session, "check_jobs", Mock(side_effect=RuntimeError("a bug")))
+    config = OmegaConf.create({"hydra": {"runtime": {"choices": {}}}})
+    with pytest.raises(SystemExit, match="1"):
+        callback.SweepCallback().on_multirun_start(config)
+    assert "RuntimeError: a bug" in capsys.readouterr().err
 
 
 def row(status: str, exit_code: int):

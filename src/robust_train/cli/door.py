@@ -144,8 +144,9 @@ def _open(
     if (mistake := explain_option(sys.argv[1:], config_name, config_path)) is not None:
         print(mistake, file=sys.stderr)
         return EXIT_BAD_CONFIG
-    if node := node_in(os.environ, sys.argv[1:]):  # the leader alone writes the config
-        sys.argv += ["hydra.output_subdir=null", f"hydra.job.name={name or 'job'}.node{node}"]
+    nodes = [one[len("num_nodes=") :] for one in sys.argv if one.startswith("num_nodes=")]
+    if node_in(os.environ, nodes[-1] if nodes else 1):  # the leader alone writes the config
+        sys.argv.append("hydra.output_subdir=null")
     session.door_is_open(jobs.check if name else None)
     user_wants_everything = os.environ.get(_FULL_ERROR) == "1"
     # otherwise Hydra prints errors its own way and exits with 1

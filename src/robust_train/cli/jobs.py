@@ -104,7 +104,7 @@ def _job(cfg: DictConfig, *, remedies: bool) -> Any:
     try:
         if job is not None and job.refusal is not None:
             raise ConfigError(job.refusal)
-        led = follow(None, cfg)
+        led = follow(None, cfg, is_over=current.is_skipped)
         summary = led or Job(None, cfg, remedies=remedies, explain=print_failure).run()
         if summary.status == "completed":
             return summary.objective

@@ -24,13 +24,13 @@ from robust_train.events import Event, Failed, Finished, RankDied
 from robust_train.execution.linux import signal_at_parents_death
 from robust_train.execution.node_votes import NodeVotes
 from robust_train.execution.rank import be_rank, read_ending
-from robust_train.execution.request import AttemptRequest, NodeSpan
+from robust_train.execution.request import AttemptRequest
 from robust_train.execution.root_cause import RankEnd, root_cause
 from robust_train.execution.signals import DUMP_STACKS, STOP_SIGNALS, stop_signal
 from robust_train.execution.votes import Votes
 from robust_train.execution.wire import EventSender
 from robust_train.run import STOP
-from robust_train.values import Failure, FailureKind
+from robust_train.values import UNDER_SUBMITIT, Failure, FailureKind
 
 _POLL_SECONDS = 0.05
 _LAST_REPORT_SECONDS = 1.0
@@ -74,26 +74,31 @@ class _Group:
         self._dead: dict[int, RankEnd] = {}
         self._kill_at: float | None = None
         self._killed_at: float | None = None
-        with _listener(span, hold) as listener:
-            port = span.port or listener.getsockname()[1]
-            me = os.getpid()
-            for rank in range(request.ranks):
-                if (pid := os.fork()) == 0:
-                    signal_at_parents_death(signal.SIGKILL)
-                    if os.getppid() != me:
-                        os._exit(1)
+        listener = None
+        if is_first and span.nodes > 1:
+            listener = socket.socket(fileno=os.dup(hold[-1]))
+        elif is_first:
+            listener = socket.create_server(("127.0.0.1", 0))
+        port = span.port if listener is None else listener.getsockname()[1]
+        me = os.getpid()
+        for rank in range(request.ranks):
+            if (pid := os.fork()) == 0:
+                signal_at_parents_death(signal.SIGKILL)
+                if os.getppid() != me:
+                    os._exit(1)
+                if listener is not None:
                     listener.close()
-                    be_rank(rank, request, send, self._votes, self._endings[rank], port)
-                self._pids.append(pid)
-            # only now: its thread would not be in the ranks, which may be connecting already
-            self._store = TCPStore(
-                span.host,
-                port,
-                is_master=is_first,
-                wait_for_workers=False,
-                master_listen_fd=listener.detach() if is_first else None,
-                use_libuv=False,  # before torch 2.6 that takes no open socket
-            )
+                be_rank(rank, request, send, self._votes, self._endings[rank], port)
+            self._pids.append(pid)
+        # only now: its thread would not be in the ranks, which may be connecting already
+        self._store = TCPStore(
+            span.host,
+            port,
+            is_master=is_first,
+            wait_for_workers=False,
+            master_listen_fd=None if listener is None else listener.detach(),
+            use_libuv=False,  # before torch 2.6 that takes no open socket
+        )
         store = PrefixStore("robust_train", self._store)
         votes = NodeVotes(self._votes, store, span.node, span.nodes)
         self._nodes = votes if span.nodes > 1 else None
@@ -194,19 +199,14 @@ class _Group:
             self._votes.raise_flag(STOP)
             self._signal(stop_signal(os.environ))
 
+        if UNDER_SUBMITIT in os.environ:  # comes with every preemption
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         for signum in STOP_SIGNALS:
             if signal.getsignal(signum) != signal.SIG_IGN:
                 signal.signal(signum, stop)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         faulthandler.unregister(DUMP_STACKS)
         signal.signal(DUMP_STACKS, lambda signum, frame: self._dump_stacks())
-
-
-def _listener(span: NodeSpan, hold: Sequence[int]) -> socket.socket:
-    """Return the store's socket; on another than the first node one that nobody uses."""
-    if span.nodes > 1 and span.node == 0:
-        return socket.socket(fileno=os.dup(hold[-1]))
-    return socket.create_server(("127.0.0.1", 0))
 
 
 def _ending(ends: Sequence[RankEnd]) -> tuple[Event, int]:

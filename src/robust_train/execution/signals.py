@@ -22,7 +22,8 @@ FORWARDED = {
         (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *WARNING_SIGNALS), start=1
     )
 }
-"""A sweep sends these to its jobs. A job that has received the signal itself counts it once."""
+"""From a sweep to its jobs, or node to node: one that receives the signal itself counts it once."""
+FORWARDED_AS: dict[int, int] = {signum: forwarded for forwarded, signum in FORWARDED.items()}
 
 DUMP_STACKS = signal.SIGRTMAX - 1
 """Has an attempt write what its threads do; trainers and schedulers have uses for SIGUSR1 and 2."""

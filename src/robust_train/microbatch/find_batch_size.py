@@ -16,7 +16,6 @@ from robust_train.memory.cleanup import clear_frames
 from robust_train.microbatch import probing
 from robust_train.microbatch.probing import device_of, meter_of
 from robust_train.microbatch.rewind import Models, StepStart, Watch, cut_graphs
-from robust_train.values import MEMORY_FAILURES
 
 log = logging.getLogger("robust_train")
 
@@ -96,7 +95,7 @@ def _goes_through(try_batch: Callable[[int], Any], size: int) -> bool:
     try:
         try_batch(size)
     except Exception as error:
-        if classify_failure(error).kind not in MEMORY_FAILURES:
+        if not classify_failure(error).kind.is_memory:
             raise
         clear_frames(error)
         return False

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
+from robust_train.errors import ConfigError
 from robust_train.nodes.place import place_of
+from robust_train.settings import run_folder
 
 if TYPE_CHECKING:
     from robust_train.execution.signals import SignalWatch
@@ -33,12 +35,21 @@ def leader_of(
 
 
 def follow(
-    trainer: str | Callable[..., Any] | None, cfg: DictConfig, run_dir: str | Path | None = None
+    trainer: str | Callable[..., Any] | None,
+    cfg: DictConfig,
+    run_dir: str | Path | None = None,
+    is_over: Callable[[], bool] = lambda: False,
 ) -> Summary | None:
-    """Follow to the job's end if another node's launcher leads; None: it is this one's to run."""
+    """Follow another node's launcher, unless the job ``is_over``; None: it is this one's to run."""
     place = place_of(cfg, os.environ)
     if place is None or place.node == 0:
         return None
+    from robust_train.nodes.connection import tell_refusal
     from robust_train.nodes.follower import Follower
 
-    return Follower(trainer, cfg, run_dir, place).run()
+    try:
+        follower = Follower(trainer, cfg, run_dir, place, is_over)
+    except ConfigError as error:
+        tell_refusal(run_folder(run_dir, ""), place.node, str(error))
+        raise
+    return follower.run()

@@ -10,6 +10,7 @@ import os
 import platform
 import socket
 import struct
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,12 +19,15 @@ import psutil
 from omegaconf import DictConfig, OmegaConf
 
 from robust_train.errors import ConfigError
+from robust_train.execution import TICK_SECONDS
 from robust_train.files import MalformedEvent, from_json, replacing
-from robust_train.nodes.messages import Message, decode, encode
+from robust_train.nodes.messages import Hello, Message, decode, encode
+from robust_train.queue.queue_dir import boot_name
 
 LEADER_FILE = "leader.json"
 HOST_VARIABLE = "ROBUST_TRAIN_NODE_HOST"
 _CONNECT_SECONDS = 3.0
+_TELL_SECONDS = 10.0
 _MOST_BYTES = 4 << 20
 _SILENT_SECONDS = 15  # a node that acknowledges nothing for so long is lost
 _KEEPALIVE = {"KEEPIDLE": 5, "KEEPINTVL": 5, "KEEPCNT": 2, "USER_TIMEOUT": _SILENT_SECONDS * 1000}
@@ -51,6 +55,8 @@ class Connection:
         for name, value in (("NODELAY", 1), *_KEEPALIVE.items()):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{name}"), value)
         self._pipe = multiprocessing.connection.Connection(sock.detach())
+        # the leader's listener wakes up for those that say something
+        os.read(self.fileno(), 1) if leads else os.write(self.fileno(), b"?")
         proofs = (
             multiprocessing.connection.deliver_challenge,
             multiprocessing.connection.answer_challenge,
@@ -135,6 +141,21 @@ def connect(run_dir: Path) -> Connection | None:
     return None
 
 
+def tell_refusal(run_dir: Path, node: int, problem: str) -> None:
+    """Tell the leader, if it appears soon, that this node cannot follow."""
+    until = time.monotonic() + _TELL_SECONDS
+    while (leader := connect(run_dir)) is None and time.monotonic() < until:
+        time.sleep(TICK_SECONDS)
+    if leader is not None:
+        leader.send(hello(node, {}, problem))
+        leader.close()
+
+
+def hello(node: int, started: dict[str, str], refusal: str | None = None) -> Hello:
+    """Return how this node presents itself."""
+    return Hello(node, socket.gethostname(), started, boot_name(), refusal)
+
+
 def addresses() -> tuple[str, ...]:
     """Return the addresses of this host, the likeliest to be reached from others first."""
     if host := os.environ.get(HOST_VARIABLE):
@@ -142,8 +163,14 @@ def addresses() -> tuple[str, ...]:
     named = ""
     with contextlib.suppress(OSError):
         named = socket.gethostbyname(socket.gethostname())
-    found = [one for one in _interfaces() if "." in one]
-    return tuple(sorted(found, key=lambda one: (one.startswith("127."), one != named)))
+    # without those of a link, which name its interface
+    found = [one for one in _interfaces() if "%" not in one and one != "::1"]
+    return tuple(sorted(found, key=lambda one: (one[:4] == "127.", ":" in one, one != named)))
+
+
+def family_of(host: str) -> socket.AddressFamily:
+    """Return the family of an address."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def interface_of(address: str) -> str:
@@ -152,8 +179,8 @@ def interface_of(address: str) -> str:
 
 
 def _interfaces() -> dict[str, str]:
-    interfaces = psutil.net_if_addrs().items()
-    return {one.address: name for name, addresses in interfaces for one in addresses}
+    found = [(name, one) for name, all_ in psutil.net_if_addrs().items() for one in all_]
+    return {one.address: name for name, one in found if one.family != socket.AF_PACKET}
 
 
 def started_with(cfg: DictConfig) -> dict[str, str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -25,9 +24,9 @@ from robust_train.execution import TICK_SECONDS, sleep_with_ticks
 from robust_train.execution.library_imports import find_trainer
 from robust_train.execution.process import ProcessExecutor
 from robust_train.execution.request import AttemptRequest, NodeSpan, request_for
-from robust_train.execution.signals import SignalWatch
+from robust_train.execution.signals import FORWARDED_AS, SignalWatch
 from robust_train.nodes import messages
-from robust_train.nodes.connection import Connection, connect, interface_of, started_with
+from robust_train.nodes.connection import connect, hello, interface_of, started_with
 from robust_train.nodes.leader import ended_by
 from robust_train.nodes.place import Place
 from robust_train.queue import devices
@@ -54,12 +53,13 @@ class Follower:
         cfg: DictConfig,
         run_dir: str | Path | None,
         place: Place,
+        is_over: Callable[[], bool] = lambda: False,
     ) -> None:
         self._cfg = cfg = cfg.copy()
         settings.hide_urls(cfg, {})
         settle_batch_size(cfg)
         validate(cfg)
-        self._place, self._signals = place, SignalWatch()
+        self._place, self._signals, self._is_over = place, SignalWatch(), is_over
         self._settings = settings.launcher_settings(cfg)
         trainer = trainer or settings.target_of(cfg)
         self._trainer, libraries, _ = find_trainer(trainer, False)
@@ -87,8 +87,8 @@ class Follower:
         """
         with self._signals, contextlib.ExitStack() as stack:
             stack.callback(self._release)
-            self._connection = self._meet()
-            stack.callback(self._connection.close)
+            if self._meet():
+                stack.callback(self._connection.close)
             while (done := self._done) is None:
                 with contextlib.suppress(_Over, JobInterrupted):  # the leader is sent its end
                     self._follow()
@@ -110,23 +110,28 @@ class Follower:
 
     # --- the leader -------------------------------------------------------------------------------
 
-    def _meet(self) -> Connection:
-        """Return a connection to the leader, once it is there."""
+    def _meet(self) -> bool:
+        """Connect to the leader, once it is there; return False if it does not come."""
         started, has_said = time.monotonic(), False
         while (connection := connect(self._run_dir)) is None:
             waited = time.monotonic() - started
+            if self._is_over():
+                self._done = messages.Done("completed", 0, "node 0 does not run this job")
+                return False
             if waited > self._wanted.wait_timeout_seconds:
-                raise ConfigError(
+                reason = (
                     f"node 0 did not appear in {self._run_dir}: start the same command there, with "
                     "the same hydra.run.dir on a disk that all nodes see"
                 )
+                self._done = messages.Done("no_device", errors.EXIT_NO_DEVICE, reason)
+                return False
             if waited > _FIRST_LINE_SECONDS and not has_said:
                 has_said = True
                 log.info("waiting for node 0, which leads: no launcher of it in %s", self._run_dir)
             time.sleep(TICK_SECONDS)
-        host = socket.gethostname()
-        connection.send(messages.Hello(self._place.node, host, started_with(self._cfg)))
-        return connection
+        self._connection = connection
+        connection.send(hello(self._place.node, started_with(self._cfg)))
+        return True
 
     def _look(self) -> None:
         """Take in what the leader has sent, and send it a signal: it stops the job."""
@@ -138,7 +143,7 @@ class Follower:
                     self._end_in = message.seconds
                 case messages.Stop():
                     self._knows_of_stop = True
-                    self._signals.deliver(message.signum)
+                    self._signals.deliver(FORWARDED_AS.get(message.signum, message.signum))
                 case _:
                     self._end_in = None  # what was to end has ended
                     self._orders.append(message)

@@ -20,17 +20,19 @@ from robust_train.events import Event, MalformedEvent, parse
 from robust_train.execution import TICK_SECONDS
 from robust_train.execution.process import ProcessExecutor
 from robust_train.execution.request import AttemptRequest, NodeSpan
-from robust_train.execution.signals import SignalWatch
+from robust_train.execution.signals import FORWARDED_AS, SignalWatch
 from robust_train.nodes import messages
 from robust_train.nodes.connection import (
     HOST_VARIABLE,
     Address,
     Connection,
     addresses,
+    family_of,
     interface_of,
     started_with,
 )
 from robust_train.nodes.messages import Ended
+from robust_train.queue.queue_dir import boot_name
 from robust_train.runfolder.folder import RunFolder
 from robust_train.values import Failure, FailureKind, Group, Outcome
 
@@ -52,6 +54,7 @@ class _Follower:
     node: int
     host: str
     connection: Connection
+    machine: str = ""
     reserved: messages.Reserved | None = None
     ended: Ended | None = None
 
@@ -96,17 +99,20 @@ class Leader:
         """Wait until all nodes are there.
 
         Raises:
-            ConfigError: one was started with something else, or some do not appear.
+            ConfigError: one was started with something else, or refuses.
+            NoDevice: some do not appear.
         """
         host = self._hosts[0] if len(self._hosts) == 1 else ""
         try:
-            listener = socket.create_server((host, 0))
+            listener = socket.create_server((host, 0), family=family_of(self._hosts[0]))
         except OSError as error:
             raise ConfigError(
                 f"num_nodes={self._nodes}: cannot listen at {host or 'any address'} "
-                f"({error.strerror}); {HOST_VARIABLE} is for an IPv4 address of node 0"
+                f"({error.strerror}); {HOST_VARIABLE} is for an address of node 0"
             ) from None
         listener.setblocking(False)  # whoever came may be gone again
+        # who says nothing holds nobody up, for an hour
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, 3600)
         address = Address(self._hosts, listener.getsockname()[1], self._secret)
         with listener, address.shown_in(self._run_dir):
             self._listeners.append(listener)
@@ -122,7 +128,7 @@ class Leader:
             waited = time.monotonic() - started
             who = f"node {', '.join(map(str, sorted(missing)))} of {self._nodes}"
             if waited > self._wait_seconds:
-                raise ConfigError(
+                raise NoDevice(
                     f"{who} did not appear: start the same command there with the same "
                     f"hydra.run.dir, on a disk that all nodes see ({self._run_dir})"
                 )
@@ -141,8 +147,10 @@ class Leader:
             connection.close()
             return
         same = [one for one in self._followers if one.node == hello.node]
-        new = _Follower(hello.node, hello.host, connection)
+        new = _Follower(hello.node, hello.host, connection, hello.machine)
         self._followers.append(new)
+        if hello.refusal is not None:
+            raise ConfigError(f"{new.name}: {hello.refusal}")
         if same:
             raise ConfigError(
                 f"two launchers are node {new.node} (on {same[0].host} and {new.host}): each needs "
@@ -159,12 +167,13 @@ class Leader:
     def acquire(self, own: Callable[[], Group], tick: Tick) -> Group:
         """Return this node's GPUs once all nodes have theirs.
 
-        Node after node in the order of the hosts' names: two jobs cannot each hold one host and
-        wait for the other's.
+        Node after node in the order of their machines: two jobs cannot each hold one and wait for
+        the other's.
         """
         group: Group | None = None
-        for follower in sorted(self._followers, key=lambda one: (one.host, one.node)):
-            if group is None and socket.gethostname() <= follower.host:
+        here = boot_name(), socket.gethostname()
+        for follower in sorted(self._followers, key=lambda one: (one.machine, one.host, one.node)):
+            if group is None and here <= (follower.machine, follower.host):
                 group = own()
             follower.connection.send(messages.Reserve())
             while (found := follower.reserved) is None:
@@ -223,7 +232,7 @@ class Leader:
             checkpoint = checkpoint.relative_to(self._run_dir)
         path = None if checkpoint is None else str(checkpoint)
         assert request.spec is not None
-        with socket.create_server((host, 0)) as store:
+        with socket.create_server((host, 0), family=family_of(host)) as store:
             port = store.getsockname()[1]
             spec = replace(request.spec, gpus=())
             for follower in self._followers:
@@ -318,7 +327,7 @@ class Leader:
                 follower.ended = replace(message, node=follower.node, host=follower.host)
             case messages.Stop():
                 log.info("%s was asked to stop", follower.name)
-                self._signals.deliver(message.signum)
+                self._signals.deliver(FORWARDED_AS.get(message.signum, message.signum))
 
 
 def ended_by(number: int, outcome: Outcome, *, was_ended: bool) -> Ended:

@@ -22,6 +22,8 @@ class Hello(Message):
     node: int
     host: str
     started_with: Mapping[str, str]
+    machine: str = ""  # on which it is, whatever a container calls it
+    refusal: str | None = None  # why it cannot follow
 
 
 @dataclass(frozen=True)

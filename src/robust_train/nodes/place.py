@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from robust_train.errors import ConfigError
+from robust_train.values import UNDER_SUBMITIT
 
 _BY_HAND = "ROBUST_TRAIN_NODE_RANK", "ROBUST_TRAIN_NUM_NODES"
 _VARIABLES = {
@@ -23,7 +24,7 @@ _VARIABLES = {
 """The number of this node, and of how many it is one; the first that is set counts. PyTorchJob's
 ``RANK`` and ``WORLD_SIZE`` count pods: never these."""
 
-_DIFFERS = re.compile(r"\$\{(now|robust_pid)\b|\$\{hydra[.:]job\.(id|num|name)\b")
+_DIFFERS = re.compile(r"\$\{(now|robust_pid)\b|\$\{hydra[.:]job\.(id|num)\b")
 
 
 @dataclass(frozen=True)
@@ -41,12 +42,14 @@ def place_of(cfg: DictConfig, environ: Mapping[str, str]) -> Place | None:
         ConfigError: that is not known, numbers do not agree, or such a job cannot span nodes.
     """
     nodes, name = int(cfg.num_nodes), next(filter(environ.__contains__, _VARIABLES), "")
+    in_sweep = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
+    on_slurm = in_sweep and environ.get(UNDER_SUBMITIT) == "slurm"
     if nodes <= 1:
-        count = environ.get(_BY_HAND[1], "1")
-        if nodes == 1 and count != "1":
-            raise ConfigError(f"num_nodes=1, but {_BY_HAND[1]}={count}: give num_nodes={count}")
+        of = "SLURM_STEP_NUM_TASKS" if on_slurm else _BY_HAND[1]
+        if nodes == 1 and (count := environ.get(of, "1")) != "1":
+            raise ConfigError(f"num_nodes=1, but {of}={count}: give num_nodes={count}")
         return None
-    if problem := _why_one_node(cfg):
+    if problem := _why_one_node(cfg, in_sweep, on_slurm):
         raise ConfigError(f"num_nodes={nodes}: {problem}")
     if not name:
         raise ConfigError(
@@ -55,7 +58,8 @@ def place_of(cfg: DictConfig, environ: Mapping[str, str]) -> Place | None:
         )
     node, counts = environ[name], {_VARIABLES[name]: ""}
     if name == "SLURM_NODEID":
-        counts["SLURM_STEP_NUM_TASKS"] = " (srun --ntasks-per-node=1)"
+        hint = f" (srun --ntasks-per-node=1; in a sweep hydra.launcher.nodes={nodes})"
+        counts = dict.fromkeys((*counts, "SLURM_STEP_NUM_TASKS"), hint)
     for of, hint in counts.items():
         if environ.get(of, str(nodes)) != str(nodes):
             raise ConfigError(f"num_nodes={nodes}, but {of}={environ[of]}: must agree{hint}")
@@ -64,15 +68,13 @@ def place_of(cfg: DictConfig, environ: Mapping[str, str]) -> Place | None:
     return Place(int(node), nodes)
 
 
-def node_in(environ: Mapping[str, str], arguments: Sequence[str]) -> int:
-    """Return the number of this node where a command line has ``num_nodes``, else 0: for what comes
-    before there is a config. What is wrong is refused later."""
-    given = [one.partition("=")[2] for one in arguments if one.startswith("num_nodes=")]
+def node_in(environ: Mapping[str, str], nodes: object) -> int:
+    """Return the number of this node, 0 if there is one alone. What is wrong is refused later."""
     node = next((environ[name] for name in _VARIABLES if name in environ), "0")
-    return int(node) if given and given[-1] != "1" and node.isdigit() else 0
+    return int(node) if str(nodes) != "1" and node.isdigit() else 0
 
 
-def _why_one_node(cfg: DictConfig) -> str | None:
+def _why_one_node(cfg: DictConfig, in_sweep: bool, on_slurm: bool) -> str | None:
     """Return why this job cannot span nodes."""
     is_one_gpu = not cfg.auto_device and cfg.device != "cpu"
     refused = {
@@ -85,7 +87,7 @@ def _why_one_node(cfg: DictConfig) -> str | None:
     if HydraConfig.initialized():
         config: Any = HydraConfig.instance().cfg
         raw: Any = OmegaConf.to_container(config.hydra.run, resolve=False)
-        refused["not in a sweep (-m)"] = config.hydra.mode == RunMode.MULTIRUN
+        refused["a sweep needs hydra/launcher=robust_slurm"] = in_sweep and not on_slurm
         shared = "give hydra.run.dir=FOLDER, the same on all nodes, on a disk that all of them see"
-        refused[shared] = _DIFFERS.search(str(raw["dir"]))
+        refused[shared] = not in_sweep and _DIFFERS.search(str(raw["dir"]))
     return next((problem for problem, applies in refused.items() if applies), None)

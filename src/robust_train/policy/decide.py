@@ -14,7 +14,6 @@ from robust_train.policy.remedies import Rule
 from robust_train.policy.rules import by_users_rule
 from robust_train.policy.sizes import PolicySettings, largest_up_to
 from robust_train.values import (
-    MEMORY_FAILURES,
     Attempt,
     AttemptSpec,
     Clue,
@@ -145,7 +144,7 @@ def _why_give_up(context: FailureContext) -> str:
     if kind not in REMEDIES or context.evidence.clue == Clue.UNCLEAR:
         rank = context.failure.rank
         return message if rank is None else f"{message} (rank {rank})"
-    if kind in MEMORY_FAILURES and context.failed_before_training:
+    if kind.is_memory and context.failed_before_training:
         if context.evidence.clue == Clue.IMPORT:
             return f"out of memory while a module was imported: no smaller batch helps: {message}"
         return (
@@ -166,7 +165,7 @@ def _why_give_up(context: FailureContext) -> str:
         reached_size = size if reached is None else f"{size} down to {reached}"
         tried.setdefault(attempt.spec.device, []).append(reached_size)
     listed = "; ".join(f"{device} at micro-batch {', '.join(b)}" for device, b in tried.items())
-    if kind in MEMORY_FAILURES:
+    if kind.is_memory:
         hint = "" if settings.allow_cpu_fallback else " (allow_cpu_fallback is false)"
         if not any(attempt.outcome.has_begun for attempt in context.history):
             hint += "; no attempt reported a step: where model or data do not fit, no batch does"

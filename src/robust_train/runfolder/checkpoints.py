@@ -21,7 +21,6 @@ from robust_train.readable import first_line
 from robust_train.run import Run
 from robust_train.runfolder.identity import wait_until_readable
 from robust_train.runfolder.manifests import read_manifests
-from robust_train.values import MEMORY_FAILURES
 
 log = logging.getLogger("robust_train")
 
@@ -99,7 +98,7 @@ def _host_copy(content: Content) -> Content | None:
         )
         return copied
     except Exception as error:
-        if classify_failure(error).kind in MEMORY_FAILURES:
+        if classify_failure(error).kind.is_memory:
             return None
         raise
 
@@ -217,7 +216,7 @@ def _read(path: Path, required: Collection[str]) -> Content:
     except Exception as error:
         # damaged files make zip and pickle readers raise nearly anything, EINVAL for a bad offset
         is_away = isinstance(error, OSError) and error.errno not in (None, EINVAL, ENOENT)
-        if is_away or classify_failure(error).kind in MEMORY_FAILURES:
+        if is_away or classify_failure(error).kind.is_memory:
             raise
         raise _Unusable(first_line(error)) from None
     if not isinstance(content, dict):

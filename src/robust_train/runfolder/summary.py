@@ -18,7 +18,6 @@ from robust_train.memory.stability import Stability
 from robust_train.readable import by_processes, changed, shortened
 from robust_train.values import (
     GIB,
-    MEMORY_FAILURES,
     Attempt,
     Clue,
     Decision,
@@ -171,7 +170,7 @@ class Summary:
         if self.status == "no_device" or not self.attempts:
             raise NoDevice(reason)
         last = self.attempts[-1].attempt.outcome
-        if last.failure is not None and last.failure.kind in MEMORY_FAILURES:
+        if last.failure is not None and last.failure.kind.is_memory:
             raise AttemptsExhausted(reason)
         text = reason
         if last.traceback is not None:  # a crash's stack does not name the signal that ended it

@@ -6,15 +6,18 @@ import contextlib
 import math
 import os
 import sys
+import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, read_write
 
-from robust_train.errors import EXIT_BAD_CONFIG, ConfigError
+from robust_train.errors import EXIT_BAD_CONFIG, EXIT_FAILED, ConfigError
 from robust_train.events import Json
+from robust_train.execution.hydra_state import adopt_hydra
 from robust_train.nodes.place import node_in
 from robust_train.runfolder import detach
 from robust_train.runfolder.lock import refusal
@@ -32,14 +35,15 @@ class SweepCallback(Callback):
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Before anything is written to the run folder."""
         hide_urls(config)
-        follows = node_in(os.environ, config.hydra.overrides.task) > 0
-        problem = None if follows else refusal(Path(str(config.hydra.run.dir)))
+        node = node_in(os.environ, config.get("num_nodes", 1))
+        run_dir = Path(str(config.hydra.run.dir))
+        problem = None if node else refusal(run_dir)
         if problem is not None:
             _refuse(problem)
         try:
             session.check_job(config)
         except ConfigError as error:
-            _refuse(str(error))
+            _refuse(str(error), node, run_dir)
         if _detaches(config):
             raise SystemExit(detach.start())
 
@@ -57,13 +61,18 @@ class SweepCallback(Callback):
             _refuse(str(error))
         except OSError:
             pass  # Hydra fails at the same, with a message
+        except Exception:  # Hydra would warn, and run a sweep of which there is no record
+            traceback.print_exc()
+            raise SystemExit(EXIT_FAILED) from None
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
         """In the job's own process, once its run folder is there."""
         restore_mask(os.environ)
         if hide_urls(config):  # of a project's file: Hydra has just written its value
             _hide_in(Path(str(config.hydra.runtime.output_dir)) / str(config.hydra.output_subdir))
-        current.enter(config, self._launcher)
+        if node := node_in(os.environ, config.get("num_nodes", 1)):
+            _log_apart(config, node)
+        current.enter(config, self._launcher, follows=node > 0)
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
         """After the job's function, unless it was interrupted."""
@@ -82,6 +91,14 @@ class SweepCallback(Callback):
             raise SystemExit(code)
 
 
+def _log_apart(config: DictConfig, node: int) -> None:
+    """Have this node write a log of its own: it has begun with node 0's."""
+    with read_write(config.hydra):
+        config.hydra.job.name += f".node{node}"
+    adopt_hydra(config)
+    HydraConfig.instance().set_config(config)
+
+
 def _hide_in(folder: Path) -> None:
     with contextlib.suppress(OSError):
         cfg = OmegaConf.load(folder / "config.yaml")
@@ -94,8 +111,12 @@ def _detaches(config: DictConfig) -> bool:
     return bool(asked) and not detach.is_detached
 
 
-def _refuse(problem: str) -> NoReturn:
+def _refuse(problem: str, node: int = 0, run_dir: Path = Path()) -> NoReturn:
     print(problem, file=sys.stderr)
+    if node:
+        from robust_train.nodes.connection import tell_refusal
+
+        tell_refusal(run_dir, node, problem)
     # not an Exception: those of callbacks are turned into warnings
     raise SystemExit(EXIT_BAD_CONFIG)
 

@@ -81,8 +81,8 @@ def leave() -> None:
     _current = None
 
 
-def enter(config: DictConfig, launcher: str | None) -> None:
-    """Decide whether a job that Hydra enters runs, and prepare its run folder."""
+def enter(config: DictConfig, launcher: str | None, *, follows: bool = False) -> None:
+    """Decide whether a job that Hydra enters runs and prepare its folder; not if it ``follows``."""
     global _current
     in_sweep = config.hydra.mode == RunMode.MULTIRUN
     _current = job = CurrentJob(Path(str(config.hydra.runtime.output_dir)))
@@ -92,10 +92,18 @@ def enter(config: DictConfig, launcher: str | None) -> None:
         list(config.hydra.overrides.hydra),
         in_sweep=in_sweep,
     )
-    if in_sweep:
+    if in_sweep and not follows:
         job.refusal = job.refusal or refusal(job.folder)
         if job.refusal is None:  # else what a live job has there is left alone
             _enter_sweep(job, config)
+
+
+def is_skipped() -> bool:
+    """Return whether node 0 does not run this process's job in this launch of the sweep."""
+    record = _current and read_record(_current.folder)
+    if not record or record.sweep != os.environ.get(SWEEP_VARIABLE):
+        return False
+    return record.reused or record.status in (NOT_STARTED, REFUSED)
 
 
 def identity(config: DictConfig) -> JobRecord:
