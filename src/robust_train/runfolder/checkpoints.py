@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from robust_train.compat import tree_leaves, tree_map_only
 from robust_train.failures import classify_failure
 from robust_train.files import replacing
 from robust_train.memory.host import read_host_memory
