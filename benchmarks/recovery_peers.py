@@ -1,4 +1,4 @@
-"""The contestants of ``recovery.py`` from other libraries, each used as its documentation tells,
+"""The contestants of ``recovery.py`` from other libraries, each used as its documentation shows,
 and recovery in the steps of their trainers.
 
 Where a choice was left, it is the one that serves the library better. The libraries are imported
@@ -22,7 +22,7 @@ def accelerate_documented(job: Job, folder: Path) -> Ending:
 
 
 def accelerate_halving(job: Job, folder: Path) -> Ending:
-    """The same, told to halve the batch, so that accumulation can make up for it exactly."""
+    """The same, set to halve the batch, so that accumulation can make up for it exactly."""
     size = job.batch
 
     def half() -> int:
@@ -210,9 +210,7 @@ PEERS = {
     "accelerate": Contestant(
         "accelerate `find_executable_batch_size`", accelerate_documented, ("accelerate",)
     ),
-    "accelerate_halving": Contestant(
-        "the same, told to halve", accelerate_halving, ("accelerate",)
-    ),
+    "accelerate_halving": Contestant("the same, set to halve", accelerate_halving, ("accelerate",)),
     "lightning": Contestant(
         "Lightning `scale_batch_size`, then `fit`",
         lightning,

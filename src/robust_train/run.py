@@ -274,7 +274,7 @@ class Run:
             return False
         self._next_progress = now + _PROGRESS_INTERVAL_SECONDS
         self.report(Progress(step, total_steps, scalars))
-        self.trackers.look()
+        self.trackers.poll()
         return True
 
     def send_last_progress(self) -> None:

@@ -104,7 +104,7 @@ def _owns_terminal() -> bool:
 def policy_settings(
     cfg: DictConfig, *, finds_batch_size: bool = False, can_checkpoint: bool = False
 ) -> PolicySettings:
-    """The part of the config that decisions depend on.
+    """Return the part of the config that decisions depend on.
 
     ``can_checkpoint``: the trainer's source reads ``training.gradient_checkpointing``.
     """
@@ -237,7 +237,7 @@ def _is_built_in(cfg: DictConfig) -> bool:
 
 
 def attempt_config(cfg: DictConfig, spec: AttemptSpec, device: str) -> DictConfig:
-    """The job's config as one attempt's trainer sees it, fully resolved.
+    """Return the job's config as one attempt's trainer sees it, fully resolved.
 
     Args:
         cfg: the job's; left as it is.
@@ -258,7 +258,7 @@ def attempt_config(cfg: DictConfig, spec: AttemptSpec, device: str) -> DictConfi
 
 
 def target_of(cfg: DictConfig) -> str:
-    """The dotted path of the trainer that the config names."""
+    """Return the dotted path of the trainer that the config names."""
     target = OmegaConf.select(cfg, "trainer._target_")
     if not isinstance(target, str):
         raise ConfigError(
@@ -291,7 +291,7 @@ def about_job(cfg: DictConfig, name: str) -> dict[str, str]:
 
 
 def hydra_config() -> DictConfig | None:
-    """Hydra's own part of the config, None outside of Hydra.
+    """Return Hydra's own part of the config, None outside of Hydra.
 
     Without the classes of launcher and sweeper: where Hydra loads plugins anew, as in joblib's
     workers, there are two of each, and pickle refuses them.
@@ -309,7 +309,7 @@ def hydra_config() -> DictConfig | None:
 
 
 def run_folder(run_dir: str | Path | None, name: str) -> Path:
-    """The run folder, made if need be: the one given, Hydra's, or a new one for a job's name.
+    """Make and return the run folder: the one given, Hydra's, or a new one for a job's name.
 
     Raises:
         ConfigError: it cannot be made.
@@ -329,7 +329,7 @@ def run_folder(run_dir: str | Path | None, name: str) -> Path:
 
 
 def sweep_folder() -> Path | None:
-    """The folder of the sweep that this process's job belongs to; None outside of one."""
+    """Return the folder of the sweep that this process's job belongs to, or None."""
     if not HydraConfig.initialized():
         return None
     hydra = HydraConfig.get()

@@ -121,7 +121,7 @@ def _reported_in(
 
 
 def _last_words(lines: Sequence[str], native: bool) -> str:
-    """From C++'s ``terminate called`` on, if it is there."""
+    """Return what follows C++'s ``terminate called``, with it, if it is there."""
     if native:
         for number, line in enumerate(lines):
             if _NATIVE.search(line):

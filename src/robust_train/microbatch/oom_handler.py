@@ -174,7 +174,7 @@ class OOMHandler:
                     raise
 
     def _account(self) -> str:
-        """Every attempt, one a line."""
+        """Return every attempt, one a line."""
         tried = ", ".join(str(attempt.spec.batch_size) for attempt in self._history)
         lines = [f"out of memory at every batch size tried ({tried}):"]
         for number, attempt in enumerate(self._history, start=1):

@@ -194,12 +194,12 @@ def _flattened(bucket: Sequence[Tensor]) -> Tensor:
 
 
 def replicas_in(model: nn.Module) -> list[Replica]:
-    """The model itself, inside ``torch.compile``'s module, or deeper."""
+    """Find the model itself, inside ``torch.compile``'s module, or deeper."""
     return [part for part in model.modules() if isinstance(part, Replica)]
 
 
 def _replicas_around(model: nn.Module) -> list[Replica]:
-    """Wrappers of ``model``: a loop may name the model and call its wrapper."""
+    """Find wrappers of ``model``: a loop may name the model and call its wrapper."""
     own = set(map(id, model.parameters()))
     found = live_objects(Replica)
     return [replica for replica in found if own & set(map(id, replica.parameters()))]
@@ -213,7 +213,7 @@ def _refuse(name: str, module: nn.Module) -> None:
 
 
 def _why_not(module: nn.Module) -> str | None:
-    """What makes it impossible to leave this module's pass half-way on one rank, if anything."""
+    """Return why this module's pass cannot be left half-way on one rank; None if it can."""
     waiting = "from the other ranks, where one that runs out of memory would leave them waiting"
     names = {cls.__name__ for cls in type(module).__mro__}
     if isinstance(module, nn.SyncBatchNorm):

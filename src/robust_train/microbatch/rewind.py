@@ -42,7 +42,7 @@ class _Buffer:
         return self.changes is not False
 
     def learn(self) -> None:
-        """After a complete step: whether that has changed it."""
+        """Record after a complete step whether that has changed it."""
         if self.changes is None:
             # writing through .data leaves the version as it was
             self.changes = self._has_changed() or not (

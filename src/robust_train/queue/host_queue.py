@@ -90,7 +90,7 @@ class HostQueue:
     def wait(
         self, request: GpuRequest, on_status: Callable[[WaitStatus], None], sleep: Sleep
     ) -> Group | NoGpu:
-        """Queue for GPUs and reserve them; a job that comes back keeps its ticket."""
+        """Wait for GPUs and reserve them; a job that comes back keeps its ticket."""
         before, self._reservation = self._reservation, None
         self._busy_at = {}  # GPUs are others' until they are this job's again
         try:
@@ -173,7 +173,7 @@ class HostQueue:
             self._try_to_update(record.on(record.gpus, state=JobState.DRAINING))
 
     def tick(self) -> None:
-        """Note now and then what an attempt has used, and when its GPUs were busy.
+        """Record now and then what an attempt has used, and when its GPUs were busy.
 
         Not in the attempt's own process, whose NVML session would end with ours.
         """

@@ -185,7 +185,7 @@ class QueuedJob:
         my_id: str,
         rules: QueueRules,
     ) -> Plan:
-        """Plan without those who do not take their GPUs; note who does not take them now."""
+        """Plan without those who do not take their GPUs; record who does not take them now."""
         now = boottime()
         decided = everybody = plan(waiting, reservations, gpus, now, rules)
         skipped = to_pass_over(self._untaken, now) & everybody.groups.keys()

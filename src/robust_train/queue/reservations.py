@@ -158,7 +158,7 @@ class JobRegistry:
             add_usage(self.directory, record, min(boottime(), record.charged_at + CHARGE_SECONDS))
 
     def is_alive(self, name: str) -> bool:
-        """Whether somebody holds the lock of a job's record."""
+        """Return whether somebody holds the lock of a job's record."""
         fd = self.directory.open(name)
         if fd is None:
             return False
@@ -243,7 +243,7 @@ class Reservation:
         self.record = record
 
     def is_in_place(self) -> bool:
-        """Whether others still find this job under its name."""
+        """Return whether others still find this job under its name."""
         return self._registry.directory.is_still(self.name, self.fd)
 
     def release(self) -> None:
@@ -348,7 +348,7 @@ def boottime() -> float:
 
 
 def _is_locked(fd: int) -> bool:
-    """Whether somebody else holds the file's lock; the caller closes the descriptor."""
+    """Return whether somebody else holds the file's lock; the caller closes it."""
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: probes do not meet
     except OSError:

@@ -228,7 +228,7 @@ class _Planner:
         )
 
     def _is_capped(self, job: WaitingJob) -> bool:
-        """Whether it would have more GPUs than its user may hold."""
+        """Return whether it would have more GPUs than its user may hold."""
         held = len(self._held.get(job.user, ()))
         return self._most is not None and held + job.count > self._most
 

@@ -130,7 +130,7 @@ def save_checkpoint(content: Mapping[str, Any], path: str | Path) -> Path:
 
 
 def write_atomically(content: Content, path: Path) -> None:
-    """``torch.save`` such that ``path`` is at every moment absent, the old file or the new one,
+    """Save such that ``path`` is at every moment absent, the old file or the new one,
     also after a power cut.
 
     Tensors on a GPU are copied to the host one at a time while they are written. Raises
