@@ -131,7 +131,7 @@ class DirectoryProblem(Exception):
 
 
 def open_or_make(path: Path | str, mode: int, dir_fd: int | None = None) -> int:
-    """A descriptor of the directory, which is made with ``mode`` where there is none.
+    """Return a descriptor of the directory, which is made with ``mode`` where there is none.
 
     Whoever calls checks owner and mode on the descriptor: what lies under the path may be another
     one a moment later.

@@ -9,7 +9,6 @@ from collections.abc import Collection
 from robust_train.values import GIB, MIB
 
 _MINUTE, _HOUR, _DAY = 60, 3600, 86400
-_ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth")
 
 
 def as_clock(seconds: int) -> str:
@@ -85,11 +84,6 @@ def percent(share: float) -> str:
     if 0.99 < share < 1:
         return "> 99 %"
     return f"{100 * share:.0f} %"
-
-
-def ordinal_word(number: int) -> str:
-    """Return ``first``, ``12th``."""
-    return _ORDINALS[number - 1] if 1 <= number <= len(_ORDINALS) else ordinal(number)
 
 
 def moment(time: float) -> str:

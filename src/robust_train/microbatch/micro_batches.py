@@ -191,7 +191,7 @@ class MicroBatches:
         return MicroBatch(self, data, weight * self._factor, start, stop, is_sharded=True)
 
     def _without_weight(self) -> MicroBatch:
-        """A part of a rank that has no more of its own while another one has."""
+        """Return a part for a rank that has no more of its own while another one has."""
         data, _ = self._parts.part(0, 1)
         return MicroBatch(self, data, 0.0, 0, 0, is_sharded=True)
 

@@ -307,7 +307,7 @@ def retry_on_oom(
 
 
 def _must_be_plain(function: Callable[..., Any], user: str) -> None:
-    """A generator's or coroutine's body runs after the call has returned: nothing to repeat."""
+    """Refuse a generator or coroutine, whose body runs after the call: nothing to repeat."""
     kinds: dict[str, Callable[[Any], bool]] = {
         "a generator": inspect.isgeneratorfunction,
         "an async function": inspect.iscoroutinefunction,

@@ -139,11 +139,11 @@ class GpuState:
         self.limit = min(self.limit, job.jobs_per_device)
 
     def is_exclusive(self) -> bool:
-        """Whether its compute mode lets one process alone use it."""
+        """Return whether its compute mode lets one process alone use it."""
         return self.gpu.compute_mode.startswith("exclusive") and not self.gpu.mps
 
     def is_unhealthy(self) -> bool:
-        """Whether it stays unusable when its jobs end; in exclusive mode its owner's end helps."""
+        """Return whether it stays unusable when its jobs end; an exclusive one's owner may end."""
         return self.gpu.unusable is not None and not self.gpu.compute_mode.startswith("exclusive")
 
     def as_gpu(self) -> GpuInfo:

@@ -145,7 +145,7 @@ class Saving:
         )
 
     def saved(self, path: Path, step: int | None) -> None:
-        """A complete checkpoint lies at ``path``: write its manifest."""
+        """Write the manifest of the complete checkpoint at ``path``."""
         seconds = self.clock.saved(step)
         if self.job is None:
             return

@@ -184,7 +184,7 @@ class SpeedMeter:
                 self._settle()
 
     def batch_begins(self, samples: int) -> None:
-        """A batch is there, and is computed from here on."""
+        """Count from here on as computing a batch."""
         interval = self._interval
         if interval is None:
             return

@@ -20,9 +20,7 @@ from robust_train.runfolder.summary import read_summary
 from robust_train.settings import sweep_folder
 from robust_train.sweep.job_record import (
     COMPLETED,
-    INTERRUPTED,
     NOT_STARTED,
-    REFUSED,
     STARTED,
     Entry,
     JobRecord,
@@ -182,13 +180,3 @@ def job_ended(
     """Record the end of this process's job, where it is one of a sweep."""
     if _current is not None:
         _current.ended(status, exit_code, reason=reason, objective=objective)
-
-
-def job_refused(reason: str, exit_code: int) -> None:
-    """Record that the job's configuration cannot be used, or that it is not started again."""
-    job_ended(REFUSED, exit_code, reason=reason)
-
-
-def job_interrupted(error: BaseException, exit_code: int) -> None:
-    """Record that the job was stopped."""
-    job_ended(INTERRUPTED, exit_code, reason=str(error) or "interrupted")
