@@ -134,15 +134,7 @@ def open_or_make(path: Path | str, mode: int, dir_fd: int | None = None) -> int:
     """Return a descriptor of the directory, which is made with ``mode`` where there is none.
 
     Whoever calls checks owner and mode on the descriptor: what lies under the path may be another
-    one a moment later.
-
-    Args:
-        path: relative to ``dir_fd`` where that is given.
-        mode: of a directory that is made, whatever the umask.
-        dir_fd: the directory that it lies in.
-
-    Raises:
-        DirectoryProblem: it cannot be made or opened, or is a link.
+    one a moment later. Raises DirectoryProblem: it cannot be made or opened, or is a link.
     """
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
     is_new = False

@@ -115,15 +115,8 @@ class HostQueue:
         return self.read().gpus
 
     def take(self, uuids: Sequence[str], need_bytes: int) -> bool:
-        """Reserve the next attempt's GPUs in place of the last one's.
-
-        Args:
-            uuids: in the order of the ranks; none for the CPU: then everything is released.
-            need_bytes: memory that the attempt needs on each of them.
-
-        Returns:
-            False if another job has one of them by now.
-        """
+        """Reserve the next attempt's GPUs, in the order of its ranks, in place of the last one's;
+        none for the CPU: everything is released. Returns False if another job has one by now."""
         reservation, registry = self._reservation, self._registry
         if reservation is None or registry is None:
             return True

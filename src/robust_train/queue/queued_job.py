@@ -60,13 +60,8 @@ class PollResult:
 
 
 class QueuedJob:
-    """One job's queue position, from its first poll until it has GPUs or leaves.
-
-    Args:
-        registry: the host's jobs.
-        record: of this job.
-        reservation: that of a job that comes back.
-    """
+    """One job's queue position, from its first poll until it has GPUs or leaves. A job that comes
+    back has its ``reservation``."""
 
     def __init__(
         self, registry: JobRegistry, record: JobRecord, reservation: Reservation | None = None

@@ -123,11 +123,8 @@ class JobRegistry:
             self.directory = found
 
     def jobs(self, *, sweep: bool = False) -> list[LiveJob]:
-        """Return the living jobs, in the order of their tickets.
-
-        Args:
-            sweep: remove what dead jobs left; only under the queue lock.
-        """
+        """Return the living jobs, in the order of their tickets. ``sweep``: remove what dead ones
+        left; only under the queue lock."""
         by_inode: dict[int, LiveJob] = {}
         for name in self.directory.names():
             parts = _JOB_FILE.fullmatch(name)

@@ -52,15 +52,8 @@ def plan(
     now: float = 0.0,
     rules: QueueRules = DEFAULT_RULES,
 ) -> Plan:
-    """Decide who gets which GPU now.
-
-    Args:
-        waiting: the queue, in any order.
-        reservations: of all jobs.
-        gpus: the machine at this moment; unusable ones are not granted.
-        now: seconds, on the clock of ``queued_at``.
-        rules: how the queue is ordered.
-    """
+    """Decide who gets which GPU at ``now``, in seconds on the clock of ``queued_at``. Unusable GPUs
+    are not granted."""
     planner = _Planner(reservations, gpus, now, rules)
     ordered = queue_order(waiting, reservations, rules)
     for job in ordered:
