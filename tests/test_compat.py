@@ -287,3 +287,56 @@ def test_a_config_of_ones_own_may_say_whether_to_sweep(argument: str, may: bool)
 def test_hydras_parser_names_what_it_does_not_know():
     given = ["-m", "--config-name", "robust", "model=lora", "--modle=lora"]
     assert compat.unknown_to_hydra(given) == ["--modle=lora"]
+
+
+def test_the_allocators_history_is_called_as_torch_has_it():
+    seen: list[inspect.BoundArguments] = []
+    own = torch.cuda.memory
+
+    def as_in_torch(function):
+        return lambda *args, **keys: seen.append(inspect.signature(function).bind(*args, **keys))
+
+    memory = SimpleNamespace(
+        _record_memory_history=as_in_torch(own._record_memory_history),
+        _dump_snapshot=as_in_torch(own._dump_snapshot),
+    )
+    fake = SimpleNamespace(
+        cuda=SimpleNamespace(memory=memory), _C=SimpleNamespace(_cuda_isHistoryEnabled=lambda: 1)
+    )
+    compat.record_allocator_history(fake, 5)
+    compat.dump_allocator_snapshot(fake, "a path")
+    assert [list(one.arguments.values()) for one in seen] == [["python", 5], ["a path"]]
+    assert compat.allocator_history_is_recorded(fake) is True
+
+
+def test_the_collectives_of_a_sharded_model_are_seen(tmp_path):
+    fsdp = pytest.importorskip("torch.distributed.fsdp")
+    if not hasattr(getattr(fsdp, "FSDPModule", None), "reset_iter_state"):
+        pytest.skip("a torch that cannot reset a sharded model")
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        model = torch.nn.Linear(2, 2)
+        fsdp.fully_shard(model, mesh=dist.device_mesh.init_device_mesh("cpu", (1,)))
+        seen: list[bool] = []
+        gather, scatter = compat.noted_collectives(lambda is_gather, *_: seen.append(is_gather))
+        model.set_custom_all_gather(gather)
+        model.set_custom_reduce_scatter(scatter)
+        assert not compat.has_own_collectives(model)
+        assert not compat.sharding_has_begun(model)
+        model(torch.ones(1, 2)).sum().backward()
+        assert compat.sharding_has_begun(model)
+        gathered = torch.zeros(2)  # one rank alone has no need of its own collectives
+        gather(gathered, torch.ones(2), dist.group.WORLD)
+        assert (seen, gathered.tolist()) == ([True], [1, 1])
+        model.set_custom_all_gather(type("OfAUser", (type(gather),), {})())
+        assert compat.has_own_collectives(model)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_every_function_has_a_test_here():
+    here = inspect.getsource(sys.modules[__name__])
+    functions = [name for name, one in vars(compat).items() if inspect.isfunction(one)]
+    own = [name for name in functions if getattr(compat, name).__module__ == compat.__name__]
+    assert [name for name in own if name not in here and not name.startswith("_")] == []
