@@ -237,13 +237,7 @@ def _is_built_in(cfg: DictConfig) -> bool:
 
 
 def attempt_config(cfg: DictConfig, spec: AttemptSpec, device: str) -> DictConfig:
-    """Return the job's config as one attempt's trainer sees it, fully resolved.
-
-    Args:
-        cfg: the job's; left as it is.
-        spec: what the attempt is to use.
-        device: the trainer's ``cfg.device``.
-    """
+    """Return the job's config as one attempt's trainer sees it, fully resolved."""
     cfg = cfg.copy()
     with open_dict(cfg):
         cfg.device = device
@@ -339,12 +333,26 @@ def sweep_folder() -> Path | None:
     return Path(str(hydra.runtime.cwd)) / str(hydra.sweep.dir)
 
 
-def take_notify_settings(cfg: DictConfig) -> NotifySettings:
-    """Return who is notified of what; the URLs, which may hold passwords, leave the config.
+@dataclass(frozen=True)
+class SweepSettings:
+    """What a sweep goes by; a project's config need not have these keys."""
 
-    Raises:
-        ConfigError: it cannot be used.
-    """
+    fail_fast: bool  # the first failure ends it
+    resume: bool  # completed jobs of earlier launches are not run again
+    jobs_per_gpu: int
+    gpus_per_job: int
+
+
+def sweep_settings(cfg: DictConfig) -> SweepSettings:
+    """Return the part of the config that a sweep needs."""
+    keys = ("sweep_fail_fast", "sweep_resume", "gpu_jobs_per_device", "num_gpus")
+    given = (OmegaConf.select(cfg, key, default=getattr(RobustConfig, key)) for key in keys)
+    return SweepSettings(*given)
+
+
+def take_notify_settings(cfg: DictConfig) -> NotifySettings:
+    """Return who is notified of what; the URLs, which may hold passwords, leave the config. Raises
+    ConfigError: it cannot be used."""
     environ = dict(os.environ)  # for this job alone: a program may call launch() again
     hide_urls(cfg, environ)
     urls = tuple(environ.get(URLS_VARIABLE, "").split())
@@ -367,10 +375,8 @@ def take_notify_settings(cfg: DictConfig) -> NotifySettings:
 
 
 def hide_urls(cfg: DictConfig, environ: MutableMapping[str, str] = os.environ) -> bool:
-    """Move ``notify.urls`` out of the config, and of Hydra's part of it, into the environment.
-
-    Returns whether there was any.
-    """
+    """Move ``notify.urls`` out of the config, and of Hydra's part of it, into the environment;
+    return whether there was any."""
     given = OmegaConf.select(cfg, "notify.urls", throw_on_missing=False)
     if not given:
         return False

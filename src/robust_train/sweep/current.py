@@ -17,7 +17,7 @@ from robust_train.files import set_aside
 from robust_train.runfolder.lock import refusal
 from robust_train.runfolder.requests import sweep_stop_requested
 from robust_train.runfolder.summary import read_summary
-from robust_train.settings import sweep_folder
+from robust_train.settings import sweep_folder, sweep_settings
 from robust_train.sweep.job_record import (
     COMPLETED,
     NOT_STARTED,
@@ -116,7 +116,7 @@ def plan(config: DictConfig, folder: Path) -> tuple[Entry, JobRecord]:
         completed=completed,
         overrides=own.overrides,
         sweep=own.sweep,
-        resume=bool(OmegaConf.select(config, "sweep_resume", default=True)),
+        resume=sweep_settings(config).resume,
     )
     if entry is not Entry.REUSE or earlier is None:
         return entry, own
@@ -161,8 +161,7 @@ def _enter_sweep(job: CurrentJob, config: DictConfig) -> None:
 def _why_not_started(config: DictConfig, record: JobRecord) -> str | None:
     folder = sweep_folder()
     assert folder is not None
-    fail_fast = OmegaConf.select(config, "sweep_fail_fast", default=False)
-    if fail_fast and has_failed(folder, record.sweep):
+    if sweep_settings(config).fail_fast and has_failed(folder, record.sweep):
         return "another job failed before (sweep_fail_fast=true)"
     return "the sweep was stopped" if sweep_stop_requested(folder) else None
 
