@@ -1,4 +1,4 @@
-"""The contestants of ``recovery.py`` from other libraries, each used as its documentation tells,
+"""The contestants of ``recovery.py`` from other libraries, each used as its documentation shows,
 and recovery in the steps of their trainers.
 
 Where a choice was left, it is the one that serves the library better. The libraries are imported

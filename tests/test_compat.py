@@ -6,6 +6,7 @@ import ast
 import inspect
 import logging
 import operator
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -22,6 +23,57 @@ from robust_train.cli.door import _may_set_mode
 from robust_train.errors import UserError
 from robust_train.microbatch import ranks
 from world import ROOT
+
+PRIVATE = re.compile(
+    r"\b(?:torch|hydra|omegaconf|multiprocessing)\.(?:\w+\.)*_[a-z]\w*"
+    r"|\bfrom (?:torch|hydra|omegaconf|multiprocessing)\b.* import _"
+    r"|\b(?!self\b|cls\b)[a-z]\w*\._(?:buffers|parameters|modules|version|is_view|sequence_nr)\b"
+)
+
+
+def test_private_symbols_are_used_here_alone():
+    found = [
+        f"{path.name}: {line.strip()}"
+        for path in (ROOT / "src/robust_train").rglob("*.py")
+        if path.name != "compat.py"
+        for line in path.read_text().splitlines()
+        if PRIVATE.search(line) and '"torch._dynamo"' not in line and "#" not in line
+    ]
+    assert found == []
+
+
+def test_private_names_of_torch_are_found_when_they_are_used():
+    leaves = compat.tree_leaves({"a": [1, torch.ones(1)]})
+    assert len(leaves) == 2
+    assert compat.tree_map_only(int, str, [1, 0.5]) == ["1", 0.5]
+    with compat.FakeTensorMode():
+        assert isinstance(torch.ones(2), compat.FakeTensor)
+    with pytest.raises(AttributeError, match="tree_twigs"):
+        compat.tree_twigs  # noqa: B018
+
+    class Counts(compat.TorchDispatchMode):
+        calls = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.calls += 1
+            return func(*args, **(kwargs or {}))
+
+    with Counts() as counts:
+        torch.ones(2).add(1)
+    assert counts.calls
+
+
+def test_private_attributes_of_tensors_and_modules():
+    tensor = torch.ones(2)
+    tensor.add_(1)
+    assert (compat.version_of(tensor), compat.graph_number(tensor)) == (1, -1)
+    first = torch.ones(1, requires_grad=True) * 2
+    assert 0 <= compat.graph_number(first) < compat.graph_number(first * 2)
+    parameters, buffers = compat.tensors_of(torch.nn.BatchNorm1d(2))
+    assert {"weight"} <= set(parameters)
+    assert {"running_mean"} <= set(buffers)
+    compat.copy_at_once(torch, [tensor], [torch.zeros(2)])
+    assert tensor.tolist() == [0, 0]
 
 
 def test_autograd_numbers_its_operations():
@@ -46,6 +98,7 @@ def test_collectives_are_counted(tmp_path):
         dist.all_reduce(torch.ones(1))
         assert compat.collectives_begun(dist.group.WORLD) == before + 1
         wrapper = DistributedDataParallel(torch.nn.Linear(2, 2))
+        assert compat.hook_and_delay(wrapper) == (False, False)
         wrapper(torch.ones(1, 2)).sum().backward()
         before = compat.collectives_begun(dist.group.WORLD)
         for _ in range(2):
@@ -55,6 +108,8 @@ def test_collectives_are_counted(tmp_path):
             before = compat.collectives_begun(dist.group.WORLD)
             wrapper(torch.ones(1, 2)).sum().backward()
         assert compat.collectives_begun(dist.group.WORLD) == before
+        wrapper.register_comm_hook(None, lambda state, bucket: bucket.buffer())
+        assert compat.hook_and_delay(wrapper) == (True, False)
     finally:
         dist.destroy_process_group()
 
@@ -232,3 +287,56 @@ def test_a_config_of_ones_own_may_say_whether_to_sweep(argument: str, may: bool)
 def test_hydras_parser_names_what_it_does_not_know():
     given = ["-m", "--config-name", "robust", "model=lora", "--modle=lora"]
     assert compat.unknown_to_hydra(given) == ["--modle=lora"]
+
+
+def test_the_allocators_history_is_called_as_torch_has_it():
+    seen: list[inspect.BoundArguments] = []
+    own = torch.cuda.memory
+
+    def as_in_torch(function):
+        return lambda *args, **keys: seen.append(inspect.signature(function).bind(*args, **keys))
+
+    memory = SimpleNamespace(
+        _record_memory_history=as_in_torch(own._record_memory_history),
+        _dump_snapshot=as_in_torch(own._dump_snapshot),
+    )
+    fake = SimpleNamespace(
+        cuda=SimpleNamespace(memory=memory), _C=SimpleNamespace(_cuda_isHistoryEnabled=lambda: 1)
+    )
+    compat.record_allocator_history(fake, 5)
+    compat.dump_allocator_snapshot(fake, "a path")
+    assert [list(one.arguments.values()) for one in seen] == [["python", 5], ["a path"]]
+    assert compat.allocator_history_is_recorded(fake) is True
+
+
+def test_the_collectives_of_a_sharded_model_are_seen(tmp_path):
+    fsdp = pytest.importorskip("torch.distributed.fsdp")
+    if not hasattr(getattr(fsdp, "FSDPModule", None), "reset_iter_state"):
+        pytest.skip("a torch that cannot reset a sharded model")
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        model = torch.nn.Linear(2, 2)
+        fsdp.fully_shard(model, mesh=dist.device_mesh.init_device_mesh("cpu", (1,)))
+        seen: list[bool] = []
+        gather, scatter = compat.noted_collectives(lambda is_gather, *_: seen.append(is_gather))
+        model.set_custom_all_gather(gather)
+        model.set_custom_reduce_scatter(scatter)
+        assert not compat.has_own_collectives(model)
+        assert not compat.sharding_has_begun(model)
+        model(torch.ones(1, 2)).sum().backward()
+        assert compat.sharding_has_begun(model)
+        gathered = torch.zeros(2)  # one rank alone has no need of its own collectives
+        gather(gathered, torch.ones(2), dist.group.WORLD)
+        assert (seen, gathered.tolist()) == ([True], [1, 1])
+        model.set_custom_all_gather(type("OfAUser", (type(gather),), {})())
+        assert compat.has_own_collectives(model)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_every_function_has_a_test_here():
+    here = inspect.getsource(sys.modules[__name__])
+    functions = [name for name, one in vars(compat).items() if inspect.isfunction(one)]
+    own = [name for name in functions if getattr(compat, name).__module__ == compat.__name__]
+    assert [name for name in own if name not in here and not name.startswith("_")] == []

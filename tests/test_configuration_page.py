@@ -75,6 +75,36 @@ def test_the_page_states_the_default_that_yaml_and_dataclass_have(composed: Dict
         assert _as_text(from_yaml) == _as_text(default) == _as_text_of_page(stated[1]), key
 
 
+OPTIONS = {
+    "model": dict(
+        zip(("cnn", "linear_probe", "lora", "full_finetune"), GROUPS["model"], strict=True)
+    ),
+    "dataset": {
+        "digits": schema.DatasetConfig,
+        "flowers102": schema.DatasetConfig,
+        "cub200": schema.DatasetConfig,
+        "image_folder": schema.ImageFolderConfig,
+    },
+    "trainer": {"command": schema.CommandConfig},
+}
+
+
+@pytest.mark.parametrize(
+    ("group", "option"), [(group, option) for group in OPTIONS for option in OPTIONS[group]]
+)
+def test_an_option_of_a_group_has_the_defaults_of_its_dataclass_and_of_the_page(group, option):
+    with initialize_config_module("robust_train.configs", version_base="1.3"):
+        values = OmegaConf.to_container(compose("robust", [f"{group}={option}"])[group])
+    for item in dataclasses.fields(OPTIONS[group][option]):
+        key, default = f"{group}.{item.name}", _default(item)
+        stated = re.findall(r"`([^`]*)`", ROWS[key])
+        text = _as_text(values[item.name])  # type: ignore[index,call-overload]
+        if group == "model" and default is not MISSING:
+            assert text == _as_text(default), key
+        if stated and values[item.name] != MISSING and ", or" not in ROWS[key]:
+            assert text in (", ".join(stated), str(stated)) or text == _as_text_of_page(stated[0])
+
+
 def _as_text(value: object) -> str:
     if value is None or value is MISSING:
         return "null"

@@ -205,3 +205,46 @@ def test_every_command_parses(page: Path):
 
 def test_readme_has_at_most_200_lines():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 200
+
+
+NO_VERB = {
+    *("A", "After", "All", "An", "As", "Before", "Best", "Called", "Every", "For", "From", "How"),
+    *("In", "It", "More", "No", "Nothing", "One", "Others", "Somebody", "The", "Their", "There"),
+    *("They", "This", "What", "When", "Where", "Whether", "Who", "Why", "With", "Within"),
+}
+
+
+def _described(node: ast.AST) -> bool:
+    """Return whether a node is a function, whose docstring says what it does; no property."""
+    if not isinstance(node, ast.FunctionDef):
+        return False
+    decorators = {ast.unparse(one) for one in node.decorator_list}
+    return not decorators & {"property", "functools.cached_property", "cached_property"}
+
+
+def test_docstrings_begin_with_a_verb():
+    wrong = []
+    for path in (ROOT / "src").rglob("*.py"):
+        for node in filter(_described, ast.walk(ast.parse(path.read_text()))):
+            first, *_ = (ast.get_docstring(node) or "Do").split()
+            if first.strip(",.:;") in NO_VERB or not first[0].isalpha():
+                wrong.append(f"{path.name}:{node.lineno} {first}")
+    assert wrong == [], "\n".join(wrong)
+
+
+OTHER_WORDS = re.compile(
+    r"\b(tenanc(y|ies)|quarantine\w*|rungs?|ladders?|verdicts?|whole numbers?|g(a|i)ven? back"
+    r"|gives back|lets? go of|standing in line|put aside|(may|might) help|tells?|told|hears?|heard"
+    r"|come round|sick)\b"
+)
+
+
+def test_there_is_one_word_for_a_thing():
+    pages = [*PAGES, *(ROOT / "src").rglob("*.py"), *(ROOT / "src").rglob("*.j2")]
+    found = [
+        f"{page.name}: {line.strip()}"
+        for page in pages
+        for line in page.read_text().splitlines()
+        if OTHER_WORDS.search(line) and ".tell()" not in line
+    ]
+    assert found == []

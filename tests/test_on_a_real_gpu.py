@@ -81,4 +81,4 @@ def test_nothing_is_left_on_the_gpu_when_a_job_ended(world: World):
     ended = world.train("fills_two_gib_of_the_gpu", "training.batch_size=16")
     uuid = ended.attempts[0]["gpu_uuid"]
     # in a container, NVML lists processes by other numbers, or none
-    wait_until(lambda: free()[uuid] > before[uuid] - 64 * MIB, "the memory is given back")
+    wait_until(lambda: free()[uuid] > before[uuid] - 64 * MIB, "the memory is released")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import importlib
 import importlib.util
 import logging
 import re
@@ -16,7 +17,28 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+    from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+    from torch.utils._pytree import tree_leaves as tree_leaves
+    from torch.utils._pytree import tree_map_only as tree_map_only
+else:
+    _HOMES = {
+        "FakeTensor": "torch._subclasses.fake_tensor",
+        "FakeTensorMode": "torch._subclasses.fake_tensor",
+        "TorchDispatchMode": "torch.utils._python_dispatch",
+        "tree_leaves": "torch.utils._pytree",
+        "tree_map_only": "torch.utils._pytree",
+    }
+
+    def __getattr__(name: str) -> Any:
+        """Return one of these names, whose module is imported then."""
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(_HOMES[name]), name)
 
 
 def when_cuda_starts(torch: Any, action: Callable[[], None]) -> None:
@@ -28,6 +50,29 @@ def preserve_version_counter(torch: Any, tensor: Any) -> AbstractContextManager[
     """Let changes of ``tensor`` within the block go unseen by autograd's version counter."""
     guard: AbstractContextManager[None] = torch.autograd._unsafe_preserve_version_counter(tensor)
     return guard
+
+
+def version_of(tensor: Any) -> int:
+    """Return how often ``tensor`` was changed in place."""
+    return int(tensor._version)
+
+
+def tensors_of(module: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return where a module has its own parameters and buffers, by name."""
+    return module._parameters, module._buffers
+
+
+def copy_at_once(torch: Any, targets: Sequence[Any], sources: Sequence[Any]) -> None:
+    """Copy each source into its target, of one device and number format: one kernel for all."""
+    torch._foreach_copy_(targets, sources)
+
+
+def graph_number(tensor: Any) -> int:
+    """Return the number of the operation that computed ``tensor``; -1 if none did."""
+    try:
+        return -1 if tensor.grad_fn is None else int(tensor.grad_fn._sequence_nr())
+    except (RuntimeError, AttributeError):
+        return -1
 
 
 def autograd_sequence_number(torch: Any) -> int | None:
@@ -166,6 +211,12 @@ def settle_buckets(wrapper: Any) -> None:
     forward pass after its first step."""
     if wrapper.reducer._rebuild_buckets():
         wrapper._has_rebuilt_buckets = True
+
+
+def hook_and_delay(wrapper: Any) -> tuple[bool, bool]:
+    """Return whether DistributedDataParallel has a communication hook, and delays gradients."""
+    delays = bool(getattr(wrapper, "_delay_all_reduce_params", None))
+    return bool(getattr(wrapper, "_comm_hooks", None)), delays
 
 
 def collectives_begun(group: Any) -> int:

@@ -57,7 +57,7 @@ class JobInterrupted(KeyboardInterrupt):
         self.signum = signum
 
     def __reduce__(self) -> tuple[type[JobInterrupted], tuple[int]]:
-        """For a worker that hands it to the process which gave it the job."""
+        """Let a worker hand it to the process which gave it the job."""
         return JobInterrupted, (self.signum,)
 
     @property

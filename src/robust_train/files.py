@@ -8,10 +8,12 @@ import errno
 import functools
 import itertools
 import json
+import logging
 import math
 import os
 import re
 import stat
+import sys
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -24,6 +26,10 @@ T = TypeVar("T")
 
 _LARGEST = 2**1023  # of the integers that are floats, too
 _DRAWABLE = 2.0**63
+_DEEPEST = 100  # levels of lists and objects: readers recurse
+_LONGEST_INTEGER = 14_000  # bits; Python writes no more than 4,300 digits
+
+log = logging.getLogger("robust_train")
 
 
 @contextlib.contextmanager
@@ -125,18 +131,10 @@ class DirectoryProblem(Exception):
 
 
 def open_or_make(path: Path | str, mode: int, dir_fd: int | None = None) -> int:
-    """A descriptor of the directory, which is made with ``mode`` where there is none.
+    """Return a descriptor of the directory, which is made with ``mode`` where there is none.
 
     Whoever calls checks owner and mode on the descriptor: what lies under the path may be another
-    one a moment later.
-
-    Args:
-        path: relative to ``dir_fd`` where that is given.
-        mode: of a directory that is made, whatever the umask.
-        dir_fd: the directory that it lies in.
-
-    Raises:
-        DirectoryProblem: it cannot be made or opened, or is a link.
+    one a moment later. Raises DirectoryProblem: it cannot be made or opened, or is a link.
     """
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
     is_new = False
@@ -302,6 +300,41 @@ def as_json(value: object) -> Json:
     if isinstance(value, (list, tuple)):
         return [as_json(item) for item in value]
     return value
+
+
+def plain(value: object, where: str = "", depth: int = 0) -> Json:
+    """Return what a trainer gave in JSON's types, for a process without torch; never raises.
+
+    Numbers of any library become Python's, paths strings; containers are walked; the rest becomes
+    text, with a warning that names it by ``where``, as for NaN and infinities, which JSON lacks.
+    """
+    if isinstance(value, float) and where and not math.isfinite(value):
+        log.warning("%s is %s, which JSON lacks: it is saved as null", where, value)
+    if value is None or isinstance(value, (bool, float, str)):
+        return value
+    if isinstance(value, int) and value.bit_length() < _LONGEST_INTEGER:
+        return value
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    text = f"<{kind}>"
+
+    def inner(key: object, item: object) -> Json:
+        return plain(item, where and f"{where}[{key!r}]", depth + 1)
+
+    with contextlib.suppress(Exception):  # of methods that are not ours
+        if kind.startswith("omegaconf."):
+            value = sys.modules["omegaconf"].OmegaConf.to_container(value, resolve=True)
+        if isinstance(value, os.PathLike):
+            return os.fsdecode(value)
+        if isinstance(value, Mapping) and depth < _DEEPEST:
+            return {str(key): inner(key, item) for key, item in value.items()}
+        if isinstance(value, (list, tuple, set, frozenset)) and depth < _DEEPEST:
+            return [inner(number, item) for number, item in enumerate(value)]
+        if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
+            return plain(value.item(), where, depth + 1)
+        text = repr(value)
+    if where:
+        log.warning("%s is a %s, which is not JSON: it is saved as text", where, kind)
+    return text
 
 
 def strict_json(value: Any) -> Any:

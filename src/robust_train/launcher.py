@@ -206,7 +206,7 @@ class Job:
         return self._end("failed", last.decision.reason)
 
     def _executor(self) -> InlineExecutor | ProcessExecutor | Leader:
-        """How attempts run. A separate process starts importing libraries right away."""
+        """Return how attempts run. A separate process starts importing libraries right away."""
         if self.settings.runs_inline:
             function = self.trainer_ref.load() if isinstance(self.trainer, str) else self.trainer
             return InlineExecutor(lambda: function, self.signals, can_restart=self._has_remedies)
@@ -294,7 +294,7 @@ class Job:
         self.records.append(record)
         ended = AttemptEnded(record.as_json(number), evidence_of(attempt.outcome))
         self.journal.write(ended, number)
-        narration.say(number, attempt.outcome, decision)
+        narration.log_outcome(number, attempt.outcome, decision)
         self.folder.decided(attempt, decision, self.checkpoint)
         return record
 

@@ -9,7 +9,6 @@ from collections.abc import Collection
 from robust_train.values import GIB, MIB
 
 _MINUTE, _HOUR, _DAY = 60, 3600, 86400
-_ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth")
 
 
 def as_clock(seconds: int) -> str:
@@ -87,11 +86,6 @@ def percent(share: float) -> str:
     return f"{100 * share:.0f} %"
 
 
-def ordinal_word(number: int) -> str:
-    """Return ``first``, ``12th``."""
-    return _ORDINALS[number - 1] if 1 <= number <= len(_ORDINALS) else ordinal(number)
-
-
 def moment(time: float) -> str:
     """Return date and time of day, in this process's time zone."""
     try:
@@ -102,8 +96,8 @@ def moment(time: float) -> str:
 
 
 def shortened(text: str, longest: int) -> str:
-    """Return ``text`` in one line of at most ``longest`` characters."""
-    text = " ".join(text.split())
+    """Return ``text`` in one line of at most ``longest`` characters, which can be printed."""
+    text = " ".join(text.split()).encode(errors="replace").decode()
     return text if len(text) <= longest else text[: longest - 1] + "…"
 
 

@@ -26,6 +26,7 @@ from robust_train.events import (
     TrainingStarted,
     UserEvent,
 )
+from robust_train.files import plain
 from robust_train.memory.in_use import describe_memory
 from robust_train.memory.in_use import memory_in_use as memory_in_use
 from robust_train.runfolder.cadence import Saving
@@ -273,7 +274,7 @@ class Run:
             return False
         self._next_progress = now + _PROGRESS_INTERVAL_SECONDS
         self.report(Progress(step, total_steps, scalars))
-        self.trackers.look()
+        self.trackers.poll()
         return True
 
     def send_last_progress(self) -> None:
@@ -390,7 +391,7 @@ class Run:
 
     def record(self, event: str, fields: Mapping[str, Json]) -> None:
         """Record an event of the trainer's own in the journal: any name, any fields."""
-        self.report(UserEvent(str(event), dict(fields)))
+        self.report(UserEvent(str(event), plain(dict(fields))))
 
     def report(self, event: Event) -> None:
         """Send one event to the launcher."""

@@ -104,7 +104,7 @@ def _owns_terminal() -> bool:
 def policy_settings(
     cfg: DictConfig, *, finds_batch_size: bool = False, can_checkpoint: bool = False
 ) -> PolicySettings:
-    """The part of the config that decisions depend on.
+    """Return the part of the config that decisions depend on.
 
     ``can_checkpoint``: the trainer's source reads ``training.gradient_checkpointing``.
     """
@@ -237,13 +237,7 @@ def _is_built_in(cfg: DictConfig) -> bool:
 
 
 def attempt_config(cfg: DictConfig, spec: AttemptSpec, device: str) -> DictConfig:
-    """The job's config as one attempt's trainer sees it, fully resolved.
-
-    Args:
-        cfg: the job's; left as it is.
-        spec: what the attempt is to use.
-        device: the trainer's ``cfg.device``.
-    """
+    """Return the job's config as one attempt's trainer sees it, fully resolved."""
     cfg = cfg.copy()
     with open_dict(cfg):
         cfg.device = device
@@ -258,7 +252,7 @@ def attempt_config(cfg: DictConfig, spec: AttemptSpec, device: str) -> DictConfi
 
 
 def target_of(cfg: DictConfig) -> str:
-    """The dotted path of the trainer that the config names."""
+    """Return the dotted path of the trainer that the config names."""
     target = OmegaConf.select(cfg, "trainer._target_")
     if not isinstance(target, str):
         raise ConfigError(
@@ -269,7 +263,7 @@ def target_of(cfg: DictConfig) -> str:
 
 
 def name_of(trainer: str | Callable[..., Any]) -> str:
-    """A trainer's dotted path; of a callable what it calls itself."""
+    """Return a trainer's dotted path; of a callable what it calls itself."""
     if isinstance(trainer, str):
         return trainer
     module, name = (getattr(trainer, key, "") for key in ("__module__", "__qualname__"))
@@ -291,7 +285,7 @@ def about_job(cfg: DictConfig, name: str) -> dict[str, str]:
 
 
 def hydra_config() -> DictConfig | None:
-    """Hydra's own part of the config, None outside of Hydra.
+    """Return Hydra's own part of the config, None outside of Hydra.
 
     Without the classes of launcher and sweeper: where Hydra loads plugins anew, as in joblib's
     workers, there are two of each, and pickle refuses them.
@@ -309,7 +303,7 @@ def hydra_config() -> DictConfig | None:
 
 
 def run_folder(run_dir: str | Path | None, name: str) -> Path:
-    """The run folder, made if need be: the one given, Hydra's, or a new one for a job's name.
+    """Make and return the run folder: the one given, Hydra's, or a new one for a job's name.
 
     Raises:
         ConfigError: it cannot be made.
@@ -329,7 +323,7 @@ def run_folder(run_dir: str | Path | None, name: str) -> Path:
 
 
 def sweep_folder() -> Path | None:
-    """The folder of the sweep that this process's job belongs to; None outside of one."""
+    """Return the folder of the sweep that this process's job belongs to, or None."""
     if not HydraConfig.initialized():
         return None
     hydra = HydraConfig.get()
@@ -339,12 +333,26 @@ def sweep_folder() -> Path | None:
     return Path(str(hydra.runtime.cwd)) / str(hydra.sweep.dir)
 
 
-def take_notify_settings(cfg: DictConfig) -> NotifySettings:
-    """Return who is notified of what; the URLs, which may hold passwords, leave the config.
+@dataclass(frozen=True)
+class SweepSettings:
+    """What a sweep goes by; a project's config need not have these keys."""
 
-    Raises:
-        ConfigError: it cannot be used.
-    """
+    fail_fast: bool  # the first failure ends it
+    resume: bool  # completed jobs of earlier launches are not run again
+    jobs_per_gpu: int
+    gpus_per_job: int
+
+
+def sweep_settings(cfg: DictConfig) -> SweepSettings:
+    """Return the part of the config that a sweep needs."""
+    keys = ("sweep_fail_fast", "sweep_resume", "gpu_jobs_per_device", "num_gpus")
+    given = (OmegaConf.select(cfg, key, default=getattr(RobustConfig, key)) for key in keys)
+    return SweepSettings(*given)
+
+
+def take_notify_settings(cfg: DictConfig) -> NotifySettings:
+    """Return who is notified of what; the URLs, which may hold passwords, leave the config. Raises
+    ConfigError: it cannot be used."""
     environ = dict(os.environ)  # for this job alone: a program may call launch() again
     hide_urls(cfg, environ)
     urls = tuple(environ.get(URLS_VARIABLE, "").split())
@@ -367,10 +375,8 @@ def take_notify_settings(cfg: DictConfig) -> NotifySettings:
 
 
 def hide_urls(cfg: DictConfig, environ: MutableMapping[str, str] = os.environ) -> bool:
-    """Move ``notify.urls`` out of the config, and of Hydra's part of it, into the environment.
-
-    Returns whether there was any.
-    """
+    """Move ``notify.urls`` out of the config, and of Hydra's part of it, into the environment;
+    return whether there was any."""
     given = OmegaConf.select(cfg, "notify.urls", throw_on_missing=False)
     if not given:
         return False

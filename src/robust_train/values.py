@@ -188,12 +188,12 @@ class AttemptSpec:
 
 
 def gpus_of(group: Group, rank: int | None) -> Group:
-    """The GPU of ``rank``; all of them where it is not known which is meant."""
+    """Return the GPU of ``rank``; all of them where it is not known which is meant."""
     return group if rank is None else group[rank : rank + 1]
 
 
 def device_name(gpus: Group) -> str:
-    """``cuda:0,cuda:1`` as ``nvidia-smi`` counts, ``cpu`` where there are none."""
+    """Return ``cuda:0,cuda:1`` as ``nvidia-smi`` counts, ``cpu`` where there are none."""
     return ",".join(f"cuda:{gpu.index}" for gpu in gpus) or "cpu"
 
 

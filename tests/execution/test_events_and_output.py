@@ -33,11 +33,11 @@ from robust_train.execution import rank, wire
 from robust_train.execution.attempt_output import AttemptLog
 from robust_train.execution.fork_messages import receive_descriptors, send_descriptors
 from robust_train.execution.progress import AttemptProgress
-from robust_train.execution.runner import plain
 from robust_train.execution.screen import Screen, never_blocking_output
 from robust_train.execution.votes import Votes
 from robust_train.execution.wire import EventSender, read_events
-from robust_train.run import STOP
+from robust_train.files import plain, write_json
+from robust_train.run import STOP, Run
 from robust_train.runfolder.summary import AttemptRecord, gpu_memory_summary
 from robust_train.values import Attempt, AttemptSpec
 from world import wait_until
@@ -53,7 +53,7 @@ def channel() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 def test_what_of_a_result_is_no_json_is_named_by_its_place(caplog):
     result = {"loss": float("nan"), "best": {"model": object(), "scores": [1.5, float("inf")]}}
-    saved = plain(result)
+    saved = plain(result, "the trainer's result")
     assert (saved["best"]["scores"][0], type(saved["best"]["model"])) == (1.5, str)
     assert [record.getMessage() for record in caplog.records] == [
         "the trainer's result['loss'] is nan, which JSON lacks: it is saved as null",
@@ -61,6 +61,37 @@ def test_what_of_a_result_is_no_json_is_named_by_its_place(caplog):
         "saved as text",
         "the trainer's result['best']['scores'][1] is inf, which JSON lacks: it is saved as null",
     ]
+
+
+class Unprintable:
+    def __repr__(self) -> str:
+        raise RuntimeError("no repr")
+
+
+def nested(levels: int) -> list[object]:
+    outermost: list[object] = []
+    innermost = outermost
+    for _ in range(levels):
+        innermost.append([])
+        innermost = innermost[0]
+    return outermost
+
+
+@pytest.mark.parametrize(
+    "value",
+    [nested(100_000), Unprintable(), 10**5000, {(1, 2): {3}}],
+    ids=["nested", "unprintable", "long integer", "keys"],
+)
+def test_no_value_costs_the_result_or_an_event(value, tmp_path, channel):
+    ours, theirs = channel
+    send = EventSender(theirs)
+    run = Run(run_dir=tmp_path, report=send)
+    run.record("retry", {"found": value})
+    send(Finished(plain([0.5, value], "the trainer's result")))
+    recorded, finished = read_events(ours)
+    assert recorded.fields["found"] == finished.result[1]
+    assert finished.result[0] == 0.5
+    write_json(tmp_path / "summary.json", {"result": finished.result})
 
 
 def test_only_progress_is_dropped_where_nobody_reads(channel):

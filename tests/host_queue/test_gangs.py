@@ -51,7 +51,7 @@ def test_two_jobs_that_want_every_gpu_go_one_after_the_other() -> None:
     assert set(uuids(plan(line, [], gpus))) == {"job1"}
     first = [held(uuid, by="job1", ticket=1) for uuid in (A, B, C, D)]
     assert not plan(line[1:], first, gpus).groups
-    assert not plan(line[1:], first[:1], gpus).groups, "nor where it has given back all but one"
+    assert not plan(line[1:], first[:1], gpus).groups, "nor where it has released all but one"
     assert len(plan(line[1:], [], gpus).groups["job2"]) == 4
 
 

@@ -67,7 +67,7 @@ def test_force_collects_what_gc_freeze_has_put_aside() -> None:
         gc.enable()
         gc.unfreeze()
     assert cleared.dropped_bytes >= SIZE
-    assert "put aside by gc.freeze are collected again" in cleared.description
+    assert "frozen by gc.freeze are collected again" in cleared.description
     assert "of unreachable tensors dropped" in cleared.description
 
 

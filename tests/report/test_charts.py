@@ -104,8 +104,8 @@ def test_other_figures_for_people():
     assert [readable.percent(share) for share in (0, 0.001, 0.5, 0.999, 1)] == [
         *("0 %", "< 1 %", "50 %", "> 99 %", "100 %")
     ]
-    assert [readable.ordinal_word(n) for n in (1, 3, 11, 12, 21, 22, 113)] == [
-        *("first", "third", "11th", "12th", "21st", "22nd", "113th")
+    assert [readable.ordinal(n) for n in (1, 3, 11, 12, 21, 22, 113)] == [
+        *("1st", "3rd", "11th", "12th", "21st", "22nd", "113th")
     ]
     assert [readable.number(v) for v in (0, 0.25, 1234, 12345, 6.17e-8, 2e6)] == [
         *("0", "0.25", "1,234", "12,345", "6.17e-8", "2e6")

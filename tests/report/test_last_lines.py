@@ -56,7 +56,7 @@ def test_a_bug_is_shown_whole_once_and_the_command_is_for_after_it_is_mended(
     give_up = GiveUp(MESSAGE)
     record = AttemptRecord(Attempt(SPEC, outcome), give_up)
     summary = Summary("failed", tmp_path, MESSAGE, wall_seconds=12.0, attempts=(record,))
-    narration.say(1, outcome, give_up)
+    narration.log_outcome(1, outcome, give_up)
     lines = lines_of(caplog, summary)
     assert lines[0] == "attempt 1 failed: ValueError"
     assert [line for line in lines if MESSAGE in line] == [

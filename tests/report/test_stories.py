@@ -62,7 +62,7 @@ def test_time_is_cut_into_useful_lost_waiting_and_starting_up(recovered):
 
 def test_the_sentence_tells_how_it_ended_and_what_went_wrong(recovered):
     assert recovered.story.sentence == (
-        "Completed in 35 s at the second attempt, on cuda:0 with batch size 32 × accumulation 2. "
+        "Completed in 35 s at the 2nd attempt, on cuda:0 with batch size 32 × accumulation 2. "
         "Memory ran out on cuda:0 at batch size 64. 34 % of the time was useful."
     )
 

@@ -79,12 +79,12 @@ def test_a_program_gets_json_and_a_line_once_for_each_thing_that_is_asked_for(tm
     settings = NotifySettings(_writes(tmp_path / "told"), on=("waiting", "stalled"))
     notifier = Notifier(settings)
     for state in (NEW, WAITING, replace(WAITING, updated=5.0)):
-        notifier.look(state)
+        notifier.poll(state)
         notifier.finish()
     notifier.on_event(NoProgress(300.0, 600.0), replace(ON_CPU, attempt=3))
     notifier.finish()
     notifier.on_event(Stalled(600.0), replace(ON_CPU, attempt=3))
-    notifier.look(replace(NEW, state="failed"))
+    notifier.poll(replace(NEW, state="failed"))
     notifier.finish()
     lines = (tmp_path / "told").read_text().splitlines()
     waiting, line, stalled, last = json.loads(lines[0]), lines[1], json.loads(lines[4]), lines[5]

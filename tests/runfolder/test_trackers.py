@@ -51,14 +51,14 @@ def test_a_function_gets_it_where_wandb_is_installed(
 
 def test_mlflow_gets_the_run_that_was_active_last(tmp_path: Path, mlflow):
     note = TrackerNote(tmp_path, "abc")
-    note.look()
+    note.poll()
     assert given(tmp_path) == WANDB, "no run was active"
     for run in ("first", "second"):
         mlflow(run)
-        note.look()
+        note.poll()
         assert given(tmp_path) == {**WANDB, "MLFLOW_RUN_ID": run}
     mlflow("third", **{"mlflow.parentRunId": "whole"})
-    note.look()
+    note.poll()
     assert given(tmp_path)["MLFLOW_RUN_ID"] == "whole", "a run within a run ends with it"
     assert given(tmp_path, {"MLFLOW_RUN_ID": ""}) == WANDB
     assert given(tmp_path, {"MLFLOW_TRACKING_URI": "another"}) == WANDB, "it is not known there"
@@ -72,20 +72,20 @@ def test_a_server_that_the_trainer_chooses_itself_is_the_same_at_the_next_attemp
     note = TrackerNote(tmp_path, "abc")
     mlflow("first")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///x")  # as set_tracking_uri() does
-    note.look()
+    note.poll()
     assert given(tmp_path)["MLFLOW_RUN_ID"] == "first"
 
 
 def test_what_is_wrong_costs_the_note_and_nothing_else(tmp_path: Path, mlflow):
     mlflow("first")
-    TrackerNote(tmp_path, "").look()
-    TrackerNote(tmp_path, None).look()
+    TrackerNote(tmp_path, "").poll()
+    TrackerNote(tmp_path, None).poll()
     assert list(tmp_path.iterdir()) == [], "without a launcher nobody reads it"
-    TrackerNote(tmp_path / "gone", "abc").look()
+    TrackerNote(tmp_path / "gone", "abc").poll()
     sys.modules["mlflow"].active_run = lambda: 1 / 0
-    TrackerNote(tmp_path, "abc").look()
+    TrackerNote(tmp_path, "abc").poll()
     del sys.modules["mlflow"].active_run  # it is being imported
-    TrackerNote(tmp_path, "abc").look()
+    TrackerNote(tmp_path, "abc").poll()
     for content in ("{", "[1]", json.dumps({"job": "abc", "mlflow_run_id": 3})):
         (tmp_path / "trackers.json").write_text(content)
         assert given(tmp_path) == WANDB

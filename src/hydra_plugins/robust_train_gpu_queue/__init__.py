@@ -32,7 +32,7 @@ class GpuQueueLauncher(Launcher):
     def setup(
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
     ) -> None:
-        """Called by Hydra once, before the first batch of jobs."""
+        """Take what Hydra gives once, before the first batch of jobs."""
         self._arguments = (hydra_context, task_function, config)
         if self._n_jobs is not None and self._n_jobs < 1:
             from robust_train.errors import ConfigError
@@ -44,7 +44,7 @@ class GpuQueueLauncher(Launcher):
     def launch(
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
     ) -> Sequence[JobReturn]:
-        """Called by a sweeper for each batch of jobs; the results in order."""
+        """Run a sweeper's batch of jobs; return the results in order."""
         from robust_train.sweep.gpu_queue import GpuQueue
 
         queue = GpuQueue(*self._arguments, self._n_jobs)

@@ -10,7 +10,7 @@ class RobustTrainSearchPath(SearchPathPlugin):
     """Adds the configs that come with robust-train behind the project's own."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        """Called by Hydra when it builds its search path."""
+        """Extend Hydra's search path while it is built."""
         from robust_train.config import schema as config
 
         config.register()

@@ -48,7 +48,7 @@ def open_robust(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def open_plain() -> None:
-    """``python train.py``: the same trainer, one run in this process, no supervision."""
+    """Run ``python train.py``: one attempt in this process, without remedies."""
     _end_quietly_at_signals()
     _see_modules_here()
     from robust_train.execution.environment import shared_machine_environment

@@ -32,6 +32,7 @@ from robust_train.runfolder.requests import sweep_stop_requested
 from robust_train.runfolder.summary import Summary
 from robust_train.settings import sweep_folder, target_of
 from robust_train.sweep import current
+from robust_train.sweep.job_record import INTERRUPTED, REFUSED
 from robust_train.sweep.plugins_of_others import no_objective
 from robust_train.values import MEMORY_FAILURES, FailureKind
 
@@ -114,12 +115,12 @@ def _job(cfg: DictConfig, *, remedies: bool) -> Any:
     except ConfigError as error:
         # printed here, because Hydra puts lines of its own around what a job raises
         ending.refuse(error)
-        current.job_refused(str(error), error.exit_code)
+        current.job_ended(REFUSED, error.exit_code, reason=str(error))
     except TrainerFailed as error:  # on another node
         print(error, file=sys.stderr)
         ending.note(EXIT_FAILED)
     except JobInterrupted as error:
-        current.job_interrupted(error, error.exit_code)
+        current.job_ended(INTERRUPTED, error.exit_code, reason=str(error) or "interrupted")
         folder = sweep_folder()
         if folder is None or not sweep_stop_requested(folder):
             raise

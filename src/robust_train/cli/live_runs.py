@@ -135,7 +135,7 @@ def _sentence(verb: str, run: Run, answer: About) -> str:
 
 
 def _batch(about: About) -> str | None:
-    """``64 × 2``, with what it is split into since."""
+    """Return ``64 × 2``, with what it is split into since."""
     size, split = about.get("batch_size"), about.get("micro_batch")
     if size is None:
         return None

@@ -59,7 +59,7 @@ def print_machine_memory(machine: dict[str, Json]) -> None:
 
 
 def _rows(gpu: dict[str, Json]) -> list[list[str]]:
-    """A row for each process; the GPU's own figures stand in each, so that a filter keeps them."""
+    """Return a row for each process, with the GPU's own figures, so that a filter keeps them."""
     sizes = [str(gpu[key] // MIB) for key in ("used_bytes", "free_bytes", "total_bytes")]
     own = [str(gpu["index"]), gpu["name"], *sizes]
     if not gpu["processes"]:

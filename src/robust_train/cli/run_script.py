@@ -193,7 +193,7 @@ def _run(overrides: Sequence[str], texts: dict[str, Json], run_dir: Path | None)
 
 
 def _keep_config(run_dir: Path, config: str, overrides: Sequence[str]) -> None:
-    """As Hydra does; a full disk costs the record, not the training."""
+    """Write the config as Hydra does; a full disk costs the record only."""
     folder = run_dir / ".hydra"
     try:
         folder.mkdir(exist_ok=True)

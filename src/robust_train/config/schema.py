@@ -165,11 +165,12 @@ class FullFinetuneConfig(BackboneConfig):
     """``model=full_finetune``: every weight of the backbone is trained."""
 
     name: str = "full_finetune"
+    lr: float = 5e-5
 
 
 @dataclass
 class DatasetConfig:
-    """What every data set has. ``root`` is relative to the directory the command was typed in."""
+    """What every data set has. ``root`` is relative to the directory the command was run in."""
 
     name: str = MISSING
     root: str = "data"

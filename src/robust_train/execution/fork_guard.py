@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import sys
 
-_CUDA_ERROR_NOT_INITIALIZED = 3
+from robust_train.gpu.cuda_order import started_driver
 
 
 class ForkGuard:
@@ -41,17 +40,6 @@ def _threads_after_a_fork() -> int:
 
 
 def cuda_is_started() -> bool:
-    """Return whether anything here has initialised the CUDA driver, without initialising it.
-
-    Before ``cuInit`` the driver answers ``CUDA_ERROR_NOT_INITIALIZED`` to every call; one that is
-    not loaded was never called. ``torch.cuda.is_initialized()`` alone knows only of torch.
-    """
+    """Return whether anything here has initialised CUDA, by torch or the driver alone."""
     torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        return True
-    try:
-        driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
-    except OSError:
-        return False
-    count = ctypes.c_int()
-    return bool(driver.cuDeviceGetCount(ctypes.byref(count)) != _CUDA_ERROR_NOT_INITIALIZED)
+    return (torch is not None and torch.cuda.is_initialized()) or started_driver() is not None

@@ -36,10 +36,10 @@ class InlineExecutor:
         self._memory_at_first: StartingMemory | None = None
 
     def poll(self) -> None:
-        """Nothing goes on beside this process."""
+        """Do nothing: nothing goes on beside this process."""
 
     def close(self, *, keep_server: bool) -> None:
-        """Nothing was started."""
+        """Do nothing: nothing was started."""
 
     def prepare(self, tick: Callable[[], None] = lambda: None) -> None:
         """Import the trainer; raises ConfigError if it cannot be imported."""

@@ -35,7 +35,7 @@ def become_subreaper(*, on: bool = True) -> None:
 
 
 def _prctl(option: int, value: int) -> None:
-    """Best effort: kernels and sandboxes without it lose a safety net, not the function."""
+    """Try it: kernels and sandboxes without it lose a safety net, not the function."""
     _libc_prctl(option, value, 0, 0, 0)
 
 

@@ -54,7 +54,7 @@ class NodeVotes:
         return [node for node in self._nodes if not self._store.check([f"begun/{node}"])]
 
     def end(self) -> None:
-        """Note that all ranks of this node have ended well."""
+        """Record that all ranks of this node have ended well."""
         self._store.set(f"ended/{self._node}", "")
 
     @property

@@ -71,11 +71,6 @@ class AttemptRequest:
         return self.ranks * self.span.node
 
     @property
-    def is_supervised(self) -> bool:
-        """Whether the attempt's own process only supervises those that train."""
-        return self.world_size > 1 or self.runs_script
-
-    @property
     def log_file(self) -> Path:
         """What the attempt prints on this node."""
         return self.run_dir / f"{self._stem}.log"

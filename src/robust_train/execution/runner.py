@@ -6,7 +6,6 @@ import base64
 import contextlib
 import inspect
 import logging
-import math
 import multiprocessing.util
 import os
 import pickle
@@ -19,14 +18,15 @@ from dataclasses import replace
 from types import FrameType
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from robust_train.errors import ConfigError, Interrupted, UserError
-from robust_train.events import Event, Failed, Finished, Json
+from robust_train.events import Event, Failed, Finished
 from robust_train.execution.batch_reads import note_reads
 from robust_train.execution.request import AttemptRequest
 from robust_train.execution.signals import STOP_SIGNALS
 from robust_train.failures import classify_failure
+from robust_train.files import plain
 from robust_train.memory.steering import AttemptMemory
 from robust_train.run import Flags, MicroBatchPlan, Run, memory_in_use
 from robust_train.runfolder.attempt_requests import AttemptRequests
@@ -95,7 +95,7 @@ def run_attempt(
             with AttemptRequests(run, run.run_dir, tick):
                 result = call_trainer(load(), request.cfg, run)
                 run.is_cooperative = True  # a signal has nothing to interrupt any more
-            ending = Finished(plain(result))
+            ending = Finished(plain(result, "the trainer's result"))
         except SystemExit as stop:
             if stop.code in (None, 0):
                 ending = Finished()
@@ -181,31 +181,6 @@ def _pickled(error: BaseException) -> str | None:
     except Exception:
         return None
     return base64.b64encode(data).decode() if len(data) < _LARGEST_ERROR_BYTES else None
-
-
-def plain(value: object, where: str = "the trainer's result") -> Json:
-    """Return what a trainer returned in JSON's types, for a process without torch.
-
-    Numbers of any library become Python's, paths strings; containers are walked; the rest becomes
-    its ``repr``, with a warning that names it, as for NaN and infinities, which JSON lacks.
-    """
-    if isinstance(value, float) and not math.isfinite(value):
-        log.warning("%s is %s, which JSON lacks: it is saved as null", where, value)
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    if isinstance(value, DictConfig):
-        value = OmegaConf.to_container(value, resolve=True)
-    if isinstance(value, Mapping):
-        return {str(key): plain(item, f"{where}[{key!r}]") for key, item in value.items()}
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [plain(item, f"{where}[{number}]") for number, item in enumerate(value)]
-    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
-        return plain(value.item(), where)
-    kind = f"{type(value).__module__}.{type(value).__qualname__}"
-    log.warning("%s is a %s, which is not JSON: it is saved as text", where, kind)
-    return repr(value)
 
 
 def stop_trainer(run: Run) -> Callable[[], None]:

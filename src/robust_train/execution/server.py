@@ -144,7 +144,7 @@ class _Server:
                     self._control.send(Exited(pid, code, usage.ru_maxrss * 1024))
 
     def _end_orphan(self) -> None:
-        """The launcher is gone: let the attempt save what it can, then end it."""
+        """Let the attempt save what it can, then end it: the launcher is gone."""
         if self._child is not None:
             os.kill(self._child, signals.stop_signal(os.environ))
             deadline = time.monotonic() + signals.ORPHAN_GRACE_SECONDS

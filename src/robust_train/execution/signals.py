@@ -91,7 +91,7 @@ class SignalWatch:
 
     @contextlib.contextmanager
     def handed_to(self, handler: Callable[[int], None]) -> Iterator[int]:
-        """Within this block signals call ``handler(signum)`` instead of raising. Yields a
+        """Have signals call ``handler(signum)`` within this block instead of raising. Yields a
         descriptor that becomes readable when a signal came."""
         with wakeup_descriptor() as wakeup:
             self._handler = handler

@@ -208,5 +208,6 @@ def trainers_processes(server: int, request: AttemptRequest) -> list[psutil.Proc
         attempts.sort(key=psutil.Process.create_time)  # orphans of the attempt may stand beside it
     except psutil.Error:
         return []
-    supervisors = attempts[:1] if request.is_supervised else []
+    only_supervises = request.world_size > 1 or request.runs_script
+    supervisors = attempts[:1] if only_supervises else []
     return [one for one in found if one not in supervisors]

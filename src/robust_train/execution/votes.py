@@ -66,7 +66,7 @@ class Votes:
         self._words[FLAGS.index(flag) * self._row] = 1
 
     def begin(self, rank: int) -> None:
-        """Note that a rank is up."""
+        """Record that a rank is up."""
         self._words[len(FLAGS) * self._row + rank - self._first] = 1
 
     @property

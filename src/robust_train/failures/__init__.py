@@ -9,7 +9,7 @@
 
 :mod:`.error_reports` finds what an exception or a log reports, :mod:`.matching` looks it up in the
 table of patterns, :mod:`.evidence` and :mod:`.stack` read the figures and clues, :mod:`.advice`
-lists what may help. :mod:`.exits` does the same for a process that ended without a report.
+lists advice. :mod:`.exits` does the same for a process that ended without a report.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def classify_failure(exception: BaseException, *, host_memory_ran_out: bool = Fa
 
 
 def _exit_of(stop: SystemExit) -> Failure:
-    """``sys.exit`` with a signal's code is how handlers of SIGTERM end; any other is a bug."""
+    """Classify ``sys.exit``: with a signal's code handlers of SIGTERM end; any other is a bug."""
     if isinstance(stop.code, int) and signal_of(stop.code) is not None:
         return classify_exit(stop.code)
     return Failure(FailureKind.BUG, f"the trainer called sys.exit({stop.code!r})")

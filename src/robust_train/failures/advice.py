@@ -1,4 +1,4 @@
-"""What may help, in the order in which to try it."""
+"""Advice, in the order in which to try it."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def with_fitting_advice(
 
 
 def _is_others(evidence: Evidence) -> bool:
-    """More is held beside this process's allocator than it asked for, and than a context takes."""
+    """Return whether others hold more than was requested, and than a context takes."""
     e = evidence
     if e.total_bytes is None or e.free_bytes is None or e.allocated_bytes is None:
         return False

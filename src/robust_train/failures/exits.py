@@ -50,7 +50,8 @@ def classify_exit(
         oom_killed: whether the cgroup counted a kill by the kernel's OOM killer meanwhile; None
             where that is not known.
     """
-    name = signal_name(returncode)
+    number = signal_of(returncode)
+    name = None if number is None else signal.Signals(number).name
     ended = f"ended by {name}" if name else f"ended with exit code {returncode}"
     lines = output_tail.splitlines()[-_TAIL_LINES:]
     killer = KERNEL_OOM.search(output_tail)
@@ -84,12 +85,6 @@ def signal_of(returncode: int) -> int | None:
     return number if number in {*map(int, signal.Signals)} else None
 
 
-def signal_name(returncode: int) -> str | None:
-    """Return its name, such as SIGKILL."""
-    number = signal_of(returncode)
-    return None if number is None else signal.Signals(number).name
-
-
 def _reported_in(
     output: str, lines: Sequence[str], native: bool
 ) -> tuple[ErrorReport, Match] | None:
@@ -121,7 +116,7 @@ def _reported_in(
 
 
 def _last_words(lines: Sequence[str], native: bool) -> str:
-    """From C++'s ``terminate called`` on, if it is there."""
+    """Return what follows C++'s ``terminate called``, with it, if it is there."""
     if native:
         for number, line in enumerate(lines):
             if _NATIVE.search(line):

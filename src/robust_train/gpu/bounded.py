@@ -71,15 +71,9 @@ _hanging: _Call | None = None
 
 
 def ask(call: Callable[[], _T], limit_seconds: float) -> _T:
-    """Return what ``call`` returns, or raise what it raises, unless that takes too long.
-
-    Args:
-        call: talks to the driver.
-        limit_seconds: how long to wait at most; not at all while an earlier call hangs.
-
-    Raises:
-        NoAnswer: it has not returned; the thread that it runs in is left behind.
-    """
+    """Return what ``call`` returns, or raise what it raises, unless that takes too long:
+    longer than ``limit_seconds``, or at all while an earlier call hangs. Raises NoAnswer: it has
+    not returned; the thread that it runs in is left behind."""
     global _hanging
     if _hanging is not None and _hanging.pid == os.getpid():
         if not _hanging.answer.done():

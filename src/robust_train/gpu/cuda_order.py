@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Mapping
 
 _TIMEOUT_SECONDS = 60
+_CUDA_ERROR_NOT_INITIALIZED = 3
 
 
 class CudaOrderError(RuntimeError):
@@ -50,16 +51,22 @@ def _ask_fresh_process(device_order: str | None) -> tuple[str, ...] | str:
     return tuple(done.stdout.split())
 
 
-def order_in_this_process() -> tuple[str, ...] | None:
-    """Return UUIDs (without ``GPU-`` or ``MIG-``) by CUDA ordinal; None if CUDA has not started.
-    Does not start CUDA: before ``cuInit`` the driver answers ``CUDA_ERROR_NOT_INITIALIZED``.
+def started_driver() -> ctypes.CDLL | None:
+    """Return CUDA's driver if anything in this process has initialised it; does not initialise it.
     ``torch.cuda.is_initialized()`` would not do: ``is_available()`` may start the driver."""
     try:
         driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
     except OSError:
         return None
+    code = driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int()))
+    return None if code == _CUDA_ERROR_NOT_INITIALIZED else driver
+
+
+def order_in_this_process() -> tuple[str, ...] | None:
+    """Return UUIDs (without ``GPU-`` or ``MIG-``) by CUDA ordinal; None if CUDA has not started."""
+    driver = started_driver()
     try:
-        return _enumerate(driver)
+        return None if driver is None else _enumerate(driver)
     except CudaOrderError:
         return None
 

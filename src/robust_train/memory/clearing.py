@@ -43,7 +43,7 @@ class Cleared:
 
     @property
     def freed(self) -> int:
-        """Bytes given back to the device or, without CUDA, to the system; never negative."""
+        """Bytes released to the device or, without CUDA, to the system; never negative."""
         return max(self.before.reserved - self.after.reserved, 0)
 
     @property
@@ -52,7 +52,7 @@ class Cleared:
         what = self.after.device if self.after.on_gpu else "no CUDA in this process; host memory"
         verb = "reserved" if self.after.on_gpu else "resident"
         parts = [
-            f"{what}: {self.freed / MIB:.1f} MiB given back, "
+            f"{what}: {self.freed / MIB:.1f} MiB released, "
             f"{self.before.reserved / MIB:.1f} → {self.after.reserved / MIB:.1f} MiB {verb}",
             *self.done,
         ]
@@ -71,7 +71,7 @@ def clear_gpu_memory(force: bool = False) -> Cleared:
 
     Args:
         force: also drop what an ordinary collection leaves alone: objects that ``gc.freeze`` has
-            put aside, the collector's own list of garbage, and the frames of the last uncaught
+            frozen, the collector's own list of garbage, and the frames of the last uncaught
             exception; then name the largest tensors that are left, and who holds them. That takes
             some seconds beside large libraries.
     """
@@ -142,7 +142,7 @@ def _drop_unreachable(done: list[str]) -> int:
     gc.unfreeze()
     before = _tensor_bytes()
     if frozen:
-        done.append(f"{frozen} objects put aside by gc.freeze are collected again")
+        done.append(f"{frozen} objects frozen by gc.freeze are collected again")
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     if isinstance(error, BaseException):
         clear_frames(error)

@@ -54,7 +54,7 @@ class BackOff:
         return unused_share > 0 and unused_share >= self._threshold
 
     def cleared(self, after: int, returned: int) -> None:
-        """Note a clearing: bytes that stayed reserved, and bytes that were returned."""
+        """Record a clearing: bytes that stayed reserved, and bytes that were returned."""
         self._cleared = (after, returned)
 
 
@@ -75,11 +75,11 @@ class Cost:
         return (now - self._ended) * _MOST_OF_THE_TIME >= self._last
 
     def clearing_done(self, seconds: float, now: float) -> None:
-        """Note a clearing that took ``seconds``; the next step begins now."""
+        """Record a clearing that took ``seconds``; the next step begins now."""
         self._last, self._ended, self._step_began, self.was_cleared = seconds, now, now, True
 
     def step_done(self, now: float) -> None:
-        """Note the end of a step."""
+        """Record the end of a step."""
         began, self._step_began = self._step_began, now
         if began is None:
             return

@@ -81,7 +81,7 @@ class MemoryStats:
         return f"{self.note}; {text}" if self.note else text
 
     def as_dict(self) -> dict[str, str | int | float | None]:
-        """The figures as JSON's types."""
+        """Return the figures in JSON's types."""
         return asdict(self)
 
 

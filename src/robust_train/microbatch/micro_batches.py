@@ -86,7 +86,7 @@ class MicroBatches:
         return self._step() if is_repeated_whole else self._once_each()
 
     def _step(self) -> Iterator[MicroBatch]:
-        """The main path: all parts, again and finer until they go through on every rank."""
+        """Yield all parts, again and finer until they go through on every rank."""
         self._start = start = StepStart(self._batcher.watch, self._model)
         try:
             self._shared = shared = SharedStep(start.models)
@@ -167,7 +167,7 @@ class MicroBatches:
         return agreed.rank is not None
 
     def _once_each(self) -> Iterator[MicroBatch]:
-        """Validation: only the part that failed is repeated."""
+        """Yield the parts of a validation: only the one that failed is repeated."""
         waiting = self._bounds(0)
         while waiting:
             generators = GeneratorStates()
@@ -191,7 +191,7 @@ class MicroBatches:
         return MicroBatch(self, data, weight * self._factor, start, stop, is_sharded=True)
 
     def _without_weight(self) -> MicroBatch:
-        """A part of a rank that has no more of its own while another one has."""
+        """Return a part for a rank that has no more of its own while another one has."""
         data, _ = self._parts.part(0, 1)
         return MicroBatch(self, data, 0.0, 0, 0, is_sharded=True)
 

@@ -174,7 +174,7 @@ class OOMHandler:
                     raise
 
     def _account(self) -> str:
-        """Every attempt, one a line."""
+        """Return every attempt, one a line."""
         tried = ", ".join(str(attempt.spec.batch_size) for attempt in self._history)
         lines = [f"out of memory at every batch size tried ({tried}):"]
         for number, attempt in enumerate(self._history, start=1):
@@ -307,7 +307,7 @@ def retry_on_oom(
 
 
 def _must_be_plain(function: Callable[..., Any], user: str) -> None:
-    """A generator's or coroutine's body runs after the call has returned: nothing to repeat."""
+    """Refuse a generator or coroutine, whose body runs after the call: nothing to repeat."""
     kinds: dict[str, Callable[[Any], bool]] = {
         "a generator": inspect.isgeneratorfunction,
         "an async function": inspect.iscoroutinefunction,

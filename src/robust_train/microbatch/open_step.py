@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from robust_train.compat import TorchDispatchMode
 from robust_train.memory.cuda import memory_segments, started_torch
 from robust_train.microbatch import ranks, splitting
 from robust_train.microbatch.batcher import MicroBatcher

@@ -67,7 +67,7 @@ class MicroBatch:
         self._entered = False
 
     def __len__(self) -> int:
-        """Samples in this part."""
+        """Return the samples in this part."""
         return self.stop - self.start
 
     @property

@@ -86,7 +86,7 @@ class Agreement:
 
 
 def agree(reports: Sequence[RankReport]) -> Agreement:
-    """All split if one must; one that cannot go on ends the step for all."""
+    """Split on all ranks if one must; one that cannot go on ends the step for all."""
     worst = max((r for r in reports if r.state), key=lambda r: r.state.is_exhausted, default=None)
     sizes = [report.size for report in reports if report.size]
     return Agreement(

@@ -12,7 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from robust_train.compat import preserve_version_counter, settle_buckets
+from robust_train.compat import (
+    copy_at_once,
+    hook_and_delay,
+    preserve_version_counter,
+    settle_buckets,
+)
 from robust_train.errors import UserError
 from robust_train.memory.holders import live_objects
 from robust_train.values import MIB
@@ -160,8 +165,7 @@ def _receive(work: Any, flat: Tensor, bucket: list[Tensor]) -> None:
     if flat.data_ptr() != bucket[0].data_ptr():
         parts = torch.split(flat, [tensor.numel() for tensor in bucket])
         views = [part.view_as(tensor) for tensor, part in zip(bucket, parts, strict=True)]
-        # one kernel for any number of tensors
-        torch._foreach_copy_(bucket, views)
+        copy_at_once(torch, bucket, views)
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
@@ -190,12 +194,12 @@ def _flattened(bucket: Sequence[Tensor]) -> Tensor:
 
 
 def replicas_in(model: nn.Module) -> list[Replica]:
-    """The model itself, inside ``torch.compile``'s module, or deeper."""
+    """Find the model itself, inside ``torch.compile``'s module, or deeper."""
     return [part for part in model.modules() if isinstance(part, Replica)]
 
 
 def _replicas_around(model: nn.Module) -> list[Replica]:
-    """Wrappers of ``model``: a loop may name the model and call its wrapper."""
+    """Find wrappers of ``model``: a loop may name the model and call its wrapper."""
     own = set(map(id, model.parameters()))
     found = live_objects(Replica)
     return [replica for replica in found if own & set(map(id, replica.parameters()))]
@@ -209,7 +213,7 @@ def _refuse(name: str, module: nn.Module) -> None:
 
 
 def _why_not(module: nn.Module) -> str | None:
-    """What makes it impossible to leave this module's pass half-way on one rank, if anything."""
+    """Return why this module's pass cannot be left half-way on one rank; None if it can."""
     waiting = "from the other ranks, where one that runs out of memory would leave them waiting"
     names = {cls.__name__ for cls in type(module).__mro__}
     if isinstance(module, nn.SyncBatchNorm):
@@ -223,12 +227,14 @@ def _why_not(module: nn.Module) -> str | None:
         return f"gathers its weights {waiting}; use DistributedDataParallel, {_WITHOUT}"
     if not isinstance(module, DistributedDataParallel):
         return None
-    if getattr(module, "_comm_hooks", None):
+    has_hook, delays = hook_and_delay(module)
+    if has_hook:
         return "has a communication hook, which would be passed over; do without one of the two"
-    for option in ("static_graph", "mixed_precision", "_delay_all_reduce_params"):
-        if getattr(module, option, None):
+    options = {name: getattr(module, name, None) for name in ("static_graph", "mixed_precision")}
+    for option, is_on in {**options, "delay_all_reduce_params": delays}.items():
+        if is_on:
             return (
-                f"has {option.strip('_')}, with which DistributedDataParallel communicates in "
+                f"has {option}, with which DistributedDataParallel communicates in "
                 "every backward pass; do without it"
             )
     if dist.get_world_size(module.process_group) != dist.get_world_size():

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from robust_train.compat import copy_at_once, graph_number, tensors_of, version_of
 from robust_train.memory.holders import live_objects
 from robust_train.microbatch.rng import GeneratorStates
 
@@ -41,7 +42,7 @@ class _Buffer:
         return self.changes is not False
 
     def learn(self) -> None:
-        """After a complete step: whether that has changed it."""
+        """Record after a complete step whether that has changed it."""
         if self.changes is None:
             # writing through .data leaves the version as it was
             self.changes = self._has_changed() or not (
@@ -52,7 +53,7 @@ class _Buffer:
 
     def _has_changed(self) -> bool:
         now = self.home.get(self.name)
-        return now is not self.tensor or (now is not None and now._version != self.version)
+        return now is not self.tensor or (now is not None and version_of(now) != self.version)
 
 
 def _keep(buffers: Iterable[_Buffer]) -> None:
@@ -66,7 +67,7 @@ def _keep(buffers: Iterable[_Buffer]) -> None:
         if now is None:
             buffer.values = None
             continue
-        buffer.version = now._version
+        buffer.version = version_of(now)
         if buffer.changes is None:
             buffer.values = now.detach().to("cpu", copy=True)
         elif buffer.values is None or _layout(buffer.values) != _layout(now):
@@ -84,7 +85,7 @@ def _restore(buffers: Iterable[_Buffer]) -> None:
     copy_all([tensor for tensor, _ in kept], [values for _, values in kept])
     for buffer in changed:
         buffer.home[buffer.name] = buffer.tensor
-        buffer.version = -1 if buffer.tensor is None else buffer.tensor._version
+        buffer.version = -1 if buffer.tensor is None else version_of(buffer.tensor)
 
 
 class _Watched:
@@ -93,9 +94,9 @@ class _Watched:
     def __init__(self, model: nn.Module) -> None:
         self.parameters = list(model.parameters())
         self.buffers = [
-            _Buffer(module._buffers, name)
-            for module in model.modules()
-            for name, buffer in module._buffers.items()
+            _Buffer(buffers, name)
+            for _, buffers in map(tensors_of, model.modules())
+            for name, buffer in buffers.items()
             if buffer is not None
         ]
 
@@ -127,7 +128,7 @@ class Watch:
             return list(models), []
         if self._found is None:
             modules, optimizers = live_objects(nn.Module), live_objects(torch.optim.Optimizer)
-            children = {id(child) for module in modules for child in module._modules.values()}
+            children = {id(child) for module in modules for child in module.children()}
             roots = [weakref.ref(module) for module in modules if id(module) not in children]
             self._found = roots, [weakref.ref(optimizer) for optimizer in optimizers]
         found_modules, found_optimizers = self._found
@@ -225,7 +226,7 @@ def cut_graphs(since: int | None) -> None:
     for item in everything:
         # type(), not isinstance(): proxies may compute their __class__
         if issubclass(type(item), Tensor):
-            number = _graph_number(item)
+            number = graph_number(item)
             if number >= since:
                 computed.append((number, item))
     everything = []
@@ -236,13 +237,12 @@ def cut_graphs(since: int | None) -> None:
     item = None
     for tensor in tensors:
         try:
-            if tensor._is_view():
-                # detach_() refuses views
+            try:
+                tensor.detach_()
+            except RuntimeError:  # of a view
                 torch.utils.swap_tensors(  # type: ignore[no-untyped-call]
                     tensor, tensor.detach()
                 )
-            else:
-                tensor.detach_()
         except RuntimeError:
             log.debug("a %s tensor of the failed pass keeps its graph", tuple(tensor.shape))
 
@@ -258,15 +258,7 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         group[0].append(target)
         group[1].append(source)
     for group in groups.values():
-        torch._foreach_copy_(*group)
-
-
-def _graph_number(tensor: Tensor) -> int:
-    try:
-        node = tensor.grad_fn
-        return -1 if node is None else int(node._sequence_nr())
-    except (RuntimeError, AttributeError):
-        return -1
+        copy_at_once(torch, *group)
 
 
 def _layout(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:

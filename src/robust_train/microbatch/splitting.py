@@ -187,7 +187,7 @@ def _is_array(item: Any) -> bool:
 
 
 def _is_structure(items: Iterable[Any]) -> bool:
-    """A list with arrays in it, as a loader makes of a tuple, and not a list of samples."""
+    """Recognise a list with arrays in it, as a loader makes of a tuple; no list of samples."""
     return any(
         _is_array(item)
         or (isinstance(item, Mapping) and _is_structure(item.values()))

@@ -160,7 +160,7 @@ class Follower:
         return (self._connection.fileno(),)
 
     def poll_nodes(self) -> float | None:
-        """See :class:`robust_train.execution.fork_server.OtherNodes`."""
+        """Follow :class:`robust_train.execution.fork_server.OtherNodes`."""
         self._look()
         return self._end_in if self._done is None else 0.0
 

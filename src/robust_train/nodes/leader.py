@@ -287,7 +287,7 @@ class Leader:
         return [connection.fileno() for connection in here]
 
     def poll_nodes(self) -> float | None:
-        """See :class:`robust_train.execution.fork_server.OtherNodes`."""
+        """Follow :class:`robust_train.execution.fork_server.OtherNodes`."""
         self._look(0.0, lambda: None)
         if self._signals.received is not None and not self._has_sent_stop:
             self._has_sent_stop = True

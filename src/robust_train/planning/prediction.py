@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from robust_train.compat import FakeTensorMode, tensors_of
 from robust_train.errors import ConfigError
 from robust_train.microbatch.batcher import MicroBatcher
 from robust_train.planning.fit import Peak
@@ -185,7 +185,7 @@ def _build(cfg: DictConfig) -> models.BuiltModel:
 def _replace_by_fakes(model: nn.Module, mode: FakeTensorMode) -> None:
     """Replace parameters and buffers by fake tensors, shared ones by one."""
     for module in model.modules():
-        for home in (module._parameters, module._buffers):
+        for home in tensors_of(module):
             for name, tensor in home.items():
                 if tensor is not None:
-                    home[name] = mode.from_tensor(tensor)  # type: ignore[assignment]
+                    home[name] = mode.from_tensor(tensor)

@@ -159,7 +159,7 @@ class FailureContext:
         return sum(failure is not None and failure.kind is self.failure.kind for failure in own)
 
     def earlier_at_same_step(self) -> Iterable[Attempt]:
-        """The attempts before that failed in the same way at the same step.
+        """Return the attempts before that failed in the same way at the same step.
 
         Before the first step: since progress, for each attempt may fail there once in a while.
         """
@@ -172,7 +172,7 @@ class FailureContext:
                 yield earlier
 
     def faulty(self) -> frozenset[str]:
-        """UUIDs of the GPUs not to return to after a fault.
+        """Return the UUIDs of the GPUs not to return to after a fault.
 
         On these the hardware failed, the same step failed twice, or faults go on without progress.
         """
@@ -194,18 +194,18 @@ class FailureContext:
         return frozenset(left)
 
     def new_in(self, group: Group) -> Group:
-        """The GPUs of ``group`` that the attempt did not have."""
+        """Return the GPUs of ``group`` that the attempt did not have."""
         return tuple(gpu for gpu in group if gpu not in self.last.gpus)
 
 
 def failed_gpus(attempt: Attempt) -> Group:
-    """The GPU on which an attempt failed; all of them where that is not known."""
+    """Return the GPU on which an attempt failed; all of them where that is not known."""
     failure = attempt.outcome.failure
     return gpus_of(attempt.spec.gpus, None if failure is None else failure.rank)
 
 
 def exchanged(group: Group, leaving: Group, offers: Sequence[GpuInfo]) -> Group | None:
-    """``group`` with the best of ``offers`` in place of those that leave; None if too few."""
+    """Return ``group``, the best of ``offers`` in place of those that leave; None if too few."""
     if len(offers) < len(leaving) or not leaving:  # none is ours: it failed on another node
         return None
     best = iter(offers)
@@ -213,7 +213,7 @@ def exchanged(group: Group, leaving: Group, offers: Sequence[GpuInfo]) -> Group 
 
 
 def uuids(gpus: Group) -> tuple[str, ...]:
-    """The identities of ``gpus``."""
+    """Return the identities of ``gpus``."""
     return tuple(gpu.uuid for gpu in gpus)
 
 

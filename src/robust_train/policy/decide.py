@@ -139,7 +139,7 @@ def _first_remedy(context: FailureContext, rules: tuple[Rule, ...]) -> Decision:
 
 
 def _why_give_up(context: FailureContext) -> str:
-    """One sentence: what failed, and with what it was tried."""
+    """Return one sentence: what failed, and with what it was tried."""
     kind, message, settings = context.failure.kind, context.failure.message, context.settings
     if kind not in REMEDIES or context.evidence.clue == Clue.UNCLEAR:
         rank = context.failure.rank
@@ -170,4 +170,4 @@ def _why_give_up(context: FailureContext) -> str:
         if not any(attempt.outcome.has_begun for attempt in context.history):
             hint += "; no attempt reported a step: where model or data do not fit, no batch does"
         return f"out of memory on every device that may be used: {listed}{hint}"
-    return f"{kind.value} again after everything that may help ({listed}): {message}"
+    return f"{kind.value} again after every remedy ({listed}): {message}"

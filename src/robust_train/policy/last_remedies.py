@@ -1,4 +1,4 @@
-"""What may help in the end: another way to save memory, the same again, the CPU."""
+"""The last remedies: another way to save memory, the same again, the CPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from robust_train.values import FailureKind, Retry
 
 
 def checkpoint_gradients(context: FailureContext) -> Retry | None:
-    """The smallest micro-batch, with activations that are recomputed instead of kept."""
+    """Retry the smallest micro-batch, with activations recomputed instead of kept."""
     settings, last = context.settings, context.last
     if not settings.may_checkpoint_gradients or last.gradient_checkpointing:
         return None
@@ -31,7 +31,7 @@ def checkpoint_gradients(context: FailureContext) -> Retry | None:
 
 
 def again_after_progress(context: FailureContext) -> Retry | None:
-    """The same in a new process, as long as each attempt saves a later checkpoint: memory leaks."""
+    """Repeat in a new process as long as each attempt saves a later checkpoint: memory leaks."""
     if not context.got_further or context.failed_before_training:
         return None
     reason = f"{what_failed(context)}, but got further: the same again from the last checkpoint"
@@ -39,7 +39,7 @@ def again_after_progress(context: FailureContext) -> Retry | None:
 
 
 def cpu_fallback(context: FailureContext) -> Retry | None:
-    """The CPU at the requested batch, once, where the user allows it."""
+    """Take the CPU at the requested batch, once, where the user allows it."""
     if not context.settings.allow_cpu_fallback or "cpu" in context.tried_devices:
         return None
     settings = context.settings.for_ranks(context.settings.cpu_ranks)

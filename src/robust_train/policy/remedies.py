@@ -1,4 +1,4 @@
-"""What may help after a failure: one rule a remedy, from the context to a retry or None."""
+"""The remedies after a failure: one rule each, from the context to a retry or None."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Rule = Callable[[FailureContext], "Retry | None"]
 
 
 def room_taken_by_others(context: FailureContext) -> Retry | None:
-    """Others took the memory: the same batch where there is room, or when there is again."""
+    """Retry the same batch where others left room, or when there is room again."""
     settings, taken = context.settings, context.attempt.outcome.taken_by_others_bytes
     if not context.last.gpus or taken < NOTABLE_BYTES or not _would_have_fitted(context, taken):
         return None
@@ -58,7 +58,7 @@ def room_taken_by_others(context: FailureContext) -> Retry | None:
 
 
 def expandable_segments(context: FailureContext) -> Retry | None:
-    """The allocator holds enough memory in pieces too small: the same batch without pieces."""
+    """Retry without fragmentation: the allocator holds enough memory in pieces too small."""
     last = context.last
     if not last.gpus or last.expandable_segments or not context.evidence.fragmented:
         return None
@@ -73,7 +73,7 @@ def expandable_segments(context: FailureContext) -> Retry | None:
 
 
 def fewer_workers(context: FailureContext) -> Retry | None:
-    """Data-loader workers hold memory of their own: half of them, each with less ahead."""
+    """Halve the data-loader workers, which hold memory of their own, each with less ahead."""
     last = context.last
     has_none = last.num_workers == 0 or context.evidence.no_workers
     if has_none or context.evidence.clue in (Clue.IMPORT, Clue.MODEL):
@@ -114,7 +114,7 @@ def halve_batch_on_request(context: FailureContext) -> Retry:
 
 
 def switch_gpu(context: FailureContext) -> Retry | None:
-    """The best GPU not tried yet, if it offers more memory than the one that failed.
+    """Take the best GPU not tried yet, if it offers more memory than the one that failed.
 
     Of several GPUs that share a step, all that offer no more than the failed one are exchanged:
     the next one of them would run out at the same size.
@@ -135,7 +135,7 @@ def switch_gpu(context: FailureContext) -> Retry | None:
 
 
 def second_opinion(context: FailureContext) -> Retry | None:
-    """Before the CPU, one untried GPU with about as much free memory, at the last size.
+    """Try one more GPU with about as much free memory, at the last size, before the CPU.
 
     An attempt costs a minute, the CPU days. Where memory runs out there at the same step, it is
     no matter of the GPU, and others like it are not tried.
@@ -158,7 +158,7 @@ def second_opinion(context: FailureContext) -> Retry | None:
 
 
 def without_expandable_segments(context: FailureContext) -> Retry | None:
-    """WSL2 and some vGPUs fail at the first allocation with them: once without."""
+    """Retry once without them: WSL2 and some vGPUs fail at the first allocation."""
     last = context.last
     if not last.gpus or not last.expandable_segments or context.attempt.outcome.has_begun:
         return None
@@ -172,7 +172,7 @@ def without_expandable_segments(context: FailureContext) -> Retry | None:
 
 
 def same_gpu_again(context: FailureContext) -> Retry | None:
-    """A new process on the same GPU: most faults break the process's context, not the GPU."""
+    """Start anew on the same GPU: most faults break the process's context, not the GPU."""
     if not context.gpus_are_available or context.faulty().intersection(uuids(context.failed_gpus)):
         return None
     where = device_name(context.failed_gpus)
@@ -181,7 +181,7 @@ def same_gpu_again(context: FailureContext) -> Retry | None:
 
 
 def other_gpu(context: FailureContext) -> Retry | None:
-    """The same batch on the best GPU not tried yet."""
+    """Retry the same batch on the best GPU not tried yet."""
     group = exchanged(context.last.gpus, context.failed_gpus, _untried(context))
     if not group:
         return None
@@ -190,7 +190,7 @@ def other_gpu(context: FailureContext) -> Retry | None:
 
 
 def wait_for_other_gpu(context: FailureContext) -> Retry | None:
-    """Others have the GPUs that would do: the same batch on the first that becomes free."""
+    """Wait for the first GPU that becomes free: others have those that would do."""
     settings, faulty = context.settings, context.faulty()
     others = [gpu for gpu in context.held if gpu.uuid not in faulty]
     if len(others) < len(context.failed_gpus) or not context.last.gpus:
@@ -204,7 +204,7 @@ def wait_for_other_gpu(context: FailureContext) -> Retry | None:
 
 
 def fewer_gpus(context: FailureContext) -> Retry | None:
-    """No other GPU in time: the same effective batch on fewer, where the user allows it.
+    """Go on with fewer GPUs at the same effective batch, where the user allows it.
 
     Where memory ran out: on those of the group that had more than the GPU on which it did.
     """
@@ -227,14 +227,14 @@ def fewer_gpus(context: FailureContext) -> Retry | None:
 
 
 def busy_gpu_again(context: FailureContext) -> Retry | None:
-    """It refused a context although it is free: the same after a pause."""
+    """Retry after a pause: it refused a context although it is free."""
     if context.evidence.clue != Clue.BUSY or not context.gpus_are_available:
         return None
     return same_again(context)
 
 
 def wait_for_turn(context: FailureContext) -> Retry | None:
-    """Somebody else was faster on the GPU: the same batch on the next one that is available."""
+    """Retry on the next available GPU: another job was faster on this one."""
     settings, ours = context.settings, uuids(context.last.gpus)
     if not ours or not settings.may_wait or {gpu.uuid for gpu in context.gpus}.issuperset(ours):
         return None
@@ -248,7 +248,7 @@ def wait_for_turn(context: FailureContext) -> Retry | None:
 
 
 def same_again(context: FailureContext) -> Retry | None:
-    """The same after a pause that doubles each time: peers, networks and devices come back."""
+    """Retry after a pause that doubles each time: peers, networks and devices come back."""
     failures = context.failures_without_progress
     if failures > context.settings.max_retries:
         return None
@@ -258,7 +258,7 @@ def same_again(context: FailureContext) -> Retry | None:
 
 
 def killed_again(context: FailureContext) -> Retry | None:
-    """Somebody killed the process, with no word to the job: the same from the last checkpoint."""
+    """Retry from the last checkpoint: somebody killed the process without a request."""
     if context.evidence.clue != Clue.KILLED:
         return None
     if context.failures_without_progress > context.settings.max_retries:
@@ -269,7 +269,7 @@ def killed_again(context: FailureContext) -> Retry | None:
 
 
 def same_fault_elsewhere(context: FailureContext) -> str | None:
-    """Why the device is not to blame: the same fault at the same step on two devices."""
+    """Return why the device is not to blame: the same fault at the same step on two devices."""
     if is_hardware_fault(context.evidence):
         return None
     here = uuids(context.failed_gpus)
@@ -289,7 +289,7 @@ def same_fault_elsewhere(context: FailureContext) -> str | None:
 
 
 def _untried(context: FailureContext) -> list[GpuInfo]:
-    """GPUs that could be taken now and have had no attempt since progress, best first."""
+    """Return GPUs to take now that had no attempt since progress, best first."""
     if not context.settings.may_switch_gpu:
         return []
     left = context.tried_devices | context.faulty()
@@ -303,13 +303,13 @@ def _untried(context: FailureContext) -> list[GpuInfo]:
 
 
 def _shortest(context: FailureContext) -> tuple[int, Group]:
-    """The free memory that did not suffice, and the attempt's GPUs that had no more."""
+    """Return the free memory that did not suffice, and the attempt's GPUs that had no more."""
     had = min((gpu.free_bytes for gpu in context.failed_gpus), default=0)
     return had, tuple(gpu for gpu in context.last.gpus if gpu.free_bytes <= had)
 
 
 def _confirmed_by_another_gpu(context: FailureContext) -> bool:
-    """Whether memory ran out at the same step and size on another GPU with no less memory."""
+    """Return whether memory ran out so on another GPU with no less, at this step and size."""
     (had, _), here = _shortest(context), {*uuids(context.failed_gpus)}
     for earlier in context.earlier_at_same_step():
         there = failed_gpus(earlier)
@@ -330,7 +330,7 @@ def _driver_refused_segments(context: FailureContext) -> bool:
 
 
 def _would_have_fitted(context: FailureContext, taken: int) -> bool:
-    """Whether what others took would have met the request; not where our own limit was reached."""
+    """Return whether what others took would have sufficed; not where our limit was reached."""
     evidence = context.evidence
     if evidence.own_limit:
         return False
@@ -343,7 +343,7 @@ def _tries_of_the_same(context: FailureContext) -> int:
 
 
 def _size_that_should_fit(context: FailureContext, *, had: int, offered: int) -> tuple[int, int]:
-    """The largest size within the share by which ``offered`` bytes are more than ``had``.
+    """Return the largest size within the share by which ``offered`` bytes are more than ``had``.
 
     Memory is near-affine in the micro-batch with a constant part above zero, so ``k`` times the
     memory holds at least ``k`` times the micro-batch that almost fitted.

@@ -8,7 +8,7 @@ from robust_train.values import Clue, Evidence, Failure, FailureKind, Group
 
 
 def is_hardware_fault(evidence: Evidence) -> bool:
-    """Whether the GPU is at fault, not the program: most faults end with the process."""
+    """Return whether the GPU is at fault, not the program: most faults end with the process."""
     return evidence.clue == Clue.HARDWARE
 
 

@@ -166,11 +166,11 @@ class Devices:
                 self._other_ranks_bytes = max(self._other_ranks_bytes, event.reserved)
 
     def tick(self) -> None:
-        """Note what an attempt in another process uses; to be called often."""
+        """Record what an attempt in another process uses; to be called often."""
         self._queue.tick()
 
     def ended(self, group: Group, outcome: Outcome, free_before: FreeBytes) -> FreeBytes:
-        """Note that an attempt's processes are gone, and let its memory come back if it failed.
+        """Record that an attempt's processes are gone; wait for its memory if it failed.
 
         Returns:
             Bytes that are free on each of its GPUs after that; empty where it did not fail.

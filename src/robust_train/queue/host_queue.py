@@ -90,7 +90,7 @@ class HostQueue:
     def wait(
         self, request: GpuRequest, on_status: Callable[[WaitStatus], None], sleep: Sleep
     ) -> Group | NoGpu:
-        """Queue for GPUs and reserve them; a job that comes back keeps its ticket."""
+        """Wait for GPUs and reserve them; a job that comes back keeps its ticket."""
         before, self._reservation = self._reservation, None
         self._busy_at = {}  # GPUs are others' until they are this job's again
         try:
@@ -115,15 +115,8 @@ class HostQueue:
         return self.read().gpus
 
     def take(self, uuids: Sequence[str], need_bytes: int) -> bool:
-        """Reserve the next attempt's GPUs in place of the last one's.
-
-        Args:
-            uuids: in the order of the ranks; none for the CPU: then everything is released.
-            need_bytes: memory that the attempt needs on each of them.
-
-        Returns:
-            False if another job has one of them by now.
-        """
+        """Reserve the next attempt's GPUs, in the order of its ranks, in place of the last one's;
+        none for the CPU: everything is released. Returns False if another job has one by now."""
         reservation, registry = self._reservation, self._registry
         if reservation is None or registry is None:
             return True
@@ -173,7 +166,7 @@ class HostQueue:
             self._try_to_update(record.on(record.gpus, state=JobState.DRAINING))
 
     def tick(self) -> None:
-        """Note now and then what an attempt has used, and when its GPUs were busy.
+        """Record now and then what an attempt has used, and when its GPUs were busy.
 
         Not in the attempt's own process, whose NVML session would end with ours.
         """

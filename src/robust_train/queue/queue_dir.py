@@ -114,11 +114,11 @@ class QueueDir:
         return True
 
     def is_still(self, name: str, fd: int) -> bool:
-        """Whether ``name`` is still the file behind ``fd``: a cleaner may have removed it."""
+        """Return whether ``name`` still is the file of ``fd``: a cleaner may have removed it."""
         return _is_same(name, fd, self.fd)
 
     def exists_still(self) -> bool:
-        """Whether the path still leads to the directory behind ``fd``."""
+        """Return whether the path still leads to the directory behind ``fd``."""
         return _is_same(self.path, self.fd)
 
 

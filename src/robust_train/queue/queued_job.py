@@ -60,13 +60,8 @@ class PollResult:
 
 
 class QueuedJob:
-    """One job's queue position, from its first poll until it has GPUs or leaves.
-
-    Args:
-        registry: the host's jobs.
-        record: of this job.
-        reservation: that of a job that comes back.
-    """
+    """One job's queue position, from its first poll until it has GPUs or leaves. A job that comes
+    back has its ``reservation``."""
 
     def __init__(
         self, registry: JobRegistry, record: JobRecord, reservation: Reservation | None = None
@@ -185,7 +180,7 @@ class QueuedJob:
         my_id: str,
         rules: QueueRules,
     ) -> Plan:
-        """Plan without those who do not take their GPUs; note who does not take them now."""
+        """Plan without those who do not take their GPUs; record who does not take them now."""
         now = boottime()
         decided = everybody = plan(waiting, reservations, gpus, now, rules)
         skipped = to_pass_over(self._untaken, now) & everybody.groups.keys()

@@ -123,11 +123,8 @@ class JobRegistry:
             self.directory = found
 
     def jobs(self, *, sweep: bool = False) -> list[LiveJob]:
-        """Return the living jobs, in the order of their tickets.
-
-        Args:
-            sweep: remove what dead jobs left; only under the queue lock.
-        """
+        """Return the living jobs, in the order of their tickets. ``sweep``: remove what dead ones
+        left; only under the queue lock."""
         by_inode: dict[int, LiveJob] = {}
         for name in self.directory.names():
             parts = _JOB_FILE.fullmatch(name)
@@ -158,7 +155,7 @@ class JobRegistry:
             add_usage(self.directory, record, min(boottime(), record.charged_at + CHARGE_SECONDS))
 
     def is_alive(self, name: str) -> bool:
-        """Whether somebody holds the lock of a job's record."""
+        """Return whether somebody holds the lock of a job's record."""
         fd = self.directory.open(name)
         if fd is None:
             return False
@@ -243,7 +240,7 @@ class Reservation:
         self.record = record
 
     def is_in_place(self) -> bool:
-        """Whether others still find this job under its name."""
+        """Return whether others still find this job under its name."""
         return self._registry.directory.is_still(self.name, self.fd)
 
     def release(self) -> None:
@@ -348,7 +345,7 @@ def boottime() -> float:
 
 
 def _is_locked(fd: int) -> bool:
-    """Whether somebody else holds the file's lock; the caller closes the descriptor."""
+    """Return whether somebody else holds the file's lock; the caller closes it."""
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: probes do not meet
     except OSError:

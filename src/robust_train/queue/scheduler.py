@@ -52,15 +52,8 @@ def plan(
     now: float = 0.0,
     rules: QueueRules = DEFAULT_RULES,
 ) -> Plan:
-    """Decide who gets which GPU now.
-
-    Args:
-        waiting: the queue, in any order.
-        reservations: of all jobs.
-        gpus: the machine at this moment; unusable ones are not granted.
-        now: seconds, on the clock of ``queued_at``.
-        rules: how the queue is ordered.
-    """
+    """Decide who gets which GPU at ``now``, in seconds on the clock of ``queued_at``. Unusable GPUs
+    are not granted."""
     planner = _Planner(reservations, gpus, now, rules)
     ordered = queue_order(waiting, reservations, rules)
     for job in ordered:
@@ -139,11 +132,11 @@ class GpuState:
         self.limit = min(self.limit, job.jobs_per_device)
 
     def is_exclusive(self) -> bool:
-        """Whether its compute mode lets one process alone use it."""
+        """Return whether its compute mode lets one process alone use it."""
         return self.gpu.compute_mode.startswith("exclusive") and not self.gpu.mps
 
     def is_unhealthy(self) -> bool:
-        """Whether it stays unusable when its jobs end; in exclusive mode its owner's end helps."""
+        """Return whether it stays unusable when its jobs end; an exclusive one's owner may end."""
         return self.gpu.unusable is not None and not self.gpu.compute_mode.startswith("exclusive")
 
     def as_gpu(self) -> GpuInfo:
@@ -228,7 +221,7 @@ class _Planner:
         )
 
     def _is_capped(self, job: WaitingJob) -> bool:
-        """Whether it would have more GPUs than its user may hold."""
+        """Return whether it would have more GPUs than its user may hold."""
         held = len(self._held.get(job.user, ()))
         return self._most is not None and held + job.count > self._most
 

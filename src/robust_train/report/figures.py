@@ -108,7 +108,7 @@ def _bars_of(spans: Iterable[Span], clock: Clock) -> list[Bar]:
 
 
 def size_text(attempt: AttemptStory) -> str:
-    """``16 × 4``: micro-batch times accumulation, and times processes if there are several."""
+    """Return ``16 × 4``: micro-batch times accumulation, times processes if there are several."""
     size, accumulation = attempt.batch_size, attempt.gradient_accumulation_steps
     ranks = f" × {attempt.ranks}" if attempt.ranks != 1 else ""
     return "?" if size is None else f"{size} × {accumulation or '?'}{ranks}"

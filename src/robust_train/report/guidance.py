@@ -24,7 +24,7 @@ _LEAST_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Advice:
-    """One thing that was tight: what was found, what may help, and overrides for the next run."""
+    """One thing that was tight: what was found, advice, and overrides for the next run."""
 
     finding: str
     steps: tuple[str, ...] = ()

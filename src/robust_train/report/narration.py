@@ -159,7 +159,7 @@ def conclude(summary: Summary, how_to_go_on: str | None = None) -> None:
         log.info("%s: %s", first, how_to_go_on)
 
 
-def say(number: int, outcome: Outcome, decision: Decision | None) -> None:
+def log_outcome(number: int, outcome: Outcome, decision: Decision | None) -> None:
     """Log why attempt ``number`` ended, unless it completed."""
     if outcome.failure is None or decision is None:
         return
@@ -176,4 +176,4 @@ def say(number: int, outcome: Outcome, decision: Decision | None) -> None:
     what = names[0].rpartition(".")[2] if is_bug and names else outcome.label
     log.error("attempt %d failed: %s", number, what)
     if outcome.failure.advice and outcome.failure.kind is not FailureKind.BUG:
-        log.error("what may help: %s", "; ".join(outcome.failure.advice))
+        log.error("advice: %s", "; ".join(outcome.failure.advice))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
-from robust_train.readable import by_processes, duration, ordinal_word, percent
+from robust_train.readable import by_processes, duration, ordinal, percent
 from robust_train.report.attempts import UNFINISHED, AttemptStory
 from robust_train.report.series import Mark
 
@@ -65,7 +65,7 @@ def sentence_of(
 
 
 def _ending(status: str, reason: str | None, attempts: Sequence[AttemptStory], wall: float) -> str:
-    last, nth = attempts[-1] if attempts else None, ordinal_word(len(attempts))
+    last, nth = attempts[-1] if attempts else None, ordinal(len(attempts))
     why = "" if reason is None else f": {(reason.strip().splitlines() or [''])[0]}"
     if status == "completed" and last is not None:
         which = "" if len(attempts) == 1 else f" at the {nth} attempt"

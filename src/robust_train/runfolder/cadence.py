@@ -99,12 +99,12 @@ class SaveClock:
         return now - self._saved_at >= every
 
     def begin(self, step: int | None) -> None:
-        """Saving begins now."""
+        """Record that saving begins now."""
         self._mark(step)
         self._saving_since = self._saved_at
 
     def copied(self) -> None:
-        """What is to be saved was copied: training goes on while the copy is written."""
+        """Record that training goes on while a copy of what is saved is written."""
         if self._saving_since is not None:
             self._cost = self._now() - self._saving_since
         self._saving_since = None
@@ -145,7 +145,7 @@ class Saving:
         )
 
     def saved(self, path: Path, step: int | None) -> None:
-        """A complete checkpoint lies at ``path``: write its manifest."""
+        """Write the manifest of the complete checkpoint at ``path``."""
         seconds = self.clock.saved(step)
         if self.job is None:
             return

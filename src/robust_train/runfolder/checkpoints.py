@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from robust_train.compat import tree_leaves, tree_map_only
 from robust_train.failures import classify_failure
 from robust_train.files import replacing
 from robust_train.memory.host import read_host_memory
@@ -129,7 +129,7 @@ def save_checkpoint(content: Mapping[str, Any], path: str | Path) -> Path:
 
 
 def write_atomically(content: Content, path: Path) -> None:
-    """``torch.save`` such that ``path`` is at every moment absent, the old file or the new one,
+    """Save such that ``path`` is at every moment absent, the old file or the new one,
     also after a power cut.
 
     Tensors on a GPU are copied to the host one at a time while they are written. Raises

@@ -15,13 +15,13 @@ from robust_train.runfolder.notifier import is_secret
 
 
 def this_command(key: str, folder: Path) -> str:
-    """The command of this process with a folder for ``key``."""
+    """Return the command of this process with a folder for ``key``."""
     words = [word for word in command() if not word.startswith(f"{key}=")]
     return shlex.join([*words, f"{key}={folder}"])
 
 
 def resume_command(cfg: DictConfig, run_dir: Path) -> str | None:
-    """The command of :func:`how_to_go_on`, for any working directory; None with resume=false."""
+    """Return :func:`how_to_go_on` for any working directory; None with resume=false."""
     same = how_to_go_on(cfg, run_dir)
     if same is None or same.startswith("launch("):
         return same
@@ -30,7 +30,7 @@ def resume_command(cfg: DictConfig, run_dir: Path) -> str | None:
 
 
 def how_to_go_on(cfg: DictConfig, run_dir: Path) -> str | None:
-    """The command that goes on with an unfinished job; None for one of a sweep, or resume=false."""
+    """Return the command that resumes a job; None for one of a sweep, or resume=false."""
     if not cfg.resume:
         return None
     words = command()

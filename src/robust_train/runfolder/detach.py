@@ -70,7 +70,7 @@ def start() -> int:
 
 
 def has_begun(folder: Path, text: str) -> None:
-    """From now on print into a file of ``folder``, and let the foreground end with ``text``.
+    """Print into a file of ``folder`` from now on, and let the foreground end with ``text``.
     Nothing where this process is in the foreground, or has called this before."""
     global _pipe
     pipe, _pipe = _pipe, None

@@ -56,7 +56,7 @@ class Signals(Protocol):
     received: int | None
 
     def watches(self, signum: int) -> bool:
-        """Whether that signal stops the job."""
+        """Return whether that signal stops the job."""
 
     def deliver(self, signum: int) -> None:
         """Act as if the signal had come."""
@@ -174,7 +174,7 @@ class RunFolder:
             self._change(id=job_id, earlier_ids=(*state.earlier_ids, state.id))
 
     def waits(self, status: WaitStatus, job_id: str | None) -> None:
-        """The job waits for a GPU; ``job_id`` is its id in the queue, once it has one."""
+        """Record that the job waits for a GPU; ``job_id``: its id in the queue, if it has one."""
         self.queued(job_id)
         waiting = {
             "position": status.position,
@@ -185,7 +185,7 @@ class RunFolder:
         self._detach()
 
     def acquired(self, job_id: str | None, gpus: Group = ()) -> None:
-        """The job has a device, and the trainer is being imported."""
+        """Record that the job has a device, and the trainer is being imported."""
         self.queued(job_id)
         self._provenance = Provenance(self._run_dir, gpus, self._notifier.urls)
         self._change(state="starting", waiting=None)
@@ -204,7 +204,7 @@ class RunFolder:
         self._notifier.on_event(event, self.state)
 
     def decided(self, attempt: Attempt, decision: Decision | None, checkpoint: Path | None) -> None:
-        """An attempt has ended, and what comes next is known: answer what it has not answered."""
+        """Record an attempt's end and what comes next; answer what it has not answered."""
         reason = self.state.reason if decision is None else decision.reason
         # the last figures of an attempt come less often than its steps
         step = self.state.step if attempt.outcome.end_step is None else attempt.outcome.end_step
@@ -217,7 +217,7 @@ class RunFolder:
             request.answer(_reply_after(request, attempt, decision, checkpoint))
 
     def ended(self, status: str, reason: str | None, exit_code: int | None = None) -> None:
-        """The job has ended; ``status`` and ``reason`` as ``summary.json`` has them."""
+        """Record the job's end; ``status`` and ``reason`` as ``summary.json`` has them."""
         code = _EXIT_CODES.get(status) if exit_code is None else exit_code
         if self._is_counted and (code == EXIT_BAD_CONFIG or self._is_users_stop(status)):
             self._is_counted = False
@@ -225,7 +225,7 @@ class RunFolder:
         self._change(state=status, reason=reason, exit_code=code, waiting=None)
 
     def _is_users_stop(self, status: str) -> bool:
-        """Whether a person has ended the job, by all that is known, and not a scheduler."""
+        """Return whether a person has ended the job, by all that is known, not a scheduler."""
         sweep, signum = self._sweep_folder, self._signals.received
         if status != "interrupted":
             return False
@@ -247,7 +247,7 @@ class RunFolder:
             return replace(state, state="stopping")
 
         self._file.update(stopping)
-        self._notifier.look(self.state)
+        self._notifier.poll(self.state)
 
     def _stop(self, request: Request) -> None:
         """Stop the job as SIGTERM does."""

@@ -99,7 +99,7 @@ class Notifier:
         self.has_failed = False
         self._lock = threading.Lock()  # in-process attempts: their thread ticks
 
-    def look(self, state: RunState) -> None:
+    def poll(self, state: RunState) -> None:
         """Notify of what is new in a job's state, and log deliveries that have failed."""
         if not (self._settings.command or self._settings.urls):
             return

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from robust_train.events import Json
-from robust_train.files import parse_json, read_small, write_json
+from robust_train.files import parse_json, read_object, read_small, write_json
 from robust_train.gpu.processes import user_name
 from robust_train.runfolder.lock import is_held
 from robust_train.runfolder.run_list import Run
@@ -123,7 +123,7 @@ def _read_own(path: Path) -> dict[str, Json]:
 
 def request_sweep_stop(folder: Path) -> None:
     """Request that a sweep and all its jobs stop; Refused if it has ended."""
-    sweep = _sweep(folder)
+    sweep = read_object(folder / "sweep.json")
     if sweep.get("status", "running") != "running":
         raise Refused("this sweep has ended")
     content = {"sweep": sweep.get("sweep"), "user": user_name(os.geteuid())}
@@ -134,7 +134,8 @@ def sweep_stop_requested(folder: Path) -> bool:
     """Return whether this launch of the sweep was stopped, by somebody or its own failure."""
     path = folder / SWEEP_STOP_FILE
     try:
-        return bool(_read_own(path)["sweep"] == _sweep(folder).get("sweep"))
+        sweep = read_object(folder / "sweep.json")
+        return bool(_read_own(path)["sweep"] == sweep.get("sweep"))
     except FileNotFoundError:
         return False
     except (OSError, ValueError, KeyError) as problem:
@@ -142,14 +143,6 @@ def sweep_stop_requested(folder: Path) -> bool:
         with contextlib.suppress(OSError):
             path.unlink()
         return False
-
-
-def _sweep(folder: Path) -> dict[str, Json]:
-    """Return the content of ``sweep.json``; empty where it cannot be read."""
-    with contextlib.suppress(OSError, ValueError):
-        found = parse_json(read_small(folder / "sweep.json", 1 << 26)[0])
-        return found if isinstance(found, dict) else {}
-    return {}
 
 
 USUAL_WAIT_SECONDS = 30.0

@@ -230,7 +230,7 @@ def _links(directory: Path) -> dict[str, Path]:
 
 
 def _is_gone(folder: Path) -> bool:
-    """Whether the folder was removed; one that only cannot be reached now was not."""
+    """Return whether the folder was removed, not merely out of reach now."""
     try:
         os.stat(folder)
     except OSError as error:

@@ -51,8 +51,8 @@ class TrackerNote:
         # as the launcher sees it: set_tracking_uri() changes the variable in this process
         self._server = os.environ.get(_MLFLOW_SERVER)
 
-    def look(self) -> None:
-        """Note the run that is active now, if MLflow is used and it is another one."""
+    def poll(self) -> None:
+        """Record the run that is active now, if MLflow is used and it is another one."""
         active = getattr(sys.modules.get("mlflow"), "active_run", None)
         if active is None or not self._job:
             return

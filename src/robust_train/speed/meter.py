@@ -170,12 +170,12 @@ class SpeedMeter:
             self.wait_begins()
 
     def wait_begins(self) -> None:
-        """Training needs data from here on."""
+        """Count from here on as waiting for data."""
         if self._interval is not None:
             self._wait_from = self._moment()
 
     def wait_ends(self) -> None:
-        """The data are there."""
+        """End what :meth:`wait_begins` began."""
         start, self._wait_from, self._is_explicit = self._wait_from, None, True
         if start and self._interval and (now := self._moment()):
             self._interval.waits = self._interval.waits or deque()
@@ -184,7 +184,7 @@ class SpeedMeter:
                 self._settle()
 
     def batch_begins(self, samples: int) -> None:
-        """A batch is there, and is computed from here on."""
+        """Count from here on as computing a batch."""
         interval = self._interval
         if interval is None:
             return
@@ -193,12 +193,12 @@ class SpeedMeter:
             interval.waits = deque([(interval.begin, now)])
 
     def alone_until_now(self) -> None:
-        """The ranks wait for each other from here on."""
+        """Count from here on as the ranks' waiting for each other."""
         if self._interval is not None and self._ranks > 1:
             self._interval.alone_until = self._moment()
 
     def step_done(self, step: int) -> None:
-        """Optimizer step ``step`` was reported."""
+        """Count optimizer step ``step``."""
         now = self._moment()
         if now is None:
             return

@@ -33,7 +33,7 @@ class SweepCallback(Callback):
         self._launcher: str | None = None
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Before anything is written to the run folder."""
+        """Check the job before anything is written to its run folder."""
         hide_urls(config)
         node = node_in(os.environ, config.get("num_nodes", 1))
         run_dir = Path(str(config.hydra.run.dir))
@@ -48,7 +48,7 @@ class SweepCallback(Callback):
             raise SystemExit(detach.start())
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Before the launcher is made."""
+        """Begin the sweep, before the launcher is made."""
         hide_urls(config)
         self._launcher = str(config.hydra.runtime.choices.get("hydra/launcher"))
         try:
@@ -66,7 +66,7 @@ class SweepCallback(Callback):
             raise SystemExit(EXIT_FAILED) from None
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """In the job's own process, once its run folder is there."""
+        """Enter the job, in its own process, once its run folder is there."""
         restore_mask(os.environ)
         if hide_urls(config):  # of a project's file: Hydra has just written its value
             _hide_in(Path(str(config.hydra.runtime.output_dir)) / str(config.hydra.output_subdir))
@@ -75,7 +75,7 @@ class SweepCallback(Callback):
         current.enter(config, self._launcher, follows=node > 0)
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
-        """After the job's function, unless it was interrupted."""
+        """Record the end of the job's function, unless it was interrupted."""
         if job_return.status is JobStatus.COMPLETED:
             current.job_ended("completed", 0, objective=_plain(job_return.return_value))
         else:
@@ -84,7 +84,7 @@ class SweepCallback(Callback):
         current.leave()
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        """After the last job, unless an error of a job ended the sweep."""
+        """Finish the sweep after its last job, unless a job's error has ended it."""
         code = session.finish()
         if code and not session.has_door():
             # not an Exception: those of callbacks are turned into warnings

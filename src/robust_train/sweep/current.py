@@ -17,12 +17,10 @@ from robust_train.files import set_aside
 from robust_train.runfolder.lock import refusal
 from robust_train.runfolder.requests import sweep_stop_requested
 from robust_train.runfolder.summary import read_summary
-from robust_train.settings import sweep_folder
+from robust_train.settings import sweep_folder, sweep_settings
 from robust_train.sweep.job_record import (
     COMPLETED,
-    INTERRUPTED,
     NOT_STARTED,
-    REFUSED,
     STARTED,
     Entry,
     JobRecord,
@@ -126,7 +124,7 @@ def plan(config: DictConfig, folder: Path) -> tuple[Entry, JobRecord]:
         completed=completed,
         overrides=own.overrides,
         sweep=own.sweep,
-        resume=bool(OmegaConf.select(config, "sweep_resume", default=True)),
+        resume=sweep_settings(config).resume,
     )
     if entry is not Entry.REUSE or earlier is None:
         return entry, own
@@ -171,8 +169,7 @@ def _enter_sweep(job: CurrentJob, config: DictConfig) -> None:
 def _why_not_started(config: DictConfig, record: JobRecord) -> str | None:
     folder = sweep_folder()
     assert folder is not None
-    fail_fast = OmegaConf.select(config, "sweep_fail_fast", default=False)
-    if fail_fast and has_failed(folder, record.sweep):
+    if sweep_settings(config).fail_fast and has_failed(folder, record.sweep):
         return "another job failed before (sweep_fail_fast=true)"
     return "the sweep was stopped" if sweep_stop_requested(folder) else None
 
@@ -190,13 +187,3 @@ def job_ended(
     """Record the end of this process's job, where it is one of a sweep."""
     if _current is not None:
         _current.ended(status, exit_code, reason=reason, objective=objective)
-
-
-def job_refused(reason: str, exit_code: int) -> None:
-    """Record that the job's configuration cannot be used, or that it is not started again."""
-    job_ended(REFUSED, exit_code, reason=reason)
-
-
-def job_interrupted(error: BaseException, exit_code: int) -> None:
-    """Record that the job was stopped."""
-    job_ended(INTERRUPTED, exit_code, reason=str(error) or "interrupted")

@@ -40,6 +40,7 @@ from robust_train.gpu.bounded import NoAnswer, run_command
 from robust_train.runfolder.requests import Refused, request_sweep_stop, sweep_stop_requested
 from robust_train.runfolder.state import read_state
 from robust_train.runfolder.summary import read_summary
+from robust_train.settings import sweep_settings
 from robust_train.sweep import current, job_record, session
 from robust_train.sweep.job_process import JobProcess
 from robust_train.sweep.live_table import LiveRow, LiveTable
@@ -94,7 +95,7 @@ class GpuQueue:
     ) -> None:
         self._context, self._task_function = context, task_function
         self._config, self._n_jobs = config, n_jobs
-        self._fail_fast = bool(OmegaConf.select(config, "sweep_fail_fast", default=False))
+        self._settings = sweep_settings(config)
         self._signals = SignalWatch()
         self._pending: deque[_Job] = deque()
         self._running: list[_Job] = []
@@ -127,8 +128,8 @@ class GpuQueue:
             self._n_jobs,
             jobs=len(self._jobs),
             gpus=0 if self._n_jobs else count_gpus(self._config),
-            jobs_per_gpu=OmegaConf.select(self._config, "gpu_jobs_per_device", default=1),
-            gpus_per_job=OmegaConf.select(self._config, "num_gpus", default=1),
+            jobs_per_gpu=self._settings.jobs_per_gpu,
+            gpus_per_job=self._settings.gpus_per_job,
             cpus=len(os.sched_getaffinity(0)),
         )
         with self._signals, LiveTable() as table:
@@ -224,7 +225,7 @@ class GpuQueue:
             job, row.result if completed else no_objective(self._config.hydra)
         )
         log.info("%s", ending_line(row, job.folder / LOG_FILE))
-        if self._fail_fast and not completed and self._stopping is None:
+        if self._settings.fail_fast and not completed and self._stopping is None:
             with contextlib.suppress(OSError, Refused):  # then it counts as a launch of theirs
                 request_sweep_stop(Path(self._config.hydra.sweep.dir))
             self._stop("sweep_fail_fast=true", signal.SIGTERM)

@@ -62,7 +62,7 @@ def open_curves(cfg: DictConfig, run: Run, step: int) -> Curves | None:
         return _Wandb(cfg, run.run_dir)
     if name == "mlflow":
         curves = _Mlflow(cfg, run.run_dir)
-        run.trackers.look()
+        run.trackers.poll()
         return curves
     return None
 

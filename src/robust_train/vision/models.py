@@ -201,12 +201,6 @@ def enable_gradient_checkpointing(module: nn.Module) -> bool:
     return True
 
 
-def count_parameters(module: nn.Module) -> tuple[int, int]:
-    """Return the number of trained parameters and that of all."""
-    parameters = list(module.parameters())
-    return sum(p.numel() for p in parameters if p.requires_grad), sum(p.numel() for p in parameters)
-
-
 def trained_state(module: nn.Module) -> dict[str, Tensor]:
     """Return the part of the state dict that training changes, sharing its memory. Of a frozen
     backbone with an adapter or a head these alone; of a model trained as a whole all."""

@@ -6,13 +6,14 @@ one on the CPU included.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from robust_train.compat import tree_map_only
 from robust_train.errors import ConfigError
 from robust_train.microbatch.replicas import broadcast
 
@@ -59,7 +60,7 @@ def whole(value: Any, *, keeps: bool) -> Any:
         full = tensor.full_tensor()  # one at a time: a rank holds one whole tensor beside its share
         return full.cpu() if keeps else None
 
-    return _mapped(value, gathered)
+    return tree_map_only(Tensor, gathered, value)
 
 
 def sharded_weights(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -93,13 +94,3 @@ def _like(mine: Any, value: Tensor) -> Tensor:
 
     value = value.to(mine.device)
     return distribute_tensor(value, mine.device_mesh, mine.placements, src_data_rank=None)
-
-
-def _mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, dict):
-        return {key: _mapped(item, change) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_mapped(item, change) for item in value]
-    return value

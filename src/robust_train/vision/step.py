@@ -103,7 +103,7 @@ def apply_gradients(
 
 
 def _step_or_undo(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
-    """Step. If memory runs out, remove the optimizer's state that this step has created. An
+    """Take a step. If memory runs out, remove the optimizer's state that this step has created. An
     optimizer creates its state in the first step, and would later take half of it for all."""
     known = set(optimizer.state)
     try:

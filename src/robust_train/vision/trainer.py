@@ -139,8 +139,9 @@ class Training:
     def _prepare(self, module: nn.Module) -> TrainingState:
         """Move the model to the device and create optimizer and number format."""
         cfg, run = self.cfg, self.run
-        trained, total = models.count_parameters(module)
-        log.info("model: %s, %d of %d parameters are trained", cfg.model.name, trained, total)
+        sizes = [(p.numel(), p.requires_grad) for p in module.parameters()]
+        counts = sum(size for size, is_trained in sizes if is_trained), sum(n for n, _ in sizes)
+        log.info("model: %s, %d of %d parameters are trained", cfg.model.name, *counts)
         effective, images = self.plan.effective_batch, self.plan.num_samples
         log.info("Effective batch size: %d", effective)
         if effective > images and run.is_main:
