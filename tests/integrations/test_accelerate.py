@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 
 import pytest
@@ -229,6 +230,25 @@ def test_a_half_written_checkpoint_of_a_killed_attempt_does_no_harm(tmp_path: Pa
     _, _, reports = _train(tmp_path, _cfg(8))
     assert not leftover.exists()
     assert len([e for e in reports if e["event"] == "checkpoint"]) == 9
+
+
+@pytest.mark.parametrize("elsewhere", [None, "no space left"])
+def test_a_checkpoint_appears_once_every_rank_has_written_its_files(
+    tmp_path: Path, elsewhere: str | None, monkeypatch: pytest.MonkeyPatch
+):
+    """The ranks meet three times for each: is it there, is it written, has it its name."""
+    published: list[int] = []
+
+    def meet(value):
+        published.append(len(list(tmp_path.glob("checkpoints/step-*"))))
+        return [value, elsewhere if len(published) % 3 == 2 else None]
+
+    module = importlib.import_module("robust_train.integrations.accelerate")
+    monkeypatch.setattr(module, "of_all_ranks", meet)
+    _, _, reports = _train(tmp_path, _cfg(8))
+    assert published[:6] == ([0, 0, 1, 1, 1, 2] if elsewhere is None else [0] * 6)
+    saved = [e for e in reports if e["event"] == "checkpoint"]
+    assert len(saved) == (9 if elsewhere is None else 0)
 
 
 def test_an_accumulation_of_accelerates_own_is_refused(tmp_path: Path):
