@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from jobs import TWO_RANKS, WIDE, Example, differ_by_rounding_alone, events, stopped_and_resumed
+from jobs import (
+    TWO_RANKS,
+    WIDE,
+    Example,
+    differ_by_rounding_alone,
+    events,
+    stopped_and_resumed,
+)
 from omegaconf import OmegaConf
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -78,6 +85,22 @@ def test_memory_that_runs_out_on_one_of_two_ranks_repeats_the_step_of_both(
     # AdamW makes whole steps of rounding errors where a gradient is nearly zero
     here = weights(example.run_here(monkeypatch, WIDE))
     differ_by_rounding_alone(weights(ended.journal), here, within=1e-3)
+
+
+@pytest.mark.proves("accelerate", "several GPUs", "new attempt")
+@pytest.mark.slow
+def test_memory_that_runs_out_between_steps_of_one_rank_ends_the_attempt_of_both(example: Example):
+    ended = example.run(
+        "out_of_memory_between_steps", "ranks-between", *TWO_RANKS, "training.batch_size=256"
+    )
+    assert ended.returncode == 0, ended.output
+    sizes = [(a["ranks"], a["batch_size"], a["effective_batch_size"]) for a in ended.attempts]
+    assert sizes == [(2, 256, 512), (2, 128, 512)]
+    assert "(rank 1)" in ended.attempts[0]["reason"]
+    assert [event["step"] > 0 for event in events(ended.journal, "training_started")] == [
+        False,
+        True,
+    ]
 
 
 @pytest.mark.proves("accelerate", "one GPU", "new attempt")

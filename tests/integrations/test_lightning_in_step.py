@@ -142,14 +142,16 @@ def test_a_batch_that_cannot_be_cut_leaves_the_others_their_parts(tmp_path: Path
 
 
 def test_an_evaluation_repeats_the_batch_in_which_memory_runs_out(tmp_path: Path):
-    whole = Fitted(tmp_path, Net(Fuse()))
-    # in the second pass of a batch, whose first one has logged already
-    fuse = Fuse("forward", 2, fits=2, training=False)
+    fuse = Fuse(training=False)
+    whole = Fitted(tmp_path, Net(fuse))
+    assert fuse.sizes == [4, 4, 3, 3], "it is validated once"
+    # in the second pass of the second batch, whose first one has logged already
+    fuse = Fuse("forward", 4, fits=2, training=False)
     split = Fitted(tmp_path, Net(fuse))
-    assert fuse.sizes[:10] == [4, 4, 2, 2, 2, 2, 1, 1, 2, 2], "the second batch has three"
+    assert fuse.sizes[:8] == [4, 4, 3, 3, 1, 1, 1, 1], "the second batch has three"
     assert not split.changed(training=True)
     ((_, before, after),) = split.changed(training=False)
-    assert (before, after) == (4, 2)
+    assert (before, after) == (3, 1)
     assert split.result == pytest.approx(whole.result, abs=1e-6)
     one, other = (fitted.trainer.predict(fitted.model, ORDERED) for fitted in (split, whole))
     torch.testing.assert_close(one, other)
