@@ -29,7 +29,9 @@ class Net(nn.Module):
         self.rows = nn.Linear(8, width)
         self.places = nn.Parameter(torch.zeros(8, width))
         self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True)
+            nn.TransformerEncoderLayer(
+                width, 4, 4 * width, 0.0, "gelu", batch_first=True, bias=False
+            )
             for _ in range(blocks)
         )
         self.head = nn.Linear(width, 10)

@@ -97,10 +97,7 @@ def test_memory_that_runs_out_between_steps_of_one_rank_ends_the_attempt_of_both
     sizes = [(a["ranks"], a["batch_size"], a["effective_batch_size"]) for a in ended.attempts]
     assert sizes == [(2, 256, 512), (2, 128, 512)]
     assert "(rank 1)" in ended.attempts[0]["reason"]
-    assert [event["step"] > 0 for event in events(ended.journal, "training_started")] == [
-        False,
-        True,
-    ]
+    assert events(ended.journal, "training_started")[1]["step"] > 0
 
 
 @pytest.mark.proves("accelerate", "one GPU", "new attempt")

@@ -245,7 +245,7 @@ def test_whether_to_resume_is_what_rank_0_found_on_the_disk(
     tmp_path: Path, is_rank_0s: bool, monkeypatch: pytest.MonkeyPatch
 ):
     _, _, reports = _fit(tmp_path, _cfg(8))
-    saved = Path([e["path"] for e in reports if e["event"] == "checkpoint"][0])
+    saved = Path(next(e["path"] for e in reports if e["event"] == "checkpoint"))
     module = importlib.import_module("robust_train.integrations.transformers")
     first: list = [8 if is_rank_0s else None]
     monkeypatch.setattr(module, "of_all_ranks", lambda value: first[:1] or [value])
