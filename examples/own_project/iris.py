@@ -5,48 +5,44 @@ import itertools
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
-
-from robust_train import UserError
+from torch.nn.parallel import DistributedDataParallel
 
 
 def train(cfg, run):
-    if run.world_size > 1:
-        raise UserError("num_gpus: iris.py trains in one process; docs/several-gpus.md has a loop")
     torch.manual_seed(cfg.seed)
     x_train, y_train, x_test, y_test = read(Path(cfg.data.file), cfg.data.test_every)
     model = network(list(cfg.model.hidden)).to(cfg.device)
+    whole = model
+    if run.world_size > 1:
+        dist.init_process_group("gloo" if cfg.device == "cpu" else "nccl")
+        whole = DistributedDataParallel(model)
+    in_a_step = cfg.training.batch_size * cfg.training.gradient_accumulation_steps * run.world_size
     optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.training.lr)
     criterion = nn.CrossEntropyLoss()
     done = resume(run, model, optimizer)
-    step = done * steps_in(len(x_train), cfg)
+    step = done * -(-len(x_train) // in_a_step)
     run.started(step)
     for epoch in range(done + 1, cfg.training.epochs + 1):
         order = torch.randperm(len(x_train), generator=torch.Generator().manual_seed(epoch))
-        for chosen in order.split(samples_in_a_step(cfg)):
+        for chosen in order.split(in_a_step):  # the same samples however they are split
+            mine = chosen[run.rank :: run.world_size]
             optimizer.zero_grad()
-            for micro in run.micro_batches((x_train[chosen], y_train[chosen]), model):
+            for micro in run.micro_batches((x_train[mine], y_train[mine]), whole):
                 with micro:
                     x, y = micro.data
-                    micro.backward(criterion(model(x.to(cfg.device)), y.to(cfg.device)))
+                    micro.backward(criterion(whole(x.to(cfg.device)), y.to(cfg.device)))
             optimizer.step()
             step += 1
             run.progress(step)
-        save(run, model, optimizer, epoch, step)
+        if run.is_main:
+            save(run, model, optimizer, epoch, step)
         if run.stop_requested:
             break
     with torch.no_grad():
         hits = model(x_test.to(cfg.device)).argmax(1).cpu() == y_test
     return {"objective": hits.float().mean(), "model": cfg.model.name}
-
-
-def samples_in_a_step(cfg):
-    """Return a constant, also when the launcher halves the micro-batch size."""
-    return cfg.training.batch_size * cfg.training.gradient_accumulation_steps
-
-
-def steps_in(samples, cfg):
-    return -(-samples // samples_in_a_step(cfg))
 
 
 def network(hidden):

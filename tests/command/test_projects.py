@@ -143,11 +143,13 @@ def own_project(tmp_path: Path) -> Path:
 
 
 def test_a_hydra_project_of_your_own_builds_on_robust(world: World, own_project: Path):
-    ended = _run(world, own_project, sys.executable, "main.py", "training.batch_size=60")
+    ranks = ("num_gpus=2", "auto_device=false", "device=cpu")
+    ended = _run(world, own_project, sys.executable, "main.py", "training.batch_size=30", *ranks)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     (summary,) = _summaries(own_project)
     assert summary["result"]["objective"] > 0.9
-    assert summary["attempts"][0]["batch_size"] == 60
+    (attempt,) = summary["attempts"]
+    assert (attempt["ranks"], attempt["effective_batch_size"]) == (2, 60)
     (folder,) = own_project.glob("outputs/*/*")
     assert "_iris_small_" in folder.name
 

@@ -29,6 +29,7 @@ KINDS = {
     "first backward": ("backward", 3),
     "second forward": ("forward", 4),
     "second backward": ("backward", 4),
+    "evaluation": ("forward", 1),
     "exhausted": ("forward", 4),
     "collective": ("backward", 3),
 }
@@ -47,7 +48,8 @@ def trained(framework: str, kind: str, rank: int, folder: Path) -> dict[str, Any
     """Train three steps of two batches; on rank 1 memory runs out as ``kind`` says."""
     where = KINDS[kind]
     fits = 0 if kind == "exhausted" else 2
-    fuse = Fuse(*where, fits=fits) if where and rank == 1 else Fuse()
+    training = kind != "evaluation"
+    fuse = Fuse(*where, fits=fits, training=training) if where and rank == 1 else Fuse()
     layer = torch.nn.Sequential(fuse, Collective()) if kind == "collective" else fuse
     events: list[dict] = []
     run = Run(run_dir=folder, report=lambda event: events.append(event.as_json()))
@@ -91,7 +93,8 @@ def _transformers(layer: Any, run: Run, folder: Path, *, recovers: bool) -> Any:
     if recovers:
         recover_in_steps(trainer, run)
     trainer.train()
-    return model, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return model, [*losses, trainer.evaluate(of_transformers.samples(12))["eval_loss"]]
 
 
 class Logs(of_lightning.Net):
@@ -103,7 +106,8 @@ class Logs(of_lightning.Net):
     def on_train_batch_end(self, outputs, batch, batch_idx):
         self.outputs.append(float(self.trainer.callback_metrics["train_step"]))
 
-    on_validation_batch_end = None
+    def validation_step(self, batch, batch_idx):
+        self.log("val", self._loss(batch).mean(), sync_dist=True)
 
 
 def _lightning(layer: Any, run: Run, folder: Path, *, recovers: bool) -> Any:
@@ -128,8 +132,10 @@ def _lightning(layer: Any, run: Run, folder: Path, *, recovers: bool) -> Any:
     if recovers:
         recover_in_steps(trainer, model, run, SimpleNamespace(done=0))
     trainer.fit(model, of_lightning.loader(48))
+    epoch = float(trainer.callback_metrics["train_epoch"])
+    (validated,) = trainer.validate(model, of_lightning.loader(12), verbose=False)
     # a value over the ranks is that of the step's last batch
-    return model, [*model.outputs[1::2], float(trainer.callback_metrics["train_epoch"])]
+    return model, [*model.outputs[1::2], epoch, validated["val"]]
 
 
 def main() -> None:

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 
 import pytest
 import torch
-from jobs import TWO_RANKS, WIDE, Example, differ_by_rounding_alone, events, stopped_and_resumed
+from jobs import (
+    TWO_RANKS,
+    WIDE,
+    Example,
+    differ_by_rounding_alone,
+    events,
+    stopped_and_resumed,
+)
 from omegaconf import OmegaConf
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -77,6 +85,19 @@ def test_memory_that_runs_out_on_one_of_two_ranks_repeats_the_step_of_both(
     # AdamW makes whole steps of rounding errors where a gradient is nearly zero
     here = weights(example.run_here(monkeypatch, WIDE))
     differ_by_rounding_alone(weights(ended.journal), here, within=1e-3)
+
+
+@pytest.mark.proves("accelerate", "several GPUs", "new attempt")
+@pytest.mark.slow
+def test_memory_that_runs_out_between_steps_of_one_rank_ends_the_attempt_of_both(example: Example):
+    ended = example.run(
+        "out_of_memory_between_steps", "ranks-between", *TWO_RANKS, "training.batch_size=256"
+    )
+    assert ended.returncode == 0, ended.output
+    sizes = [(a["ranks"], a["batch_size"], a["effective_batch_size"]) for a in ended.attempts]
+    assert sizes == [(2, 256, 512), (2, 128, 512)]
+    assert "(rank 1)" in ended.attempts[0]["reason"]
+    assert events(ended.journal, "training_started")[1]["step"] > 0
 
 
 @pytest.mark.proves("accelerate", "one GPU", "new attempt")
@@ -229,6 +250,25 @@ def test_a_half_written_checkpoint_of_a_killed_attempt_does_no_harm(tmp_path: Pa
     _, _, reports = _train(tmp_path, _cfg(8))
     assert not leftover.exists()
     assert len([e for e in reports if e["event"] == "checkpoint"]) == 9
+
+
+@pytest.mark.parametrize("elsewhere", [None, "no space left"])
+def test_a_checkpoint_appears_once_every_rank_has_written_its_files(
+    tmp_path: Path, elsewhere: str | None, monkeypatch: pytest.MonkeyPatch
+):
+    """The ranks meet three times for each: is it there, is it written, has it its name."""
+    published: list[int] = []
+
+    def meet(value):
+        published.append(sum(path.is_dir() for path in tmp_path.glob("checkpoints/step-*")))
+        return [value, elsewhere if len(published) % 3 == 2 else None]
+
+    module = importlib.import_module("robust_train.integrations.accelerate")
+    monkeypatch.setattr(module, "of_all_ranks", meet)
+    _, _, reports = _train(tmp_path, _cfg(8))
+    assert published[:6] == ([0, 0, 1, 1, 1, 2] if elsewhere is None else [0] * 6)
+    saved = [e for e in reports if e["event"] == "checkpoint"]
+    assert len(saved) == (9 if elsewhere is None else 0)
 
 
 def test_an_accumulation_of_accelerates_own_is_refused(tmp_path: Path):

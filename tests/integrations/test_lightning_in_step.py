@@ -37,12 +37,16 @@ class Net(lightning.LightningModule):
         losses = self._loss(batch)
         self.log("train", losses.mean(), on_step=True, on_epoch=True)
         self.log("largest", losses.max(), on_step=True, on_epoch=False, reduce_fx="max")
+        # without rounding, whatever the weights are
+        self.log("positive", (batch[0] > 0).float().mean(), on_step=False, on_epoch=True)
         return {"loss": losses.mean(), "losses": losses.detach()}
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         assert len(outputs["losses"]) == len(batch[0])
         logged = self.trainer.callback_metrics
-        self.outputs.append((float(outputs["loss"]), float(logged["largest"])))
+        self.outputs.append(
+            (float(outputs["loss"]), float(logged["largest"]), float(logged["train_step"]))
+        )
 
     def on_before_zero_grad(self, optimizer):
         self.hooks.append("zero_grad")
@@ -53,16 +57,20 @@ class Net(lightning.LightningModule):
     def validation_step(self, batch, batch_idx):
         losses = self._loss(batch)
         self.log("val", losses.mean(), on_step=True, on_epoch=True)
-        return losses
+        return self._loss(batch)
+
+    test_step = validation_step
 
     def predict_step(self, batch):
         return self.layers(batch[0])
 
     def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), 0.05)
+        optimizer = torch.optim.AdamW(self.parameters(), 0.05)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
-def loader(count: int = 22, size: int = 4) -> DataLoader:
+def loader(count: int = 23, size: int = 4) -> DataLoader:
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(count, 4, generator=generator)
     return DataLoader(TensorDataset(x, x[:, :2] ** 2), size, shuffle=True)
@@ -104,25 +112,26 @@ def test_wherever_memory_runs_out_weights_hooks_and_logs_are_those_of_a_run_with
 ):
     whole = Fitted(tmp_path, Net(Fuse()))
     assert whole.model.hooks == ["zero_grad", "step"] * 3
-    # the third batch is the first of step 2; the last one has two samples
+    # the third batch is the first of step 2; the last one has three samples
     for where, at in itertools.product(("forward", "backward"), (3, 4, 5)):
         fuse = Fuse(where, at, fits=2)
         split = Fitted(tmp_path, Net(fuse))
         assert split.changed(training=True) == [((at + 1) // 2, 4, 2)], (where, at)
         again = at - 1 if at == 4 else at  # the step's batches so far
-        assert fuse.sizes[at:] == [2] * (2 * (6 - again) + 1), (where, at)
+        assert fuse.sizes[at:] == [2] * 2 * (6 - again) + [1, 2], (where, at)
         differ_by_rounding_alone(split.weights, whole.weights)
         assert split.model.hooks == whole.model.hooks
         for one, other in zip(split.model.outputs, whole.model.outputs, strict=True):
             assert one == pytest.approx(other, abs=1e-6)
         assert split.result == pytest.approx(whole.result, abs=1e-6)
+        assert split.result["positive"] == whole.result["positive"], "to the bit"
         assert split.trainer.global_step == whole.trainer.global_step
 
 
 def test_batches_of_a_short_step_keep_their_weights_when_the_last_one_runs_out(tmp_path: Path):
     whole = Fitted(tmp_path, Net(Fuse()))
     split = Fitted(tmp_path, Net(Fuse("forward", 6, fits=1)))
-    assert split.changed(training=True) == [(3, 2, 1)]
+    assert split.changed(training=True) == [(3, 3, 1)]
     differ_by_rounding_alone(split.weights, whole.weights)
 
 
@@ -133,16 +142,23 @@ def test_a_batch_that_cannot_be_cut_leaves_the_others_their_parts(tmp_path: Path
 
 
 def test_an_evaluation_repeats_the_batch_in_which_memory_runs_out(tmp_path: Path):
-    whole = Fitted(tmp_path, Net(Fuse()))
-    fuse = Fuse("forward", 1, fits=2, training=False)
+    fuse = Fuse(training=False)
+    whole = Fitted(tmp_path, Net(fuse))
+    assert fuse.sizes == [4, 4, 3, 3], "it is validated once"
+    # in the second pass of the second batch, whose first one has logged already
+    fuse = Fuse("forward", 4, fits=2, training=False)
     split = Fitted(tmp_path, Net(fuse))
-    assert fuse.sizes[:5] == [4, 2, 2, 1, 2], "the second batch has three"
+    assert fuse.sizes[:8] == [4, 4, 3, 3, 1, 1, 1, 1], "the second batch has three"
     assert not split.changed(training=True)
     ((_, before, after),) = split.changed(training=False)
-    assert (before, after) == (4, 2)
+    assert (before, after) == (3, 1)
     assert split.result == pytest.approx(whole.result, abs=1e-6)
     one, other = (fitted.trainer.predict(fitted.model, ORDERED) for fitted in (split, whole))
     torch.testing.assert_close(one, other)
+    (one,), (other,) = (
+        fitted.trainer.test(fitted.model, ORDERED, verbose=False) for fitted in (split, whole)
+    )
+    assert one == pytest.approx(other, abs=1e-6)
 
 
 class _KeepsGradients(Net):

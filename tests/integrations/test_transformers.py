@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -218,6 +220,40 @@ def test_an_incomplete_checkpoint_is_not_resumed_from(
     _, _, again = _fit(folder, _cfg(8), saved[-1])
     assert [e["step"] for e in again if e["event"] == "training_started"] == [0]
     assert "is incomplete" in caplog.text
+
+
+def test_a_checkpoint_is_marked_once_every_rank_has_written_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    module = importlib.import_module("robust_train.integrations.transformers")
+    mark, seen = tmp_path / "checkpoint-3" / "robust_train.json", []
+    mark.parent.mkdir()
+    meet = lambda value: seen.append(mark.exists()) or [value]  # noqa: E731
+    monkeypatch.setattr(module, "of_all_ranks", meet)
+    callback = module.RobustCallback(_cfg(8), Run(run_dir=tmp_path))
+    state = SimpleNamespace(global_step=3)
+    callback.saved(SimpleNamespace(output_dir=tmp_path), state)
+    assert (seen, mark.exists()) == ([False], True)
+    # one that is written again is not marked meanwhile
+    arguments = SimpleNamespace(output_dir=tmp_path)
+    callback._before_saving(arguments, state, SimpleNamespace(should_save=True))
+    assert (seen, mark.exists()) == ([False, False], False)
+
+
+@pytest.mark.parametrize("is_rank_0s", [True, False])
+def test_whether_to_resume_is_what_rank_0_found_on_the_disk(
+    tmp_path: Path, is_rank_0s: bool, monkeypatch: pytest.MonkeyPatch
+):
+    _, _, reports = _fit(tmp_path, _cfg(8))
+    saved = Path(next(e["path"] for e in reports if e["event"] == "checkpoint"))
+    module = importlib.import_module("robust_train.integrations.transformers")
+    first: list = [8 if is_rank_0s else None]
+    monkeypatch.setattr(module, "of_all_ranks", lambda value: first[:1] or [value])
+    if is_rank_0s:  # the mark has not come to this rank's machine
+        (saved / "robust_train.json").unlink()
+    _, _, again = _fit(tmp_path / "again", _cfg(8), saved)
+    assert again[0]["event"] == "training_started"
+    assert again[0]["step"] == (1 if is_rank_0s else 0)
 
 
 def test_another_effective_batch_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture):

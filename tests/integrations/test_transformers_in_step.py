@@ -7,13 +7,17 @@ import itertools
 import operator
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import running_out
 import torch
-from running_out import Fuse, differ_by_rounding_alone, ends_the_attempt
+import torch.distributed as dist
+from running_out import RUN_OUT, Fuse, allocate, differ_by_rounding_alone, ends_the_attempt
 from torch.nn import functional
 
+from forked_ranks import of_forks
+from robust_train.microbatch import open_step
 from robust_train.run import Run
 
 transformers = pytest.importorskip(
@@ -82,7 +86,9 @@ class Fitted(running_out.Fitted):
             model, arguments, train_dataset=data, eval_dataset=data[:7], data_collator=collator
         )
         self.result = fit(self.trainer, cfg=self.cfg, run=self.run)
-        self.losses = [e["loss"] for e in self.trainer.state.log_history if "loss" in e]
+        steps = [entry for entry in self.trainer.state.log_history if "loss" in entry]
+        self.losses = [entry["loss"] for entry in steps]
+        self.others = [(entry["grad_norm"], entry["learning_rate"]) for entry in steps]
 
 
 @pytest.mark.parametrize(
@@ -104,6 +110,8 @@ def test_wherever_memory_runs_out_the_weights_and_losses_are_those_of_a_run_with
         assert fuse.sizes[at:] == [2] * 2 * (6 - again) + [1] * (at != 6), (where, at)
         differ_by_rounding_alone(split.weights, whole.weights)
         assert split.losses == pytest.approx(whole.losses, abs=1e-5)
+        for one, other in zip(split.others, whole.others, strict=True):
+            assert one == pytest.approx(other, abs=1e-5)
         assert split.result["eval_loss"] == pytest.approx(whole.result["eval_loss"], abs=1e-5)
 
 
@@ -118,6 +126,28 @@ def test_two_samples_without_labels_show_a_mean_too(tmp_path: Path):
     assert not step._adds_up(model, data, torch.tensor(12))
 
 
+class Shifting(Tagger):
+    loss_type = "ForCausalLM"
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [(Tagger, "labels"), (Shifting, "labels"), (Shifting, "shift_labels")]
+)
+def test_the_items_of_a_part_are_those_that_the_trainer_counts(tmp_path: Path, kind, name: str):
+    trainer = transformers.Trainer(
+        kind(Fuse(), sums=True),
+        transformers.TrainingArguments(str(tmp_path), report_to="none", use_cpu=True),
+    )
+    step = transformers_step._Steps(trainer, InStep(Run(run_dir=tmp_path), "transformers"))
+    data = transformers.default_data_collator(samples(5))
+    everywhere = data["labels"].ne(-100).sum()
+    data[name] = data["labels"].clone()
+    data[name][0, 0] = -100
+    count = trainer._get_num_items_in_batch([data], torch.device("cpu"))
+    assert step._items(data) == count
+    assert everywhere - count == (5 if (kind, name) == (Shifting, "labels") else 1)
+
+
 def test_an_evaluation_repeats_the_batch_in_which_memory_runs_out(tmp_path: Path):
     whole = Fitted(tmp_path, Tagger(Fuse(), sums=True))
     fuse = Fuse("forward", 1, fits=2, training=False)
@@ -130,6 +160,34 @@ def test_an_evaluation_repeats_the_batch_in_which_memory_runs_out(tmp_path: Path
     one, other = (fitted.trainer.predict(samples(7)) for fitted in (split, whole))
     torch.testing.assert_close(torch.tensor(one.predictions), torch.tensor(other.predictions))
     assert (one.label_ids == other.label_ids).all()
+
+
+def _ends_where_its_parts_communicate(folder: Path) -> list[str]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    open_step.ranks = SimpleNamespace(here=lambda: "others")
+    lines: list[str] = []
+    in_step = InStep(Run(run_dir=folder), "transformers")
+    in_step.say = lines.append
+    sizes: list[int] = []
+
+    def body(part, samples):
+        sizes.append(samples)
+        dist.all_reduce(torch.ones(1))
+        allocate(samples, 2)
+
+    try:
+        in_step.evaluate(torch.nn.Linear(1, 1), {"x": torch.zeros(4, 1)}, body)
+    except (MemoryError, RuntimeError) as error:
+        return [*lines, str(error), sizes]
+    return []
+
+
+def test_an_evaluation_whose_parts_communicate_ends_the_attempt(tmp_path: Path):
+    """Other ranks evaluate the batch once: a collective of one that repeats it has no partner."""
+    ((line, message, sizes),) = of_forks(1, lambda _: _ends_where_its_parts_communicate(tmp_path))
+    assert "calls the collective allreduce_" in line
+    assert RUN_OUT in message
+    assert sizes == [4, 2]
 
 
 class _OwnBackward(transformers.Trainer):

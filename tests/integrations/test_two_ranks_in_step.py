@@ -36,6 +36,9 @@ def test_one_of_two_ranks_repeats_its_share_of_the_step(tmp_path: Path, framewor
         # batches of earlier steps are not repeated
         sizes = [4] * at + [2] * 2 * 4 if rank else [4] * 4 + [2] * 4
         assert repeated["sizes"] == sizes, (rank, where, at)
+    evaluated = seen[1]["evaluation"]
+    assert evaluated["sizes"][:3] == [4, 2, 2], "by itself, while the other one waits"
+    assert evaluated["logged"] == pytest.approx(plain["logged"], abs=1e-5)
     ran_out, heard = seen[1]["exhausted"]["error"], seen[0]["exhausted"]["error"]
     assert RUN_OUT in ran_out
     assert "out of memory on rank 1" in heard

@@ -17,6 +17,7 @@ from forked_ranks import of_forks
 from robust_train.config.schema import complete, validate
 from robust_train.errors import ConfigError
 from robust_train.execution import rank
+from robust_train.execution.request import NodeSpan
 from robust_train.runfolder.state import read_state
 from simulated_nvml import Gpu, Machine
 from world import World, wait_until
@@ -186,6 +187,20 @@ def test_a_group_that_loses_a_gpu_goes_on_with_fewer_at_the_same_effective_batch
 def test_numbers_of_gpus_that_cannot_be_are_refused(keys: dict[str, object], said: str):
     with pytest.raises(ConfigError, match=said):
         validate(complete(keys))
+
+
+def test_a_library_that_was_imported_before_there_was_a_rank_knows_it():
+    utilities = pytest.importorskip("lightning.pytorch.utilities")
+    request = SimpleNamespace(
+        first_rank=0, of_first_rank=(), world_size=2, ranks=2, span=NodeSpan()
+    )
+
+    def rank_of_lightning(number: int) -> int:
+        rank._set_environment(number, request, 29500)
+        return utilities.rank_zero_only.rank
+
+    assert utilities.rank_zero_only.rank == 0
+    assert of_forks(2, rank_of_lightning) == [0, 1]
 
 
 def test_ranks_on_gpus_divide_the_cores_among_them_and_each_has_its_gpu(tmp_path, monkeypatch):

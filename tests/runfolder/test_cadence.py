@@ -114,7 +114,7 @@ def test_all_ranks_save_at_the_same_step_whoever_is_ahead(tmp_path):
 
     def loop(rank: int) -> None:
         run = Run(run_dir=tmp_path, rank=rank, world_size=2, flags=votes)
-        run.saving.plan = SavePlan(1e9, 7)
+        run.saving.plan = SavePlan(1e9, 2 if rank else 7)  # rank 0's clock counts
         for step in range(1, 101):
             run.progress(step)
             if run.checkpoint_due:
@@ -132,4 +132,4 @@ def test_all_ranks_save_at_the_same_step_whoever_is_ahead(tmp_path):
     for one in ranks:
         one.join()
     assert due[0] == due[1]
-    assert len(due[0]) >= 12
+    assert 12 <= len(due[0]) <= 14

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from training_world import config, write_image_folder
 
@@ -148,9 +149,15 @@ def wrapped(how: str, rank: int, ranks: int) -> object:
     net = Deep()
     # a bucket for each parameter: one that is passed over pairs all that follow wrongly
     bucket_mib = 1 if how == "compiled" else 1e-5  # dynamo takes no less
+    alone = dist.new_group([rank], use_local_synchronization=True) if how == "in part" else None
     shared = DistributedDataParallel(
-        net, bucket_cap_mb=bucket_mib, static_graph=how == "static graph"
+        net,
+        bucket_cap_mb=bucket_mib,
+        static_graph=how == "static graph",
+        process_group=alone,
     )
+    if how == "communication hook":
+        shared.register_comm_hook(None, default_hooks.allreduce_hook)
     model: nn.Module = shared
     if how == "compiled":
         model = torch.compile(shared, backend="eager")
@@ -191,6 +198,8 @@ WAYS = (
     "around the one that is named",
     "another default device",
     "static graph",
+    "communication hook",
+    "in part",
 )
 
 

@@ -18,7 +18,12 @@ from group_of_ranks import attempt, lift_limit, limit_memory, of_forks
 from torch import nn
 from torch.distributed._composable import checkpoint
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -27,6 +32,7 @@ from training_world import write_image_folder
 from robust_train.errors import UserError
 from robust_train.microbatch.batcher import MicroBatcher
 from robust_train.microbatch.rewind import Models
+from robust_train.microbatch.splitting import bounds
 from robust_train.vision.sharding import share_buffers
 
 SHARES = (slice(0, 8), slice(8, 13))
@@ -35,6 +41,7 @@ SHARES = (slice(0, 8), slice(8, 13))
 WIDE = 1 << 20
 """Numbers of one sample in a block, for a moment: 4 MiB, and the same again."""
 BF16, F32 = torch.bfloat16, torch.float32
+KINDS = ("plain", "checkpointing", "bf16")
 
 
 class OwnAllGather(DefaultAllGather):
@@ -163,15 +170,59 @@ def every_place(rank: int, mesh, is_thorough: bool) -> list[dict[str, object]]:
     return seen
 
 
+def sharded_as(mesh, kind: str) -> nn.Sequential:
+    options = {"mp_policy": MixedPrecisionPolicy(BF16, F32)} if kind == "bf16" else {}
+    model = sharded(mesh, **options)
+    if kind == "checkpointing":
+        for part in model[1:4]:
+            checkpoint(part)
+    return model
+
+
+def gradient_of_one_process(model: nn.Module, kind: str, size: int) -> None:
+    """Give ``model`` the gradient of a step; bf16's rounding is that of parts of ``size``."""
+    x, y = data()
+    if kind != "bf16":
+        nn.functional.mse_loss(model(x), y).backward()
+        return
+    for share in SHARES:
+        samples = share.stop - share.start
+        for start, stop in bounds(samples, size):
+            part = slice(share.start + start, share.start + stop)
+            coarse = network().to(BF16)
+            coarse.load_state_dict(model.state_dict())
+            loss = nn.functional.mse_loss(coarse(x[part].to(BF16)).float(), y[part])
+            # as a rank computes it: another rounding of the weight is one of bf16's digits
+            (loss * (len(x[part]) / samples * (samples * 2 / len(x)))).backward()
+            for mine, its in zip(model.parameters(), coarse.parameters(), strict=True):
+                mine.grad = its.grad.float() / 2 + (0 if mine.grad is None else mine.grad)
+
+
+def differs_from_one_process(rank: int, mesh, kind: str) -> float:
+    """How far the clipped gradients of AdamW's steps are from those of one process, the step in
+    which memory runs out and those after it included."""
+    model, one = sharded_as(mesh, kind), network()
+    optimizers = [torch.optim.AdamW(net.parameters(), 1e-2, eps=1e-4) for net in (model, one)]
+    batcher, worst = MicroBatcher(batch_size=4), 0.0
+    for number in range(3):
+        model[2].bomb = "backward" if rank == 1 and number == 1 else None
+        assert step(batcher, model, SHARES[rank]).repeats == int(number == 1)
+        gradient_of_one_process(one, kind, batcher.size)
+        for net in (model, one):
+            nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+        pairs = zip(model.parameters(), one.parameters(), strict=True)
+        worst = max(worst, *((a.grad.full_tensor() - b.grad).abs().max().item() for a, b in pairs))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return worst
+
+
 def differs_at_the_same_split(rank: int, mesh, kind: str) -> float:
     """How far a step that is repeated at the same size is from one that is not."""
 
     def train(fails: bool) -> torch.Tensor:
-        options = {"mp_policy": MixedPrecisionPolicy(BF16, F32)} if kind == "bf16" else {}
-        model = sharded(mesh, **options)
-        if kind == "checkpointing":
-            for part in model[1:4]:
-                checkpoint(part)
+        model = sharded_as(mesh, kind)
         optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
         batcher = MicroBatcher(batch_size=4, min_batch_size=4)
         batcher._training.smaller_than = lambda failed: 4
@@ -204,6 +255,16 @@ def without_resharding(rank: int, mesh) -> list[list[object]]:
             model.zero_grad()
         seen.append([f"{where} {part}", parts.repeats, worst])
     return seen
+
+
+class Skips(nn.Sequential):
+    """Leaves a block out in every second pass."""
+
+    def forward(self, x):
+        self.passes = getattr(self, "passes", 0) + 1
+        for number, part in enumerate(self):
+            x = x if number == 1 and self.passes % 2 == 0 else part(x)
+        return x
 
 
 class Averages(nn.Module):
@@ -250,7 +311,7 @@ def exhausted(rank: int, mesh) -> list[object]:
 
 def refused(model: Models) -> str:
     try:
-        for micro in MicroBatcher().micro_batches(data(), model):
+        for micro in MicroBatcher(batch_size=8).micro_batches(data(), model):
             with micro:
                 micro.backward(model(micro.data[0]).mean())
     except UserError as error:
@@ -266,6 +327,9 @@ def refusals(mesh) -> dict[str, str]:
     both = init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "shards"))
     hybrid = fully_shard(network(), mesh=both)
     beside = [sharded(mesh), DistributedDataParallel(network())]
+    skips = Skips(*network())
+    fully_shard(skips[1], mesh=mesh)
+    fully_shard(skips, mesh=mesh)
     models = {
         "own": own,
         "in part": other,
@@ -273,10 +337,17 @@ def refusals(mesh) -> dict[str, str]:
         "beside": beside,
         "split": parallelize_module(network(), mesh, {"1.wide": ColwiseParallel()}),
         "first kind": FullyShardedDataParallel(network(), device_id=torch.device("cpu")),
+        "skips": skips,
         "averages": nn.Sequential(sharded(mesh), Averages()),
         "averages in replicas": nn.Sequential(DistributedDataParallel(network()), Averages()),
     }
-    return {kind: refused(model) for kind, model in models.items()}
+    lines = {kind: refused(model) for kind, model in models.items()}
+    reset = FSDPModule.reset_iter_state
+    del FSDPModule.reset_iter_state
+    try:
+        return lines | {"older": refused(sharded(mesh))}
+    finally:
+        FSDPModule.reset_iter_state = reset
 
 
 def statistics(rank: int) -> list[float]:
@@ -292,10 +363,8 @@ def be_rank(rank: int, folder: str, is_thorough: bool) -> dict[str, object]:
     mesh = init_device_mesh("cpu", (2,))
     seen = {
         "places": every_place(rank, mesh, is_thorough),
-        "at the same split": {
-            kind: differs_at_the_same_split(rank, mesh, kind)
-            for kind in ("plain", "checkpointing", "bf16")
-        },
+        "at the same split": {kind: differs_at_the_same_split(rank, mesh, kind) for kind in KINDS},
+        "from one process": {kind: differs_from_one_process(rank, mesh, kind) for kind in KINDS},
         "short_of_memory": short_of_memory(rank, mesh),
         "without resharding": without_resharding(rank, mesh),
         "exhausted": exhausted(rank, mesh),

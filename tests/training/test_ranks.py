@@ -85,12 +85,17 @@ def test_a_wish_for_smaller_parts_on_one_rank_reaches_all(group: dict[str, Any])
 
 @pytest.mark.proves("functions (`run.micro_batches`)", "several GPUs", "refused", "SyncBatchNorm")
 @pytest.mark.proves("functions (`run.micro_batches`)", "several GPUs", "refused", "static_graph")
+@pytest.mark.proves(
+    "functions (`run.micro_batches`)", "several GPUs", "refused", "communication hooks"
+)
 def test_a_model_that_communicates_in_its_passes_is_refused(group: dict[str, Any]):
     assert {m["refused"].split(" gathers")[0] for m in members(group, 4)} == {
         "run.micro_batches: 1 (SyncBatchNorm)"
     }
     for seen in members(group, 2):
         assert "has static_graph" in seen["wrapped"]["static graph"]
+        assert "has a communication hook" in seen["wrapped"]["communication hook"]
+        assert "with some of the ranks only" in seen["wrapped"]["in part"]
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,13 @@ def test_a_step_is_repeated_in_every_place(tmp_path: Path):
 
 
 @pytest.mark.parametrize("kind", ["plain", "checkpointing", "bf16"])
+def test_clipped_gradients_of_adamws_steps_are_those_of_one_process(
+    ranks: list[dict[str, Any]], kind: str
+):
+    assert max(rank["from one process"][kind] for rank in ranks) < 1e-6
+
+
+@pytest.mark.parametrize("kind", ["plain", "checkpointing", "bf16"])
 def test_a_step_that_is_repeated_at_the_same_split_is_the_same_to_the_bit(
     ranks: list[dict[str, Any]], kind: str
 ):
@@ -129,6 +136,20 @@ def test_where_one_rank_cannot_go_on_both_end(ranks: list[dict[str, Any]]):
             "(FullyShardedDataParallel) gathers its weights",
             marks=pytest.mark.proves(
                 "functions (`run.micro_batches`)", "several GPUs", "refused", "FSDP1"
+            ),
+        ),
+        pytest.param(
+            "skips",
+            "differ in what its ranks send each other",
+            marks=pytest.mark.proves(
+                "functions (`run.micro_batches`)", "FSDP2", "refused", "passes that differ"
+            ),
+        ),
+        pytest.param(
+            "older",
+            "needs a torch that has FSDPModule.reset_iter_state; update torch",
+            marks=pytest.mark.proves(
+                "functions (`run.micro_batches`)", "FSDP2", "refused", "older versions of torch"
             ),
         ),
         pytest.param(

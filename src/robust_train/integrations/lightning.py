@@ -163,7 +163,8 @@ def _result(trainer: Any, model: Any, data: Any, metric: str | None, validation:
     can_validate = validation is not None or (
         getattr(type(data), "val_dataloader", inherited) is not inherited
     )
-    if metric not in found and trainer.enable_validation and can_validate:
+    is_there = bool(found) if metric is None else metric in found
+    if not is_there and trainer.enable_validation and can_validate:
         # an attempt that resumes after the last step trains and logs nothing
         loaders = {"dataloaders": validation} if validation is not None else {"datamodule": data}
         trainer.validate(model, **loaders, verbose=False)
