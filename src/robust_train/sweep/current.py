@@ -21,6 +21,7 @@ from robust_train.settings import sweep_folder, sweep_settings
 from robust_train.sweep.job_record import (
     COMPLETED,
     NOT_STARTED,
+    REFUSED,
     STARTED,
     Entry,
     JobRecord,
