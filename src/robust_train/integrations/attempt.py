@@ -9,7 +9,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from robust_train.errors import ConfigError, UserError
 from robust_train.failures import classify_failure
-from robust_train.microbatch.ranks import here
 from robust_train.run import Run
 from robust_train.runfolder.cadence import SavePlan
 from robust_train.values import MEMORY_FAILURES
@@ -21,12 +20,6 @@ def effective_batch_size(cfg: DictConfig) -> int:
         raise ConfigError(f"num_nodes={nodes}: this framework is supported on one machine only")
     ranks = OmegaConf.select(cfg, "num_gpus") or 1
     return int(cfg.training.batch_size * cfg.training.gradient_accumulation_steps * ranks)
-
-
-def of_all_ranks(value: Any) -> list[Any]:
-    """Return every rank's value, by rank, when all have called this; without ranks its own."""
-    ranks = here()
-    return [value] if ranks is None else ranks.gather(value)
 
 
 class Steps:

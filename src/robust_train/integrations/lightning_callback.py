@@ -15,10 +15,11 @@ from omegaconf import DictConfig
 
 from robust_train.config.extras import require
 from robust_train.errors import UserError
-from robust_train.integrations.attempt import Steps, log_out_of_memory, of_all_ranks
+from robust_train.integrations.attempt import Steps, log_out_of_memory
 from robust_train.integrations.lightning_position import ResumePosition, loops_at
 from robust_train.integrations.sample_order import SampleOrder, take_over
 from robust_train.integrations.step_shares import StepShares
+from robust_train.microbatch.ranks import of_all_ranks
 from robust_train.microbatch.rng import capture_rng, restore_rng
 from robust_train.run import Run
 

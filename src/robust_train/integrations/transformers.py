@@ -25,10 +25,10 @@ from robust_train.integrations.attempt import (
     Steps,
     effective_batch_size,
     log_out_of_memory,
-    of_all_ranks,
     result_of,
 )
 from robust_train.integrations.transformers_step import recover_in_steps
+from robust_train.microbatch.ranks import of_all_ranks
 from robust_train.run import Run
 
 _NEEDED_BY = "robust_train.integrations.transformers"

@@ -172,6 +172,12 @@ def here() -> Ranks | None:
     return _here
 
 
+def of_all_ranks(value: Any) -> list[Any]:
+    """Return every rank's value, by rank, when all have called this; without ranks its own."""
+    ranks = here()
+    return [value] if ranks is None else ranks.gather(value)
+
+
 def is_sharded(watch: Watch, models: Models) -> bool:
     """Return whether FSDP2 has sharded one of the models over several ranks."""
     group = here()

@@ -1,12 +1,11 @@
 """The built-in trainer's model sharded over the ranks (FSDP2): ``training.sharding=fsdp``.
 
-Checkpoints hold whole tensors, as those of one process do. So any number of ranks resumes them,
-one on the CPU included.
+Each rank saves and resumes its own shards; any number of ranks can, one on the CPU included.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 
 from robust_train.errors import ConfigError
 from robust_train.microbatch.replicas import broadcast
+from robust_train.runfolder.checkpoints import Share
 
 
 def shard(model: nn.Module) -> None:
@@ -47,59 +47,33 @@ def _blocks(module: nn.Module) -> list[nn.Module]:
     return [block for child in module.children() for block in _blocks(child)]
 
 
-def whole(value: Any, *, keeps: bool) -> Any:
-    """Return ``value`` with whole tensors on the host in place of sharded ones, at any depth.
+def whole(weights: Mapping[str, Tensor], *, keeps: bool) -> dict[str, Any]:
+    """Return whole tensors on the host in place of sharded ones. Every rank has to call it;
+    ``keeps``: this rank wants them, others get None."""
 
-    Every rank has to call it. ``keeps``: this rank wants the result; others get the shape of it.
-    """
-
-    def gathered(tensor: Tensor) -> Any:
-        if not hasattr(tensor, "full_tensor"):
-            return tensor
-        full = tensor.full_tensor()  # one at a time: a rank holds one whole tensor beside its share
-        return full.cpu() if keeps else None
-
-    return _mapped(value, gathered)
+    found = {}
+    for name, tensor in weights.items():
+        # one at a time: a rank holds one whole tensor beside its share
+        full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        found[name] = full.cpu() if keeps else None
+    return found
 
 
-def sharded_weights(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return each whole tensor of ``state`` as this model's shards of it; sends nothing."""
-    mine = model.state_dict()
-    return {name: _like(mine.get(name, value), value) for name, value in state.items()}
-
-
-def sharded_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's whole state as the shards that belong to its parameters."""
+def shares(model: nn.Module, optimizer: torch.optim.Optimizer) -> Share:
+    """Return what gives this rank's share of a tensor of a checkpoint; see ``read_newest``."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    own = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    own |= {f"optimizer.state.{index}": parameter for index, parameter in enumerate(parameters)}
 
-    def shards(index: int, values: Mapping[str, Any]) -> dict[str, Any]:
-        parameter = parameters[index]
-        return {
-            key: _like(parameter, value) if _has_shape(value, parameter) else value
-            for key, value in values.items()
-        }
+    def share(name: str, tensor: Tensor) -> Tensor:
+        mine: Any = own.get(name, own.get(name.rpartition(".")[0]))
+        if not hasattr(mine, "device_mesh") or mine.shape != tensor.shape:
+            return tensor if tensor.is_meta else tensor.clone()
+        if tensor.is_meta:
+            return torch.empty_like(mine, dtype=tensor.dtype, requires_grad=False)
+        from torch.distributed.tensor import distribute_tensor
 
-    return {**state, "state": {index: shards(index, v) for index, v in state["state"].items()}}
+        tensor = tensor.to(mine.device)
+        return distribute_tensor(tensor, mine.device_mesh, mine.placements, src_data_rank=None)
 
-
-def _has_shape(value: Any, parameter: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == parameter.shape
-
-
-def _like(mine: Any, value: Tensor) -> Tensor:
-    if not hasattr(mine, "device_mesh"):
-        return value
-    from torch.distributed.tensor import distribute_tensor
-
-    value = value.to(mine.device)
-    return distribute_tensor(value, mine.device_mesh, mine.placements, src_data_rank=None)
-
-
-def _mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, dict):
-        return {key: _mapped(item, change) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_mapped(item, change) for item in value]
-    return value
+    return share
