@@ -193,9 +193,9 @@ def has_own_collectives(module: Any) -> bool:
 
 
 def load_shards(folder: Path, index: Path, wanted: dict[str, Any]) -> None:
-    """Fill tensors from what ``torch.distributed.checkpoint`` has written to ``folder``; its own
-    metadata are in ``index``. Compares checksums, as torch does not, and runs no code of a file;
-    raises nearly anything for damaged ones."""
+    """Fill tensors from what ``torch.distributed.checkpoint`` has written; its metadata are in
+    ``index``. Compares checksums, as torch does not, and runs no code of a file; raises nearly
+    anything for damaged ones."""
     from torch.distributed.checkpoint import api, filesystem, metadata, state_dict_loader
     from torch.serialization import _get_layout, load, safe_globals
 

@@ -11,12 +11,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from errno import EINVAL, ENOENT
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only, tree_map_with_path
+from torch.utils._pytree import tree_leaves, tree_map_with_path
 
 from robust_train.compat import load_shards
 from robust_train.failures import classify_failure
@@ -31,8 +31,6 @@ from robust_train.values import MEMORY_FAILURES
 log = logging.getLogger("robust_train")
 
 _LARGEST_COPY = 0.25
-
-T = TypeVar("T")
 
 Content = dict[str, Any]  # What a checkpoint holds, by name: state dictionaries, tensors, figures
 Share = Callable[[str, Tensor], Tensor]  # What a rank keeps of a tensor in a checkpoint, by name
@@ -110,10 +108,7 @@ def _host_copy(content: Content, copies: int) -> Content | None:
     if needed > _LARGEST_COPY * read_host_memory().available:
         return None
     try:
-        copied: Content = tree_map_only(
-            Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), content
-        )
-        return copied
+        return named_map(lambda _, tensor: tensor.detach().to("cpu", copy=True), content)
     except Exception as error:
         if classify_failure(error).kind in MEMORY_FAILURES:
             return None
@@ -136,13 +131,11 @@ def save_checkpoint(content: Mapping[str, Any], path: str | Path) -> Path:
     Raises:
         CheckpointError: it could not be written; a file that was there is untouched.
     """
-    path = Path(path)
     states = {
         name: value.state_dict() if hasattr(value, "state_dict") else value
         for name, value in content.items()
     }
-    write_atomically(states, path)
-    return path
+    return write_atomically(states, Path(path))
 
 
 def write_atomically(content: Content, path: Path) -> Path:
@@ -154,11 +147,7 @@ def write_atomically(content: Content, path: Path) -> Path:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with (
-            replacing(path, durable=True) as temporary,
-            temporary.open("wb") as file,
-            system_errors(),
-        ):
+        with replacing(path, durable=True) as new, new.open("wb") as file, system_errors():
             torch.save(content, file)
     except OSError as error:
         raise CheckpointError(f"cannot write {path}: {error.strerror or error}") from None
@@ -176,7 +165,7 @@ def system_errors() -> Iterator[None]:
         raise
 
 
-def together(act: Callable[[], T], gather: Callable[[Any], list[Any]]) -> T:
+def together(act: Callable[[], Any], gather: Callable[[Any], list[Any]]) -> Any:
     """Return what ``act`` does; all ranks raise what it raises on the first that fails."""
     result, error = None, None
     try:
@@ -188,7 +177,7 @@ def together(act: Callable[[], T], gather: Callable[[Any], list[Any]]) -> T:
             if error is None:
                 found.heard_of_rank = rank
             raise found
-    return cast(T, result)
+    return result
 
 
 def named_map(change: Share, content: Content) -> Content:
@@ -225,7 +214,6 @@ def read_newest(
         one
         for one in known
         if one.path.parent == path.parent.absolute()
-        and one.path.suffix in (path.suffix, "", ".pt")
         and (wanted is None or (one.job == wanted.job and one.order < wanted.order))
     ]
     older.sort(key=lambda one: one.order, reverse=True)
@@ -264,8 +252,7 @@ def _read(path: Path, required: Collection[str], share: Share | None) -> Content
         if bad is not None:
             raise _Unusable(f"the checksum of {bad} is wrong")
         # weights_only: a file from elsewhere must not run code here; mmap: a share is not the whole
-        mmap = share is not None
-        content = torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
+        content = torch.load(file, map_location="cpu", weights_only=True, mmap=bool(share))
         if not isinstance(content, dict):
             raise _Unusable(f"it holds a {type(content).__name__} and is no checkpoint")
         missing = sorted(set(required) - content.keys())

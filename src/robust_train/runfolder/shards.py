@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import itertools
 import shutil
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from robust_train.runfolder.checkpoints import CheckpointError, Content, write_a
 
 def write_shards(content: Content, path: Path, group: dist.ProcessGroup) -> Path:
     """Write a folder that is there once all ranks of ``group`` have written; they all call it.
-    Return its path, which the first rank knows: ``path-2`` if ``path`` is there already. Raises
+    Return its path, which the first rank knows: ``path-again`` if ``path`` is there already. Raises
     CheckpointError on all ranks if one cannot write; nothing of the attempt is left."""
     shards: dict[str, Tensor] = {}
 
@@ -45,7 +44,8 @@ def write_shards(content: Content, path: Path, group: dist.ProcessGroup) -> Path
 
 class _FolderWriter(FileSystemWriter):
     def __init__(self, path: Path, values: Content) -> None:
-        super().__init__(path.with_name(f".{path.name}.tmp"))
+        # copies ahead begin in the current stream, so in a thread on the first GPU
+        super().__init__(path.with_name(f".{path.name}.tmp"), per_thread_copy_ahead=0)
         self.final = path
         self._values = values
 
@@ -60,7 +60,6 @@ class _FolderWriter(FileSystemWriter):
         metadata.storage_meta = None
         write_atomically(metadata, Path(self.path, checkpoints.INDEX))
         write_atomically(self._values, Path(self.path, checkpoints.VALUES))
-        name, numbers = self.final.name, itertools.count(2)
         while self.final.exists():  # of the same step; it stays until this one has a manifest
-            self.final = self.final.with_name(f"{name}-{next(numbers)}")
+            self.final = self.final.with_name(f"{self.final.name}-again")
         Path(self.path).rename(self.final)

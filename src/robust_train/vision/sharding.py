@@ -61,6 +61,8 @@ def whole(weights: Mapping[str, Tensor], *, keeps: bool) -> dict[str, Any]:
 
 def shares(model: nn.Module, optimizer: torch.optim.Optimizer) -> Share:
     """Return what gives this rank's share of a tensor of a checkpoint; see ``read_newest``."""
+    from torch.distributed.tensor import distribute_tensor
+
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     own = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
     own |= {f"optimizer.state.{index}": parameter for index, parameter in enumerate(parameters)}
@@ -68,11 +70,9 @@ def shares(model: nn.Module, optimizer: torch.optim.Optimizer) -> Share:
     def share(name: str, tensor: Tensor) -> Tensor:
         mine: Any = own.get(name, own.get(name.rpartition(".")[0]))
         if not hasattr(mine, "device_mesh") or mine.shape != tensor.shape:
-            return tensor if tensor.is_meta else tensor.clone()
+            return tensor.clone()
         if tensor.is_meta:
             return torch.empty_like(mine, dtype=tensor.dtype, requires_grad=False)
-        from torch.distributed.tensor import distribute_tensor
-
         tensor = tensor.to(mine.device)
         return distribute_tensor(tensor, mine.device_mesh, mine.placements, src_data_rank=None)
 
