@@ -8,12 +8,15 @@ import logging
 import operator
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from hydra._internal.hydra import Hydra
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import _global_optimizer_post_hooks, register_optimizer_step_post_hook
 
@@ -21,6 +24,7 @@ from robust_train import compat
 from robust_train.cli.door import _may_set_mode
 from robust_train.errors import UserError
 from robust_train.microbatch import ranks
+from robust_train.runfolder.shards import write_shards
 from world import ROOT
 
 
@@ -232,3 +236,49 @@ def test_a_config_of_ones_own_may_say_whether_to_sweep(argument: str, may: bool)
 def test_hydras_parser_names_what_it_does_not_know():
     given = ["-m", "--config-name", "robust", "model=lora", "--modle=lora"]
     assert compat.unknown_to_hydra(given) == ["--modle=lora"]
+
+
+@pytest.fixture
+def shards(tmp_path: Path):
+    """A folder that torch.distributed.checkpoint has written for one rank, and what is in it."""
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        whole = {name: torch.randn(400, 3) for name in ("model.a", "model.b")}
+        content = {
+            "model": {
+                name[-1]: DTensor.from_local(t, mesh, [Shard(0)]) for name, t in whole.items()
+            }
+        }
+        yield write_shards(content, tmp_path / "saved", dist.group.WORLD), whole
+    finally:
+        dist.destroy_process_group()
+
+
+def test_what_torch_has_written_fills_tensors(shards):
+    folder, whole = shards
+    wanted = {name: torch.empty_like(tensor) for name, tensor in whole.items()}
+    compat.load_shards(folder, folder / "index.pt", wanted)
+    assert all(torch.equal(wanted[name], whole[name]) for name in whole)
+
+
+def test_no_flipped_byte_in_shards_or_their_index_is_believed(shards):
+    folder, whole = shards
+    for file in (folder / "index.pt", folder / "__0_0.distcp"):
+        data, refused = file.read_bytes(), 0
+        places = range(0, len(data), 97)
+        for at in places:
+            damaged = bytearray(data)
+            damaged[at] ^= 0xFF
+            file.write_bytes(damaged)
+            wanted = {name: torch.empty_like(tensor) for name, tensor in whole.items()}
+            try:
+                compat.load_shards(folder, folder / "index.pt", wanted)
+            except Exception:
+                refused += 1
+                continue
+            # padding, or a field that nobody reads
+            assert all(torch.equal(wanted[name], whole[name]) for name in whole), (file, at)
+        file.write_bytes(data)
+        assert refused > len(places) / 2, file
