@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from robust_train.runfolder import checkpoints
@@ -57,6 +57,7 @@ class _FolderWriter(FileSystemWriter):
     def finish(self, metadata: Any, results: Any) -> None:
         """Complete the folder, on the first rank, once all have written."""
         super().finish(metadata, results)
+        metadata = FileSystemReader(self.path).read_metadata()  # some versions complete a copy
         metadata.storage_meta = None
         write_atomically(metadata, Path(self.path, checkpoints.INDEX))
         write_atomically(self._values, Path(self.path, checkpoints.VALUES))
