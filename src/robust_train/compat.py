@@ -199,10 +199,10 @@ def load_shards(folder: Path, index: Path, wanted: dict[str, Any]) -> None:
     from torch.distributed.checkpoint import api, filesystem, metadata, state_dict_loader
     from torch.serialization import _get_layout, load, safe_globals
 
-    def check(data: Any) -> None:
+    def check(data: Any, name: str) -> None:
         with zipfile.ZipFile(data) as archive:
             if archive.testzip() is not None:
-                raise zipfile.BadZipFile("a checksum is wrong")
+                raise zipfile.BadZipFile(f"a checksum in {name} is wrong")
 
     class CheckingReader(filesystem.FileSystemReader):
         def read_metadata(self, *args: Any, **named: Any) -> Any:
@@ -213,12 +213,12 @@ def load_shards(folder: Path, index: Path, wanted: dict[str, Any]) -> None:
                 piece = self.storage_data[key]
                 with (folder / piece.relative_path).open("rb") as file:
                     file.seek(piece.offset)
-                    check(io.BytesIO(file.read(piece.length)))
+                    check(io.BytesIO(file.read(piece.length)), piece.relative_path)
             return super().read_data(plan, planner)
 
     names = "Metadata MetadataIndex ChunkStorageMetadata TensorStorageMetadata TensorProperties"
     known = [getattr(metadata, name) for name in (*names.split(), "_MEM_FORMAT_ENCODING")]
-    check(index)
+    check(index, index.name)
     with safe_globals([*known, filesystem._StorageInfo, _get_layout]), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it reads without the other ranks
         where = load(index, weights_only=True)

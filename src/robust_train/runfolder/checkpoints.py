@@ -233,8 +233,7 @@ class _Unusable(Exception):
 
 
 def _read(path: Path, required: Collection[str], share: Share | None) -> Content:
-    """Return the content of a whole checkpoint; raise _Unusable, or OSError if it cannot be read
-    now."""
+    """Return a whole checkpoint's content; raise _Unusable, or OSError if it is unreadable now."""
     shards: dict[str, Tensor] = {}
 
     def kept(name: str, tensor: Tensor) -> Tensor:

@@ -1,11 +1,7 @@
-"""The built-in trainer's model sharded over the ranks (FSDP2): ``training.sharding=fsdp``.
-
-Each rank saves and resumes its own shards; any number of ranks can, one on the CPU included.
-"""
+"""The built-in trainer's model sharded over the ranks (FSDP2): ``training.sharding=fsdp``."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,7 +10,7 @@ from torch import Tensor, nn
 
 from robust_train.errors import ConfigError
 from robust_train.microbatch.replicas import broadcast
-from robust_train.runfolder.checkpoints import Share
+from robust_train.runfolder.checkpoints import Share, named_map
 
 
 def shard(model: nn.Module) -> None:
@@ -47,16 +43,16 @@ def _blocks(module: nn.Module) -> list[nn.Module]:
     return [block for child in module.children() for block in _blocks(child)]
 
 
-def whole(weights: Mapping[str, Tensor], *, keeps: bool) -> dict[str, Any]:
+def whole(weights: dict[str, Tensor], *, keeps: bool) -> dict[str, Any]:
     """Return whole tensors on the host in place of sharded ones. Every rank has to call it;
     ``keeps``: this rank wants them, others get None."""
 
-    found = {}
-    for name, tensor in weights.items():
+    def gathered(_: str, tensor: Any) -> Any:
         # one at a time: a rank holds one whole tensor beside its share
         full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-        found[name] = full.cpu() if keeps else None
-    return found
+        return full.cpu() if keeps else None
+
+    return named_map(gathered, weights)
 
 
 def shares(model: nn.Module, optimizer: torch.optim.Optimizer) -> Share:

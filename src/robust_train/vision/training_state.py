@@ -77,8 +77,7 @@ class TrainingState:
     epoch_loss: LossAverage = field(default_factory=LossAverage)
 
     def weights(self, *, is_main: bool = True) -> Any:
-        """Return the trained weights. Of a sharded model every rank has to call it; the main one
-        gets whole tensors."""
+        """Return the trained weights, whole on the main rank; if sharded, all ranks call it."""
         weights = trained_state(self.model)
         return sharding.whole(weights, keeps=is_main) if self.is_sharded else weights
 
