@@ -148,7 +148,7 @@ def _flip(file: Path, at: float) -> None:
 
 class RunsCode:
     def __reduce__(self):
-        return print, ("code of a foreign file was run",)
+        return os.write, (1, b"\ncode of a foreign file was run\n")
 
 
 def damaged(run_dir: Path) -> dict[str, Any]:
