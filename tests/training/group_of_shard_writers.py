@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from forked_ranks import of_forks
+from robust_train.errors import ConfigError
 from robust_train.microbatch.ranks import of_all_ranks
 from robust_train.run import Run
 from robust_train.runfolder.checkpoints import CheckpointError, CheckpointFolder, read_newest
@@ -189,6 +190,19 @@ def damaged(run_dir: Path) -> dict[str, Any]:
     return seen
 
 
+def on_other_disks(run_dir: Path) -> dict[str, Any]:
+    """The second rank does not see the folder that the first one has."""
+    job = Job(run_dir)
+    job.folder.save(job.content(1), 1)
+    path = job.folder.path / "step-00000001"
+    dist.barrier()
+    try:
+        job.read(run_dir / "elsewhere" / path.name if dist.get_rank() else path)
+    except ConfigError as error:
+        return {"said": str(error)}
+    return {"said": "nothing"}
+
+
 def from_a_file(run_dir: Path) -> dict[str, Any]:
     """Shards from a file of whole tensors, as one process writes it."""
     job = Job(run_dir)
@@ -237,7 +251,7 @@ def killed(run_dir: Path) -> dict[str, Any]:
 def be_rank(rank: int, folder: Path) -> dict[str, Any]:
     store = dist.FileStore(str(folder / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    parts = (in_the_background, of_one_step, without_space, damaged, from_a_file)
+    parts = (in_the_background, of_one_step, without_space, damaged, on_other_disks, from_a_file)
     seen = {part.__name__: part(folder / part.__name__) for part in parts}
     dist.destroy_process_group()
     return seen

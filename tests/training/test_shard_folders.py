@@ -86,6 +86,11 @@ def test_a_damaged_folder_is_passed_over_on_all_ranks(seen: dict[str, Any], dama
     assert "Traceback" not in seen["log"]
 
 
+def test_ranks_that_see_other_disks_say_so(seen: dict[str, Any]):
+    for rank in seen["ranks"]:
+        assert "has to be one folder that all nodes see" in rank["on_other_disks"]["said"]
+
+
 def test_shards_are_read_from_a_file_of_whole_tensors(seen: dict[str, Any]):
     for rank in seen["ranks"]:
         found = rank["from_a_file"]

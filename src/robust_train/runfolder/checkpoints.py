@@ -19,13 +19,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_with_path
 
 from robust_train.compat import load_shards
+from robust_train.errors import ConfigError
 from robust_train.failures import classify_failure
 from robust_train.files import replacing
 from robust_train.memory.host import read_host_memory
 from robust_train.readable import first_line
 from robust_train.run import Run
 from robust_train.runfolder.identity import wait_until_readable
-from robust_train.runfolder.manifests import read_manifests
+from robust_train.runfolder.manifests import read_manifests, size_of
 from robust_train.values import MEMORY_FAILURES
 
 log = logging.getLogger("robust_train")
@@ -217,7 +218,12 @@ def read_newest(
         and (wanted is None or (one.job == wanted.job and one.order < wanted.order))
     ]
     older.sort(key=lambda one: one.order, reverse=True)
-    for candidate in (path, *(one.path for one in older)):
+    if len({*gather(path.exists() and size_of(path))}) > 1:
+        raise ConfigError(
+            f"the ranks find different checkpoints at {path}: {path.parent} has to be one folder "
+            "that all nodes see"
+        )
+    for candidate in gather([path, *(one.path for one in older)])[0]:
         try:
             read = partial(_read, candidate, required, share)
             return candidate, wait_until_readable(partial(together, read, gather))
