@@ -219,10 +219,8 @@ def read_newest(
     ]
     older.sort(key=lambda one: one.order, reverse=True)
     if len({*gather(path.exists() and size_of(path))}) > 1:
-        raise ConfigError(
-            f"the ranks find different checkpoints at {path}: {path.parent} has to be one folder "
-            "that all nodes see"
-        )
+        why = "the ranks find different checkpoints; it has to be one folder that all nodes see"
+        raise ConfigError(f"{path.parent}: {why}")
     for candidate in gather([path, *(one.path for one in older)])[0]:
         try:
             read = partial(_read, candidate, required, share)
