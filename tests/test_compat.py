@@ -9,12 +9,14 @@ import operator
 import re
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from hydra._internal.hydra import Hydra
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import _global_optimizer_post_hooks, register_optimizer_step_post_hook
 
@@ -22,6 +24,7 @@ from robust_train import compat
 from robust_train.cli.door import _may_set_mode
 from robust_train.errors import UserError
 from robust_train.microbatch import ranks
+from robust_train.runfolder.shards import write_shards
 from world import ROOT
 
 PRIVATE = re.compile(
@@ -45,7 +48,8 @@ def test_private_symbols_are_used_here_alone():
 def test_private_names_of_torch_are_found_when_they_are_used():
     leaves = compat.tree_leaves({"a": [1, torch.ones(1)]})
     assert len(leaves) == 2
-    assert compat.tree_map_only(int, str, [1, 0.5]) == ["1", 0.5]
+    shown = compat.tree_map_with_path(lambda path, leaf: len(path), {"a": [1, 0.5]})
+    assert shown == {"a": [2, 2]}
     with compat.FakeTensorMode():
         assert isinstance(torch.ones(2), compat.FakeTensor)
     with pytest.raises(AttributeError, match="tree_twigs"):
@@ -340,3 +344,48 @@ def test_every_function_has_a_test_here():
     functions = [name for name, one in vars(compat).items() if inspect.isfunction(one)]
     own = [name for name in functions if getattr(compat, name).__module__ == compat.__name__]
     assert [name for name in own if name not in here and not name.startswith("_")] == []
+
+
+@pytest.fixture
+def shards(tmp_path: Path):
+    """A folder that torch.distributed.checkpoint has written for one rank, and what is in it."""
+    tensors = pytest.importorskip("torch.distributed.tensor")
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        whole = {name: torch.randn(400, 3) for name in ("model.a", "model.b")}
+        content = {
+            "model": {name[-1]: tensors.DTensor.from_local(t, mesh) for name, t in whole.items()}
+        }
+        yield write_shards(content, tmp_path / "saved", dist.group.WORLD), whole
+    finally:
+        dist.destroy_process_group()
+
+
+def test_what_torch_has_written_fills_tensors(shards):
+    folder, whole = shards
+    wanted = {name: torch.empty_like(tensor) for name, tensor in whole.items()}
+    compat.load_shards(folder, folder / "index.pt", wanted)
+    assert all(torch.equal(wanted[name], whole[name]) for name in whole)
+
+
+def test_no_flipped_byte_in_shards_or_their_index_is_believed(shards):
+    folder, whole = shards
+    for file in (folder / "index.pt", folder / "__0_0.distcp"):
+        data, refused = file.read_bytes(), 0
+        places = range(0, len(data), 97)
+        for at in places:
+            damaged = bytearray(data)
+            damaged[at] ^= 0xFF
+            file.write_bytes(damaged)
+            wanted = {name: torch.empty_like(tensor) for name, tensor in whole.items()}
+            try:
+                compat.load_shards(folder, folder / "index.pt", wanted)
+            except Exception:
+                refused += 1
+                continue
+            # padding, or a field that nobody reads
+            assert all(torch.equal(wanted[name], whole[name]) for name in whole), (file, at)
+        file.write_bytes(data)
+        assert refused > len(places) / 2, file

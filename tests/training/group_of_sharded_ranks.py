@@ -386,7 +386,17 @@ if __name__ == "__main__":
     first = attempt(folder / "several", 2, "training.sharding=fsdp", stop_at=1)
     saved = Path(first[0]["saved"][-1])
     more = attempt(folder / "several", 3, "training.sharding=fsdp", resume=saved, stop_at=2)
-    rest = attempt(folder / "several", 1, resume=Path(more[0]["saved"][-1]))
-    built_in = {"one": one[0], "first": first[1], "rest": rest[0]}
+    thirds = Path(more[0]["saved"][-1])
+    rest = attempt(folder / "several", 1, resume=thirds)
+    built_in = {"one": one[0], "first": first[1], "rest": rest[0], "saved": [str(saved)]}
+    if is_thorough:  # shards of three for two, and for two without; whole tensors for three
+        sharding = "training.sharding=fsdp"
+        halves = attempt(folder / "halves", 2, sharding, resume=thirds)
+        replicas = attempt(folder / "replicas", 2, resume=thirds, stop_at=3)
+        built_in["saved"] += [halves[0]["saved"][-1], replicas[0]["saved"][-1]]
+        whole = Path(replicas[0]["saved"][-1])
+        last = attempt(folder / "last", 3, sharding, resume=whole)
+        same = attempt(folder / "same", 2, sharding, resume=saved)
+        built_in |= {"halves": halves[0], "last": last[0], "same": same[0]}
     ranks = of_forks(2, lambda rank: be_rank(rank, sys.argv[1], is_thorough))
     print(json.dumps({"ranks": ranks, "built in": built_in}))

@@ -186,12 +186,12 @@ def test_a_checkpoint_that_cannot_be_read_now_is_waited_for_and_not_passed_over(
     folder.save({"step": 20}, 20)
     path = folder.save({"step": 30}, 30)
     away = path.rename(tmp_path / "away")
-    path.mkdir()
+    path.symlink_to(path)
 
     class Mended(logging.Handler):
         def emit(self, record):
             if "trying again" in record.getMessage():
-                path.rmdir()
+                path.unlink()
                 away.rename(path)
 
     logger, mended = logging.getLogger("robust_train"), Mended()

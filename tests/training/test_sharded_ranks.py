@@ -51,10 +51,19 @@ def test_a_step_is_repeated_wherever_memory_runs_out(ranks: list[dict[str, Any]]
 
 
 @pytest.mark.slow
-def test_a_step_is_repeated_in_every_place(tmp_path: Path):
-    ranks = seen_by_ranks(tmp_path, "thorough")["ranks"]
-    assert len(ranks[0]["places"]) == 32
-    must_give_the_gradients_of_one_process(ranks)
+def test_a_step_is_repeated_in_every_place_and_any_number_of_ranks_resumes(tmp_path: Path):
+    seen = seen_by_ranks(tmp_path, "thorough")
+    assert len(seen["ranks"][0]["places"]) == 32
+    must_give_the_gradients_of_one_process(seen["ranks"])
+    built_in = seen["built in"]
+    assert [Path(path).name for path in built_in["saved"]] == [
+        "step-00000001",
+        "step-00000004",
+        "step-00000003.pt",
+    ]
+    expected = trained_weights(built_in["one"]["result"])
+    for attempt in ("rest", "halves", "last", "same"):
+        assert difference(trained_weights(built_in[attempt]["result"]), expected) < 1e-4, attempt
 
 
 @pytest.mark.parametrize("kind", ["plain", "checkpointing", "bf16"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from robust_train.microbatch.micro_batches import MicroBatches
 from robust_train.microbatch.ranks import of_all_ranks
 from robust_train.microbatch.splitting import part_of
 from robust_train.run import Run
+from robust_train.runfolder.checkpoints import together
 
 _NEEDED_BY = "robust_train.integrations.accelerate"
 require("accelerate", _NEEDED_BY, extra="accelerate")
@@ -146,16 +147,13 @@ class RobustLoop:
                 shutil.rmtree(leftover, ignore_errors=True)
         if of_all_ranks(is_there)[0]:
             return path
-        problem = _problem_of(lambda: self.accelerator.save_state(str(unfinished)))
-        # once every rank has written its files
-        problem = next(filter(None, of_all_ranks(problem)), None)
-        if problem is None and self.run.is_main:
-            problem = _problem_of(lambda: unfinished.rename(path))
-        problem = of_all_ranks(problem)[0]
-        if problem is not None:
+        try:
+            together(lambda: self.accelerator.save_state(str(unfinished)), of_all_ranks)
+            together(lambda: self.run.is_main and unfinished.rename(path), of_all_ranks)
+        except OSError as error:
             if self.run.is_main:
-                log.warning("checkpoint: %s; training goes on, earlier ones are kept", problem)
-            self.run.checkpoint_failed(problem)
+                log.warning("checkpoint: %s; training goes on, earlier ones are kept", error)
+            self.run.checkpoint_failed(str(error))
             return None
         self._saved_step = self.step
         self.run.checkpoint_saved(path, self.step)
@@ -189,15 +187,6 @@ class RobustLoop:
             raise Interrupted(f"stopped after step {self.step}")
         if self.run.checkpoint_due:
             self.save()
-
-
-def _problem_of(write: Callable[[], object]) -> str | None:
-    """Return why writing failed, None if it did not."""
-    try:
-        write()
-    except OSError as error:
-        return str(error)
-    return None
 
 
 def _divide(loader: Any) -> None:

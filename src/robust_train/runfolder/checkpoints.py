@@ -1,32 +1,40 @@
-"""Checkpoint files: written whole or not at all, checked before they are believed."""
+"""Checkpoints: written whole or not at all, checked before they are believed."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import shutil
 import zipfile
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from errno import EINVAL, ENOENT
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
-from robust_train.compat import tree_leaves, tree_map_only
+from robust_train.compat import load_shards, tree_leaves, tree_map_with_path
+from robust_train.errors import ConfigError
 from robust_train.failures import classify_failure
 from robust_train.files import replacing
 from robust_train.memory.host import read_host_memory
 from robust_train.readable import first_line
 from robust_train.run import Run
 from robust_train.runfolder.identity import wait_until_readable
-from robust_train.runfolder.manifests import read_manifests
+from robust_train.runfolder.manifests import read_manifests, size_of
 
 log = logging.getLogger("robust_train")
 
 _LARGEST_COPY = 0.25
 
 Content = dict[str, Any]  # What a checkpoint holds, by name: state dictionaries, tensors, figures
+Share = Callable[[str, Tensor], Tensor]  # What a rank keeps of a tensor in a checkpoint, by name
+
+VALUES, INDEX = "values.pt", "index.pt"  # in a folder of shards: all else, and where which shard is
 
 
 class CheckpointError(OSError):
@@ -34,32 +42,33 @@ class CheckpointError(OSError):
 
 
 class CheckpointFolder:
-    """The checkpoints of a run in its ``checkpoint_dir``, ``step-00000120.pt`` and so on, of which
-    the newest ``keep`` are kept."""
+    """The checkpoints of a run in its ``checkpoint_dir``, of which the newest ``keep`` are kept:
+    files like ``step-00000120.pt``; folders ``step-00000120`` with shards of all ranks of ``group``
+    where there is one. Then all ranks save, and the first one reports."""
 
-    def __init__(self, run: Run, *, keep: int) -> None:
+    def __init__(self, run: Run, *, keep: int, group: dist.ProcessGroup | None = None) -> None:
         self.path = run.checkpoint_dir
         self._run = run
         self._keep = keep
-        self._writing: tuple[int, Future[None]] | None = None
+        self._group = group
+        self._writing: tuple[int, Future[Path]] | None = None
 
     def save(self, content: Content, step: int) -> Path:
         """Save and report a checkpoint, then remove the ones that are too many. Raises
         CheckpointError: it could not be written; the earlier ones are untouched."""
         self.report_written(wait=True)
-        write_atomically(content, self._path(step))
-        return self._report(step)
+        return self._report(self._write(content, step), step)
 
     def save_from_copy(self, content: Content, step: int) -> None:
         """Save while training goes on, if there is memory for a copy: call
         :meth:`report_written` after each step. Raises CheckpointError, also for the one before."""
         self.report_written(wait=True)
-        copy = _host_copy(content)
+        copy = _host_copy(content, 1 if self._group is None else self._run.world_size)
         if copy is None:
             self.save(content, step)
             return
         thread = ThreadPoolExecutor(1, "checkpoint")
-        self._writing = step, thread.submit(write_atomically, copy, self._path(step))
+        self._writing = step, thread.submit(self._write, copy, step)
         thread.shutdown(wait=False)  # it ends with the write, and no process ends before it
         self._run.saving.clock.copied()
 
@@ -68,35 +77,37 @@ class CheckpointFolder:
         CheckpointError if it could not be; the earlier ones are untouched."""
         if self._writing is not None and (wait or self._writing[1].done()):
             (step, writing), self._writing = self._writing, None
-            writing.result()
-            self._report(step)
+            self._report(writing.result(), step)
 
     def remove_leftovers(self) -> None:
-        """Remove the temporary files of attempts that were killed while they wrote."""
+        """Remove what attempts have left that were killed while they wrote."""
         for leftover in self.path.glob(".*.tmp"):
-            leftover.unlink(missing_ok=True)
+            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink(missing_ok=True)
 
-    def _path(self, step: int) -> Path:
-        return self.path / f"step-{step:08d}.pt"
+    def _write(self, content: Content, step: int) -> Path:
+        path = self.path / f"step-{step:08d}"
+        if self._group is not None:
+            from robust_train.runfolder.shards import write_shards
 
-    def _report(self, step: int) -> Path:
-        path = self._path(step)
-        self._run.checkpoint_saved(path, step)
-        self._run.saving.rotate("step-*.pt", self._keep)
+            return write_shards(content, path, self._group)
+        return write_atomically(content, path.with_suffix(".pt"))
+
+    def _report(self, path: Path, step: int) -> Path:
+        if self._run.is_main:
+            self._run.checkpoint_saved(path, step)
+            self._run.saving.rotate("step-*", self._keep)
         return path
 
 
-def _host_copy(content: Content) -> Content | None:
-    """Return a copy with all tensors in host memory; None where that would take more than a quarter
-    of what is available."""
-    tensors = [leaf for leaf in tree_leaves(content) if isinstance(leaf, torch.Tensor)]
-    if sum(tensor.nbytes for tensor in tensors) > _LARGEST_COPY * read_host_memory().available:
+def _host_copy(content: Content, copies: int) -> Content | None:
+    """Return a copy with all tensors in host memory; None where ``copies`` like it would take more
+    than a quarter of what is available."""
+    tensors = [leaf for leaf in tree_leaves(content) if isinstance(leaf, Tensor)]
+    needed = copies * sum(getattr(one, "to_local", lambda one=one: one)().nbytes for one in tensors)
+    if needed > _LARGEST_COPY * read_host_memory().available:
         return None
     try:
-        copied: Content = tree_map_only(
-            torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), content
-        )
-        return copied
+        return named_map(lambda _, tensor: tensor.detach().to("cpu", copy=True), content)
     except Exception as error:
         if classify_failure(error).kind.is_memory:
             return None
@@ -119,16 +130,14 @@ def save_checkpoint(content: Mapping[str, Any], path: str | Path) -> Path:
     Raises:
         CheckpointError: it could not be written; a file that was there is untouched.
     """
-    path = Path(path)
     states = {
         name: value.state_dict() if hasattr(value, "state_dict") else value
         for name, value in content.items()
     }
-    write_atomically(states, path)
-    return path
+    return write_atomically(states, Path(path))
 
 
-def write_atomically(content: Content, path: Path) -> None:
+def write_atomically(content: Content, path: Path) -> Path:
     """Save such that ``path`` is at every moment absent, the old file or the new one,
     also after a power cut.
 
@@ -137,39 +146,62 @@ def write_atomically(content: Content, path: Path) -> None:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path, durable=True) as temporary, temporary.open("wb") as file:
-            recording = _RecordingFile(file)
-            try:
-                torch.save(content, recording)  # type: ignore[arg-type]
-            except (OSError, RuntimeError):
-                if recording.error is not None:
-                    raise recording.error from None
-                raise
+        with replacing(path, durable=True) as new, new.open("wb") as file, system_errors():
+            torch.save(content, file)
     except OSError as error:
         raise CheckpointError(f"cannot write {path}: {error.strerror or error}") from None
+    return path
 
 
-class _RecordingFile:
-    """Remembers the system's error, which torch's zip writer replaces by one of its own."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-        self.flush = file.flush
-        self.error: OSError | None = None
-
-    def write(self, data: Any) -> int:
-        try:
-            return self._file.write(data)
-        except OSError as error:
-            self.error = self.error or error
-            raise
+@contextlib.contextmanager
+def system_errors() -> Iterator[None]:
+    """Raise the system's error where torch's zip writer has one of its own in place of it."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
 
 
-def read_newest(path: Path, required: Collection[str] = ()) -> tuple[Path, Content] | None:
-    """Return the checkpoint ``path``, or the newest intact one before it in the same folder, with
-    its content on the CPU; None if none is intact.
+def together(act: Callable[[], Any], gather: Callable[[Any], list[Any]]) -> Any:
+    """Return what ``act`` does; all ranks raise what it raises on the first that fails."""
+    result, error = None, None
+    try:
+        result = act()
+    except Exception as raised:
+        error = raised
+    for rank, found in enumerate(gather(error)):
+        if found is not None:
+            if error is None:
+                found.heard_of_rank = rank
+            raise found
+    return result
 
-    A file without the keys ``required`` is somebody else's.
+
+def named_map(change: Share, content: Content) -> Content:
+    """Return ``content`` with each tensor changed; ``model.head.weight`` is a name."""
+
+    def changed(keys: Sequence[Any], leaf: Any) -> Any:
+        name = ".".join(str(getattr(key, "key", key)) for key in keys)
+        return change(name, leaf) if isinstance(leaf, Tensor) else leaf
+
+    return dict(tree_map_with_path(changed, content))
+
+
+def read_newest(
+    path: Path,
+    required: Collection[str] = (),
+    *,
+    share: Share | None = None,
+    gather: Callable[[Any], list[Any]] = lambda value: [value],
+) -> tuple[Path, Content] | None:
+    """Return the checkpoint ``path``, a file or a folder of shards, or the newest intact one before
+    it in the same folder, with its content; None if none is intact. A file without the keys
+    ``required`` is somebody else's.
+
+    ``share`` returns what a rank keeps of a tensor; of a meta tensor, whose shards are read after
+    that, what they are to fill. ``gather`` returns the values of all ranks that read together.
 
     Raises:
         ConfigError: a file cannot be read now, also after a while.
@@ -181,13 +213,16 @@ def read_newest(path: Path, required: Collection[str] = ()) -> tuple[Path, Conte
         one
         for one in known
         if one.path.parent == path.parent.absolute()
-        and one.path.suffix == path.suffix
         and (wanted is None or (one.job == wanted.job and one.order < wanted.order))
     ]
     older.sort(key=lambda one: one.order, reverse=True)
-    for candidate in (path, *(one.path for one in older)):
+    if len({*gather(path.exists() and size_of(path))}) > 1:
+        why = "the ranks find different checkpoints; it has to be one folder that all nodes see"
+        raise ConfigError(f"{path.parent}: {why}")
+    for candidate in gather([path, *(one.path for one in older)])[0]:
         try:
-            return candidate, wait_until_readable(partial(_read, candidate, required))
+            read = partial(_read, candidate, required, share)
+            return candidate, wait_until_readable(partial(together, read, gather))
         except _Unusable as fault:
             log.warning(
                 "the checkpoint %s is damaged (%s); trying the one before it", candidate, fault
@@ -199,18 +234,35 @@ class _Unusable(Exception):
     """What is wrong with a checkpoint file."""
 
 
-def _read(path: Path, required: Collection[str]) -> Content:
-    """Return the content of a whole checkpoint; raise _Unusable, or OSError if it cannot be read
-    now."""
+def _read(path: Path, required: Collection[str], share: Share | None) -> Content:
+    """Return a whole checkpoint's content; raise _Unusable, or OSError if it is unreadable now."""
+    shards: dict[str, Tensor] = {}
+
+    def kept(name: str, tensor: Tensor) -> Tensor:
+        own = share(name, tensor) if share else tensor
+        if tensor.is_meta:
+            own = shards[name] = torch.empty_like(own, device="cpu") if own.is_meta else own
+        return own
+
     try:
-        path.open("rb").close()
+        file = path / VALUES if path.is_dir() else path
+        file.open("rb").close()
         # torch.load itself does not compare the checksums
-        with zipfile.ZipFile(path) as archive:
+        with zipfile.ZipFile(file) as archive:
             bad = archive.testzip()
         if bad is not None:
             raise _Unusable(f"the checksum of {bad} is wrong")
-        # weights_only: a file from elsewhere must not run code here
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        # weights_only: a file from elsewhere must not run code here; mmap: a share is not the whole
+        content = torch.load(file, map_location="cpu", weights_only=True, mmap=bool(share))
+        if not isinstance(content, dict):
+            raise _Unusable(f"it holds a {type(content).__name__} and is no checkpoint")
+        missing = sorted(set(required) - content.keys())
+        if missing:
+            raise _Unusable(f"it has no {missing[0]!r} and is no checkpoint of this trainer")
+        content = named_map(kept, content)
+        if shards:
+            load_shards(path, path / INDEX, shards)
+        return content
     except _Unusable:
         raise
     except Exception as error:
@@ -219,9 +271,3 @@ def _read(path: Path, required: Collection[str]) -> Content:
         if is_away or classify_failure(error).kind.is_memory:
             raise
         raise _Unusable(first_line(error)) from None
-    if not isinstance(content, dict):
-        raise _Unusable(f"it holds a {type(content).__name__} and is no checkpoint")
-    missing = sorted(set(required) - content.keys())
-    if missing:
-        raise _Unusable(f"it has no {missing[0]!r} and is no checkpoint of this trainer")
-    return content

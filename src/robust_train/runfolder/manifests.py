@@ -64,7 +64,7 @@ def record_checkpoint(
     it is not there, or the manifest cannot be written."""
     path = path.absolute()
     _sync_all(path)
-    manifest = Manifest(job, attempt, step, round(time.time(), 6), path, *_size(path), seconds)
+    manifest = Manifest(job, attempt, step, round(time.time(), 6), path, *size_of(path), seconds)
     beside = path.parent == folder.absolute()
     content = asdict(manifest) | {"path": path.name if beside else str(path)}
     folder.mkdir(parents=True, exist_ok=True)
@@ -140,7 +140,7 @@ def state_of(manifest: Manifest) -> State:
     """Return the state of a checkpoint; OSError if it cannot be read just now."""
     path = manifest.path
     try:
-        if _size(path) == (manifest.kind, manifest.files, manifest.bytes):
+        if size_of(path) == (manifest.kind, manifest.files, manifest.bytes):
             if manifest.kind == "file":
                 with path.open("rb") as file:
                     file.read(1)
@@ -175,7 +175,7 @@ def _sync_all(path: Path) -> None:
         sync(path.parent.parent)
 
 
-def _size(path: Path) -> tuple[str, int, int]:
+def size_of(path: Path) -> tuple[str, int, int]:
     """Return kind, number of files, and bytes."""
     status = path.stat()
     if not path.is_dir():

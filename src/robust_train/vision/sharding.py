@@ -1,21 +1,16 @@
-"""The built-in trainer's model sharded over the ranks (FSDP2): ``training.sharding=fsdp``.
-
-Checkpoints hold whole tensors, as those of one process do. So any number of ranks resumes them,
-one on the CPU included.
-"""
+"""The built-in trainer's model sharded over the ranks (FSDP2): ``training.sharding=fsdp``."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from robust_train.compat import tree_map_only
 from robust_train.errors import ConfigError
 from robust_train.microbatch.replicas import broadcast
+from robust_train.runfolder.checkpoints import Share, named_map
 
 
 def shard(model: nn.Module) -> None:
@@ -48,49 +43,33 @@ def _blocks(module: nn.Module) -> list[nn.Module]:
     return [block for child in module.children() for block in _blocks(child)]
 
 
-def whole(value: Any, *, keeps: bool) -> Any:
-    """Return ``value`` with whole tensors on the host in place of sharded ones, at any depth.
+def whole(weights: dict[str, Tensor], *, keeps: bool) -> dict[str, Any]:
+    """Return whole tensors on the host in place of sharded ones. Every rank has to call it;
+    ``keeps``: this rank wants them, others get None."""
 
-    Every rank has to call it. ``keeps``: this rank wants the result; others get the shape of it.
-    """
-
-    def gathered(tensor: Tensor) -> Any:
-        if not hasattr(tensor, "full_tensor"):
-            return tensor
-        full = tensor.full_tensor()  # one at a time: a rank holds one whole tensor beside its share
+    def gathered(_: str, tensor: Any) -> Any:
+        # one at a time: a rank holds one whole tensor beside its share
+        full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
         return full.cpu() if keeps else None
 
-    return tree_map_only(Tensor, gathered, value)
+    return named_map(gathered, weights)
 
 
-def sharded_weights(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return each whole tensor of ``state`` as this model's shards of it; sends nothing."""
-    mine = model.state_dict()
-    return {name: _like(mine.get(name, value), value) for name, value in state.items()}
-
-
-def sharded_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's whole state as the shards that belong to its parameters."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-    def shards(index: int, values: Mapping[str, Any]) -> dict[str, Any]:
-        parameter = parameters[index]
-        return {
-            key: _like(parameter, value) if _has_shape(value, parameter) else value
-            for key, value in values.items()
-        }
-
-    return {**state, "state": {index: shards(index, v) for index, v in state["state"].items()}}
-
-
-def _has_shape(value: Any, parameter: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == parameter.shape
-
-
-def _like(mine: Any, value: Tensor) -> Tensor:
-    if not hasattr(mine, "device_mesh"):
-        return value
+def shares(model: nn.Module, optimizer: torch.optim.Optimizer) -> Share:
+    """Return what gives this rank's share of a tensor of a checkpoint; see ``read_newest``."""
     from torch.distributed.tensor import distribute_tensor
 
-    value = value.to(mine.device)
-    return distribute_tensor(value, mine.device_mesh, mine.placements, src_data_rank=None)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    own = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    own |= {f"optimizer.state.{index}": parameter for index, parameter in enumerate(parameters)}
+
+    def share(name: str, tensor: Tensor) -> Tensor:
+        mine: Any = own.get(name, own.get(name.rpartition(".")[0]))
+        if not hasattr(mine, "device_mesh") or mine.shape != tensor.shape:
+            return tensor.clone()
+        if tensor.is_meta:
+            return torch.empty_like(mine, dtype=tensor.dtype, requires_grad=False)
+        tensor = tensor.to(mine.device)
+        return distribute_tensor(tensor, mine.device_mesh, mine.placements, src_data_rank=None)
+
+    return share

@@ -11,7 +11,7 @@ import itertools
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -40,7 +40,7 @@ from robust_train.vision.datasets import open_data
 from robust_train.vision.images import ImageDataset, ImageSource
 from robust_train.vision.prepare import check_config, preload_modules
 from robust_train.vision.reporting import Reporter, checked_loss
-from robust_train.vision.sharding import shard, share_buffers
+from robust_train.vision.sharding import shard, share_buffers, shares
 from robust_train.vision.step import (
     CosineSchedule,
     Precision,
@@ -132,7 +132,9 @@ class Training:
         self.schedule = CosineSchedule(training.lr, total_samples, training.warmup_fraction)
         self.state = self._prepare(built.module)
         self.model: nn.Module = self.state.model
-        self.folder = checkpoints.CheckpointFolder(run, keep=training.keep_checkpoints)
+        # of its own: checkpoints are written while training goes on
+        group: Any = dist.new_group(backend="gloo") if self.state.is_sharded else None
+        self.folder = checkpoints.CheckpointFolder(run, keep=training.keep_checkpoints, group=group)
         self.has_checkpoint = run.resume_checkpoint is not None
         self.score: Score | None = None  # of the last validation
 
@@ -184,22 +186,17 @@ class Training:
         if run.is_main:
             self.folder.remove_leftovers()
         if run.resume_checkpoint is not None:
-            found = checkpoints.read_newest(Path(run.resume_checkpoint), REQUIRED)
-            names = {*of_all_ranks("none" if found is None else found[0].name)}
-            if len(names) > 1:
-                raise ConfigError(
-                    f"the ranks find different checkpoints ({', '.join(sorted(names))}): "
-                    f"{run.checkpoint_dir} has to be one folder that all nodes see"
-                )
+            share = shares(state.model, state.optimizer) if state.is_sharded else None
+            found = checkpoints.read_newest(
+                Path(run.resume_checkpoint), REQUIRED, share=share, gather=of_all_ranks
+            )
             if found is None:
                 log.warning("no checkpoint is intact: training starts from the beginning")
             else:
                 path, content = found
                 state.restore(content, path)
                 log.info("resumed from %s, step %d", path, state.position.step)
-        if state.is_sharded:
-            dist.barrier()  # all have read the checkpoint
-        elif run.world_size > 1:
+        if run.world_size > 1 and not state.is_sharded:
             # all ranks have read the checkpoint when this returns, and hold the same weights
             self.model = Replicated(state.model)
         if run.world_size > 1:
@@ -323,12 +320,10 @@ class Training:
         step = self.state.position.step
         checked_loss(self.state.epoch_loss, step)
         self.has_checkpoint = True
-        main = self.run.is_main
-        if main or self.state.is_sharded:
-            content = self.state.content(is_main=main)
-        if main:
+        self.wait_for_write()
+        if self.run.is_main or self.state.is_sharded:
             save = self.folder.save_from_copy if in_background else self.folder.save
-            self._write(lambda: save(content, step))
+            self._write(lambda: save(self.state.content(), step))
 
     def wait_for_write(self) -> None:
         """Wait for a checkpoint that is written in the background."""
@@ -339,7 +334,8 @@ class Training:
         try:
             write()
         except checkpoints.CheckpointError as error:
-            log.warning("checkpoint: %s; training goes on, earlier ones are kept", error)
+            if self.run.is_main:
+                log.warning("checkpoint: %s; training goes on, earlier ones are kept", error)
             self.run.checkpoint_failed(str(error))
 
     def finish(self) -> dict[str, float | str]:

@@ -76,20 +76,13 @@ class TrainingState:
     position: ResumePosition = field(default_factory=ResumePosition)
     epoch_loss: LossAverage = field(default_factory=LossAverage)
 
-    def content(self, *, is_main: bool = True) -> dict[str, object]:
-        """Return what to save: tensors (shared with the run, not copied) and plain values.
-
-        Of a sharded model every rank has to call it; the main one gets whole tensors.
-        """
-        content = self._content()
-        return sharding.whole(content, keeps=is_main) if self.is_sharded else content
-
     def weights(self, *, is_main: bool = True) -> Any:
-        """Return the trained weights; see :meth:`content`."""
+        """Return the trained weights, whole on the main rank; if sharded, all ranks call it."""
         weights = trained_state(self.model)
         return sharding.whole(weights, keeps=is_main) if self.is_sharded else weights
 
-    def _content(self) -> dict[str, object]:
+    def content(self) -> dict[str, object]:
+        """Return what to save: tensors (shared with the run, not copied) and plain values."""
         return {
             "format": FORMAT,
             "identity": dict(self.identity),
@@ -106,13 +99,9 @@ class TrainingState:
     def restore(self, content: Content, path: Path) -> None:
         """Restore what :meth:`content` returned."""
         _check_identity(content, self.identity, path)
-        weights, optimizer = content["model"], content["optimizer"]
-        if self.is_sharded:
-            weights = sharding.sharded_weights(self.model, weights)
-            optimizer = sharding.sharded_optimizer(self.optimizer, optimizer)
         try:
-            load_trained_state(self.model, weights)
-            self.optimizer.load_state_dict(optimizer)
+            load_trained_state(self.model, content["model"])
+            self.optimizer.load_state_dict(content["optimizer"])
         except (ValueError, RuntimeError) as error:
             raise ConfigError(f"checkpoint {path}: {str(error).splitlines()[0]}") from error
         # empty if the checkpoint was written without scaling, e.g. on the CPU

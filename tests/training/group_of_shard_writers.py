@@ -1,0 +1,274 @@
+"""Two processes that write and read checkpoints of a sharded model: prints what each has seen.
+
+Usage: group_of_shard_writers.py FOLDER
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import resource
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from forked_ranks import of_forks
+from robust_train.errors import ConfigError
+from robust_train.microbatch.ranks import of_all_ranks
+from robust_train.run import Run
+from robust_train.runfolder.checkpoints import CheckpointError, CheckpointFolder, read_newest
+from robust_train.runfolder.manifests import newest_checkpoint, of_job
+from robust_train.vision.sharding import shard, shares
+
+
+class Job:
+    """A sharded model after one step, and its checkpoints in ``run_dir``."""
+
+    def __init__(self, run_dir: Path, *, keep: int = 5) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(4, 3000), nn.BatchNorm1d(3000), nn.Linear(3000, 1))
+        shard(self.model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.train(1)
+        run = Run(run_dir=run_dir, rank=dist.get_rank(), world_size=2)
+        self.folder = CheckpointFolder(run, keep=keep, group=dist.new_group(backend="gloo"))
+
+    def train(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.model(torch.randn(8, 4)).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def content(self, step: int) -> dict[str, Any]:
+        model, optimizer = self.model.state_dict(), self.optimizer.state_dict()
+        return {"step": step, "model": model, "optimizer": optimizer, "nested": [(step,)]}
+
+    def read(self, path: Path) -> tuple[str, int] | None:
+        share = shares(self.model, self.optimizer)
+        found = read_newest(path, ["step"], share=share, gather=of_all_ranks)
+        return None if found is None else (found[0].name, found[1]["step"])
+
+
+def sums(content: dict[str, Any]) -> list[float]:
+    """One number for each tensor, the same for shards and whole ones."""
+    states = content["optimizer"]["state"]
+    tensors = [*content["model"].values(), *(t for k in sorted(states) for t in states[k].values())]
+    return [float(_whole(tensor).double().abs().sum()) for tensor in tensors]
+
+
+def _whole(tensor: Any) -> Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def read_alone(path: Path) -> Any:
+    """What a process without shards reads, on the first rank."""
+    return read_newest(path, ["step"]) if dist.get_rank() == 0 else None
+
+
+def names(folder: CheckpointFolder) -> list[str]:
+    dist.barrier()
+    found = sorted(item.name for item in folder.path.iterdir()) if folder.path.exists() else []
+    dist.barrier()
+    return found
+
+
+def in_the_background(run_dir: Path) -> dict[str, Any]:
+    job = Job(run_dir)
+    content = job.content(1)
+    before = sums(content)
+    job.folder.save_from_copy(content, 1)
+    job.train(2)
+    early = newest_checkpoint(job.folder.path, "") is not None
+    job.folder.report_written(wait=True)
+    path = job.folder.path / "step-00000001"
+    own = read_newest(path, share=shares(job.model, job.optimizer), gather=of_all_ranks)
+    assert own is not None
+    alone = read_alone(path)
+    local = own[1]["model"]["0.weight"].to_local().shape
+    return {
+        "reported early": early,
+        "changed": sums(job.content(1)) != before,
+        "shards": sums(own[1]) == before,
+        "rows of a shard": local[0],
+        "one process": alone is None or sums(alone[1]) == before,
+        "plain values": own[1]["nested"],
+        "names": names(job.folder),
+        "in it": sorted(item.name for item in path.iterdir()),
+    }
+
+
+def of_one_step(run_dir: Path) -> dict[str, Any]:
+    """The same step twice, then a later one."""
+    job = Job(run_dir, keep=2)
+    for step in (1, 1):
+        job.folder.save(job.content(step), step)
+    dist.barrier()
+    twice = [one.path.name for one in of_job(job.folder.path, "")]
+    job.folder.save(job.content(2), 2)
+    return {"twice": twice, "then": names(job.folder)}
+
+
+@contextmanager
+def files_limited_to(size: int) -> Iterator[None]:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
+def without_space(run_dir: Path) -> dict[str, Any]:
+    """The second rank cannot write its shards, then the first one not what only it writes."""
+    job, said = Job(run_dir), []
+    job.folder.save(job.content(1), 1)
+    # its shards are larger than 20 kB, all else of the first rank's is smaller
+    for rank in (1, 0):
+        with files_limited_to(20_000 if dist.get_rank() == rank else resource.RLIM_INFINITY):
+            try:
+                job.folder.save(job.content(2), 2)
+            except CheckpointError as error:
+                said.append(str(error))
+    left = names(job.folder)
+    job.folder.save(job.content(3), 3)
+    return {"said": said, "left": left, "then": names(job.folder)}
+
+
+def _flip(file: Path, at: float) -> None:
+    data = bytearray(file.read_bytes())
+    data[int(len(data) * at)] ^= 0xFF
+    file.write_bytes(data)
+
+
+class RunsCode:
+    def __reduce__(self):
+        return os.write, (1, b"\ncode of a foreign file was run\n")
+
+
+def damaged(run_dir: Path) -> dict[str, Any]:
+    """A checkpoint is damaged in one way after the other; an older one is whole."""
+    job = Job(run_dir)
+    job.folder.save(job.content(1), 1)
+    job.folder.save(job.content(2), 2)
+    dist.barrier()
+    path, whole = job.folder.path / "step-00000002", run_dir / "whole"
+    ways = {
+        "a flipped byte in a shard": lambda: _flip(path / "__1_0.distcp", 0.1),
+        "a flipped byte in the index": lambda: _flip(path / "index.pt", 0.3),
+        "a flipped byte in the values": lambda: _flip(path / "values.pt", 0.3),
+        "a shard cut short": lambda: os.truncate(path / "__0_0.distcp", 1000),
+        "no shards of a rank": (path / "__1_0.distcp").unlink,
+        "no index": (path / "index.pt").unlink,
+        "code": lambda: torch.save(RunsCode(), path / "index.pt"),
+        "no values": (path / "values.pt").unlink,
+    }
+    seen: dict[str, Any] = {}
+    is_first = dist.get_rank() == 0
+    if is_first:
+        shutil.copytree(path, whole)
+    seen["whole"] = [job.read(path), None if (one := read_alone(path)) is None else one[0].name]
+    for name, damage in ways.items():
+        dist.barrier()
+        if is_first:
+            damage()
+        dist.barrier()
+        read = job.read(path)
+        alone = read_alone(path)
+        seen[name] = [read, None if alone is None else alone[0].name]
+        dist.barrier()
+        if is_first:
+            shutil.rmtree(path)
+            shutil.copytree(whole, path)
+    dist.barrier()
+    return seen
+
+
+def on_other_disks(run_dir: Path) -> dict[str, Any]:
+    """The second rank does not see the folder that the first one has."""
+    job = Job(run_dir)
+    job.folder.save(job.content(1), 1)
+    path = job.folder.path / "step-00000001"
+    dist.barrier()
+    try:
+        job.read(run_dir / "elsewhere" / path.name if dist.get_rank() else path)
+    except ConfigError as error:
+        return {"said": str(error)}
+    return {"said": "nothing"}
+
+
+def from_a_file(run_dir: Path) -> dict[str, Any]:
+    """Shards from a file of whole tensors, as one process writes it."""
+    job = Job(run_dir)
+    content = job.content(1)
+    before = sums(content)
+    if whole := {name: _whole(tensor) for name, tensor in content["model"].items()}:
+        content["model"] = whole
+    states = content["optimizer"]["state"]
+    for state in states.values():
+        state |= {name: _whole(tensor) for name, tensor in state.items()}
+    path = run_dir / "checkpoints" / "step-00000001.pt"
+    if dist.get_rank() == 0:
+        CheckpointFolder(Run(run_dir=run_dir), keep=1).save(content, 1)
+    dist.barrier()
+    found = read_newest(path, share=shares(job.model, job.optimizer), gather=of_all_ranks)
+    assert found is not None
+    states = found[1]["optimizer"]["state"]
+    tensors = [
+        *found[1]["model"].values(),
+        *(t for state in states.values() for t in state.values()),
+    ]
+    held = sum(
+        getattr(tensor, "to_local", lambda tensor=tensor: tensor)().untyped_storage().nbytes()
+        for tensor in tensors
+    )
+    return {"same": sums(found[1]) == before, "held": held, "file": path.stat().st_size}
+
+
+def killed(run_dir: Path) -> dict[str, Any]:
+    """The first rank dies when all shards are there and the folder has no name."""
+    job = Job(run_dir)
+    job.folder.save(job.content(1), 1)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        rename = Path.rename
+        Path.rename = lambda path, new: (
+            os.kill(os.getpid(), signal.SIGKILL) if path.is_dir() else rename(path, new)
+        )
+    try:
+        job.folder.save(job.content(2), 2)
+    except RuntimeError as error:  # as of any lost connection
+        return {"said": type(error).__name__}
+    return {"said": "nothing"}
+
+
+def be_rank(rank: int, folder: Path) -> dict[str, Any]:
+    store = dist.FileStore(str(folder / "store"), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    parts = (in_the_background, of_one_step, without_space, damaged, on_other_disks, from_a_file)
+    seen = {part.__name__: part(folder / part.__name__) for part in parts}
+    dist.destroy_process_group()
+    return seen
+
+
+def die(rank: int, folder: Path) -> dict[str, Any]:
+    store = dist.FileStore(str(folder / "second store"), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    return killed(folder / "killed")
+
+
+if __name__ == "__main__":
+    # once, before the forks
+    for name in ("torch._dynamo", "robust_train.runfolder.shards"):
+        importlib.import_module(name)
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    folder = Path(sys.argv[1])
+    ranks = of_forks(2, lambda rank: be_rank(rank, folder))
+    print(json.dumps({"ranks": ranks, "killed": of_forks(2, lambda rank: die(rank, folder))}))

@@ -1,0 +1,114 @@
+"""Checkpoints of a sharded model, written by two processes and read by any number."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import preloaded
+from robust_train.run import Run
+from robust_train.runfolder.checkpoints import CheckpointFolder, read_newest
+from robust_train.runfolder.manifests import newest_checkpoint
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("shards")
+    program = Path(__file__).with_name("group_of_shard_writers.py").read_text()
+    ended = preloaded.run(program, str(folder), cwd=Path(__file__).parent)
+    assert ended.returncode == 0, ended.stderr
+    seen = json.loads(ended.stdout.splitlines()[-1])
+    assert all(seen["ranks"]), ended.stderr
+    return {**seen, "folder": folder, "printed": ended.stdout, "log": ended.stderr}
+
+
+def of_both(seen: dict[str, Any], part: str) -> dict[str, Any]:
+    """What both ranks have seen alike."""
+    first, second = (rank[part] for rank in seen["ranks"])
+    assert first.keys() == second.keys()
+    return first
+
+
+def test_each_rank_writes_its_shards_while_training_goes_on(seen: dict[str, Any]):
+    background = of_both(seen, "in_the_background")
+    assert not background["reported early"]
+    assert background["changed"]
+    assert background["shards"]
+    assert background["one process"]
+    assert background["rows of a shard"] == 1500
+    assert background["plain values"] == [[1]]
+    assert background["names"] == ["step-00000001", "step-00000001.manifest.json"]
+    shards = {"__0_0.distcp", "__1_0.distcp"}
+    assert set(background["in it"]) == {".metadata", "index.pt", "values.pt", *shards}
+    assert "torch.distributed is disabled" not in seen["log"]
+
+
+def test_a_checkpoint_of_the_same_step_replaces_none(seen: dict[str, Any]):
+    saved = of_both(seen, "of_one_step")
+    assert saved["twice"] == ["step-00000001", "step-00000001-again"]
+    kept = ("step-00000001-again", "step-00000002")
+    assert saved["then"] == sorted(name for one in kept for name in (one, one + ".manifest.json"))
+
+
+def test_all_ranks_learn_that_one_has_no_space_and_can_go_on(seen: dict[str, Any]):
+    for rank in seen["ranks"]:
+        full = rank["without_space"]
+        assert [line.rpartition("step-00000002")[2] for line in full["said"]] == [
+            ", rank 1: File too large",
+            ", rank 0: File too large",
+        ]
+        assert full["left"] == ["step-00000001", "step-00000001.manifest.json"]
+        assert "step-00000003.manifest.json" in full["then"]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "a flipped byte in a shard",
+        "a flipped byte in the index",
+        "a flipped byte in the values",
+        "a shard cut short",
+        "no shards of a rank",
+        "no index",
+        "code",
+        "no values",
+    ],
+)
+def test_a_damaged_folder_is_passed_over_on_all_ranks(seen: dict[str, Any], damage: str):
+    first, second = (rank["damaged"] for rank in seen["ranks"])
+    assert first["whole"] == [["step-00000002", 2], "step-00000002"]
+    assert first[damage] == [["step-00000001", 1], "step-00000001"]
+    assert second[damage] == [["step-00000001", 1], None]
+    assert "code of a foreign file was run" not in seen["printed"]
+    assert "Traceback" not in seen["log"]
+
+
+def test_ranks_that_see_other_disks_say_so(seen: dict[str, Any]):
+    for rank in seen["ranks"]:
+        assert "has to be one folder that all nodes see" in rank["on_other_disks"]["said"]
+
+
+def test_shards_are_read_from_a_file_of_whole_tensors(seen: dict[str, Any]):
+    for rank in seen["ranks"]:
+        found = rank["from_a_file"]
+        assert found["same"]
+        assert found["held"] < 0.7 * found["file"]
+
+
+def test_a_kill_before_the_folder_has_its_name_leaves_the_one_before(seen: dict[str, Any]):
+    assert seen["killed"][0] is None, "killed"
+    assert seen["killed"][1]["said"] != "nothing"
+    run = Run(run_dir=seen["folder"] / "killed")
+    folder = CheckpointFolder(run, keep=2)
+    torn = folder.path / ".step-00000002.tmp"
+    assert (torn / "values.pt").exists()
+    newest = newest_checkpoint(folder.path, "")
+    assert newest is not None
+    found = read_newest(newest.path)
+    assert found is not None
+    assert found[1]["step"] == 1
+    folder.remove_leftovers()
+    assert not torn.exists()
