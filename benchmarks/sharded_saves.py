@@ -38,7 +38,7 @@ def peak_bytes(*, begin: bool = False) -> int:
     return int(found[1]) << 10
 
 
-def write_whole(content: dict, path: Path, group: dist.ProcessGroup) -> None:
+def write_whole(group: dist.ProcessGroup, content: dict, path: Path) -> None:
     is_first = dist.get_rank() == 0
 
     def gathered(_: str, tensor: torch.Tensor):
@@ -65,7 +65,7 @@ def be_rank(rank: int, chosen: argparse.Namespace, folder: Path, port: int) -> N
             dist.barrier()
             before = peak_bytes(begin=True)
             started = time.perf_counter()
-            write(content, folder / how, group)
+            write(group, content, folder / how)
             dist.barrier()
             figures: list = [None] * chosen.ranks
             dist.all_gather_object(figures, peak_bytes() - before)

@@ -358,7 +358,7 @@ def shards(tmp_path: Path):
         content = {
             "model": {name[-1]: tensors.DTensor.from_local(t, mesh) for name, t in whole.items()}
         }
-        yield write_shards(content, tmp_path / "saved", dist.group.WORLD), whole
+        yield write_shards(dist.group.WORLD, content, tmp_path / "saved"), whole
     finally:
         dist.destroy_process_group()
 

@@ -171,9 +171,9 @@ class Job:
         resume, most = self.settings.resume, self.settings.max_launches
         self.beginning = begin_job(self.run_dir, resume=resume, max_launches=most)
         self.checkpoint = self.beginning.checkpoint
-        trainer, name = settings.name_of(self.trainer), self.wanted.job_name
-        about = settings.about_job(self.cfg, name)
-        started = JobStarted(str(self.run_dir), trainer, self.beginning.job, about)
+        trainer, job = settings.name_of(self.trainer), self.beginning.job
+        about = settings.about_job(self.cfg, self.wanted.job_name)
+        started = JobStarted(str(self.run_dir), trainer, job, about)
         self.journal.write(started)
         self.folder.on_event(started)
         batch = settings.batch_settings(self.cfg, self.trainer)
@@ -277,8 +277,7 @@ class Job:
         return record
 
     def _attempt(self, spec: AttemptSpec) -> AttemptRecord:
-        number = self._number
-        spec, search = self.batch_sizes.begin(spec)
+        number, (spec, search) = self._number, self.batch_sizes.begin(spec)
         narration.announce(number, spec, is_searched=search is not None)
         self.checkpoint = resume_from(
             self.run_dir, self.beginning.job, self.checkpoint, sleep=self.sleep
@@ -292,8 +291,8 @@ class Job:
         attempt = concluded(attempt, decision)
         record = AttemptRecord(attempt, decision, attempt_stability(self.run_dir, number))
         self.records.append(record)
-        ended = AttemptEnded(record.as_json(number), evidence_of(attempt.outcome))
-        self.journal.write(ended, number)
+        evidence = evidence_of(attempt.outcome)
+        self.journal.write(AttemptEnded(record.as_json(number), evidence), number)
         narration.log_outcome(number, attempt.outcome, decision)
         self.folder.decided(attempt, decision, self.checkpoint)
         return record

@@ -252,9 +252,9 @@ def test_a_half_written_checkpoint_of_a_killed_attempt_does_no_harm(tmp_path: Pa
     assert len([e for e in reports if e["event"] == "checkpoint"]) == 9
 
 
-@pytest.mark.parametrize("elsewhere", [None, "no space left"])
+@pytest.mark.parametrize("elsewhere", [None, OSError("no space left")])
 def test_a_checkpoint_appears_once_every_rank_has_written_its_files(
-    tmp_path: Path, elsewhere: str | None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, elsewhere: OSError | None, monkeypatch: pytest.MonkeyPatch
 ):
     """The ranks meet three times for each: is it there, is it written, has it its name."""
     published: list[int] = []

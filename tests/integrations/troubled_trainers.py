@@ -73,7 +73,9 @@ def sharded(cfg, run):
 
 def _in_a_loop(cfg, run, wrapped):
     """Six steps with a loop of its own, and a checkpoint after the third."""
-    from robust_train.vision.sharding import sharded_weights, whole
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    from robust_train.vision.sharding import whole
 
     _troubled(cfg, run)
     torch.manual_seed(0)
@@ -86,7 +88,7 @@ def _in_a_loop(cfg, run, wrapped):
         model = net
     if run.resume_checkpoint is not None:
         start, weights = torch.load(run.resume_checkpoint)
-        net.load_state_dict(sharded_weights(net, weights))
+        set_model_state_dict(net, weights, options=StateDictOptions(full_state_dict=True))
     run.started(start)
     for step in range(start + 1, 7):
         generator = torch.Generator().manual_seed(step)

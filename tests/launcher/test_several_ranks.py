@@ -83,7 +83,7 @@ def test_all_go_on_with_half_the_batch_from_the_same_checkpoint(tight_world: Wor
     )
     assert ended.returncode == 0, ended.output
     first, second = ended.attempts
-    assert (first["outcome"], first["action"]) == ("host_oom", "retry")
+    assert (first["outcome"], first["action"]) == ("host_oom", "halve_batch")
     assert "rank 2" in first["reason"]
     assert (first["batch_size"], second["batch_size"]) == (32, 16)
     assert first["effective_batch_size"] == second["effective_batch_size"] == 128

@@ -27,7 +27,7 @@ from robust_train.microbatch.ranks import of_all_ranks
 from robust_train.run import Run
 from robust_train.runfolder.checkpoints import CheckpointError, CheckpointFolder, read_newest
 from robust_train.runfolder.manifests import newest_checkpoint, of_job
-from robust_train.vision.sharding import shard, shares
+from robust_train.vision.sharding import folder_writer, shard, shares
 
 
 class Job:
@@ -40,7 +40,7 @@ class Job:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         self.train(1)
         run = Run(run_dir=run_dir, rank=dist.get_rank(), world_size=2)
-        self.folder = CheckpointFolder(run, keep=keep, group=dist.new_group(backend="gloo"))
+        self.folder = CheckpointFolder(run, keep=keep, write_folder=folder_writer())
 
     def train(self, seed: int) -> None:
         torch.manual_seed(seed)

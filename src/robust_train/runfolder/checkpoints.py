@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from robust_train.compat import load_shards, tree_leaves, tree_map_with_path
@@ -43,14 +42,16 @@ class CheckpointError(OSError):
 
 class CheckpointFolder:
     """The checkpoints of a run in its ``checkpoint_dir``, of which the newest ``keep`` are kept:
-    files like ``step-00000120.pt``; folders ``step-00000120`` with shards of all ranks of ``group``
-    where there is one. Then all ranks save, and the first one reports."""
+    files like ``step-00000120.pt``, or the folders ``step-00000120`` that ``write_folder`` writes.
+    Then all ranks save, and the first one reports."""
 
-    def __init__(self, run: Run, *, keep: int, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self, run: Run, *, keep: int, write_folder: Callable[[Content, Path], Path] | None = None
+    ) -> None:
         self.path = run.checkpoint_dir
         self._run = run
         self._keep = keep
-        self._group = group
+        self._write_folder = write_folder
         self._writing: tuple[int, Future[Path]] | None = None
 
     def save(self, content: Content, step: int) -> Path:
@@ -63,7 +64,7 @@ class CheckpointFolder:
         """Save while training goes on, if there is memory for a copy: call
         :meth:`report_written` after each step. Raises CheckpointError, also for the one before."""
         self.report_written(wait=True)
-        copy = _host_copy(content, 1 if self._group is None else self._run.world_size)
+        copy = _host_copy(content, self._run.world_size if self._write_folder else 1)
         if copy is None:
             self.save(content, step)
             return
@@ -86,10 +87,8 @@ class CheckpointFolder:
 
     def _write(self, content: Content, step: int) -> Path:
         path = self.path / f"step-{step:08d}"
-        if self._group is not None:
-            from robust_train.runfolder.shards import write_shards
-
-            return write_shards(content, path, self._group)
+        if self._write_folder is not None:
+            return self._write_folder(content, path)
         return write_atomically(content, path.with_suffix(".pt"))
 
     def _report(self, path: Path, step: int) -> Path:

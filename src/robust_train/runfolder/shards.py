@@ -18,7 +18,7 @@ from robust_train.runfolder import checkpoints
 from robust_train.runfolder.checkpoints import CheckpointError, Content, write_atomically
 
 
-def write_shards(content: Content, path: Path, group: dist.ProcessGroup) -> Path:
+def write_shards(group: dist.ProcessGroup, content: Content, path: Path) -> Path:
     """Write a folder that is there once all ranks of ``group`` have written; they all call it.
     Return its path, which the first rank knows: ``path-again`` if ``path`` is there already. Raises
     CheckpointError on all ranks if one cannot write; nothing of the attempt is left."""

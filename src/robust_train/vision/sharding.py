@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,7 +13,7 @@ from torch import Tensor, nn
 
 from robust_train.errors import ConfigError
 from robust_train.microbatch.replicas import broadcast
-from robust_train.runfolder.checkpoints import Share, named_map
+from robust_train.runfolder.checkpoints import Content, Share, named_map
 
 
 def shard(model: nn.Module) -> None:
@@ -41,6 +44,15 @@ def _blocks(module: nn.Module) -> list[nn.Module]:
     if isinstance(module, (nn.ModuleList, nn.Sequential)):
         return [part for part in module if next(part.parameters(), None) is not None]
     return [block for child in module.children() for block in _blocks(child)]
+
+
+def folder_writer() -> Callable[[Content, Path], Path]:
+    """Return what writes a checkpoint of all ranks' shards, also while training goes on. Every rank
+    has to call it."""
+    from robust_train.runfolder.shards import write_shards
+
+    group: Any = dist.new_group(backend="gloo")  # of its own
+    return partial(write_shards, group)
 
 
 def whole(weights: dict[str, Tensor], *, keeps: bool) -> dict[str, Any]:

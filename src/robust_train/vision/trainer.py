@@ -11,7 +11,7 @@ import itertools
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -40,7 +40,7 @@ from robust_train.vision.datasets import open_data
 from robust_train.vision.images import ImageDataset, ImageSource
 from robust_train.vision.prepare import check_config, preload_modules
 from robust_train.vision.reporting import Reporter, checked_loss
-from robust_train.vision.sharding import shard, share_buffers, shares
+from robust_train.vision.sharding import folder_writer, shard, share_buffers, shares
 from robust_train.vision.step import (
     CosineSchedule,
     Precision,
@@ -132,9 +132,9 @@ class Training:
         self.schedule = CosineSchedule(training.lr, total_samples, training.warmup_fraction)
         self.state = self._prepare(built.module)
         self.model: nn.Module = self.state.model
-        # of its own: checkpoints are written while training goes on
-        group: Any = dist.new_group(backend="gloo") if self.state.is_sharded else None
-        self.folder = checkpoints.CheckpointFolder(run, keep=training.keep_checkpoints, group=group)
+        write = folder_writer() if self.state.is_sharded else None
+        keep = training.keep_checkpoints
+        self.folder = checkpoints.CheckpointFolder(run, keep=keep, write_folder=write)
         self.has_checkpoint = run.resume_checkpoint is not None
         self.score: Score | None = None  # of the last validation
 
