@@ -65,6 +65,27 @@ def _accelerate(job: Job, reduce_batch_size: Callable[[], int] | None) -> Ending
     return Ending(inner_training_loop().state_dict())
 
 
+def accelerate_in_step(job: Job, folder: Path) -> Ending:
+    """``RobustLoop`` in place of the loop."""
+    from accelerate import Accelerator
+
+    from robust_train.integrations.accelerate import RobustLoop
+
+    accelerator = Accelerator(cpu=True)
+    network, optimizer = build(job)
+    network, optimizer, batches = accelerator.prepare(network, optimizer, loader(job, job.batch))
+    cfg, run = _attempt(job, folder)
+    loop = RobustLoop(accelerator, network, batches, cfg=cfg, run=run)
+    for _ in loop.epochs(1):
+        for batch in loop.batches():
+            for micro in loop.micro_batches(batch):
+                with micro:
+                    micro.backward(network(**micro.data)["loss"])
+            optimizer.step()
+            optimizer.zero_grad()
+    return Ending(network.state_dict())
+
+
 def lightning(job: Job, folder: Path) -> Ending:
     """``Tuner.scale_batch_size``, then ``fit``.
 
@@ -211,6 +232,11 @@ PEERS = {
         "accelerate `find_executable_batch_size`", accelerate_documented, ("accelerate",)
     ),
     "accelerate_halving": Contestant("the same, halving", accelerate_halving, ("accelerate",)),
+    "accelerate_in_step": Contestant(
+        "**robust-train, in accelerate's step**",
+        accelerate_in_step,
+        ("accelerate", "robust_train.integrations.accelerate"),
+    ),
     "lightning": Contestant(
         "Lightning `scale_batch_size`, then `fit`",
         lightning,
