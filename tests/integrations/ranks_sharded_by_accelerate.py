@@ -96,7 +96,7 @@ def attempt(folder: Path, ranks: int, fuse: Fuse, size: int, resume: Path | None
                 if e["event"] == "micro_batch_changed"
             ],
             "losses": losses,
-            "started": next(e["step"] for e in events if e["event"] == "training_started"),
+            "started": [e["step"] for e in events if e["event"] == "training_started"],
             "saved": [e["path"] for e in events if e["event"] == "checkpoint"],
         }
 
@@ -112,6 +112,7 @@ def main() -> None:
         "forward": attempt(folder / "forward", 2, Fuse("forward", at=2), 4),
         "backward": attempt(folder / "backward", 2, Fuse("backward", at=2), 4),
         "exhausted": exhausted,
+        "alone": attempt(folder / "alone", 1, Fuse(), 8, saved),
         "next": attempt(folder / "two", 2, Fuse(), 2, saved),
     }
     print("\n" + json.dumps(told))

@@ -86,8 +86,13 @@ class RobustLoop:
 
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the epochs that are left, from 0; an earlier attempt may have begun the first."""
-        if self.run.resume_checkpoint is not None:
-            self.accelerator.load_state(str(self.run.resume_checkpoint))
+        if (path := self.run.resume_checkpoint) is not None:
+            if self.accelerator.num_processes == 1 and any(path.glob("pytorch_model_fsdp*")):
+                raise UserError(
+                    f"{path}: has the shards of several ranks, which accelerate cannot read in one "
+                    "process; go on with num_gpus=2 or more"
+                )
+            self.accelerator.load_state(str(path))
         self._total = count * -(-self._order.samples // self._effective)
         self.run.started(self.step)
         self.run.record_memory("training begins")
