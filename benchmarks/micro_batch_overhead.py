@@ -1,18 +1,28 @@
-"""What ``run.micro_batches`` costs a step in which memory suffices.
+"""What ``run.micro_batches`` costs a step in which memory suffices; with ``--frameworks``, what the
+integrations cost a step of accelerate, Lightning and transformers.
 
 Run: python benchmarks/micro_batch_overhead.py [--steps 200] [--device cpu]
+     python benchmarks/micro_batch_overhead.py --frameworks [--steps 50] [--rounds 6]
 Goal: at most 1 % of a small network's step.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
+import logging
 import statistics
+import tempfile
 import time
+import warnings
 from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from robust_train.microbatch.batcher import MicroBatcher
 
@@ -55,11 +65,58 @@ def steps_to_compare(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> tupl
     return plain, split, nothing
 
 
+def compare_frameworks(steps: int, rounds: int, length: int) -> None:
+    """Print the CPU time from one optimizer step to the next in a framework's own loop and with
+    ours: the machine may be busy."""
+    import recovery_peers as peers
+    from recovery_job import Job
+
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)  # others spin while they wait
+    job = Job("first", steps=steps, length=length)
+    ended: list[float] = []
+    register_optimizer_step_post_hook(lambda *ignored: ended.append(time.process_time()))
+
+    def step_times(fit: Callable[[Job, Path], object]) -> list[float]:
+        ended.clear()
+        silence = contextlib.redirect_stdout(io.StringIO())
+        with tempfile.TemporaryDirectory() as folder, silence:
+            fit(job, Path(folder))
+        assert len(ended) == steps
+        return [after - before for before, after in pairwise(ended[2:])]  # the first ones warm up
+
+    for name, plain, ours in (
+        ("accelerate", peers.accelerate_plain, peers.accelerate_in_step),
+        ("Lightning", peers.lightning_plain, peers.lightning_in_step),
+        ("transformers", peers.transformers_plain, peers.transformers_in_step),
+    ):
+        step_times(plain), step_times(ours)  # imports
+        pairs = [(step_times(plain), step_times(ours)) for _ in range(rounds)]
+        before, after = (
+            statistics.quantiles([seconds for times in side for seconds in times])[0]
+            for side in zip(*pairs, strict=True)
+        )
+        print(
+            f"{name}: {before * 1e3:.2f} ms of CPU time a step by itself, {after * 1e3:.2f} ms "
+            f"with ours: × {after / before:.3f}, {(after - before) * 1e6:+.0f} µs "
+            f"(lower quartiles of {rounds} × {steps} steps, alternating)",
+            flush=True,
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--frameworks", action="store_true")
+    parser.add_argument("--rounds", type=int, default=6, help="of each framework")
+    parser.add_argument("--length", type=int, default=44, help="of their samples")
     chosen = parser.parse_args()
+    if chosen.frameworks:
+        compare_frameworks(chosen.steps or 50, chosen.rounds, chosen.length)
+        return
+    chosen.steps = chosen.steps or 200
     device = torch.device(chosen.device)
     torch.manual_seed(0)
     model = small_cnn().to(device)

@@ -65,6 +65,41 @@ def _accelerate(job: Job, reduce_batch_size: Callable[[], int] | None) -> Ending
     return Ending(inner_training_loop().state_dict())
 
 
+def accelerate_plain(job: Job, folder: Path) -> Ending:
+    """accelerate's own loop, with memory for the whole batch."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    network, optimizer = build(job)
+    network, optimizer, batches = accelerator.prepare(network, optimizer, loader(job, job.batch))
+    for batch in batches:
+        accelerator.backward(network(**batch)["loss"])
+        optimizer.step()
+        optimizer.zero_grad()
+    return Ending(network.state_dict())
+
+
+def accelerate_in_step(job: Job, folder: Path) -> Ending:
+    """``RobustLoop`` in place of the loop."""
+    from accelerate import Accelerator
+
+    from robust_train.integrations.accelerate import RobustLoop
+
+    accelerator = Accelerator(cpu=True)
+    network, optimizer = build(job)
+    network, optimizer, batches = accelerator.prepare(network, optimizer, loader(job, job.batch))
+    cfg, run = _attempt(job, folder)
+    loop = RobustLoop(accelerator, network, batches, cfg=cfg, run=run)
+    for _ in loop.epochs(1):
+        for batch in loop.batches():
+            for micro in loop.micro_batches(batch):
+                with micro:
+                    micro.backward(network(**micro.data)["loss"])
+            optimizer.step()
+            optimizer.zero_grad()
+    return Ending(network.state_dict())
+
+
 def lightning(job: Job, folder: Path) -> Ending:
     """``Tuner.scale_batch_size``, then ``fit``.
 
@@ -82,6 +117,13 @@ def lightning(job: Job, folder: Path) -> Ending:
     trainer.accumulate_grad_batches = job.batch // module.batch_size
     # the trials' steps were thrown away; they count as begun
     METER.step_samples.clear()
+    trainer.fit(module)
+    return Ending(module.network.state_dict())
+
+
+def lightning_plain(job: Job, folder: Path) -> Ending:
+    """``trainer.fit``, with memory for the whole batch."""
+    module, trainer = _lightning(job, folder)
     trainer.fit(module)
     return Ending(module.network.state_dict())
 
@@ -158,11 +200,20 @@ def transformers(job: Job, folder: Path) -> Ending:
     It starts its loop again at nine tenths of the batch, from the first sample but with the weights
     that it has by then, and leaves the accumulation as it was asked for.
     """
+    return _transformers(job, folder, finds_batch_size=True)
+
+
+def transformers_plain(job: Job, folder: Path) -> Ending:
+    """``trainer.train``, with memory for the whole batch."""
+    return _transformers(job, folder, finds_batch_size=False)
+
+
+def _transformers(job: Job, folder: Path, *, finds_batch_size: bool) -> Ending:
     trainer = _trainer(
         job,
         {
             "output_dir": str(folder),
-            "auto_find_batch_size": True,
+            "auto_find_batch_size": finds_batch_size,
             "per_device_train_batch_size": job.batch,
             "use_cpu": True,
             "seed": SEED,
@@ -211,6 +262,11 @@ PEERS = {
         "accelerate `find_executable_batch_size`", accelerate_documented, ("accelerate",)
     ),
     "accelerate_halving": Contestant("the same, halving", accelerate_halving, ("accelerate",)),
+    "accelerate_in_step": Contestant(
+        "**robust-train, in accelerate's step**",
+        accelerate_in_step,
+        ("accelerate", "robust_train.integrations.accelerate"),
+    ),
     "lightning": Contestant(
         "Lightning `scale_batch_size`, then `fit`",
         lightning,

@@ -25,6 +25,8 @@ FRAMEWORKS = (
 )
 PLACES = ("one GPU", "several GPUs", "FSDP2", "several machines")
 HOWS = ("in the step", "new attempt", "refused")
+OWN_AFFAIRS = {("scripts", "FSDP2")}
+"""What the launcher knows nothing of."""
 
 Proofs = dict[tuple[str, str, str], set[str]]
 
@@ -49,7 +51,9 @@ def table(found: Proofs) -> str:
     lines = [f"| | {' | '.join(PLACES)} |", "|---" * (len(PLACES) + 1) + "|"]
     for framework in FRAMEWORKS:
         cells = (
-            ", ".join(how for how in HOWS if (framework, place, how) in found) for place in PLACES
+            ", ".join(how for how in HOWS if (framework, place, how) in found)
+            or ("–" if (framework, place) in OWN_AFFAIRS else "")
+            for place in PLACES
         )
         lines.append(f"| {framework} | {' | '.join(cells)} |")
     lines += ["", "Refused in one line:", ""]

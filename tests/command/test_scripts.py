@@ -219,6 +219,21 @@ def test_torchs_words_in_the_output_halve_the_batch_on_the_gpu_that_is_reserved(
     assert evidence["requested_bytes"] == 2 * 1024**3
 
 
+@pytest.mark.proves("scripts", "several GPUs", "new attempt")
+def test_a_script_that_ran_out_on_its_two_gpus_gets_both_again_and_half_the_batch(
+    scripts: CommandWorld, gpus: Machine
+):
+    attempts = scripts.folder / "attempts"
+    scripts.world.environ |= {"BATCH_BUDGETS": '{"0,1": 8}', "ATTEMPTS_FILE": str(attempts)}
+    words = script("within_a_budget.py", "{batch_size}", "{num_gpus}")
+    ended = scripts.train(words, "num_gpus=2", "training.batch_size=16")
+    assert ended.returncode == 0, ended.output
+    told = [json.loads(line) for line in attempts.read_text().splitlines()]
+    assert told == [["0,1", "2", 16, True], ["0,1", "2", 8, True]]
+    assert [a["outcome"] for a in ended.attempts] == ["device_oom", "completed"]
+    assert {a["effective_batch_size"] for a in ended.attempts} == {32}
+
+
 def test_a_script_that_reports_progress_and_then_hangs_is_ended_and_tried_again(
     scripts: CommandWorld,
 ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from jobs import (
 from omegaconf import OmegaConf
 from torch.utils.data import DataLoader, TensorDataset
 
+import preloaded
 from robust_train.errors import Interrupted, UserError
 from robust_train.run import MicroBatchPlan, Run
 
@@ -98,6 +100,34 @@ def test_memory_that_runs_out_between_steps_of_one_rank_ends_the_attempt_of_both
     assert sizes == [(2, 256, 512), (2, 128, 512)]
     assert "(rank 1)" in ended.attempts[0]["reason"]
     assert events(ended.journal, "training_started")[1]["step"] > 0
+
+
+@pytest.mark.proves("accelerate", "FSDP2", "in the step")
+@pytest.mark.proves("accelerate", "FSDP2", "new attempt")
+@pytest.mark.slow
+def test_ranks_whose_model_accelerate_shards_end_with_the_weights_of_one_process(tmp_path: Path):
+    """Steps are repeated, and an attempt that ran out at every size is followed by one at half."""
+    folder = Path(__file__).parent
+    program = (folder / "ranks_sharded_by_accelerate.py").read_text()
+    ended = preloaded.run(program, str(tmp_path), cwd=folder)
+    assert ended.returncode == 0, ended.stderr
+    seen = json.loads(ended.stdout.splitlines()[-1])
+    (one,) = seen["one"]
+    for how in ("forward", "backward", "next"):
+        for rank in seen[how]:
+            assert rank["kind"] == "FSDPSequential"
+            assert rank["error"] is None
+            assert rank["weights"] == pytest.approx(one["weights"], abs=1e-5), how
+            # also of an epoch's last step, in which rank 1 has no samples
+            (start,) = rank["started"]
+            assert rank["losses"] == pytest.approx(one["losses"][start:], abs=1e-5), how
+    for how in ("forward", "backward"):
+        assert [rank["changed"] for rank in seen[how]] == [[], [[2, 4, 2]]]
+    heard, ran_out = seen["exhausted"]
+    assert "out of memory on rank 1" in heard["error"]
+    assert "can't allocate memory" in ran_out["error"]
+    assert seen["next"][0]["started"] > [0]
+    assert "go on with num_gpus=2 or more" in seen["alone"][0]["error"]
 
 
 @pytest.mark.proves("accelerate", "one GPU", "new attempt")

@@ -63,6 +63,7 @@ def test_an_attempt_that_is_killed_each_time_ends_the_job(world: World):
     assert "2 times without progress" in ended.summary["reason"]
 
 
+@pytest.mark.proves("functions (`run.micro_batches`)", "one GPU", "new attempt")
 def test_the_next_attempt_resumes_from_the_last_checkpoint(world: World):
     attempts = world.folder / "attempts"
     world.environ["ATTEMPTS_FILE"] = str(attempts)

@@ -20,7 +20,7 @@ from robust_train.integrations.attempt import (
 from robust_train.integrations.sample_order import take_over
 from robust_train.integrations.step_shares import StepShares
 from robust_train.microbatch.micro_batches import MicroBatches
-from robust_train.microbatch.ranks import of_all_ranks
+from robust_train.microbatch.ranks import is_sharded, of_all_ranks
 from robust_train.microbatch.splitting import part_of
 from robust_train.run import Run
 from robust_train.runfolder.checkpoints import together
@@ -87,8 +87,13 @@ class RobustLoop:
 
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the epochs that are left, from 0; an earlier attempt may have begun the first."""
-        if self.run.resume_checkpoint is not None:
-            self.accelerator.load_state(str(self.run.resume_checkpoint))
+        if (path := self.run.resume_checkpoint) is not None:
+            if self.accelerator.num_processes == 1 and any(path.glob("pytorch_model_fsdp*")):
+                raise UserError(
+                    f"{path}: has the shards of several ranks, which accelerate cannot read in one "
+                    "process; go on with num_gpus=2 or more"
+                )
+            self.accelerator.load_state(str(path))
         self._total = count * -(-self._order.samples // self._effective)
         self.run.started(self.step)
         self.run.record_memory("training begins")
@@ -122,8 +127,11 @@ class RobustLoop:
         if left:
             loader, first = self._loader, self._order.first()
             batch = loader.collate_fn([loader.dataset[first]])
+            batch = _loaders.send_to_device(batch, self.accelerator.device)
             self._has_samples = False
-            yield part_of(_loaders.send_to_device(batch, self.accelerator.device), 0, 0)
+            # the pass of a sharded model needs a sample, which then has no weight
+            is_whole = is_sharded(self.run.micro_batcher.watch, self.model)
+            yield batch if is_whole else part_of(batch, 0, 0)
             self._has_samples = True
 
     def micro_batches(self, batch: Any, **options: Any) -> MicroBatches:

@@ -1,0 +1,124 @@
+"""Two ranks whose model accelerate shards by FSDP2: prints what becomes of it in several attempts.
+
+Run as a script with a folder. accelerate shards on GPUs only, so its state is set to what it is
+there; gloo does the rest. The ranks are forks of one interpreter.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+from running_out import CFG, Fuse
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from forked_ranks import of_forks, of_ranks
+from robust_train.execution.votes import Votes
+from robust_train.run import MicroBatchPlan, Run
+
+SAMPLES = 17
+"""Two steps of eight, and one sample for two ranks."""
+
+
+def prepared(net: nn.Module, size: int, ranks: int) -> Any:
+    """The accelerator and what it prepares."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
+    from accelerate.utils import DistributedType
+
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=1
+    )
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    if ranks > 1:
+        for state in (PartialState(), accelerator.state):
+            state.distributed_type = DistributedType.FSDP
+        accelerator.state.fsdp_plugin = plugin
+    data = TensorDataset(torch.arange(1.0, SAMPLES + 1)[:, None] / SAMPLES)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    return accelerator, *accelerator.prepare(net, optimizer, DataLoader(data, size, shuffle=True))
+
+
+def attempt(folder: Path, ranks: int, fuse: Fuse, size: int, resume: Path | None = None) -> Any:
+    """Train two epochs in parts of ``size``; on the last rank memory runs out as ``fuse`` says."""
+    from robust_train.integrations.accelerate import RobustLoop, effective_batch_size
+
+    split = {"batch_size": size, "gradient_accumulation_steps": 8 // size // ranks}
+    cfg = OmegaConf.merge(CFG, {"num_gpus": ranks, "training": split})
+    cfg.training.checkpoint_every_steps = 1
+    votes = Votes(ranks) if ranks > 1 else None
+
+    def work(rank: int) -> dict[str, Any]:
+        events: list[dict[str, Any]] = []
+        run = Run(
+            run_dir=folder,
+            resume_checkpoint=resume,
+            report=lambda event: events.append(event.as_json()),
+            rank=rank,
+            world_size=ranks,
+            flags=votes,
+        )
+        run.micro_batch_plan = MicroBatchPlan.of(cfg)
+        torch.manual_seed(0)
+        burns = fuse if rank == ranks - 1 else Fuse()
+        net = nn.Sequential(nn.Linear(1, 4), burns, nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+        accelerator, model, optimizer, loader = prepared(net, effective_batch_size(cfg), ranks)
+        loop = RobustLoop(accelerator, model, loader, cfg=cfg, run=run)
+        losses, error = [], None
+        try:
+            for _ in loop.epochs(2):
+                for batch in loop.batches():
+                    parts = loop.micro_batches(batch)
+                    for micro in parts:
+                        with micro:
+                            x = micro.data[0]
+                            x = x.reshape(len(x), -1)  # fails without samples
+                            micro.backward(((model(x) - 1) ** 2).mean())
+                    losses.append(float(parts.loss))
+                    accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                    optimizer.step()
+                    optimizer.zero_grad()
+        except (RuntimeError, MemoryError) as reason:
+            error = str(reason)
+        weights = [getattr(p, "full_tensor", lambda p=p: p)() for p in model.parameters()]
+        return {
+            "kind": type(model).__name__,
+            "error": error,
+            "weights": torch.cat([weight.detach().flatten() for weight in weights]).tolist(),
+            "changed": [
+                (e["step"], e["before"], e["after"])
+                for e in events
+                if e["event"] == "micro_batch_changed"
+            ],
+            "losses": losses,
+            "started": [e["step"] for e in events if e["event"] == "training_started"],
+            "saved": [e["path"] for e in events if e["event"] == "checkpoint"],
+        }
+
+    return of_ranks(ranks, work) if ranks > 1 else of_forks(1, work)
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    exhausted = attempt(folder / "two", 2, Fuse("backward", at=4, fits=0), 4)
+    saved = Path(exhausted[0]["saved"][-1])
+    told = {
+        "one": attempt(folder / "one", 1, Fuse(), 8),
+        "forward": attempt(folder / "forward", 2, Fuse("forward", at=2), 4),
+        "backward": attempt(folder / "backward", 2, Fuse("backward", at=2), 4),
+        "exhausted": exhausted,
+        "alone": attempt(folder / "alone", 1, Fuse(), 8, saved),
+        "next": attempt(folder / "two", 2, Fuse(), 2, saved),
+    }
+    print("\n" + json.dumps(told))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    main()
