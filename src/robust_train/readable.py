@@ -64,9 +64,9 @@ def by_processes(ranks: int | None) -> str:
     return f" × {ranks} processes" if ranks is not None and ranks > 1 else ""
 
 
-def mib(size_bytes: int) -> str:
+def mib(size_bytes: float, places: int = 0) -> str:
     """Return ``15800 MiB``: to compare with a limit, or with what nvidia-smi shows."""
-    return f"{size_bytes // MIB} MiB"
+    return f"{size_bytes / MIB:.{places}f} MiB" if places else f"{size_bytes // MIB:.0f} MiB"
 
 
 def number(value: float) -> str:
