@@ -126,7 +126,7 @@ class Job:
         self.wanted = settings.device_settings(cfg, name)
         self.live = LiveStatus(is_wanted=self.settings.owns_terminal)
         about = (self.run_dir, name, self.signals)
-        resume = resume_command(cfg, self.run_dir)
+        resume = resume_command(self.run_dir) if self.settings.resume else None
         notifier = Notifier(settings.take_notify_settings(cfg), self.run_dir)
         self.folder = RunFolder(*about, settings.sweep_folder(), resume, self.live.show, notifier)
         self.journal = Journal(self.run_dir / "journal.jsonl")
@@ -134,7 +134,7 @@ class Job:
         self.checkpoint: Path | None = None
         self.wait_seconds, self._started = 0.0, time.monotonic()
         self._has_remedies, self._explain = remedies, explain
-        self.leader = leader_of(cfg, self.run_dir, self.signals, self.folder)
+        self.leader = leader_of(cfg, self.wanted, self.run_dir, self.signals, self.folder)
 
     def run(self) -> Summary:
         """Run the job to its end and write ``summary.json``.
@@ -171,9 +171,8 @@ class Job:
         resume, most = self.settings.resume, self.settings.max_launches
         self.beginning = begin_job(self.run_dir, resume=resume, max_launches=most)
         self.checkpoint = self.beginning.checkpoint
-        trainer, name = settings.name_of(self.trainer), self.wanted.job_name
-        about = settings.about_job(self.cfg, name)
-        started = JobStarted(str(self.run_dir), trainer, self.beginning.job, about)
+        about = (self.beginning.job, settings.about_job(self.cfg, self.wanted.job_name))
+        started = JobStarted(str(self.run_dir), settings.name_of(self.trainer), *about)
         self.journal.write(started)
         self.folder.on_event(started)
         batch = settings.batch_settings(self.cfg, self.trainer)
@@ -280,9 +279,8 @@ class Job:
         number = self._number
         spec, search = self.batch_sizes.begin(spec)
         narration.announce(number, spec, is_searched=search is not None)
-        self.checkpoint = resume_from(
-            self.run_dir, self.beginning.job, self.checkpoint, sleep=self.sleep
-        )
+        before = (self.run_dir, self.beginning.job, self.checkpoint)
+        self.checkpoint = resume_from(*before, sleep=self.sleep)
         started = narration.started(spec, self.checkpoint)
         self.journal.write(started, number)
         self.folder.attempt_starts(number, started)
@@ -397,5 +395,6 @@ class Job:
         self.folder.ended(status, reason, exit_code)
         write_report(found := read_sources(self.run_dir))
         if status != "failed" or exit_code is None:  # else the caller prints one line
-            narration.show_end(summary, found, self._explain, how_to_go_on(self.cfg, self.run_dir))
+            same = how_to_go_on(self.run_dir) if self.settings.resume else None
+            narration.show_end(summary, found, self._explain, same)
         return summary

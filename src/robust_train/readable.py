@@ -109,4 +109,10 @@ def meant(name: str, names: Collection[str], prefix: str = "") -> str:
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, its type where it has none."""
-    return (str(error).splitlines() or [""])[0] or type(error).__name__
+    return (str(error).strip().splitlines() or [""])[0] or type(error).__name__
+
+
+def named_line(error: BaseException) -> str:
+    """Return :func:`first_line` after the error's type, as a traceback ends."""
+    name, line = type(error).__name__, first_line(error)
+    return name if line == name else f"{name}: {line}"

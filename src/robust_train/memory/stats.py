@@ -199,5 +199,5 @@ def _of_host(note: str) -> MemoryStats:
     )
 
 
-def _mib(size: int) -> str:
+def _mib(size: float) -> str:
     return f"{size / MIB:,.1f} MiB"

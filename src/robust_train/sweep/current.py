@@ -125,7 +125,7 @@ def plan(config: DictConfig, folder: Path) -> tuple[Entry, JobRecord]:
         completed=completed,
         overrides=own.overrides,
         sweep=own.sweep,
-        resume=sweep_settings(config).resume,
+        resume=sweep_settings(config).sweep_resume,
     )
     if entry is not Entry.REUSE or earlier is None:
         return entry, own
@@ -170,7 +170,7 @@ def _enter_sweep(job: CurrentJob, config: DictConfig) -> None:
 def _why_not_started(config: DictConfig, record: JobRecord) -> str | None:
     folder = sweep_folder()
     assert folder is not None
-    if sweep_settings(config).fail_fast and has_failed(folder, record.sweep):
+    if sweep_settings(config).sweep_fail_fast and has_failed(folder, record.sweep):
         return "another job failed before (sweep_fail_fast=true)"
     return "the sweep was stopped" if sweep_stop_requested(folder) else None
 
