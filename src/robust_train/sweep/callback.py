@@ -80,8 +80,7 @@ class SweepCallback(Callback):
             current.job_ended("completed", 0, objective=plain(job_return.return_value))
         else:
             # read past the property, which raises what the job raised
-            error: Any = job_return._return_value
-            current.job_ended("failed", 1, reason=named_line(error))
+            current.job_ended("failed", 1, reason=named_line(job_return._return_value))
         current.leave()
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
