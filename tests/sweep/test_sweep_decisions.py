@@ -16,7 +16,7 @@ from robust_train.execution.signals import FORWARDED, FORWARDED_AS, SignalWatch
 from robust_train.files import set_aside
 from robust_train.settings import sweep_settings
 from robust_train.sweep import callback
-from robust_train.sweep.current import _OF_HYDRA
+from robust_train.sweep.current import OF_HYDRA
 from robust_train.sweep.gpu_queue import count_gpus, jobs_at_once
 from robust_train.sweep.job_record import Entry, JobRecord, decide, read_record
 from robust_train.sweep.live_table import LiveRow, most_important, table_lines
@@ -191,10 +191,10 @@ def test_setting_aside_keeps_what_belongs_to_the_new_job(tmp_path: Path):
         (tmp_path / name).touch()
     for name in (".hydra", "checkpoints"):
         (tmp_path / name).mkdir()
-    assert set_aside(tmp_path, _OF_HYDRA) == tmp_path / "earlier-1"
+    assert set_aside(tmp_path, OF_HYDRA) == tmp_path / "earlier-1"
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {".hydra", "train_robust.log", "output.log", "earlier-1"}
-    assert set_aside(tmp_path, _OF_HYDRA) is None
+    assert set_aside(tmp_path, OF_HYDRA) is None
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "7", '{"sweep": 1}', '{"overrides": 7}'])

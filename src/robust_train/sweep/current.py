@@ -34,7 +34,7 @@ from robust_train.sweep.sweep_table import has_failed
 log = logging.getLogger("robust_train")
 
 # what Hydra has just put there for the new job: its folder and open log files
-_OF_HYDRA = re.compile(r"\.hydra|(?!attempt-\d+\.).*\.log")
+OF_HYDRA = re.compile(r"\.hydra|(?!attempt-\d+\.).*\.log")
 SWEEP_VARIABLE = "ROBUST_TRAIN_SWEEP"
 """The id of this launch of a sweep, for the processes that launchers start for its jobs."""
 
@@ -150,7 +150,7 @@ def _enter_sweep(job: CurrentJob, config: DictConfig) -> None:
         reuse(job.record, job.folder)
         return
     try:
-        if entry is Entry.RUN_ANEW and (earlier := set_aside(job.folder, _OF_HYDRA)) is not None:
+        if entry is Entry.RUN_ANEW and (earlier := set_aside(job.folder, OF_HYDRA)) is not None:
             log.info("what an earlier job left in this run folder is now in %s", earlier)
         # else a job that dies early would seem to have ended as the one before it
         (job.folder / "summary.json").unlink(missing_ok=True)
