@@ -36,6 +36,7 @@ def test_numbers_take_the_place_of_what_was_typed(training, expected):
 @pytest.mark.parametrize(
     ("cfg", "words"),
     [
+        ({"num_gpus": "${oops}"}, ["num_gpus: ", "key 'oops' not found"]),
         ({"training": {"batch_size": "atuo"}}, ["training.batch_size=atuo", "or auto"]),
         ({"training": {"batch_size": 1.5}}, ["training.batch_size=1.5", "integer"]),
         ({"training": {"batch_size": True}}, ["training.batch_size=True", "integer"]),

@@ -126,7 +126,7 @@ class Job:
         self.wanted = settings.device_settings(cfg, name)
         self.live = LiveStatus(is_wanted=self.settings.owns_terminal)
         about = (self.run_dir, name, self.signals)
-        resume = resume_command(cfg, self.run_dir)
+        resume = resume_command(self.run_dir) if self.settings.resume else None
         notifier = Notifier(settings.take_notify_settings(cfg), self.run_dir)
         self.folder = RunFolder(*about, settings.sweep_folder(), resume, self.live.show, notifier)
         self.journal = Journal(self.run_dir / "journal.jsonl")
@@ -134,7 +134,7 @@ class Job:
         self.checkpoint: Path | None = None
         self.wait_seconds, self._started = 0.0, time.monotonic()
         self._has_remedies, self._explain = remedies, explain
-        self.leader = leader_of(cfg, self.run_dir, self.signals, self.folder)
+        self.leader = leader_of(cfg, self.wanted, self.run_dir, self.signals, self.folder)
 
     def run(self) -> Summary:
         """Run the job to its end and write ``summary.json``.
@@ -396,5 +396,6 @@ class Job:
         self.folder.ended(status, reason, exit_code)
         write_report(found := read_sources(self.run_dir))
         if status != "failed" or exit_code is None:  # else the caller prints one line
-            narration.show_end(summary, found, self._explain, how_to_go_on(self.cfg, self.run_dir))
+            same = how_to_go_on(self.run_dir) if self.settings.resume else None
+            narration.show_end(summary, found, self._explain, same)
         return summary

@@ -64,9 +64,9 @@ def by_processes(ranks: int | None) -> str:
     return f" × {ranks} processes" if ranks is not None and ranks > 1 else ""
 
 
-def mib(size_bytes: int) -> str:
+def mib(size_bytes: float, places: int = 0) -> str:
     """Return ``15800 MiB``: to compare with a limit, or with what nvidia-smi shows."""
-    return f"{size_bytes // MIB} MiB"
+    return f"{size_bytes / MIB:.{places}f} MiB" if places else f"{size_bytes // MIB:.0f} MiB"
 
 
 def number(value: float) -> str:
@@ -109,4 +109,10 @@ def meant(name: str, names: Collection[str], prefix: str = "") -> str:
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, its type where it has none."""
-    return (str(error).splitlines() or [""])[0] or type(error).__name__
+    return (str(error).strip().splitlines() or [""])[0] or type(error).__name__
+
+
+def named_line(error: BaseException) -> str:
+    """Return :func:`first_line` after the error's type, as a traceback ends."""
+    name, line = type(error).__name__, first_line(error)
+    return name if line == name else f"{name}: {line}"

@@ -9,7 +9,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -335,19 +335,23 @@ def sweep_folder() -> Path | None:
 
 @dataclass(frozen=True)
 class SweepSettings:
-    """What a sweep goes by; a project's config need not have these keys."""
+    """The keys that a sweep goes by; a project's config need not have them."""
 
-    fail_fast: bool  # the first failure ends it
-    resume: bool  # completed jobs of earlier launches are not run again
-    jobs_per_gpu: int
-    gpus_per_job: int
+    sweep_fail_fast: bool  # the first failure ends it
+    sweep_resume: bool  # completed jobs of earlier launches are not run again
+    gpu_jobs_per_device: int
+    num_gpus: int
+    num_nodes: int
+    auto_device: bool
+    device: str
+    detach: bool
 
 
 def sweep_settings(cfg: DictConfig) -> SweepSettings:
     """Return the part of the config that a sweep needs."""
-    keys = ("sweep_fail_fast", "sweep_resume", "gpu_jobs_per_device", "num_gpus")
-    given = (OmegaConf.select(cfg, key, default=getattr(RobustConfig, key)) for key in keys)
-    return SweepSettings(*given)
+    defaults = ((one.name, getattr(RobustConfig, one.name)) for one in fields(SweepSettings))
+    how = {"throw_on_resolution_failure": False}  # the job refuses such a key
+    return SweepSettings(*(OmegaConf.select(cfg, k, default=value, **how) for k, value in defaults))
 
 
 def take_notify_settings(cfg: DictConfig) -> NotifySettings:

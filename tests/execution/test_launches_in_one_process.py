@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from simulated_nvml import Gpu
+from two_gpu_machine import A, B
 from world import World
 
 _BEGIN = """
@@ -55,6 +57,30 @@ for thread in work: thread.join()
 print(len(set(results.values())), psutil.Process().children(recursive=True))
 """
     assert run(world, code) == "2 []"
+
+
+def test_launches_in_two_threads_take_a_gpu_each(world: World, machine_with):
+    """Each of what a process has once (NVML, the call that hangs) serves both."""
+    world.with_environ(machine_with(Gpu(uuid=A), Gpu(uuid=B)).environ)
+    code = """
+import time
+from pathlib import Path
+
+def train(cfg):
+    Path(f"{cfg.me} trains").touch()
+    while not all(Path(f"{one} trains").exists() for one in (1, 2)): time.sleep(0.05)
+    return os.environ["CUDA_VISIBLE_DEVICES"]
+
+def on_a_gpu(me):
+    results[me] = robust_train.launch(train, {"me": me}, run_dir=f"run-{me}").result
+
+results = {}
+work = [threading.Thread(target=on_a_gpu, args=(me,)) for me in (1, 2)]
+for thread in work: thread.start()
+for thread in work: thread.join()
+print(*sorted(results.values()))
+"""
+    assert run(world, code).split() == [A, B]
 
 
 def test_importing_the_package_registers_no_fork_hooks(world: World):

@@ -8,7 +8,9 @@ import multiprocessing
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import wait
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -16,7 +18,10 @@ import pytest
 
 from robust_train.config.schema import complete
 from robust_train.errors import ConfigError
+from robust_train.execution.process import ProcessExecutor
+from robust_train.execution.request import AttemptRequest
 from robust_train.execution.signals import SignalWatch
+from robust_train.execution.trainer_ref import TrainerRef
 from robust_train.nodes import connection as module
 from robust_train.nodes import follow
 from robust_train.nodes.connection import (
@@ -28,7 +33,7 @@ from robust_train.nodes.connection import (
     started_with,
 )
 from robust_train.nodes.follower import Follower
-from robust_train.nodes.leader import Leader, _Follower
+from robust_train.nodes.leader import Leader
 from robust_train.nodes.messages import (
     Begin,
     Done,
@@ -36,11 +41,12 @@ from robust_train.nodes.messages import (
     Ended,
     Hello,
     Message,
+    Reserve,
     Reserved,
     Stop,
 )
 from robust_train.nodes.place import Place
-from robust_train.values import AttemptSpec, Failure, FailureKind
+from robust_train.values import AttemptSpec, Failure, FailureKind, Outcome
 from world import wait_until
 
 
@@ -130,17 +136,37 @@ def test_the_leader_is_found_by_a_file_for_its_user_only(
     assert connect(tmp_path) is None, "nobody listens any more"
 
 
-@contextlib.contextmanager
-def gathering(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
-    """A leader that waits for its follower; afterwards the list has how that ended."""
+KEYS = {"num_nodes": 2, "auto_device": False, "device": "cpu"}
+
+
+def leader_in(run_dir: Path, nodes: int = 2) -> Leader:
+    """Node 0 of a job in this folder."""
+    return Leader(complete({"num_nodes": nodes}), nodes, 3600, run_dir, SignalWatch(), Mock())
+
+
+def follower_of(run_dir: Path, node: int, nodes: int = 2, machine: str = "") -> Connection:
+    """A line to the leader in this folder, which this node has greeted."""
+    line = wait_until(lambda: connect(run_dir), "the leader listens")
+    started = started_with(complete({"num_nodes": nodes}))
+    line.send(Hello(node, f"host-{node}", started, machine))
+    return line
+
+
+@pytest.fixture(autouse=True)
+def on_the_loopback(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(HOST_VARIABLE, "127.0.0.1")
-    leader = Leader(complete({"num_nodes": 2}), run_dir, SignalWatch(), Mock())
-    found: list[object] = []
+
+
+@contextlib.contextmanager
+def gathering(run_dir: Path) -> Iterator[list[str]]:
+    """A leader that waits for its follower; afterwards the list has how that ended."""
+    leader = leader_in(run_dir)
+    found: list[str] = []
 
     def gather() -> None:
         try:
             leader.gather()
-            found.append(leader._followers[0].node)
+            found.append("all are there")
         except ConfigError as error:
             found.append(str(error))
 
@@ -155,21 +181,19 @@ def test_who_connects_and_says_nothing_holds_nobody_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(module, "_PART_SECONDS", 60)
-    with contextlib.ExitStack() as stack, gathering(tmp_path, monkeypatch) as found:
+    with contextlib.ExitStack() as stack, gathering(tmp_path) as found:
         port = json.loads((tmp_path / LEADER_FILE).read_text())["port"]
         for _ in range(3):
             stack.enter_context(socket.create_connection(("127.0.0.1", port)))
-        follower = connect(tmp_path)
-        assert follower is not None
-        follower.send(Hello(1, "a host", started_with(complete({"num_nodes": 2}))))
-    assert found == [1]
+        stack.callback(follower_of(tmp_path, 1).close)
+    assert found == ["all are there"]
 
 
 def test_a_node_that_cannot_follow_tells_the_leader_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    with gathering(tmp_path, monkeypatch) as found:
-        cfg = complete({"num_nodes": 2, "auto_device": False, "device": "cpu"})
+    with gathering(tmp_path) as found:
+        cfg = complete(KEYS)
         monkeypatch.setenv("ROBUST_TRAIN_NODE_RANK", "1")
         with pytest.raises(ConfigError, match="not_a_module"):
             follow("not_a_module.train", cfg, tmp_path)
@@ -180,13 +204,22 @@ def test_a_node_that_cannot_follow_tells_the_leader_why(
 
 def test_hosts_are_asked_in_the_order_of_their_machines(tmp_path: Path):
     """Containers on different machines may have one name, and on one machine several."""
-    leader = Leader(complete({"num_nodes": 3}), tmp_path, SignalWatch(), Mock())
     order: list[object] = []
-    for node, machine in ((1, "~"), (2, "")):
-        connection = Mock(lost=None, receive=list)
-        follower = _Follower(node, "a host", connection, machine, Reserved())
-        connection.send = lambda message, node=node: order.append(node)
-        leader._followers.append(follower)
+    lines: list[Connection] = []
+
+    def reserve(node: int, machine: str) -> None:
+        lines.append(line := follower_of(tmp_path, node, 3, machine))
+        while line.receive(10) != [Reserve()]:
+            assert line.lost is None
+        order.append(node)
+        line.send(Reserved())
+
+    places = ((1, "~"), (2, ""))
+    nodes = [threading.Thread(target=reserve, args=place, daemon=True) for place in places]
+    for node in nodes:
+        node.start()
+    leader = leader_in(tmp_path, 3)
+    leader.gather()
     leader.acquire(lambda: order.append("own") or (), lambda: None)
     assert order == [2, "own", 1]
 
@@ -199,53 +232,109 @@ def test_what_has_to_be_the_same_is_compared(key: str):
 BEGIN = Begin(3, AttemptSpec((), 8, 1, 2), "a job", 1234)
 
 
-@pytest.fixture
-def led(tmp_path: Path) -> tuple[Connection, Follower]:
-    """The leader's end of a line, and who is at the other."""
-    keys = {"num_nodes": 2, "auto_device": False, "device": "cpu"}
-    follower = Follower("node_trainers.four_steps", complete(keys), tmp_path, Place(1, 2))
-    leader, follower._connection = meet("a secret", "a secret")
-    return leader, follower
+def follow_one_that(leads: Callable[[Connection], None], run_dir: Path) -> None:
+    """Follow a leader that does this, then ends the job."""
+    follower = Follower("node_trainers.four_steps", complete(KEYS), run_dir, Place(1, 2))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def lead() -> None:
+            line = Connection(listener.accept()[0], "a secret", leads=True)
+            (greeting,) = line.receive(10)
+            assert isinstance(greeting, Hello)
+            try:
+                leads(line)
+            finally:
+                line.send(Done("completed", 0, None))
+
+        with (
+            Address(("127.0.0.1",), listener.getsockname()[1], "a secret").shown_in(run_dir),
+            ThreadPoolExecutor(1) as thread,
+        ):
+            leader = thread.submit(lead)
+            assert follower.run().status == "completed"
+            leader.result()
 
 
-def test_an_attempt_that_a_signal_forestalls_has_ended(led: tuple[Connection, Follower]):
+def next_of(line: Connection) -> Message:
+    """The next message; the one after it is not on its way yet."""
+    (message,) = line.receive(60)
+    return message
+
+
+def test_an_attempt_that_a_signal_forestalls_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """Otherwise the leader would wait for its end, and take the node for lost."""
-    leader, follower = led
-    leader.send(BEGIN)
-    follower._signals.received = signal.SIGTERM
-    follower._follow()
-    heard = leader.receive(1.0)
-    assert heard[0] == Stop(signal.SIGTERM)
-    (ended,) = (one for one in heard if isinstance(one, Ended))
-    assert (ended.number, ended.failure.kind) == (3, FailureKind.INTERRUPTED)
-    assert not ended.was_killed
+    runs: list[object] = []
+
+    def run(*about: object, **more: object) -> None:
+        runs.append(about)
+        signal.raise_signal(signal.SIGTERM)  # the ranks have not begun yet
+
+    monkeypatch.setattr(ProcessExecutor, "run", run)
+
+    def lead(line: Connection) -> None:
+        for _ in range(2):
+            line.send(BEGIN)
+            ended = wait_until(lambda: next(filter(is_end, line.receive(1)), None), "it has ended")
+            assert (ended.number, ended.failure.kind) == (3, FailureKind.INTERRUPTED)
+            assert not ended.was_killed
+
+    def is_end(message: Message) -> bool:
+        assert message == Stop(signal.SIGTERM) or isinstance(message, Ended)
+        return isinstance(message, Ended)
+
+    follow_one_that(lead, tmp_path)
+    assert len(runs) == 1, "none begins after the signal"
 
 
 def test_ranks_of_node_0_do_not_wait_for_those_that_ended_after_a_checkpoint(tmp_path: Path):
-    connection, _ = meet("a secret", "a secret")
-    leader = Leader(complete({"num_nodes": 2}), tmp_path, SignalWatch(), None)
-    leader._followers, leader._grace_seconds = [_Follower(1, "a host", connection)], 20.0
-    assert leader.poll_nodes() is None
-    leader._followers[0].ended = Ended(1, Failure(FailureKind.INTERRUPTED, "…"))
-    assert leader.poll_nodes() == 20.0
-    leader._followers[0].ended = Ended(1, Failure(FailureKind.BUG, "…"))
-    assert leader.poll_nodes() == 1.0
+    line: list[Connection] = []
+    other = threading.Thread(target=lambda: line.append(follower_of(tmp_path, 1)), daemon=True)
+    other.start()
+    leader = leader_in(tmp_path)
+    leader.gather()
+    other.join(10)
+    seconds: list[float | None] = []
+
+    def train(request: AttemptRequest, *about: object, others: Leader, **more: object) -> Outcome:
+        seconds.append(others.poll_nodes())
+        for kind in (FailureKind.INTERRUPTED, FailureKind.BUG):
+            line[0].send(Ended(request.attempt, Failure(kind, "…")))
+            wait([*others.descriptors], 60)
+            seconds.append(others.poll_nodes())
+        return Outcome(None)
+
+    with leader.over(Mock(run=train)):
+        begin = AttemptRequest(
+            TrainerRef("a.trainer"), complete({}), None, 1, tmp_path, None, {}, "", spec=BEGIN.spec
+        )
+        leader.run(begin, lambda event: None)
+    assert seconds == [None, begin.stop_grace_seconds, 1.0]
 
 
 def test_an_order_to_end_is_about_the_attempt_before_it(
-    led: tuple[Connection, Follower], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    leader, follower = led
-    seen = []
+    seen, has_begun = [], threading.Event()
 
     def run(*about: object, others: Follower, **more: object) -> None:
         seen.append(others.poll_nodes())
+        has_begun.set()
+        if len(seen) == 1:
+            seen.append(wait_until(others.poll_nodes, "the order to end has come"))
         raise ConfigError("enough")
 
-    monkeypatch.setattr(follower._executor, "run", run)
-    for message in (End(3.0), BEGIN, End(5.0)):
-        leader.send(message)
-    follower._follow()
-    leader.send(BEGIN)
-    follower._follow()
-    assert seen == [5.0, None]
+    monkeypatch.setattr(ProcessExecutor, "run", run)
+
+    def lead(line: Connection) -> None:
+        for message in (End(3.0), BEGIN):
+            line.send(message)
+        has_begun.wait(60)
+        line.send(End(5.0))
+        assert next_of(line) == Ended(3, refusal="enough")
+        line.send(BEGIN)
+        assert next_of(line) == Ended(3, refusal="enough")
+
+    follow_one_that(lead, tmp_path)
+    assert seen == [None, 5.0, None]

@@ -141,8 +141,11 @@ def test_a_stopped_launcher_does_not_answer(tmp_path: Path):
     with another_launcher(tmp_path) as process:
         process.send_signal(signal.SIGSTOP)
         wait_until(lambda: read_run(tmp_path).status == "does not answer", "it is stopped")
-        with pytest.raises(ControlError, match=r"does not answer .*Ctrl-Z"):
+        continued = rf"is stopped \(Ctrl-Z\): .* kill -CONT {process.pid}"
+        with pytest.raises(ControlError, match=continued):
             ask(choose_run(None), "checkpoint", wait_seconds=0.1)
+        with pytest.raises(ControlError, match=continued):
+            ask(choose_run(None), "stop", wait_seconds=float("inf"))
         assert list((tmp_path / "requests").iterdir()) == [], "the request was withdrawn"
 
 

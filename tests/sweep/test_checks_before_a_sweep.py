@@ -19,7 +19,7 @@ from robust_train.sweep import session
 
 @pytest.fixture(autouse=True)
 def composing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(session, "_check", jobs.check)
+    monkeypatch.setattr(session.program, "check", jobs.check)
     monkeypatch.setattr(HydraConfig.instance(), "cfg", None)  # as when Hydra calls us
     setup_globals()
     GlobalHydra.instance().clear()
@@ -76,13 +76,14 @@ def test_a_value_that_goes_with_no_value_of_another_key_is_a_mistake():
 
 def test_a_mistake_is_checked_once_or_with_two_jobs_at_most(monkeypatch: pytest.MonkeyPatch):
     seen: list[list[str]] = []
-    check_one = session._check_one
+    loader = GlobalHydra.instance().config_loader()
+    compose = loader.load_sweep_config
 
-    def count(config: DictConfig, overrides: list[str]) -> None:
+    def count(config: DictConfig, overrides: list[str]) -> DictConfig:
         seen.append(overrides)
-        check_one(config, overrides)
+        return compose(config, overrides)
 
-    monkeypatch.setattr(session, "_check_one", count)
+    monkeypatch.setattr(loader, "load_sweep_config", count)
     for overrides, checks in (
         (("training.lr=hello,0.1",), 1),
         (("training.lr=0.1,hello",), 2),

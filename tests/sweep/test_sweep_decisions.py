@@ -14,8 +14,9 @@ from omegaconf import OmegaConf
 
 from robust_train.execution.signals import FORWARDED, FORWARDED_AS, SignalWatch
 from robust_train.files import set_aside
+from robust_train.settings import sweep_settings
 from robust_train.sweep import callback
-from robust_train.sweep.current import _OF_HYDRA
+from robust_train.sweep.current import OF_HYDRA
 from robust_train.sweep.gpu_queue import count_gpus, jobs_at_once
 from robust_train.sweep.job_record import Entry, JobRecord, decide, read_record
 from robust_train.sweep.live_table import LiveRow, most_important, table_lines
@@ -88,10 +89,10 @@ def test_a_driver_that_hangs_does_not_hold_a_sweep_up(
     machine = machine_with(Gpu(), Gpu())
     for name, value in machine.environ.items():
         monkeypatch.setenv(name, value)
-    assert count_gpus(OmegaConf.create({"device": "auto"})) == 2
+    assert count_gpus(sweep_settings(OmegaConf.create({}))) == 2
     machine.hang("nvmlInit")
     before = set(psutil.Process().children())
-    assert count_gpus(OmegaConf.create({"device": "auto"}), limit_seconds=1.0) == 0
+    assert count_gpus(sweep_settings(OmegaConf.create({})), limit_seconds=1.0) == 0
     assert set(psutil.Process().children()) <= before, "it is not left behind"
     assert "hydra.launcher.n_jobs" in caplog.text
 
@@ -190,10 +191,10 @@ def test_setting_aside_keeps_what_belongs_to_the_new_job(tmp_path: Path):
         (tmp_path / name).touch()
     for name in (".hydra", "checkpoints"):
         (tmp_path / name).mkdir()
-    assert set_aside(tmp_path, _OF_HYDRA) == tmp_path / "earlier-1"
+    assert set_aside(tmp_path, OF_HYDRA) == tmp_path / "earlier-1"
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {".hydra", "train_robust.log", "output.log", "earlier-1"}
-    assert set_aside(tmp_path, _OF_HYDRA) is None
+    assert set_aside(tmp_path, OF_HYDRA) is None
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "7", '{"sweep": 1}', '{"overrides": 7}'])

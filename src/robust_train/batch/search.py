@@ -124,26 +124,28 @@ def largest_that_fits(probes: Sequence[Probe], limits: Limits) -> Probe | None:
 def _line(probes: Sequence[Probe], best: Probe, limits: Limits) -> Callable[[int], float]:
     """Return the line between what fitted and what did not, else through what fitted."""
     assert best.peak_bytes is not None
-
-    def through(size: int, peak: float, best_peak: float) -> Callable[[int], float]:
-        slope = (best_peak - peak) / (best.batch_size - size)
-        return lambda samples: best_peak + slope * (samples - best.batch_size)
-
+    size = best.batch_size
     above = [p for p in probes if p.batch_size > best.batch_size]
     if above:
         nearest = min(above, key=lambda p: p.batch_size)
         measured = nearest.peak_bytes
         peak = limits.but_for(1 - _BEYOND) if measured is None else float(measured)
-        return through(nearest.batch_size, peak, best.peak_bytes)
+        return line((nearest.batch_size, peak), (size, best.peak_bytes))
     before = _before(probes, best)
     if before is not None and before.peak_bytes is not None:
         noise = _NOISE_BYTES if _is_vague(probes, best) else 0
         risen = max(best.peak_bytes - before.peak_bytes, 0) + noise
-        return through(before.batch_size, best.peak_bytes - risen, best.peak_bytes)
+        return line((before.batch_size, best.peak_bytes - risen), (size, best.peak_bytes))
     # all that one size has grown by, as if a sample's share were all of it: never too little
     rest = limits.rest_bytes
     growth = max(best.peak_bytes - rest, 0) + _NOISE_BYTES
-    return through(0, rest, rest + growth)
+    return line((0, rest), (size, rest + growth))
+
+
+def line(one: tuple[int, float], other: tuple[int, float]) -> Callable[[int], float]:
+    """Return the straight line through two points, each a size and its peak in bytes."""
+    slope = (other[1] - one[1]) / (other[0] - one[0])
+    return lambda samples: other[1] + slope * (samples - other[0])
 
 
 def _before(probes: Sequence[Probe], best: Probe) -> Probe | None:

@@ -147,7 +147,8 @@ def _open(
     nodes = [one[len("num_nodes=") :] for one in sys.argv if one.startswith("num_nodes=")]
     if node_in(os.environ, nodes[-1] if nodes else 1):  # the leader alone writes the config
         sys.argv.append("hydra.output_subdir=null")
-    session.door_is_open(jobs.check if name else None)
+    session.program.has_door = True
+    session.program.check = jobs.check if name else None
     user_wants_everything = os.environ.get(_FULL_ERROR) == "1"
     # otherwise Hydra prints errors its own way and exits with 1
     os.environ[_FULL_ERROR] = "1"

@@ -16,7 +16,7 @@ from robust_train.queue.exclusions import mark_excluded, read_exclusions
 from robust_train.queue.queue_dir import directory_for
 from robust_train.queue.queue_rules import running
 from robust_train.queue.reservations import existing_registry
-from robust_train.readable import as_clock
+from robust_train.readable import as_clock, mib
 from robust_train.values import MIB
 
 COLUMNS = (
@@ -104,4 +104,4 @@ def _held_by(process: dict[str, Json]) -> str:
     if process["command"] is not None:
         who = f"{process['user']}:{process['command']}({process['pid']})"
     used = process["used_bytes"]
-    return who if used is None else f"{who} {used // MIB} MiB"
+    return who if used is None else f"{who} {mib(used)}"

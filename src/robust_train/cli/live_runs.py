@@ -9,11 +9,10 @@ from pathlib import Path
 from robust_train.cli import runs
 from robust_train.cli.output import Parser, fail, print_json, print_table
 from robust_train.events import Json
-from robust_train.readable import as_clock
+from robust_train.readable import as_clock, mib
 from robust_train.runfolder import requests
 from robust_train.runfolder.lock import is_held
 from robust_train.runfolder.run_list import NoLiveRun, Run, choose_run, find_live_runs
-from robust_train.values import MIB
 
 _VERBS = {
     "list": "your live runs",
@@ -118,7 +117,7 @@ def _show_status(run: Run, about: About) -> None:
         ("step", runs.step_of(about)),
         ("loss", None if loss is None else f"{loss:.4g}"),
         ("last checkpoint", about.get("checkpoint")),
-        ("memory", ", ".join(f"{k} {v // MIB} MiB" for k, v in memory.items()) or None),
+        ("memory", ", ".join(f"{k} {mib(v)}" for k, v in memory.items()) or None),
         ("started", f"{as_clock(int(about['seconds']))} ago" if run.alive else None),
     )
     known = [[name, str(value)] for name, value in rows if value is not None]

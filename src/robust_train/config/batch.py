@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from robust_train.config.schema import TrainingConfig
+from robust_train.config.schema import TrainingConfig, resolve_all
 from robust_train.errors import ConfigError
 
 AUTO = "auto"
@@ -18,6 +18,7 @@ def settle_batch_size(cfg: DictConfig) -> bool:
     Returns whether the micro-batch is to be found. Raises ConfigError: one line with the key, its
     value and what is accepted.
     """
+    resolve_all(cfg)
     training = cfg.training
     chosen = training.batch_size
     effective = training.effective_batch_size

@@ -316,7 +316,7 @@ def validate(cfg: DictConfig) -> None:
     """Check the ranges that types cannot express. Raises ConfigError: with one line naming the key,
     its value and what is accepted."""
     _reject_near_misses(cfg)
-    _resolve_all(cfg)
+    resolve_all(cfg)
     if missing := sorted(OmegaConf.missing_keys(cfg)):
         raise ConfigError(f"{missing[0]}: has no default and must be given: {missing[0]}=…")
     parts = {"training.": TrainingConfig, "memory.": MemoryConfig, "notify.": NotifyConfig}
@@ -331,7 +331,7 @@ def validate(cfg: DictConfig) -> None:
         _validate_launcher(cfg)
 
 
-def _resolve_all(cfg: DictConfig, prefix: str = "") -> None:
+def resolve_all(cfg: DictConfig, prefix: str = "") -> None:
     """Resolve every value, so that an error names the key itself."""
     for key in cfg:
         name = prefix + str(key)
@@ -344,7 +344,7 @@ def _resolve_all(cfg: DictConfig, prefix: str = "") -> None:
         except OmegaConfBaseException as error:
             raise ConfigError(f"{name}: {str(error).splitlines()[0]}") from error
         if isinstance(value, DictConfig):
-            _resolve_all(value, f"{name}.")
+            resolve_all(value, f"{name}.")
 
 
 def _validate_launcher(cfg: DictConfig) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from robust_train.errors import ConfigError
 from robust_train.failures.shortage import no_room_to_import
-from robust_train.readable import first_line
+from robust_train.readable import first_line, named_line
 
 MAIN_MODULE = "__robust_main__"
 
@@ -164,7 +164,7 @@ class TrainerRef:
             *_, (last, line) = traceback.walk_tb(error.__traceback__)
             where = f"{last.f_code.co_filename}, line {line}"
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
-        problem = no_room or f"{type(error).__name__}: {first_line(error)}"
+        problem = no_room or named_line(error)
         return self.cannot_be_imported(problem, where, missing)
 
 

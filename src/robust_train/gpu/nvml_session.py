@@ -64,7 +64,8 @@ _session: Session | None = None
 
 def known_session() -> Session | None:
     """Return this process's session, None if it has none."""
-    return _session if _session is not None and _session.pid == os.getpid() else None
+    session = _session  # another thread may forget it
+    return session if session is not None and session.pid == os.getpid() else None
 
 
 def open_session() -> Session | str:

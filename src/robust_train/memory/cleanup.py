@@ -20,7 +20,7 @@ from typing import Any
 from robust_train.compat import clear_cublas_workspaces
 from robust_train.memory import holders
 from robust_train.memory.cuda import memory_segments, started_torch
-from robust_train.readable import first_line
+from robust_train.readable import first_line, mib
 from robust_train.values import MIB
 
 log = logging.getLogger("robust_train")
@@ -137,7 +137,7 @@ class StartingMemory:
             if now - before > max(_TOLERATED_SHARE * before, _TOLERATED_BYTES):
                 devices.add(device)
                 sizes.append(
-                    f"{(now - before) / MIB:.1f} MiB more on {device} than before the first try "
+                    f"{mib(now - before, 1)} more on {device} than before the first try "
                     f"({before / MIB:.1f})"
                 )
         if not devices:

@@ -12,6 +12,7 @@ from robust_train.memory import holders
 from robust_train.memory.cleanup import clear_frames, return_memory
 from robust_train.memory.holders import HeldTensor
 from robust_train.memory.stats import MemoryStats, get_gpu_memory_stats
+from robust_train.readable import mib
 from robust_train.values import MIB
 
 log = logging.getLogger("robust_train")
@@ -52,12 +53,12 @@ class Cleared:
         what = self.after.device if self.after.on_gpu else "no CUDA in this process; host memory"
         verb = "reserved" if self.after.on_gpu else "resident"
         parts = [
-            f"{what}: {self.freed / MIB:.1f} MiB released, "
-            f"{self.before.reserved / MIB:.1f} → {self.after.reserved / MIB:.1f} MiB {verb}",
+            f"{what}: {mib(self.freed, 1)} released, "
+            f"{self.before.reserved / MIB:.1f} → {mib(self.after.reserved, 1)} {verb}",
             *self.done,
         ]
         if self.dropped_bytes:
-            parts.append(f"{self.dropped_bytes / MIB:.1f} MiB of unreachable tensors dropped")
+            parts.append(f"{mib(self.dropped_bytes, 1)} of unreachable tensors dropped")
         if self.held:
             parts.append("still held are " + "; ".join(map(str, self.held)))
         return "; ".join(parts)

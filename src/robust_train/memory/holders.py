@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from robust_train.files import Json
 from robust_train.memory.cuda import started_torch
-from robust_train.values import MIB
+from robust_train.readable import mib
 
 StorageKey = tuple[str, int]  # A storage: its device and its address there
 
@@ -95,7 +95,7 @@ class HeldTensor:
 
     def __str__(self) -> str:
         graph = " with the graph it was computed by" if self.has_graph else ""
-        return f"{self.bytes / MIB:.1f} MiB {self.dtype} {self.shape}{graph}, held by {self.owner}"
+        return f"{mib(self.bytes, 1)} {self.dtype} {self.shape}{graph}, held by {self.owner}"
 
 
 def largest(

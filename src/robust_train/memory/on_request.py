@@ -10,7 +10,7 @@ from robust_train.memory.limits import set_memory_fraction
 from robust_train.memory.peaks import reset_peak_memory_stats
 from robust_train.memory.snapshots import write_snapshot
 from robust_train.memory.stats import get_gpu_memory_stats
-from robust_train.values import MIB
+from robust_train.readable import mib
 
 _OPTIONS = {
     "memory_info": (),
@@ -54,7 +54,7 @@ def perform(verb: str, options: Mapping[str, object], run_dir: Path) -> dict[str
         }
     elif verb == "memory_reset":
         anew = reset_peak_memory_stats().description
-        answer = {"sentence": f"peak was {before.peak / MIB:.1f} MiB and starts anew; {anew}"}
+        answer = {"sentence": f"peak was {mib(before.peak, 1)} and starts anew; {anew}"}
     elif verb == "memory_fraction":
         if "fraction" not in options:
             raise ValueError("the option fraction is missing: e.g. fraction=0.8")

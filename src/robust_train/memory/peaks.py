@@ -10,6 +10,7 @@ from typing import Any
 from robust_train.memory import host
 from robust_train.memory.cuda import started_gpu
 from robust_train.memory.stats import MemoryStats, get_gpu_memory_stats
+from robust_train.readable import mib
 from robust_train.values import MIB
 
 log = logging.getLogger("robust_train")
@@ -73,7 +74,7 @@ class GPUMemoryContext:
         """The figures in a line for people."""
         what = "host memory (resident)" if self.device == "cpu" else self.device
         return (
-            f"{what}: {self.before / MIB:.1f} MiB before, {self.peak / MIB:.1f} at the peak, "
+            f"{what}: {mib(self.before, 1)} before, {self.peak / MIB:.1f} at the peak, "
             f"{self.after / MIB:.1f} after ({self.delta / MIB:+.1f})"
         )
 

@@ -19,8 +19,8 @@ from robust_train.events import OutOfMemory
 from robust_train.files import replacing, write_json
 from robust_train.memory.cuda import started_torch
 from robust_train.memory.holders import TensorFacts, largest_tensors
-from robust_train.readable import first_line
-from robust_train.values import MIB, Failure, FailureKind
+from robust_train.readable import first_line, mib
+from robust_train.values import Failure, FailureKind
 
 log = logging.getLogger("robust_train")
 
@@ -138,7 +138,7 @@ def _dump_snapshot(path: Path) -> str | None:
 
 def _describe(tensors: Sequence[TensorFacts], file: str | None) -> str:
     largest = "; ".join(
-        f"{tensor['bytes'] / MIB:.1f} MiB {tensor['dtype']} {tuple(tensor['shape'])} on "
+        f"{mib(tensor['bytes'], 1)} {tensor['dtype']} {tuple(tensor['shape'])} on "
         f"{tensor['device']}, held by {tensor['owner']}"
         for tensor in tensors[:_LOGGED]
         if tensor["bytes"] >= _WORTH_NAMING * tensors[0]["bytes"]

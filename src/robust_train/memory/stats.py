@@ -119,7 +119,7 @@ def print_cuda_memory_info(device: Any = None, *, file: IO[str] | None = None) -
     for name, value in stats.as_dict().items():
         if isinstance(value, str) or value is None:
             continue
-        shown = f"{value / MIB:,.1f} MiB"
+        shown = _mib(value)
         if name in ("retries", "oom_count"):
             shown = str(value)
         elif name == "fragmentation":
@@ -199,5 +199,5 @@ def _of_host(note: str) -> MemoryStats:
     )
 
 
-def _mib(size: int) -> str:
+def _mib(size: float) -> str:
     return f"{size / MIB:,.1f} MiB"

@@ -29,6 +29,7 @@ from robust_train.memory.limits import limit_when_cuda_starts
 from robust_train.memory.pacing import AllocRetries, BackOff, Cost
 from robust_train.memory.sampler import Sampler
 from robust_train.memory.snapshots import record_history_after_an_oom, write_out_of_memory
+from robust_train.readable import mib
 from robust_train.run import Run
 from robust_train.values import MEMORY_FAILURES, MIB, Failure
 
@@ -241,8 +242,8 @@ def settings_of(cfg: Mapping[Any, Any]) -> MemoryConfig:
 
 
 def _describe(done: MemoryCleared) -> str:
-    before, after = done.before_bytes / MIB, done.after_bytes / MIB
+    before, after = done.before_bytes / MIB, mib(done.after_bytes, 1)
     return (
-        f"{done.returned_bytes / MIB:.1f} MiB returned ({done.of}: {before:.1f} → {after:.1f} MiB) "
+        f"{mib(done.returned_bytes, 1)} returned ({done.of}: {before:.1f} → {after}) "
         f"in {1000 * done.seconds:.0f} ms"
     )

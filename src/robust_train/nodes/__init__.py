@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 
 from robust_train.errors import ConfigError
 from robust_train.nodes.place import place_of
-from robust_train.settings import run_folder
+from robust_train.settings import DeviceSettings, run_folder
 
 if TYPE_CHECKING:
     from robust_train.execution.signals import SignalWatch
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 
 def leader_of(
-    cfg: DictConfig, run_dir: Path, signals: SignalWatch, folder: RunFolder
+    cfg: DictConfig, wanted: DeviceSettings, run_dir: Path, signals: SignalWatch, folder: RunFolder
 ) -> Leader | None:
     """Return the leader of a job on several nodes; ConfigError as :func:`place_of`."""
-    if place_of(cfg, os.environ) is None:
+    if (place := place_of(cfg, os.environ)) is None:
         return None
     from robust_train.nodes.leader import Leader
 
-    return Leader(cfg, run_dir, signals, folder)
+    return Leader(cfg, place.nodes, wanted.wait_timeout_seconds, run_dir, signals, folder)
 
 
 def follow(

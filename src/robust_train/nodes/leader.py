@@ -70,12 +70,17 @@ class Leader:
     _local: ProcessExecutor  # of this node's ranks
 
     def __init__(
-        self, cfg: DictConfig, run_dir: Path, signals: SignalWatch, folder: RunFolder
+        self,
+        cfg: DictConfig,  # has to be the same on all nodes
+        nodes: int,
+        wait_seconds: float,  # for the others to appear
+        run_dir: Path,
+        signals: SignalWatch,
+        folder: RunFolder,
     ) -> None:
-        self._nodes, self._run_dir = int(cfg.num_nodes), run_dir
+        self._nodes, self._wait_seconds, self._run_dir = nodes, wait_seconds, run_dir
         self._signals, self._folder = signals, folder
         self._started_with = started_with(cfg)
-        self._wait_seconds = 60 * cfg.gpu_wait_timeout_minutes
         self._hosts, self._secret = addresses(), secrets.token_hex(16)
         self._listeners: list[socket.socket] = []  # one until all nodes are there
         self._followers: list[_Follower] = []

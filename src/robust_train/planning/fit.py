@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
+from robust_train.batch.search import line
 from robust_train.gpu.footprint import CACHE_FACTOR, footprint
 from robust_train.values import GIB, MIB
 
@@ -62,16 +63,12 @@ def largest_batch(
         tried.append(peak)
         guess = (low + high) // 2 if high <= LARGEST_BATCH else 2 * low
         if 1 < len(tried) <= _MOST_BY_LINE:
-            fits_on_line = partial(_fits_on_line, tried[-2], tried[-1], does_fit)
-            guess = bisect_left(range(high), True, low + 1, key=lambda n: not fits_on_line(n)) - 1
+            too_large = partial(_too_large_on_line, tried[-2], tried[-1], does_fit)
+            guess = bisect_left(range(high), True, low + 1, key=too_large) - 1
         guess = min(max(guess, low + 1), high - 1)
     return low or None
 
 
-def _fits_on_line(one: Peak, other: Peak, does_fit: Callable[[Peak], bool], size: int) -> bool:
-    """Return whether ``size`` fits by the line through two peaks, rounded up to a byte."""
-    rise = (other.tensors_bytes - one.tensors_bytes) * (size - other.batch_size)
-    run = other.batch_size - one.batch_size
-    if run < 0:
-        rise, run = -rise, -run
-    return does_fit(replace(other, tensors_bytes=other.tensors_bytes - (-rise // run)))
+def _too_large_on_line(one: Peak, last: Peak, does_fit: Callable[[Peak], bool], size: int) -> bool:
+    bytes_of = line(*((peak.batch_size, peak.tensors_bytes) for peak in (one, last)))
+    return not does_fit(replace(last, tensors_bytes=round(bytes_of(size))))

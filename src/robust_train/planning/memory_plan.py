@@ -27,7 +27,7 @@ from robust_train.queue.queue_rules import read_rules
 from robust_train.queue.queued_job import split
 from robust_train.queue.reservations import boottime, existing_registry
 from robust_train.queue.scheduler import open_to
-from robust_train.settings import target_of
+from robust_train.settings import DeviceSettings, device_settings, target_of
 from robust_train.values import MIB, GpuInfo
 
 SCHEMA = 1
@@ -136,7 +136,8 @@ def plan_memory(
         return predictor.predict(size, accumulates=accumulates)
 
     images = training_images(cfg.dataset)
-    rooms, problem = read_rooms(cfg, os.environ if environ is None else environ)
+    environ = os.environ if environ is None else environ
+    rooms, problem = read_rooms(device_settings(cfg, ""), environ)
 
     def does_fit(peak: Peak, free_bytes: int, total_bytes: int) -> bool:
         return fit.fits(peak, free_bytes, total_bytes, cfg.memory.fraction)
@@ -193,30 +194,25 @@ def _default_sizes(cfg: DictConfig) -> list[int]:
 
 
 def read_rooms(
-    cfg: DictConfig, environ: Mapping[str, str]
+    wanted: DeviceSettings, environ: Mapping[str, str]
 ) -> tuple[tuple[GpuFit, ...], str | None]:
-    """Return the GPUs for a job with this config that starts now, or why there are none.
-
-    Args:
-        cfg: a complete config: ``gpu_queue``, ``gpu_queue_dir``, ``gpu_jobs_per_device`` and
-            ``min_gpu_memory_mb`` count.
-        environ: whose CUDA_VISIBLE_DEVICES bounds the choice.
-    """
+    """Return the GPUs for a job that starts now, or why there are none. ``environ``:
+    whose CUDA_VISIBLE_DEVICES bounds the choice."""
     visible = visible_gpus(read_inventory(processes=False), environ)
     gpus: Sequence[GpuInfo] = visible.gpus
     waiting: Sequence[WaitingJob] = ()
     reservations: Sequence[GpuReservation] = ()
     rules = QueueRules()
-    queues = cfg.gpu_queue and gpus and allocated_by(environ) is None
-    with existing_registry(directory_for(cfg.gpu_queue_dir, environ)) as registry:
+    queues = wanted.queue and gpus and allocated_by(environ) is None
+    with existing_registry(directory_for(wanted.queue_dir, environ)) as registry:
         if registry is not None and queues:
             gpus = mark_excluded(visible.gpus, read_exclusions(registry.directory))
             jobs = registry.jobs()
             waiting, reservations = split(jobs)
             rules = read_rules(registry.directory, jobs)
     now = boottime()
-    need, uuids = cfg.min_gpu_memory_mb * MIB, frozenset(gpu.uuid for gpu in gpus)
-    me = WaitingJob("", _BEHIND_ALL, need, uuids, cfg.gpu_jobs_per_device, now, user=os.geteuid())
+    need, uuids = wanted.min_free_bytes, frozenset(gpu.uuid for gpu in gpus)
+    me = WaitingJob("", _BEHIND_ALL, need, uuids, wanted.jobs_per_device, now, user=os.geteuid())
     found = open_to(me, waiting, reservations, gpus, now, rules)
     usable = {gpu.uuid: gpu.free_bytes for gpu in found}
     rooms = tuple(

@@ -8,6 +8,7 @@ from dataclasses import replace
 from robust_train.policy.context import FailureContext, exchanged, failed_gpus, uuids, what_failed
 from robust_train.policy.sizes import PolicySettings, largest_up_to, next_smaller
 from robust_train.policy.unhealthy import is_hardware_fault
+from robust_train.readable import mib
 from robust_train.values import (
     MIB,
     AttemptSpec,
@@ -43,17 +44,17 @@ def room_taken_by_others(context: FailureContext) -> Retry | None:
         return None
     needed = context.attempt.outcome.gpu_free_before_bytes
     assert needed is not None
-    why = f"{what_failed(context)}, but others took {taken // MIB} MiB of it meanwhile"
+    why = f"{what_failed(context)}, but others took {mib(taken)} of it meanwhile"
     offers = [gpu for gpu in _untried(context) if gpu.free_bytes >= needed]
     group = exchanged(context.last.gpus, context.failed_gpus, offers)
     if group is not None:
         new = context.new_in(group)
-        free = min(gpu.free_bytes for gpu in new) // MIB
-        reason = f"{why}; {device_name(new)} has {free} MiB free: same batch there"
+        free = mib(min(gpu.free_bytes for gpu in new))
+        reason = f"{why}; {device_name(new)} has {free} free: same batch there"
         return Retry(replace(context.last, gpus=group), "switch_gpu", reason)
     if not settings.may_wait:
         return None
-    reason = f"{why}: same batch when {needed // MIB} MiB are free there again"
+    reason = f"{why}: same batch when {mib(needed)} are free there again"
     return Retry(context.last, "wait", reason, room=Room(uuids(context.failed_gpus), needed))
 
 
@@ -64,9 +65,9 @@ def expandable_segments(context: FailureContext) -> Retry | None:
         return None
     if not context.settings.may_use_expandable_segments or _driver_refused_segments(context):
         return None
-    unused = (context.evidence.reserved_unallocated_bytes or 0) // MIB
+    unused = mib(context.evidence.reserved_unallocated_bytes or 0)
     reason = (
-        f"{what_failed(context)} with {unused} MiB reserved but unused: fragmentation; same batch "
+        f"{what_failed(context)} with {unused} reserved but unused: fragmentation; same batch "
         "with expandable segments"
     )
     return Retry(replace(last, expandable_segments=True), "expandable_segments", reason)
@@ -129,7 +130,7 @@ def switch_gpu(context: FailureContext) -> Retry | None:
     spec = sized(replace(context.last, gpus=group), batch_size, accumulation)
     reason = (
         f"{what_failed(context)} at micro-batch {context.last.batch_size}; {spec.device} has "
-        f"{offered // MIB} MiB free ({had // MIB} were free on {device_name(context.failed_gpus)})"
+        f"{mib(offered)} free ({mib(had)} were free on {device_name(context.failed_gpus)})"
     )
     return Retry(spec, "switch_gpu", reason, effective_batch_warning(context.settings, spec))
 

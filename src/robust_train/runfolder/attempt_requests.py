@@ -18,7 +18,7 @@ from pathlib import Path
 from robust_train import compat
 from robust_train.events import AttemptProcess, RequestDone
 from robust_train.memory.on_request import perform
-from robust_train.readable import first_line
+from robust_train.readable import named_line
 from robust_train.run import Run, memory_in_use
 from robust_train.runfolder.requests import LAUNCHERS_VERB, Refused, Reply, Request, find_requests
 from robust_train.runfolder.state import REQUESTED
@@ -119,7 +119,7 @@ class AttemptRequests:
         except (ValueError, OSError) as error:  # of an option, or of a file
             reply = {"error": f"{verb}: {error}"}
         except Exception as error:  # must not end the training
-            reply = {"error": f"{verb}: {type(error).__name__}: {first_line(error)}"}
+            reply = {"error": f"{verb}: {named_line(error)}"}
         if reply:
             waiting.request.answer(reply)
         return reply is not None

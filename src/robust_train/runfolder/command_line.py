@@ -9,7 +9,6 @@ from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig
 
 from robust_train.runfolder.notifier import is_secret
 
@@ -20,19 +19,17 @@ def this_command(key: str, folder: Path) -> str:
     return shlex.join([*words, f"{key}={folder}"])
 
 
-def resume_command(cfg: DictConfig, run_dir: Path) -> str | None:
-    """Return :func:`how_to_go_on` for any working directory; None with resume=false."""
-    same = how_to_go_on(cfg, run_dir)
+def resume_command(run_dir: Path) -> str | None:
+    """Return :func:`how_to_go_on` for any working directory."""
+    same = how_to_go_on(run_dir)
     if same is None or same.startswith("launch("):
         return same
     cwd = HydraConfig.get().runtime.cwd if HydraConfig.initialized() else os.getcwd()
     return f"cd {shlex.quote(str(cwd))} && {same}"
 
 
-def how_to_go_on(cfg: DictConfig, run_dir: Path) -> str | None:
-    """Return the command that resumes a job; None for one of a sweep, or resume=false."""
-    if not cfg.resume:
-        return None
+def how_to_go_on(run_dir: Path) -> str | None:
+    """Return the command that resumes a job; None for one of a sweep."""
     words = command()
     if HydraConfig.initialized():
         if HydraConfig.get().mode == RunMode.MULTIRUN:

@@ -172,6 +172,8 @@ def ask(
         StillQueued: no step has ended in time; the run does it when one does.
         ControlError: the run refuses, is gone, or does not answer.
     """
+    if verb == LAUNCHERS_VERB and run.is_stopped:
+        raise _no_answer(run)
     request = run.run_dir / REQUESTS / f"{time.time_ns():020}-{os.urandom(4).hex()}{NEW}"
     try:
         write_json(request, {"verb": verb, "options": options})
@@ -181,8 +183,7 @@ def ask(
     try:
         reply = _wait_for_reply(run, request, wait_seconds)
         if reply is None and (verb in _NEED_NO_STEP or run.is_stopped):
-            problem = f"does not answer (pid {run.pid}; is it stopped with Ctrl-Z?)"
-            raise ControlError(f"{run.id} {problem}")
+            raise _no_answer(run)
     except BaseException:  # Ctrl-C too
         with contextlib.suppress(OSError):
             request.unlink()
@@ -195,6 +196,13 @@ def ask(
     if "error" in reply:
         raise ControlError(f"{run.id}: {reply['error']}")
     return dict(reply["answer"])
+
+
+def _no_answer(run: Run) -> ControlError:
+    if run.is_stopped:
+        how = f"kill -CONT {run.pid}"
+        return ControlError(f"{run.id} is stopped (Ctrl-Z): continue it with fg or {how}")
+    return ControlError(f"{run.id} does not answer (pid {run.pid}; is it stopped with Ctrl-Z?)")
 
 
 def status(run: Run) -> dict[str, Json]:

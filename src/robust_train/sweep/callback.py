@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import sys
 import traceback
@@ -16,12 +15,13 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, read_write
 
 from robust_train.errors import EXIT_BAD_CONFIG, EXIT_FAILED, ConfigError
-from robust_train.events import Json
 from robust_train.execution.hydra_state import adopt_hydra
+from robust_train.files import plain
 from robust_train.nodes.place import node_in
+from robust_train.readable import named_line
 from robust_train.runfolder import detach
 from robust_train.runfolder.lock import refusal
-from robust_train.settings import hide_urls
+from robust_train.settings import hide_urls, sweep_settings
 from robust_train.sweep import current, session
 from robust_train.sweep.plugins_of_others import restore_mask
 
@@ -35,7 +35,7 @@ class SweepCallback(Callback):
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Check the job before anything is written to its run folder."""
         hide_urls(config)
-        node = node_in(os.environ, config.get("num_nodes", 1))
+        node = node_in(os.environ, sweep_settings(config).num_nodes)
         run_dir = Path(str(config.hydra.run.dir))
         problem = None if node else refusal(run_dir)
         if problem is not None:
@@ -70,23 +70,23 @@ class SweepCallback(Callback):
         restore_mask(os.environ)
         if hide_urls(config):  # of a project's file: Hydra has just written its value
             _hide_in(Path(str(config.hydra.runtime.output_dir)) / str(config.hydra.output_subdir))
-        if node := node_in(os.environ, config.get("num_nodes", 1)):
+        if node := node_in(os.environ, sweep_settings(config).num_nodes):
             _log_apart(config, node)
         current.enter(config, self._launcher, follows=node > 0)
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
         """Record the end of the job's function, unless it was interrupted."""
         if job_return.status is JobStatus.COMPLETED:
-            current.job_ended("completed", 0, objective=_plain(job_return.return_value))
+            current.job_ended("completed", 0, objective=plain(job_return.return_value))
         else:
             # read past the property, which raises what the job raised
-            current.job_ended("failed", 1, reason=_first_line(job_return._return_value))
+            current.job_ended("failed", 1, reason=named_line(job_return._return_value))
         current.leave()
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         """Finish the sweep after its last job, unless a job's error has ended it."""
         code = session.finish()
-        if code and not session.has_door():
+        if code and not session.program.has_door:
             # not an Exception: those of callbacks are turned into warnings
             raise SystemExit(code)
 
@@ -107,8 +107,7 @@ def _hide_in(folder: Path) -> None:
 
 
 def _detaches(config: DictConfig) -> bool:
-    asked = OmegaConf.select(config, "detach", default=False, throw_on_missing=False)
-    return bool(asked) and not detach.is_detached
+    return sweep_settings(config).detach and not detach.is_detached
 
 
 def _refuse(problem: str, node: int = 0, run_dir: Path = Path()) -> NoReturn:
@@ -119,20 +118,3 @@ def _refuse(problem: str, node: int = 0, run_dir: Path = Path()) -> NoReturn:
         tell_refusal(run_dir, node, problem)
     # not an Exception: those of callbacks are turned into warnings
     raise SystemExit(EXIT_BAD_CONFIG)
-
-
-def _plain(value: Any) -> Json:
-    """Return a job's value as its record can hold it; None where that is not possible."""
-    if hasattr(value, "item"):  # of NumPy or torch
-        with contextlib.suppress(Exception):
-            value = value.item()
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, tuple):  # several objectives
-        return [_plain(item) for item in value]
-    return value if isinstance(value, (bool, int, float, str, list, dict)) else None
-
-
-def _first_line(error: Any) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

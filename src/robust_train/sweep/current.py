@@ -34,7 +34,7 @@ from robust_train.sweep.sweep_table import has_failed
 log = logging.getLogger("robust_train")
 
 # what Hydra has just put there for the new job: its folder and open log files
-_OF_HYDRA = re.compile(r"\.hydra|(?!attempt-\d+\.).*\.log")
+OF_HYDRA = re.compile(r"\.hydra|(?!attempt-\d+\.).*\.log")
 SWEEP_VARIABLE = "ROBUST_TRAIN_SWEEP"
 """The id of this launch of a sweep, for the processes that launchers start for its jobs."""
 
@@ -125,7 +125,7 @@ def plan(config: DictConfig, folder: Path) -> tuple[Entry, JobRecord]:
         completed=completed,
         overrides=own.overrides,
         sweep=own.sweep,
-        resume=sweep_settings(config).resume,
+        resume=sweep_settings(config).sweep_resume,
     )
     if entry is not Entry.REUSE or earlier is None:
         return entry, own
@@ -150,7 +150,7 @@ def _enter_sweep(job: CurrentJob, config: DictConfig) -> None:
         reuse(job.record, job.folder)
         return
     try:
-        if entry is Entry.RUN_ANEW and (earlier := set_aside(job.folder, _OF_HYDRA)) is not None:
+        if entry is Entry.RUN_ANEW and (earlier := set_aside(job.folder, OF_HYDRA)) is not None:
             log.info("what an earlier job left in this run folder is now in %s", earlier)
         # else a job that dies early would seem to have ended as the one before it
         (job.folder / "summary.json").unlink(missing_ok=True)
@@ -170,7 +170,7 @@ def _enter_sweep(job: CurrentJob, config: DictConfig) -> None:
 def _why_not_started(config: DictConfig, record: JobRecord) -> str | None:
     folder = sweep_folder()
     assert folder is not None
-    if sweep_settings(config).fail_fast and has_failed(folder, record.sweep):
+    if sweep_settings(config).sweep_fail_fast and has_failed(folder, record.sweep):
         return "another job failed before (sweep_fail_fast=true)"
     return "the sweep was stopped" if sweep_stop_requested(folder) else None
 

@@ -40,7 +40,7 @@ from robust_train.gpu.bounded import NoAnswer, run_command
 from robust_train.runfolder.requests import Refused, request_sweep_stop, sweep_stop_requested
 from robust_train.runfolder.state import read_state
 from robust_train.runfolder.summary import read_summary
-from robust_train.settings import sweep_settings
+from robust_train.settings import SweepSettings, sweep_settings
 from robust_train.sweep import current, job_record, session
 from robust_train.sweep.job_process import JobProcess
 from robust_train.sweep.live_table import LiveRow, LiveTable
@@ -127,9 +127,9 @@ class GpuQueue:
         slots = jobs_at_once(
             self._n_jobs,
             jobs=len(self._jobs),
-            gpus=0 if self._n_jobs else count_gpus(self._config),
-            jobs_per_gpu=self._settings.jobs_per_gpu,
-            gpus_per_job=self._settings.gpus_per_job,
+            gpus=0 if self._n_jobs else count_gpus(self._settings),
+            jobs_per_gpu=self._settings.gpu_jobs_per_device,
+            gpus_per_job=self._settings.num_gpus,
             cpus=len(os.sched_getaffinity(0)),
         )
         with self._signals, LiveTable() as table:
@@ -225,7 +225,7 @@ class GpuQueue:
             job, row.result if completed else no_objective(self._config.hydra)
         )
         log.info("%s", ending_line(row, job.folder / LOG_FILE))
-        if self._settings.fail_fast and not completed and self._stopping is None:
+        if self._settings.sweep_fail_fast and not completed and self._stopping is None:
             with contextlib.suppress(OSError, Refused):  # then it counts as a launch of theirs
                 request_sweep_stop(Path(self._config.hydra.sweep.dir))
             self._stop("sweep_fail_fast=true", signal.SIGTERM)
@@ -292,7 +292,7 @@ class GpuQueue:
         self, job: _Job, status: str, exit_code: int | None = None, reason: str | None = None
     ) -> None:
         """List the job in the sweep's table even if it never leaves anything in a folder."""
-        if (sweep := session.current_sweep()) is not None:
+        if (sweep := session.program.sweep) is not None:
             overrides = tuple(filter_overrides(job.overrides))
             sweep.planned[job.number] = job_record.JobRecord(
                 sweep.id, job.number, overrides, status, exit_code, reason=reason
@@ -330,12 +330,11 @@ def jobs_at_once(
     return max(1, min(wanted, jobs))
 
 
-def count_gpus(config: DictConfig, limit_seconds: float = 30.0) -> int:
-    """Return the number of GPUs that a job of this config may take; 0 if the driver hangs."""
-    device = str(OmegaConf.select(config, "device", default="auto"))
-    if OmegaConf.select(config, "auto_device", default=True) or device in ("auto", "cuda"):
+def count_gpus(wanted: SweepSettings, limit_seconds: float = 30.0) -> int:
+    """Return the number of GPUs that a sweep's job may take; 0 if the driver hangs."""
+    if wanted.auto_device or wanted.device in ("auto", "cuda"):
         return _visible_gpus(limit_seconds)
-    return 0 if device == "cpu" else min(1, _visible_gpus(limit_seconds))
+    return 0 if wanted.device == "cpu" else min(1, _visible_gpus(limit_seconds))
 
 
 def _visible_gpus(limit_seconds: float) -> int:

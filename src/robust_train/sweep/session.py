@@ -31,7 +31,7 @@ from robust_train.runfolder import detach
 from robust_train.runfolder.command_line import this_command
 from robust_train.runfolder.lock import RunLock, read_holder
 from robust_train.runfolder.notifier import Notifier, NotifySettings
-from robust_train.settings import take_notify_settings
+from robust_train.settings import sweep_settings, take_notify_settings
 from robust_train.sweep.current import SWEEP_VARIABLE
 from robust_train.sweep.job_record import INTERRUPTED, NOT_STARTED, JobRecord
 from robust_train.sweep.page import write_sweep_report
@@ -77,33 +77,23 @@ class Sweep:
         return sorted(rows, key=lambda row: row.sort_key)
 
 
-_sweep: Sweep | None = None
-_exit_code = 0
-_has_door = False
-_check: Callable[[DictConfig], None] | None = None
+@dataclass
+class Program:
+    """What runs in this process, which Hydra lets run one thing at a time."""
+
+    sweep: Sweep | None = None
+    exit_code: int = 0  # that the jobs of its last sweep ask for
+    has_door: bool = False  # one of our commands sets the exit code
+    check: Callable[[DictConfig], None] | None = None  # ConfigError: the job shall not start
 
 
-def current_sweep() -> Sweep | None:
-    """Return the sweep that this process runs, None where there is none."""
-    return _sweep
-
-
-def door_is_open(check: Callable[[DictConfig], None] | None = None) -> None:
-    """Declare that one of our commands sets this program's exit code. ``check`` raises ConfigError
-    for a job that shall not start."""
-    global _has_door, _check
-    _has_door, _check = True, check
+program = Program()
 
 
 def check_job(config: DictConfig) -> None:
     """Check a single job before anything is written; raises ConfigError."""
-    if _check is not None:
-        _check(config)
-
-
-def has_door() -> bool:
-    """Return whether one of our commands sets the exit code."""
-    return _has_door
+    if program.check is not None:
+        program.check(config)
 
 
 def begin(config: DictConfig) -> None:
@@ -113,7 +103,6 @@ def begin(config: DictConfig) -> None:
         ConfigError: a live sweep holds the folder, or it would be a job's too; nothing was written.
         OSError: the sweep folder cannot be made.
     """
-    global _sweep
     finish()  # an earlier sweep of this process that an error has ended
     subdir = OmegaConf.to_container(config.hydra.sweep)["subdir"]  # type: ignore[call-overload,index]
     if os.path.normpath(str(subdir)) == ".":
@@ -131,7 +120,7 @@ def begin(config: DictConfig) -> None:
     remember_mask(os.environ)
     SweepTable(sweep.id, launcher).write(folder)
     sweep.since_ns = (folder / FILE).stat().st_mtime_ns
-    _sweep = sweep
+    program.sweep = sweep
     detach.has_begun(folder, detach.sweep_text(folder))
     # a project with a command of its own gets its table also when a job's error ends the sweep
     atexit.register(finish)
@@ -178,7 +167,7 @@ def _check_one(config: DictConfig, overrides: list[str]) -> None:
         cfg = loader.load_sweep_config(config, overrides)
     except REFUSALS as error:
         raise ConfigError(explain(error, "robust", overrides)) from error
-    if _check is None and not cfg.get("detach"):
+    if program.check is None and not sweep_settings(cfg).detach:
         return  # a project's main may complete it
     before = HydraConfig.instance().cfg
     try:
@@ -212,10 +201,9 @@ def _lock(folder: Path, sweep: str) -> RunLock:
 def finish() -> int:
     """Show the table and write the files, once; return the exit code that the jobs ask for. Safe to
     call again, and where there was no sweep."""
-    global _sweep
-    sweep, _sweep = _sweep, None
+    sweep, program.sweep = program.sweep, None
     if sweep is None or sweep.pid != os.getpid():
-        return _exit_code
+        return program.exit_code
     try:
         _show_and_write(sweep)
     finally:
@@ -223,21 +211,18 @@ def finish() -> int:
         signals = SignalWatch()
         with signals, signals.handed_to(lambda signum: sweep.notifier.hurry()):
             sweep.notifier.finish()
-    return _exit_code
+    return program.exit_code
 
 
 def _show_and_write(sweep: Sweep) -> None:
-    global _exit_code
     rows = sweep.rows()
     if all(row.status == NOT_STARTED for row in rows):
         with contextlib.suppress(OSError):
             (sweep.folder / FILE).unlink()
         return
-    _exit_code = exit_code_of(rows)
+    code = program.exit_code = exit_code_of(rows)
     wall_seconds = time.monotonic() - sweep.started
-    table = SweepTable(
-        sweep.id, sweep.launcher, ENDED, _exit_code, round(wall_seconds, 3), tuple(rows)
-    )
+    table = SweepTable(sweep.id, sweep.launcher, ENDED, code, round(wall_seconds, 3), tuple(rows))
     try:
         table.write(sweep.folder)
         (sweep.folder / "sweep.csv").write_text(as_csv(rows), encoding="utf-8")
@@ -249,7 +234,7 @@ def _show_and_write(sweep: Sweep) -> None:
     with contextlib.suppress(OSError, ValueError):
         print(f"sweep:\n{screen_table(rows)}")
         print(f"{tally(rows)} in {duration(wall_seconds)}\nsweep folder: {sweep.folder}")
-        if _exit_code:
+        if code:
             print(f"to go on: {this_command('hydra.sweep.dir', sweep.folder)}")
         sys.stdout.flush()
 
@@ -257,9 +242,9 @@ def _show_and_write(sweep: Sweep) -> None:
 def _notify(sweep: Sweep, rows: list[SweepRow], wall_seconds: float) -> None:
     """Notify of the sweep's end."""
     stopped = any(row.status in (INTERRUPTED, NOT_STARTED) for row in rows)
-    event = "completed" if not _exit_code else "interrupted" if stopped else "failed"
+    event = "completed" if not program.exit_code else "interrupted" if stopped else "failed"
     host = socket.gethostname()
     text = f"sweep on {host}: {tally(rows)} in {duration(wall_seconds)}; {sweep.folder}"
-    about = {"sweep": sweep.id, "sweep_folder": str(sweep.folder), "exit_code": _exit_code}
+    about = {"sweep": sweep.id, "sweep_folder": str(sweep.folder), "exit_code": program.exit_code}
     jobs = [{"job": row.job, "status": row.status, "result": row.result} for row in rows]
     sweep.notifier.send(event, text, {**about, "host": host, "jobs": jobs})
