@@ -34,6 +34,7 @@ from robust_train.execution.attempt_output import AttemptLog
 from robust_train.execution.fork_messages import receive_descriptors, send_descriptors
 from robust_train.execution.progress import AttemptProgress
 from robust_train.execution.screen import Screen, never_blocking_output
+from robust_train.execution.signals import stop_signal
 from robust_train.execution.votes import Votes
 from robust_train.execution.wire import EventSender, read_events
 from robust_train.files import plain, write_json
@@ -221,6 +222,43 @@ def test_a_worker_puts_off_a_signal_of_somebody_else_and_is_ended_by_its_parent(
         program.communicate()
         raise
     assert shown.strip() == str(ending)
+
+
+_UNDER_SUBMITIT = """
+import os, signal, subprocess, sys
+from robust_train.execution.runner import stop_on_signals
+stops = []
+with stop_on_signals(lambda: stops.append(1), is_script=sys.argv[1] == "script"):
+    os.kill(os.getpid(), signal.SIGTERM)
+    child = subprocess.Popen(["sleep", "20"])
+    child.terminate()
+    print(len(stops), child.wait())
+"""
+
+
+@pytest.mark.parametrize(("kind", "shown"), [("function", "0 -15"), ("script", "1 -15")])
+def test_sigterm_under_submitit_stops_scripts_alone_and_ends_what_a_trainer_terminates(
+    kind: str, shown: str
+):
+    """A script has received it from the scheduler as well, and may end as if it had completed."""
+    environ = {**os.environ, "SUBMITIT_EXECUTOR": "slurm"}
+    program = [sys.executable, "-c", _UNDER_SUBMITIT, kind]
+    assert subprocess.check_output(program, env=environ, text=True).strip() == shown
+
+
+@pytest.mark.parametrize(
+    ("is_ignored", "signum"), [(False, signal.SIGINT), (True, signal.SIGUSR2)]
+)
+def test_an_attempt_under_submitit_is_stopped_by_a_signal_that_it_does_not_ignore(
+    is_ignored: bool, signum: int
+):
+    """``command &`` in a shell's script ignores SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN if is_ignored else signal.SIG_DFL)
+    try:
+        assert stop_signal({"SUBMITIT_EXECUTOR": "local"}) == signum
+        assert stop_signal({}) == signal.SIGTERM
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_progress_is_folded_from_events():
