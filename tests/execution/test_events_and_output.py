@@ -246,9 +246,7 @@ def test_sigterm_under_submitit_stops_scripts_alone_and_ends_what_a_trainer_term
     assert subprocess.check_output(program, env=environ, text=True).strip() == shown
 
 
-@pytest.mark.parametrize(
-    ("is_ignored", "signum"), [(False, signal.SIGINT), (True, signal.SIGUSR2)]
-)
+@pytest.mark.parametrize(("is_ignored", "signum"), [(False, signal.SIGINT), (True, signal.SIGUSR2)])
 def test_an_attempt_under_submitit_is_stopped_by_a_signal_that_it_does_not_ignore(
     is_ignored: bool, signum: int
 ):

@@ -239,9 +239,7 @@ def stop_on_signals(stop: Callable[[], None], *, is_script: bool = False) -> Ite
     yield
 
 
-def _end_at_signal(
-    watched: Sequence[signal.Signals], no_stop: Sequence[signal.Signals]
-) -> None:
+def _end_at_signal(watched: Sequence[signal.Signals], no_stop: Sequence[signal.Signals]) -> None:
     """End this process at a signal: at once if its parent sent it, else some seconds later, or not
     at all."""
     while True:  # it may ignore one, and must still be ended by the next
