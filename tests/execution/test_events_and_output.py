@@ -199,15 +199,20 @@ print(worker.exitcode)
 
 
 @pytest.mark.parametrize(
-    ("work", "signum", "ending"),
-    [("ignores_sigint", signal.SIGINT, -signal.SIGTERM), ("has_a_handler", signal.SIGTERM, 7)],
+    ("work", "signum", "ending", "environ"),
+    [
+        ("ignores_sigint", signal.SIGINT, -signal.SIGTERM, {}),
+        ("has_a_handler", signal.SIGTERM, 7, {}),
+        ("ignores_sigint", signal.SIGTERM, -signal.SIGTERM, {"SUBMITIT_EXECUTOR": "slurm"}),
+    ],
 )
 def test_a_worker_puts_off_a_signal_of_somebody_else_and_is_ended_by_its_parent(
-    work: str, signum: int, ending: int
+    work: str, signum: int, ending: int, environ: dict[str, str]
 ):
     """Also where it ignores that signal, or has a handler of its own and waits."""
     program = subprocess.Popen(
         [sys.executable, "-c", _A_WORKER, work],
+        env={**os.environ, **environ},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
