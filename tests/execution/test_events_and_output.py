@@ -6,6 +6,7 @@ import errno
 import logging
 import multiprocessing
 import os
+import re
 import select
 import signal
 import socket
@@ -220,6 +221,8 @@ def test_a_worker_puts_off_a_signal_of_somebody_else_and_is_ended_by_its_parent(
     assert program.stdout is not None
     worker = int(program.stdout.readline())
     os.kill(worker, signum)
+    while _is_pending(worker, signum):  # a second one like it would be lost
+        time.sleep(0.01)
     try:
         shown, _ = program.communicate("go on\n", timeout=60)
     except subprocess.TimeoutExpired:
@@ -227,6 +230,11 @@ def test_a_worker_puts_off_a_signal_of_somebody_else_and_is_ended_by_its_parent(
         program.communicate()
         raise
     assert shown.strip() == str(ending)
+
+
+def _is_pending(pid: int, signum: int) -> bool:
+    found = re.search(r"^ShdPnd:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return found is not None and bool(int(found[1], 16) >> (signum - 1) & 1)
 
 
 _UNDER_SUBMITIT = """
