@@ -13,7 +13,7 @@ _ASKS = """
 COMP_WORDBREAKS=$' \\t\\n"\\'><=;|&(:'
 while read -r line; do
     COMP_LINE="$line" COMP_POINT="${#line}" COMPREPLY=()
-    _robust_train
+    _robust_train || :
     echo "${COMPREPLY[*]}"
 done
 """
@@ -35,7 +35,7 @@ def test_bash_completes_commands_keys_and_choices(capsys: pytest.CaptureFixture[
     }
     script = capsys.readouterr().out + _ASKS
     ended = subprocess.run(
-        ["bash", "-c", script],
+        ["bash", "-euc", script],
         input="".join(f"{line}\n" for line in expected),
         capture_output=True,
         text=True,

@@ -6,6 +6,7 @@ import errno
 import logging
 import multiprocessing
 import os
+import re
 import select
 import signal
 import socket
@@ -34,6 +35,7 @@ from robust_train.execution.attempt_output import AttemptLog
 from robust_train.execution.fork_messages import receive_descriptors, send_descriptors
 from robust_train.execution.progress import AttemptProgress
 from robust_train.execution.screen import Screen, never_blocking_output
+from robust_train.execution.signals import stop_signal
 from robust_train.execution.votes import Votes
 from robust_train.execution.wire import EventSender, read_events
 from robust_train.files import plain, write_json
@@ -198,15 +200,20 @@ print(worker.exitcode)
 
 
 @pytest.mark.parametrize(
-    ("work", "signum", "ending"),
-    [("ignores_sigint", signal.SIGINT, -signal.SIGTERM), ("has_a_handler", signal.SIGTERM, 7)],
+    ("work", "signum", "ending", "environ"),
+    [
+        ("ignores_sigint", signal.SIGINT, -signal.SIGTERM, {}),
+        ("has_a_handler", signal.SIGTERM, 7, {}),
+        ("ignores_sigint", signal.SIGTERM, -signal.SIGTERM, {"SUBMITIT_EXECUTOR": "slurm"}),
+    ],
 )
 def test_a_worker_puts_off_a_signal_of_somebody_else_and_is_ended_by_its_parent(
-    work: str, signum: int, ending: int
+    work: str, signum: int, ending: int, environ: dict[str, str]
 ):
     """Also where it ignores that signal, or has a handler of its own and waits."""
     program = subprocess.Popen(
         [sys.executable, "-c", _A_WORKER, work],
+        env={**os.environ, **environ},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -214,6 +221,8 @@ def test_a_worker_puts_off_a_signal_of_somebody_else_and_is_ended_by_its_parent(
     assert program.stdout is not None
     worker = int(program.stdout.readline())
     os.kill(worker, signum)
+    while _is_pending(worker, signum):  # a second one like it would be lost
+        time.sleep(0.01)
     try:
         shown, _ = program.communicate("go on\n", timeout=60)
     except subprocess.TimeoutExpired:
@@ -221,6 +230,46 @@ def test_a_worker_puts_off_a_signal_of_somebody_else_and_is_ended_by_its_parent(
         program.communicate()
         raise
     assert shown.strip() == str(ending)
+
+
+def _is_pending(pid: int, signum: int) -> bool:
+    found = re.search(r"^ShdPnd:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return found is not None and bool(int(found[1], 16) >> (signum - 1) & 1)
+
+
+_UNDER_SUBMITIT = """
+import os, signal, subprocess, sys
+from robust_train.execution.runner import stop_on_signals
+stops = []
+with stop_on_signals(lambda: stops.append(1), is_script=sys.argv[1] == "script"):
+    os.kill(os.getpid(), signal.SIGTERM)
+    child = subprocess.Popen(["sleep", "20"])
+    child.terminate()
+    print(len(stops), child.wait())
+"""
+
+
+@pytest.mark.parametrize(("kind", "shown"), [("function", "0 -15"), ("script", "1 -15")])
+def test_sigterm_under_submitit_stops_scripts_alone_and_ends_what_a_trainer_terminates(
+    kind: str, shown: str
+):
+    """A script has received it from the scheduler as well, and may end as if it had completed."""
+    environ = {**os.environ, "SUBMITIT_EXECUTOR": "slurm"}
+    program = [sys.executable, "-c", _UNDER_SUBMITIT, kind]
+    assert subprocess.check_output(program, env=environ, text=True).strip() == shown
+
+
+@pytest.mark.parametrize(("is_ignored", "signum"), [(False, signal.SIGINT), (True, signal.SIGUSR2)])
+def test_an_attempt_under_submitit_is_stopped_by_a_signal_that_it_does_not_ignore(
+    is_ignored: bool, signum: int
+):
+    """``command &`` in a shell's script ignores SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN if is_ignored else signal.SIG_DFL)
+    try:
+        assert stop_signal({"SUBMITIT_EXECUTOR": "local"}) == signum
+        assert stop_signal({}) == signal.SIGTERM
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_progress_is_folded_from_events():

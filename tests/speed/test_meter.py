@@ -296,3 +296,23 @@ def test_a_trainer_that_does_not_look_at_the_batch_size_has_no_samples(
     call_trainer(lambda cfg: seen.append((look(cfg), cfg.training.lr)), cfg, run)
     assert run._samples() == samples
     assert not run.has_read("num_workers") or "to_container" in look.__code__.co_names
+
+
+@pytest.mark.parametrize(
+    ("data", "look", "reads"),
+    [
+        ({"num_workers": [2, 0]}, lambda data: data.num_workers[0], True),
+        ({"num_workers": {"train": 2}}, lambda data: data.num_workers.train, True),
+        ({"loaders": [{"num_workers": 2}]}, lambda data: data.loaders[0].num_workers, True),
+        ({"workers": "${training.num_workers}"}, lambda data: data.workers, True),
+        ({"workers": None, "loaders": None}, lambda data: data.loaders, False),
+    ],
+)
+def test_a_trainer_may_keep_its_numbers_of_workers_in_any_shape(
+    tmp_path: Path, data: dict[str, object], look: Callable[[DictConfig], object], reads: bool
+):
+    cfg = complete({"data": data})
+    OmegaConf.resolve(cfg)
+    run = Run(run_dir=tmp_path)
+    call_trainer(lambda cfg: look(cfg.data), cfg, run)
+    assert run.has_read("workers") is reads

@@ -94,3 +94,8 @@ def test_a_mistake_is_checked_once_or_with_two_jobs_at_most(monkeypatch: pytest.
         with pytest.raises(ConfigError):
             check(*overrides)
         assert len(seen) == checks
+
+
+def test_a_folder_of_a_user_that_does_not_exist_is_refused_in_one_line():
+    with pytest.raises(ConfigError, match=r"dataset\.root=~nobody-here/x: there is no such folder"):
+        check("dataset=image_folder", "dataset.root='~nobody-here/x'", "training.lr=1,2")

@@ -124,15 +124,16 @@ def test_a_signal_that_another_node_delivers_counts_once_for_a_node_that_receive
         assert received == [signal.SIGUSR2] * 2
 
 
+@pytest.mark.parametrize("error", [RuntimeError("a bug"), PermissionError("a bug")])
 def test_an_unexpected_error_before_the_first_job_ends_the_sweep(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     """Hydra makes a warning of an exception, and would run jobs that nothing records."""
-    monkeypatch.setattr(callback.session, "check_jobs", Mock(side_effect=RuntimeError("a bug")))
+    monkeypatch.setattr(callback.session, "check_jobs", Mock(side_effect=error))
     config = OmegaConf.create({"hydra": {"runtime": {"choices": {}}}})
     with pytest.raises(SystemExit, match="1"):
         callback.SweepCallback().on_multirun_start(config)
-    assert "RuntimeError: a bug" in capsys.readouterr().err
+    assert f"{type(error).__name__}: a bug" in capsys.readouterr().err
 
 
 def row(status: str, exit_code: int):

@@ -34,7 +34,7 @@ _robust_train() {{
 }}
 complete -o nospace -o default -F _robust_train robust-train
 # python completes as before where another script follows
-{{ __load_completion python || _comp_load python; }} &> /dev/null
+{{ __load_completion python || _comp_load python || :; }} &> /dev/null
 for _name in python python3; do
     if [[ -n "${{ZSH_VERSION-}}" ]]; then
         _was="${{_comps[$_name]:-_python}}" _set="compdef $_was $_name"

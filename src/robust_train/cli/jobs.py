@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
@@ -93,7 +93,7 @@ def check(cfg: DictConfig) -> None:
     except (ConfigError, OmegaConfBaseException):  # reported by the job, for any command
         return
     libraries_of(TrainerRef(target))
-    if root and is_local and not Path(root).expanduser().is_dir():
+    if root and is_local and not os.path.isdir(os.path.expanduser(root)):
         raise ConfigError(f"dataset.root={root}: there is no such folder")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from omegaconf import AnyNode, DictConfig
+from omegaconf import AnyNode, Container, DictConfig
 
 
 class NotedValue(AnyNode):
@@ -28,16 +28,19 @@ class NotedValue(AnyNode):
 
 
 def note_reads(cfg: DictConfig, batch_size: object) -> Callable[[str], bool]:
-    """Return a function: whether a key ``…batch_size`` with this value, or ``…num_workers``, has
-    been read since. What refers to ``training.batch_size`` is resolved by now."""
+    """Return a function: whether a key ``…batch_size`` with this value, or ``…workers``, has been
+    read since. What refers to ``training.batch_size`` is resolved by now."""
     parts: list[Any] = [cfg]
+    unknown = set[str]()  # a list, a figure for each of several loaders
     for part in parts:
-        for name, node in part._content.items() if isinstance(part._content, dict) else ():
-            if isinstance(node, DictConfig):
-                parts.append(node)
-            elif str(name).endswith("num_workers") or (
-                str(name).endswith("batch_size") and node == batch_size
-            ):
+        is_dict = isinstance(part._content, dict)
+        for name, node in part._content.items() if is_dict else enumerate(part._content or ()):
+            is_workers = str(name).endswith("workers")
+            if isinstance(node, Container):
+                parts += [] if node._is_none() or node._is_missing() else [node]
+                unknown |= {str(name)} if is_workers else set()
+            elif is_workers or (str(name).endswith("batch_size") and node == batch_size):
                 part._content[name] = NotedValue(node._value(), key=name, parent=part)
     NotedValue.names.clear()
+    NotedValue.names.update(unknown)
     return lambda ending: any(name.endswith(ending) for name in NotedValue.names)

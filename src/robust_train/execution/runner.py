@@ -148,7 +148,7 @@ def _failure_of(error: BaseException, run: Run) -> Failure:
     if isinstance(error, (ConfigError, UserError)):
         return Failure(FailureKind.BUG, str(error), Evidence(clue=Clue.USER_ERROR))
     failure = classify_failure(error)
-    if failure.kind is FailureKind.HOST_OOM and not run.has_read("num_workers"):
+    if failure.kind is FailureKind.HOST_OOM and not run.has_read("workers"):
         failure = replace(failure, evidence=replace(failure.evidence, no_workers=True))
     return failure
 
@@ -202,20 +202,20 @@ def stop_trainer(run: Run) -> Callable[[], None]:
 
 
 @contextlib.contextmanager
-def stop_on_signals(stop: Callable[[], None]) -> Iterator[None]:
+def stop_on_signals(stop: Callable[[], None], *, is_script: bool = False) -> Iterator[None]:
     """Have signals call ``stop``, in a process that was forked for the attempt.
 
-    Processes that the trainer forks take the signals' default actions, or their parent could not
+    Processes that the trainer starts take the signals' default actions, or their parent could not
     end them. Data-loader workers put off a signal that is not their parent's, perhaps one to every
-    process of the job: the trainer needs them to reach the end of its step and save.
+    process of the job: the trainer needs them to reach the end of its step and save. Under submitit
+    SIGTERM comes with every preemption: it changes nothing, unless a script has received it, too.
     """
     me = os.getpid()
-    if UNDER_SUBMITIT in os.environ:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     watched = [s for s in STOP_SIGNALS if signal.getsignal(s) != signal.SIG_IGN]
+    no_stop = [signal.SIGTERM] if UNDER_SUBMITIT in os.environ and not is_script else []
 
     def on_signal(signum: int, frame: FrameType | None) -> None:
-        if os.getpid() == me:
+        if os.getpid() == me and signum not in no_stop:
             stop()
 
     def in_fork() -> None:
@@ -228,21 +228,25 @@ def stop_on_signals(stop: Callable[[], None]) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_BLOCK, watched)
         with contextlib.suppress(ValueError):
             signal.signal(_WAKES_MAIN_THREAD, lambda *_: None)
-        threading.Thread(target=_end_at_signal, args=(watched,), daemon=True).start()
+        threading.Thread(target=_end_at_signal, args=(watched, no_stop), daemon=True).start()
 
     for signum in watched:
         signal.signal(signum, on_signal)
+        signal.siginterrupt(signum, signum not in no_stop)
     os.register_at_fork(after_in_child=in_fork)
     multiprocessing.util.register_after_fork(stop, in_worker)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     yield
 
 
-def _end_at_signal(watched: Sequence[signal.Signals]) -> None:
-    """End this process at a signal: at once if its parent sent it, else some seconds later."""
+def _end_at_signal(watched: Sequence[signal.Signals], no_stop: Sequence[signal.Signals]) -> None:
+    """End this process at a signal: at once if its parent sent it, else some seconds later, or not
+    at all."""
     while True:  # it may ignore one, and must still be ended by the next
         info = signal.sigwaitinfo(watched)
         if info.si_pid != os.getppid():
+            if info.si_signo in no_stop:
+                continue
             info = signal.sigtimedwait(watched, _WORKER_REPRIEVE_SECONDS) or info
         signal.pthread_sigmask(signal.SIG_UNBLOCK, watched)
         os.kill(os.getpid(), info.si_signo)

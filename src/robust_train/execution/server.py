@@ -17,6 +17,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import NoReturn
 
@@ -199,7 +200,7 @@ def _be_attempt(request: AttemptRequest, send: EventSender, hold: Sequence[int])
                 new_run(request, send),
                 request.trainer.load,
                 send,
-                stopping=stop_on_signals,
+                stopping=partial(stop_on_signals, is_script=request.runs_script),
                 process_ends=True,
             )
             status = int(error is not None)

@@ -32,8 +32,11 @@ ORPHAN_GRACE_SECONDS = 5.0  # Time that an attempt whose launcher is gone has fo
 
 
 def stop_signal(environ: Mapping[str, str]) -> signal.Signals:
-    """Return the signal with which a launcher asks an attempt to stop."""
-    return signal.SIGINT if UNDER_SUBMITIT in environ else signal.SIGTERM
+    """Return the signal with which a launcher asks an attempt to stop, which may ignore SIGINT as
+    whatever a shell's script starts with ``&``."""
+    if UNDER_SUBMITIT not in environ:
+        return signal.SIGTERM
+    return signal.SIGUSR2 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN else signal.SIGINT
 
 
 @contextlib.contextmanager

@@ -56,11 +56,10 @@ class SweepCallback(Callback):
                 session.check_jobs(config)
             if _detaches(config):
                 raise SystemExit(detach.start())
-            session.begin(config)
+            with contextlib.suppress(OSError):  # Hydra fails at the same, with a message
+                session.begin(config)
         except ConfigError as error:
             _refuse(str(error))
-        except OSError:
-            pass  # Hydra fails at the same, with a message
         except Exception:  # Hydra would warn, and run a sweep of which there is no record
             traceback.print_exc()
             raise SystemExit(EXIT_FAILED) from None
