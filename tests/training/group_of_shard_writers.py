@@ -127,14 +127,14 @@ def files_limited_to(size: int) -> Iterator[None]:
 
 
 def without_space(run_dir: Path) -> dict[str, Any]:
-    """The second rank cannot write its shards, then the first one not what only it writes."""
+    """The second rank cannot write its shards, then the first one, nor what only it writes."""
     job, said = Job(run_dir), []
     job.folder.save(job.content(1), 1)
     # its shards are larger than 20 kB, all else of the first rank's is smaller
-    for rank in (1, 0):
-        with files_limited_to(20_000 if dist.get_rank() == rank else resource.RLIM_INFINITY):
+    for rank, most, more in ((1, 20_000, 0), (0, 20_000, 0), (0, 400_000, 200_000)):
+        with files_limited_to(most if dist.get_rank() == rank else resource.RLIM_INFINITY):
             try:
-                job.folder.save(job.content(2), 2)
+                job.folder.save(job.content(2) | {"more": torch.zeros(more)}, 2)
             except CheckpointError as error:
                 said.append(str(error))
     left = names(job.folder)

@@ -59,6 +59,7 @@ def test_all_ranks_learn_that_one_has_no_space_and_can_go_on(seen: dict[str, Any
         assert [line.rpartition("step-00000002")[2] for line in full["said"]] == [
             ", rank 1: File too large",
             ", rank 0: File too large",
+            ", rank 0: File too large",
         ]
         assert full["left"] == ["step-00000001", "step-00000001.manifest.json"]
         assert "step-00000003.manifest.json" in full["then"]

@@ -37,7 +37,7 @@ def write_shards(content: Content, path: Path, group: dist.ProcessGroup) -> Path
         shutil.rmtree(writer.path, ignore_errors=True)
         rank, (error, _) = next(iter(failure.failures.items()))
         if isinstance(error, OSError):
-            why = error.strerror or error
+            why = error.strerror or str(error).rpartition(": ")[2]  # of one about a part
             raise CheckpointError(f"cannot write {path}, rank {rank}: {why}") from None
         if rank != dist.get_rank(group):
             error.heard_of_rank = rank  # type: ignore[attr-defined]
