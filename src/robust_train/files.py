@@ -302,11 +302,12 @@ def as_json(value: object) -> Json:
     return value
 
 
-def plain(value: object, where: str = "", depth: int = 0) -> Json:
+def plain(value: object, where: str = "", within: tuple[int, ...] = ()) -> Json:
     """Return what a trainer gave in JSON's types, for a process without torch; never raises.
 
-    Numbers of any library become Python's, paths strings; containers are walked; the rest becomes
-    text, with a warning that names it by ``where``, as for NaN and infinities, which JSON lacks.
+    Numbers of any library become Python's, paths strings; containers are walked, each once on a
+    way down (``within``); the rest becomes text, with a warning that names it by ``where``, as for
+    NaN and infinities, which JSON lacks.
     """
     if isinstance(value, float) and where and not math.isfinite(value):
         log.warning("%s is %s, which JSON lacks: it is saved as null", where, value)
@@ -316,21 +317,22 @@ def plain(value: object, where: str = "", depth: int = 0) -> Json:
         return value
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     text = f"<{kind}>"
+    is_walked = len(within) < _DEEPEST and id(value) not in within
 
     def inner(key: object, item: object) -> Json:
-        return plain(item, where and f"{where}[{key!r}]", depth + 1)
+        return plain(item, where and f"{where}[{key!r}]", (*within, id(value)))
 
     with contextlib.suppress(Exception):  # of methods that are not ours
         if kind.startswith("omegaconf."):
             value = sys.modules["omegaconf"].OmegaConf.to_container(value, resolve=True)
         if isinstance(value, os.PathLike):
             return os.fsdecode(value)
-        if isinstance(value, Mapping) and depth < _DEEPEST:
+        if isinstance(value, Mapping) and is_walked:
             return {str(key): inner(key, item) for key, item in value.items()}
-        if isinstance(value, (list, tuple, set, frozenset)) and depth < _DEEPEST:
+        if isinstance(value, (list, tuple, set, frozenset)) and is_walked:
             return [inner(number, item) for number, item in enumerate(value)]
         if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
-            return plain(value.item(), where, depth + 1)
+            return plain(value.item(), where, (*within, id(value)))
         text = repr(value)
     if where:
         log.warning("%s is a %s, which is not JSON: it is saved as text", where, kind)

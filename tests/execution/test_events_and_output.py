@@ -65,6 +65,15 @@ def test_what_of_a_result_is_no_json_is_named_by_its_place(caplog):
     ]
 
 
+def test_a_result_that_holds_itself_is_saved_once(caplog):
+    """Its parts refer to it, so each level would hold it twice as often as the one before."""
+    whole = {"name": "whole"}
+    whole["parts"] = [{"of": whole}, {"of": whole}]
+    saved = plain(whole, "the trainer's result")
+    assert [str(part["of"])[:16] for part in saved["parts"]] == ["{'name': 'whole'"] * 2
+    assert len(caplog.records) == 2
+
+
 class Unprintable:
     def __repr__(self) -> str:
         raise RuntimeError("no repr")

@@ -12,6 +12,7 @@ import resource
 import shutil
 import signal
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -126,19 +127,39 @@ def files_limited_to(size: int) -> Iterator[None]:
 
 
 def without_space(run_dir: Path) -> dict[str, Any]:
-    """The second rank cannot write its shards, then the first one not what only it writes."""
+    """The second rank cannot write its shards, then the first one, nor what only it writes."""
     job, said = Job(run_dir), []
     job.folder.save(job.content(1), 1)
     # its shards are larger than 20 kB, all else of the first rank's is smaller
-    for rank in (1, 0):
-        with files_limited_to(20_000 if dist.get_rank() == rank else resource.RLIM_INFINITY):
+    for rank, most, more in ((1, 20_000, 0), (0, 20_000, 0), (0, 400_000, 200_000)):
+        with files_limited_to(most if dist.get_rank() == rank else resource.RLIM_INFINITY):
             try:
-                job.folder.save(job.content(2), 2)
+                job.folder.save(job.content(2) | {"more": torch.zeros(more)}, 2)
             except CheckpointError as error:
                 said.append(str(error))
     left = names(job.folder)
     job.folder.save(job.content(3), 3)
     return {"said": said, "left": left, "then": names(job.folder)}
+
+
+def out_of_memory(run_dir: Path) -> dict[str, Any]:
+    """The second rank runs out of memory while it writes its shards."""
+    job, save = Job(run_dir), torch.save
+
+    def no_room(*args: Any) -> None:
+        raise MemoryError("no room for a shard")
+
+    if dist.get_rank() == 1:
+        torch.save = no_room
+    try:
+        job.folder.save(job.content(1), 1)
+    except MemoryError as error:
+        text = "".join(traceback.format_exception(error))
+        rank = getattr(error, "heard_of_rank", None)
+        return {"stack": "in no_room" in text, "rank": rank, "left": names(job.folder)}
+    finally:
+        torch.save = save
+    return {}
 
 
 def _flip(file: Path, at: float) -> None:
@@ -251,7 +272,8 @@ def killed(run_dir: Path) -> dict[str, Any]:
 def be_rank(rank: int, folder: Path) -> dict[str, Any]:
     store = dist.FileStore(str(folder / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    parts = (in_the_background, of_one_step, without_space, damaged, on_other_disks, from_a_file)
+    parts = (in_the_background, of_one_step, without_space, out_of_memory, damaged)
+    parts += (on_other_disks, from_a_file)
     seen = {part.__name__: part(folder / part.__name__) for part in parts}
     dist.destroy_process_group()
     return seen

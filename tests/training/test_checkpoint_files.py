@@ -1,7 +1,11 @@
 from __future__ import annotations
 
+import errno
 import logging
+import pickle
+import shutil
 import subprocess
+import traceback
 from pathlib import Path
 
 import pytest
@@ -9,10 +13,12 @@ import torch
 
 import preloaded
 from robust_train.run import Run
+from robust_train.runfolder import checkpoints, identity
 from robust_train.runfolder.checkpoints import (
     CheckpointError,
     CheckpointFolder,
     read_newest,
+    together,
     write_atomically,
 )
 from robust_train.runfolder.manifests import newest_checkpoint, of_job
@@ -207,3 +213,68 @@ def test_a_later_checkpoint_than_the_one_asked_for_is_never_used(tmp_path):
     paths = [folder.save({"step": step}, step) for step in (10, 20)]
     paths[0].write_bytes(b"")
     assert read_newest(paths[0]) is None
+
+
+def test_a_size_that_cannot_be_read_now_is_waited_for(tmp_path, monkeypatch):
+    path = folder_of(tmp_path).save({"step": 30}, 30)
+    size_of, calls = checkpoints.size_of, []
+
+    def stale_at_first(path):
+        calls.append(path)
+        if len(calls) == 1:
+            raise OSError(errno.ESTALE, "Stale file handle", str(path))
+        return size_of(path)
+
+    monkeypatch.setattr(checkpoints, "size_of", stale_at_first)
+    monkeypatch.setattr(identity, "PAUSES_SECONDS", (0.01,))
+    assert read_newest(path) == (path, {"step": 30})
+
+
+def test_a_node_reads_where_it_sees_the_run_folder(tmp_path):
+    """The first rank's node has mounted the disk elsewhere."""
+    path = folder_of(tmp_path / "here").save({"step": 30}, 30)
+    first = tmp_path / "there" / "checkpoints" / path.name
+    shutil.copytree(path.parent, first.parent)
+    said = []
+    assert read_newest(first, gather=lambda value: said.append(value) or [value])
+    shutil.rmtree(tmp_path / "there")
+    answers = iter(said)
+
+    def with_the_first(value):
+        return [next(answers), value]
+
+    assert read_newest(path, gather=with_the_first) == (path, {"step": 30})
+
+
+def test_leftovers_that_cannot_be_removed_stop_no_training(tmp_path):
+    folder = folder_of(tmp_path)
+    path = folder.save({"step": 30}, 30)
+    (tmp_path / "away").mkdir()
+    (folder.path / ".step-00000040.tmp").symlink_to(tmp_path / "away")
+    folder.remove_leftovers()
+    assert path.exists()
+
+
+def sent(value):
+    """What two ranks that do the same receive of each other."""
+    return [pickle.loads(pickle.dumps(value)) for _ in range(2)]
+
+
+def test_a_failure_that_ranks_share_keeps_its_stack(tmp_path):
+    def read_the_missing():
+        (tmp_path / "missing").open()
+
+    with pytest.raises(FileNotFoundError) as raised:
+        together(read_the_missing, sent)
+    assert "in read_the_missing" in "".join(traceback.format_exception(raised.value))
+
+
+def test_a_bug_is_raised_as_it_is(tmp_path):
+    class Odd(Exception):
+        """Cannot be sent."""
+
+    def fail():
+        raise Odd
+
+    with pytest.raises(Odd):
+        together(fail, sent)

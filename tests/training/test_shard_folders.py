@@ -59,9 +59,16 @@ def test_all_ranks_learn_that_one_has_no_space_and_can_go_on(seen: dict[str, Any
         assert [line.rpartition("step-00000002")[2] for line in full["said"]] == [
             ", rank 1: File too large",
             ", rank 0: File too large",
+            ", rank 0: File too large",
         ]
         assert full["left"] == ["step-00000001", "step-00000001.manifest.json"]
         assert "step-00000003.manifest.json" in full["then"]
+
+
+def test_a_rank_without_memory_to_write_is_known_to_all(seen: dict[str, Any]):
+    first, second = (rank["out_of_memory"] for rank in seen["ranks"])
+    assert first == {"stack": True, "rank": 1, "left": []}
+    assert second == {"stack": True, "rank": None, "left": []}
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,9 @@ class CheckpointFolder:
     def remove_leftovers(self) -> None:
         """Remove what attempts have left that were killed while they wrote."""
         for leftover in self.path.glob(".*.tmp"):
-            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink(missing_ok=True)
+            shutil.rmtree(leftover, ignore_errors=True)
+            with contextlib.suppress(OSError):  # a folder that is gone, or is in nobody's way
+                leftover.unlink()
 
     def _write(self, content: Content, step: int) -> Path:
         path = self.path / f"step-{step:08d}"
@@ -164,16 +166,18 @@ def system_errors() -> Iterator[None]:
 
 
 def together(act: Callable[[], Any], gather: Callable[[Any], list[Any]]) -> Any:
-    """Return what ``act`` does; all ranks raise what it raises on the first that fails."""
+    """Return what ``act`` does; all ranks raise what disk or memory fails with on the first."""
     result, error = None, None
     try:
         result = act()
-    except Exception as raised:
+    except (OSError, MemoryError, RuntimeError, _Unusable) as raised:  # not all can be sent
         error = raised
     for rank, found in enumerate(gather(error)):
         if found is not None:
             if error is None:
                 found.heard_of_rank = rank
+            elif found is not error:
+                found.__cause__ = error  # with its stack
             raise found
     return result
 
@@ -215,10 +219,12 @@ def read_newest(
         and (wanted is None or (one.job == wanted.job and one.order < wanted.order))
     ]
     older.sort(key=lambda one: one.order, reverse=True)
-    if len({*gather(path.exists() and size_of(path))}) > 1:
+    size = wait_until_readable(lambda: path.exists() and size_of(path))
+    if len({*gather(size)}) > 1:
         why = "the ranks find different checkpoints; it has to be one folder that all nodes see"
         raise ConfigError(f"{path.parent}: {why}")
-    for candidate in gather([path, *(one.path for one in older)])[0]:
+    for name in gather([path.name, *(one.path.name for one in older)])[0]:
+        candidate = path.parent / name  # which may be another one on another node
         try:
             read = partial(_read, candidate, required, share)
             return candidate, wait_until_readable(partial(together, read, gather))

@@ -37,8 +37,11 @@ def write_shards(group: dist.ProcessGroup, content: Content, path: Path) -> Path
         shutil.rmtree(writer.path, ignore_errors=True)
         rank, (error, _) = next(iter(failure.failures.items()))
         if isinstance(error, OSError):
-            error = CheckpointError(f"cannot write {path}, rank {rank}: {error.strerror or error}")
-        raise error from None
+            why = error.strerror or str(error).rpartition(": ")[2]  # of one about a part
+            raise CheckpointError(f"cannot write {path}, rank {rank}: {why}") from None
+        if rank != dist.get_rank(group):
+            error.heard_of_rank = rank  # type: ignore[attr-defined]
+        raise error from failure  # which has the stack
     return writer.final
 
 
