@@ -170,10 +170,9 @@ class Job:
         """Find the unfinished job on the disk, or begin a new one."""
         resume, most = self.settings.resume, self.settings.max_launches
         self.beginning = begin_job(self.run_dir, resume=resume, max_launches=most)
-        self.checkpoint = self.beginning.checkpoint
-        trainer, job = settings.name_of(self.trainer), self.beginning.job
+        self.checkpoint, job = self.beginning.checkpoint, self.beginning.job
         about = settings.about_job(self.cfg, self.wanted.job_name)
-        started = JobStarted(str(self.run_dir), trainer, job, about)
+        started = JobStarted(str(self.run_dir), settings.name_of(self.trainer), job, about)
         self.journal.write(started)
         self.folder.on_event(started)
         batch = settings.batch_settings(self.cfg, self.trainer)

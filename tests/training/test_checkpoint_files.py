@@ -255,6 +255,19 @@ def test_leftovers_that_cannot_be_removed_stop_no_training(tmp_path):
     assert path.exists()
 
 
+def test_a_folder_without_a_manifest_is_a_leftover(tmp_path):
+    folder = folder_of(tmp_path)
+    path = folder.save({"step": 30}, 30)
+    for name in ("step-00000040", "step-00000050"):
+        (folder.path / name).mkdir()
+        (folder.path / name / "values.pt").write_bytes(b"")
+    (folder.path / "step-00000050.manifest.json").write_text("torn")
+    folder.remove_leftovers()
+    left = {one.name for one in folder.path.iterdir() if one.is_dir()}
+    assert left == {"step-00000050"}, "its manifest can be mended by hand"
+    assert path.exists()
+
+
 def sent(value):
     """What two ranks that do the same receive of each other."""
     return [pickle.loads(pickle.dumps(value)) for _ in range(2)]

@@ -24,7 +24,7 @@ from robust_train.memory.host import read_host_memory
 from robust_train.readable import first_line
 from robust_train.run import Run
 from robust_train.runfolder.identity import wait_until_readable
-from robust_train.runfolder.manifests import read_manifests, size_of
+from robust_train.runfolder.manifests import SUFFIX, read_manifests, size_of
 
 log = logging.getLogger("robust_train")
 
@@ -86,6 +86,9 @@ class CheckpointFolder:
             shutil.rmtree(leftover, ignore_errors=True)
             with contextlib.suppress(OSError):  # a folder that is gone, or is in nobody's way
                 leftover.unlink()
+        for values in self.path.glob(f"step-*/{VALUES}"):  # nobody knows of it
+            if not values.parent.with_name(values.parent.name + SUFFIX).exists():
+                shutil.rmtree(values.parent, ignore_errors=True)
 
     def _write(self, content: Content, step: int) -> Path:
         path = self.path / f"step-{step:08d}"

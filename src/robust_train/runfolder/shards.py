@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from robust_train.files import sync
 from robust_train.runfolder import checkpoints
 from robust_train.runfolder.checkpoints import CheckpointError, Content, write_atomically
 
@@ -48,14 +49,18 @@ def write_shards(group: dist.ProcessGroup, content: Content, path: Path) -> Path
 class _FolderWriter(FileSystemWriter):
     def __init__(self, path: Path, values: Content) -> None:
         # copies ahead begin in the current stream, so in a thread on the first GPU
-        super().__init__(path.with_name(f".{path.name}.tmp"), per_thread_copy_ahead=0)
+        temporary = path.with_name(f".{path.name}.tmp")
+        super().__init__(temporary, per_thread_copy_ahead=0, sync_files=False)
         self.final = path
         self._values = values
 
     def write_data(self, plan: Any, planner: Any) -> Any:
         """Write this rank's shards."""
         with checkpoints.system_errors():
-            return super().write_data(plan, planner)
+            written = super().write_data(plan, planner)
+        for name in {result.storage_data.relative_path for result in written.wait()}:
+            sync(Path(self.path, name))  # not every disk can; torch would fail there
+        return written
 
     def finish(self, metadata: Any, results: Any) -> None:
         """Complete the folder, on the first rank, once all have written."""
