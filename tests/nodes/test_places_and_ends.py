@@ -97,7 +97,7 @@ def test_a_job_of_one_node_asks_for_no_number():
     assert node_in({"SLURM_NODEID": "3"}, 8) == 3
 
 
-def end(node: int, kind: FailureKind | None, rank: int = 0, **more: object) -> Ended:
+def end(node: int, kind: FailureKind | None, rank: int | None = 0, **more: object) -> Ended:
     evidence = Evidence(clue=more.pop("clue", None), library=more.pop("library", None))
     failure = None if kind is None else Failure(kind, "…", evidence, rank=rank)
     return Ended(1, failure, node=node, **more)
@@ -113,7 +113,7 @@ OOM, COMM, STOP = FailureKind.DEVICE_OOM, FailureKind.COMM, FailureKind.INTERRUP
         pytest.param([end(0, COMM), end(1, OOM, 2)], 1, id="a lost connection follows"),
         pytest.param([end(0, OOM, 2), end(1, OOM, 2)], 1, id="node 0 has heard of it"),
         pytest.param(
-            [end(0, STOP, clue=Clue.KILLED, was_ended=True), end(1, FailureKind.BUG, 3)],
+            [end(0, STOP, None, clue=Clue.KILLED, was_ended=True), end(1, FailureKind.BUG, 3)],
             1,
             id="node 0 was ended for it",
         ),
@@ -121,6 +121,11 @@ OOM, COMM, STOP = FailureKind.DEVICE_OOM, FailureKind.COMM, FailureKind.INTERRUP
             [end(0, FailureKind.BUG), end(1, STOP, 2, clue=Clue.KILLED)],
             1,
             id="who was killed reports nothing, so that comes first",
+        ),
+        pytest.param(
+            [end(0, COMM), end(1, STOP, 2, clue=Clue.KILLED, was_ended=True)],
+            1,
+            id="a rank of node 1 was killed before the end of node 0 was heard of",
         ),
         pytest.param([end(0, STOP), end(1, STOP, 2)], 0, id="both were asked to stop"),
         pytest.param([end(0, None), end(1, FailureKind.BUG, 2)], 1, id="after node 0's end"),

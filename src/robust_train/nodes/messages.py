@@ -98,7 +98,8 @@ def root_of(ends: tuple[Ended, ...], ranks: int) -> Ended | None:
     def order(end: Ended) -> int:
         assert end.failure is not None
         if end.was_killed:
-            return 4 if end.was_ended else 0
+            # what is ended for others is the whole attempt, not one of its ranks
+            return 4 if end.was_ended and end.failure.rank is None else 0
         if end.failure.kind in (FailureKind.COMM, FailureKind.INTERRUPTED):
             return 3
         is_own = end.failure.rank is None or end.failure.rank // ranks == end.node
