@@ -24,6 +24,7 @@ from robust_train.memory.host import (
 )
 from robust_train.memory.stats import fragmentation
 from simulated_nvml import MIB, Gpu, Machine
+from world import TESTS
 
 MachineWith = Callable[..., Machine]
 
@@ -107,8 +108,9 @@ def test_where_nvml_lists_no_process_the_whole_gpu_bounds_what_a_context_takes(
     machine = machine_with(
         Gpu(uuid="GPU-0000", total_mib=4000, free_mib=3000 - 64, reserved_mib=500)
     )
-    code = """
-    import json, torch
+    code = f"""
+    import json, sys, torch
+    sys.path.append({str(TESTS)!r})
     from cuda_on_the_cpu import cuda_on_the_cpu
     from robust_train.memory.in_use import memory_in_use
     with cuda_on_the_cpu():
