@@ -6,7 +6,6 @@ The same class serves all kinds of attempts; they differ only in where reports g
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -150,7 +149,7 @@ class Run:
         self._steps_before = 0
         self._next_progress = 0.0
         self._unsent: tuple[int, int | None, Mapping[str, float]] | None = None
-        self._stop = threading.Event()
+        self._stop_requested = False  # no Event: a signal's handler may interrupt itself
         self._report = report or (lambda event: None)
         self.speed = SpeedMeter(rank, world_size, self._samples, self.report)
         self._restart_requested = False
@@ -177,7 +176,7 @@ class Run:
         self.is_cooperative = True
         if self._requests:
             self._at_boundary("stop_requested")
-        stops, restarts = self._stop.is_set(), self._restart_requested
+        stops, restarts = self._stop_requested, self._restart_requested
         if self._flags is not None:
             stops = bool(self._flags.look(STOP, self.rank))
             restarts = bool(self._flags.look(RESTART, self.rank))
@@ -187,7 +186,7 @@ class Run:
 
     def request_stop(self) -> None:
         """Ask the trainer to stop at its next step boundary."""
-        self._stop.set()
+        self._stop_requested = True
         if self._flags is not None:
             self._flags.raise_flag(STOP)
 
@@ -200,7 +199,7 @@ class Run:
     @property
     def stops_to_restart(self) -> bool:
         """Whether it ends for another attempt to go on, and is not stopped for good."""
-        return self.was_told_to_restart and not self._stop.is_set()
+        return self.was_told_to_restart and not self._stop_requested
 
     @property
     def checkpoint_due(self) -> bool:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -235,3 +237,36 @@ def test_one_request_for_the_launcher_and_one_of_another_rank_are_left_alone(
     first.ask("figures")
     assert first.reply()["answer"]["attempt_pid"] == os.getpid()
     assert path.exists()
+
+
+def test_a_signal_that_interrupts_the_handler_of_another_holds_nothing_up(tmp_path: Path):
+    """As a SIGTERM of the launcher's where the attempt has just received its own."""
+    run, interrupted = Run(run_dir=tmp_path), threading.Event()
+
+    def second(frame: FrameType, event: str, argument: object):
+        sys.settrace(None)
+        interrupted.set()
+        run.request_stop()
+
+    def at_each_place(place: int) -> None:
+        calls = iter(range(place))
+
+        def first(frame: FrameType, event: str, argument: object):
+            if next(calls, None) is None:
+                second(frame, event, argument)
+                return None
+            return first
+
+        sys.settrace(first)
+        try:
+            run.request_stop()
+        finally:
+            sys.settrace(None)
+
+    for place in range(20):
+        thread = threading.Thread(target=at_each_place, args=(place,), daemon=True)
+        thread.start()
+        thread.join(20)
+        assert not thread.is_alive(), f"stands still after {place} lines"
+    assert interrupted.is_set()
+    assert run.stop_requested
