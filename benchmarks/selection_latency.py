@@ -43,13 +43,11 @@ def bare() -> str:
 def selection() -> str:
     """UUID of the GPU that ``find_best_device`` and the launcher take."""
     from robust_train.gpu.inventory import read_inventory
-    from robust_train.gpu.select import select
+    from robust_train.gpu.select import rank
     from robust_train.gpu.visible import visible_gpus
 
     inventory = read_inventory(processes=False)
-    chosen = select(visible_gpus(inventory, os.environ).gpus, MIN_BYTES)
-    assert chosen is not None
-    return chosen.uuid
+    return rank(visible_gpus(inventory, os.environ).gpus, MIN_BYTES)[0].uuid
 
 
 def measure(rounds: int) -> None:
