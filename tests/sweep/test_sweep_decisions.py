@@ -12,7 +12,7 @@ import psutil
 import pytest
 from omegaconf import OmegaConf
 
-from robust_train.execution.signals import FORWARDED, FORWARDED_AS, SignalWatch
+from robust_train.execution.signals import SignalWatch, forwarded
 from robust_train.files import set_aside
 from robust_train.settings import sweep_settings
 from robust_train.sweep import callback
@@ -101,11 +101,10 @@ def test_a_driver_that_hangs_does_not_hold_a_sweep_up(
 def test_a_signal_that_a_sweep_forwards_counts_once_for_a_job_that_received_it_too(
     first_forwarded: bool,
 ):
-    forwarded = next(number for number, own in FORWARDED.items() if own == signal.SIGTERM)
     received: list[int] = []
     signals = SignalWatch()
     with signals, signals.handed_to(received.append):
-        for signum in sorted((signal.SIGTERM, forwarded), reverse=first_forwarded):
+        for signum in sorted((signal.SIGTERM, forwarded(signal.SIGTERM)), reverse=first_forwarded):
             os.kill(os.getpid(), signum)
         assert received == [signal.SIGTERM]
         os.kill(os.getpid(), signal.SIGTERM)
@@ -117,7 +116,7 @@ def test_a_signal_that_another_node_delivers_counts_once_for_a_node_that_receive
     received: list[int] = []
     signals = SignalWatch()
     with signals, signals.handed_to(received.append):
-        signals.deliver(FORWARDED_AS[signal.SIGUSR2])
+        signals.deliver(forwarded(signal.SIGUSR2))
         os.kill(os.getpid(), signal.SIGUSR2)
         assert received == [signals.received] == [signal.SIGUSR2]
         os.kill(os.getpid(), signal.SIGUSR2)

@@ -102,7 +102,7 @@ class BatchSizes:
             outcome = replace(outcome, batch_search={**found.pop("search"), **found})
             if self._found.batch_size is not None:
                 spec = self._at(spec, self._found.batch_size)
-        elif outcome.failure is not None and outcome.failure.kind not in MEMORY_FAILURES:
+        elif outcome.failure is not None and not outcome.failure.kind.is_memory:
             self._begun.discard(self._key)  # it failed before it came to that
         fitted, too_large = self._facts(spec, outcome)
         pace = pace_of(spec, outcome)

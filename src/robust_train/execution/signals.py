@@ -23,12 +23,17 @@ FORWARDED = {
     )
 }
 """From a sweep to its jobs, or node to node: one that receives the signal itself counts it once."""
-FORWARDED_AS: dict[int, int] = {signum: forwarded for forwarded, signum in FORWARDED.items()}
+_FORWARDED_AS: dict[int, int] = {own: sent for sent, own in FORWARDED.items()}
 
 DUMP_STACKS = signal.SIGRTMAX - 1
 """Has an attempt write what its threads do; trainers and schedulers have uses for SIGUSR1 and 2."""
 
 ORPHAN_GRACE_SECONDS = 5.0  # Time that an attempt whose launcher is gone has for a last checkpoint
+
+
+def forwarded(signum: int) -> int:
+    """Return the signal as it is sent on; the same where it is not forwarded."""
+    return _FORWARDED_AS.get(signum, signum)
 
 
 def stop_signal(environ: Mapping[str, str]) -> signal.Signals:

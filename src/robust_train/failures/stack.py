@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from robust_train.failures.patterns import Match
 from robust_train.readable import shortened
-from robust_train.values import MEMORY_FAILURES, Clue, FailureKind
+from robust_train.values import Clue, FailureKind
 
 _MAIN = ", in <module>"
 _MAKES_OR_MOVES_A_MODEL = re.compile(
@@ -149,7 +149,7 @@ def refined(found: Match | None, text: str, types: tuple[str, ...], stack: str) 
         if timed_out and _IS_IN_NETWORK_CODE.search(stack):
             return Match(FailureKind.COMM, "http", Clue.DOWNLOAD)
         return None
-    if found.kind in MEMORY_FAILURES:
+    if found.kind.is_memory:
         return Match(found.kind, found.library, memory_clue(stack) or found.clue)
     # workers have a context of their own, and hand each batch over by descriptors
     in_worker = _IN_WORKER.search(text) is not None

@@ -11,7 +11,6 @@ from robust_train.errors import UserError
 from robust_train.failures import classify_failure
 from robust_train.run import Run
 from robust_train.runfolder.cadence import SavePlan
-from robust_train.values import MEMORY_FAILURES
 
 
 def effective_batch_size(cfg: DictConfig) -> int:
@@ -57,7 +56,7 @@ class Steps:
 
 def log_out_of_memory(run: Run, error: BaseException) -> None:
     """Log how much memory is in use if ``error`` means that it ran out."""
-    if isinstance(error, Exception) and classify_failure(error).kind in MEMORY_FAILURES:
+    if isinstance(error, Exception) and classify_failure(error).kind.is_memory:
         run.record_memory("out of memory")
 
 

@@ -31,7 +31,7 @@ from robust_train.memory.sampler import Sampler
 from robust_train.memory.snapshots import record_history_after_an_oom, write_out_of_memory
 from robust_train.readable import mib
 from robust_train.run import Run
-from robust_train.values import MEMORY_FAILURES, MIB, Failure
+from robust_train.values import MIB, Failure
 
 log = logging.getLogger("robust_train")
 
@@ -101,7 +101,7 @@ class AttemptMemory:
             # another rank writes what it has run out of itself
             if isinstance(error, Exception) and not hasattr(error, "heard_of_rank"):
                 failure = classify_failure(error)
-                if failure.kind in MEMORY_FAILURES:
+                if failure.kind.is_memory:
                     self._write_oom(failure)
         finally:
             if self._sampler is not None:

@@ -22,7 +22,7 @@ from robust_train.microbatch.sharded import RanOutElsewhere
 from robust_train.microbatch.size import MicroBatchSize
 from robust_train.readable import first_line
 from robust_train.speed.meter import SpeedMeter
-from robust_train.values import MEMORY_FAILURES, Failure, FailureKind
+from robust_train.values import Failure, FailureKind
 
 log = logging.getLogger("robust_train")
 
@@ -240,7 +240,7 @@ class MicroBatches:
             return True
         failure = classify_failure(error, host_memory_ran_out=self._host_ran_out)
         self._host_ran_out |= failure.kind is FailureKind.HOST_OOM
-        if failure.kind not in MEMORY_FAILURES:
+        if not failure.kind.is_memory:
             self._restore(rewinds=micro.is_probe)
             return False
         if micro.is_probe:

@@ -20,7 +20,7 @@ from robust_train.failures.shortage import do_without_onednn
 from robust_train.memory import cleanup
 from robust_train.policy.decide import decide, first_attempt
 from robust_train.policy.sizes import PolicySettings
-from robust_train.values import MEMORY_FAILURES, Attempt, Clue, GiveUp, Outcome
+from robust_train.values import Attempt, Clue, GiveUp, Outcome
 
 log = logging.getLogger("robust_train")
 
@@ -132,7 +132,7 @@ class OOMHandler:
             AttemptsExhausted: memory ran out and there is no smaller batch left to try.
         """
         failure = classify_failure(error)
-        if failure.kind not in MEMORY_FAILURES:
+        if not failure.kind.is_memory:
             return False
         left = cleanup.release_and_check(error, self._start, self._gradients)
         do_without_onednn(failure)

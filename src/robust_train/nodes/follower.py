@@ -24,7 +24,7 @@ from robust_train.execution import TICK_SECONDS, sleep_with_ticks
 from robust_train.execution.library_imports import find_trainer
 from robust_train.execution.process import ProcessExecutor
 from robust_train.execution.request import AttemptRequest, NodeSpan, request_for
-from robust_train.execution.signals import FORWARDED_AS, SignalWatch
+from robust_train.execution.signals import SignalWatch, forwarded
 from robust_train.nodes import messages
 from robust_train.nodes.connection import connect, hello, interface_of, started_with
 from robust_train.nodes.leader import ended_by
@@ -143,7 +143,7 @@ class Follower:
                     self._end_in = message.seconds
                 case messages.Stop():
                     self._knows_of_stop = True
-                    self._signals.deliver(FORWARDED_AS.get(message.signum, message.signum))
+                    self._signals.deliver(forwarded(message.signum))
                 case _:
                     self._end_in = None  # what was to end has ended
                     self._orders.append(message)

@@ -20,7 +20,7 @@ from robust_train.events import Event, MalformedEvent, parse
 from robust_train.execution import TICK_SECONDS
 from robust_train.execution.process import ProcessExecutor
 from robust_train.execution.request import AttemptRequest, NodeSpan
-from robust_train.execution.signals import FORWARDED_AS, SignalWatch
+from robust_train.execution.signals import SignalWatch, forwarded
 from robust_train.nodes import messages
 from robust_train.nodes.connection import (
     HOST_VARIABLE,
@@ -332,7 +332,7 @@ class Leader:
                 follower.ended = replace(message, node=follower.node, host=follower.host)
             case messages.Stop():
                 log.info("%s was asked to stop", follower.name)
-                self._signals.deliver(FORWARDED_AS.get(message.signum, message.signum))
+                self._signals.deliver(forwarded(message.signum))
 
 
 def ended_by(number: int, outcome: Outcome, *, was_ended: bool) -> Ended:

@@ -12,7 +12,7 @@ from robust_train.report.attempts import AttemptStory
 from robust_train.report.series import OOM, DeviceMemory, Mark
 from robust_train.report.times import Span, Use
 from robust_train.speed import speed_advice
-from robust_train.values import MEMORY_FAILURES, Evidence, FailureKind
+from robust_train.values import Evidence, FailureKind
 
 _TIGHT = 0.9
 _FRAGMENTED = 0.1
@@ -92,7 +92,7 @@ def _failures(attempts: Sequence[AttemptStory]) -> Iterator[Advice]:
 
 
 def _finding(attempt: AttemptStory, kind: FailureKind, evidence: Evidence) -> str:
-    if kind not in MEMORY_FAILURES:
+    if not kind.is_memory:
         return f"Attempt {attempt.number} on {attempt.where}: {attempt.message or kind.value}"
     of = "" if evidence.total_bytes is None else f" of {memory(evidence.total_bytes)}"
     figures = [

@@ -95,9 +95,13 @@ class RunFolder:
         where = (str(run_dir), os.getpid(), socket.gethostname(), user_name(os.geteuid()))
         state = RunState(job_id, name, *where, now, now, resume_command=resume_command)
         if (before := read_state(run_dir)) is not None:
-            kept = ("job", "longest_pause", "requested_micro_batch")
-            state = replace(state, **{name: getattr(before, name) for name in kept})
-            state = replace(state, earlier_seconds=round(before.seconds(before.updated), 3))
+            state = replace(
+                state,
+                job=before.job,
+                longest_pause=before.longest_pause,
+                requested_micro_batch=before.requested_micro_batch,
+                earlier_seconds=round(before.seconds(before.updated), 3),
+            )
         self._file = StateFile(run_dir, state)
         self._is_counted = self._was_asked_to_stop = False
         self._next_poll = 0.0

@@ -148,8 +148,9 @@ def after_event(state: RunState, event: Event) -> RunState:
     if isinstance(event, JobStarted):
         # what another job in this folder has taught does not count
         if state.job != event.job:
-            fresh = replace(state, longest_pause=None, requested_micro_batch=None)
-            state = replace(fresh, earlier_seconds=0.0)
+            state = replace(
+                state, longest_pause=None, requested_micro_batch=None, earlier_seconds=0.0
+            )
         return replace(state, job=event.job)
     if isinstance(event, AttemptProcess):
         return replace(state, attempt_pid=event.pid)

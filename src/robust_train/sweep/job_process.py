@@ -18,7 +18,7 @@ from typing import Any
 from robust_train.errors import JobInterrupted
 from robust_train.execution.attempt_output import flush_output
 from robust_train.execution.linux import signal_at_parents_death
-from robust_train.execution.signals import FORWARDED, FORWARDED_AS
+from robust_train.execution.signals import FORWARDED, forwarded
 
 Work = Callable[[], int]  # Runs the job; returns the exit code. The result is in the job's record.
 
@@ -44,7 +44,7 @@ class JobProcess:
         """Send a signal, if the process has not ended; one that it has received counts once."""
         if self.returncode is None:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, FORWARDED_AS.get(signum, signum))
+                os.kill(self.pid, forwarded(signum))
 
     def poll(self) -> int | None:
         """Return the exit code, negative for a signal as in subprocess; None while it runs."""

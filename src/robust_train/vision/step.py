@@ -17,7 +17,6 @@ from robust_train.failures import classify_failure
 from robust_train.microbatch import ranks
 from robust_train.microbatch.batcher import MicroBatcher
 from robust_train.microbatch.micro_batches import MicroBatches
-from robust_train.values import MEMORY_FAILURES
 from robust_train.vision.batches import Batch
 
 log = logging.getLogger("robust_train.vision")
@@ -109,7 +108,7 @@ def _step_or_undo(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler
     try:
         scaler.step(optimizer)
     except Exception as error:
-        if classify_failure(error).kind in MEMORY_FAILURES:
+        if classify_failure(error).kind.is_memory:
             for parameter in set(optimizer.state) - known:
                 del optimizer.state[parameter]
             optimizer.zero_grad(set_to_none=True)

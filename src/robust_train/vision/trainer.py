@@ -27,7 +27,6 @@ from robust_train.microbatch.splitting import share_of
 from robust_train.run import MicroBatchPlan, Run
 from robust_train.runfolder import checkpoints
 from robust_train.runfolder.cadence import SavePlan
-from robust_train.values import MEMORY_FAILURES
 from robust_train.vision import models
 from robust_train.vision.batches import (
     BatchPlan,
@@ -90,7 +89,7 @@ def train(cfg: DictConfig, run: Run) -> dict[str, float | str]:
             finally:
                 training.wait_for_write()
     except Exception as error:
-        if classify_failure(error).kind in MEMORY_FAILURES:
+        if classify_failure(error).kind.is_memory:
             run.record_memory("out of memory")
         raise
     # not after a failure: it would wait for ranks that have gone
@@ -141,9 +140,9 @@ class Training:
     def _prepare(self, module: nn.Module) -> TrainingState:
         """Move the model to the device and create optimizer and number format."""
         cfg, run = self.cfg, self.run
-        sizes = [(p.numel(), p.requires_grad) for p in module.parameters()]
-        counts = sum(size for size, is_trained in sizes if is_trained), sum(n for n, _ in sizes)
-        log.info("model: %s, %d of %d parameters are trained", cfg.model.name, *counts)
+        trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
+        total = sum(p.numel() for p in module.parameters())
+        log.info("model: %s, %d of %d parameters are trained", cfg.model.name, trained, total)
         effective, images = self.plan.effective_batch, self.plan.num_samples
         log.info("Effective batch size: %d", effective)
         if effective > images and run.is_main:
@@ -277,7 +276,7 @@ class Training:
         except Exception as error:
             # of a sharded model all ranks have to save
             can_save = not self.state.is_sharded or getattr(error, "others_know", False)
-            if can_save and classify_failure(error).kind in MEMORY_FAILURES:
+            if can_save and classify_failure(error).kind.is_memory:
                 # the step is undone, so the next attempt repeats nothing before it; a failure to
                 # save must not hide this one
                 with contextlib.suppress(Exception):
