@@ -634,6 +634,23 @@ def test_what_a_leak_ends_at_the_smallest_size_is_started_again_as_long_as_it_ge
     assert isinstance(decide(settings, (*history, same), ()), GiveUp)
 
 
+@pytest.mark.parametrize("name", ["last.pt", "version_{}/last.pt"])
+def test_a_script_that_begins_anew_each_time_is_not_repeated_for_ever(name: str):
+    """It saves as much as one that goes on, and a script need not report steps."""
+    settings = replace(SETTINGS, min_batch_size=64, num_workers=0, allow_cpu_fallback=False)
+    spec = first_attempt(settings, (gpu(0, 20),))
+    history: tuple[Attempt, ...] = ()
+    for number in range(50):
+        saved = {"saves": 3, "checkpoint": name.format(number)}
+        history += (failed(spec, FailureKind.DEVICE_OOM, **saved),)
+        if isinstance(decide(settings, history, ()), GiveUp):
+            break
+    assert 20 <= len(history) < 30
+    # a step that is reported, and saved, counts anew
+    further = failed(spec, FailureKind.DEVICE_OOM, end_step=9, saved_step=8, saves=1)
+    assert after(*history, further, settings=settings).spec == spec
+
+
 # --- gradient checkpointing ---
 
 

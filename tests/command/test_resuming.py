@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import zipfile
+from pathlib import Path
 
 import pytest
 
@@ -88,6 +89,21 @@ def test_a_checkpoint_that_the_script_names_needs_no_pattern(scripts: CommandWor
     assert ended.returncode == 0, ended.output
     assert f"with --from {scripts.folder / 'mine'}" in ended.stdout
     assert next(e for e in ended.journal if e["event"] == "checkpoint")["step"] == 4
+
+
+def test_an_older_checkpoint_is_no_news_while_the_newest_is_written_over(scripts: CommandWorld):
+    """It would count as progress in each attempt, and the job would never end."""
+    (scripts.folder / "ckpt").mkdir()
+    code = (
+        "if [ $ROBUST_TRAIN_ATTEMPT = 1 ]; then echo 0 > ckpt/0.pt; sleep 0.1; echo 5 > ckpt/5.pt; "
+        "else for i in $(seq 40); do echo $i > ckpt/5.pt; sleep 0.05; done; fi; "
+        "echo MemoryError: no more; exit 1"
+    )
+    arguments = ["--batch-size", "64", "--min-batch-size", "32", *RESUME]
+    ended = scripts.run(*arguments, "--", "sh", "-c", code)
+    assert [attempt["batch_size"] for attempt in ended.attempts] == [64, 32], ended.output
+    saved = [event for event in ended.journal if event["event"] == "checkpoint"]
+    assert {Path(event["path"]).name for event in saved if event["attempt"] > 1} == {"5.pt"}
 
 
 def test_through_hydra_as_well(scripts: CommandWorld):

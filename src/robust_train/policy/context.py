@@ -20,6 +20,9 @@ from robust_train.values import (
     gpus_of,
 )
 
+_MOST_PRESUMED = 20
+"""How many attempts in a row may count as progress of which no step is known."""
+
 
 @dataclass(frozen=True)
 class FailureContext:
@@ -120,16 +123,19 @@ class FailureContext:
         """The attempts from the last one whose checkpoints came to a later step than before.
 
         Without steps a second checkpoint counts, and one under a new name: what is written over
-        once may be what the attempt resumed from.
+        once may be what the attempt resumed from. A script that begins anew each time looks the
+        same, so it counts some times in a row only.
         """
-        furthest, begins_at = -1, 0
+        furthest, begins_at, presumed = -1, 0, 0
         names: set[str | None] = {None}
         for number, attempt in enumerate(self.history):
             outcome = attempt.outcome
             step = max(outcome.start_step, outcome.saved_step or 0)
             is_new = outcome.saves > 1 or outcome.checkpoint not in names
-            if step > furthest or (outcome.saved_step is None and is_new):
-                furthest, begins_at = max(step, furthest), number
+            if step > furthest:
+                furthest, begins_at, presumed = step, number, 0
+            elif outcome.saved_step is None and is_new and presumed < _MOST_PRESUMED:
+                begins_at, presumed = number, presumed + 1
             names.add(outcome.checkpoint)
         return self.history[begins_at:]
 

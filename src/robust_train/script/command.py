@@ -117,9 +117,10 @@ class _Attempt:
         self._cwd = cwd
         self._watch = watch
         self._lines = LineReader(self.events)
-        self._known = _with_stamp(run.resume_checkpoint)
+        self._known = _with_stamp(checkpoint)
         self._complained = False
-        self._found(checkpoint)
+        if checkpoint is not None and checkpoint != run.resume_checkpoint:
+            run.checkpoint_saved(checkpoint, run.last_step)
 
     def poll(self, *, at_rest: bool = False) -> None:
         """Pass on what the script has reported and saved."""
@@ -141,8 +142,12 @@ class _Attempt:
                 self.events.unlink()
 
     def _found(self, checkpoint: Path | None) -> None:
-        found = _with_stamp(checkpoint)
-        if checkpoint is not None and self._known != found:
+        _, known = self._known
+        _, stamp = found = _with_stamp(checkpoint)
+        if checkpoint is None or stamp is None or found == self._known:
+            return
+        # while the newest is written over, the newest at rest is an older one
+        if known is None or stamp[0] >= known[0]:
             self._known = found
             self._run.checkpoint_saved(checkpoint, self._run.last_step)
 
