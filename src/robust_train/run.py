@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from robust_train.batch.micro_batch_plan import MicroBatchPlan as MicroBatchPlan
+from robust_train.config.plans import MicroBatchPlan as MicroBatchPlan
 from robust_train.events import (
     CheckpointSaved,
     EpochEnded,

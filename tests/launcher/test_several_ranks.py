@@ -14,7 +14,8 @@ import torch
 from omegaconf import OmegaConf
 
 from forked_ranks import of_forks
-from robust_train.config.schema import complete, validate
+from robust_train.config.batch import settle
+from robust_train.config.schema import complete
 from robust_train.errors import ConfigError
 from robust_train.execution import rank
 from robust_train.execution.request import NodeSpan
@@ -186,7 +187,7 @@ def test_a_group_that_loses_a_gpu_goes_on_with_fewer_at_the_same_effective_batch
 )
 def test_numbers_of_gpus_that_cannot_be_are_refused(keys: dict[str, object], said: str):
     with pytest.raises(ConfigError, match=said):
-        validate(complete(keys))
+        settle(complete(keys))
 
 
 def test_a_library_that_was_imported_before_there_was_a_rank_knows_it():

@@ -158,29 +158,26 @@ def _texts(options: argparse.Namespace, program: Sequence[str]) -> dict[str, Jso
 def _run(overrides: Sequence[str], texts: dict[str, Json], run_dir: Path | None) -> int:
     from omegaconf import OmegaConf
 
+    from robust_train import settings
     from robust_train.cli.jobs import exit_code_of, print_failure
-    from robust_train.config.batch import settle_batch_size
+    from robust_train.config.batch import settle
     from robust_train.config.refusals import REFUSALS, composed, explain
-    from robust_train.config.schema import validate
     from robust_train.errors import JobInterrupted
     from robust_train.launcher import Job
     from robust_train.runfolder import detach
     from robust_train.runfolder.notifier import is_secret
     from robust_train.script.command import CommandSettings
-    from robust_train.settings import hide_urls, run_folder
 
     try:
         cfg = composed(overrides)
         for key, value in texts.items():
             OmegaConf.update(cfg, key, value)
-        checked = cfg.copy()
-        settle_batch_size(checked)
-        validate(checked)
+        settle(cfg.copy())
         CommandSettings.of(cfg)
-        hide_urls(cfg)
-        if cfg.detach and not detach.is_detached:
+        settings.hide_urls(cfg)
+        if settings.detaches(cfg):
             return detach.start()
-        folder = run_folder(run_dir, cfg.job_name)
+        folder = settings.run_folder(run_dir, settings.job_name(cfg, ""))
         _log_into(folder)
         shown = [override for override in overrides if not is_secret(override)]
         _keep_config(folder, OmegaConf.to_yaml(cfg), shown)

@@ -313,10 +313,9 @@ def complete(cfg: Mapping[str, Any] | DictConfig) -> DictConfig:
 
 
 def validate(cfg: DictConfig) -> None:
-    """Check the ranges that types cannot express. Raises ConfigError: with one line naming the key,
-    its value and what is accepted."""
+    """Check the ranges that types cannot express, of a config whose values are resolved. Raises
+    ConfigError: with one line naming the key, its value and what is accepted."""
     _reject_near_misses(cfg)
-    resolve_all(cfg)
     if missing := sorted(OmegaConf.missing_keys(cfg)):
         raise ConfigError(f"{missing[0]}: has no default and must be given: {missing[0]}=…")
     parts = {"training.": TrainingConfig, "memory.": MemoryConfig, "notify.": NotifyConfig}

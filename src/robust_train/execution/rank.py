@@ -14,9 +14,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NoReturn
 
-from omegaconf import DictConfig, open_dict
-
 from robust_train.compat import run_exit_handlers, when_cuda_starts
+from robust_train.config.attempt import rank_config
 from robust_train.events import (
     Event,
     Failed,
@@ -57,7 +56,7 @@ def be_rank(
         _set_up(local, rank, request)
         votes.begin(rank)
         error = run_attempt(
-            replace(request, cfg=_config_of(local, rank, request.cfg)),
+            replace(request, cfg=rank_config(request.cfg, rank, local)),
             new_run(request, _report_of(rank, send), rank=rank, flags=votes),
             request.trainer.load,
             _ending_to(ending),
@@ -108,17 +107,6 @@ def _report_of(rank: int, send: EventSender) -> Callable[[Event], None]:
     return of_another if rank else send
 
 
-def _config_of(local: int, rank: int, cfg: DictConfig) -> DictConfig:
-    cfg = cfg.copy()
-    with open_dict(cfg):
-        if str(cfg.device).startswith("cuda"):
-            cfg.device = f"cuda:{local}"
-        if rank:
-            # one record of memory over time, in one file
-            cfg.memory.sample_interval_ms = 0
-    return cfg
-
-
 def _set_environment(local: int, request: AttemptRequest, port: int) -> None:
     """Set what torch's ``env://`` and other libraries read, as torch's own launcher does."""
     rank, span = request.first_rank + local, request.span
@@ -157,7 +145,7 @@ def _set_up(local: int, rank: int, request: AttemptRequest) -> None:
     with contextlib.suppress(OSError):  # a full disk, perhaps
         faulthandler.register(DUMP_STACKS, file=request.stacks_file.open("a"))
     torch = sys.modules["torch"]
-    if str(request.cfg.device).startswith("cuda"):
+    if request.gpu_uuids:
         # for trainers that say just "cuda"
         when_cuda_starts(torch, lambda: torch.cuda.set_device(local))
     threads = torch.get_num_threads()

@@ -18,6 +18,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from robust_train.config.plans import AUTO
 from robust_train.errors import ConfigError, Interrupted, UserError
 from robust_train.events import (
     CheckpointSaved,
@@ -32,7 +33,6 @@ from robust_train.execution import TICK_SECONDS
 from robust_train.execution.environment import shared_machine_environment
 from robust_train.files import write_json
 from robust_train.run import Run
-from robust_train.runfolder.cadence import AUTO
 from robust_train.runfolder.manifests import is_whole
 from robust_train.script.checkpoint_watch import (
     CheckpointWatch,

@@ -23,10 +23,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
 
+from robust_train.config.plans import MicroBatchPlan, SavePlan
 from robust_train.events import Json
 from robust_train.files import LineFile
-from robust_train.run import MicroBatchPlan, Run
-from robust_train.runfolder.cadence import SavePlan
+from robust_train.run import Run
 from robust_train.script.placeholders import EVENTS_VARIABLE, value_from
 
 ReportLine = Callable[[dict[str, Json]], None]

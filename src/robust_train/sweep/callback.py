@@ -21,7 +21,7 @@ from robust_train.nodes.place import node_in
 from robust_train.readable import named_line
 from robust_train.runfolder import detach
 from robust_train.runfolder.lock import refusal
-from robust_train.settings import hide_urls, sweep_settings
+from robust_train.settings import detaches, early_settings, hide_urls
 from robust_train.sweep import current, session
 from robust_train.sweep.plugins_of_others import restore_mask
 
@@ -35,7 +35,7 @@ class SweepCallback(Callback):
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Check the job before anything is written to its run folder."""
         hide_urls(config)
-        node = node_in(os.environ, sweep_settings(config).num_nodes)
+        node = node_in(os.environ, early_settings(config).num_nodes)
         run_dir = Path(str(config.hydra.run.dir))
         problem = None if node else refusal(run_dir)
         if problem is not None:
@@ -44,7 +44,7 @@ class SweepCallback(Callback):
             session.check_job(config)
         except ConfigError as error:
             _refuse(str(error), node, run_dir)
-        if _detaches(config):
+        if detaches(config):
             raise SystemExit(detach.start())
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
@@ -54,7 +54,7 @@ class SweepCallback(Callback):
         try:
             if not detach.is_detached:
                 session.check_jobs(config)
-            if _detaches(config):
+            if detaches(config):
                 raise SystemExit(detach.start())
             with contextlib.suppress(OSError):  # Hydra fails at the same, with a message
                 session.begin(config)
@@ -69,7 +69,7 @@ class SweepCallback(Callback):
         restore_mask(os.environ)
         if hide_urls(config):  # of a project's file: Hydra has just written its value
             _hide_in(Path(str(config.hydra.runtime.output_dir)) / str(config.hydra.output_subdir))
-        if node := node_in(os.environ, sweep_settings(config).num_nodes):
+        if node := node_in(os.environ, early_settings(config).num_nodes):
             _log_apart(config, node)
         current.enter(config, self._launcher, follows=node > 0)
 
@@ -103,10 +103,6 @@ def _hide_in(folder: Path) -> None:
         cfg = OmegaConf.load(folder / "config.yaml")
         OmegaConf.update(cfg, "notify.urls", None)
         OmegaConf.save(cfg, folder / "config.yaml")
-
-
-def _detaches(config: DictConfig) -> bool:
-    return sweep_settings(config).detach and not detach.is_detached
 
 
 def _refuse(problem: str, node: int = 0, run_dir: Path = Path()) -> NoReturn:

@@ -40,7 +40,7 @@ from robust_train.gpu.bounded import NoAnswer, run_command
 from robust_train.runfolder.requests import Refused, request_sweep_stop, sweep_stop_requested
 from robust_train.runfolder.state import read_state
 from robust_train.runfolder.summary import read_summary
-from robust_train.settings import SweepSettings, sweep_settings
+from robust_train.settings import EarlySettings, early_settings
 from robust_train.sweep import current, job_record, session
 from robust_train.sweep.job_process import JobProcess
 from robust_train.sweep.live_table import LiveRow, LiveTable
@@ -95,7 +95,7 @@ class GpuQueue:
     ) -> None:
         self._context, self._task_function = context, task_function
         self._config, self._n_jobs = config, n_jobs
-        self._settings = sweep_settings(config)
+        self._settings = early_settings(config)
         self._signals = SignalWatch()
         self._pending: deque[_Job] = deque()
         self._running: list[_Job] = []
@@ -330,7 +330,7 @@ def jobs_at_once(
     return max(1, min(wanted, jobs))
 
 
-def count_gpus(wanted: SweepSettings, limit_seconds: float = 30.0) -> int:
+def count_gpus(wanted: EarlySettings, limit_seconds: float = 30.0) -> int:
     """Return the number of GPUs that a sweep's job may take; 0 if the driver hangs."""
     if wanted.auto_device or wanted.device in ("auto", "cuda"):
         return _visible_gpus(limit_seconds)

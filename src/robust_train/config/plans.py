@@ -1,10 +1,12 @@
-"""How an attempt's batch is split inside a step."""
+"""How an attempt splits its batch and when it saves. Imports no library: scripts use it too."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+AUTO = "auto"
 
 
 @dataclass(frozen=True)
@@ -38,3 +40,20 @@ class MicroBatchPlan:
             min_batch_size=cfg.get("min_batch_size") or 1,
             regrow_after_steps=training.get("regrow_after_steps"),
         )
+
+
+@dataclass(frozen=True)
+class SavePlan:
+    """Longest time between two checkpoints (None: as often as saving is cheap), and most optimizer
+    steps between two (None or 0: any number)."""
+
+    every_seconds: float | None = None
+    every_steps: int | None = None
+
+    @classmethod
+    def of(cls, cfg: Mapping[Any, Any]) -> SavePlan:
+        """Read ``training.checkpoint_every_minutes`` and ``training.checkpoint_every_steps``."""
+        training = cfg["training"]
+        minutes = training.get("checkpoint_every_minutes", AUTO)
+        every = None if minutes in (None, "", AUTO) else 60 * float(minutes)
+        return cls(every, int(training.get("checkpoint_every_steps") or 0) or None)
