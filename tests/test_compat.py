@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import _global_optimizer_post_hooks, register_optimizer_step_post_hook
 
 from robust_train import compat
-from robust_train.cli.door import _may_set_mode
+from robust_train.cli.door import may_set_mode
 from robust_train.errors import UserError
 from robust_train.microbatch import ranks
 from robust_train.runfolder.shards import write_shards
@@ -285,7 +285,7 @@ def test_hydra_composes_once_where_the_command_line_alone_says_whether_to_sweep(
     ],
 )
 def test_a_config_of_ones_own_may_say_whether_to_sweep(argument: str, may: bool):
-    assert _may_set_mode([argument]) is may
+    assert may_set_mode([argument]) is may
 
 
 def test_hydras_parser_names_what_it_does_not_know():

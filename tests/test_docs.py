@@ -190,8 +190,8 @@ def test_every_command_parses(page: Path):
                 _compose("config", rest)
             case ["robust-train", "run", *rest] if "--" in rest:
                 split = rest.index("--")
-                options = run_command._parser().parse_args(rest[:split])
-                run_command._overrides(options, rest[split + 1 :])
+                options = run_command.command_parser().parse_args(rest[:split])
+                run_command.overrides_of(options, rest[split + 1 :])
             case ["robust-train", command, *rest]:
                 module = COMMANDS[command].partition(":")[0]
                 source = (ROOT / "src/robust_train/cli" / f"{module}.py").read_text()

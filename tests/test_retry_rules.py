@@ -212,7 +212,7 @@ def test_a_pattern_that_takes_exponential_time_is_passed_over_in_a_line(
 def test_a_search_whose_process_fails_is_passed_over_in_a_line(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    monkeypatch.setattr(bounded_search, "_SEARCH", "raise SystemExit(3)")
+    monkeypatch.setattr(bounded_search, "SEARCH", "raise SystemExit(3)")
     attempt = failed(settings_with(), output="out of nowhere")
     decided(settings_with(RetryRule("stop", message="nowhere")), attempt)
     (line,) = [record.getMessage() for record in caplog.records]

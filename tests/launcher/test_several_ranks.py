@@ -197,7 +197,7 @@ def test_a_library_that_was_imported_before_there_was_a_rank_knows_it():
     )
 
     def rank_of_lightning(number: int) -> int:
-        rank._set_environment(number, request, 29500)
+        rank.set_environment(number, request, 29500)
         return utilities.rank_zero_only.rank
 
     assert utilities.rank_zero_only.rank == 0
@@ -212,7 +212,7 @@ def test_ranks_on_gpus_divide_the_cores_among_them_and_each_has_its_gpu(tmp_path
         monkeypatch.setattr(torch.cuda, "set_device", actions.append)
         cfg = OmegaConf.create({"device": f"cuda:{count - 1}"})
         request = SimpleNamespace(cfg=cfg, ranks=count, stacks_file=tmp_path / "stacks")
-        rank._set_up(count - 1, count - 1, request)
+        rank.set_up(count - 1, count - 1, request)
         actions[0]()
         return torch.get_num_threads(), os.environ["OMP_NUM_THREADS"], actions[1]
 

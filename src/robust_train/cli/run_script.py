@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the script to its end; return the exit code of the job."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     split = arguments.index("--") if "--" in arguments else len(arguments)
-    parser = _parser()
+    parser = command_parser()
     verb = "" if split < len(arguments) else "".join(arguments[:1])
     if near := difflib.get_close_matches(verb, OF_LIVE_RUNS, n=1):
         parser.error(f"{verb}: did you mean {near[0]}? To run a program: -- {verb}")
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"robust-train run {' | '.join(OF_LIVE_RUNS)})"
         )
     try:
-        overrides = _overrides(options, program)
+        overrides = overrides_of(options, program)
         texts = _texts(options, program)
     except ValueError as error:
         parser.error(str(error))
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         at_hand.discard()
 
 
-def _parser() -> Parser:
+def command_parser() -> Parser:
     parser = Parser(
         prog="robust-train run",
         usage="robust-train run [OPTIONS] [KEY=VALUE …] -- PROGRAM [ARGUMENT …]",
@@ -104,7 +104,7 @@ def _parser() -> Parser:
     return parser
 
 
-def _overrides(options: argparse.Namespace, program: Sequence[str]) -> list[str]:
+def overrides_of(options: argparse.Namespace, program: Sequence[str]) -> list[str]:
     """Return the command line as overrides of ``configs/robust.yaml``; ValueError: it is no job."""
     for override in options.overrides:
         if not re.match(r"[+~]{0,2}[\w./@]+=", override):

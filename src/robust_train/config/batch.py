@@ -36,8 +36,8 @@ def settle(cfg: DictConfig) -> bool:
 
 
 def _settle_batch_size(cfg: DictConfig) -> bool:
-    """With ``auto`` the micro-batch begins as each rank's share of the effective batch, without
-    accumulation. A number beside an effective batch gets the accumulation that it needs."""
+    """Begin with each rank's share of the effective batch for ``auto``, without accumulation; give
+    a number beside an effective batch the accumulation that it needs."""
     training = cfg.training
     chosen = training.batch_size
     effective = training.effective_batch_size

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
     from rich.text import Text
 
-_REFRESH_SECONDS = 0.2
+REFRESH_SECONDS = 0.2
 _MOST_ROWS = 10
 _LONGEST_ROW = 1 << 16
 _WIDEST = 8  # colours take room as well
@@ -211,7 +211,7 @@ class LiveArea:
     def _draw(self, finished: Sequence[str] = ()) -> None:
         from rich.text import Text
 
-        self._next_refresh = time.monotonic() + _REFRESH_SECONDS
+        self._next_refresh = time.monotonic() + REFRESH_SECONDS
         if not self._is_in_front():  # the last lines are the shell's now
             self._rows, self._writer.is_muted = [], True
             self._console.print()

@@ -40,7 +40,7 @@ _STATE = (
 def recover_in_steps(trainer: Any, model: Any, run: Run, callback: Any) -> None:
     """Repeat steps and evaluations of ``trainer`` in smaller parts where memory runs out."""
     in_step, logged = InStep(run, "Lightning"), _Logged(trainer)
-    if (reason := _why_not(trainer, model)) is not None:
+    if (reason := why_not(trainer, model)) is not None:
         in_step.say(reason)
         return
     in_parts = _InParts(trainer, in_step, logged, callback)
@@ -222,7 +222,7 @@ def _reduced(meta: Any, found: list[tuple[Tensor, int]]) -> Tensor:
     return (values * sizes).sum() / sizes.sum()
 
 
-def _why_not(trainer: Any, model: Any) -> str | None:
+def why_not(trainer: Any, model: Any) -> str | None:
     """Return what makes it impossible to run a step in parts, if anything."""
     strategy = trainer.strategy  # DeepSpeed's and XLA's derive from DDP's
     if type(strategy) not in (_strategies.SingleDeviceStrategy, _strategies.DDPStrategy):

@@ -33,10 +33,10 @@ def recover_in_steps(trainer: Any, run: Run) -> None:
     if (reason := _why_not(trainer)) is not None:
         in_step.say(reason)
     else:
-        trainer.add_callback(_Steps(trainer, in_step))
+        trainer.add_callback(StepsInParts(trainer, in_step))
 
 
-class _Steps(_TrainerCallback):  # type: ignore[misc]
+class StepsInParts(_TrainerCallback):  # type: ignore[misc]
     """The wrapped methods, and the step in progress."""
 
     def __init__(self, trainer: Any, in_step: InStep) -> None:
@@ -91,7 +91,7 @@ class _Steps(_TrainerCallback):  # type: ignore[misc]
             return share
 
         def count(data: Any) -> float | Tensor:
-            return 1.0 if self._adds_up(model, data, num_items_in_batch) else self._items(data)
+            return 1.0 if self.adds_up(model, data, num_items_in_batch) else self.items(data)
 
         step, repeats = self._step, self._step.repeats
         is_last = self._trainer.accelerator.gradient_state.sync_gradients
@@ -117,7 +117,7 @@ class _Steps(_TrainerCallback):  # type: ignore[misc]
         losses, *tensors = zip(*found, strict=True)
         loss = None
         if losses[0] is not None:
-            items = [float(self._items(part_of(inputs, start, stop))) for start, stop in bounds]
+            items = [float(self.items(part_of(inputs, start, stop))) for start, stop in bounds]
             shares = [
                 _share(one, n / max(sum(items), 1)) for one, n in zip(losses, items, strict=True)
             ]
@@ -127,7 +127,7 @@ class _Steps(_TrainerCallback):  # type: ignore[misc]
             None if parts[0] is None else functools.reduce(concat, parts) for parts in tensors
         )
 
-    def _items(self, data: Any) -> float | Tensor:
+    def items(self, data: Any) -> float | Tensor:
         """Return of how many items the loss over ``data`` is a mean."""
         labels = data.get("shift_labels", data.get("labels"))
         if not isinstance(labels, Tensor) or labels.is_floating_point() or not labels.ndim:
@@ -137,7 +137,7 @@ class _Steps(_TrainerCallback):  # type: ignore[misc]
             labels = labels[..., 1:]
         return labels.ne(_IGNORED).sum()
 
-    def _adds_up(self, model: nn.Module, data: Any, items: Any) -> bool:
+    def adds_up(self, model: nn.Module, data: Any, items: Any) -> bool:
         """Return whether losses are divided by the step's items, so that those of parts add up.
 
         What the Trainer takes for such a loss may ignore the count: two samples show it.

@@ -79,7 +79,7 @@ def current_run() -> ScriptRun:
     """
     path = os.environ.get(EVENTS_VARIABLE)
     reports = path is not None and os.environ.get("RANK", "0") == "0"
-    run = ScriptRun(os.environ, _appending_to(Path(path)) if path and reports else None)
+    run = ScriptRun(os.environ, appending_to(Path(path)) if path and reports else None)
     if reports:
         atexit.register(run.send_last_progress)
         atexit.register(run.speed.send)
@@ -88,7 +88,7 @@ def current_run() -> ScriptRun:
     return run
 
 
-def _appending_to(path: Path) -> ReportLine:
+def appending_to(path: Path) -> ReportLine:
     file = LineFile(path)
 
     def report(event: dict[str, Json]) -> None:

@@ -23,7 +23,7 @@ _RATIO = math.log(1.02)
 _SHORTEST_SECONDS = 1e-6
 _HIGH = 0.95
 _FIRST_REPORT_SECONDS, _REPORT_SECONDS = 1.0, 30.0
-_MOST_UNSETTLED = 200
+MOST_UNSETTLED = 200
 
 
 class Histogram:
@@ -139,7 +139,7 @@ class SpeedMeter:
         self._step: int | None = None
         self._interval: _Interval | None = None
         self._wait_from: Moment | None = None
-        self._unsettled: deque[_Interval] = deque(maxlen=_MOST_UNSETTLED)
+        self._unsettled: deque[_Interval] = deque(maxlen=MOST_UNSETTLED)
         self._steps, self._waits = Histogram(), Histogram()
         self._samples_done: int | None = 0
         self._seconds_with_waits = self._seconds_alone = 0.0
@@ -180,7 +180,7 @@ class SpeedMeter:
         if start and self._interval and (now := self._moment()):
             self._interval.waits = self._interval.waits or deque()
             self._interval.waits.append((start, now))
-            if len(self._interval.waits) > _MOST_UNSETTLED:
+            if len(self._interval.waits) > MOST_UNSETTLED:
                 self._settle()
 
     def batch_begins(self, samples: int) -> None:
