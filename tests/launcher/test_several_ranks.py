@@ -11,7 +11,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 
 from forked_ranks import of_forks
 from robust_train.config.batch import settle
@@ -210,8 +209,8 @@ def test_ranks_on_gpus_divide_the_cores_among_them_and_each_has_its_gpu(tmp_path
         actions = []
         monkeypatch.setattr(rank, "when_cuda_starts", lambda torch, action: actions.append(action))
         monkeypatch.setattr(torch.cuda, "set_device", actions.append)
-        cfg = OmegaConf.create({"device": f"cuda:{count - 1}"})
-        request = SimpleNamespace(cfg=cfg, ranks=count, stacks_file=tmp_path / "stacks")
+        stacks = tmp_path / "stacks"
+        request = SimpleNamespace(gpu_uuids=("GPU-a",), ranks=count, stacks_file=stacks)
         rank.set_up(count - 1, count - 1, request)
         actions[0]()
         return torch.get_num_threads(), os.environ["OMP_NUM_THREADS"], actions[1]

@@ -17,6 +17,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
+from robust_train.compat import typed_nodes
 from robust_train.config.names import folder_name
 from robust_train.errors import ConfigError
 from robust_train.readable import meant
@@ -262,8 +263,8 @@ def open_root(schema: type) -> DictConfig:
     dataclass as Hydra's root would reject a user's own top-level keys."""
     typed = OmegaConf.structured(schema)
     root = OmegaConf.create({})
-    for name in typed:
-        root._set_item_impl(name, typed._get_node(name))
+    for name, node in typed_nodes(typed).items():
+        root[name] = node
     return root
 
 

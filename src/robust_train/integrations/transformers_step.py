@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from robust_train.compat import prepared_inputs, prepares_inputs_itself, shifts_labels
 from robust_train.config.extras import require
 from robust_train.integrations.in_step import InStep
 from robust_train.microbatch.open_step import CannotSplit, OpenStep
@@ -132,8 +133,7 @@ class StepsInParts(_TrainerCallback):  # type: ignore[misc]
         labels = data.get("shift_labels", data.get("labels"))
         if not isinstance(labels, Tensor) or labels.is_floating_point() or not labels.ndim:
             return length_of(data)
-        shifts = getattr(self._trainer, "_loss_shifts_labels", True)
-        if "shift_labels" not in data and shifts and labels.ndim > 1:
+        if "shift_labels" not in data and shifts_labels(self._trainer) and labels.ndim > 1:
             labels = labels[..., 1:]
         return labels.ne(_IGNORED).sum()
 
@@ -149,7 +149,7 @@ class StepsInParts(_TrainerCallback):  # type: ignore[misc]
             model.eval()
             with torch.no_grad(), trainer.compute_loss_context_manager():
                 once, twice = (
-                    trainer.compute_loss(model, trainer._prepare_inputs(few), num_items_in_batch=n)
+                    trainer.compute_loss(model, prepared_inputs(trainer, few), num_items_in_batch=n)
                     for n in (items, items * 2)
                 )
             model.train()
@@ -174,6 +174,6 @@ def _why_not(trainer: Any) -> str | None:
         return f"optim={args.optim.value} updates weights within the backward pass"
     if args.torch_compile and args.torch_compile_mode in ("reduce-overhead", "max-autotune"):
         return f"torch_compile_mode={args.torch_compile_mode} captures CUDA graphs"
-    if type(trainer)._prepare_inputs is not _transformers.Trainer._prepare_inputs:
+    if prepares_inputs_itself(trainer, _transformers.Trainer):
         return f"{type(trainer).__name__}._prepare_inputs makes batches of its own"
     return None

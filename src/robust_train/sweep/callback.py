@@ -14,6 +14,7 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, read_write
 
+from robust_train.compat import returned_or_raised
 from robust_train.errors import EXIT_BAD_CONFIG, EXIT_FAILED, ConfigError
 from robust_train.execution.hydra_state import adopt_hydra
 from robust_train.files import plain
@@ -78,8 +79,7 @@ class SweepCallback(Callback):
         if job_return.status is JobStatus.COMPLETED:
             current.job_ended("completed", 0, objective=plain(job_return.return_value))
         else:
-            # read past the property, which raises what the job raised
-            current.job_ended("failed", 1, reason=named_line(job_return._return_value))
+            current.job_ended("failed", 1, reason=named_line(returned_or_raised(job_return)))
         current.leave()
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:

@@ -33,6 +33,7 @@ from hydra.core.utils import (
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from robust_train.compat import returned_or_raised
 from robust_train.errors import EXIT_BAD_CONFIG
 from robust_train.execution import at_hand
 from robust_train.execution.signals import SignalWatch
@@ -195,7 +196,7 @@ class GpuQueue:
         )
         if result.status is JobStatus.COMPLETED:
             return 0
-        traceback.print_exception(result._return_value)
+        traceback.print_exception(returned_or_raised(result))
         return 1
 
     def _detach(self) -> None:
@@ -278,15 +279,16 @@ class GpuQueue:
         task_config = config.copy()
         with open_dict(task_config):
             del task_config["hydra"]
-        return JobReturn(
+        done = JobReturn(
             overrides=list(config.hydra.overrides.task),
             cfg=task_config,
             hydra_cfg=OmegaConf.masked_copy(config, "hydra"),
             working_dir=os.getcwd(),
             task_name=str(config.hydra.job.name),
             status=JobStatus.COMPLETED,
-            _return_value=value,
         )
+        done.return_value = value
+        return done
 
     def _plan(
         self, job: _Job, status: str, exit_code: int | None = None, reason: str | None = None
