@@ -275,11 +275,8 @@ def about_job(cfg: DictConfig, name: str) -> dict[str, str]:
 
 
 def run_folder(run_dir: str | Path | None, name: str) -> Path:
-    """Make and return the run folder: the one given, Hydra's, or a new one for a job's name.
-
-    Raises:
-        ConfigError: it cannot be made.
-    """
+    """Make and return the run folder: the one given, Hydra's, or a new one for a job's name. Raises
+    ConfigError: it cannot be made."""
     if run_dir is not None:
         path = Path(run_dir)
     elif HydraConfig.initialized():

@@ -75,11 +75,8 @@ def plain_job(cfg: DictConfig) -> Any:
 
 
 def check(cfg: DictConfig) -> None:
-    """Refuse what can be seen without an attempt: a wrong trainer, data that are not there.
-
-    Raises:
-        ConfigError: with one line.
-    """
+    """Refuse what can be seen without an attempt: a wrong trainer, data that are not there. Raises
+    ConfigError: with one line."""
     try:
         target, root = target_of(cfg), data_folder(cfg)
     except (ConfigError, OmegaConfBaseException):  # reported by the job, for any command

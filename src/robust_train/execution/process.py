@@ -45,11 +45,8 @@ _SIGNAL_SECONDS = 0.5
 
 
 class ProcessExecutor:
-    """Runs attempts in processes of their own.
-
-    Raises:
-        ConfigError: the config's own list of libraries is none.
-    """
+    """Runs attempts in processes of their own. Raises ConfigError: the config's own list of
+    libraries is none."""
 
     def __init__(
         self,

@@ -83,11 +83,8 @@ def run_attempt(
     tick: Callable[[], None] = lambda: None,
     process_ends: bool,  # this process ends with the attempt, so memory need not be returned
 ) -> BaseException | None:
-    """Run the trainer and send :class:`Finished` or :class:`Failed`.
-
-    Returns:
-        The exception that ended it (for a caller in the same process), None if it completed.
-    """
+    """Run the trainer and send :class:`Finished` or :class:`Failed`. Returns the exception that
+    ended it (for a caller in the same process), None if it completed."""
     error: BaseException | None = None
     ending: Finished | Failed
     with stopping(stop_trainer(run)):

@@ -38,11 +38,8 @@ class Place:
 
 
 def place_of(cfg: DictConfig, environ: Mapping[str, str]) -> Place | None:
-    """Return which node this is; None for a job on one node.
-
-    Raises:
-        ConfigError: that is not known, numbers do not agree, or such a job cannot span nodes.
-    """
+    """Return which node this is; None for a job on one node. Raises ConfigError: that is not known,
+    numbers do not agree, or such a job cannot span nodes."""
     wanted = early_settings(cfg)
     nodes, name = wanted.num_nodes or 1, next(filter(environ.__contains__, _VARIABLES), "")
     in_sweep = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN

@@ -150,11 +150,8 @@ class Devices:
         )
 
     def take(self, group: Group) -> bool:
-        """Reserve the next attempt's GPUs in place of the last one's.
-
-        Returns:
-            False if another job has one by now, and a new choice has to be made.
-        """
+        """Reserve the next attempt's GPUs in place of the last one's. Returns False if another job
+        has one by now, and a new choice has to be made."""
         return self._queue.take(tuple(gpu.uuid for gpu in group), self._need_bytes)
 
     def on_event(self, event: Event) -> None:
@@ -170,11 +167,8 @@ class Devices:
         self._queue.tick()
 
     def ended(self, group: Group, outcome: Outcome, free_before: FreeBytes) -> FreeBytes:
-        """Record that an attempt's processes are gone; wait for its memory if it failed.
-
-        Returns:
-            Bytes that are free on each of its GPUs after that; empty where it did not fail.
-        """
+        """Record that an attempt's processes are gone; wait for its memory if it failed. Returns
+        bytes that are free on each of its GPUs after that; empty where it did not fail."""
         shown = outcome.memory or {}
         peak = max(shown.get("max_allocated", 0), shown.get("reserved", 0), self._other_ranks_bytes)
         self._other_ranks_bytes = 0
@@ -196,10 +190,7 @@ class Devices:
 
     def wait_for_room(self, room: Room) -> Group | NoGpu:
         """Wait for free memory: on any GPUs in the queue, with the old ticket, or on the job's own.
-
-        Returns:
-            The GPUs that have it, else why the waiting ended.
-        """
+        Returns the GPUs that have it, else why the waiting ended."""
         request = self._request(room.free_bytes, room.gpu_uuids, room.exclude)
         if not room.gpu_uuids:
             return self._wait(request, room.counts)

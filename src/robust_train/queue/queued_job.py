@@ -84,11 +84,8 @@ class QueuedJob:
         return None if self._watch is None else self._watch.fd
 
     def poll(self, read: Callable[[], Visible], may_use: Callable[[GpuInfo], bool]) -> PollResult:
-        """Take GPUs if the scheduler gives this job any, else return why not.
-
-        Raises:
-            QueueProblem: the queue directory cannot be used any more.
-        """
+        """Take GPUs if the scheduler gives this job any, else return why not. Raises QueueProblem:
+        the queue directory cannot be used any more."""
         self.has_changed()  # what happened until now is seen by this poll
         unanswered = None
         lately = time.monotonic() < self._answered_at + _TRUST_SECONDS

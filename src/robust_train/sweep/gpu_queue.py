@@ -108,11 +108,8 @@ class GpuQueue:
     def launch(
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
     ) -> list[JobReturn]:
-        """Run the jobs; return their results in order, NaN for one that did not complete.
-
-        Raises:
-            JobInterrupted: a signal ended the sweep, after every job has ended.
-        """
+        """Run the jobs; return their results in order, NaN for one that did not complete. Raises
+        JobInterrupted: a signal ended the sweep, after every job has ended."""
         setup_globals()
         configure_log(self._config.hydra.hydra_logging, self._config.hydra.verbose)
         Path(str(self._config.hydra.sweep.dir)).mkdir(parents=True, exist_ok=True)

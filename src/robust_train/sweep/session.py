@@ -97,12 +97,9 @@ def check_job(config: DictConfig) -> None:
 
 
 def begin(config: DictConfig) -> None:
-    """Begin a sweep, before its first job: lock its folder and write ``sweep.json``.
-
-    Raises:
-        ConfigError: a live sweep holds the folder, or it would be a job's too; nothing was written.
-        OSError: the sweep folder cannot be made.
-    """
+    """Begin a sweep, before its first job: lock its folder and write ``sweep.json``. Raises
+    ConfigError: a live sweep holds the folder, or it would be a job's too; nothing was written;
+    OSError: the sweep folder cannot be made."""
     finish()  # an earlier sweep of this process that an error has ended
     subdir = OmegaConf.to_container(config.hydra.sweep)["subdir"]  # type: ignore[call-overload,index]
     if os.path.normpath(str(subdir)) == ".":
