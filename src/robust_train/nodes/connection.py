@@ -141,8 +141,8 @@ def connect(run_dir: Path) -> Connection | None:
     return None
 
 
-def tell_refusal(run_dir: Path, node: int, problem: str) -> None:
-    """Tell the leader, if it appears soon, that this node cannot follow."""
+def send_refusal(run_dir: Path, node: int, problem: str) -> None:
+    """Send the leader, if it appears soon, why this node cannot follow."""
     until = time.monotonic() + _TELL_SECONDS
     while (leader := connect(run_dir)) is None and time.monotonic() < until:
         time.sleep(TICK_SECONDS)

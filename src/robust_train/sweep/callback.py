@@ -108,8 +108,8 @@ def _hide_in(folder: Path) -> None:
 def _refuse(problem: str, node: int = 0, run_dir: Path = Path()) -> NoReturn:
     print(problem, file=sys.stderr)
     if node:
-        from robust_train.nodes.connection import tell_refusal
+        from robust_train.nodes.connection import send_refusal
 
-        tell_refusal(run_dir, node, problem)
+        send_refusal(run_dir, node, problem)
     # not an Exception: those of callbacks are turned into warnings
     raise SystemExit(EXIT_BAD_CONFIG)
