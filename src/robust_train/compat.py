@@ -174,7 +174,7 @@ def returned_or_raised(job: Any) -> Any:
     return job._return_value
 
 
-def typed_nodes(config: Any) -> dict[str, Any]:
+def typed_nodes(config: Any) -> dict[str, object]:
     """Return a structured config's own nodes, which keep their types in another config."""
     return {name: config._get_node(name) for name in config}
 

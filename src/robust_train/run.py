@@ -191,7 +191,7 @@ class Run:
             self._flags.raise_flag(STOP)
 
     def request_restart(self) -> None:
-        """Ask it to stop so that another attempt can go on with other settings."""
+        """Ask the trainer to stop so that another attempt goes on with other settings."""
         self._restart_requested = True
         if self._flags is not None:
             self._flags.raise_flag(RESTART)

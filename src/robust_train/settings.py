@@ -245,7 +245,7 @@ def target_of(cfg: DictConfig) -> str:
 
 
 def name_of(trainer: str | Callable[..., Any]) -> str:
-    """Return a trainer's dotted path; of a callable what it calls itself."""
+    """Return a trainer's dotted path; of a callable its module and qualified name."""
     if isinstance(trainer, str):
         return trainer
     module, name = (getattr(trainer, key, "") for key in ("__module__", "__qualname__"))

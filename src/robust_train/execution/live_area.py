@@ -204,7 +204,7 @@ class LiveArea:
             self._draw(finished)
 
     def settle(self, source: object) -> None:
-        """Take what ``source`` has written for finished."""
+        """Treat what ``source`` has written as finished."""
         if (writer := self._writers.pop(source, None)) is not None:
             self._draw(writer.rows)
 

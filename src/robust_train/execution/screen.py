@@ -31,7 +31,7 @@ class Area(Protocol):
         """Take in what ``source`` writes."""
 
     def settle(self, source: object) -> None:
-        """Take what ``source`` has written for finished."""
+        """Treat what ``source`` has written as finished."""
 
 
 class Screen:
@@ -161,7 +161,7 @@ def settle(descriptor: int, source: object) -> None:
 
 
 def show_waiting() -> None:
-    """Write what could not be shown so far, where somebody reads again."""
+    """Write the output held back so far, if it is read again."""
     for screen in _screens.values():
         screen.show()
 

@@ -119,12 +119,12 @@ class AttemptMemory:
             self._check_cache("step", step)
 
     def checkpoint_saved(self) -> None:
-        """Return what copying the weights took, unless training takes it again each time."""
+        """Empty the cache after a save, unless training takes the same memory again each time."""
         if self._settings.clear_after_save:
             self._occasion("save")
 
     def epoch_ended(self) -> None:
-        """Return what validation took and training does not need."""
+        """Empty the cache of what validation took and training does not need."""
         if self._settings.clear_after_epoch:
             self._occasion("epoch")
 

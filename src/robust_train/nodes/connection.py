@@ -69,7 +69,7 @@ class Connection:
             raise
 
     def fileno(self) -> int:
-        """Return the descriptor, which becomes readable when there is something."""
+        """Return the descriptor, which becomes readable when a message arrives."""
         return self._pipe.fileno()
 
     def send(self, message: Message) -> None:
@@ -113,7 +113,7 @@ class Address:
 
     @contextlib.contextmanager
     def shown_in(self, run_dir: Path) -> Iterator[None]:
-        """Have it there within the block, for this user only. Raises ConfigError."""
+        """Keep the address in the run folder for the block, for this user. Raises ConfigError."""
         path = run_dir / LEADER_FILE
         try:
             with replacing(path) as temporary:

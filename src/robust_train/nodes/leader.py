@@ -210,7 +210,7 @@ class Leader:
         self._local.close(keep_server=keep_server)
 
     def poll(self) -> None:
-        """Take in what goes on; raises NoDevice if a node is lost."""
+        """Read what the nodes have sent; raises NoDevice if one is lost."""
         self._local.poll()
         self.check()
 

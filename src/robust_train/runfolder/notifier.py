@@ -179,7 +179,7 @@ class Notifier:
         self._log_failures(over=True)
 
     def hurry(self) -> None:
-        """End what is being delivered."""
+        """End the deliveries under way at once."""
         for delivery in self._deliveries:
             if delivery.is_alive():
                 delivery.problem, delivery.until = "ended by a signal", time.monotonic()

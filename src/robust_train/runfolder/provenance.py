@@ -98,7 +98,7 @@ class Provenance:
         self._thread.start()
 
     def short(self) -> dict[str, Json] | None:
-        """Return what ``summary.json`` has of it; None if it takes too long."""
+        """Return the part for ``summary.json``; None if it takes too long."""
         self._thread.join(_LAST_CHANCE_SECONDS)
         return self._short
 

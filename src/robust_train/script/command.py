@@ -134,7 +134,7 @@ class _Attempt:
             self._found(self._watch.newest(at_rest=at_rest))
 
     def finish(self) -> None:
-        """Do the same when the script has ended."""
+        """Pass on the rest after the script has ended; remove an empty file of messages."""
         self.poll(at_rest=True)
         with contextlib.suppress(OSError):  # the script may have removed it
             if self.events.stat().st_size == 0:

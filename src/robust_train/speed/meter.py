@@ -99,7 +99,7 @@ class _Interval:
     end: Moment = field(init=False)
 
     def waited(self) -> float:
-        """Return the time without data; what a GPU computed meanwhile is none."""
+        """Return the time spent waiting for data, less what a GPU computed meanwhile."""
         self.settle()
         return self.settled_seconds
 
@@ -148,7 +148,7 @@ class SpeedMeter:
         self._is_on = False
 
     def begin(self) -> None:
-        """Begin a step now: what came before it is no part of it."""
+        """Begin a step now; the time before does not count."""
         if self._interval is not None and (now := self._moment()):
             self._interval = _Interval(now)
 
