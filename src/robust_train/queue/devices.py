@@ -43,9 +43,9 @@ class Devices:
 
     def __init__(
         self,
-        settings: DeviceSettings,  # the job's
+        settings: DeviceSettings,
         environ: Mapping[str, str],  # whose CUDA_VISIBLE_DEVICES bounds the choice
-        run_dir: Path,  # the job's run folder
+        run_dir: Path,
         sleep: Sleep,  # how to wait; whatever it raises ends the waiting
         # called with each status of the waiting
         on_wait: Callable[[WaitStatus], None] = lambda status: None,

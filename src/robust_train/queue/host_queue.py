@@ -55,7 +55,7 @@ class HostQueue:
         directory: Path | None,  # the queue directory; None for no reservations at all
         *,
         name: str,  # of the job, for people
-        run_dir: str,  # its run folder
+        run_dir: str,
         jobs_per_device: int,  # maximum number of jobs per GPU that it accepts, including itself
         # reads the GPUs; its argument asks for their processes too
         read: Callable[[bool], Visible],

@@ -44,7 +44,7 @@ _TRUST_SECONDS = 5.0
 class PollResult:
     """Result of one scheduling attempt."""
 
-    gpus: Group = ()  # the job's GPUs, ``free_bytes`` as far as it can count on them; none: wait on
+    gpus: Group = ()  # the job's GPUs, `free_bytes` as far as it can count on them; none: wait on
     position: int = 1  # in the queue, 1 for the first
     obstacles: str = ""  # why it waits, in one sentence
     strangers_only: bool = False  # no other job of ours is in the way

@@ -56,10 +56,10 @@ class JobRecord:
     user: str
     uid: int
     pid: int
-    started: float  # when the launcher's process ``pid`` started, seconds since boot
+    started: float  # when the launcher's process `pid` started, seconds since boot
     name: str
     run_dir: str
-    reserved_bytes: int  # memory that it needs on each of its ``count`` GPUs
+    reserved_bytes: int  # memory that it needs on each of its `count` GPUs
     count: int = 1
     jobs_per_device: int = 1  # maximum number of jobs per GPU that it accepts, including itself
     # UUIDs of the GPUs that it may use; none while its driver does not answer

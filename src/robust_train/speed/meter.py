@@ -99,7 +99,7 @@ class _Interval:
     end: Moment = field(init=False)
 
     def waited(self) -> float:
-        """Return the time spent waiting for data, less what a GPU computed meanwhile."""
+        """Return the time without data; what a GPU computed meanwhile is none."""
         self.settle()
         return self.settled_seconds
 
