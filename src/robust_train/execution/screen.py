@@ -31,7 +31,7 @@ class Area(Protocol):
         """Take in what ``source`` writes."""
 
     def settle(self, source: object) -> None:
-        """Treat what ``source`` has written as finished."""
+        """Take what ``source`` has written for finished."""
 
 
 class Screen:
@@ -161,7 +161,7 @@ def settle(descriptor: int, source: object) -> None:
 
 
 def show_waiting() -> None:
-    """Write the output held back so far, if it is read again."""
+    """Write what could not be shown so far, where somebody reads again."""
     for screen in _screens.values():
         screen.show()
 

@@ -127,7 +127,7 @@ class GpuState:
         self.limit = min(self.limit, job.jobs_per_device)
 
     def is_exclusive(self) -> bool:
-        """Return whether its compute mode lets one process alone use it."""
+        """Return whether the GPU's compute mode allows one process only."""
         return self.gpu.compute_mode.startswith("exclusive") and not self.gpu.mps
 
     def is_unhealthy(self) -> bool:
