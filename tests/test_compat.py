@@ -42,8 +42,10 @@ def names_in(path: Path) -> tuple[set[str], set[tuple[int, str]]]:
         match node:
             case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
                 own.add(name)
-            case ast.AnnAssign(target=ast.Name(id=name)):
+            case ast.Name(id=name, ctx=ast.Store()):
                 own.add(name)
+            case ast.Constant(value=str(name)) if name.startswith("robust_train."):
+                read.add((node.lineno, name.rpartition(".")[2]))
             case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
                 own.add(name)
             case ast.Attribute(value=ast.Name(id="self" | "cls" | "aten" | "ops")):
