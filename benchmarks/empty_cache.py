@@ -20,6 +20,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from robust_train.config.attempt import AttemptSettings
+from robust_train.config.schema import MemoryConfig
 from robust_train.memory.cleanup import return_memory
 from robust_train.memory.steering import AttemptMemory
 from robust_train.run import Run
@@ -49,9 +51,8 @@ def training() -> Callable[[], None]:
 def steered(folder: Path) -> AfterStep:
     """As a run does it."""
     run = Run(run_dir=folder)
-    run.memory_keeper = AttemptMemory(
-        run, {"device": "cuda:0", "memory": {"sample_interval_ms": 0, "fraction": 1.0}}
-    )
+    memory = MemoryConfig(sample_interval_ms=0, fraction=1.0)
+    run.memory_keeper = AttemptMemory(run, AttemptSettings("cuda:0", memory=memory))
     steps = itertools.count(1)
     return lambda number: run.progress(next(steps))
 

@@ -229,12 +229,12 @@ def probe_step() -> Checks:
     limit_to(4 * GIB)
     for kind in ("plain", "checkpoint", "reentrant", "bf16", "fp16 scaler", "compile"):
         try:
-            yield from _step(kind)
+            yield from step_of(kind)
         except Exception as error:
             yield Check(kind, "no error", f"{type(error).__name__}: {error}"[:120], False)
 
 
-def _step(kind: str) -> Checks:
+def step_of(kind: str) -> Checks:
     torch.manual_seed(0)
     net = Net({"checkpoint": False, "reentrant": True}.get(kind)).cuda()
     model = torch.compile(net, dynamic=True) if kind == "compile" else net

@@ -25,7 +25,7 @@ def as_told(cfg, run):
     stop_step = int(os.environ.get("STOP_STEP", 0))
     if stop_step and run.is_main and run.resume_checkpoint is None:
         launcher = int(Path(os.environ["LAUNCHER_FILE"]).read_text())
-        _after_step(run, stop_step, lambda: os.kill(launcher, signal.SIGTERM))
+        after_step(run, stop_step, lambda: os.kill(launcher, signal.SIGTERM))
     return globals()[os.environ["HOW"]](cfg, run)
 
 
@@ -60,8 +60,8 @@ def limited(cfg, run):
         bound = _data_bytes() + int(growth.read_text()) * 7 // 10
         resource.setrlimit(resource.RLIMIT_DATA, (bound, resource.RLIM_INFINITY))
 
-    _after_step(run, int(os.environ["AT_STEP"]), limit)
-    _after_step(run, 2, begin)
+    after_step(run, int(os.environ["AT_STEP"]), limit)
+    after_step(run, 2, begin)
     threading.Thread(target=watch, daemon=True).start()
     try:
         return example(cfg, run)
@@ -76,11 +76,11 @@ def out_of_memory_between_steps(cfg, run):
     import torch
 
     if run.resume_checkpoint is None and run.rank == run.world_size - 1:
-        _after_step(run, int(os.environ["AT_STEP"]), lambda: torch.empty(2**46))
+        after_step(run, int(os.environ["AT_STEP"]), lambda: torch.empty(2**46))
     return example(cfg, run)
 
 
-def _after_step(run, at_step, action):
+def after_step(run, at_step, action):
     """Have ``action`` done once, when a step or a later one is over."""
     progress, done = run.progress, []
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from robust_train.config.batch import settle_batch_size
+from robust_train.config.batch import settle
 from robust_train.config.schema import complete
 from robust_train.errors import ConfigError
 
@@ -25,7 +25,7 @@ from robust_train.errors import ConfigError
 def test_numbers_take_the_place_of_what_was_typed(training, expected):
     training = dict(training)
     cfg = complete({"num_gpus": training.pop("num_gpus", 1), "training": training})
-    is_auto = settle_batch_size(cfg)
+    is_auto = settle(cfg)
     assert (
         is_auto,
         cfg.training.batch_size,
@@ -83,7 +83,7 @@ def test_numbers_take_the_place_of_what_was_typed(training, expected):
 )
 def test_what_cannot_be_meant_is_refused_with_key_and_remedy(cfg, words):
     with pytest.raises(ConfigError) as refused:
-        settle_batch_size(complete(cfg))
+        settle(complete(cfg))
     message = str(refused.value)
     assert len(message.splitlines()) == 1
     for word in words:

@@ -20,8 +20,7 @@ import warm
 from robust_train import current_run
 from robust_train.cli import run_script as run_command
 from robust_train.cli.main import COMMANDS
-from robust_train.config.batch import settle_batch_size
-from robust_train.config.schema import validate
+from robust_train.config.batch import settle
 from world import World
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -177,8 +176,7 @@ def _compose(config: str, words: list[str]) -> None:
             kept.append(one.input_line if first is None else f"{one.key_or_group}={first}")
     with initialize_config_module("robust_train.configs", version_base="1.3"):
         cfg = compose(config, overrides=kept)
-    settle_batch_size(cfg)
-    validate(cfg)
+    settle(cfg)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_name)
@@ -192,8 +190,8 @@ def test_every_command_parses(page: Path):
                 _compose("config", rest)
             case ["robust-train", "run", *rest] if "--" in rest:
                 split = rest.index("--")
-                options = run_command._parser().parse_args(rest[:split])
-                run_command._overrides(options, rest[split + 1 :])
+                options = run_command.command_parser().parse_args(rest[:split])
+                run_command.overrides_of(options, rest[split + 1 :])
             case ["robust-train", command, *rest]:
                 module = COMMANDS[command].partition(":")[0]
                 source = (ROOT / "src/robust_train/cli" / f"{module}.py").read_text()

@@ -111,7 +111,7 @@ def test_a_probe_passes_on_a_stand_in_for_the_gpu(h200, probe):
 )
 def test_a_step_of_each_kind_is_repeated_on_a_stand_in_for_the_gpu(h200, kind):
     gpu_check.limit_to(4 * MIB)
-    checks = list(gpu_check._step(kind))
+    checks = list(gpu_check.step_of(kind))
     assert [check.seen for check in checks[:1]] == ["2"]
     assert [check for check in checks if not check.passed] == []
 

@@ -20,9 +20,8 @@ from robust_train.batch.known import (
     KnownBatches,
     cache_directory,
     memory_key,
-    memory_settings,
 )
-from robust_train.config.batch import settle_batch_size
+from robust_train.config.batch import memory_settings, settle
 from robust_train.config.schema import complete
 from robust_train.events import BatchSizeFound, Event, KnownBatchUsed, MicroBatchChanged
 from robust_train.policy.decide import first_attempt
@@ -41,7 +40,7 @@ class Job:
         self, found: dict[str, int] | None = None, requested: int | None = None, **cfg: object
     ) -> None:
         self.cfg = complete(cfg)
-        is_auto = settle_batch_size(self.cfg)
+        is_auto = settle(self.cfg)
         self.settings = policy_settings(self.cfg, finds_batch_size=is_auto)
         self.said: list[Event] = []
         batch = batch_settings(self.cfg, "my.trainer")

@@ -66,7 +66,7 @@ def test_an_optimizer_s_state_is_named_without_the_numbers_of_its_parameter():
 
 def test_a_module_s_weight_is_named_as_its_user_writes_it(monkeypatch: pytest.MonkeyPatch):
     # a session of thousands of tests, which is met on the way, is larger than a user's program
-    monkeypatch.setattr(holders, "_MOST_PATHS", 2_000_000)
+    monkeypatch.setattr(holders, "MOST_PATHS", 2_000_000)
     model = nn.Sequential(nn.Linear(2, 2))
     assert the_holder(lambda: model[0].weight).startswith("model.0.weight (")
 

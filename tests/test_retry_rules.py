@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from robust_train.config.batch import settle
 from robust_train.config.retry_rules import retry_rules
-from robust_train.config.schema import complete, validate
+from robust_train.config.schema import complete
 from robust_train.errors import ConfigError
 from robust_train.failures import bounded_search
 from robust_train.policy.decide import decide, first_attempt
@@ -183,7 +184,7 @@ def test_a_rule_that_cannot_be_used_is_refused_in_a_line(rule: object, words: li
 def test_a_rule_that_refers_to_a_key_that_is_not_there_is_refused_with_its_key():
     rule = {"message": "${nowhere}", "then": "stop"}
     with pytest.raises(ConfigError, match=r"^retry\.rules: .*nowhere"):
-        validate(complete({"retry": {"rules": [rule]}}))
+        settle(complete({"retry": {"rules": [rule]}}))
 
 
 def test_a_script_has_exit_codes_and_no_exceptions():
@@ -211,7 +212,7 @@ def test_a_pattern_that_takes_exponential_time_is_passed_over_in_a_line(
 def test_a_search_whose_process_fails_is_passed_over_in_a_line(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    monkeypatch.setattr(bounded_search, "_SEARCH", "raise SystemExit(3)")
+    monkeypatch.setattr(bounded_search, "SEARCH", "raise SystemExit(3)")
     attempt = failed(settings_with(), output="out of nowhere")
     decided(settings_with(RetryRule("stop", message="nowhere")), attempt)
     (line,) = [record.getMessage() for record in caplog.records]

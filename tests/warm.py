@@ -409,8 +409,8 @@ def _warm_up() -> None:
         importlib.import_module(name)
     with initialize_config_module("robust_train.configs", version_base="1.3"):
         compose("robust", return_hydra_config=True)
-    for template in html._TEMPLATES.glob("*.j2"):
-        html._environment().get_template(template.name)
+    for template in html.TEMPLATES.glob("*.j2"):
+        html.template_environment().get_template(template.name)
     _import_large(_LARGE_IMPORTS[""])
 
 

@@ -169,6 +169,16 @@ def unknown_to_hydra(arguments: Sequence[str]) -> list[str]:
     return list(get_args_parser().parse_known_args(list(arguments))[1])
 
 
+def returned_or_raised(job: Any) -> Any:
+    """Return what a job of Hydra's returned or raised; its property raises the latter."""
+    return job._return_value
+
+
+def typed_nodes(config: Any) -> dict[str, object]:
+    """Return a structured config's own nodes, which keep their types in another config."""
+    return {name: config._get_node(name) for name in config}
+
+
 def format_of(handler: logging.Handler) -> str | None:
     """Return the format of a handler's lines, None for the default."""
     return getattr(handler.formatter, "_fmt", None)
@@ -241,6 +251,46 @@ def has_own_collectives(module: Any) -> bool:
     used = {type(c).__name__ for g in groups for c in (g._all_gather_comm, g._reduce_scatter_comm)}
     ours = {"NotedAllGather", "NotedReduceScatter"}
     return not used <= {"DefaultAllGather", "DefaultReduceScatter", *ours}
+
+
+def storage_key(tensor: Any) -> int:
+    """Return a number that the tensors of one storage share."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def shifts_labels(trainer: Any) -> bool:
+    """Return whether a transformers ``Trainer`` counts labels from each sample's second on."""
+    return bool(getattr(trainer, "_loss_shifts_labels", True))
+
+
+def prepared_inputs(trainer: Any, data: Any) -> Any:
+    """Return a batch as a transformers ``Trainer`` gives it to its model."""
+    return trainer._prepare_inputs(data)
+
+
+def prepares_inputs_itself(trainer: Any, base: Any) -> bool:
+    """Return whether a subclass of the transformers ``Trainer`` ``base`` makes its own batches."""
+    return type(trainer)._prepare_inputs is not base._prepare_inputs
+
+
+def save_trainer(trainer: Any) -> None:
+    """Have a transformers ``Trainer`` write a checkpoint now."""
+    trainer._save_checkpoint(trainer.model, trial=None)
+
+
+LATEST = "_forward_cache"
+LOGGED = ("value", "cumulated_batch_size", "has_reset", LATEST, "_computed", "_update_count")
+"""What a value that Lightning logs keeps; tensors among it are replaced, never changed in place."""
+
+
+def logged_by(trainer: Any) -> Any:
+    """Return the values that a Lightning ``Trainer`` has logged in this epoch; None if none can."""
+    return trainer._results
+
+
+def accumulates_now(trainer: Any) -> bool:
+    """Return whether a Lightning ``Trainer`` makes no optimizer step after this batch."""
+    return bool(trainer.fit_loop._should_accumulate())
 
 
 def load_shards(folder: Path, index: Path, wanted: dict[str, Any]) -> None:

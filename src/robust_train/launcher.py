@@ -21,8 +21,8 @@ from omegaconf import DictConfig, OmegaConf
 from robust_train import settings
 from robust_train.batch.job_sizes import BatchSizes
 from robust_train.batch.search import BatchSearch
-from robust_train.config.batch import settle_batch_size
-from robust_train.config.schema import complete, validate
+from robust_train.config.batch import settle
+from robust_train.config.schema import complete
 from robust_train.errors import ConfigError, JobInterrupted, NoDevice, NoProgress
 from robust_train.events import CheckpointSaved, Event
 from robust_train.execution import decided_pause, sleep_with_ticks
@@ -113,8 +113,7 @@ class Job:
         explain: Callable[[Summary], object] = lambda summary: None,
     ) -> None:
         self.cfg = cfg = cfg.copy()
-        is_auto = settle_batch_size(cfg)
-        validate(cfg)
+        is_auto = settle(cfg)
         self.trainer = trainer or settings.target_of(cfg)
         self.settings = settings.launcher_settings(cfg)
         found = find_trainer(self.trainer, self.settings.runs_inline)

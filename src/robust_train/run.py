@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from robust_train.batch.micro_batch_plan import MicroBatchPlan as MicroBatchPlan
+from robust_train.config.plans import MicroBatchPlan as MicroBatchPlan
 from robust_train.events import (
     CheckpointSaved,
     EpochEnded,
@@ -191,7 +191,7 @@ class Run:
             self._flags.raise_flag(STOP)
 
     def request_restart(self) -> None:
-        """Ask it to stop so that another attempt can go on with other settings."""
+        """Ask the trainer to stop so that another attempt goes on with other settings."""
         self._restart_requested = True
         if self._flags is not None:
             self._flags.raise_flag(RESTART)

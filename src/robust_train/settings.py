@@ -17,8 +17,8 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from robust_train.batch.known import memory_settings
-from robust_train.config import names
+from robust_train.config import attempt, names
+from robust_train.config.batch import memory_settings
 from robust_train.config.retry_rules import retry_rules
 from robust_train.config.schema import RobustConfig
 from robust_train.errors import ConfigError
@@ -32,7 +32,7 @@ from robust_train.runfolder.command_line import command
 from robust_train.runfolder.detach import is_detached
 from robust_train.runfolder.notifier import EVENTS, URLS_VARIABLE, NotifySettings, is_secret
 from robust_train.script.placeholders import placeholders_in
-from robust_train.values import MIB, AttemptSpec
+from robust_train.values import MIB
 
 log = logging.getLogger("robust_train")
 
@@ -58,12 +58,12 @@ class LauncherSettings:
 
 def launcher_settings(cfg: DictConfig) -> LauncherSettings:
     """Return the part of the config that :class:`robust_train.launcher.Job` needs."""
-    if cfg.detach and not is_detached and sweep_folder() is None:
+    if detaches(cfg) and sweep_folder() is None:
         raise ConfigError(
             "detach=true: only a command goes on in the background, not a call of launch(); start "
             "the program with nohup, or use robust-train run --detach -- PROGRAM"
         )
-    is_script = bool(OmegaConf.select(cfg, "trainer.argv"))
+    is_script = attempt.is_script(cfg)
     names, stalls = cfg.cuda_visible_devices, cfg.stall_timeout_minutes
     return LauncherSettings(
         num_nodes=cfg.num_nodes,
@@ -80,11 +80,8 @@ def launcher_settings(cfg: DictConfig) -> LauncherSettings:
 
 def _has_batch(cfg: DictConfig) -> bool:
     """Return whether the trainer is given a batch size: 1 is also what scripts without one have."""
-    argv = OmegaConf.select(cfg, "trainer.argv")
-    training = cfg.training
-    if argv is None or (training.batch_size, training.gradient_accumulation_steps) != (1, 1):
-        return True
-    return "batch_size" in _placeholders(cfg)
+    is_one = cfg.training.batch_size == cfg.training.gradient_accumulation_steps == 1
+    return not attempt.is_script(cfg) or not is_one or "batch_size" in _placeholders(cfg)
 
 
 def _placeholders(cfg: DictConfig) -> set[str]:
@@ -108,7 +105,7 @@ def policy_settings(
 
     ``can_checkpoint``: the trainer's source reads ``training.gradient_checkpointing``.
     """
-    is_script = bool(OmegaConf.select(cfg, "trainer.argv"))
+    is_script = attempt.is_script(cfg)
     can_checkpoint |= _is_built_in(cfg) or "gradient_checkpointing" in _placeholders(cfg)
     is_free = exported_expandable_segments(os.environ) is None
     expandable_segments = use_expandable_segments(
@@ -218,7 +215,7 @@ def batch_settings(cfg: DictConfig, trainer: str | Callable[..., Any]) -> BatchS
         memory_settings=memory_settings(cfg),
         memory_share=cfg.memory.fraction / cfg.gpu_jobs_per_device,
         reuse_known_batch=cfg.reuse_known_batch,
-        is_script=OmegaConf.select(cfg, "trainer.argv") is not None,
+        is_script=attempt.is_script(cfg),
     )
 
 
@@ -236,21 +233,6 @@ def _is_built_in(cfg: DictConfig) -> bool:
     return isinstance(target, str) and target.startswith("robust_train.vision.")
 
 
-def attempt_config(cfg: DictConfig, spec: AttemptSpec, device: str) -> DictConfig:
-    """Return the job's config as one attempt's trainer sees it, fully resolved."""
-    cfg = cfg.copy()
-    with open_dict(cfg):
-        cfg.device = device
-        cfg.num_gpus = spec.ranks // cfg.num_nodes
-        cfg.training.batch_size = spec.batch_size
-        cfg.training.gradient_accumulation_steps = spec.gradient_accumulation_steps
-        cfg.training.num_workers = spec.num_workers
-        cfg.training.prefetch_factor = spec.prefetch_factor
-        cfg.training.gradient_checkpointing = spec.gradient_checkpointing
-    OmegaConf.resolve(cfg)
-    return cfg
-
-
 def target_of(cfg: DictConfig) -> str:
     """Return the dotted path of the trainer that the config names."""
     target = OmegaConf.select(cfg, "trainer._target_")
@@ -263,11 +245,19 @@ def target_of(cfg: DictConfig) -> str:
 
 
 def name_of(trainer: str | Callable[..., Any]) -> str:
-    """Return a trainer's dotted path; of a callable what it calls itself."""
+    """Return a trainer's dotted path; of a callable its module and qualified name."""
     if isinstance(trainer, str):
         return trainer
     module, name = (getattr(trainer, key, "") for key in ("__module__", "__qualname__"))
     return f"{module}.{name}" if name else f"__main__.{type(trainer).__name__}"
+
+
+def data_folder(cfg: DictConfig) -> str | None:
+    """Return the folder that has to hold the built-in trainer's data already, None if none has."""
+    data = cfg.dataset if _is_built_in(cfg) else {}
+    name, is_no_download = data.get("name"), data.get("download") is False
+    is_local = name == "image_folder" or (is_no_download and name != "digits")
+    return data.get("root") if is_local else None
 
 
 def about_job(cfg: DictConfig, name: str) -> dict[str, str]:
@@ -284,30 +274,9 @@ def about_job(cfg: DictConfig, name: str) -> dict[str, str]:
     return {key: value for key, value in about.items() if value}
 
 
-def hydra_config() -> DictConfig | None:
-    """Return Hydra's own part of the config, None outside of Hydra.
-
-    Without the classes of launcher and sweeper: where Hydra loads plugins anew, as in joblib's
-    workers, there are two of each, and pickle refuses them.
-    """
-    config: Any = HydraConfig.instance().cfg
-    if config is None:
-        return None
-    config = config.copy()
-    with read_write(config.hydra), open_dict(config.hydra):
-        for part in ("launcher", "sweeper"):
-            if OmegaConf.is_config(config.hydra.get(part)):
-                plain = OmegaConf.to_container(config.hydra[part], resolve=False)
-                config.hydra[part] = plain
-    return config  # type: ignore[no-any-return]
-
-
 def run_folder(run_dir: str | Path | None, name: str) -> Path:
-    """Make and return the run folder: the one given, Hydra's, or a new one for a job's name.
-
-    Raises:
-        ConfigError: it cannot be made.
-    """
+    """Make and return the run folder: the one given, Hydra's, or a new one for a job's name. Raises
+    ConfigError: it cannot be made."""
     if run_dir is not None:
         path = Path(run_dir)
     elif HydraConfig.initialized():
@@ -334,24 +303,31 @@ def sweep_folder() -> Path | None:
 
 
 @dataclass(frozen=True)
-class SweepSettings:
-    """The keys that a sweep goes by; a project's config need not have them."""
+class EarlySettings:
+    """The keys that are read before a job's config is checked; a project's may lack them."""
 
     sweep_fail_fast: bool  # the first failure ends it
     sweep_resume: bool  # completed jobs of earlier launches are not run again
     gpu_jobs_per_device: int
     num_gpus: int
     num_nodes: int
+    min_num_gpus: int | None
     auto_device: bool
     device: str
+    isolation: str
     detach: bool
 
 
-def sweep_settings(cfg: DictConfig) -> SweepSettings:
-    """Return the part of the config that a sweep needs."""
-    defaults = ((one.name, getattr(RobustConfig, one.name)) for one in fields(SweepSettings))
+def early_settings(cfg: DictConfig) -> EarlySettings:
+    """Return the part of the config that sweeps and launchers of several nodes need."""
+    defaults = ((one.name, getattr(RobustConfig, one.name)) for one in fields(EarlySettings))
     how = {"throw_on_resolution_failure": False}  # the job refuses such a key
-    return SweepSettings(*(OmegaConf.select(cfg, k, default=value, **how) for k, value in defaults))
+    return EarlySettings(*(OmegaConf.select(cfg, k, default=value, **how) for k, value in defaults))
+
+
+def detaches(cfg: DictConfig) -> bool:
+    """Return whether the command is to go on in the background, and is not there yet."""
+    return early_settings(cfg).detach and not is_detached
 
 
 def take_notify_settings(cfg: DictConfig) -> NotifySettings:

@@ -211,7 +211,7 @@ class Speed:
     rank: int = 0
 
     def without_samples(self) -> Speed:
-        """Return it for a trainer whose batch is not known."""
+        """Return the same speed without samples, for a trainer whose batch is not known."""
         return replace(self, samples_per_second=None)
 
 

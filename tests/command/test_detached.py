@@ -72,17 +72,17 @@ def test_where_a_logout_kills_the_job_gets_a_scope_or_its_user_a_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert detach._past_logout() == ([], ""), "no systemd"
+    assert detach.past_logout() == ([], ""), "no systemd"
     for answer in ("b false", "b true"):
         (tmp_path / "busctl").write_text(f"#!/bin/sh\necho {answer}\n")
         (tmp_path / "busctl").chmod(0o755)
-        assert (detach._past_logout() == ([], "")) is (answer == "b false")
-    prefix, note = detach._past_logout()
+        assert (detach.past_logout() == ([], "")) is (answer == "b false")
+    prefix, note = detach.past_logout()
     assert prefix == []
     assert "systemd-run --user --scope" in note
     (tmp_path / "systemd-run").write_text("#!/bin/sh\nexit 0\n")
     (tmp_path / "systemd-run").chmod(0o755)
-    prefix, note = detach._past_logout()
+    prefix, note = detach.past_logout()
     assert prefix[:3] == ["systemd-run", "--user", "--scope"]
     assert "loginctl enable-linger" in note
 

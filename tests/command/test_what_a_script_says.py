@@ -29,7 +29,7 @@ from robust_train.execution.linux import release_blocks
 from robust_train.run import Run
 from robust_train.runfolder.manifests import is_whole
 from robust_train.script.checkpoint_watch import CheckpointWatch, stamps
-from robust_train.script.current_run import ScriptRun, _appending_to
+from robust_train.script.current_run import ScriptRun, appending_to
 from robust_train.script.ending import last_words, script_failure, without_escapes
 from robust_train.script.messages import LineReader, NotUnderstood, Result, parse
 from robust_train.script.placeholders import ScriptValues, literal, near_misses_in, placeholders_in
@@ -154,7 +154,7 @@ def _can_release(folder: Path) -> bool:
 
 def test_a_report_after_one_that_a_full_disk_cut_short_is_a_line_of_its_own(tmp_path: Path):
     path = tmp_path / "events"
-    report = _appending_to(path)
+    report = appending_to(path)
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20, hard))
     try:

@@ -139,7 +139,7 @@ def test_a_packet_that_is_no_event_is_dropped(channel):
 def test_the_attempts_end_arrives_however_much_waits_for_a_stopped_launcher(
     channel, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(wire, "_MOST_WAITING_BYTES", 100_000)
+    monkeypatch.setattr(wire, "MOST_WAITING_BYTES", 100_000)
     ours, theirs = channel
     send = EventSender(theirs)
     for step in range(2000):
@@ -416,7 +416,7 @@ def test_an_unfinished_line_of_one_stream_takes_nothing_of_another(tmp_path: Pat
 
 def test_events_that_have_a_rank_are_sent_by_every_rank():
     with_rank = {one for one in Event.__subclasses__() if "rank" in one.__annotations__}
-    assert set(rank._EVENTS_OF_ANY_RANK) == with_rank - {RankDied}
+    assert set(rank.EVENTS_OF_ANY_RANK) == with_rank - {RankDied}
     sent: list[Event] = []
-    rank._report_of(1, sent.append)(MemoryTight(step=4, alloc_retries=2))
+    rank.report_of(1, sent.append)(MemoryTight(step=4, alloc_retries=2))
     assert sent == [MemoryTight(step=4, alloc_retries=2, rank=1)]

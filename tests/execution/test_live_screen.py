@@ -164,7 +164,7 @@ def test_output_scrolls_above_the_status_and_bars_stay_whole(
     terminal: tuple[int, int], monkeypatch: pytest.MonkeyPatch, columns: int
 ):
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr("robust_train.execution.live_area._REFRESH_SECONDS", 0.0)
+    monkeypatch.setattr("robust_train.execution.live_area.REFRESH_SECONDS", 0.0)
     reads, descriptor = terminal
     resize(descriptor, columns)
     area = LiveArea(descriptor)

@@ -291,7 +291,7 @@ def test_a_file_that_is_written_anew_now_and_then_is_no_sign_of_life(
     watched: Watched, monkeypatch: pytest.MonkeyPatch
 ):
     looks = itertools.count()
-    monkeypatch.setattr(stall_watch, "_moved_bytes", lambda process: next(looks) // 32 * 10**8)
+    monkeypatch.setattr(stall_watch, "bytes_moved_by", lambda process: next(looks) // 32 * 10**8)
     watched.watch.on_event(Progress(1))
     assert watched.wait(590) is None
     assert watched.wait(100) is not None

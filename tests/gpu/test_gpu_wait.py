@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -104,14 +105,19 @@ def test_waiting_never_overshoots_its_deadline(timeout: float, interval: float) 
 
 
 @pytest.mark.parametrize(("interval", "is_open"), [(30.0, False), (0.5, True)])
-def test_between_two_polls_that_are_far_apart_no_nvml_session_is_open(interval, is_open) -> None:
+def test_between_two_polls_that_are_far_apart_no_nvml_session_is_open(
+    interval, is_open, monkeypatch
+) -> None:
     """An open one would block a reset of any GPU."""
     story = always(FULL)
-    nvml = SimpleNamespace(nvmlShutdown=lambda: None, NVMLError=OSError)
+    names = ("nvmlInit", "nvmlShutdown", "nvmlSystemGetDriverVersion", "nvmlMemory_v2")
+    nvml = SimpleNamespace(NVMLError=OSError, **dict.fromkeys(names, lambda: None))
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    nvml_session.forget_session()
     seen: list[bool] = []
 
     def read(processes: bool) -> Visible:
-        nvml_session._session = nvml_session.Session(nvml, os.getpid(), None)
+        assert not isinstance(nvml_session.open_session(), str)
         return story.read(processes)
 
     def sleep(seconds: float) -> None:

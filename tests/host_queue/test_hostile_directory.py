@@ -69,7 +69,7 @@ def test_key_before_variable_before_the_runtime_directory(
     shared = tmp_path / "lock"
     shared.mkdir()
     shared.chmod(0o1777)
-    monkeypatch.setattr(queue_dir, "_RUNTIME", shared)
+    monkeypatch.setattr(queue_dir, "RUNTIME", shared)
     assert directory_for(None, {}) == shared / "robust-train"
     # one that not everybody can make it in would split the users' jobs
     shared.chmod(0o755)
@@ -143,7 +143,7 @@ def test_a_mount_with_a_name_of_another_users_choice_is_no_trouble(
         b"mine %s fuse.sshfs rw 0 0\nnone / ext4 rw 0 0\n"
         % os.fsencode(tmp_path / os.fsdecode(name))
     )
-    monkeypatch.setattr(queue_dir, "_MOUNTS", mounts)
+    monkeypatch.setattr(queue_dir, "MOUNTS", mounts)
     fd = os.open(tmp_path, os.O_RDONLY)
     assert queue_dir.file_system_of(fd) == "ext4"
     os.close(fd)

@@ -323,5 +323,7 @@ def test_gpus_marks_a_gpu_that_its_job_leaves_idle(
     row = {"index": 0, "name": "A100", "uuid": "GPU-a", "used_bytes": 0, "free_bytes": 0}
     row |= {"total_bytes": 0, "utilization_percent": 0, "processes": [], "visible": True}
     row |= {"unusable": None, "unified_memory": False, "parent_uuid": None}
-    assert gpus._row(row | {"idle_seconds": None})[-1] == ""
-    assert gpus._row(row | {"idle_seconds": 4000})[-1].startswith("idle for 1:06:40 under its job")
+    assert gpus.table_row(row | {"idle_seconds": None})[-1] == ""
+    assert gpus.table_row(row | {"idle_seconds": 4000})[-1].startswith(
+        "idle for 1:06:40 under its job"
+    )

@@ -87,7 +87,7 @@ def test_a_driver_that_hangs_for_all_stops_no_command_and_no_job(host_with: Host
         """
         import contextlib, io, json
         from robust_train.gpu import inventory
-        inventory._OPENING_SECONDS = 0.5
+        inventory.OPENING_SECONDS = 0.5
         from robust_train.cli import doctor, gpus, queue
         seen = {}
         for command in (doctor, gpus, queue):
@@ -117,10 +117,10 @@ def test_a_driver_that_hangs_from_the_start_is_named(host_with: HostWith, functi
         """
         import json
         from robust_train.gpu import inventory
-        inventory._OPENING_SECONDS = 0.5
+        inventory.OPENING_SECONDS = 0.5
         first = inventory.read_inventory()
         # nobody else is sent where the first has not come back
-        inventory._OPENING_SECONDS = 1e6
+        inventory.OPENING_SECONDS = 1e6
         second = inventory.read_inventory()
         print(json.dumps([first.answered, first.problem, second.answered]))
         """
@@ -135,7 +135,7 @@ def test_ctrl_c_is_heard_while_the_driver_hangs(host_with: HostWith) -> None:
     process = host.machine.start(
         """
         from robust_train.gpu import inventory
-        inventory._OPENING_SECONDS = 1e6
+        inventory.OPENING_SECONDS = 1e6
         try:
             inventory.read_inventory()
         except KeyboardInterrupt:

@@ -192,12 +192,12 @@ class _Scaled(Net):
 def _is_run_by(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trainers look like that strategy's: neither runs without a GPU."""
     kind = getattr(lightning.pytorch.strategies, strategy)
-    inner = lightning_step._why_not
+    inner = lightning_step.why_not
 
     def why_not(trainer, model):
         return inner(SimpleNamespace(strategy=kind.__new__(kind)), model)
 
-    monkeypatch.setattr(lightning_step, "_why_not", why_not)
+    monkeypatch.setattr(lightning_step, "why_not", why_not)
 
 
 def _captures_graphs(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -236,7 +236,7 @@ def test_a_checkpoint_is_marked_once_every_rank_has_written_its_files(
     assert (seen, mark.exists()) == ([False], True)
     # one that is written again is not marked meanwhile
     arguments = SimpleNamespace(output_dir=tmp_path)
-    callback._before_saving(arguments, state, SimpleNamespace(should_save=True))
+    callback.on_epoch_end(arguments, state, SimpleNamespace(should_save=True))
     assert (seen, mark.exists()) == ([False, False], False)
 
 

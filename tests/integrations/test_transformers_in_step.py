@@ -120,10 +120,10 @@ def test_two_samples_without_labels_show_a_mean_too(tmp_path: Path):
     trainer = transformers.Trainer(
         model, transformers.TrainingArguments(str(tmp_path), report_to="none", use_cpu=True)
     )
-    step = transformers_step._Steps(trainer, InStep(Run(run_dir=tmp_path), "transformers"))
+    step = transformers_step.StepsInParts(trainer, InStep(Run(run_dir=tmp_path), "transformers"))
     x = torch.zeros(4, 6, dtype=torch.int64)
     data = {"x": x, "labels": torch.cat([x[:2] - 100, x[:2]])}
-    assert not step._adds_up(model, data, torch.tensor(12))
+    assert not step.adds_up(model, data, torch.tensor(12))
 
 
 class Shifting(Tagger):
@@ -138,13 +138,13 @@ def test_the_items_of_a_part_are_those_that_the_trainer_counts(tmp_path: Path, k
         kind(Fuse(), sums=True),
         transformers.TrainingArguments(str(tmp_path), report_to="none", use_cpu=True),
     )
-    step = transformers_step._Steps(trainer, InStep(Run(run_dir=tmp_path), "transformers"))
+    step = transformers_step.StepsInParts(trainer, InStep(Run(run_dir=tmp_path), "transformers"))
     data = transformers.default_data_collator(samples(5))
     everywhere = data["labels"].ne(-100).sum()
     data[name] = data["labels"].clone()
     data[name][0, 0] = -100
     count = trainer._get_num_items_in_batch([data], torch.device("cpu"))
-    assert step._items(data) == count
+    assert step.items(data) == count
     assert everywhere - count == (5 if (kind, name) == (Shifting, "labels") else 1)
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from running_out import Fuse
 from torch import nn
 
-from integration_trainers import _after_step
+from integration_trainers import after_step
 
 SAMPLES = 24
 
@@ -24,7 +24,7 @@ def _troubled(cfg, run):
     if run.rank != 1:
         return
     if run.resume_checkpoint is None:
-        _after_step(run, cfg.killed_after, lambda: os.kill(os.getpid(), signal.SIGKILL))
+        after_step(run, cfg.killed_after, lambda: os.kill(os.getpid(), signal.SIGKILL))
         return
     fuse = Fuse("backward", at=2, fits=cfg.training.batch_size // 2)
 

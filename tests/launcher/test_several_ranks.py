@@ -11,10 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 
 from forked_ranks import of_forks
-from robust_train.config.schema import complete, validate
+from robust_train.config.batch import settle
+from robust_train.config.schema import complete
 from robust_train.errors import ConfigError
 from robust_train.execution import rank
 from robust_train.execution.request import NodeSpan
@@ -186,7 +186,7 @@ def test_a_group_that_loses_a_gpu_goes_on_with_fewer_at_the_same_effective_batch
 )
 def test_numbers_of_gpus_that_cannot_be_are_refused(keys: dict[str, object], said: str):
     with pytest.raises(ConfigError, match=said):
-        validate(complete(keys))
+        settle(complete(keys))
 
 
 def test_a_library_that_was_imported_before_there_was_a_rank_knows_it():
@@ -196,7 +196,7 @@ def test_a_library_that_was_imported_before_there_was_a_rank_knows_it():
     )
 
     def rank_of_lightning(number: int) -> int:
-        rank._set_environment(number, request, 29500)
+        rank.set_environment(number, request, 29500)
         return utilities.rank_zero_only.rank
 
     assert utilities.rank_zero_only.rank == 0
@@ -209,9 +209,9 @@ def test_ranks_on_gpus_divide_the_cores_among_them_and_each_has_its_gpu(tmp_path
         actions = []
         monkeypatch.setattr(rank, "when_cuda_starts", lambda torch, action: actions.append(action))
         monkeypatch.setattr(torch.cuda, "set_device", actions.append)
-        cfg = OmegaConf.create({"device": f"cuda:{count - 1}"})
-        request = SimpleNamespace(cfg=cfg, ranks=count, stacks_file=tmp_path / "stacks")
-        rank._set_up(count - 1, count - 1, request)
+        stacks = tmp_path / "stacks"
+        request = SimpleNamespace(gpu_uuids=("GPU-a",), ranks=count, stacks_file=stacks)
+        rank.set_up(count - 1, count - 1, request)
         actions[0]()
         return torch.get_num_threads(), os.environ["OMP_NUM_THREADS"], actions[1]
 

@@ -9,9 +9,8 @@ import sys
 import hydra
 import pytest
 
-from robust_train.config.batch import settle_batch_size
+from robust_train.config.batch import settle
 from robust_train.config.refusals import REFUSALS, explain, explain_option
-from robust_train.config.schema import validate
 from world import World
 
 OF_THE_COMMAND = [
@@ -82,8 +81,7 @@ def test_the_command_refuses_in_one_line(world: World, arguments: list[str], wor
 def accept(arguments: list[str]) -> None:
     with hydra.initialize_config_module("robust_train.configs", version_base="1.3"):
         cfg = hydra.compose("robust", overrides=arguments)
-    settle_batch_size(cfg)
-    validate(cfg)
+    settle(cfg)
 
 
 @pytest.mark.parametrize(

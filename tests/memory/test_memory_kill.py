@@ -276,7 +276,7 @@ def test_in_a_container_a_process_without_cuda_s_library_is_no_cuda_process(
     listed = list_cuda_processes(inventory)
     assert not listed.processes
     assert "outside of this container" in listed.others[os.getpid()]
-    monkeypatch.setattr(processes, "_has_cuda_library", lambda pid: True)
+    monkeypatch.setattr(processes, "has_cuda_library", lambda pid: True)
     (process,) = list_cuda_processes(inventory).processes
     assert (process.uid, process.used_bytes) == (os.getuid(), 5)
 

@@ -12,6 +12,8 @@ import torch
 from memory_world import ON_CPU, run
 from torch import nn
 
+from robust_train.config.attempt import AttemptSettings
+from robust_train.config.schema import MemoryConfig
 from robust_train.events import Event, MemoryTight
 from robust_train.memory.samples import FILE_NAME, Sample, encode
 from robust_train.memory.stability import attempt_stability
@@ -129,8 +131,8 @@ def test_nothing_is_written_down_for_a_bug_or_where_it_is_turned_off(
     tmp_path: Path, error: Exception, setting: bool, files: list[str]
 ):
     reported: list[Event] = []
-    settings = {"snapshot_on_oom": setting, "sample_interval_ms": 0}
-    keeper = AttemptMemory(Run(run_dir=tmp_path, report=reported.append), {"memory": settings})
+    settings = AttemptSettings(memory=MemoryConfig(snapshot_on_oom=setting, sample_interval_ms=0))
+    keeper = AttemptMemory(Run(run_dir=tmp_path, report=reported.append), settings)
     with pytest.raises(type(error)), keeper:
         raise error
     assert [path.name for path in tmp_path.glob("oom-*")] == files
@@ -145,8 +147,9 @@ def test_an_allocator_that_empties_its_cache_step_after_step_is_a_warning(
     run = Run(run_dir=tmp_path, report=reported.append)
     run.micro_batch_plan = MicroBatchPlan(batch_size=16, min_batch_size=2)
     counts = iter([5, 6, 6, 7, 8, 9, 10, 11])
-    cfg = {"memory": {"sample_interval_ms": 0}, "shrink_before_oom": shrinks}
-    run.memory_keeper = AttemptMemory(run, cfg, read_alloc_retries=lambda: next(counts))
+    memory = MemoryConfig(sample_interval_ms=0)
+    settings = AttemptSettings(memory=memory, shrink_before_oom=shrinks)
+    run.memory_keeper = AttemptMemory(run, settings, read_alloc_retries=lambda: next(counts))
     sizes, model = [], nn.Linear(1, 1)
     for step in range(1, 9):
         for micro in run.micro_batches(torch.zeros(16, 1), model):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
 import threading
@@ -9,7 +10,7 @@ import threading
 import pytest
 import torch
 
-from robust_train.memory import GPUMemoryContext, host, peaks, reset_peak_memory_stats
+from robust_train.memory import GPUMemoryContext, host, reset_peak_memory_stats
 from simulated_nvml import MIB
 
 pytestmark = pytest.mark.skipif(
@@ -22,6 +23,10 @@ SLACK = 8 * MIB
 
 def take(size: int = BIG) -> bytearray:
     return bytearray(b"x") * size
+
+
+def assert_forgotten(memory: GPUMemoryContext) -> None:
+    assert not [one for one in gc.get_referrers(memory) if isinstance(one, list)]
 
 
 def test_a_block_tells_before_peak_after_and_what_it_left() -> None:
@@ -66,7 +71,7 @@ def test_a_block_that_raises_has_its_figures_and_the_error_goes_on(caplog) -> No
     assert memory.peak - memory.before >= BIG - SLACK
     assert caplog.messages == [f"forward: {memory.description}"]
     assert "host memory (resident)" in caplog.text
-    assert not peaks._open_contexts
+    assert_forgotten(memory)
 
 
 def test_a_reset_inside_of_a_block_loses_nothing_of_it(caplog) -> None:
@@ -106,7 +111,8 @@ def test_blocks_of_several_threads_end_in_any_order() -> None:
     leave.set()
     thread.join(30)
     assert second.peak >= second.after > 0
-    assert not peaks._open_contexts
+    assert_forgotten(first)
+    assert_forgotten(second)
 
 
 def test_it_asks_torch_for_nothing_where_cuda_is_not_started() -> None:

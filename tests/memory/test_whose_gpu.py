@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from robust_train import memory
+from robust_train.config.attempt import AttemptSettings
+from robust_train.config.schema import MemoryConfig
 from robust_train.failures import classify_failure
 from robust_train.gpu import footprint
 from robust_train.memory import in_use, steering
@@ -21,6 +23,10 @@ from robust_train.run import Run
 from robust_train.values import GIB, MIB, FailureKind, GpuInfo, GpuProcess, Inventory
 
 OWN, PRIVATE = (0, 0), (0, 1)
+
+
+def settings(**memory: Any) -> AttemptSettings:
+    return AttemptSettings("cuda:0", memory=MemoryConfig(**memory))
 
 
 class AcceleratorError(RuntimeError):
@@ -172,8 +178,8 @@ def test_periodic_save_and_epoch_clearings_leave_workspaces_alone(use, tmp_path)
     cuda = use(FakeCuda())
     events: list[Any] = []
     run = Run(run_dir=tmp_path, report=events.append)
-    settings = {"sample_interval_ms": 0, "empty_cache_frequency": 1, "empty_cache_threshold": 0.0}
-    run.memory_keeper = keeper = AttemptMemory(run, {"device": "cuda:0", "memory": settings})
+    memory = {"sample_interval_ms": 0, "empty_cache_frequency": 1, "empty_cache_threshold": 0.0}
+    run.memory_keeper = keeper = AttemptMemory(run, settings(**memory))
     with keeper:
         run.progress(1)
         run.progress(2)
@@ -188,7 +194,7 @@ def test_after_a_fault_of_the_device_nothing_that_is_asked_hides_it(use, tmp_pat
     caplog.set_level(logging.INFO)
     use(FakeCuda(is_broken=True))
     run = Run(run_dir=tmp_path)
-    keeper = AttemptMemory(run, {"device": "cuda:0", "memory": {"sample_interval_ms": 10}})
+    keeper = AttemptMemory(run, settings(sample_interval_ms=10))
     error = AcceleratorError("CUDA error: an illegal memory access was encountered")
 
     def train() -> None:
@@ -277,7 +283,7 @@ def test_clearings_that_training_undoes_become_rare_after_saves_and_epochs_too(
     monkeypatch.setattr(steering.time, "monotonic", lambda: next(clock))
     events: list[Any] = []
     run = Run(run_dir=tmp_path, report=events.append)
-    keeper = AttemptMemory(run, {"device": "cuda:0", "memory": {"sample_interval_ms": 0}})
+    keeper = AttemptMemory(run, settings(sample_interval_ms=0))
     occasion = {"save": keeper.checkpoint_saved, "epoch": keeper.epoch_ended}[reason]
     cleared = []
     for number in range(1, 17):

@@ -88,7 +88,7 @@ def test_messages_go_both_ways_until_one_end_is_closed():
 
 
 def test_half_a_message_is_the_last_one(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(module, "_PART_SECONDS", 1)
+    monkeypatch.setattr(module, "PART_SECONDS", 1)
     leader, follower = meet("a secret", "a secret")
     assert isinstance(leader, Connection)
     assert isinstance(follower, Connection)
@@ -180,7 +180,7 @@ def gathering(run_dir: Path) -> Iterator[list[str]]:
 def test_who_connects_and_says_nothing_holds_nobody_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(module, "_PART_SECONDS", 60)
+    monkeypatch.setattr(module, "PART_SECONDS", 60)
     with contextlib.ExitStack() as stack, gathering(tmp_path) as found:
         port = json.loads((tmp_path / LEADER_FILE).read_text())["port"]
         for _ in range(3):

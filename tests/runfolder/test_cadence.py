@@ -9,9 +9,10 @@ import threading
 from hypothesis import given
 from hypothesis import strategies as st
 
+from robust_train.config.plans import SavePlan
 from robust_train.execution.votes import Votes
 from robust_train.run import Run
-from robust_train.runfolder.cadence import SaveClock, SavePlan, seconds_between_saves
+from robust_train.runfolder.cadence import SaveClock, seconds_between_saves
 
 costs = st.floats(0, 1e4)
 failures = st.integers(0, 10_000)

@@ -71,7 +71,7 @@ def test_the_last_checkpoint_of_a_dead_launcher_s_attempt_is_waited_for(
 def test_an_attempt_that_stays_is_refused_in_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(lock, "_ORPHAN_SECONDS", 0.8)
+    monkeypatch.setattr(lock, "ORPHAN_SECONDS", 0.8)
     held = RunLock(tmp_path, "0-aaaaaa")
     change_json(tmp_path / "lock", process_started=1.0)  # another process has the number now
     with pytest.raises(ConfigError, match="was killed, but its attempt still runs"):

@@ -131,7 +131,7 @@ def test_a_signal_cuts_the_last_deliveries_short_and_the_job_stays_completed(
     cfg = {"isolation": "none", "notify": {"command": [sys.executable, "-S", "-c", code]}}
     started = time.monotonic()
     summary = launch(lambda cfg: 0.5, cfg, run_dir=tmp_path / "run")
-    assert time.monotonic() - started < module._LAST_CHANCE_SECONDS
+    assert time.monotonic() - started < module.LAST_CHANCE_SECONDS
     thread.join()
     assert (summary.status, summary.result) == ("completed", 0.5)
     assert read_state(tmp_path / "run").exit_code == 0
@@ -148,7 +148,7 @@ def test_a_program_that_hangs_at_its_start_holds_nothing_up(
         raise OSError
 
     monkeypatch.setattr(module.subprocess, "Popen", popen)
-    monkeypatch.setattr(module, "_AFTER_KILL_SECONDS", 0.0)
+    monkeypatch.setattr(module, "AFTER_KILL_SECONDS", 0.0)
     notifier = Notifier(NotifySettings(("on-a-hung-disk",)))
     notifier.send("failed", "text", {})
     notifier.finish(0.0)
@@ -178,7 +178,7 @@ def test_a_launched_job_tells_and_leaves_no_url_behind(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     sent = []
-    monkeypatch.setattr(Notifier, "_start", lambda self, *given: sent.append(given))
+    monkeypatch.setattr(Notifier, "deliver", lambda self, *given: sent.append(given))
     seen = {}
     cfg = {"notify": {"command": "tell me", "urls": [URL]}, "device": "cpu", "isolation": "none"}
     launch(lambda cfg: seen.update(cfg.notify) or 0.5, cfg, run_dir=tmp_path)

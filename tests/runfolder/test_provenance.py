@@ -86,7 +86,7 @@ def test_a_git_that_hangs_costs_its_answer_only(
     git.write_text("#!/bin/sh\nexec sleep 600\n")
     git.chmod(0o755)
     monkeypatch.setenv("PATH", f"{git.parent}:/usr/bin:/bin")
-    monkeypatch.setattr(provenance, "_GIT_SECONDS", 0.1)
+    monkeypatch.setattr(provenance, "GIT_SECONDS", 0.1)
     _launch(tmp_path / "run")
     found = json.loads((tmp_path / "run" / "environment.json").read_text())
     assert (found["git_commit"], found["git_dirty"]) == (None, None)

@@ -87,7 +87,7 @@ def test_on_a_terminal_a_run_has_a_line_without_the_folder_where_that_is_too_lon
 def test_of_many_runs_the_newest_are_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("robust_train.cli.runs._USUALLY", 1)
+    monkeypatch.setattr("robust_train.cli.runs.USUALLY", 1)
     for name in ("one", "two"):
         ended(tmp_path / name, name, "completed")
     assert main(["runs"]) == 0
@@ -147,8 +147,8 @@ def test_logs_follows_whole_lines_through_the_attempts_until_the_job_ends(tmp_pa
         assert next(shown) == b"unfinished"
         assert next(shown) == b"\n==> attempt 2 <==\n"
         assert list(logs.output_of(tmp_path, 1, follow=True)) == [b"one\ntwo\nunfinished"], "ended"
-        second.write_bytes(b"." * logs._CHUNK_BYTES + b"again")
-        assert len(next(shown)) == logs._CHUNK_BYTES, "a line without an end does not hold it up"
+        second.write_bytes(b"." * logs.CHUNK_BYTES + b"again")
+        assert len(next(shown)) == logs.CHUNK_BYTES, "a line without an end does not hold it up"
         _end(folder)
     assert list(shown) == [b"again"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import math
 import pickle
@@ -75,7 +76,7 @@ def gpu(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> type:
 
 
 @given(st.lists(st.floats(1e-5, 1e5), min_size=1, max_size=300))
-def test_quantiles_are_at_most_1_percent_off_and_memory_is_bounded(durations: list[float]):
+def test_quantiles_are_at_most_1_percent_off(durations: list[float]):
     histogram = Histogram()
     for seconds in durations:
         histogram.add(seconds)
@@ -84,7 +85,13 @@ def test_quantiles_are_at_most_1_percent_off_and_memory_is_bounded(durations: li
         assert histogram.quantile(share) == pytest.approx(exact, rel=0.0101)
     assert histogram.sum == pytest.approx(sum(durations))
     assert 0 < histogram.sum_without_peaks() <= sum(durations) * 1.011
-    assert len(histogram._counts) < 1300
+
+
+def test_a_histogram_of_very_many_steps_stays_small():
+    histogram = Histogram()
+    for number in range(50_000):
+        histogram.add(10 ** (number / 5000 - 5))
+    assert len(pickle.dumps(histogram)) < 20_000
 
 
 def test_a_trainer_that_only_reports_progress(clock: Clock):
@@ -254,8 +261,9 @@ def test_a_step_of_very_many_batches_costs_no_memory(
         meter.wait_begins()
         clock.now += 0.1
         meter.wait_ends()
-        assert len(meter._interval.waits) <= module._MOST_UNSETTLED + 1
         clock.now += 0.3
+    kept = sum(isinstance(one, module.Moment) for one in gc.get_objects())
+    assert kept <= 2 * module.MOST_UNSETTLED + 10
     meter.step_done(2)
     assert meter.speed().data_share == pytest.approx(0.25, abs=0.01)
 
@@ -287,14 +295,17 @@ def _looks(cfg: DictConfig) -> object:
     ],
 )
 def test_a_trainer_that_does_not_look_at_the_batch_size_has_no_samples(
-    tmp_path: Path, look: Callable[[DictConfig], object], samples: int | None
+    clock: Clock, tmp_path: Path, look: Callable[[DictConfig], object], samples: int | None
 ):
     """``data.train_batch_size`` refers to it, and is resolved before."""
     cfg = complete({"data": {"train_batch_size": "${training.batch_size}"}})
     OmegaConf.resolve(cfg)
     run, seen = Run(run_dir=tmp_path), []
     call_trainer(lambda cfg: seen.append((look(cfg), cfg.training.lr)), cfg, run)
-    assert run._samples() == samples
+    for step in range(1, 4):
+        run.progress(step)
+        clock.now += 2.0
+    assert run.speed.speed().samples_per_second == (samples and samples / 2)
     assert not run.has_read("num_workers") or "to_container" in look.__code__.co_names
 
 

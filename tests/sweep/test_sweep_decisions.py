@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from robust_train.execution.signals import SignalWatch, forwarded
 from robust_train.files import set_aside
-from robust_train.settings import sweep_settings
+from robust_train.settings import early_settings
 from robust_train.sweep import callback
 from robust_train.sweep.current import OF_HYDRA
 from robust_train.sweep.gpu_queue import count_gpus, jobs_at_once
@@ -89,10 +89,10 @@ def test_a_driver_that_hangs_does_not_hold_a_sweep_up(
     machine = machine_with(Gpu(), Gpu())
     for name, value in machine.environ.items():
         monkeypatch.setenv(name, value)
-    assert count_gpus(sweep_settings(OmegaConf.create({}))) == 2
+    assert count_gpus(early_settings(OmegaConf.create({}))) == 2
     machine.hang("nvmlInit")
     before = set(psutil.Process().children())
-    assert count_gpus(sweep_settings(OmegaConf.create({})), limit_seconds=1.0) == 0
+    assert count_gpus(early_settings(OmegaConf.create({})), limit_seconds=1.0) == 0
     assert set(psutil.Process().children()) <= before, "it is not left behind"
     assert "hydra.launcher.n_jobs" in caplog.text
 

@@ -225,7 +225,7 @@ def differs_at_the_same_split(rank: int, mesh, kind: str) -> float:
         model = sharded_as(mesh, kind)
         optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
         batcher = MicroBatcher(batch_size=4, min_batch_size=4)
-        batcher._training.smaller_than = lambda failed: 4
+        batcher.training_size.smaller_than = lambda failed: 4
         for number in range(3):
             if fails and rank == 1 and number == 1:
                 model[2].bomb, model[2].is_once = "backward", True

@@ -199,7 +199,7 @@ def test_absent_data_that_may_not_be_fetched_is_refused(tmp_path, name):
 def test_a_silent_server_does_not_hold_the_download_for_ever(tmp_path, monkeypatch):
     from robust_train.vision import published
 
-    monkeypatch.setattr(published, "_SILENCE_SECONDS", 0.2)
+    monkeypatch.setattr(published, "SILENCE_SECONDS", 0.2)
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen()

@@ -775,7 +775,7 @@ def test_a_bucket_is_put_together_while_the_one_before_is_on_its_way(monkeypatch
         return SimpleNamespace(wait=lambda: order.append("received"))
 
     monkeypatch.setattr(replicas.dist, "all_reduce", all_reduce)
-    monkeypatch.setattr(replicas, "_BUCKET_BYTES", 16)
+    monkeypatch.setattr(replicas, "BUCKET_BYTES", 16)
     parameters = [nn.Parameter(torch.zeros(2)) for _ in range(4)]
     for parameter in parameters[:3]:
         parameter.grad = torch.ones(2)

@@ -368,5 +368,5 @@ def test_where_the_step_s_own_copy_does_not_fit_no_size_does():
 def test_the_device_is_the_one_that_the_parameters_are_on_and_not_the_current_one():
     on = [SimpleNamespace(device=torch.device(name)) for name in ("cpu", "cuda:1")]
     assert device_of(on) == torch.device("cuda:1")
-    assert meter_of(device_of(on), 0.5)._index == 1
+    assert meter_of(device_of(on), 0.5).index == 1
     assert device_of(on[:1]) == torch.device("cpu")

@@ -17,9 +17,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
-
-from robust_train.config.schema import RobustConfig
 from robust_train.files import from_json, parse_json, read_small, write_json
 from robust_train.gpu.footprint import footprint
 from robust_train.values import GIB, GpuInfo, Pace
@@ -32,22 +29,6 @@ VALID_SECONDS = 30 * 86400
 
 _MOST_BYTES = 1 << 16
 _SAME_ROOM = 0.05
-
-# how long a run goes and what it is called, not what a step needs; the launcher's keys likewise
-_NO_MATTER = {
-    "training": (
-        "batch_size gradient_accumulation_steps effective_batch_size num_workers prefetch_factor "
-        "epochs lr weight_decay warmup_fraction label_smoothing max_grad_norm seed log_every_steps "
-        "regrow_after_steps checkpoint_every_steps checkpoint_every_minutes keep_checkpoints"
-    ),
-    "memory": (
-        "clear_on_start empty_cache_frequency empty_cache_threshold clear_after_save "
-        "clear_after_epoch clear_on_failure log_frequency sample_interval_ms snapshot_on_oom"
-    ),
-    "model": "lr pretrained weights",
-    "dataset": "download num_workers epochs",
-}
-_MATTERS = ("model", "dataset", "trainer", "training", "memory", "gpu_jobs_per_device")
 
 
 @dataclass(frozen=True)
@@ -128,7 +109,7 @@ def memory_key(settings: object, trainer: str, gpu: GpuInfo | None, host_bytes: 
     """Return the name of what memory depends on: model, data, precision, device, torch.
 
     Args:
-        settings: of :func:`memory_settings`.
+        settings: of :func:`robust_train.config.batch.memory_settings`.
         trainer: its dotted path.
         gpu: the device, None for the CPU.
         host_bytes: the host's memory, for the CPU.
@@ -143,22 +124,6 @@ def memory_key(settings: object, trainer: str, gpu: GpuInfo | None, host_bytes: 
     whole = {"config": settings, "trainer": trainer, "device": device, "versions": versions}
     text = json.dumps(whole, sort_keys=True, default=repr)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
-def memory_settings(cfg: DictConfig) -> dict[str, object]:
-    """Return the part of a config on which memory depends, the batch left out.
-
-    Keys of a user's own project are part of it, since any may change a tensor's shape.
-    """
-    content = OmegaConf.to_container(cfg, resolve=True)
-    assert isinstance(content, dict)
-    ours = {*RobustConfig.__dataclass_fields__, "logger"} - set(_MATTERS)
-    parts: dict[str, object] = {str(k): value for k, value in content.items() if k not in ours}
-    for group, names in _NO_MATTER.items():
-        part = parts.get(group)
-        if isinstance(part, dict):
-            parts[group] = {k: v for k, v in part.items() if k not in names.split()}
-    return parts
 
 
 def _version(distribution: str) -> str | None:

@@ -152,7 +152,7 @@ def _open(
     user_wants_everything = os.environ.get(_FULL_ERROR) == "1"
     # otherwise Hydra prints errors its own way and exits with 1
     os.environ[_FULL_ERROR] = "1"
-    composes_once = bool(name) and not _may_set_mode(sys.argv[1:])
+    composes_once = bool(name) and not may_set_mode(sys.argv[1:])
     try:
         with compat.mode_of_command_line() if composes_once else contextlib.nullcontext():
             hydra.main(version_base="1.3", config_path=config_path, config_name=config_name)(task)()
@@ -185,7 +185,7 @@ def _open(
     return code or of_the_sweep
 
 
-def _may_set_mode(arguments: list[str]) -> bool:
+def may_set_mode(arguments: list[str]) -> bool:
     """Return whether an argument or a config may set ``hydra.mode``."""
     words = ("hydra.mode", "hydra.searchpath")
     if any(one.startswith(("-c", "--c")) or any(w in one for w in words) for one in arguments):

@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(inventory.problem)
     elif visible.hidden_on_purpose:
         print(f"{VARIABLE}={os.environ.get(VARIABLE)} hides every GPU from programs started here")
-    rows = [_row(gpu) for gpu in gpus]
+    rows = [table_row(gpu) for gpu in gpus]
     for lost in inventory.skipped:
         uuid = lost.uuid or "-"
         rows.append([str(lost.index), "-", uuid, *["-"] * 6, f"skipped: {lost.reason}"])
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _row(gpu: dict[str, Json]) -> list[str]:
+def table_row(gpu: dict[str, Json]) -> list[str]:
     percent, processes = gpu["utilization_percent"], gpu["processes"]
     notes = (
         None if gpu["visible"] else f"hidden by {VARIABLE}",

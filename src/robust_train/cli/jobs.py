@@ -10,10 +10,10 @@ from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from robust_train.config.schema import complete
+from robust_train.config.attempt import plain_config
 from robust_train.errors import (
     EXIT_FAILED,
     EXIT_NO_DEVICE,
@@ -30,7 +30,7 @@ from robust_train.launcher import Job
 from robust_train.nodes import follow
 from robust_train.runfolder.requests import sweep_stop_requested
 from robust_train.runfolder.summary import Summary
-from robust_train.settings import sweep_folder, target_of
+from robust_train.settings import data_folder, sweep_folder, target_of
 from robust_train.sweep import current
 from robust_train.sweep.job_record import INTERRUPTED, REFUSED
 from robust_train.sweep.plugins_of_others import no_objective
@@ -71,29 +71,18 @@ def robust_job(cfg: DictConfig) -> Any:
 
 def plain_job(cfg: DictConfig) -> Any:
     """Run one attempt of the trainer in this process, on the device that the config names."""
-    plain = complete(cfg)
-    is_script = OmegaConf.select(cfg, "trainer.argv") is not None
-    plain.isolation = "process" if is_script else "none"
-    plain.auto_device = plain.gpu_queue = plain.wait_for_gpu = False
-    plain.min_gpu_memory_mb, plain.min_batch_size = 0, 1
-    return _job(plain, remedies=False)
+    return _job(plain_config(cfg), remedies=False)
 
 
 def check(cfg: DictConfig) -> None:
-    """Refuse what can be seen without an attempt: a wrong trainer, data that are not there.
-
-    Raises:
-        ConfigError: with one line.
-    """
+    """Refuse what can be seen without an attempt: a wrong trainer, data that are not there. Raises
+    ConfigError: with one line."""
     try:
-        target = target_of(cfg)
-        data = cfg.dataset if target.startswith("robust_train.vision.") else {}
-        name, root = data.get("name"), data.get("root")
-        is_local = name == "image_folder" or (data.get("download") is False and name != "digits")
+        target, root = target_of(cfg), data_folder(cfg)
     except (ConfigError, OmegaConfBaseException):  # reported by the job, for any command
         return
     libraries_of(TrainerRef(target))
-    if root and is_local and not os.path.isdir(os.path.expanduser(root)):
+    if root and not os.path.isdir(os.path.expanduser(root)):
         raise ConfigError(f"dataset.root={root}: there is no such folder")
 
 

@@ -12,7 +12,7 @@ from robust_train.cli.output import Parser, fail
 from robust_train.runfolder import run_list
 
 POLL_SECONDS = 0.3
-_CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 20
 _NAME = re.compile(r"attempt-(\d+)\.log")
 _LOG_LINE = re.compile(
     rb"^\[[\d-]{10} ([\d:]{8}),\d{3}\]\[[^]\n]+\]\[(?:INFO|DEBUG|([A-Z]+))\] - ", re.MULTILINE
@@ -100,7 +100,7 @@ def output_of(
                 position = _line_start(run_dir, number, last_bytes)
         has_ended = number is not None and number + 1 in numbers
         data = b"" if number is None else _read(run_dir, number, position)
-        if goes_on and not has_ended and len(data) < _CHUNK_BYTES:
+        if goes_on and not has_ended and len(data) < CHUNK_BYTES:
             data = data[: data.rfind(b"\n") + 1]
         position += len(data)
         if data:
@@ -130,6 +130,6 @@ def _read(run_dir: Path, number: int, position: int) -> bytes:
     try:
         with (run_dir / f"attempt-{number}.log").open("rb") as file:
             file.seek(position)
-            return file.read(_CHUNK_BYTES)
+            return file.read(CHUNK_BYTES)
     except OSError:
         return b""

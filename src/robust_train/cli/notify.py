@@ -15,7 +15,7 @@ _SECONDS = 30.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Send it as a job with these keys would; return 0 if everybody took it."""
+    """Send a notification as a job with these keys would; return 0 if every delivery succeeds."""
     about = f"Send one notification, as a job with the same keys and ${URLS_VARIABLE} would."
     parser = Parser(prog="robust-train notify", description=about)
     parser.add_argument("what", choices=["test"])

@@ -23,7 +23,7 @@ class Parser(argparse.ArgumentParser):
         sys.exit(EXIT_BAD_CONFIG)
 
     def add_json(self) -> None:
-        """Add ``--json``."""
+        """Add the option ``--json``."""
         self.add_argument("--json", action="store_true", help="for programs; sizes in bytes")
 
     def add_run(self) -> None:
@@ -38,7 +38,7 @@ def print_json(content: Any) -> None:
 
 
 def fail(command: str, message: str, as_json: bool = False, code: int = EXIT_NOT_DONE) -> int:
-    """Print why ``robust-train COMMAND`` did not do it; return the exit code."""
+    """Print why ``robust-train COMMAND`` failed; return the exit code."""
     if as_json:
         print_json({"error": message})
     print(f"robust-train {command}: {message}", file=sys.stderr)

@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the script to its end; return the exit code of the job."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     split = arguments.index("--") if "--" in arguments else len(arguments)
-    parser = _parser()
+    parser = command_parser()
     verb = "" if split < len(arguments) else "".join(arguments[:1])
     if near := difflib.get_close_matches(verb, OF_LIVE_RUNS, n=1):
         parser.error(f"{verb}: did you mean {near[0]}? To run a program: -- {verb}")
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"robust-train run {' | '.join(OF_LIVE_RUNS)})"
         )
     try:
-        overrides = _overrides(options, program)
+        overrides = overrides_of(options, program)
         texts = _texts(options, program)
     except ValueError as error:
         parser.error(str(error))
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         at_hand.discard()
 
 
-def _parser() -> Parser:
+def command_parser() -> Parser:
     parser = Parser(
         prog="robust-train run",
         usage="robust-train run [OPTIONS] [KEY=VALUE …] -- PROGRAM [ARGUMENT …]",
@@ -104,7 +104,7 @@ def _parser() -> Parser:
     return parser
 
 
-def _overrides(options: argparse.Namespace, program: Sequence[str]) -> list[str]:
+def overrides_of(options: argparse.Namespace, program: Sequence[str]) -> list[str]:
     """Return the command line as overrides of ``configs/robust.yaml``; ValueError: it is no job."""
     for override in options.overrides:
         if not re.match(r"[+~]{0,2}[\w./@]+=", override):
@@ -158,29 +158,26 @@ def _texts(options: argparse.Namespace, program: Sequence[str]) -> dict[str, Jso
 def _run(overrides: Sequence[str], texts: dict[str, Json], run_dir: Path | None) -> int:
     from omegaconf import OmegaConf
 
+    from robust_train import settings
     from robust_train.cli.jobs import exit_code_of, print_failure
-    from robust_train.config.batch import settle_batch_size
+    from robust_train.config.batch import settle
     from robust_train.config.refusals import REFUSALS, composed, explain
-    from robust_train.config.schema import validate
     from robust_train.errors import JobInterrupted
     from robust_train.launcher import Job
     from robust_train.runfolder import detach
     from robust_train.runfolder.notifier import is_secret
     from robust_train.script.command import CommandSettings
-    from robust_train.settings import hide_urls, run_folder
 
     try:
         cfg = composed(overrides)
         for key, value in texts.items():
             OmegaConf.update(cfg, key, value)
-        checked = cfg.copy()
-        settle_batch_size(checked)
-        validate(checked)
+        settle(cfg.copy())
         CommandSettings.of(cfg)
-        hide_urls(cfg)
-        if cfg.detach and not detach.is_detached:
+        settings.hide_urls(cfg)
+        if settings.detaches(cfg):
             return detach.start()
-        folder = run_folder(run_dir, cfg.job_name)
+        folder = settings.run_folder(run_dir, settings.job_name(cfg, ""))
         _log_into(folder)
         shown = [override for override in overrides if not is_secret(override)]
         _keep_config(folder, OmegaConf.to_yaml(cfg), shown)

@@ -15,7 +15,7 @@ from robust_train.sweep.sweep_table import short_result
 
 COLUMNS = ("id", "state", "job", "where", "step", "time", "result", "run folder")
 _RIGHT = {"step", "time"}
-_USUALLY = 20
+USUALLY = 20
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,10 +23,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     about = "Your jobs, live and past, the newest first."
     parser = Parser(prog="robust-train runs", description=about)
     parser.add_json()
-    meaning = f"older ones than the newest {_USUALLY} as well"
+    meaning = f"older ones than the newest {USUALLY} as well"
     parser.add_argument("--all", action="store_true", help=meaning)
     arguments = parser.parse_args(argv)
-    return show(find_runs()[::-1], arguments.json, None if arguments.all else _USUALLY)
+    return show(find_runs()[::-1], arguments.json, None if arguments.all else USUALLY)
 
 
 def show(runs: Sequence[Run], as_json: bool, most: int | None = None) -> int:

@@ -1,24 +1,43 @@
-"""``training.batch_size`` and the keys beside it, as integers that every trainer can use."""
+"""Check a config and settle its batch; what a batch's memory depends on."""
 
 from __future__ import annotations
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from robust_train.config.schema import TrainingConfig, resolve_all
+from robust_train.config.plans import AUTO
+from robust_train.config.schema import RobustConfig, TrainingConfig, resolve_all, validate
 from robust_train.errors import ConfigError
 
-AUTO = "auto"
+# how long a run goes and what it is called, not what a step needs; the launcher's keys likewise
+_NO_MATTER = {
+    "training": (
+        "batch_size gradient_accumulation_steps effective_batch_size num_workers prefetch_factor "
+        "epochs lr weight_decay warmup_fraction label_smoothing max_grad_norm seed log_every_steps "
+        "regrow_after_steps checkpoint_every_steps checkpoint_every_minutes keep_checkpoints"
+    ),
+    "memory": (
+        "clear_on_start empty_cache_frequency empty_cache_threshold clear_after_save "
+        "clear_after_epoch clear_on_failure log_frequency sample_interval_ms snapshot_on_oom"
+    ),
+    "model": "lr pretrained weights",
+    "dataset": "download num_workers epochs",
+}
+_MATTERS = ("model", "dataset", "trainer", "training", "memory", "gpu_jobs_per_device")
 
 
-def settle_batch_size(cfg: DictConfig) -> bool:
-    """Replace ``training.batch_size=auto`` and ``effective_batch_size`` in ``cfg`` by numbers.
-
-    With ``auto`` the micro-batch begins as each rank's share of ``training.effective_batch_size``,
-    without accumulation. A number beside an effective batch gets the accumulation that it needs.
-    Returns whether the micro-batch is to be found. Raises ConfigError: one line with the key, its
-    value and what is accepted.
-    """
+def settle(cfg: DictConfig) -> bool:
+    """Check a complete config; replace ``training.batch_size=auto`` and ``effective_batch_size`` in
+    it by numbers. Returns whether the micro-batch is to be found. Raises ConfigError: one line with
+    the key, its value and what is accepted."""
     resolve_all(cfg)
+    is_auto = _settle_batch_size(cfg)
+    validate(cfg)
+    return is_auto
+
+
+def _settle_batch_size(cfg: DictConfig) -> bool:
+    """Begin with each rank's share of the effective batch for ``auto``, without accumulation; give
+    a number beside an effective batch the accumulation that it needs."""
     training = cfg.training
     chosen = training.batch_size
     effective = training.effective_batch_size
@@ -94,3 +113,19 @@ def _accumulation(size: int, steps: int, effective: int, ranks: int, processes: 
             f"training.effective_batch_size={effective}; give only one of the two"
         )
     return needed
+
+
+def memory_settings(cfg: DictConfig) -> dict[str, object]:
+    """Return the part of a config on which memory depends, the batch left out.
+
+    Keys of a user's own project are part of it, since any may change a tensor's shape.
+    """
+    content = OmegaConf.to_container(cfg, resolve=True)
+    assert isinstance(content, dict)
+    ours = {*RobustConfig.__dataclass_fields__, "logger"} - set(_MATTERS)
+    parts: dict[str, object] = {str(k): value for k, value in content.items() if k not in ours}
+    for group, names in _NO_MATTER.items():
+        part = parts.get(group)
+        if isinstance(part, dict):
+            parts[group] = {k: v for k, v in part.items() if k not in names.split()}
+    return parts

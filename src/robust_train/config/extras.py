@@ -1,4 +1,4 @@
-"""Optional dependencies: imported where they are needed, missed in one line."""
+"""Optional dependencies: imported when needed; a missing one is an error of one line."""
 
 from __future__ import annotations
 

@@ -19,11 +19,8 @@ _EXAMPLE = "{exit_code: 3, then: retry, times: 5}"
 
 
 def retry_rules(cfg: DictConfig, *, is_script: bool) -> tuple[RetryRule, ...]:
-    """Return the rules in order.
-
-    Raises:
-        ConfigError: one of them cannot be used; one line with its key.
-    """
+    """Return the rules in order. Raises ConfigError: one of them cannot be used; one line with its
+    key."""
     given: Any = OmegaConf.to_container(cfg.retry.rules, resolve=True)
     rules = enumerate(given)
     return tuple(_rule(f"retry.rules[{number}]", rule, is_script) for number, rule in rules)

@@ -17,6 +17,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
+from robust_train.compat import typed_nodes
 from robust_train.config.names import folder_name
 from robust_train.errors import ConfigError
 from robust_train.readable import meant
@@ -262,8 +263,8 @@ def open_root(schema: type) -> DictConfig:
     dataclass as Hydra's root would reject a user's own top-level keys."""
     typed = OmegaConf.structured(schema)
     root = OmegaConf.create({})
-    for name in typed:
-        root._set_item_impl(name, typed._get_node(name))
+    for name, node in typed_nodes(typed).items():
+        root[name] = node
     return root
 
 
@@ -313,10 +314,9 @@ def complete(cfg: Mapping[str, Any] | DictConfig) -> DictConfig:
 
 
 def validate(cfg: DictConfig) -> None:
-    """Check the ranges that types cannot express. Raises ConfigError: with one line naming the key,
-    its value and what is accepted."""
+    """Check the ranges that types cannot express, of a config whose values are resolved. Raises
+    ConfigError: with one line naming the key, its value and what is accepted."""
     _reject_near_misses(cfg)
-    resolve_all(cfg)
     if missing := sorted(OmegaConf.missing_keys(cfg)):
         raise ConfigError(f"{missing[0]}: has no default and must be given: {missing[0]}=…")
     parts = {"training.": TrainingConfig, "memory.": MemoryConfig, "notify.": NotifyConfig}

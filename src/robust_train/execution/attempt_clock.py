@@ -35,7 +35,7 @@ class AttemptClock:
 
     @property
     def gives_up(self) -> bool:
-        """Whether it was killed long ago and is still there."""
+        """Whether the attempt was killed long ago and still lives."""
         return self._gone_at is not None and time.monotonic() >= self._gone_at
 
     def stop(self) -> None:

@@ -7,10 +7,11 @@ import logging
 import logging.config
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import setup_globals
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from robust_train.compat import format_of
 from robust_train.execution.screen import log_handlers, never_blocking_output
@@ -37,6 +38,24 @@ def logged_to_screen() -> Iterator[None]:
         finally:
             logger.removeHandler(handler)
             logger.setLevel(level)
+
+
+def hydra_config() -> DictConfig | None:
+    """Return Hydra's own part of the config, None outside of Hydra.
+
+    Without the classes of launcher and sweeper: where Hydra loads plugins anew, as in joblib's
+    workers, there are two of each, and pickle refuses them.
+    """
+    config: Any = HydraConfig.instance().cfg
+    if config is None:
+        return None
+    config = config.copy()
+    with read_write(config.hydra), open_dict(config.hydra):
+        for part in ("launcher", "sweeper"):
+            if OmegaConf.is_config(config.hydra.get(part)):
+                plain = OmegaConf.to_container(config.hydra[part], resolve=False)
+                config.hydra[part] = plain
+    return config  # type: ignore[no-any-return]
 
 
 def adopt_hydra(hydra_cfg: DictConfig | None) -> None:

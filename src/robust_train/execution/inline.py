@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 
+from robust_train.config.attempt import AttemptSettings
 from robust_train.errors import ConfigError
 from robust_train.events import Event, Failed, Finished, MemoryHeld
 from robust_train.execution.progress import AttemptProgress
@@ -87,7 +88,7 @@ class InlineExecutor:
         if failure is not None:
             do_without_onednn(failure)
         # a debugger may need what the frames hold
-        if error is not None and request.cfg.memory.clear_on_failure:
+        if error is not None and AttemptSettings.of(request.cfg).memory.clear_on_failure:
             left = None
             try:
                 left = release_and_check(error, self._memory_at_first, keep_traceback=was_bug)

@@ -37,10 +37,7 @@ def find_trainer(
 ) -> tuple[TrainerRef, tuple[str, ...], bool]:
     """Return how to load a trainer, the libraries that its import imports, and whether it heeds
     ``training.gradient_checkpointing``: its source reads that key, or it uses our integration.
-
-    Raises:
-        ConfigError: it certainly cannot be loaded.
-    """
+    Raises ConfigError: it certainly cannot be loaded."""
     if inline and not isinstance(trainer, str):
         return TrainerRef("inline.trainer"), (), False
     ref = TrainerRef.of(trainer)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
     from rich.text import Text
 
-_REFRESH_SECONDS = 0.2
+REFRESH_SECONDS = 0.2
 _MOST_ROWS = 10
 _LONGEST_ROW = 1 << 16
 _WIDEST = 8  # colours take room as well
@@ -204,14 +204,14 @@ class LiveArea:
             self._draw(finished)
 
     def settle(self, source: object) -> None:
-        """Take what ``source`` has written for finished."""
+        """Treat what ``source`` has written as finished."""
         if (writer := self._writers.pop(source, None)) is not None:
             self._draw(writer.rows)
 
     def _draw(self, finished: Sequence[str] = ()) -> None:
         from rich.text import Text
 
-        self._next_refresh = time.monotonic() + _REFRESH_SECONDS
+        self._next_refresh = time.monotonic() + REFRESH_SECONDS
         if not self._is_in_front():  # the last lines are the shell's now
             self._rows, self._writer.is_muted = [], True
             self._console.print()

@@ -18,15 +18,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig
 
+from robust_train.config.attempt import early_imports
 from robust_train.errors import ConfigError
 from robust_train.events import Event, Failed, Finished, ScriptStarted, Stalled
 from robust_train.execution import at_hand
 from robust_train.execution.flight_recorder import remove_pipes
 from robust_train.execution.fork_messages import Exited
 from robust_train.execution.fork_server import ForkServer, OtherNodes, ServerDied
-from robust_train.execution.library_imports import PRELOAD
 from robust_train.execution.progress import AttemptProgress
 from robust_train.execution.request import AttemptRequest
 from robust_train.execution.signals import SignalWatch
@@ -45,11 +45,8 @@ _SIGNAL_SECONDS = 0.5
 
 
 class ProcessExecutor:
-    """Runs attempts in processes of their own.
-
-    Raises:
-        ConfigError: the config's own list of libraries is none.
-    """
+    """Runs attempts in processes of their own. Raises ConfigError: the config's own list of
+    libraries is none."""
 
     def __init__(
         self,
@@ -63,12 +60,7 @@ class ProcessExecutor:
         self._cfg = cfg
         self._run_dir = run_dir
         self._signals = signals
-        wanted = OmegaConf.select(cfg, f"trainer.{PRELOAD}")
-        if wanted is not None and not isinstance(wanted, ListConfig):
-            raise ConfigError(f"trainer.{PRELOAD}={wanted}: accepted is a list of modules")
-        self._libraries = list(libraries) if wanted is None else [str(name) for name in wanted]
-        if cfg.num_gpus * cfg.num_nodes > 1 and OmegaConf.select(cfg, "trainer.argv") is None:
-            self._libraries.append("torch.distributed")
+        self._libraries = early_imports(cfg, libraries)
         self._unsafe: set[str] = set()
         self._server: ForkServer | None = None
         self._start()

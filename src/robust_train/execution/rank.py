@@ -14,9 +14,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NoReturn
 
-from omegaconf import DictConfig, open_dict
-
 from robust_train.compat import run_exit_handlers, when_cuda_starts
+from robust_train.config.attempt import rank_config
 from robust_train.events import (
     Event,
     Failed,
@@ -36,7 +35,7 @@ from robust_train.execution.signals import DUMP_STACKS, STOP_SIGNALS
 from robust_train.execution.votes import Votes
 from robust_train.execution.wire import EventSender
 
-_EVENTS_OF_ANY_RANK = (
+EVENTS_OF_ANY_RANK = (
     *(MemoryReported, MemoryTight, OutOfMemory, SpeedMeasured),
     *(MicroBatchChanged, MicroBatchExhausted),
 )
@@ -53,12 +52,12 @@ def be_rank(
     status = 1
     rank = request.first_rank + local
     try:
-        _set_environment(local, request, port)
-        _set_up(local, rank, request)
+        set_environment(local, request, port)
+        set_up(local, rank, request)
         votes.begin(rank)
         error = run_attempt(
-            replace(request, cfg=_config_of(local, rank, request.cfg)),
-            new_run(request, _report_of(rank, send), rank=rank, flags=votes),
+            replace(request, cfg=rank_config(request.cfg, rank, local)),
+            new_run(request, report_of(rank, send), rank=rank, flags=votes),
             request.trainer.load,
             _ending_to(ending),
             stopping=stop_on_signals,
@@ -100,26 +99,15 @@ def _ending_to(descriptor: int) -> Callable[[Event], None]:
     return send
 
 
-def _report_of(rank: int, send: EventSender) -> Callable[[Event], None]:
+def report_of(rank: int, send: EventSender) -> Callable[[Event], None]:
     def of_another(event: Event) -> None:
-        if isinstance(event, _EVENTS_OF_ANY_RANK):
+        if isinstance(event, EVENTS_OF_ANY_RANK):
             send(replace(event, rank=rank))
 
     return of_another if rank else send
 
 
-def _config_of(local: int, rank: int, cfg: DictConfig) -> DictConfig:
-    cfg = cfg.copy()
-    with open_dict(cfg):
-        if str(cfg.device).startswith("cuda"):
-            cfg.device = f"cuda:{local}"
-        if rank:
-            # one record of memory over time, in one file
-            cfg.memory.sample_interval_ms = 0
-    return cfg
-
-
-def _set_environment(local: int, request: AttemptRequest, port: int) -> None:
+def set_environment(local: int, request: AttemptRequest, port: int) -> None:
     """Set what torch's ``env://`` and other libraries read, as torch's own launcher does."""
     rank, span = request.first_rank + local, request.span
     for name in request.of_first_rank if rank else ():
@@ -148,7 +136,7 @@ def _set_environment(local: int, request: AttemptRequest, port: int) -> None:
         lightning.rank_zero_only.rank = rank  # read when it was imported, before there was a rank
 
 
-def _set_up(local: int, rank: int, request: AttemptRequest) -> None:
+def set_up(local: int, rank: int, request: AttemptRequest) -> None:
     """Set up what each of several processes of one machine needs."""
     if rank:
         # the same lines of every rank would hide what differs
@@ -157,7 +145,7 @@ def _set_up(local: int, rank: int, request: AttemptRequest) -> None:
     with contextlib.suppress(OSError):  # a full disk, perhaps
         faulthandler.register(DUMP_STACKS, file=request.stacks_file.open("a"))
     torch = sys.modules["torch"]
-    if str(request.cfg.device).startswith("cuda"):
+    if request.gpu_uuids:
         # for trainers that say just "cuda"
         when_cuda_starts(torch, lambda: torch.cuda.set_device(local))
     threads = torch.get_num_threads()

@@ -6,14 +6,16 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from robust_train.batch.search import BatchSearch
+from robust_train.config.attempt import attempt_config, is_script
 from robust_train.execution import flight_recorder
 from robust_train.execution.environment import attempt_environment
+from robust_train.execution.hydra_state import hydra_config
 from robust_train.execution.trainer_ref import TrainerRef
 from robust_train.runfolder.trackers import tracker_environment
-from robust_train.settings import LauncherSettings, attempt_config, hydra_config
+from robust_train.settings import LauncherSettings
 from robust_train.values import AttemptSpec
 
 
@@ -58,7 +60,7 @@ class AttemptRequest:
     @property
     def runs_script(self) -> bool:
         """Whether the trainer is a program of the user's."""
-        return OmegaConf.select(self.cfg, "trainer.argv") is not None
+        return is_script(self.cfg)
 
     @property
     def world_size(self) -> int:

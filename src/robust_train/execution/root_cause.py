@@ -32,7 +32,7 @@ class RankEnd:
 
     @property
     def is_failure(self) -> bool:
-        """Whether it failed, and not because it was killed for another's failure."""
+        """Whether the rank itself failed, and was not killed because another had."""
         if self.ending is not None:
             return isinstance(self.ending, Failed)
         return not self.was_killed

@@ -20,6 +20,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from robust_train.config.attempt import AttemptSettings
 from robust_train.errors import ConfigError, Interrupted, UserError
 from robust_train.events import Event, Failed, Finished
 from robust_train.execution.batch_reads import note_reads
@@ -28,9 +29,8 @@ from robust_train.execution.signals import STOP_SIGNALS
 from robust_train.failures import classify_failure
 from robust_train.files import plain
 from robust_train.memory.steering import AttemptMemory
-from robust_train.run import Flags, MicroBatchPlan, Run, memory_in_use
+from robust_train.run import Flags, Run, memory_in_use
 from robust_train.runfolder.attempt_requests import AttemptRequests
-from robust_train.runfolder.cadence import SavePlan
 from robust_train.values import UNDER_SUBMITIT, Clue, Evidence, Failure, FailureKind
 
 log = logging.getLogger("robust_train")
@@ -83,11 +83,8 @@ def run_attempt(
     tick: Callable[[], None] = lambda: None,
     process_ends: bool,  # this process ends with the attempt, so memory need not be returned
 ) -> BaseException | None:
-    """Run the trainer and send :class:`Finished` or :class:`Failed`.
-
-    Returns:
-        The exception that ended it (for a caller in the same process), None if it completed.
-    """
+    """Run the trainer and send :class:`Finished` or :class:`Failed`. Returns the exception that
+    ended it (for a caller in the same process), None if it completed."""
     error: BaseException | None = None
     ending: Finished | Failed
     with stopping(stop_trainer(run)):
@@ -125,11 +122,11 @@ def call_trainer(trainer: Trainer, cfg: DictConfig, run: Run) -> Any:
 
     A second parameter counts if it is called ``run`` or has no default value.
     """
-    run.memory_keeper = keeper = AttemptMemory(run, cfg)
-    run.micro_batch_plan = MicroBatchPlan.of(cfg)
-    run.has_read = note_reads(cfg, run.micro_batch_plan.batch_size)
-    run.saving.plan = SavePlan.of(cfg)
-    run.logs_memory = cfg.memory.log_frequency > 0
+    settings = AttemptSettings.of(cfg)
+    run.memory_keeper = keeper = AttemptMemory(run, settings)
+    run.micro_batch_plan, run.saving.plan = settings.micro_batch, settings.saving
+    run.has_read = note_reads(cfg, settings.micro_batch.batch_size)
+    run.logs_memory = settings.memory.log_frequency > 0
     with keeper:
         try:
             parameters = inspect.signature(trainer).parameters

@@ -161,7 +161,7 @@ class StallWatch:
                 cpu_seconds += sum(process.cpu_times()[:4])
                 stopped += status in STOPPED
                 pids.add(process.pid)
-                moved_bytes += _moved_bytes(process)
+                moved_bytes += bytes_moved_by(process)
         return _Glance(time.monotonic(), cpu_seconds, moved_bytes, frozenset(pids), stopped)
 
     def _gpu_is_busy(self) -> bool:
@@ -192,7 +192,7 @@ class StallWatch:
             self._on_event(NoProgress(*seconds))
 
 
-def _moved_bytes(process: psutil.Process) -> int:
+def bytes_moved_by(process: psutil.Process) -> int:
     """Return what a process has read and written; 0 where the kernel does not count that."""
     with contextlib.suppress(psutil.Error, AttributeError, RuntimeError, ValueError):
         figures = process.io_counters()

@@ -24,7 +24,7 @@ log = logging.getLogger("robust_train")
 
 _LARGEST_PACKET = 60_000
 _IN_A_FILE = b"\0"
-_MOST_WAITING_BYTES = 64 * 1024**2
+MOST_WAITING_BYTES = 64 * 1024**2
 
 
 class EventSender:
@@ -46,7 +46,7 @@ class EventSender:
                 return
             data = json.dumps(event.as_json(), default=repr).encode()
             is_end = isinstance(event, (Finished, Failed))
-            if is_end or self._waiting_bytes <= _MOST_WAITING_BYTES:
+            if is_end or self._waiting_bytes <= MOST_WAITING_BYTES:
                 self._waiting.append(data)
                 self._waiting_bytes += len(data)
             self._send_waiting()

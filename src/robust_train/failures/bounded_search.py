@@ -11,13 +11,13 @@ import sys
 log = logging.getLogger("robust_train")
 
 LIMIT_SECONDS = 5.0
-_SEARCH = "import json, re, sys; print(bool(re.search(*json.load(sys.stdin), re.MULTILINE)))"
+SEARCH = "import json, re, sys; print(bool(re.search(*json.load(sys.stdin), re.MULTILINE)))"
 
 
 @functools.lru_cache(maxsize=64)
 def is_found(pattern: str, text: str) -> bool:
     """Return whether the pattern is in the text; False after a warning if that takes too long."""
-    command = (sys.executable, "-I", "-S", "-c", _SEARCH)
+    command = (sys.executable, "-I", "-S", "-c", SEARCH)
     given = json.dumps([pattern, text]).encode()
     try:
         found = subprocess.run(command, input=given, capture_output=True, timeout=LIMIT_SECONDS)

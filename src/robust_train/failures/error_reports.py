@@ -43,7 +43,7 @@ class ErrorReport:
 
     @property
     def is_programming_error(self) -> bool:
-        """Return whether its message is not to be believed when it speaks of memory."""
+        """Return whether the exception is a bug even if its message speaks of memory."""
         return not PROGRAMMING_ERRORS.isdisjoint(self.types)
 
 

@@ -128,7 +128,7 @@ def _own_frame(section: str) -> str:
 
 def memory_clue(stack: str) -> str | None:
     """Return whether memory ran out in an import, or while a model was made, loaded or moved. A
-    lazy import inside a step is a matter of the step."""
+    lazy import inside a step counts as the step."""
     if _IS_IN_A_STEP.search(stack):
         return None
     # Python removes importlib's own frames from most tracebacks

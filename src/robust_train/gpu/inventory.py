@@ -31,7 +31,7 @@ from robust_train.values import GpuInfo, GpuProcess, Inventory, SkippedGpu
 
 _HEALTH_SECONDS = 10.0
 # where nothing keeps the driver awake, the first call wakes all GPUs, which takes seconds for each
-_OPENING_SECONDS = 30.0
+OPENING_SECONDS = 30.0
 _ANSWER_SECONDS = 5.0
 
 _COMPUTE_MODES = ("default", "exclusive_thread", "prohibited", "exclusive_process")
@@ -55,7 +55,7 @@ def read_inventory(*, processes: bool = True) -> Inventory:
         processes: also list who is on each GPU. That costs some milliseconds per GPU and contends
             for a lock of the driver, so leave it out when polling.
     """
-    limit_seconds = _OPENING_SECONDS if known_session() is None else _ANSWER_SECONDS
+    limit_seconds = OPENING_SECONDS if known_session() is None else _ANSWER_SECONDS
     try:
         return ask(lambda: _read_inventory(processes), limit_seconds)
     except NoAnswer as silence:

@@ -83,7 +83,7 @@ def list_cuda_processes(inventory: Inventory) -> CudaProcesses:
         found = _identify(pid, tuple(dict.fromkeys(on[pid])), used[pid])
         if found is None:
             others[pid] = "is not visible from here (in another container, or it just ended)"
-        elif needs_proof and not _has_cuda_library(pid):
+        elif needs_proof and not has_cuda_library(pid):
             others[pid] = (
                 "has not loaded CUDA's library: NVML means another process by that number, one "
                 "outside of this container"
@@ -170,7 +170,7 @@ def _command(process: psutil.Process) -> str:
     return "".join(c if c.isprintable() else "?" for c in process.name())
 
 
-def _has_cuda_library(pid: int) -> bool:
+def has_cuda_library(pid: int) -> bool:
     try:
         maps = psutil.Process(pid).memory_maps()
     except psutil.Error:

@@ -7,10 +7,10 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from robust_train.config.plans import SavePlan
 from robust_train.errors import UserError
 from robust_train.failures import classify_failure
 from robust_train.run import Run
-from robust_train.runfolder.cadence import SavePlan
 
 
 def effective_batch_size(cfg: DictConfig) -> int:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from robust_train.compat import LATEST, LOGGED, accumulates_now, logged_by
 from robust_train.config.extras import require
 from robust_train.integrations.in_step import InStep
 from robust_train.microbatch.open_step import OpenStep
@@ -30,17 +31,11 @@ _strategies: Any = require("lightning.pytorch.strategies", _NEEDED_BY, extra="li
 _LightningModule: Any = require("lightning.pytorch", _NEEDED_BY, extra="lightning").LightningModule
 _AutomaticOptimization: Any = _automatic._AutomaticOptimization
 
-_STATE = (
-    *("value", "cumulated_batch_size", "has_reset"),
-    *("_forward_cache", "_computed", "_update_count"),
-)
-"""What a logged value keeps; tensors among it are replaced, never changed in place."""
-
 
 def recover_in_steps(trainer: Any, model: Any, run: Run, callback: Any) -> None:
     """Repeat steps and evaluations of ``trainer`` in smaller parts where memory runs out."""
     in_step, logged = InStep(run, "Lightning"), _Logged(trainer)
-    if (reason := _why_not(trainer, model)) is not None:
+    if (reason := why_not(trainer, model)) is not None:
         in_step.say(reason)
         return
     in_parts = _InParts(trainer, in_step, logged, callback)
@@ -109,7 +104,7 @@ class _InParts(_AutomaticOptimization):  # type: ignore[misc]
             with self._logged.part(micro.data, len(micro), is_whole=micro.data is batch):
                 return closure.closure()
 
-        is_last = not trainer.fit_loop._should_accumulate()
+        is_last = not accumulates_now(trainer)
         found = self._step.run(batch, self._in_step.samples_of(batch), body, is_last=is_last)
         self._logged.batch_ends(batch, syncs=is_last)
         if is_last:
@@ -162,12 +157,12 @@ class _Logged:
     @contextlib.contextmanager
     def part(self, data: Any, samples: int, *, is_whole: bool) -> Iterator[None]:
         """Let values logged within the block count as a mean over ``data``'s samples."""
-        before, results = self.state(), self._trainer._results
+        before, results = self.state(), logged_by(self._trainer)
         is_one_of_several = not is_whole or self._trainer.world_size > 1
         if results is not None:
             results.batch, results.batch_size = data, None
         for _, metric in self._values() if is_one_of_several else ():
-            metric._forward_cache = None
+            setattr(metric, LATEST, None)
         self._in_part = True
         try:
             yield
@@ -177,27 +172,28 @@ class _Logged:
         finally:
             self._in_part = False
         for key, metric in self._values() if is_one_of_several else ():
-            if metric._forward_cache is not None:
-                self.of_parts.setdefault(key, []).append((metric._forward_cache, samples))
+            if (latest := getattr(metric, LATEST)) is not None:
+                self.of_parts.setdefault(key, []).append((latest, samples))
             elif key in before:
-                metric._forward_cache = before[key]["_forward_cache"]
+                setattr(metric, LATEST, before[key][LATEST])
 
     def batch_ends(self, batch: Any, *, syncs: bool) -> None:
         """Make one value of a batch of those of its parts; with ``syncs`` one of all ranks."""
         for key, metric in self._values():
             if found := self.of_parts.get(key):
                 value = _reduced(metric.meta, found)
-                metric._forward_cache = metric.meta.sync(value) if syncs else value
+                value = metric.meta.sync(value) if syncs else value
+                setattr(metric, LATEST, value)
                 if not metric.meta.on_epoch:
-                    metric.value = metric._forward_cache
-        results = self._trainer._results
+                    metric.value = value
+        results = logged_by(self._trainer)
         if results is not None and results.batch is not batch:
             results.batch, results.batch_size = batch, None
 
     def state(self) -> dict[str, dict[str, Any]]:
         """Return what was logged so far."""
         return {
-            key: {name: getattr(metric, name) for name in _STATE if hasattr(metric, name)}
+            key: {name: getattr(metric, name) for name in LOGGED if hasattr(metric, name)}
             for key, metric in self._values()
         }
 
@@ -205,12 +201,12 @@ class _Logged:
         """Go back to a :meth:`state`."""
         for key, metric in self._values():
             if key not in state:
-                del self._trainer._results[key]
+                del logged_by(self._trainer)[key]
             for name, value in state.get(key, {}).items():
                 setattr(metric, name, value)
 
     def _values(self) -> list[tuple[str, Any]]:
-        results = self._trainer._results or {}
+        results = logged_by(self._trainer) or {}
         return [(key, metric) for key, metric in results.items() if metric.is_tensor]
 
 
@@ -222,7 +218,7 @@ def _reduced(meta: Any, found: list[tuple[Tensor, int]]) -> Tensor:
     return (values * sizes).sum() / sizes.sum()
 
 
-def _why_not(trainer: Any, model: Any) -> str | None:
+def why_not(trainer: Any, model: Any) -> str | None:
     """Return what makes it impossible to run a step in parts, if anything."""
     strategy = trainer.strategy  # DeepSpeed's and XLA's derive from DDP's
     if type(strategy) not in (_strategies.SingleDeviceStrategy, _strategies.DDPStrategy):

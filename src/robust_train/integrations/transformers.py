@@ -18,6 +18,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from robust_train.compat import save_trainer
 from robust_train.config.extras import require
 from robust_train.errors import Interrupted, UserError
 from robust_train.files import replacing
@@ -112,7 +113,7 @@ def fit(trainer: Any, *, cfg: DictConfig, run: Run, metric: str | None = None) -
     except _StoppedInEvaluation:
         if of_all_ranks(_marked(_folder(trainer.args, trainer.state)))[0] is None:
             # nothing was trained since the last step
-            trainer._save_checkpoint(trainer.model, trial=None)
+            save_trainer(trainer)
             callback.saved(trainer.args, trainer.state)
         raise Interrupted(f"stopped after step {trainer.state.global_step}") from None
     except Exception as error:

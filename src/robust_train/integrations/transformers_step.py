@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from robust_train.compat import prepared_inputs, prepares_inputs_itself, shifts_labels
 from robust_train.config.extras import require
 from robust_train.integrations.in_step import InStep
 from robust_train.microbatch.open_step import CannotSplit, OpenStep
@@ -33,10 +34,10 @@ def recover_in_steps(trainer: Any, run: Run) -> None:
     if (reason := _why_not(trainer)) is not None:
         in_step.say(reason)
     else:
-        trainer.add_callback(_Steps(trainer, in_step))
+        trainer.add_callback(StepsInParts(trainer, in_step))
 
 
-class _Steps(_TrainerCallback):  # type: ignore[misc]
+class StepsInParts(_TrainerCallback):  # type: ignore[misc]
     """The wrapped methods, and the step in progress."""
 
     def __init__(self, trainer: Any, in_step: InStep) -> None:
@@ -91,7 +92,7 @@ class _Steps(_TrainerCallback):  # type: ignore[misc]
             return share
 
         def count(data: Any) -> float | Tensor:
-            return 1.0 if self._adds_up(model, data, num_items_in_batch) else self._items(data)
+            return 1.0 if self.adds_up(model, data, num_items_in_batch) else self.items(data)
 
         step, repeats = self._step, self._step.repeats
         is_last = self._trainer.accelerator.gradient_state.sync_gradients
@@ -117,7 +118,7 @@ class _Steps(_TrainerCallback):  # type: ignore[misc]
         losses, *tensors = zip(*found, strict=True)
         loss = None
         if losses[0] is not None:
-            items = [float(self._items(part_of(inputs, start, stop))) for start, stop in bounds]
+            items = [float(self.items(part_of(inputs, start, stop))) for start, stop in bounds]
             shares = [
                 _share(one, n / max(sum(items), 1)) for one, n in zip(losses, items, strict=True)
             ]
@@ -127,17 +128,16 @@ class _Steps(_TrainerCallback):  # type: ignore[misc]
             None if parts[0] is None else functools.reduce(concat, parts) for parts in tensors
         )
 
-    def _items(self, data: Any) -> float | Tensor:
+    def items(self, data: Any) -> float | Tensor:
         """Return of how many items the loss over ``data`` is a mean."""
         labels = data.get("shift_labels", data.get("labels"))
         if not isinstance(labels, Tensor) or labels.is_floating_point() or not labels.ndim:
             return length_of(data)
-        shifts = getattr(self._trainer, "_loss_shifts_labels", True)
-        if "shift_labels" not in data and shifts and labels.ndim > 1:
+        if "shift_labels" not in data and shifts_labels(self._trainer) and labels.ndim > 1:
             labels = labels[..., 1:]
         return labels.ne(_IGNORED).sum()
 
-    def _adds_up(self, model: nn.Module, data: Any, items: Any) -> bool:
+    def adds_up(self, model: nn.Module, data: Any, items: Any) -> bool:
         """Return whether losses are divided by the step's items, so that those of parts add up.
 
         What the Trainer takes for such a loss may ignore the count: two samples show it.
@@ -149,7 +149,7 @@ class _Steps(_TrainerCallback):  # type: ignore[misc]
             model.eval()
             with torch.no_grad(), trainer.compute_loss_context_manager():
                 once, twice = (
-                    trainer.compute_loss(model, trainer._prepare_inputs(few), num_items_in_batch=n)
+                    trainer.compute_loss(model, prepared_inputs(trainer, few), num_items_in_batch=n)
                     for n in (items, items * 2)
                 )
             model.train()
@@ -174,6 +174,6 @@ def _why_not(trainer: Any) -> str | None:
         return f"optim={args.optim.value} updates weights within the backward pass"
     if args.torch_compile and args.torch_compile_mode in ("reduce-overhead", "max-autotune"):
         return f"torch_compile_mode={args.torch_compile_mode} captures CUDA graphs"
-    if type(trainer)._prepare_inputs is not _transformers.Trainer._prepare_inputs:
+    if prepares_inputs_itself(trainer, _transformers.Trainer):
         return f"{type(trainer).__name__}._prepare_inputs makes batches of its own"
     return None

@@ -26,21 +26,15 @@ _MOST_PASSES = 5
 
 @dataclass(frozen=True)
 class Cleared:
-    """What clearing has achieved.
+    """What clearing has achieved."""
 
-    Attributes:
-        before: the current device's figures before.
-        after: and after.
-        dropped_bytes: of tensors that nobody could reach any more; only ``force`` looks for them.
-        held: the largest tensors that are still alive, each with its owner; only with ``force``.
-        done: what was done beside collecting and emptying the cache.
-    """
-
-    before: MemoryStats
-    after: MemoryStats
+    before: MemoryStats  # the current device's figures before
+    after: MemoryStats  # and after
+    # of tensors that nobody could reach any more; only ``force`` looks for them
     dropped_bytes: int = 0
+    # the largest tensors that are still alive, each with its owner; only with ``force``
     held: tuple[HeldTensor, ...] = ()
-    done: tuple[str, ...] = ()
+    done: tuple[str, ...] = ()  # what was done beside collecting and emptying the cache
 
     @property
     def freed(self) -> int:

@@ -23,7 +23,7 @@ StorageKey = tuple[str, int]  # A storage: its device and its address there
 # a module's weight is found in its table, a person knows it as an attribute
 _MODULE_TABLES = re.compile(r"\._(?:parameters|buffers|modules)\['(\w+)'\]")
 _IS_A_LIBRARYS = re.compile(r"[/\\](?:(?:site|dist)-packages|lib[/\\]python3[.\d]*)[/\\]|<frozen")
-_MOST_PATHS = 200_000
+MOST_PATHS = 200_000
 
 
 def live_objects(base: Any) -> list[Any]:
@@ -135,7 +135,7 @@ def holders_of(items: Sequence[Any], ignore: Collection[int] = ()) -> list[str]:
     seen = {id(items), *ignore}
     # breadth first: the shortest path from a name is the one that a person recognises
     paths = deque(_variables())
-    for _ in range(_MOST_PATHS):
+    for _ in range(MOST_PATHS):
         if not paths or not wanted:
             break
         path = paths.popleft()

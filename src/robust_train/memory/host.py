@@ -17,7 +17,7 @@ _UNLIMITED = 2**60
 
 @dataclass(frozen=True)
 class HostMemory:
-    """In bytes."""
+    """The host's memory, in bytes."""
 
     resident: int  # memory of this process that is in RAM
     peak: int  # the most that ever was, since the process began or the peak was reset

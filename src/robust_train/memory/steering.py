@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import fields
+from collections.abc import Callable
 from types import TracebackType
-from typing import Any
 
 import psutil
 
-from robust_train.config.schema import MemoryConfig
+from robust_train.config.attempt import AttemptSettings
 from robust_train.events import MemoryCleared, MemoryTight
 from robust_train.failures import classify_failure
 from robust_train.memory.cleanup import release_memory, return_memory
@@ -40,27 +38,25 @@ class AttemptMemory:
     """Looks after the memory of one attempt: a context manager around the call of the trainer.
 
     Clearings at the start and during training concern the CUDA cache, and are left out without one.
-    ``cfg`` is the attempt's config: ``device`` and the keys under ``memory``.
     """
 
     def __init__(
         self,
         run: Run,
-        cfg: Mapping[Any, Any],
+        settings: AttemptSettings,
         read_alloc_retries: Callable[[], int | None] = alloc_retries,
     ) -> None:
         self._run = run
         self._read_alloc_retries = read_alloc_retries
         self._alloc_retries = AllocRetries()
         self._has_warned = False
-        self._shrinks = bool(cfg.get("shrink_before_oom"))
-        device = str(cfg.get("device") or "cpu")
-        self._index = device_index(device)
-        self._settings = settings = settings_of(cfg)
+        self._shrinks = settings.shrink_before_oom
+        self._index = device_index(settings.device)
+        self._settings = memory = settings.memory
         self._back_off = {
             "step": BackOff(
-                max(settings.empty_cache_frequency, 1),
-                settings.empty_cache_threshold,
+                max(memory.empty_cache_frequency, 1),
+                memory.empty_cache_threshold,
                 # the first steps are still taking what they need
                 skips_first=True,
             ),
@@ -73,14 +69,14 @@ class AttemptMemory:
         self._has_written_oom = False
         self._is_set_up = False
         self._sampler: Sampler | None = None
-        if settings.sample_interval_ms:
+        if memory.sample_interval_ms:
             self._sampler = Sampler(
                 run.run_dir,
                 run.attempt,
-                device,
-                settings.sample_interval_ms / 1000,
+                settings.device,
+                memory.sample_interval_ms / 1000,
                 lambda: run.last_step,
-                whole_tree=bool((cfg.get("trainer") or {}).get("argv")),
+                whole_tree=settings.is_script,
             )
 
     def __enter__(self) -> AttemptMemory:
@@ -123,12 +119,12 @@ class AttemptMemory:
             self._check_cache("step", step)
 
     def checkpoint_saved(self) -> None:
-        """Return what copying the weights took, unless training takes it again each time."""
+        """Empty the cache after a save, unless training takes the same memory again each time."""
         if self._settings.clear_after_save:
             self._occasion("save")
 
     def epoch_ended(self) -> None:
-        """Return what validation took and training does not need."""
+        """Empty the cache of what validation took and training does not need."""
         if self._settings.clear_after_epoch:
             self._occasion("epoch")
 
@@ -232,13 +228,6 @@ class AttemptMemory:
         )
         if event is not None:
             run.report(event)
-
-
-def settings_of(cfg: Mapping[Any, Any]) -> MemoryConfig:
-    """Return the keys under ``memory``, with defaults for what a hand-made config lacks."""
-    given = cfg.get("memory") or {}
-    known = {item.name for item in fields(MemoryConfig)}
-    return MemoryConfig(**{str(key): given[key] for key in given if str(key) in known})
 
 
 def _describe(done: MemoryCleared) -> str:

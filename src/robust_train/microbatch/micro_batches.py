@@ -234,7 +234,7 @@ class MicroBatches:
             self._loss = loss if self._loss is None else self._loss + loss
 
     def part_failed(self, micro: MicroBatch, error: Exception) -> bool:
-        """Return whether the step is repeated for this failure; else put all in order for it."""
+        """Return whether the step is repeated after this failure; if not, undo its effects."""
         if isinstance(error, RanOutElsewhere):
             clear_frames(error)
             return True

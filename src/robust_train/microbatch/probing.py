@@ -250,25 +250,25 @@ class GpuMeter:
     """What the caching allocator of this process holds in tensors."""
 
     def __init__(self, index: int, share: float) -> None:
-        self._index = index
+        self.index = index
         self._share = share
 
     def begin(self) -> int:
         return_memory(thorough=False)
-        torch.cuda.synchronize(self._index)
-        torch.cuda.reset_peak_memory_stats(self._index)
-        return torch.cuda.memory_allocated(self._index)
+        torch.cuda.synchronize(self.index)
+        torch.cuda.reset_peak_memory_stats(self.index)
+        return torch.cuda.memory_allocated(self.index)
 
     def peak(self) -> int:
-        torch.cuda.synchronize(self._index)
-        return torch.cuda.max_memory_allocated(self._index)
+        torch.cuda.synchronize(self.index)
+        return torch.cuda.max_memory_allocated(self.index)
 
     def limit(self) -> int:
-        free, total = torch.cuda.mem_get_info(self._index)
+        free, total = torch.cuda.mem_get_info(self.index)
         # the allocator's limit by memory.fraction; torch before 2.8 does not say
         known = getattr(torch.cuda, "get_per_process_memory_fraction", lambda index: 1.0)
-        share = min(self._share, known(self._index))
-        return min(int(share * total), free + torch.cuda.memory_reserved(self._index))
+        share = min(self._share, known(self.index))
+        return min(int(share * total), free + torch.cuda.memory_reserved(self.index))
 
 
 class HostMeter:

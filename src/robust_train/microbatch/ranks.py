@@ -229,11 +229,8 @@ class SharedStep:
                 self._group.ledger.begin_part(self._roots, training=training)
 
     def end_part(self, *, ran_out: bool) -> None:
-        """Reach its end, with a sharded model together with the other ranks.
-
-        Raises:
-            UserError: a collective of the user's was in it, or sharded passes differ.
-        """
+        """Reach its end, with a sharded model together with the other ranks. Raises UserError: a
+        collective of the user's was in it, or sharded passes differ."""
         if self._group is None:
             return
         if not ran_out and self._group.foreign() > self._foreign:

@@ -22,7 +22,7 @@ from robust_train.errors import UserError
 from robust_train.memory.holders import live_objects
 from robust_train.values import MIB
 
-_BUCKET_BYTES = 25 * MIB
+BUCKET_BYTES = 25 * MIB
 """As DistributedDataParallel's: large enough for the network, small beside the gradients."""
 
 _WITHOUT = "or do without run.micro_batches: then an attempt is repeated in place of a step"
@@ -173,14 +173,14 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     filling: dict[Any, tuple[list[Tensor], int]] = {}
     for tensor in tensors:
         key, size = (tensor.dtype, tensor.device), tensor.numel() * tensor.element_size()
-        if size >= _BUCKET_BYTES:
+        if size >= BUCKET_BYTES:
             yield [tensor]
             continue
         bucket, filled = filling.get(key, ([], 0))
         bucket.append(tensor)
         filled += size
         filling[key] = bucket, filled
-        if filled >= _BUCKET_BYTES:
+        if filled >= BUCKET_BYTES:
             yield bucket
             del filling[key]
     yield from (bucket for bucket, _ in filling.values())

@@ -71,10 +71,7 @@ class Ledger:
 
     def roots_in(self, models: Iterable[nn.Module]) -> tuple[Any, ...]:
         """Return the outermost sharded modules in ``models``, whose collectives are noted from now.
-
-        Raises:
-            UserError: a way of sharding in which a step cannot be repeated.
-        """
+        Raises UserError: a way of sharding in which a step cannot be repeated."""
         roots: dict[int, Any] = {}
         for model in models:
             if model not in self._roots:

@@ -44,12 +44,12 @@ def follow(
     place = place_of(cfg, os.environ)
     if place is None or place.node == 0:
         return None
-    from robust_train.nodes.connection import tell_refusal
+    from robust_train.nodes.connection import send_refusal
     from robust_train.nodes.follower import Follower
 
     try:
         follower = Follower(trainer, cfg, run_dir, place, is_over)
     except ConfigError as error:
-        tell_refusal(run_folder(run_dir, ""), place.node, str(error))
+        send_refusal(run_folder(run_dir, ""), place.node, str(error))
         raise
     return follower.run()

@@ -31,7 +31,7 @@ _TELL_SECONDS = 10.0
 _MOST_BYTES = 4 << 20
 _SILENT_SECONDS = 15  # a node that acknowledges nothing for so long is lost
 _KEEPALIVE = {"KEEPIDLE": 5, "KEEPINTVL": 5, "KEEPCNT": 2, "USER_TIMEOUT": _SILENT_SECONDS * 1000}
-_PART_SECONDS = 5  # for the rest of a message, or of a greeting
+PART_SECONDS = 5  # for the rest of a message, or of a greeting
 
 
 class Connection:
@@ -50,7 +50,7 @@ class Connection:
         self.here, self.there = str(sock.getsockname()[0]), str(sock.getpeername()[0])
         sock.settimeout(None)
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-            sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", _PART_SECONDS, 0))
+            sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", PART_SECONDS, 0))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in (("NODELAY", 1), *_KEEPALIVE.items()):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{name}"), value)
@@ -69,7 +69,7 @@ class Connection:
             raise
 
     def fileno(self) -> int:
-        """Return the descriptor, which becomes readable when there is something."""
+        """Return the descriptor, which becomes readable when a message arrives."""
         return self._pipe.fileno()
 
     def send(self, message: Message) -> None:
@@ -78,7 +78,7 @@ class Connection:
             try:
                 self._pipe.send_bytes(encode(message))
             except BlockingIOError:  # half of it is on its way: nothing can follow
-                self.lost = f"it has taken no message for {_PART_SECONDS} s"
+                self.lost = f"it has taken no message for {PART_SECONDS} s"
                 with socket.socket(fileno=os.dup(self.fileno())) as sock:
                     sock.shutdown(socket.SHUT_RDWR)
 
@@ -113,7 +113,7 @@ class Address:
 
     @contextlib.contextmanager
     def shown_in(self, run_dir: Path) -> Iterator[None]:
-        """Have it there within the block, for this user only. Raises ConfigError."""
+        """Keep the address in the run folder for the block, for this user. Raises ConfigError."""
         path = run_dir / LEADER_FILE
         try:
             with replacing(path) as temporary:
@@ -141,8 +141,8 @@ def connect(run_dir: Path) -> Connection | None:
     return None
 
 
-def tell_refusal(run_dir: Path, node: int, problem: str) -> None:
-    """Tell the leader, if it appears soon, that this node cannot follow."""
+def send_refusal(run_dir: Path, node: int, problem: str) -> None:
+    """Send the leader, if it appears soon, why this node cannot follow."""
     until = time.monotonic() + _TELL_SECONDS
     while (leader := connect(run_dir)) is None and time.monotonic() < until:
         time.sleep(TICK_SECONDS)

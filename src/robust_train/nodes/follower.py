@@ -16,8 +16,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from robust_train import errors, settings
-from robust_train.config.batch import settle_batch_size
-from robust_train.config.schema import validate
+from robust_train.config.batch import settle
 from robust_train.errors import ConfigError, JobInterrupted, NoDevice, NoProgress
 from robust_train.events import Event, MemoryReported
 from robust_train.execution import TICK_SECONDS, sleep_with_ticks
@@ -57,8 +56,7 @@ class Follower:
     ) -> None:
         self._cfg = cfg = cfg.copy()
         settings.hide_urls(cfg, {})
-        settle_batch_size(cfg)
-        validate(cfg)
+        settle(cfg)
         self._place, self._signals, self._is_over = place, SignalWatch(), is_over
         self._settings = settings.launcher_settings(cfg)
         trainer = trainer or settings.target_of(cfg)

@@ -116,7 +116,7 @@ class Leader:
                 f"({error.strerror}); {HOST_VARIABLE} is for an address of node 0"
             ) from None
         listener.setblocking(False)  # whoever came may be gone again
-        # who says nothing holds nobody up, for an hour
+        # a node that sends nothing holds nobody up, for an hour
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, 3600)
         address = Address(self._hosts, listener.getsockname()[1], self._secret)
         with listener, address.shown_in(self._run_dir):
@@ -210,7 +210,7 @@ class Leader:
         self._local.close(keep_server=keep_server)
 
     def poll(self) -> None:
-        """Take in what goes on; raises NoDevice if a node is lost."""
+        """Read what the nodes have sent; raises NoDevice if one is lost."""
         self._local.poll()
         self.check()
 

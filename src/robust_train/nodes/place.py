@@ -11,7 +11,9 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from robust_train.config.attempt import is_script
 from robust_train.errors import ConfigError
+from robust_train.settings import EarlySettings, early_settings
 from robust_train.values import UNDER_SUBMITIT
 
 _BY_HAND = "ROBUST_TRAIN_NODE_RANK", "ROBUST_TRAIN_NUM_NODES"
@@ -36,12 +38,10 @@ class Place:
 
 
 def place_of(cfg: DictConfig, environ: Mapping[str, str]) -> Place | None:
-    """Return which node this is; None for a job on one node.
-
-    Raises:
-        ConfigError: that is not known, numbers do not agree, or such a job cannot span nodes.
-    """
-    nodes, name = int(cfg.num_nodes), next(filter(environ.__contains__, _VARIABLES), "")
+    """Return which node this is; None for a job on one node. Raises ConfigError: that is not known,
+    numbers do not agree, or such a job cannot span nodes."""
+    wanted = early_settings(cfg)
+    nodes, name = wanted.num_nodes or 1, next(filter(environ.__contains__, _VARIABLES), "")
     in_sweep = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
     on_slurm = in_sweep and environ.get(UNDER_SUBMITIT) == "slurm"
     if nodes <= 1:
@@ -49,7 +49,7 @@ def place_of(cfg: DictConfig, environ: Mapping[str, str]) -> Place | None:
         if nodes == 1 and (count := environ.get(of, "1")) != "1":
             raise ConfigError(f"num_nodes=1, but {of}={count}: give num_nodes={count}")
         return None
-    if problem := _why_one_node(cfg, in_sweep, on_slurm):
+    if problem := _why_one_node(wanted, is_script(cfg), in_sweep, on_slurm):
         raise ConfigError(f"num_nodes={nodes}: {problem}")
     if not name:
         raise ConfigError(
@@ -74,20 +74,22 @@ def node_in(environ: Mapping[str, str], nodes: object) -> int:
     return int(node) if str(nodes) != "1" and node.isdigit() else 0
 
 
-def _why_one_node(cfg: DictConfig, in_sweep: bool, on_slurm: bool) -> str | None:
+def _why_one_node(
+    wanted: EarlySettings, is_script: bool, in_sweep: bool, on_slurm: bool
+) -> str | None:
     """Return why this job cannot span nodes."""
-    is_one_gpu = not cfg.auto_device and cfg.device != "cpu"
+    is_one_gpu = not wanted.auto_device and wanted.device != "cpu"
     refused = {
-        "isolation=none is one process": cfg.isolation == "none",
-        "a script starts its own: torchrun on each": OmegaConf.select(cfg, "trainer.argv"),
-        f"not with min_num_gpus={cfg.min_num_gpus}": cfg.min_num_gpus is not None,
-        "not with detach=true: use sbatch, or nohup on each node": cfg.detach,
-        f"not with device={cfg.device}: accepted is cpu, or auto_device=true": is_one_gpu,
+        "isolation=none is one process": wanted.isolation == "none",
+        "a script starts its own: torchrun on each": is_script,
+        f"not with min_num_gpus={wanted.min_num_gpus}": wanted.min_num_gpus is not None,
+        "not with detach=true: use sbatch, or nohup on each node": wanted.detach,
+        f"not with device={wanted.device}: accepted is cpu, or auto_device=true": is_one_gpu,
     }
     if HydraConfig.initialized():
         config: Any = HydraConfig.instance().cfg
         raw: Any = OmegaConf.to_container(config.hydra.run, resolve=False)
         refused["a sweep needs hydra/launcher=robust_slurm"] = in_sweep and not on_slurm
         shared = "give hydra.run.dir=FOLDER, the same on all nodes, on a disk that all of them see"
-        refused[shared] = not in_sweep and _DIFFERS.search(str(raw["dir"]))
+        refused[shared] = not in_sweep and bool(_DIFFERS.search(str(raw["dir"])))
     return next((problem for problem, applies in refused.items() if applies), None)

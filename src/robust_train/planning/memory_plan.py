@@ -11,8 +11,8 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from robust_train.config.batch import settle_batch_size
-from robust_train.config.schema import complete, validate
+from robust_train.config.batch import settle
+from robust_train.config.schema import complete
 from robust_train.errors import ConfigError
 from robust_train.gpu.allocation import allocated_by
 from robust_train.gpu.footprint import CACHE_FACTOR, CONTEXT_BYTES
@@ -117,8 +117,7 @@ def plan_memory(
     """
     started = time.monotonic()
     cfg = complete(cfg)
-    settle_batch_size(cfg)
-    validate(cfg)
+    settle(cfg)
     target = target_of(cfg)
     if target != BUILT_IN:
         raise ConfigError(

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from robust_train.compat import FakeTensor, TorchDispatchMode, tree_leaves
+from robust_train.compat import FakeTensor, TorchDispatchMode, storage_key, tree_leaves
 
 WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer"
 ACTIVATIONS, TEMPORARIES, KERNELS = "activations", "temporaries", "kernels"
@@ -78,7 +78,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if tensor is None:
                 continue
             self._see(tensor)
-            key = tensor.untyped_storage()._cdata
+            key = storage_key(tensor)
             reference, size, before = self._live[key]
             self._live[key] = (reference, size, category)
             self._now[before] -= size
@@ -113,7 +113,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _see(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = storage_key(tensor)
         size = -(-storage.nbytes() // self._block_bytes) * self._block_bytes
         known = self._live.get(key)
         if known is not None:

@@ -117,7 +117,7 @@ def decide_on_request(settings: PolicySettings, history: tuple[Attempt, ...]) ->
 
 
 def concluded(attempt: Attempt, decision: Decision | None) -> Attempt:
-    """Return the attempt as a bug if an unclear lack of memory was mended by nothing."""
+    """Return the attempt, its unclear lack of memory now a bug if no remedy has helped."""
     failure = attempt.outcome.failure
     if failure is None or not isinstance(decision, GiveUp):
         return attempt

@@ -39,25 +39,17 @@ _SETTLE_BAND_BYTES = 256 * MIB
 
 
 class Devices:
-    """The devices as one job sees them, and what it has reserved of them.
-
-    Args:
-        settings: the job's.
-        environ: whose CUDA_VISIBLE_DEVICES bounds the choice.
-        run_dir: the job's run folder.
-        sleep: how to wait; whatever it raises ends the waiting.
-        on_wait: called with each status of the waiting.
-        token: the last part of the job's id in the host's queue; empty: any.
-    """
+    """The devices as one job sees them, and what it has reserved of them."""
 
     def __init__(
         self,
         settings: DeviceSettings,
-        environ: Mapping[str, str],
+        environ: Mapping[str, str],  # whose CUDA_VISIBLE_DEVICES bounds the choice
         run_dir: Path,
-        sleep: Sleep,
+        sleep: Sleep,  # how to wait; whatever it raises ends the waiting
+        # called with each status of the waiting
         on_wait: Callable[[WaitStatus], None] = lambda status: None,
-        token: str = "",
+        token: str = "",  # the last part of the job's id in the host's queue; empty: any
     ) -> None:
         self._settings = settings
         self._environ = environ
@@ -150,11 +142,8 @@ class Devices:
         )
 
     def take(self, group: Group) -> bool:
-        """Reserve the next attempt's GPUs in place of the last one's.
-
-        Returns:
-            False if another job has one by now, and a new choice has to be made.
-        """
+        """Reserve the next attempt's GPUs in place of the last one's. Returns False if another job
+        has one by now, and a new choice has to be made."""
         return self._queue.take(tuple(gpu.uuid for gpu in group), self._need_bytes)
 
     def on_event(self, event: Event) -> None:
@@ -170,11 +159,8 @@ class Devices:
         self._queue.tick()
 
     def ended(self, group: Group, outcome: Outcome, free_before: FreeBytes) -> FreeBytes:
-        """Record that an attempt's processes are gone; wait for its memory if it failed.
-
-        Returns:
-            Bytes that are free on each of its GPUs after that; empty where it did not fail.
-        """
+        """Record that an attempt's processes are gone; wait for its memory if it failed. Returns
+        bytes that are free on each of its GPUs after that; empty where it did not fail."""
         shown = outcome.memory or {}
         peak = max(shown.get("max_allocated", 0), shown.get("reserved", 0), self._other_ranks_bytes)
         self._other_ranks_bytes = 0
@@ -196,10 +182,7 @@ class Devices:
 
     def wait_for_room(self, room: Room) -> Group | NoGpu:
         """Wait for free memory: on any GPUs in the queue, with the old ticket, or on the job's own.
-
-        Returns:
-            The GPUs that have it, else why the waiting ended.
-        """
+        Returns the GPUs that have it, else why the waiting ended."""
         request = self._request(room.free_bytes, room.gpu_uuids, room.exclude)
         if not room.gpu_uuids:
             return self._wait(request, room.counts)

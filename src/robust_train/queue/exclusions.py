@@ -34,7 +34,7 @@ class Exclusion:
     by: str
 
     def sentence(self, now: float) -> str:
-        """Return for how long it is excluded, by whom, and why."""
+        """Return for how long the GPU is excluded, by whom, and why."""
         left = (SECONDS - (now - self.since)) / 60
         return (
             f"excluded for another {left:.0f} min by a job of {self.by}: {self.reason} "

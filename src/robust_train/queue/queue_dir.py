@@ -20,11 +20,11 @@ from robust_train.files import DirectoryProblem, open_or_make
 VARIABLE = "ROBUST_TRAIN_QUEUE_DIR"
 """Names the directory where ``gpu_queue_dir`` does not; beats the default."""
 
-_RUNTIME = Path("/run/lock")
+RUNTIME = Path("/run/lock")
 _TEMPORARY = Path("/tmp")  # not $TMPDIR: schedulers give each job another one
 _NAME = "robust-train"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_MOUNTS = Path("/proc/self/mounts")
+MOUNTS = Path("/proc/self/mounts")
 _SHARED_MODE = 0o1777
 
 # their locks may hang, or end at another host
@@ -144,9 +144,9 @@ def directory_for(setting: str | None, environ: Mapping[str, str]) -> Path:
     chosen = setting or environ.get(VARIABLE)
     if chosen:
         return Path(chosen).expanduser().absolute()
-    runtime = _RUNTIME / _NAME
+    runtime = RUNTIME / _NAME
     # all users of the host have to arrive at the same answer, whoever comes first
-    if runtime.is_dir() or _everybody_may_create_in(_RUNTIME):
+    if runtime.is_dir() or _everybody_may_create_in(RUNTIME):
         return runtime
     return _TEMPORARY / _NAME
 
@@ -191,7 +191,7 @@ def file_system_of(fd: int) -> str:
     path = Path(os.readlink(f"/proc/self/fd/{fd}"))
     # not by psutil, which before 6.0 asks every mount: a dead network disk would hang
     # any user may mount FUSE, under a name that is no text or has line ends of Unicode in it
-    mounts = [line.split(b" ") for line in _MOUNTS.read_bytes().split(b"\n") if line]
+    mounts = [line.split(b" ") for line in MOUNTS.read_bytes().split(b"\n") if line]
     types = {Path(os.fsdecode(w[1].replace(b"\\040", b" "))): os.fsdecode(w[2]) for w in mounts}
     return next((types[place] for place in (path, *path.parents) if place in types), "unknown")
 

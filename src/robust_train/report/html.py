@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 FILE_NAME = "report.html"
-_TEMPLATES = Path(__file__).parent / "templates"
+TEMPLATES = Path(__file__).parent / "templates"
 _LONGEST_TRACEBACK = 20_000
 _LONGEST_VALUE = 200
 
@@ -74,27 +74,27 @@ def job_page(story: Story) -> str:
 
 def render(template: str, **values: Any) -> str:
     """Return a page from a template, in which every value is escaped."""
-    page = _environment().get_template(template).render(**values)
+    page = template_environment().get_template(template).render(**values)
     return page.replace("\0", "\ufffd")
 
 
 @functools.cache
-def _environment() -> Environment:
+def template_environment() -> Environment:
     # here and not above: the launcher starts without it
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
     environment = Environment(
-        loader=FileSystemLoader(_TEMPLATES),
+        loader=FileSystemLoader(TEMPLATES),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    script = (_TEMPLATES / "report.js").read_text(encoding="utf-8")
+    script = (TEMPLATES / "report.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     environment.globals.update(
-        style=Markup((_TEMPLATES / "report.css").read_text(encoding="utf-8")),
+        style=Markup((TEMPLATES / "report.css").read_text(encoding="utf-8")),
         script=Markup(script),
         # the page loads nothing and runs no script but its own, whatever its texts hold
         policy=f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; "

@@ -57,7 +57,7 @@ def started(spec: AttemptSpec, resume_checkpoint: Path | None) -> AttemptStarted
 
 
 def acquired(group: Group, wait_seconds: float) -> DeviceAcquired:
-    """Return the event of a job that has its first device after so long."""
+    """Return the event for a job's first device, after waiting ``wait_seconds``."""
     uuids, names = tuple(gpu.uuid for gpu in group), tuple(gpu.name for gpu in group)
     return DeviceAcquired(device_name(group), uuids, names, round(wait_seconds, 3))
 

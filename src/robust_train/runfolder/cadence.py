@@ -5,18 +5,15 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
+from robust_train.config.plans import SavePlan
 from robust_train.runfolder.identity import read_identity, wait_until_readable
 from robust_train.runfolder.manifests import of_job, record_checkpoint, rotate
 
 log = logging.getLogger("robust_train")
-
-AUTO = "auto"
 
 SHORTEST_SECONDS, LONGEST_SECONDS = 10.0, 300.0
 SHORTEST_AFTER_FAILURE_SECONDS = 1.0
@@ -42,23 +39,6 @@ def seconds_between_saves(cost: float | None, failures: int, seconds: float) -> 
         return interval
     loses_least = math.sqrt(2 * cost * max(seconds, 0.0) / failures)
     return min(interval, max(loses_least, SHORTEST_AFTER_FAILURE_SECONDS))
-
-
-@dataclass(frozen=True)
-class SavePlan:
-    """Longest time between two checkpoints (None: as often as saving is cheap), and most optimizer
-    steps between two (None or 0: any number)."""
-
-    every_seconds: float | None = None
-    every_steps: int | None = None
-
-    @classmethod
-    def of(cls, cfg: Mapping[Any, Any]) -> SavePlan:
-        """Read ``training.checkpoint_every_minutes`` and ``training.checkpoint_every_steps``."""
-        training = cfg["training"]
-        minutes = training.get("checkpoint_every_minutes", AUTO)
-        every = None if minutes in (None, "", AUTO) else 60 * float(minutes)
-        return cls(every, int(training.get("checkpoint_every_steps") or 0) or None)
 
 
 class SaveClock:

@@ -42,7 +42,7 @@ is_detached = _pipe is not None  # Whether this process is the one in the backgr
 
 def start() -> int:
     """Run this process's command in the background; return its exit code, 0 once it has begun."""
-    prefix, note = _past_logout()
+    prefix, note = past_logout()
     read_end, write_end = os.pipe()
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
@@ -120,7 +120,7 @@ def sweep_text(folder: Path) -> str:
     return "\n".join(lines)
 
 
-def _past_logout() -> tuple[list[str], str]:
+def past_logout() -> tuple[list[str], str]:
     """Return what to put before a command that a logout must not end, and a note for its user."""
     if printed_by(_LOGIND, _SECONDS) != b"b true\n":
         return [], ""

@@ -28,7 +28,7 @@ log = logging.getLogger("robust_train")
 LOCK_FILE = "lock"
 _RETRY_SECONDS = 0.5
 """Longer than ``run status`` holds a shared lock, and than a new holder needs to write its name."""
-_ORPHAN_SECONDS = 15.0
+ORPHAN_SECONDS = 15.0
 _POLL_SECONDS = 0.02
 _MAX_BYTES = 4096
 _FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -159,7 +159,7 @@ def _wait_for_lock(fd: int, run_dir: Path) -> None:
         waited = time.monotonic() - started
         holder = _parse(os.pread(fd, _MAX_BYTES, 0))
         if waited > _RETRY_SECONDS:
-            if holder is None or not holder.is_dead or waited > _ORPHAN_SECONDS:
+            if holder is None or not holder.is_dead or waited > ORPHAN_SECONDS:
                 raise ConfigError(_in_use(run_dir, holder))
             if not has_warned:
                 has_warned = True
@@ -167,7 +167,7 @@ def _wait_for_lock(fd: int, run_dir: Path) -> None:
                     "the launcher of an earlier job in this folder (pid %d) was killed: waiting up "
                     "to %.0f s for the last checkpoint of its attempt",
                     holder.pid,
-                    _ORPHAN_SECONDS,
+                    ORPHAN_SECONDS,
                 )
         time.sleep(_POLL_SECONDS)
 

@@ -30,9 +30,9 @@ URLS_VARIABLE = "ROBUST_TRAIN_NOTIFY_URLS"
 TEXT_VARIABLE = "ROBUST_TRAIN_NOTIFY_TEXT"
 EVENTS = ("completed", "failed", "interrupted", "cpu", "waiting", "stalled")
 _LIMIT_SECONDS = 30.0
-_LAST_CHANCE_SECONDS = 10.0
+LAST_CHANCE_SECONDS = 10.0
 _POLL_SECONDS = 0.05
-_AFTER_KILL_SECONDS = 1.0
+AFTER_KILL_SECONDS = 1.0
 _MOST_ERROR_BYTES = 4096
 _FIELDS = "id state reason host user run_dir device attempt step total_steps checkpoint"
 
@@ -141,15 +141,16 @@ class Notifier:
         content = strict_json({"event": event, "text": text, "time": time.time(), **about})
         command, urls = self._settings.command, self._settings.urls
         if command:
-            self._start(event, command[0], command, content, {TEXT_VARIABLE: text})
+            self.deliver(event, command[0], command, content, {TEXT_VARIABLE: text})
         if urls:
             child = (sys.executable, "-m", "robust_train.runfolder.send_urls")
             message = {"urls": urls, "title": f"robust-train: {event}", "body": text}
-            self._start(event, "notify.urls", child, message, {"PYTHONSAFEPATH": "1"})
+            self.deliver(event, "notify.urls", child, message, {"PYTHONSAFEPATH": "1"})
 
-    def _start(
+    def deliver(
         self, event: str, what: str, command: Sequence[str], given: Json, more: Mapping[str, str]
     ) -> None:
+        """Start a program that delivers what is ``given``."""
         delivery = _Delivery(f"({event}) not delivered by {what}", command, given, more)
         self._deliveries.append(delivery)
         try:
@@ -165,7 +166,7 @@ class Notifier:
                 self.has_failed = True
                 log.warning("notification %s: %s", delivery.name, delivery.problem)
 
-    def finish(self, seconds: float = _LAST_CHANCE_SECONDS) -> None:
+    def finish(self, seconds: float = LAST_CHANCE_SECONDS) -> None:
         """Wait a moment for what is being delivered, and end the rest; Ctrl-C ends it at once."""
         until = time.monotonic() + seconds
         for delivery in self._deliveries:
@@ -178,7 +179,7 @@ class Notifier:
         self._log_failures(over=True)
 
     def hurry(self) -> None:
-        """End what is being delivered."""
+        """End the deliveries under way at once."""
         for delivery in self._deliveries:
             if delivery.is_alive():
                 delivery.problem, delivery.until = "ended by a signal", time.monotonic()
@@ -200,7 +201,7 @@ class _Delivery(threading.Thread):
 
     def may_end(self) -> bool:
         """Return whether it is under way, and worth waiting for."""
-        return self.is_alive() and time.monotonic() < self.until + _AFTER_KILL_SECONDS
+        return self.is_alive() and time.monotonic() < self.until + AFTER_KILL_SECONDS
 
     def run(self) -> None:
         """Deliver, until the time is over."""

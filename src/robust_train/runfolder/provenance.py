@@ -28,7 +28,7 @@ log = logging.getLogger("robust_train")
 FILE = "environment.json"
 DIFF_FILE = "code.diff"
 _MOST_DIFF_BYTES = 1 << 20
-_GIT_SECONDS = 5.0
+GIT_SECONDS = 5.0
 _LAST_CHANCE_SECONDS = 2.0
 _SHORT = ("host", "python", "torch", "cuda", "driver", "git_commit", "git_dirty")
 _MATTERS = re.compile(
@@ -98,7 +98,7 @@ class Provenance:
         self._thread.start()
 
     def short(self) -> dict[str, Json] | None:
-        """Return what ``summary.json`` has of it; None if it takes too long."""
+        """Return the part for ``summary.json``; None if it takes too long."""
         self._thread.join(_LAST_CHANCE_SECONDS)
         return self._short
 
@@ -147,7 +147,7 @@ def _git(folder: str, *arguments: str) -> bytes | None:
     """Return what git prints, of a repository that runs no program of its own; None if it fails."""
     command = ("git", "-c", "core.fsmonitor=false", "-C", folder, *arguments)
     variables = {"GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0"}
-    return printed_by(command, _GIT_SECONDS, variables)
+    return printed_by(command, GIT_SECONDS, variables)
 
 
 def _packages() -> dict[str, str]:

@@ -157,13 +157,9 @@ class Summary:
     earlier_seconds: float = 0.0  # duration of the job's launches before
 
     def raise_unless_completed(self) -> None:
-        """Raise what ended the job, if it did not complete.
-
-        Raises:
-            NoDevice: no device in time, and the CPU is not allowed.
-            AttemptsExhausted: memory ran out on every device that may be used.
-            TrainerFailed: the trainer failed otherwise; or its own exception.
-        """
+        """Raise what ended the job, if it did not complete. Raises NoDevice: no device in time, and
+        the CPU is not allowed; AttemptsExhausted: memory ran out on every device that may be used;
+        TrainerFailed: the trainer failed otherwise; or its own exception."""
         reason = str(self.reason)
         if self.status == "completed":
             return

@@ -18,6 +18,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from robust_train.config.plans import AUTO
 from robust_train.errors import ConfigError, Interrupted, UserError
 from robust_train.events import (
     CheckpointSaved,
@@ -32,7 +33,6 @@ from robust_train.execution import TICK_SECONDS
 from robust_train.execution.environment import shared_machine_environment
 from robust_train.files import write_json
 from robust_train.run import Run
-from robust_train.runfolder.cadence import AUTO
 from robust_train.runfolder.manifests import is_whole
 from robust_train.script.checkpoint_watch import (
     CheckpointWatch,
@@ -135,7 +135,7 @@ class _Attempt:
             self._found(self._watch.newest(at_rest=at_rest))
 
     def finish(self) -> None:
-        """Do the same when the script has ended."""
+        """Pass on the rest after the script has ended; remove an empty file of messages."""
         self.poll(at_rest=True)
         with contextlib.suppress(OSError):  # the script may have removed it
             if self.events.stat().st_size == 0:

@@ -23,10 +23,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
 
+from robust_train.config.plans import MicroBatchPlan, SavePlan
 from robust_train.events import Json
 from robust_train.files import LineFile
-from robust_train.run import MicroBatchPlan, Run
-from robust_train.runfolder.cadence import SavePlan
+from robust_train.run import Run
 from robust_train.script.placeholders import EVENTS_VARIABLE, value_from
 
 ReportLine = Callable[[dict[str, Json]], None]
@@ -79,7 +79,7 @@ def current_run() -> ScriptRun:
     """
     path = os.environ.get(EVENTS_VARIABLE)
     reports = path is not None and os.environ.get("RANK", "0") == "0"
-    run = ScriptRun(os.environ, _appending_to(Path(path)) if path and reports else None)
+    run = ScriptRun(os.environ, appending_to(Path(path)) if path and reports else None)
     if reports:
         atexit.register(run.send_last_progress)
         atexit.register(run.speed.send)
@@ -88,7 +88,7 @@ def current_run() -> ScriptRun:
     return run
 
 
-def _appending_to(path: Path) -> ReportLine:
+def appending_to(path: Path) -> ReportLine:
     file = LineFile(path)
 
     def report(event: dict[str, Json]) -> None:

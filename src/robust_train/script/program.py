@@ -53,19 +53,12 @@ class Program:
         return self._process.pid
 
     def wait(self, run: Run, stop_grace_seconds: float, on_tick: Callable[[], None]) -> int:
-        """Wait until the script has ended, and with it all that it started.
+        """Wait until the script and all that it started have ended; return its exit status as
+        subprocess has it. Calls ``on_tick`` about twice a second.
 
-        When the attempt is asked to stop, SIGTERM goes to the script, and when that ends to those
-        whom it leaves behind (a shell does not wait for what it runs); whoever is there after
+        If ``run.stop_requested``, SIGTERM goes to the script, and when that has ended to the
+        processes it leaves behind (a shell does not wait for what it runs). What still lives after
         ``stop_grace_seconds`` is killed. Data-loader workers get none: their own parent ends them.
-
-        Args:
-            run: whose ``stop_requested`` counts.
-            stop_grace_seconds: see above.
-            on_tick: called about twice a second.
-
-        Returns:
-            The script's exit status, as subprocess has it.
         """
         kill_at: float | None = None
         try:

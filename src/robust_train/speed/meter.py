@@ -23,7 +23,7 @@ _RATIO = math.log(1.02)
 _SHORTEST_SECONDS = 1e-6
 _HIGH = 0.95
 _FIRST_REPORT_SECONDS, _REPORT_SECONDS = 1.0, 30.0
-_MOST_UNSETTLED = 200
+MOST_UNSETTLED = 200
 
 
 class Histogram:
@@ -116,10 +116,6 @@ class SpeedMeter:
     An attempt's first step does not count, nor does a time between two steps in which something
     else is known to have happened: a validation, a checkpoint, the end of an epoch.
 
-    Args:
-        samples: returns the samples of this rank in a step, None if unknown.
-        report: takes the events.
-
     Attributes:
         least_seconds: reports of steps are this far apart at least to be measured.
     """
@@ -128,8 +124,9 @@ class SpeedMeter:
         self,
         rank: int = 0,
         ranks: int = 1,
+        # returns the samples of this rank in a step, None if unknown
         samples: Callable[[], int | None] = lambda: None,
-        report: Callable[[Event], None] = lambda event: None,
+        report: Callable[[Event], None] = lambda event: None,  # takes the events
     ) -> None:
         self.least_seconds = 0.0
         self._rank, self._ranks = rank, ranks
@@ -139,7 +136,7 @@ class SpeedMeter:
         self._step: int | None = None
         self._interval: _Interval | None = None
         self._wait_from: Moment | None = None
-        self._unsettled: deque[_Interval] = deque(maxlen=_MOST_UNSETTLED)
+        self._unsettled: deque[_Interval] = deque(maxlen=MOST_UNSETTLED)
         self._steps, self._waits = Histogram(), Histogram()
         self._samples_done: int | None = 0
         self._seconds_with_waits = self._seconds_alone = 0.0
@@ -151,7 +148,7 @@ class SpeedMeter:
         self._is_on = False
 
     def begin(self) -> None:
-        """Begin a step now: what came before it is no part of it."""
+        """Begin a step now; the time before does not count."""
         if self._interval is not None and (now := self._moment()):
             self._interval = _Interval(now)
 
@@ -180,7 +177,7 @@ class SpeedMeter:
         if start and self._interval and (now := self._moment()):
             self._interval.waits = self._interval.waits or deque()
             self._interval.waits.append((start, now))
-            if len(self._interval.waits) > _MOST_UNSETTLED:
+            if len(self._interval.waits) > MOST_UNSETTLED:
                 self._settle()
 
     def batch_begins(self, samples: int) -> None:

@@ -14,6 +14,7 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, read_write
 
+from robust_train.compat import returned_or_raised
 from robust_train.errors import EXIT_BAD_CONFIG, EXIT_FAILED, ConfigError
 from robust_train.execution.hydra_state import adopt_hydra
 from robust_train.files import plain
@@ -21,7 +22,7 @@ from robust_train.nodes.place import node_in
 from robust_train.readable import named_line
 from robust_train.runfolder import detach
 from robust_train.runfolder.lock import refusal
-from robust_train.settings import hide_urls, sweep_settings
+from robust_train.settings import detaches, early_settings, hide_urls
 from robust_train.sweep import current, session
 from robust_train.sweep.plugins_of_others import restore_mask
 
@@ -35,7 +36,7 @@ class SweepCallback(Callback):
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Check the job before anything is written to its run folder."""
         hide_urls(config)
-        node = node_in(os.environ, sweep_settings(config).num_nodes)
+        node = node_in(os.environ, early_settings(config).num_nodes)
         run_dir = Path(str(config.hydra.run.dir))
         problem = None if node else refusal(run_dir)
         if problem is not None:
@@ -44,7 +45,7 @@ class SweepCallback(Callback):
             session.check_job(config)
         except ConfigError as error:
             _refuse(str(error), node, run_dir)
-        if _detaches(config):
+        if detaches(config):
             raise SystemExit(detach.start())
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
@@ -54,7 +55,7 @@ class SweepCallback(Callback):
         try:
             if not detach.is_detached:
                 session.check_jobs(config)
-            if _detaches(config):
+            if detaches(config):
                 raise SystemExit(detach.start())
             with contextlib.suppress(OSError):  # Hydra fails at the same, with a message
                 session.begin(config)
@@ -69,7 +70,7 @@ class SweepCallback(Callback):
         restore_mask(os.environ)
         if hide_urls(config):  # of a project's file: Hydra has just written its value
             _hide_in(Path(str(config.hydra.runtime.output_dir)) / str(config.hydra.output_subdir))
-        if node := node_in(os.environ, sweep_settings(config).num_nodes):
+        if node := node_in(os.environ, early_settings(config).num_nodes):
             _log_apart(config, node)
         current.enter(config, self._launcher, follows=node > 0)
 
@@ -78,8 +79,7 @@ class SweepCallback(Callback):
         if job_return.status is JobStatus.COMPLETED:
             current.job_ended("completed", 0, objective=plain(job_return.return_value))
         else:
-            # read past the property, which raises what the job raised
-            current.job_ended("failed", 1, reason=named_line(job_return._return_value))
+            current.job_ended("failed", 1, reason=named_line(returned_or_raised(job_return)))
         current.leave()
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
@@ -105,15 +105,11 @@ def _hide_in(folder: Path) -> None:
         OmegaConf.save(cfg, folder / "config.yaml")
 
 
-def _detaches(config: DictConfig) -> bool:
-    return sweep_settings(config).detach and not detach.is_detached
-
-
 def _refuse(problem: str, node: int = 0, run_dir: Path = Path()) -> NoReturn:
     print(problem, file=sys.stderr)
     if node:
-        from robust_train.nodes.connection import tell_refusal
+        from robust_train.nodes.connection import send_refusal
 
-        tell_refusal(run_dir, node, problem)
+        send_refusal(run_dir, node, problem)
     # not an Exception: those of callbacks are turned into warnings
     raise SystemExit(EXIT_BAD_CONFIG)

@@ -17,7 +17,7 @@ from robust_train.files import set_aside
 from robust_train.runfolder.lock import refusal
 from robust_train.runfolder.requests import sweep_stop_requested
 from robust_train.runfolder.summary import read_summary
-from robust_train.settings import sweep_folder, sweep_settings
+from robust_train.settings import early_settings, sweep_folder
 from robust_train.sweep.job_record import (
     COMPLETED,
     NOT_STARTED,
@@ -125,7 +125,7 @@ def plan(config: DictConfig, folder: Path) -> tuple[Entry, JobRecord]:
         completed=completed,
         overrides=own.overrides,
         sweep=own.sweep,
-        resume=sweep_settings(config).sweep_resume,
+        resume=early_settings(config).sweep_resume,
     )
     if entry is not Entry.REUSE or earlier is None:
         return entry, own
@@ -170,7 +170,7 @@ def _enter_sweep(job: CurrentJob, config: DictConfig) -> None:
 def _why_not_started(config: DictConfig, record: JobRecord) -> str | None:
     folder = sweep_folder()
     assert folder is not None
-    if sweep_settings(config).sweep_fail_fast and has_failed(folder, record.sweep):
+    if early_settings(config).sweep_fail_fast and has_failed(folder, record.sweep):
         return "another job failed before (sweep_fail_fast=true)"
     return "the sweep was stopped" if sweep_stop_requested(folder) else None
 

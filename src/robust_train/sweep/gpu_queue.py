@@ -33,6 +33,7 @@ from hydra.core.utils import (
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from robust_train.compat import returned_or_raised
 from robust_train.errors import EXIT_BAD_CONFIG
 from robust_train.execution import at_hand
 from robust_train.execution.signals import SignalWatch
@@ -40,7 +41,7 @@ from robust_train.gpu.bounded import NoAnswer, run_command
 from robust_train.runfolder.requests import Refused, request_sweep_stop, sweep_stop_requested
 from robust_train.runfolder.state import read_state
 from robust_train.runfolder.summary import read_summary
-from robust_train.settings import SweepSettings, sweep_settings
+from robust_train.settings import EarlySettings, early_settings
 from robust_train.sweep import current, job_record, session
 from robust_train.sweep.job_process import JobProcess
 from robust_train.sweep.live_table import LiveRow, LiveTable
@@ -95,7 +96,7 @@ class GpuQueue:
     ) -> None:
         self._context, self._task_function = context, task_function
         self._config, self._n_jobs = config, n_jobs
-        self._settings = sweep_settings(config)
+        self._settings = early_settings(config)
         self._signals = SignalWatch()
         self._pending: deque[_Job] = deque()
         self._running: list[_Job] = []
@@ -107,11 +108,8 @@ class GpuQueue:
     def launch(
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
     ) -> list[JobReturn]:
-        """Run the jobs; return their results in order, NaN for one that did not complete.
-
-        Raises:
-            JobInterrupted: a signal ended the sweep, after every job has ended.
-        """
+        """Run the jobs; return their results in order, NaN for one that did not complete. Raises
+        JobInterrupted: a signal ended the sweep, after every job has ended."""
         setup_globals()
         configure_log(self._config.hydra.hydra_logging, self._config.hydra.verbose)
         Path(str(self._config.hydra.sweep.dir)).mkdir(parents=True, exist_ok=True)
@@ -195,7 +193,7 @@ class GpuQueue:
         )
         if result.status is JobStatus.COMPLETED:
             return 0
-        traceback.print_exception(result._return_value)
+        traceback.print_exception(returned_or_raised(result))
         return 1
 
     def _detach(self) -> None:
@@ -278,15 +276,16 @@ class GpuQueue:
         task_config = config.copy()
         with open_dict(task_config):
             del task_config["hydra"]
-        return JobReturn(
+        done = JobReturn(
             overrides=list(config.hydra.overrides.task),
             cfg=task_config,
             hydra_cfg=OmegaConf.masked_copy(config, "hydra"),
             working_dir=os.getcwd(),
             task_name=str(config.hydra.job.name),
             status=JobStatus.COMPLETED,
-            _return_value=value,
         )
+        done.return_value = value
+        return done
 
     def _plan(
         self, job: _Job, status: str, exit_code: int | None = None, reason: str | None = None
@@ -330,7 +329,7 @@ def jobs_at_once(
     return max(1, min(wanted, jobs))
 
 
-def count_gpus(wanted: SweepSettings, limit_seconds: float = 30.0) -> int:
+def count_gpus(wanted: EarlySettings, limit_seconds: float = 30.0) -> int:
     """Return the number of GPUs that a sweep's job may take; 0 if the driver hangs."""
     if wanted.auto_device or wanted.device in ("auto", "cuda"):
         return _visible_gpus(limit_seconds)

@@ -21,9 +21,9 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from robust_train.config.batch import settle_batch_size
+from robust_train.config.batch import settle
 from robust_train.config.refusals import REFUSALS, explain
-from robust_train.config.schema import complete, validate
+from robust_train.config.schema import complete
 from robust_train.errors import ConfigError
 from robust_train.execution.signals import SignalWatch
 from robust_train.readable import duration
@@ -31,7 +31,7 @@ from robust_train.runfolder import detach
 from robust_train.runfolder.command_line import this_command
 from robust_train.runfolder.lock import RunLock, read_holder
 from robust_train.runfolder.notifier import Notifier, NotifySettings
-from robust_train.settings import sweep_settings, take_notify_settings
+from robust_train.settings import early_settings, take_notify_settings
 from robust_train.sweep.current import SWEEP_VARIABLE
 from robust_train.sweep.job_record import INTERRUPTED, NOT_STARTED, JobRecord
 from robust_train.sweep.page import write_sweep_report
@@ -97,12 +97,9 @@ def check_job(config: DictConfig) -> None:
 
 
 def begin(config: DictConfig) -> None:
-    """Begin a sweep, before its first job: lock its folder and write ``sweep.json``.
-
-    Raises:
-        ConfigError: a live sweep holds the folder, or it would be a job's too; nothing was written.
-        OSError: the sweep folder cannot be made.
-    """
+    """Begin a sweep, before its first job: lock its folder and write ``sweep.json``. Raises
+    ConfigError: a live sweep holds the folder, or it would be a job's too; nothing was written;
+    OSError: the sweep folder cannot be made."""
     finish()  # an earlier sweep of this process that an error has ended
     subdir = OmegaConf.to_container(config.hydra.sweep)["subdir"]  # type: ignore[call-overload,index]
     if os.path.normpath(str(subdir)) == ".":
@@ -167,7 +164,7 @@ def _check_one(config: DictConfig, overrides: list[str]) -> None:
         cfg = loader.load_sweep_config(config, overrides)
     except REFUSALS as error:
         raise ConfigError(explain(error, "robust", overrides)) from error
-    if program.check is None and not sweep_settings(cfg).detach:
+    if program.check is None and not early_settings(cfg).detach:
         return  # a project's main may complete it
     before = HydraConfig.instance().cfg
     try:
@@ -176,8 +173,7 @@ def _check_one(config: DictConfig, overrides: list[str]) -> None:
             HydraConfig.instance().set_config(cfg)
             del cfg["hydra"]
         cfg = complete(cfg)
-        settle_batch_size(cfg)
-        validate(cfg)
+        settle(cfg)
         check_job(cfg)
     finally:
         HydraConfig.instance().cfg = before

@@ -25,11 +25,8 @@ _PROJECT = "robust-train"
 
 
 def chosen(cfg: DictConfig) -> str:
-    """Return ``logger`` of the config.
-
-    Raises:
-        ConfigError: there is no such logger, or its library is not installed.
-    """
+    """Return ``logger`` of the config. Raises ConfigError: there is no such logger, or its library
+    is not installed."""
     name = str(cfg.get("logger") or "none")
     if name not in NAMES:
         close = difflib.get_close_matches(name, NAMES, n=1)

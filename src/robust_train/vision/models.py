@@ -18,6 +18,8 @@ from robust_train.errors import ConfigError
 from robust_train.vision.images import ImageSpec, Shape
 from robust_train.vision.pretrained import build_backbone, classifier_names, load_weights
 
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
 _MODELS = ("cnn", "linear_probe", "lora", "full_finetune")
 _PHOTOGRAPH_SIZE = 64
 _LEAST_MAP_SIZE = 4
@@ -183,7 +185,7 @@ def set_train_mode(module: nn.Module) -> None:
     """Set training mode, except for frozen BatchNorm layers: their statistics must not move."""
     module.train()
     for layer in module.modules():
-        if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+        if isinstance(layer, _BATCH_NORMS):
             parameters = list(layer.parameters(recurse=False))
             if parameters and not any(p.requires_grad for p in parameters):
                 layer.eval()
@@ -208,7 +210,7 @@ def trained_state(module: nn.Module) -> dict[str, Tensor]:
     for prefix, layer in module.named_modules():
         own = dict(layer.named_parameters(prefix, recurse=False))
         # statistics without weights beside them move in training as well
-        has_statistics = isinstance(layer, nn.modules.batchnorm._BatchNorm) and not own
+        has_statistics = isinstance(layer, _BATCH_NORMS) and not own
         if has_statistics or any(p.requires_grad for p in own.values()):
             trained.update(name for name, p in own.items() if p.requires_grad)
             trained.update(name for name, _ in layer.named_buffers(prefix, recurse=False))

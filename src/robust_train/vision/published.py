@@ -23,7 +23,7 @@ _CUB200_URL = "https://data.caltech.edu/records/65de6-vp158/files/CUB_200_2011.t
 _CUB200_MD5 = "97eceeb196236b17998738112f37df78"
 _CUB200_LISTS = ("images.txt", "image_class_labels.txt", "train_test_split.txt")
 # urllib waits for ever by default
-_SILENCE_SECONDS = 20.0
+SILENCE_SECONDS = 20.0
 
 
 def open_flowers102(cfg: Any) -> Splits:
@@ -186,7 +186,7 @@ def _alone(root: Path) -> Iterator[None]:
     path = root / ".download.lock"
     with path.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        socket.setdefaulttimeout(_SILENCE_SECONDS)
+        socket.setdefaulttimeout(SILENCE_SECONDS)
         try:
             yield
         except BaseException:

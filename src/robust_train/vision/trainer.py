@@ -18,15 +18,15 @@ import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
+from robust_train.config.plans import MicroBatchPlan, SavePlan
 from robust_train.errors import ConfigError, Interrupted, UserError
 from robust_train.failures import classify_failure
 from robust_train.microbatch.ranks import of_all_ranks
 from robust_train.microbatch.replicas import Replicated
 from robust_train.microbatch.rng import seed_everything, seed_rank
 from robust_train.microbatch.splitting import share_of
-from robust_train.run import MicroBatchPlan, Run
+from robust_train.run import Run
 from robust_train.runfolder import checkpoints
-from robust_train.runfolder.cadence import SavePlan
 from robust_train.vision import models
 from robust_train.vision.batches import (
     BatchPlan,
