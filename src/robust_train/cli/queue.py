@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     path = directory_for(arguments.dir, os.environ)
     try:
-        registry = JobRegistry(path) if path.exists() else None
+        registry = JobRegistry(path) if os.path.exists(path) else None
     except QueueProblem as problem:
         print(problem, file=sys.stderr)
         return EXIT_BAD_CONFIG

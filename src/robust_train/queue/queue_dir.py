@@ -143,7 +143,7 @@ def directory_for(setting: str | None, environ: Mapping[str, str]) -> Path:
     """Return this host's queue directory: the key ``gpu_queue_dir``, the variable, or a default."""
     chosen = setting or environ.get(VARIABLE)
     if chosen:
-        return Path(chosen).expanduser().absolute()
+        return Path(os.path.expanduser(chosen)).absolute()
     runtime = _RUNTIME / _NAME
     # all users of the host have to arrive at the same answer, whoever comes first
     if runtime.is_dir() or _everybody_may_create_in(_RUNTIME):

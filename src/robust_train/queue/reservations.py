@@ -194,7 +194,7 @@ def existing_registry(path: Path) -> Iterator[JobRegistry | None]:
     """Open the jobs of the queue directory at ``path``; None if it cannot be used."""
     registry = None
     with contextlib.suppress(QueueProblem):
-        registry = JobRegistry(path) if path.exists() else None
+        registry = JobRegistry(path) if os.path.exists(path) else None
     try:
         yield registry
     finally:
