@@ -11,6 +11,7 @@ import pytest
 
 from another_user import ANOTHER_USER, needs_root
 from robust_train.cli.main import main
+from robust_train.execution import screen
 
 COMMAND = [sys.executable, "-m", "robust_train.cli.main"]
 
@@ -74,3 +75,11 @@ def test_another_users_private_folder_is_refused_in_one_line(
         os.seteuid(0)
     shown = capsys.readouterr()
     assert len((shown.out + shown.err).splitlines()) == 1
+
+
+def test_a_stream_that_the_shell_has_closed_takes_output_and_is_no_terminal(monkeypatch):
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    screen.open_closed_streams()
+    print("goes nowhere", file=sys.stderr)
+    assert not sys.stdout.isatty()

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 import robust_train
 from robust_train.errors import EXIT_FAILED
+from robust_train.execution.screen import open_closed_streams
 from robust_train.readable import meant
 
 USAGE = """usage: robust-train COMMAND [OPTIONS]
@@ -53,9 +54,8 @@ OF_LIVE_RUNS = ("list", "status", "checkpoint", "halve-batch", "stop")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if sys.stdout is None:  # closed by the shell: >&-
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-    elif isinstance(sys.stdout, io.TextIOWrapper):
+    open_closed_streams()
+    if isinstance(sys.stdout, io.TextIOWrapper):
         # names and paths may hold what the locale has no character for
         sys.stdout.reconfigure(errors="replace")
     try:
