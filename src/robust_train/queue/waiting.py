@@ -1,4 +1,4 @@
-"""Wait until there is room on GPUs: a tenacity loop over polls."""
+"""Wait until there is room on GPUs: a loop over polls."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import cast
-
-import tenacity
 
 from robust_train.gpu.nvml_session import close_session
 from robust_train.gpu.processes import find_holders
@@ -139,15 +136,11 @@ class _Waiting:
     def run(self) -> Group | NoGpu:
         if why := why_pointless(self.request, self.read(False)):
             return NoGpu(why)
-        retrying = tenacity.Retrying(
-            retry=tenacity.retry_if_result(lambda found: found is None),
-            stop=lambda state: self.clock() >= self.deadline,
-            wait=lambda state: min(self.pause_seconds, self._seconds_left()),
-            sleep=self._pause,
-            retry_error_callback=lambda state: self._in_vain(timed_out=True),
-        )
-        # the loop ends with a result or with that of the callback
-        return cast("Group | NoGpu", retrying(self._poll))
+        while (found := self._poll()) is None:
+            if self.clock() >= self.deadline:
+                return self._in_vain(timed_out=True)
+            self._pause(min(self.pause_seconds, self._seconds_left()))
+        return found
 
     def _poll(self) -> Group | NoGpu | None:
         if self.queued is None:
