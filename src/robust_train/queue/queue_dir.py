@@ -15,8 +15,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from robust_train.files import DirectoryProblem, open_or_make
-
 VARIABLE = "ROBUST_TRAIN_QUEUE_DIR"
 """Names the directory where ``gpu_queue_dir`` does not; beats the default."""
 
@@ -210,11 +208,12 @@ def boot_name() -> str:
 def _open_checked(path: Path | str, dir_fd: int | None, shown: Path) -> int:
     """Return a trusted directory's descriptor; make the directory if need be."""
     try:
-        fd = open_or_make(path, _SHARED_MODE, dir_fd)
-    except DirectoryProblem as problem:
-        cause = problem.__cause__
-        why = why_not_written(cause) if isinstance(cause, OSError) else None
-        raise problem_with(shown, why or str(problem)) from problem
+        fd = _open_or_make(path, dir_fd)
+    except OSError as error:
+        why = why_not_written(error) or f"cannot be used ({error.strerror})"
+        if error.errno in (errno.ELOOP, errno.ENOTDIR):
+            why = "is a symbolic link or no directory"
+        raise problem_with(shown, why) from error
     status = os.fstat(fd)
     is_sticky = bool(status.st_mode & stat.S_ISVTX)
     trouble = None
@@ -225,6 +224,24 @@ def _open_checked(path: Path | str, dir_fd: int | None, shown: Path) -> int:
     if trouble is not None:
         os.close(fd)
         raise problem_with(shown, trouble)
+    return fd
+
+
+def _open_or_make(path: Path | str, dir_fd: int | None) -> int:
+    if dir_fd is None:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+    is_new = True
+    try:
+        os.mkdir(path, _SHARED_MODE, dir_fd=dir_fd)
+    except FileExistsError:
+        is_new = False
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=dir_fd)
+    if is_new:
+        try:
+            os.fchmod(fd, _SHARED_MODE)  # whatever the umask
+        except OSError:
+            os.close(fd)
+            raise
     return fd
 
 
