@@ -9,18 +9,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class MicroBatchPlan:
-    """How a batch is split inside a step.
+    """How a batch is split inside a step."""
 
-    Attributes:
-        batch_size: most samples in one forward and backward pass; None: the whole batch at first.
-        min_batch_size: parts of this many samples are not split further.
-        regrow_after_steps: steps without running out of memory after which a larger size is tried;
-            None or 0: never.
-    """
-
+    # most samples in one forward and backward pass; None: the whole batch at first
     batch_size: int | None = None
     gradient_accumulation_steps: int = 1
-    min_batch_size: int = 1
+    min_batch_size: int = 1  # parts of this many samples are not split further
+    # steps without running out of memory after which a larger size is tried; None or 0: never
     regrow_after_steps: int | None = None
 
     @property

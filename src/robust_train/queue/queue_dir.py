@@ -35,19 +35,12 @@ class QueueProblem(Exception):
 
 @dataclass(frozen=True)
 class QueueDir:
-    """An opened, checked queue directory of this boot of this host.
+    """An opened, checked queue directory of this boot of this host."""
 
-    Attributes:
-        path: for people; files are opened through ``fd``.
-        fd: the directory's descriptor.
-        file_system: its type, ``tmpfs`` …
-        owner: a user other than root who may remove any file in it, 0 if there is none.
-    """
-
-    path: Path
-    fd: int
-    file_system: str
-    owner: int = 0
+    path: Path  # for people; files are opened through `fd`
+    fd: int  # the directory's descriptor
+    file_system: str  # its type, `tmpfs` …
+    owner: int = 0  # a user other than root who may remove any file in it, 0 if there is none
 
     def close(self) -> None:
         """Close the descriptor, which also releases the queue lock."""

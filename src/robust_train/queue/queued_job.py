@@ -42,20 +42,13 @@ _TRUST_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class PollResult:
-    """Result of one scheduling attempt.
+    """Result of one scheduling attempt."""
 
-    Attributes:
-        gpus: the job's GPUs, ``free_bytes`` as far as it can count on them; none: wait on.
-        position: in the queue, 1 for the first.
-        obstacles: why it waits, in one sentence.
-        strangers_only: no other job of ours is in the way.
-        again_seconds: when to poll again though nothing changes; None: at the usual interval.
-    """
-
-    gpus: Group = ()
-    position: int = 1
-    obstacles: str = ""
-    strangers_only: bool = False
+    gpus: Group = ()  # the job's GPUs, `free_bytes` as far as it can count on them; none: wait on
+    position: int = 1  # in the queue, 1 for the first
+    obstacles: str = ""  # why it waits, in one sentence
+    strangers_only: bool = False  # no other job of ours is in the way
+    # when to poll again though nothing changes; None: at the usual interval
     again_seconds: float | None = None
 
 

@@ -48,43 +48,31 @@ class JobState(str, Enum):
 
 @dataclass(frozen=True)
 class JobRecord:
-    """What a job shows the other jobs of its host.
+    """What a job shows the other jobs of its host."""
 
-    Attributes:
-        id: unique among the jobs of this boot.
-        ticket: orders the queue, lower goes first. Kept for the whole life of the job.
-        started: when the launcher's process ``pid`` started, seconds since boot.
-        reserved_bytes: memory that it needs on each of its ``count`` GPUs.
-        jobs_per_device: maximum number of jobs per GPU that it accepts, including itself.
-        only: UUIDs of the GPUs that it may use; none while its driver does not answer.
-        gpus: UUIDs of its GPUs, in the order of its ranks: all of them or none.
-        taken_bytes: least that its attempt has allocated on each of them; None where unknown.
-        queued_at: when it came, in seconds since boot (CLOCK_BOOTTIME).
-        since: when it came into this state.
-        charged_at: until then its GPU time is in its user's usage file.
-        busy_at: when each of its GPUs was last seen busy; none where nobody looks.
-        overtaken: later jobs of others that started while it was its user's first waiting job.
-    """
-
-    id: str
-    ticket: int
+    id: str  # unique among the jobs of this boot
+    ticket: int  # orders the queue, lower goes first. Kept for the whole life of the job.
     state: JobState
     user: str
     uid: int
     pid: int
-    started: float
+    started: float  # when the launcher's process `pid` started, seconds since boot
     name: str
     run_dir: str
-    reserved_bytes: int
+    reserved_bytes: int  # memory that it needs on each of its `count` GPUs
     count: int = 1
-    jobs_per_device: int = 1
+    jobs_per_device: int = 1  # maximum number of jobs per GPU that it accepts, including itself
+    # UUIDs of the GPUs that it may use; none while its driver does not answer
     only: tuple[str, ...] = ()
-    gpus: tuple[str, ...] = ()
+    gpus: tuple[str, ...] = ()  # UUIDs of its GPUs, in the order of its ranks: all of them or none
+    # least that its attempt has allocated on each of them; None where unknown
     taken_bytes: tuple[int | None, ...] = ()
-    queued_at: float = 0.0
-    since: float = 0.0
-    charged_at: float = 0.0
+    queued_at: float = 0.0  # when it came, in seconds since boot (CLOCK_BOOTTIME)
+    since: float = 0.0  # when it came into this state
+    charged_at: float = 0.0  # until then its GPU time is in its user's usage file
+    # when each of its GPUs was last seen busy; none where nobody looks
     busy_at: tuple[float, ...] = ()
+    # later jobs of others that started while it was its user's first waiting job
     overtaken: int = 0
 
     def on(

@@ -55,19 +55,13 @@ class RegistryBusy(Exception):
 
 @dataclass(frozen=True)
 class LiveJob:
-    """A job of this host that is alive.
+    """A job of this host that is alive."""
 
-    Attributes:
-        name: of its record file.
-        owner: the file's user, which unlike the record cannot be made up.
-        record: None if it cannot be read, so that the job may have any GPU.
-    """
-
-    name: str
+    name: str  # of its record file
     ticket: int
     id: str
-    owner: int
-    record: JobRecord | None
+    owner: int  # the file's user, which unlike the record cannot be made up
+    record: JobRecord | None  # None if it cannot be read, so that the job may have any GPU
 
 
 class JobRegistry:

@@ -28,20 +28,15 @@ _UNSEEN_SECONDS = 3.0
 
 @dataclass(frozen=True)
 class Plan:
-    """What the scheduler decided.
+    """What the scheduler decided."""
 
-    Attributes:
-        groups: by job id all the GPUs that a job gets, best first; ``free_bytes`` as usable.
-        first: the first job in the queue that gets nothing now.
-        kept: UUIDs of the GPUs kept for it, the one that suits it soonest in front.
-        order: all waiting jobs, as they are served.
-        capped: why jobs get nothing because of ``max_gpus_per_user``.
-    """
-
+    # by job id all the GPUs that a job gets, best first; `free_bytes` as usable
     groups: Mapping[str, Group] = field(default_factory=dict)
-    first: str | None = None
+    first: str | None = None  # the first job in the queue that gets nothing now
+    # UUIDs of the GPUs kept for it, the one that suits it soonest in front
     kept: tuple[str, ...] = ()
-    order: tuple[WaitingJob, ...] = ()
+    order: tuple[WaitingJob, ...] = ()  # all waiting jobs, as they are served
+    # why jobs get nothing because of `max_gpus_per_user`
     capped: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -31,25 +31,15 @@ _LONG_PAUSE_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class GpuRequest:
-    """A job's request.
+    """A job's request."""
 
-    Attributes:
-        min_bytes: free memory that it needs on each GPU.
-        wait: whether to wait if there is not that much now.
-        timeout_seconds: how long at most.
-        interval_seconds: between two polls of the GPUs.
-        only: UUIDs of the GPUs that will do, None for any.
-        count: GPUs that it needs at once.
-        exclude: UUIDs of GPUs that will not do.
-    """
-
-    min_bytes: int
-    wait: bool = True
-    timeout_seconds: float = 3600.0
-    interval_seconds: float = 30.0
-    only: frozenset[str] | None = None
-    count: int = 1
-    exclude: frozenset[str] = frozenset()
+    min_bytes: int  # free memory that it needs on each GPU
+    wait: bool = True  # whether to wait if there is not that much now
+    timeout_seconds: float = 3600.0  # how long at most
+    interval_seconds: float = 30.0  # between two polls of the GPUs
+    only: frozenset[str] | None = None  # UUIDs of the GPUs that will do, None for any
+    count: int = 1  # GPUs that it needs at once
+    exclude: frozenset[str] = frozenset()  # UUIDs of GPUs that will not do
 
     def allows(self, gpu: GpuInfo) -> bool:
         """Return whether the job may use a GPU at all."""
@@ -67,19 +57,12 @@ class NoGpu:
 
 @dataclass(frozen=True)
 class WaitStatus:
-    """Progress of the waiting.
+    """Progress of the waiting."""
 
-    Attributes:
-        seconds_left: until the waiting ends.
-        checks: grows by one with each poll that is reported.
-        obstacles: why no GPU does now, the nearest obstacle first.
-        position: in the queue of the host's jobs, 1 for the first; 0 without a queue.
-    """
-
-    seconds_left: float
-    checks: int
-    obstacles: str
-    position: int = 1
+    seconds_left: float  # until the waiting ends
+    checks: int  # grows by one with each poll that is reported
+    obstacles: str  # why no GPU does now, the nearest obstacle first
+    position: int = 1  # in the queue of the host's jobs, 1 for the first; 0 without a queue
 
     def sentence(self) -> str:
         """Return one line of at most 120 characters for people."""
