@@ -39,25 +39,17 @@ _SETTLE_BAND_BYTES = 256 * MIB
 
 
 class Devices:
-    """The devices as one job sees them, and what it has reserved of them.
-
-    Args:
-        settings: the job's.
-        environ: whose CUDA_VISIBLE_DEVICES bounds the choice.
-        run_dir: the job's run folder.
-        sleep: how to wait; whatever it raises ends the waiting.
-        on_wait: called with each status of the waiting.
-        token: the last part of the job's id in the host's queue; empty: any.
-    """
+    """The devices as one job sees them, and what it has reserved of them."""
 
     def __init__(
         self,
         settings: DeviceSettings,
-        environ: Mapping[str, str],
+        environ: Mapping[str, str],  # whose CUDA_VISIBLE_DEVICES bounds the choice
         run_dir: Path,
-        sleep: Sleep,
+        sleep: Sleep,  # how to wait; whatever it raises ends the waiting
+        # called with each status of the waiting
         on_wait: Callable[[WaitStatus], None] = lambda status: None,
-        token: str = "",
+        token: str = "",  # the last part of the job's id in the host's queue; empty: any
     ) -> None:
         self._settings = settings
         self._environ = environ

@@ -48,26 +48,18 @@ class Sleep(Protocol):
 
 
 class HostQueue:
-    """One job, as it deals with the other jobs of its host.
-
-    Args:
-        directory: the queue directory; None for no reservations at all.
-        name: of the job, for people.
-        run_dir: its run folder.
-        jobs_per_device: maximum number of jobs per GPU that it accepts, including itself.
-        read: reads the GPUs; its argument asks for their processes too.
-        token: the last part of the job's id, six hexadecimal digits; empty: any.
-    """
+    """One job, as it deals with the other jobs of its host."""
 
     def __init__(
         self,
-        directory: Path | None,
+        directory: Path | None,  # the queue directory; None for no reservations at all
         *,
-        name: str,
+        name: str,  # of the job, for people
         run_dir: str,
-        jobs_per_device: int,
+        jobs_per_device: int,  # maximum number of jobs per GPU that it accepts, including itself
+        # reads the GPUs; its argument asks for their processes too
         read: Callable[[bool], Visible],
-        token: str = "",
+        token: str = "",  # the last part of the job's id, six hexadecimal digits; empty: any
     ) -> None:
         self.job_id: str | None = None
         """As ``robust-train queue`` shows it; None before the job had a ticket."""

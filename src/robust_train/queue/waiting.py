@@ -72,26 +72,21 @@ class WaitStatus:
 
 
 def wait_for_gpu(
-    request: GpuRequest,
+    request: GpuRequest,  # what the job needs
     *,
+    # reads the GPUs; its argument asks for their processes too, once per report
     read: Callable[[bool], Visible],
-    on_status: Callable[[WaitStatus], None],
+    on_status: Callable[[WaitStatus], None],  # called after each poll in vain and each second
+    # waits some seconds; what it raises (Ctrl-C) ends the waiting
     sleep: Callable[[float], None] = time.sleep,
-    clock: Callable[[], float] = time.monotonic,
+    clock: Callable[[], float] = time.monotonic,  # seconds of a monotonic clock
+    # this job in the host's queue; None: the first to find a GPU free has it. `sleep` has to
+    # return when the job's descriptor becomes readable.
     queued: QueuedJob | None = None,
 ) -> Group | NoGpu:
     """Return the best GPUs with enough free memory, as soon as there are enough of them.
 
     Returns at once if no amount of waiting could help. GPUs that vanish later may come back.
-
-    Args:
-        request: what the job needs.
-        read: reads the GPUs; its argument asks for their processes too, once per report.
-        on_status: called after each poll in vain and each second.
-        sleep: waits some seconds; what it raises (Ctrl-C) ends the waiting.
-        clock: seconds of a monotonic clock.
-        queued: this job in the host's queue; None: the first to find a GPU free has it. ``sleep``
-            has to return when the job's descriptor becomes readable.
 
     Raises:
         QueueProblem: the queue directory cannot be used any more.

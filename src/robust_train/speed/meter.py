@@ -116,10 +116,6 @@ class SpeedMeter:
     An attempt's first step does not count, nor does a time between two steps in which something
     else is known to have happened: a validation, a checkpoint, the end of an epoch.
 
-    Args:
-        samples: returns the samples of this rank in a step, None if unknown.
-        report: takes the events.
-
     Attributes:
         least_seconds: reports of steps are this far apart at least to be measured.
     """
@@ -128,8 +124,9 @@ class SpeedMeter:
         self,
         rank: int = 0,
         ranks: int = 1,
+        # returns the samples of this rank in a step, None if unknown
         samples: Callable[[], int | None] = lambda: None,
-        report: Callable[[Event], None] = lambda event: None,
+        report: Callable[[Event], None] = lambda event: None,  # takes the events
     ) -> None:
         self.least_seconds = 0.0
         self._rank, self._ranks = rank, ranks
