@@ -35,7 +35,7 @@ NO_WEIGHT = (
 
 
 class MicroBatches:
-    """The parts of one batch: loop over it once."""
+    """The parts of one batch, to loop over; each loop has a loss and results of its own."""
 
     def __init__(
         self,
@@ -67,6 +67,7 @@ class MicroBatches:
         return torch.zeros(()) if self._loss is None else self._loss
 
     def __iter__(self) -> Iterator[MicroBatch]:
+        self.forget()  # an optimizer's closure loops over the same parts again
         if self._is_training:
             self._batcher.speed.batch_begins(self.samples)
         else:
