@@ -96,7 +96,7 @@ class Run:
             known = {k: v for k, v in content if v is not None or k == "waiting"}
             known["gpu_uuid"] = next(iter(self.state.gpu_uuids), None)
             until = time.time() if self.alive else self.state.updated
-            known["seconds_in_state"] = round(until - self.state.since, 1)
+            known["seconds_in_state"] = round(max(until - self.state.since, 0.0), 1)
             known["seconds"] = round(self.state.seconds(until), 1)
             if status == DIED:
                 known["last_state"] = self.state.state
