@@ -690,7 +690,10 @@ def test_a_compiled_model_is_recovered_as_well():
     assert_same(model.buffers(), expected.buffers())
 
 
-@pytest.mark.parametrize(("name", "value"), [("batch_size", -1), ("min_batch_size", 0)])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("batch_size", 0), ("min_batch_size", 0), ("gradient_accumulation_steps", -1)],
+)
 def test_sizes_below_one_are_refused(name, value):
     with pytest.raises(ValueError, match=name):
         MicroBatcher(**{name: value})
