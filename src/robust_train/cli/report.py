@@ -66,7 +66,7 @@ def _problem(folder: Path) -> str | None:
 def _write(folder: Path, target: Path) -> None:
     """Write the page, and for a sweep that of each job; OSError if the page itself cannot be."""
     if not is_sweep(folder):
-        save(target, job_page(story_of(read_sources(folder))))
+        _save(target, job_page(story_of(read_sources(folder))))
         return
     story = sweep_story_of(folder)
     for job in story.jobs:
@@ -76,4 +76,11 @@ def _write(folder: Path, target: Path) -> None:
             save(Path(job.story.folder) / FILE_NAME, job_page(job.story))
         except OSError as error:
             print(f"warning: {job.story.folder}: {error.strerror}", file=sys.stderr)
-    save(target, sweep_page(sweep_story_of(folder)))
+    _save(target, sweep_page(sweep_story_of(folder)))
+
+
+def _save(target: Path, page: str) -> None:
+    if os.path.exists(target) and not os.path.isfile(target):
+        target.write_text(page, "utf-8", "replace")  # a device (/dev/stdout) is not replaced
+    else:
+        save(target, page)
