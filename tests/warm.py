@@ -307,6 +307,8 @@ def _become(request: dict[str, Any], descriptors: Sequence[int]) -> None:
     for number, descriptor in enumerate(descriptors, start=1):
         os.dup2(descriptor, number)
         os.close(descriptor)
+    # the old one takes the file it was made for to be there still
+    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
     _adopt(request)
     if twin is not None:
         fork_server.subprocess = ForkServers(twin)

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all; directories and JSON that others may have written."""
+"""Files that are there whole or not at all; JSON that others may have written."""
 
 from __future__ import annotations
 
@@ -124,40 +124,6 @@ class LineFile:
                     file.seek(-1, os.SEEK_END)
                     return file.read(1) != b"\n"
         return False
-
-
-class DirectoryProblem(Exception):
-    """What is wrong with a directory, to follow its name in a sentence."""
-
-
-def open_or_make(path: Path | str, mode: int, dir_fd: int | None = None) -> int:
-    """Return a descriptor of the directory, which is made with ``mode`` where there is none.
-
-    Whoever calls checks owner and mode on the descriptor: what lies under the path may be another
-    one a moment later. Raises DirectoryProblem: it cannot be made or opened, or is a link.
-    """
-    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-    is_new = False
-    try:
-        if dir_fd is None:
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-        try:
-            os.mkdir(path, mode, dir_fd=dir_fd)
-            is_new = True
-        except FileExistsError:
-            pass
-        fd = os.open(path, flags, dir_fd=dir_fd)
-    except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENOTDIR):
-            raise DirectoryProblem("is a symbolic link or no directory") from error
-        raise DirectoryProblem(f"cannot be used ({error.strerror})") from error
-    if is_new:
-        try:
-            os.fchmod(fd, mode)
-        except OSError as error:
-            os.close(fd)
-            raise DirectoryProblem(f"cannot be used ({error.strerror})") from error
-    return fd
 
 
 def read_small(path: Path, most_bytes: int) -> tuple[bytes, int]:

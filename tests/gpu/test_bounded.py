@@ -11,7 +11,7 @@ from robust_train.gpu.bounded import NoAnswer, ask, printed_by, run_command
 
 def test_a_command_s_output_and_exit_code_come_back() -> None:
     done = run_command([sys.executable, "-c", "print(1); raise SystemExit(3)"], 60)
-    assert (done.returncode, done.stdout) == (3, "1\n")
+    assert (done.returncode, done.stdout) == (3, b"1\n")
 
 
 def test_a_command_that_takes_too_long_is_killed() -> None:

@@ -203,13 +203,15 @@ def test_a_running_job_keeps_its_own_gpus_while_somebody_holds_the_queue_lock(
 
 @needs_root
 def test_a_running_job_keeps_its_gpus_beside_a_record_that_cannot_be_read(
-    base: Path, registry: JobRegistry
+    base: Path, registry: JobRegistry, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = queue_of(base)
     request = GpuRequest(4000 * MIB, wait=False)
     assert job.wait(request, lambda status: None, lambda seconds, wake=None: None) == (A,)
     content = forged(queued_at=float("nan"), id="9-aaaaaa", ticket=9)
     with as_nobody(plant(registry.directory.path, "job.0000000009.aaaaaa", content)):
+        assert queue.main(["--dir", str(base), "cancel", "9-aaaaaa"]) == 1
+        assert "it belongs to user 65534" in capsys.readouterr().err
         assert [gpu.uuid for gpu in job.open_gpus()] == [A.uuid]
         assert job.take([A.uuid], 5000 * MIB)
         assert registry.jobs()[0].record.reserved_bytes == 5000 * MIB  # type: ignore[union-attr]

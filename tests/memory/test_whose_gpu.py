@@ -233,8 +233,9 @@ def test_a_context_is_measured_as_nvml_shows_it_and_learned_by_model(use, monkey
         footprint.learn_context_bytes("A GPU", {"context_bytes": measured})
     assert footprint.learned_context_bytes("A GPU") == 600 * MIB
     assert footprint.footprint(GIB, "A GPU") == before + 88 * MIB
-    Path(tmp_path / "robust-train/contexts.json").write_text("[")
-    assert footprint.footprint(GIB, "A GPU") == before
+    for damaged in ("[", '{"A GPU": Infinity}'):
+        Path(tmp_path / "robust-train/contexts.json").write_text(damaged)
+        assert footprint.footprint(GIB, "A GPU") == before
 
 
 def test_where_nvml_lists_no_process_a_context_is_at_most_what_the_whole_gpu_holds(

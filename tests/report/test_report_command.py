@@ -32,6 +32,13 @@ def test_the_page_has_what_happened_and_what_was_tight(run: Path, capsys):
     assert "2.0 GiB requested, 1.0 GiB of 16.0 GiB free" in page
 
 
+def test_a_device_is_written_to_and_not_replaced_by_the_page(run: Path, tmp_path: Path):
+    target = tmp_path / "device"
+    target.symlink_to("/dev/null")
+    assert main([str(run), "--output", str(target)]) == 0
+    assert target.is_char_device()
+
+
 def test_the_report_of_a_run_that_died_in_the_middle_of_a_line(run: Path):
     lines = (run / "journal.jsonl").read_text().splitlines()
     (run / "journal.jsonl").write_text("\n".join(lines[:12]) + '\n{"time": 179526')

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -69,6 +70,14 @@ def test_a_run_that_has_ended_is_history(tmp_path: Path):
     with pytest.raises(NoLiveRun):
         choose_run(run.id)
     assert choose_run(run.id, dead_too=True).about()["alive"] is False
+
+
+def test_a_clock_that_was_set_back_makes_no_state_shorter_than_nothing(tmp_path: Path):
+    with open_folder(tmp_path) as folder:
+        since = folder.state.since + 3600
+        content = json.loads((tmp_path / "state.json").read_text()) | {"since": since}
+        (tmp_path / "state.json").write_text(json.dumps(content))
+        assert choose_run(None).about()["seconds_in_state"] == 0
 
 
 def test_a_folder_that_was_moved_or_linked_is_still_that_run(tmp_path: Path):

@@ -690,7 +690,10 @@ def test_a_compiled_model_is_recovered_as_well():
     assert_same(model.buffers(), expected.buffers())
 
 
-@pytest.mark.parametrize(("name", "value"), [("batch_size", -1), ("min_batch_size", 0)])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("batch_size", 0), ("min_batch_size", 0), ("gradient_accumulation_steps", -1)],
+)
 def test_sizes_below_one_are_refused(name, value):
     with pytest.raises(ValueError, match=name):
         MicroBatcher(**{name: value})
@@ -786,3 +789,17 @@ def test_a_bucket_is_put_together_while_the_one_before_is_on_its_way(monkeypatch
     assert [p.grad.tolist() for p in parameters[:3]] == [[0.5, 0.5]] * 3
     assert parameters[3].grad is None
     assert loss == 2
+
+
+def test_a_closure_that_loops_over_the_same_parts_again_has_the_loss_of_one_loop():
+    model, (x, y) = nn.Linear(6, 3), (torch.randn(8, 6), torch.randint(0, 3, (8,)))
+    parts = MicroBatcher(4).micro_batches((x, y), model)
+    expected = nn.functional.cross_entropy(model(x), y)
+    for _ in range(2):
+        for micro in parts:
+            with micro:
+                inputs, labels = micro.data
+                micro.backward(nn.functional.cross_entropy(model(inputs), labels))
+                micro.keep(len(micro))
+        assert torch.allclose(parts.loss, expected)
+        assert parts.kept == [4, 4]

@@ -276,6 +276,8 @@ def test_find_batch_size_restores_everything_and_says_when_nothing_fits():
         find_batch_size(never, 8, model=model)
     with pytest.raises(ValueError, match="min_batch_size=9: must be from 1 to at_most=8"):
         find_batch_size(never, 8, min_batch_size=9)
+    with pytest.raises(ValueError, match="effective_batch_size=0: must be 1 or more"):
+        find_batch_size(never, 8, effective_batch_size=0)
     with pytest.raises(KeyError):
         find_batch_size(lambda size: {}[size], 8, model=model)
 

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from robust_train.files import from_json, parse_json, read_small, write_json
-from robust_train.gpu.footprint import footprint
+from robust_train.gpu.footprint import footprint, user_cache
 from robust_train.values import GIB, GpuInfo, Pace
 
 log = logging.getLogger("robust_train")
@@ -135,11 +135,8 @@ def _version(distribution: str) -> str | None:
 
 def cache_directory(environ: Mapping[str, str]) -> Path | None:
     """Return ``$XDG_CACHE_HOME/robust-train/known-batches``; None without a home."""
-    chosen, home = environ.get("XDG_CACHE_HOME", ""), environ.get("HOME", "")
-    # the XDG Base Directory Specification ignores relative paths
-    if os.path.isabs(chosen):
-        return Path(chosen) / "robust-train" / "known-batches"
-    return Path(home) / ".cache/robust-train/known-batches" if os.path.isabs(home) else None
+    cache = user_cache(environ)
+    return None if cache is None else cache / "known-batches"
 
 
 class KnownBatches:

@@ -30,7 +30,7 @@ def open_robust(arguments: Sequence[str] | None = None) -> NoReturn:
     those of ``robust-train train``, which is the same from any folder."""
     if arguments is not None:
         sys.argv = ["robust-train train", *arguments]  # Hydra reads it there
-    _end_quietly_at_signals()
+    _prepare_process()
     _see_modules_here()
     from robust_train.execution.screen import never_blocking_output
 
@@ -49,7 +49,7 @@ def open_robust(arguments: Sequence[str] | None = None) -> NoReturn:
 
 def open_plain() -> None:
     """Run ``python train.py``: one attempt in this process, without remedies."""
-    _end_quietly_at_signals()
+    _prepare_process()
     _see_modules_here()
     from robust_train.execution.environment import shared_machine_environment
 
@@ -83,7 +83,7 @@ def hydra_main(
 
             if task.__module__ == MAIN_MODULE:
                 return  # a script without a guard, imported by its own attempt
-            _end_quietly_at_signals()
+            _prepare_process()
             folder = Path(inspect.getfile(task)).resolve().parent / config_path
             code = _open(job, config_name, config_path=str(folder))
             if code:
@@ -100,8 +100,11 @@ def _see_modules_here() -> None:
         sys.path.insert(0, os.getcwd())
 
 
-def _end_quietly_at_signals() -> None:
+def _prepare_process() -> None:
     """End this process without a traceback at a signal that comes before or after the job."""
+    from robust_train.execution.screen import open_closed_streams
+
+    open_closed_streams()
 
     def end(signum: int, frame: object) -> None:
         for stream in (sys.stdout, sys.stderr):

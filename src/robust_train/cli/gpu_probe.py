@@ -55,7 +55,8 @@ def _in_a_process(uuid: str) -> tuple[bool, str]:
         done = run_command([sys.executable, "-m", __name__], _LIMIT_SECONDS, environ)
     except (OSError, NoAnswer) as error:
         return False, str(error)
-    lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()
+    printed = done.stdout if done.returncode == 0 else done.stderr
+    lines = printed.decode(errors="replace").strip().splitlines()
     last = lines[-1] if lines else f"exit code {done.returncode}"
     if done.returncode != 0:
         return False, last

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -25,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("dir", type=Path, help="where; made if need be, nothing is overwritten")
     folder: Path = parser.parse_args(argv).dir
     contents = dict(_files(files("robust_train") / _TEMPLATE))
-    taken = sorted(str(folder / name) for name in contents if (folder / name).exists())
+    taken = sorted(str(folder / name) for name in contents if os.path.lexists(folder / name))
     if taken:
         problem = f"{taken[0]} exists already; name another folder"
         return fail(f"init {folder}", problem, code=EXIT_BAD_CONFIG)

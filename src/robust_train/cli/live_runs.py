@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -35,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return runs.show(find_live_runs()[::-1], arguments.json)
     which = arguments.run or arguments.which
     try:
-        if verb == "stop" and which and (Path(which) / "sweep.json").is_file():
+        if verb == "stop" and which and os.path.isfile(Path(which) / "sweep.json"):
             return _stop_sweep(Path(which).resolve(), arguments.json)
         run = choose_run(which, dead_too=verb == "status")
         answer = _ask(run, arguments)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
+import io
 import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
 
 import robust_train
+from robust_train.errors import EXIT_FAILED
+from robust_train.execution.screen import open_closed_streams
 from robust_train.readable import meant
 
 USAGE = """usage: robust-train COMMAND [OPTIONS]
@@ -43,22 +47,32 @@ COMMANDS = {name: f"{name}:main" for name in (*_PLAIN, *_OF_JOBS)} | {
     "memory": "memory:main",
     "cleanup": "memory:cleanup",
 }
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 OF_LIVE_RUNS = ("list", "status", "checkpoint", "halve-batch", "stop")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    open_closed_streams()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # names and paths may hold what the locale has no character for
+        sys.stdout.reconfigure(errors="replace")
     try:
         code = _run(arguments)
         sys.stdout.flush()
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
-    except BrokenPipeError:
-        # `… | head` has seen enough; what is not written yet has nowhere to go
+    except OSError as error:
+        if error.filename is not None or error.errno not in (errno.EPIPE, *_FULL):
+            raise
+        # what is not written yet has nowhere to go
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
+        if error.errno == errno.EPIPE:  # `… | head` has seen enough
+            return 128 + signal.SIGPIPE
+        print(f"robust-train: cannot write the output: {error.strerror}", file=sys.stderr)
+        return EXIT_FAILED
     return code
 
 

@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     path = directory_for(arguments.dir, os.environ)
     try:
-        registry = JobRegistry(path) if path.exists() else None
+        registry = JobRegistry(path) if os.path.exists(path) else None
     except QueueProblem as problem:
         print(problem, file=sys.stderr)
         return EXIT_BAD_CONFIG
@@ -216,11 +216,13 @@ def _row(job: dict[str, Json]) -> list[str]:
 
 def _cancel(found: Sequence[LiveJob], job_id: str) -> int:
     job = next((job for job in found if job.id == job_id), None)
-    if job is None or job.record is None:
+    if job is None:
         problem = "there is no such job"
     elif job.owner != os.geteuid():
         # the file's owner, not the record: that could name anybody's process
         problem = f"it belongs to user {job.owner}"
+    elif job.record is None:
+        problem = "its record cannot be read, and so its process is not known; end that yourself"
     else:
         record = job.record
         problem = (

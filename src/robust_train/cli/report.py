@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import webbrowser
 from collections.abc import Sequence
@@ -32,14 +33,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", metavar="FILE", help=output)
     arguments = parser.parse_args(argv)
     folder = Path(arguments.path)
-    if folder.is_file():
+    if os.path.isfile(folder):
         folder = folder.parent
     problem = _problem(folder)
     if problem is not None:
         return fail(f"report {arguments.path}", problem, code=EXIT_BAD_CONFIG)
     if arguments.json:
         data = sweep_story_of(folder) if is_sweep(folder) else story_of(read_sources(folder))
-        print(json.dumps(data.as_json(), ensure_ascii=False, default=str))
+        print(json.dumps(data.as_json(), default=str))
         return 0
     target = Path(arguments.output) if arguments.output else folder / FILE_NAME
     try:
@@ -53,9 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _problem(folder: Path) -> str | None:
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         return "there is no such folder"
-    if any((folder / name).exists() for name in ("journal.jsonl", "summary.json")):
+    if any(os.path.exists(folder / name) for name in ("journal.jsonl", "summary.json")):
         return None
     if is_sweep(folder):
         return None
@@ -65,7 +66,7 @@ def _problem(folder: Path) -> str | None:
 def _write(folder: Path, target: Path) -> None:
     """Write the page, and for a sweep that of each job; OSError if the page itself cannot be."""
     if not is_sweep(folder):
-        save(target, job_page(story_of(read_sources(folder))))
+        _save(target, job_page(story_of(read_sources(folder))))
         return
     story = sweep_story_of(folder)
     for job in story.jobs:
@@ -75,4 +76,11 @@ def _write(folder: Path, target: Path) -> None:
             save(Path(job.story.folder) / FILE_NAME, job_page(job.story))
         except OSError as error:
             print(f"warning: {job.story.folder}: {error.strerror}", file=sys.stderr)
-    save(target, sweep_page(sweep_story_of(folder)))
+    _save(target, sweep_page(sweep_story_of(folder)))
+
+
+def _save(target: Path, page: str) -> None:
+    if os.path.exists(target) and not os.path.isfile(target):
+        target.write_text(page, "utf-8", "replace")  # a device (/dev/stdout) is not replaced
+    else:
+        save(target, page)

@@ -172,6 +172,14 @@ def finish() -> None:
         screen.finish()
 
 
+def open_closed_streams() -> None:
+    """Let output go nowhere where the shell has closed a stream (``>&-``): Python has None there,
+    and the next file that is opened would get its number."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+
+
 class _RawScreen(io.RawIOBase):
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotInTime
-from typing import Any, AnyStr, TypeVar
+from typing import Any, TypeVar
 
 log = logging.getLogger("robust_train")
 
@@ -94,12 +94,12 @@ def ask(call: Callable[[], _T], limit_seconds: float) -> _T:
 
 
 def run_command(
-    command: Sequence[str],  # its standard input is empty
+    command: Sequence[str],  # its standard input is empty, its session its own
     limit_seconds: float,  # after that it is killed
     environ: Mapping[str, str] | None = None,  # its whole environment; None: this process's
     *,
     last_seconds: float = 1.0,  # how long a killed child may take to end
-) -> subprocess.CompletedProcess[str]:
+) -> subprocess.CompletedProcess[bytes]:
     """Run a command that may hang in the driver; return its exit code and output.
 
     Unlike ``subprocess.run`` it leaves a child behind that SIGKILL does not end.
@@ -114,9 +114,20 @@ def run_command(
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
+        start_new_session=True,
     )
-    out, err = _output_of(child, command[0], limit_seconds, last_seconds)
+    try:
+        out, err = child.communicate(timeout=limit_seconds)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        try:
+            child.communicate(timeout=last_seconds)
+        except subprocess.TimeoutExpired:
+            log.warning("pid %d does not end after SIGKILL: it hangs in the kernel", child.pid)
+        raise NoAnswer(f"{command[0]} has not ended after {limit_seconds:g} s") from None
+    except BaseException:
+        child.kill()
+        raise
     return subprocess.CompletedProcess(command, child.returncode, out, err)
 
 
@@ -126,33 +137,7 @@ def printed_by(
     """Do :func:`run_command` for a program that may be missing; return what it prints. None if it
     fails or takes longer. ``variables`` are set beside this process's environment."""
     try:
-        child = subprocess.Popen(
-            command,
-            env={**os.environ, **(variables or {})},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        out, _ = _output_of(child, command[0], limit_seconds, 1.0)
+        done = run_command(command, limit_seconds, {**os.environ, **(variables or {})})
     except (OSError, NoAnswer):
         return None
-    return out if child.returncode == 0 else None
-
-
-def _output_of(
-    child: subprocess.Popen[AnyStr], name: str, limit_seconds: float, last_seconds: float
-) -> tuple[AnyStr, AnyStr]:
-    """Wait for a child; return what it printed."""
-    try:
-        return child.communicate(timeout=limit_seconds)
-    except subprocess.TimeoutExpired:
-        child.kill()
-        try:
-            child.communicate(timeout=last_seconds)
-        except subprocess.TimeoutExpired:
-            log.warning("pid %d does not end after SIGKILL: it hangs in the kernel", child.pid)
-        raise NoAnswer(f"{name} has not ended after {limit_seconds:g} s") from None
-    except BaseException:
-        child.kill()
-        raise
+    return done.stdout if done.returncode == 0 else None

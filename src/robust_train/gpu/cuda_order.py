@@ -46,9 +46,9 @@ def _ask_fresh_process(device_order: str | None) -> tuple[str, ...] | str:
     except (OSError, NoAnswer) as error:
         return str(error)
     if done.returncode != 0:
-        lines = done.stderr.strip().splitlines()
+        lines = done.stderr.decode(errors="replace").strip().splitlines()
         return lines[-1] if lines else f"exit code {done.returncode}"
-    return tuple(done.stdout.split())
+    return tuple(done.stdout.decode().split())
 
 
 def started_driver() -> ctypes.CDLL | None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from robust_train.files import write_json
+from robust_train.files import read_object, write_json
 from robust_train.values import GIB, MIB
 
 CONTEXT_BYTES = 512 * MIB
@@ -47,23 +46,28 @@ def learn_context_bytes(gpu_name: str, figures: Mapping[str, int]) -> None:
         learned[gpu_name] = max(measured, known.get(gpu_name, 0))
     if at_most in _PLAUSIBLE_AT_MOST:  # others' memory only adds
         learned[name] = min(at_most, known.get(name, at_most))
-    if learned != known:
-        with contextlib.suppress(OSError, RuntimeError):
-            path = _file()
+    path = _file()
+    if learned != known and path is not None:
+        with contextlib.suppress(OSError):
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             write_json(path, learned, indent=2)
 
 
+def user_cache(environ: Mapping[str, str]) -> Path | None:
+    """Return ``$XDG_CACHE_HOME/robust-train``; None without a home."""
+    chosen, home = environ.get("XDG_CACHE_HOME", ""), environ.get("HOME", "")
+    # the XDG Base Directory Specification ignores relative paths
+    if os.path.isabs(chosen):
+        return Path(chosen) / "robust-train"
+    return Path(home) / ".cache/robust-train" if os.path.isabs(home) else None
+
+
 def _read() -> dict[str, int]:
-    try:
-        content = json.loads(_file().read_text())
-        return {str(name): int(size) for name, size in content.items() if int(size) in _PLAUSIBLE}
-    except (OSError, ValueError, TypeError, AttributeError, RuntimeError):  # no home: the last
-        return {}
+    path = _file()
+    known = {} if path is None else read_object(path)
+    return {name: size for name, size in known.items() if type(size) is int and size in _PLAUSIBLE}
 
 
-def _file() -> Path:
-    # the XDG Base Directory Specification ignores a relative path
-    chosen = os.environ.get("XDG_CACHE_HOME", "")
-    cache = Path(chosen) if os.path.isabs(chosen) else Path.home() / ".cache"
-    return cache / "robust-train" / "contexts.json"
+def _file() -> Path | None:
+    cache = user_cache(os.environ)
+    return None if cache is None else cache / "contexts.json"

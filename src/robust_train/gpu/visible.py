@@ -20,24 +20,18 @@ _INTEGER = re.compile(r"\s*([+-]?[0-9]+)", re.ASCII)
 
 @dataclass(frozen=True)
 class Visible:
-    """The GPUs that a process may use.
+    """The GPUs that a process may use."""
 
-    Attributes:
-        gpus: in the order of CUDA's ordinals, with every MIG slice that may be used.
-        hidden_on_purpose: the variable asks for no GPU (empty, ``-1``, ``NoDevFiles``).
-        warning: one sentence: the variable hides GPUs by a mistake, or is ambiguous.
-        problem: one sentence: the machine itself has nothing to show.
-        machine: every GPU of the machine that answers, visible or not.
-        answered, may_have_gpus: as in ``Inventory``.
-    """
-
+    # in the order of CUDA's ordinals, with every MIG slice that may be used
     gpus: tuple[GpuInfo, ...] = ()
-    hidden_on_purpose: bool = False
+    hidden_on_purpose: bool = False  # the variable asks for none (empty, `-1`, `NoDevFiles`)
+    # one sentence: the variable hides GPUs by a mistake, or is ambiguous
     warning: str | None = None
-    problem: str | None = None
+    problem: str | None = None  # one sentence: the machine itself has nothing to show
+    # every GPU of the machine that answers, visible or not
     machine: tuple[GpuInfo, ...] = field(default=(), repr=False, compare=False)
-    answered: bool = True
-    may_have_gpus: bool = True
+    answered: bool = True  # as in `Inventory`
+    may_have_gpus: bool = True  # likewise
 
     @property
     def why_none(self) -> str:

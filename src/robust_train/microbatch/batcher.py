@@ -56,8 +56,12 @@ class MicroBatcher:
         search: BatchSearch | None = None,
         speed: SpeedMeter | None = None,
     ) -> None:
-        for name, value in (("batch_size", batch_size or 1), ("min_batch_size", min_batch_size)):
-            if value < 1:
+        for name, value in (
+            ("batch_size", batch_size),
+            ("min_batch_size", min_batch_size),
+            ("gradient_accumulation_steps", gradient_accumulation_steps),
+        ):
+            if value is not None and value < 1:
                 raise ValueError(f"{name}={value}: must be 1 or more")
         self._training, self._other = (
             MicroBatchSize(

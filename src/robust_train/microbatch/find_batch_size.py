@@ -61,6 +61,8 @@ def find_batch_size(
     """
     if not 1 <= min_batch_size <= at_most:
         raise ValueError(f"min_batch_size={min_batch_size}: must be from 1 to at_most={at_most}")
+    if effective_batch_size is not None and effective_batch_size < 1:
+        raise ValueError(f"effective_batch_size={effective_batch_size}: must be 1 or more")
     sizes: tuple[int, ...] | range = range(min_batch_size, at_most + 1)
     if effective_batch_size is not None:
         wanted = micro_batch_sizes(effective_batch_size, min_batch_size)

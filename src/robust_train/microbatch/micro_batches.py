@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
-from typing import Any, Protocol
+from collections.abc import Generator, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,13 +16,15 @@ from robust_train.memory.cleanup import clear_frames, return_memory
 from robust_train.microbatch import record, splitting
 from robust_train.microbatch.part import MicroBatch
 from robust_train.microbatch.ranks import SharedStep, is_sharded, ran_out_elsewhere
-from robust_train.microbatch.rewind import Models, StepStart, Watch, cut_graphs
+from robust_train.microbatch.rewind import Models, StepStart, cut_graphs
 from robust_train.microbatch.rng import GeneratorStates
 from robust_train.microbatch.sharded import RanOutElsewhere
 from robust_train.microbatch.size import MicroBatchSize
 from robust_train.readable import first_line
-from robust_train.speed.meter import SpeedMeter
 from robust_train.values import Failure, FailureKind
+
+if TYPE_CHECKING:
+    from robust_train.microbatch.batcher import MicroBatcher
 
 log = logging.getLogger("robust_train")
 
@@ -32,24 +34,12 @@ NO_WEIGHT = (
 )
 
 
-class Batcher(Protocol):
-    """What the parts of a batch need of :class:`robust_train.microbatch.batcher.MicroBatcher`."""
-
-    watch: Watch
-    speed: SpeedMeter
-    on_event: record.OnEvent
-    on_oom: Callable[[BaseException], None]
-
-    def step_number(self, *, begins: bool) -> int: ...
-    def probe(self, batches: MicroBatches, start: StepStart) -> Iterator[MicroBatch]: ...
-
-
 class MicroBatches:
-    """The parts of one batch: loop over it once."""
+    """The parts of one batch, to loop over; each loop has a loss and results of its own."""
 
     def __init__(
         self,
-        batcher: Batcher,
+        batcher: MicroBatcher,
         size: MicroBatchSize,
         parts: splitting.Parts,
         model: Models,
@@ -77,6 +67,7 @@ class MicroBatches:
         return torch.zeros(()) if self._loss is None else self._loss
 
     def __iter__(self) -> Iterator[MicroBatch]:
+        self.forget()  # an optimizer's closure loops over the same parts again
         if self._is_training:
             self._batcher.speed.batch_begins(self.samples)
         else:

@@ -73,23 +73,17 @@ class OpenStep(MicroBatches):
 
     def run(
         self,
-        data: Any,
-        samples: int | None,
+        data: Any,  # any structure
+        samples: int | None,  # in it; None where it cannot be cut
+        # forward and backward pass of a part, weighted by `micro.weight`; where memory
+        # runs out, all batches so far go through theirs again
         body: Callable[[MicroBatch], Any],
         *,
+        # of how many items the loss over some data is a mean; None: the samples
         count: splitting.Count | None = None,
-        is_last: bool,
+        is_last: bool,  # it ends the step: ranks agree, and gradients become one
     ) -> list[tuple[Any, int]]:
-        """Return the results of a batch's parts, and how many samples each has.
-
-        Args:
-            data: any structure.
-            samples: in it; None where it cannot be cut.
-            body: forward and backward pass of a part, weighted by ``micro.weight``; where memory
-                runs out, all batches so far go through theirs again.
-            count: of how many items the loss over some data is a mean; None: the samples.
-            is_last: it ends the step: ranks agree, and gradients become one.
-        """
+        """Return the results of a batch's parts, and how many samples each has."""
         start, shared = self._start, self._shared
         assert start is not None
         assert shared is not None

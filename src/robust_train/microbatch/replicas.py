@@ -18,14 +18,12 @@ from robust_train.compat import (
     preserve_version_counter,
     settle_buckets,
 )
-from robust_train.errors import UserError
 from robust_train.memory.holders import live_objects
+from robust_train.microbatch.sharded import WITHOUT, refuse
 from robust_train.values import MIB
 
 BUCKET_BYTES = 25 * MIB
 """As DistributedDataParallel's: large enough for the network, small beside the gradients."""
-
-_WITHOUT = "or do without run.micro_batches: then an attempt is repeated in place of a step"
 
 
 class Replicated(nn.Module):
@@ -69,7 +67,7 @@ class ReplicaFinder:
                 replicas = replicas_in(model) or _replicas_around(model)
                 for module in (model, *replicas):
                     for name, part in module.named_modules():
-                        _refuse(name, part)
+                        refuse(name, part, _why_not(part))
                 self._known[model] = known = [weakref.ref(replica) for replica in replicas]
             found |= {id(replica): replica for ref in known if (replica := ref()) is not None}
         return list(found.values())
@@ -205,26 +203,19 @@ def _replicas_around(model: nn.Module) -> list[Replica]:
     return [replica for replica in found if own & set(map(id, replica.parameters()))]
 
 
-def _refuse(name: str, module: nn.Module) -> None:
-    reason = _why_not(module)
-    if reason is not None:
-        where = f"{name or 'the model'} ({type(module).__name__})"
-        raise UserError(f"run.micro_batches: {where} {reason}")
-
-
 def _why_not(module: nn.Module) -> str | None:
     """Return why this module's pass cannot be left half-way on one rank; None if it can."""
     waiting = "from the other ranks, where one that runs out of memory would leave them waiting"
     names = {cls.__name__ for cls in type(module).__mro__}
     if isinstance(module, nn.SyncBatchNorm):
-        return f"gathers its statistics {waiting}; use BatchNorm, {_WITHOUT}"
+        return f"gathers its statistics {waiting}; use BatchNorm, {WITHOUT}"
     is_split = any(
         cls.__name__ == "DTensor"
         for parameter in module.parameters(recurse=False)
         for cls in type(parameter).__mro__
     )
     if is_split or names & {"FSDPModule", "FullyShardedDataParallel", "DeepSpeedEngine"}:
-        return f"gathers its weights {waiting}; use DistributedDataParallel, {_WITHOUT}"
+        return f"gathers its weights {waiting}; use DistributedDataParallel, {WITHOUT}"
     if not isinstance(module, DistributedDataParallel):
         return None
     has_hook, delays = hook_and_delay(module)
@@ -238,5 +229,5 @@ def _why_not(module: nn.Module) -> str | None:
                 "every backward pass; do without it"
             )
     if dist.get_world_size(module.process_group) != dist.get_world_size():
-        return f"shares its gradients with some of the ranks only; use one group, {_WITHOUT}"
+        return f"shares its gradients with some of the ranks only; use one group, {WITHOUT}"
     return None

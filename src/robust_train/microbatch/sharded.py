@@ -161,12 +161,17 @@ def _sharded_in(model: nn.Module) -> list[Any]:
     return [] if kind is None else [part for part in model.modules() if isinstance(part, kind)]
 
 
+def refuse(name: str, module: nn.Module, reason: str | None) -> None:
+    """Raise UserError if there is a reason why steps with this module cannot be repeated."""
+    if reason is not None:
+        where = f"{name or 'the model'} ({type(module).__name__})"
+        raise UserError(f"run.micro_batches: {where} {reason}")
+
+
 def _refuse(model: nn.Module, modules: Sequence[Any]) -> None:
     for name, part in model.named_modules():
-        reason = _why_not(part) if any(part is module for module in modules) else None
-        if reason is not None:
-            where = f"{name or 'the model'} ({type(part).__name__})"
-            raise UserError(f"run.micro_batches: {where} {reason}")
+        if any(part is module for module in modules):
+            refuse(name, part, _why_not(part))
     meshes = set()
     for name, parameter in model.named_parameters():
         mesh = getattr(parameter, "device_mesh", None)

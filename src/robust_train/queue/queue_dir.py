@@ -15,8 +15,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from robust_train.files import DirectoryProblem, open_or_make
-
 VARIABLE = "ROBUST_TRAIN_QUEUE_DIR"
 """Names the directory where ``gpu_queue_dir`` does not; beats the default."""
 
@@ -37,19 +35,12 @@ class QueueProblem(Exception):
 
 @dataclass(frozen=True)
 class QueueDir:
-    """An opened, checked queue directory of this boot of this host.
+    """An opened, checked queue directory of this boot of this host."""
 
-    Attributes:
-        path: for people; files are opened through ``fd``.
-        fd: the directory's descriptor.
-        file_system: its type, ``tmpfs`` …
-        owner: a user other than root who may remove any file in it, 0 if there is none.
-    """
-
-    path: Path
-    fd: int
-    file_system: str
-    owner: int = 0
+    path: Path  # for people; files are opened through `fd`
+    fd: int  # the directory's descriptor
+    file_system: str  # its type, `tmpfs` …
+    owner: int = 0  # a user other than root who may remove any file in it, 0 if there is none
 
     def close(self) -> None:
         """Close the descriptor, which also releases the queue lock."""
@@ -143,7 +134,7 @@ def directory_for(setting: str | None, environ: Mapping[str, str]) -> Path:
     """Return this host's queue directory: the key ``gpu_queue_dir``, the variable, or a default."""
     chosen = setting or environ.get(VARIABLE)
     if chosen:
-        return Path(chosen).expanduser().absolute()
+        return Path(os.path.expanduser(chosen)).absolute()
     runtime = RUNTIME / _NAME
     # all users of the host have to arrive at the same answer, whoever comes first
     if runtime.is_dir() or _everybody_may_create_in(RUNTIME):
@@ -210,11 +201,12 @@ def boot_name() -> str:
 def _open_checked(path: Path | str, dir_fd: int | None, shown: Path) -> int:
     """Return a trusted directory's descriptor; make the directory if need be."""
     try:
-        fd = open_or_make(path, _SHARED_MODE, dir_fd)
-    except DirectoryProblem as problem:
-        cause = problem.__cause__
-        why = why_not_written(cause) if isinstance(cause, OSError) else None
-        raise problem_with(shown, why or str(problem)) from problem
+        fd = _open_or_make(path, dir_fd)
+    except OSError as error:
+        why = why_not_written(error) or f"cannot be used ({error.strerror})"
+        if error.errno in (errno.ELOOP, errno.ENOTDIR):
+            why = "is a symbolic link or no directory"
+        raise problem_with(shown, why) from error
     status = os.fstat(fd)
     is_sticky = bool(status.st_mode & stat.S_ISVTX)
     trouble = None
@@ -225,6 +217,24 @@ def _open_checked(path: Path | str, dir_fd: int | None, shown: Path) -> int:
     if trouble is not None:
         os.close(fd)
         raise problem_with(shown, trouble)
+    return fd
+
+
+def _open_or_make(path: Path | str, dir_fd: int | None) -> int:
+    if dir_fd is None:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+    is_new = True
+    try:
+        os.mkdir(path, _SHARED_MODE, dir_fd=dir_fd)
+    except FileExistsError:
+        is_new = False
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=dir_fd)
+    if is_new:
+        try:
+            os.fchmod(fd, _SHARED_MODE)  # whatever the umask
+        except OSError:
+            os.close(fd)
+            raise
     return fd
 
 

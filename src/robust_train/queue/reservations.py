@@ -55,19 +55,13 @@ class RegistryBusy(Exception):
 
 @dataclass(frozen=True)
 class LiveJob:
-    """A job of this host that is alive.
+    """A job of this host that is alive."""
 
-    Attributes:
-        name: of its record file.
-        owner: the file's user, which unlike the record cannot be made up.
-        record: None if it cannot be read, so that the job may have any GPU.
-    """
-
-    name: str
+    name: str  # of its record file
     ticket: int
     id: str
-    owner: int
-    record: JobRecord | None
+    owner: int  # the file's user, which unlike the record cannot be made up
+    record: JobRecord | None  # None if it cannot be read, so that the job may have any GPU
 
 
 class JobRegistry:
@@ -194,7 +188,7 @@ def existing_registry(path: Path) -> Iterator[JobRegistry | None]:
     """Open the jobs of the queue directory at ``path``; None if it cannot be used."""
     registry = None
     with contextlib.suppress(QueueProblem):
-        registry = JobRegistry(path) if path.exists() else None
+        registry = JobRegistry(path) if os.path.exists(path) else None
     try:
         yield registry
     finally:

@@ -1,4 +1,4 @@
-"""Wait until there is room on GPUs: a tenacity loop over polls."""
+"""Wait until there is room on GPUs: a loop over polls."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import cast
-
-import tenacity
 
 from robust_train.gpu.nvml_session import close_session
 from robust_train.gpu.processes import find_holders
@@ -34,25 +31,15 @@ _LONG_PAUSE_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class GpuRequest:
-    """A job's request.
+    """A job's request."""
 
-    Attributes:
-        min_bytes: free memory that it needs on each GPU.
-        wait: whether to wait if there is not that much now.
-        timeout_seconds: how long at most.
-        interval_seconds: between two polls of the GPUs.
-        only: UUIDs of the GPUs that will do, None for any.
-        count: GPUs that it needs at once.
-        exclude: UUIDs of GPUs that will not do.
-    """
-
-    min_bytes: int
-    wait: bool = True
-    timeout_seconds: float = 3600.0
-    interval_seconds: float = 30.0
-    only: frozenset[str] | None = None
-    count: int = 1
-    exclude: frozenset[str] = frozenset()
+    min_bytes: int  # free memory that it needs on each GPU
+    wait: bool = True  # whether to wait if there is not that much now
+    timeout_seconds: float = 3600.0  # how long at most
+    interval_seconds: float = 30.0  # between two polls of the GPUs
+    only: frozenset[str] | None = None  # UUIDs of the GPUs that will do, None for any
+    count: int = 1  # GPUs that it needs at once
+    exclude: frozenset[str] = frozenset()  # UUIDs of GPUs that will not do
 
     def allows(self, gpu: GpuInfo) -> bool:
         """Return whether the job may use a GPU at all."""
@@ -70,19 +57,12 @@ class NoGpu:
 
 @dataclass(frozen=True)
 class WaitStatus:
-    """Progress of the waiting.
+    """Progress of the waiting."""
 
-    Attributes:
-        seconds_left: until the waiting ends.
-        checks: grows by one with each poll that is reported.
-        obstacles: why no GPU does now, the nearest obstacle first.
-        position: in the queue of the host's jobs, 1 for the first; 0 without a queue.
-    """
-
-    seconds_left: float
-    checks: int
-    obstacles: str
-    position: int = 1
+    seconds_left: float  # until the waiting ends
+    checks: int  # grows by one with each poll that is reported
+    obstacles: str  # why no GPU does now, the nearest obstacle first
+    position: int = 1  # in the queue of the host's jobs, 1 for the first; 0 without a queue
 
     def sentence(self) -> str:
         """Return one line of at most 120 characters for people."""
@@ -92,26 +72,21 @@ class WaitStatus:
 
 
 def wait_for_gpu(
-    request: GpuRequest,
+    request: GpuRequest,  # what the job needs
     *,
+    # reads the GPUs; its argument asks for their processes too, once per report
     read: Callable[[bool], Visible],
-    on_status: Callable[[WaitStatus], None],
+    on_status: Callable[[WaitStatus], None],  # called after each poll in vain and each second
+    # waits some seconds; what it raises (Ctrl-C) ends the waiting
     sleep: Callable[[float], None] = time.sleep,
-    clock: Callable[[], float] = time.monotonic,
+    clock: Callable[[], float] = time.monotonic,  # seconds of a monotonic clock
+    # this job in the host's queue; None: the first to find a GPU free has it. `sleep` has to
+    # return when the job's descriptor becomes readable.
     queued: QueuedJob | None = None,
 ) -> Group | NoGpu:
     """Return the best GPUs with enough free memory, as soon as there are enough of them.
 
     Returns at once if no amount of waiting could help. GPUs that vanish later may come back.
-
-    Args:
-        request: what the job needs.
-        read: reads the GPUs; its argument asks for their processes too, once per report.
-        on_status: called after each poll in vain and each second.
-        sleep: waits some seconds; what it raises (Ctrl-C) ends the waiting.
-        clock: seconds of a monotonic clock.
-        queued: this job in the host's queue; None: the first to find a GPU free has it. ``sleep``
-            has to return when the job's descriptor becomes readable.
 
     Raises:
         QueueProblem: the queue directory cannot be used any more.
@@ -139,15 +114,11 @@ class _Waiting:
     def run(self) -> Group | NoGpu:
         if why := why_pointless(self.request, self.read(False)):
             return NoGpu(why)
-        retrying = tenacity.Retrying(
-            retry=tenacity.retry_if_result(lambda found: found is None),
-            stop=lambda state: self.clock() >= self.deadline,
-            wait=lambda state: min(self.pause_seconds, self._seconds_left()),
-            sleep=self._pause,
-            retry_error_callback=lambda state: self._in_vain(timed_out=True),
-        )
-        # the loop ends with a result or with that of the callback
-        return cast("Group | NoGpu", retrying(self._poll))
+        while (found := self._poll()) is None:
+            if self.clock() >= self.deadline:
+                return self._in_vain(timed_out=True)
+            self._pause(min(self.pause_seconds, self._seconds_left()))
+        return found
 
     def _poll(self) -> Group | NoGpu | None:
         if self.queued is None:

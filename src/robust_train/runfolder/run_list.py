@@ -96,7 +96,7 @@ class Run:
             known = {k: v for k, v in content if v is not None or k == "waiting"}
             known["gpu_uuid"] = next(iter(self.state.gpu_uuids), None)
             until = time.time() if self.alive else self.state.updated
-            known["seconds_in_state"] = round(until - self.state.since, 1)
+            known["seconds_in_state"] = round(max(until - self.state.since, 0.0), 1)
             known["seconds"] = round(self.state.seconds(until), 1)
             if status == DIED:
                 known["last_state"] = self.state.state
@@ -106,7 +106,7 @@ class Run:
 def read_run(run_dir: Path) -> Run | None:
     """Return the run in a folder; None where there never was one."""
     state, holder = read_state(run_dir), read_holder(run_dir)
-    if state is None and not (run_dir / LOCK_FILE).exists():
+    if state is None and not os.path.lexists(run_dir / LOCK_FILE):
         return None
     alive = is_held(run_dir)
     if alive is None:  # the disk knows no locks: the process and the state decide
@@ -181,7 +181,7 @@ def choose_run(which: str | None, *, dead_too: bool = False) -> Run:
             listed = f"name one: {_listed(here)}"
             raise NoLiveRun(f"{len(here)} runs of yours are alive; {listed}")
         return here[0]
-    at_path = _run_at(Path(which).expanduser())
+    at_path = _run_at(Path(os.path.expanduser(which)))
     if at_path is not None and (at_path.alive or dead_too):
         return at_path
     known = find_runs()
@@ -202,7 +202,7 @@ def _run_at(path: Path) -> Run | None:
     """Return the run in the folder that ``path`` is or lies in."""
     path = path.absolute()
     for folder in (path, *path.parents) if os.path.lexists(path) else ():
-        if (folder / LOCK_FILE).is_file() or (folder / STATE_FILE).is_file():
+        if any(os.path.isfile(folder / name) for name in (LOCK_FILE, STATE_FILE)):
             return read_run(folder.resolve())
     return None
 

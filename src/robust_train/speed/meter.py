@@ -98,13 +98,9 @@ class _Interval:
     alone_until: Moment | None = None  # the ranks exchange something from here on
     end: Moment = field(init=False)
 
-    def waited(self) -> float:
-        """Return the time without data; what a GPU computed meanwhile is none."""
-        self.settle()
-        return self.settled_seconds
-
     def settle(self) -> None:
-        """Sum up what the GPU has passed: a step may be one epoch of a great many batches."""
+        """Sum up the waits that the GPU has passed: a step may be one epoch of a great many
+        batches. What the GPU computed meanwhile is no time without data."""
         while self.waits and self.waits[0][1].is_past():
             start, end = self.waits.popleft()
             self.settled_seconds += min(end.at - start.at, start.seconds_until(end))
@@ -266,7 +262,8 @@ class SpeedMeter:
         known = self._samples_done is not None and samples > 0
         self._samples_done = (self._samples_done or 0) + samples if known else None
         if interval.waits is not None:
-            self._waits.add(interval.waited() / steps, steps)
+            interval.settle()
+            self._waits.add(interval.settled_seconds / steps, steps)
             self._seconds_with_waits += seconds
         if interval.alone_until is not None:
             self._seconds_alone += interval.begin.seconds_until(interval.alone_until)

@@ -55,10 +55,10 @@ class SweepStory:
 
 def is_sweep(folder: Path) -> bool:
     """Return whether a folder is that of a sweep."""
-    if (folder / "journal.jsonl").exists():
+    if os.path.exists(folder / "journal.jsonl"):
         return False
-    return (folder / "sweep.json").exists() or any(
-        (job / "journal.jsonl").exists() for job in sweep_table.job_folders(folder)
+    return os.path.exists(folder / "sweep.json") or any(
+        os.path.exists(job / "journal.jsonl") for job in sweep_table.job_folders(folder)
     )
 
 
