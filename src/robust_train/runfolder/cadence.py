@@ -149,7 +149,6 @@ class Saving:
         seconds = self.clock.saved(step)
         if self.job is None:
             return
-        step = None if step is None else int(step)
         try:
             record_checkpoint(
                 self.folder, path, job=self.job, attempt=self._attempt, step=step, seconds=seconds
