@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from robust_train.runfolder.identity import read_identity, wait_until_readable
-from robust_train.runfolder.manifests import of_job, record_checkpoint, rotate
+from robust_train.runfolder.manifests import Manifest, of_job, record_checkpoint, rotate
 
 log = logging.getLogger("robust_train")
 
@@ -136,7 +137,9 @@ class Saving:
     @cached_property
     def clock(self) -> SaveClock:
         """What measures the time between checkpoints, from its first use on."""
-        known = of_job(self.folder, self.job) if self.job else []
+        known: list[Manifest] = []
+        with contextlib.suppress(OSError):  # a disk that is away costs the figure, not training
+            known = of_job(self.folder, self.job) if self.job else []
         return SaveClock(
             self.plan,
             cost=next((one.seconds for one in reversed(known) if one.seconds), None),
