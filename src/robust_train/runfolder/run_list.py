@@ -181,7 +181,7 @@ def choose_run(which: str | None, *, dead_too: bool = False) -> Run:
             listed = f"name one: {_listed(here)}"
             raise NoLiveRun(f"{len(here)} runs of yours are alive; {listed}")
         return here[0]
-    at_path = _run_at(Path(which).expanduser())
+    at_path = _run_at(Path(os.path.expanduser(which)))
     if at_path is not None and (at_path.alive or dead_too):
         return at_path
     known = find_runs()
