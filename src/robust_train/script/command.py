@@ -7,6 +7,7 @@ trainer's. Why it failed is classified by the launcher, which has the end of the
 from __future__ import annotations
 
 import contextlib
+import glob
 import logging
 import os
 import shutil
@@ -41,7 +42,7 @@ from robust_train.script.checkpoint_watch import (
     stamp_of,
     stamps,
 )
-from robust_train.script.messages import LineReader, NotUnderstood, OwnFailure, Result, parse
+from robust_train.script.messages import LineReader, OwnFailure, Result, parse
 from robust_train.script.placeholders import (
     EVENTS_VARIABLE,
     PLACEHOLDERS,
@@ -76,7 +77,8 @@ def train(cfg: DictConfig, run: Run) -> Json:
     run.speed.least_seconds = 10 * TICK_SECONDS  # its messages are read so often
     values = _values(cfg, run)
     pattern = settings.checkpoint_glob
-    pattern = pattern and str(settings.cwd / values.fill(pattern))
+    if pattern is not None:  # the folders themselves may have brackets in their names
+        pattern = str(Path(glob.escape(str(settings.cwd)), values.fill(pattern, glob.escape)))
     before = _before(pattern, settings, run)
     checkpoint = _checkpoint(pattern, before, run)
     values = _values(cfg, run, checkpoint)
@@ -126,7 +128,7 @@ class _Attempt:
         for line in self._lines.read(to_the_end=at_rest):
             try:
                 self._take(line)
-            except NotUnderstood as problem:
+            except Exception as problem:  # as of a path that is none: no line ends the script
                 if not self._complained:
                     self._complained = True
                     log.warning("%s: %r: %s", self.events.name, line[:200], problem)
@@ -153,7 +155,7 @@ class _Attempt:
             case TrainingStarted(step=step):
                 self._run.started(step)
             case CheckpointSaved(path=path, step=step):
-                saved = self._cwd / Path(path).expanduser()
+                saved = self._cwd / os.path.expanduser(path)
                 self._known = _with_stamp(saved)
                 self._run.checkpoint_saved(saved, self._run.last_step if step is None else step)
             case Result(value=value):
@@ -258,7 +260,7 @@ class CommandSettings:
             argv=_words("trainer.argv", trainer.get("argv")),
             resume_argv=_words("trainer.resume_argv", trainer.get("resume_argv")),
             checkpoint_glob=trainer.get("checkpoint_glob") or None,
-            cwd=Path(trainer.get("cwd") or ".").expanduser().absolute(),
+            cwd=Path(os.path.expanduser(trainer.get("cwd") or ".")).absolute(),
             stop_grace_seconds=float(cfg.get("stop_grace_seconds", 20.0)),
             resume=bool(cfg.get("resume", True)),
         )
@@ -280,7 +282,7 @@ def _check(settings: CommandSettings) -> None:
         raise ConfigError(f"trainer.cwd={settings.cwd}: no such folder")
     program = settings.argv[0]
     is_file = "/" in program
-    if shutil.which(str(settings.cwd / Path(program).expanduser()) if is_file else program) is None:
+    if shutil.which(settings.cwd / os.path.expanduser(program) if is_file else program) is None:
         where = "an executable file" if is_file else "a program on PATH"
         raise ConfigError(f"trainer.argv: {program!r} is not {where}")
 
