@@ -11,7 +11,6 @@ import glob
 import logging
 import os
 import shutil
-import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +31,7 @@ from robust_train.events import (
 from robust_train.execution import TICK_SECONDS
 from robust_train.execution.environment import shared_machine_environment
 from robust_train.files import write_json
+from robust_train.readable import signal_name
 from robust_train.run import Run
 from robust_train.runfolder.cadence import AUTO
 from robust_train.runfolder.manifests import is_whole
@@ -231,10 +231,7 @@ def _checkpoint(pattern: str | None, before: Mapping[str, Stamp], run: Run) -> P
 def _how(returncode: int) -> str:
     if returncode >= 0:
         return f"ended with exit code {returncode}"
-    try:
-        return f"ended by {signal.Signals(-returncode).name}"
-    except ValueError:
-        return f"ended by signal {-returncode}"
+    return f"ended by {signal_name(-returncode)}"
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from robust_train.events import MalformedEvent, from_json
 from robust_train.files import read_object, write_json
+from robust_train.readable import signal_name
 from robust_train.runfolder.summary import SavedSummary, aligned, read_summary
 from robust_train.sweep import job_record
 
@@ -103,7 +104,7 @@ def ending_of_process(record: job_record.JobRecord, returncode: int) -> job_reco
             exit_code=returncode,
             reason="interrupted" if stopped else reason,
         )
-    name = signal.Signals(-returncode).name
+    name = signal_name(-returncode)
     if -returncode in _STOPS:
         reason = f"interrupted by {name} before it had begun"
         return replace(
