@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import signal
@@ -49,6 +50,12 @@ OF_LIVE_RUNS = ("list", "status", "checkpoint", "halve-batch", "stop")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if None in (sys.stdin, sys.stdout, sys.stderr):
+        from robust_train.execution.screen import open_closed_streams
+
+        open_closed_streams()
+    with contextlib.suppress(AttributeError, OSError):  # not a stream like others: in a test
+        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     try:
         code = _run(arguments)
         sys.stdout.flush()

@@ -194,6 +194,7 @@ class _RawScreen(io.RawIOBase):
 @contextlib.contextmanager
 def never_blocking_output() -> Iterator[None]:
     """Have this process's own prints and log lines go to screens, within the block."""
+    open_closed_streams()
     old = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = new = _unblocked(old[0]), _unblocked(old[1])
     own = {one.fileno(): one for one, was in zip(new, old, strict=True) if one is not was}
@@ -219,6 +220,16 @@ def log_handlers() -> list[logging.StreamHandler[TextIO]]:
     """Return what writes the launcher's log lines to streams."""
     handlers = (*logging.getLogger().handlers, *logging.getLogger("robust_train").handlers)
     return [one for one in handlers if isinstance(one, logging.StreamHandler)]
+
+
+def open_closed_streams() -> None:
+    """Open the standard streams that are closed (``>&-``), or a lock of ours would be one."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))
 
 
 def _unblocked(stream: TextIO) -> TextIO:
