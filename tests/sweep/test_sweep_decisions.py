@@ -18,8 +18,8 @@ from robust_train.settings import sweep_settings
 from robust_train.sweep import callback
 from robust_train.sweep.current import OF_HYDRA
 from robust_train.sweep.gpu_queue import count_gpus, jobs_at_once
-from robust_train.sweep.job_record import Entry, JobRecord, decide, read_record
 from robust_train.sweep.job_process import JobProcess
+from robust_train.sweep.job_record import Entry, JobRecord, decide, read_record
 from robust_train.sweep.live_table import LiveRow, most_important, table_lines
 from robust_train.sweep.plugins_of_others import misplaced_launcher
 from robust_train.sweep.sweep_table import (

@@ -31,7 +31,7 @@ class Program:
 
     def __init__(self, argv: Sequence[str], environ: Mapping[str, str], cwd: Path) -> None:
         become_subreaper()
-        self._not_ours = set(children())
+        self._not_ours = {child.pid for child in children()}
         self._asked: set[int] = set()
         try:
             with _own_input() as stdin:
@@ -93,7 +93,7 @@ class Program:
     def _running(self) -> list[int]:
         """Return the script and orphans of what it started; collect the dead among them."""
         self._process.poll()
-        found = [pid for pid in children() if pid not in self._not_ours]
+        found = {child.pid for child in children()} - self._not_ours
         return [pid for pid in found if pid == self.pid or collect(pid)]
 
     def _ask_to_stop(self, pids: Sequence[int]) -> None:
