@@ -12,7 +12,7 @@ import logging
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +81,10 @@ def train(cfg: DictConfig, run: Run) -> Json:
         pattern = str(Path(glob.escape(str(settings.cwd)), values.fill(pattern, glob.escape)))
     before = _before(pattern, settings, run)
     checkpoint = _checkpoint(pattern, before, run)
-    values = _values(cfg, run, checkpoint)
-    template = settings.argv if checkpoint is None else (*settings.argv, *settings.resume_argv)
+    template = settings.argv
+    if checkpoint is not None:
+        values = replace(values, checkpoint=str(checkpoint))
+        template += settings.resume_argv
     argv = tuple(values.fill(word) for word in template)
     watch = CheckpointWatch(pattern, before) if pattern else None
     attempt = _Attempt(run, settings.cwd, watch, checkpoint)
@@ -176,7 +178,7 @@ def _with_stamp(path: Path | None) -> tuple[Path | None, Stamp | None]:
     return path, None
 
 
-def _values(cfg: DictConfig, run: Run, checkpoint: Path | None = None) -> ScriptValues:
+def _values(cfg: DictConfig, run: Run) -> ScriptValues:
     training = cfg.training
     return ScriptValues(
         batch_size=training.batch_size,
@@ -186,7 +188,7 @@ def _values(cfg: DictConfig, run: Run, checkpoint: Path | None = None) -> Script
         num_workers=training.num_workers,
         device=str(cfg.device),
         attempt=run.attempt,
-        checkpoint="" if checkpoint is None else str(checkpoint),
+        checkpoint="",
         run_dir=str(run.run_dir),
         checkpoint_every_minutes=str(training.get("checkpoint_every_minutes") or AUTO),
         checkpoint_every_steps=training.get("checkpoint_every_steps") or 0,
