@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import select
 import shlex
 import signal
 import stat
@@ -16,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from robust_train.errors import ConfigError
-from robust_train.execution import TICK_SECONDS
+from robust_train.execution import TICK_SECONDS, sleep_until_readable
 from robust_train.execution.linux import become_subreaper, children, collect, kill_descendants
 from robust_train.execution.signals import wakeup_descriptor
 from robust_train.run import Run
@@ -58,14 +57,8 @@ class Program:
         When the attempt is asked to stop, SIGTERM goes to the script, and when that ends to those
         whom it leaves behind (a shell does not wait for what it runs); whoever is there after
         ``stop_grace_seconds`` is killed. Data-loader workers get none: their own parent ends them.
-
-        Args:
-            run: whose ``stop_requested`` counts.
-            stop_grace_seconds: see above.
-            on_tick: called about twice a second.
-
-        Returns:
-            The script's exit status, as subprocess has it.
+        ``on_tick`` is called about twice a second. Returns the script's exit status, as subprocess
+        has it.
         """
         kill_at: float | None = None
         try:
@@ -124,11 +117,9 @@ def _woken_by_signals() -> Iterator[Callable[[float], None]]:
     main thread, where Python allows no handlers, it sleeps the whole time."""
     is_main = threading.current_thread() is threading.main_thread()
     with wakeup_descriptor() as wakeup:
-        poll = select.poll()
-        poll.register(wakeup, select.POLLIN)
 
         def sleep(seconds: float) -> None:
-            poll.poll(seconds * 1000)
+            sleep_until_readable(seconds, wakeup)
             with contextlib.suppress(BlockingIOError):
                 os.read(wakeup, 4096)
 
